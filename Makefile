@@ -1,0 +1,68 @@
+# Everything runs in .venv, which `make` creates where it is missing: nothing but Python 3.10 or newer is needed.
+
+# The interpreter that creates .venv; gpu-check runs in it directly.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Options for the command that a target runs: make test ARGS="-k layout"
+ARGS ?=
+# For gpu-check: a folder of wheels to put on the path on a machine that cannot install.
+WHEELS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help bench install install-test test check overhead model-speed launch-time status-speed gpu-check slurm-up slurm-down clean
+
+help:  ## show the targets
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
+
+bench: install  ## compare ddp, pipeline + ddp and fsdp on this machine
+	$(BIN)/python train.py -m model=gpt_tiny parallel=ddp,pdp,fsdp $(ARGS)
+
+install: $(VENV)/.installed  ## install the project into .venv
+
+install-test: $(VENV)/.installed-test
+
+test: install-test  ## lint, type check and run all tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(ARGS)
+
+overhead: install  ## what steps and checkpoints cost, and whether collectives and products are timed right
+	$(BIN)/python benchmarks/overhead.py $(ARGS)
+	$(BIN)/python benchmarks/checkpoint_cost.py
+	$(BIN)/python benchmarks/collectives_truth.py
+	$(BIN)/python benchmarks/matmul_truth.py
+
+model-speed: install-test  ## our GPT-2 against the one of transformers
+	$(BIN)/python benchmarks/model_speed.py $(ARGS)
+
+launch-time: install  ## how long local ranks take to start, against torchrun
+	$(BIN)/python benchmarks/launch_time.py $(ARGS)
+
+status-speed: install  ## how long `ptdbench status` takes on a sweep of 1,000 runs
+	$(BIN)/python benchmarks/status_speed.py $(ARGS)
+
+gpu-check:  ## check every strategy on the GPUs here: make gpu-check PYTHON=python3 WHEELS=wheels
+	$(PYTHON) benchmarks/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+
+slurm-up: $(BIN)/python  ## start a SLURM of two nodes on this machine, as root; make test does it by itself
+	$(BIN)/python -m tests.slurm_cluster up $(ARGS)
+
+slurm-down: $(BIN)/python  ## stop it and remove what it wrote
+	$(BIN)/python -m tests.slurm_cluster down $(ARGS)
+
+clean:  ## remove .venv and caches; outputs stay
+	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"ptdbench needs Python 3.10 or newer, and {sys.executable} is {v[0]}.{v[1]}; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@ $(VENV)/.installed

@@ -1,0 +1,192 @@
+"""What checkpoints cost a run: steps beside a save against steps without, and how long a save holds the step loop.
+
+    python benchmarks/checkpoint_cost.py                                       # gpt_small, one rank
+    python benchmarks/checkpoint_cost.py --model gpt_tiny --tokens 64 --every 20   # a quick look
+
+One process trains in segments of ``--every`` steps, by turns with an asynchronous checkpoint at the start and without;
+the two orders alternate too, so that a machine that gets slower slows both. The steps are timed without the call that
+saves, which is the stall and is timed by itself. Between segments, outside of every step, the save is waited for, and
+blocking saves of the same tensors are timed. All saves make checksums and bring their files to the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig
+from torch import Tensor
+
+from ptdbench import config, plan
+from ptdbench.checkpoints import state
+from ptdbench.checkpoints.saver import Saver
+from ptdbench.compose import compose_all
+from ptdbench.launch import local, peers, rendezvous
+from ptdbench.launch.watchdog import Watchdog
+from ptdbench.launch.world import discover
+from ptdbench.measure.statistics import Ratio
+from ptdbench.measure.stopwatch import Stopwatch
+from ptdbench.parallel import mesh
+from ptdbench.workloads.job import Job
+from ptdbench.workloads.loop import StepLoop
+
+CONF = Path(__file__).parents[1] / "conf"
+
+#: The median step beside checkpoints is at most this many times the one without.
+STEP_LIMIT = 1.03
+
+#: The median stall of a save is below this share of a blocking save; the aim is half of it.
+STALL_LIMIT = 0.2
+
+#: Steps before the first segment.
+WARMUP = 3
+
+
+def main() -> int:
+    """Print both ratios; 1 if one misses its limit."""
+    options = _parse()
+    composed = compose_all(CONF, "config", _overrides(options), multirun=False).jobs[0]
+    with TemporaryDirectory(dir=options.directory) as directory:
+        local.start(_measure, 1, composed, directory, options.pairs, options.every)
+        seconds = json.loads(Path(directory, "seconds.json").read_text())
+
+    plain, beside, stalls, blocking = (seconds[name] for name in ("plain", "beside", "stalls", "blocking"))
+    steps = median_ratio(beside, plain)
+    stall = statistics.median(stalls) / statistics.median(blocking)
+    print(
+        f"{options.model} single, {options.tokens} tokens, {options.threads} threads, {seconds['bytes'] / 1e9:.2f} GB "
+        f"every {options.every} steps: {options.pairs} segments of each kind"
+    )
+    print(f"  step without checkpoints  {_milliseconds(plain)}")
+    print(f"  step beside checkpoints   {_milliseconds(beside)}")
+    print(f"    ratio of medians {steps}, at most {STEP_LIMIT} required: {_verdict(steps.value <= STEP_LIMIT)}")
+    print(f"  blocking save             {_milliseconds(blocking)}")
+    print(f"  stall, second save and on {_milliseconds(stalls)}")
+    print(f"    ratio of medians {stall:.4f}, below {STALL_LIMIT} required: {_verdict(stall < STALL_LIMIT)}")
+    return int(steps.value > STEP_LIMIT or stall >= STALL_LIMIT)
+
+
+def median_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """The median of ``a`` over that of ``b``, with a percentile bootstrap (4000 resamples from a fixed seed)."""
+    left, right = np.asarray(a), np.asarray(b)
+    generator = np.random.default_rng(0)
+    resampled = [
+        np.median(generator.choice(left, len(left))) / np.median(generator.choice(right, len(right)))
+        for _ in range(4000)
+    ]
+    low, high = np.quantile(resampled, (0.025, 0.975)).tolist()
+    return Ratio(float(np.median(left) / np.median(right)), low, high)
+
+
+def _measure(environ: Mapping[str, str], composed: DictConfig, directory: str, pairs: int, every: int) -> None:
+    """The rank: leaves the seconds in ``directory``."""
+    os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
+    world = discover(os.environ)
+    assert world is not None  # the agent has just said who this is
+    planned = plan.make(config.read(composed), world)
+    device = planned.device(world.local_rank)
+    with rendezvous.process_group(world, planned.backend, device, key=directory) as store:
+        met = peers.meet(world, device, planned.config.cluster.cpus_per_rank)
+        dog = Watchdog(world, store, Path(directory), math.inf, lambda *_: None)
+        bench = Bench(Job(planned, world, met, store, device, Path(directory), Stopwatch(time.time()), dog))
+        Path(directory, "seconds.json").write_text(json.dumps(bench.seconds(pairs, every)))
+
+
+class Bench:
+    """A step loop and the two ways of saving it."""
+
+    def __init__(self, job: Job) -> None:
+        training = job.training
+        training.data.prepare()
+        self._engine = training.engine(mesh.build(training.layout, job.plan.device_type), job.device)
+        self._optimizer = training.optimizer(self._engine.module.parameters())
+        self._tied = training.model.tied()
+        self._loop = StepLoop(self._engine, self._optimizer, training.data, training.layout, 0, job.device)
+        self._asynchronous = Saver(job.directory / "asynchronous", keep=1)
+        self._blocking = Saver(job.directory / "blocking", keep=1, asynchronous=False)
+
+    def seconds(self, pairs: int, every: int) -> dict[str, Any]:
+        """Seconds of steps without and beside saves, of stalls from the second on and of blocking saves."""
+        steps: dict[bool, list[float]] = {False: [], True: []}
+        for _ in range(WARMUP):
+            self._loop.step()
+        self._save(self._asynchronous)  # the first one allocates the copies
+        self._asynchronous.wait()
+        gc.disable()
+        for pair in range(pairs):
+            for saving in (False, True) if pair % 2 else (True, False):
+                steps[saving] += self._segment(every, saving)
+            self._save(self._blocking)
+        assert not self._asynchronous.problems + self._blocking.problems
+        return {
+            "plain": steps[False],
+            "beside": steps[True],
+            "stalls": self._asynchronous.stall_seconds[1:],
+            "blocking": self._blocking.stall_seconds,
+            "bytes": sum(tensor.nbytes for tensor in self._tensors().values()),
+        }
+
+    def _segment(self, count: int, saving: bool) -> list[float]:
+        if saving:
+            self._save(self._asynchronous)
+        seconds = []
+        for _ in range(count):
+            started = time.perf_counter()
+            self._loop.step()
+            seconds.append(time.perf_counter() - started)
+        self._asynchronous.wait()
+        return seconds
+
+    def _save(self, saver: Saver) -> None:
+        saver.save(len(self._loop.losses), self._tensors(), {}, {})
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return state.collect(self._engine.module, self._optimizer, self._tied, rank=0, with_buffers=True)
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    low, median, high = (value * 1e3 for value in (min(seconds), statistics.median(seconds), max(seconds)))
+    return f"{median:9.1f} ms (median of {len(seconds)}, {low:.1f} to {high:.1f})"
+
+
+def _verdict(passed: bool) -> str:
+    return "PASS" if passed else "MISS"
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    return [
+        f"model={options.model}",
+        f"model.sequence_length={options.tokens}",
+        "parallel=single",
+        "device=cpu",
+        f"train.global_batch={options.batch}",
+        "train.max_minutes=null",
+        f"cluster.cpus_per_rank={options.threads}",
+    ]
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="gpt_small", help="a GPT of conf/model (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=128, help="of a sample (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=1, help="samples of a step (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=48, help="steps of a segment (default: %(default)s)")
+    parser.add_argument("--pairs", type=int, default=2, help="segments of each kind (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="of the rank (default: %(default)s)")
+    parser.add_argument("--directory", help="where to save; removed at the end (default: the one for temporary files)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Whether ``workload=collectives`` tells the truth: its time per all_reduce against a bare loop's.
+
+    python benchmarks/collectives_truth.py                 # all ranks of this machine
+    python benchmarks/collectives_truth.py --rounds 100
+
+The product's side is what the workload does at one size: prepare, repeat, compare the ranks. The bare side is a loop
+over ``torch.distributed.all_reduce`` between two readings of the clock, whose lists the ranks then gather and compare.
+The bare loop runs twice, so that its ratio to itself shows what this machine can resolve. The three take turns block
+by block in the same processes and the same group, in every order equally often; a block's time is its median
+repetition, each repetition costs what its slowest rank took, and the ratios are medians over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from itertools import permutations
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from ptdbench import config, plan
+from ptdbench.compose import compose_all
+from ptdbench.launch import local, rendezvous
+from ptdbench.launch.world import discover
+from ptdbench.measure.statistics import median_of_ratios
+from ptdbench.workloads import timing
+from ptdbench.workloads.operations import OPERATIONS, Place
+from ptdbench.workloads.patterns import DTYPES, REDUCTIONS
+from ptdbench.workloads.timing import Effort
+
+CONF = Path(__file__).parents[1] / "conf"
+
+#: Bytes of the message, and how often it is sent in a block.
+SIZES = {2**10: 300, 2**20: 50, 2**26: 10}
+
+#: Both ends of the ratio's interval lie within so much of 1.
+LIMIT = 0.05
+
+#: Every order of the three sides.
+ORDERS = list(permutations(("product", "bare", "again")))
+
+#: Repetitions before each block.
+WARMUP = 2
+
+#: Seconds of the median repetition of a block, the slowest rank's.
+Block = Callable[[int], float]
+
+
+def main() -> int:
+    """Print the pairs; 1 if one of them misses."""
+    options = _parse()
+    composed = compose_all(CONF, "config", ["workload=collectives"], multirun=False).jobs[0]
+    ranks = plan.make(config.read(composed), None).world_size
+    with TemporaryDirectory() as directory:
+        local.start(_take_turns, ranks, composed, directory, options.rounds)
+        found = json.loads(Path(directory, "seconds.json").read_text())
+    print(f"time per all_reduce, fp32, {ranks} ranks: {options.rounds} rounds")
+    missed = [_report(int(size), seconds) for size, seconds in found.items()]
+    return int(any(missed))
+
+
+def _report(size: int, seconds: Mapping[str, list[float]]) -> bool:
+    """Print the pair of one size; whether it misses."""
+    noise, ratio = (median_of_ratios(seconds[side], seconds["bare"]) for side in ("again", "product"))
+    bare = statistics.median(seconds["bare"])
+    missed = max(abs(ratio.low - 1), abs(ratio.high - 1)) > LIMIT
+    print(f"  {size / 2**10:,.0f} KiB, bare {bare * 1e6:,.1f} µs")
+    print(f"    bare / bare     {noise}")
+    print(f"    product / bare  {ratio}, within {LIMIT:.0%} required: {'MISS' if missed else 'PASS'}")
+    if missed and max(abs(noise.low - 1), abs(noise.high - 1)) > LIMIT:
+        print("    bare against bare misses it too: this machine is too busy for so few blocks, take more --rounds")
+    return missed
+
+
+def _take_turns(environ: Mapping[str, str], composed: DictConfig, directory: str, rounds: int) -> None:
+    """One rank: all three sides by turns; rank 0 leaves the seconds in ``directory``."""
+    os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
+    world = discover(os.environ)
+    assert world is not None  # the agent has just said who this is
+    planned = plan.make(config.read(composed), world)
+    device = planned.device(world.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with rendezvous.process_group(world, planned.backend, device, key=directory):
+        found = {}
+        for size, count in SIZES.items():
+            sides = {"product": _product(size, device), "bare": _bare(size, device), "again": _bare(size, device)}
+            seconds: dict[str, list[float]] = {side: [] for side in sides}
+            for turn in range(rounds + 1):
+                for side in ORDERS[turn % len(ORDERS)]:
+                    seconds[side].append(sides[side](count))
+            found[size] = {side: blocks[1:] for side, blocks in seconds.items()}  # the first one warms up
+        if world.rank == 0:
+            Path(directory, "seconds.json").write_text(json.dumps(found))
+
+
+def _product(size: int, device: torch.device) -> Block:
+    """As ``workload=collectives`` times one size."""
+    ranks = range(dist.get_world_size())
+    place = Place(None, ranks, dist.get_rank(), device, DTYPES["fp32"], REDUCTIONS["sum"])
+    message = OPERATIONS["all_reduce"].prepare(place, size // 4)
+
+    def block(count: int) -> float:
+        effort = Effort(min_repetitions=count, max_repetitions=count, warmup=WARMUP, max_seconds=float("inf"))
+        return statistics.median(timing.repeat(lambda: message.call(False), device, effort))
+
+    return block
+
+
+def _bare(size: int, device: torch.device) -> Block:
+    """The same as one would write it by hand."""
+    data = torch.zeros(size // 4, device=device)
+
+    def block(count: int) -> float:
+        dist.barrier()
+        for _ in range(WARMUP):
+            dist.all_reduce(data)
+        dist.barrier()
+        seconds = _by_events(data, count) if device.type == "cuda" else _by_host(data, count)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, seconds)
+        return statistics.median(max(of_ranks) for of_ranks in zip(*gathered, strict=True))
+
+    return block
+
+
+def _by_host(data: torch.Tensor, count: int) -> list[float]:
+    seconds = []
+    for _ in range(count):
+        started = time.perf_counter()
+        dist.all_reduce(data)
+        seconds.append(time.perf_counter() - started)
+    return seconds
+
+
+def _by_events(data: torch.Tensor, count: int) -> list[float]:
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(count)]
+    for before, after in events:
+        before.record()
+        dist.all_reduce(data)
+        after.record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in events]
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60, help="blocks of each side (default: %(default)s)")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Is the ceiling of ``workload=matmul`` the truth? The product's figure against a bare loop over ``torch.mm``.
+
+    python benchmarks/matmul_truth.py
+    python benchmarks/matmul_truth.py --shape 1024 --dtype bf16 --threads 2
+
+The product's side is what the workload does for one shape and dtype, its median rate. The bare side is a loop by hand
+over matrices of its own: write a buffer larger than the last cache, take the time, multiply, take the time; and the
+median. The bare side is measured twice, so that its ratio to itself shows what this machine can resolve. The three take
+turns in one process, in every order equally often; the ratios are medians over the turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import permutations
+
+import torch
+
+from ptdbench.measure.products import DTYPES, Shape, cache_bytes, product_seconds
+from ptdbench.measure.statistics import median_of_ratios
+
+#: By how much the product's figure may be off, as a share of the bare one.
+LIMIT = 0.05
+
+SIDES = ("product", "bare", "again")
+ORDERS = list(permutations(SIDES))
+
+
+def main() -> int:
+    """Print both ratios; 1 if the product's figure is off by more than it may."""
+    options = _parse()
+    torch.set_num_threads(options.threads)
+    device, shape = torch.device(options.device), Shape.of(options.shape)
+
+    def product() -> list[float]:
+        return product_seconds(shape, options.dtype, device, options.seconds)
+
+    bare, again = (_bare(shape, options, device) for _ in range(2))
+    medians = _alternate({"product": product, "bare": bare, "again": again}, options.turns)
+
+    rate = shape.flops / statistics.median(medians["bare"])
+    print(
+        f"{shape} {options.dtype}, {device}, threads {options.threads}: {options.turns} turns, "
+        f"bare loop {rate / 1e12:.3g} TFLOP/s (median)"
+    )
+    noise, ratio = (median_of_ratios(medians[side], medians["bare"]) for side in ("again", "product"))
+    passed = ratio.low > 1 - LIMIT and ratio.high < 1 + LIMIT
+    print(f"  bare / bare     {noise}")
+    print(f"  product / bare  {ratio}, within {LIMIT:.0%} required: {'PASS' if passed else 'MISS'}")
+    if not passed and max(abs(noise.low - 1), abs(noise.high - 1)) >= LIMIT:
+        print("  bare against bare misses it too: this machine is too busy for so few turns, take more --turns")
+    return int(not passed)
+
+
+def _alternate(sides: dict[str, Callable[[], list[float]]], turns: int) -> dict[str, list[float]]:
+    """The median seconds of one product, of every side and turn after the first, which is warm-up."""
+    medians: dict[str, list[float]] = {side: [] for side in SIDES}
+    for turn in range(turns + 1):
+        for side in ORDERS[turn % len(ORDERS)]:
+            medians[side].append(statistics.median(sides[side]()))
+    return {side: of_turns[1:] for side, of_turns in medians.items()}
+
+
+def _bare(shape: Shape, options: argparse.Namespace, device: torch.device) -> Callable[[], list[float]]:
+    """The same measurement as one would write it by hand."""
+    dtype = DTYPES[options.dtype]
+    a = torch.randn(shape.m, shape.k, device=device).to(dtype)
+    b = torch.randn(shape.k, shape.n, device=device).to(dtype)
+    wide = torch.zeros(2 * cache_bytes(device) // 4, device=device)
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def loop() -> list[float]:
+        seconds: list[float] = []
+        end = time.perf_counter() + options.seconds
+        while time.perf_counter() < end or len(seconds) < 5:
+            wide.add_(1)
+            wait()
+            started = time.perf_counter()
+            torch.mm(a, b)
+            wait()
+            seconds.append(time.perf_counter() - started)
+        return seconds
+
+    return loop
+
+
+def _parse() -> argparse.Namespace:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="512", help="a number, or MxNxK (default: %(default)s)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--turns", type=int, default=300, help="of each side (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.05, help="of one turn of a side (default: %(default)s)")
+    parser.add_argument("--device", default=device, help="default: %(default)s")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""What the harness costs: the product's step loop against the same training written by hand.
+
+    python benchmarks/overhead.py                          # one rank
+    python benchmarks/overhead.py --parallel ddp           # all ranks of this machine, in lockstep
+    python benchmarks/overhead.py --pairs 200 --model gpt_small
+
+The product's side is what ``workload=train`` does from one step to the next: the clock, the step, memory, garbage
+collection and the progress line (the one that is drawn while this runs). The bare side is forward, backward,
+``optimizer.step()`` and ``zero_grad()`` over the same model and data. The bare loop runs twice, so that its ratio to
+itself shows what this machine can resolve. The three take turns step by step in one process, in every order equally
+often; each is timed from outside, and a step costs what its slowest rank took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from itertools import permutations
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ptdbench import config, plan
+from ptdbench.compose import compose_all
+from ptdbench.launch import local, peers, rendezvous
+from ptdbench.launch.watchdog import Watchdog
+from ptdbench.launch.world import discover
+from ptdbench.measure.statistics import paired_ratio
+from ptdbench.measure.stopwatch import Stopwatch
+from ptdbench.models.materialise import materialise
+from ptdbench.models.protocol import module_of
+from ptdbench.parallel.precision import DTYPES
+from ptdbench.workloads.job import Job
+from ptdbench.workloads.train import assemble, steps
+
+CONF = Path(__file__).parents[1] / "conf"
+
+#: The upper end of the ratio's interval lies below this.
+LIMIT = 1.01
+
+#: Every order of the three sides; the warm-up takes each once.
+ORDERS = list(permutations(("product", "bare", "again")))
+
+#: Does the next step and returns its loss on this rank.
+Step = Callable[[], Tensor]
+
+
+def main() -> int:
+    """Print both ratios; 1 if the harness costs more than it may."""
+    options = _parse()
+    composed = compose_all(CONF, "config", _overrides(options), multirun=False).jobs[0]
+    ranks = plan.make(config.read(composed), None).world_size
+    with TemporaryDirectory() as directory:
+        local.start(_take_turns, ranks, composed, directory)
+        seconds = json.loads(Path(directory, "seconds.json").read_text())
+
+    print(
+        f"{options.model} {options.parallel}, world size {ranks}, global batch {options.batch}, {options.precision}: "
+        f"{options.pairs} turns, bare step {statistics.median(seconds['bare']) * 1e3:.1f} ms (median)"
+    )
+    noise, ratio = (paired_ratio(seconds[side], seconds["bare"]) for side in ("again", "product"))
+    print(f"  bare / bare     {noise}")
+    print(f"  product / bare  {ratio}, upper end below {LIMIT} required: {'PASS' if ratio.high < LIMIT else 'MISS'}")
+    if ratio.high >= LIMIT and noise.high >= LIMIT:
+        print("  bare against bare misses it too: this machine is too busy for so few steps, take more --pairs")
+    return int(ratio.high >= LIMIT)
+
+
+def _take_turns(environ: Mapping[str, str], composed: DictConfig, directory: str) -> None:
+    """One rank: all three sides by turns; rank 0 leaves everybody's seconds in ``directory``."""
+    os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
+    world = discover(os.environ)
+    assert world is not None  # the agent has just said who this is
+    planned = plan.make(config.read(composed), world)
+    device = planned.device(world.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with rendezvous.process_group(world, planned.backend, device, key=directory) as store:
+        met = peers.meet(world, device, planned.config.cluster.cpus_per_rank)
+        dog = Watchdog(world, store, Path(directory), math.inf, lambda *_: None)
+        job = Job(planned, world, met, store, device, Path(directory), Stopwatch(time.time()), dog)
+        sides = {
+            "product": _product(job),
+            "bare": _bare(job),
+            "again": _bare(job),
+        }
+        seconds = _alternate(sides, planned.config.train.steps, device)
+        gathered: list[Any] = [None] * world.size
+        dist.all_gather_object(gathered, seconds)
+        if world.rank == 0:
+            slowest = {
+                side: [max(of_ranks) for of_ranks in zip(*(one[side] for one in gathered), strict=True)]
+                for side in sides
+            }
+            Path(directory, "seconds.json").write_text(json.dumps(slowest))
+
+
+def _alternate(sides: Mapping[str, Step], turns: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of every step of every side after the warm-up.
+
+    Raises:
+        AssertionError: The sides' losses differ, so that they do not do the same work.
+    """
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for turn in range(turns):
+        losses = {}
+        for side in ORDERS[turn % len(ORDERS)]:
+            started = time.perf_counter()
+            losses[side] = sides[side]()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds[side].append(time.perf_counter() - started)
+        if turn < len(ORDERS):  # later on, the rounding of narrow formats would have grown
+            for side in sides:
+                torch.testing.assert_close(losses[side].float(), losses["bare"].float(), rtol=1e-3, atol=0)
+    return {side: times[len(ORDERS) :] for side, times in seconds.items()}
+
+
+def _product(job: Job) -> Step:
+    loop = assemble(job)
+    advance = steps(job, loop)
+
+    def step() -> Tensor:
+        next(advance)
+        return loop.losses[-1]
+
+    return step
+
+
+def _bare(job: Job) -> Step:
+    """The same training as one would write it by hand."""
+    world, device = job.world, job.device
+    planned = plan.make(job.plan.config, world).training  # a model of its own
+    assert planned
+    model = module_of(planned.model)
+    materialise(planned.model, model, device=device, seed=planned.config.general.seed)
+    optimizer = planned.optimizer(model.parameters())
+    forward: nn.Module = model
+    if world.size > 1:
+        # conf/parallel/ddp.yaml; a bucket size that is given, be it torch's own, does away with a smaller first bucket.
+        forward = DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True, static_graph=True)
+    rows = (planned.layout.rows(number, world.rank) for number in range(planned.config.train.steps))
+    precision = planned.config.general.precision
+
+    def step() -> Tensor:
+        inputs, targets = (tensor.to(device) for tensor in planned.data.samples(*next(rows)))
+        with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
+            loss = forward(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _overrides(options: argparse.Namespace) -> list[str]:
+    return [
+        f"model={options.model}",
+        f"parallel={options.parallel}",
+        f"precision={options.precision}",
+        f"train.global_batch={options.batch}",
+        f"train.steps={options.pairs + len(ORDERS)}",
+        "train.max_minutes=null",
+        f"cluster.cpus_per_rank={options.threads}",
+    ]
+
+
+def _parse() -> argparse.Namespace:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=1000, help="steps of each side (default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        default="gpt_small" if on_gpu else "gpt_tiny",
+        help="a choice of conf/model (default: %(default)s)",
+    )
+    parser.add_argument("--parallel", choices=["single", "ddp"], default="single", help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=12, help="samples of a step, all ranks (default: %(default)s)")
+    # Threads that wait for each other turn every disturbance of a shared machine into a much larger one.
+    parser.add_argument("--threads", type=int, default=1, help="of a rank (default: %(default)s)")
+    parser.add_argument(
+        "--precision",
+        choices=["fp32", "bf16"],
+        default="bf16" if on_gpu else "fp32",
+        help="default: %(default)s",
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

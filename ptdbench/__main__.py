@@ -1,0 +1,53 @@
+"""``python -m ptdbench status outputs/<sweep>`` and ``python -m ptdbench sbatch OVERRIDES > job.sh``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ptdbench.problems import ConfigError
+
+
+def main() -> int:
+    """Exit status 0: it worked. 1: it could not be done, or a run of the sweep was not ok."""
+    parser = argparse.ArgumentParser(prog="python -m ptdbench", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    status = commands.add_parser(
+        "status", help="where every run of a sweep stands: queue, step, result, seconds to start"
+    )
+    status.add_argument("directory", type=Path, help="the sweep's directory, or a run's")
+    script = commands.add_parser("sbatch", help="write a plain SLURM script for a run or a sweep of one shape")
+    script.add_argument("overrides", nargs="*", help="as for train.py")
+    arguments = parser.parse_args()
+    try:
+        return _status(arguments.directory) if arguments.command == "status" else _sbatch(arguments.overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+
+
+def _status(directory: Path) -> int:
+    from ptdbench.sweep import status, view
+
+    try:
+        sweep = status.look(directory)
+    except FileNotFoundError:
+        print(f"{directory}: there is no run and no sweep; give a directory below outputs", file=sys.stderr)
+        return 1
+    print(view.text(sweep))
+    return int(any(run.is_over and run.record["status"] != "ok" for run in sweep.runs))
+
+
+def _sbatch(overrides: list[str]) -> int:
+    from ptdbench.sweep import script
+
+    text, remarks = script.write(overrides)
+    sys.stdout.write(text)
+    for remark in remarks:
+        print(remark, file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Loading tensors from a checkpoint: data is read, and nothing in it can run code.
+
+torch reads the tensors themselves with ``weights_only``. Two ways to run code remain in its distributed checkpoints:
+``.metadata`` is a pickle, and an item that is no tensor is unpickled without a check. Here the first may name nothing
+but the classes that metadata is made of, and the second is refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.serialization import _get_layout  # type: ignore[attr-defined]  # how torch pickles a layout
+
+from ptdbench.problems import ConfigError, Problem
+
+METADATA = ".metadata"
+
+#: What metadata is made of, beside formats such as ``torch.float32``. None of it does more than to hold values.
+_ALLOWED: dict[tuple[str, str], Any] = {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _get_layout,
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    **{
+        (metadata.__name__, name): getattr(metadata, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    },
+    # Where it was written, which nobody asks for.
+    **{
+        (module, name): PurePath
+        for module in ("pathlib", "pathlib._local")  # Python 3.13 and newer
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+
+
+def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+    """Fill ``tensors`` in place from the checkpoint in ``path``; called in all ranks of ``group``.
+
+    Args:
+        path: The checkpoint's directory.
+        tensors: By name, of the sizes that :func:`names` tells; a DTensor gets its shards, however it was saved.
+            Ranks may ask for different names.
+        group: Ranks that load together, so that all fail where one does; without one this process is alone.
+
+    Raises:
+        ConfigError: The checkpoint cannot be read, lacks a name, or would run code.
+    """
+    reader = _Reader(path, _read_metadata(path))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(
+                tensors,  # type: ignore[arg-type]  # a dict of any values
+                storage_reader=reader,
+                planner=DefaultLoadPlanner(flatten_state_dict=False),
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as failure:
+        raise _refusal(path, _explained(why(failure))) from None
+
+
+def names(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Size and format of every tensor in the checkpoint in ``path``, by name.
+
+    Raises:
+        ConfigError: The checkpoint cannot be read, or would run code.
+    """
+    items = _read_metadata(path).state_dict_metadata
+    return {
+        name: (item.size, item.properties.dtype)
+        for name, item in items.items()
+        if isinstance(item, TensorStorageMetadata)
+    }
+
+
+def why(failure: CheckpointException) -> str:
+    """What torch wraps, in a line: every rank's error. What was no error, such as a signal, is raised again."""
+    errors = {rank: wrapped[0] for rank, wrapped in sorted(failure.failures.items())}
+    for error in errors.values():
+        if not isinstance(error, Exception):
+            raise error
+    return "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items())
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader, with metadata that has been read already."""
+
+    def __init__(self, path: Path, read: Metadata) -> None:
+        super().__init__(path)
+        self._read = read
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        return self._read
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes nothing but metadata."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return _ALLOWED[module, name]
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        raise _Forbidden(f"{METADATA} asks for {module}.{name}")
+
+
+class _Forbidden(Exception):
+    """What a checkpoint has no need of."""
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        with (path / METADATA).open("rb") as file:
+            read = _Unpickler(file).load()
+        _check(read)
+    except _Forbidden as error:
+        raise _refusal(path, f"would run code: {error}") from None
+    except Exception as error:  # whatever broken bytes may raise
+        raise _refusal(path, f"cannot be read: {METADATA}: {type(error).__name__}: {error}") from None
+    return read
+
+
+def _check(read: Any) -> None:
+    """Nothing is unpickled later on, and nothing is read from another directory.
+
+    Raises:
+        _Forbidden: Something would be.
+        TypeError: This is no metadata.
+    """
+    if not isinstance(read, Metadata) or not isinstance(read.storage_data, dict):
+        raise TypeError("it does not describe a checkpoint")
+    for name, item in read.state_dict_metadata.items():
+        if not isinstance(item, TensorStorageMetadata):
+            raise _Forbidden(f"{name} is no tensor, and would be unpickled")
+    for place in read.storage_data.values():
+        if not isinstance(place, filesystem._StorageInfo) or PurePath(place.relative_path).name != place.relative_path:
+            raise _Forbidden(f"{METADATA} points to a file outside of the checkpoint")
+        if getattr(place, "transform_descriptors", None):
+            raise _Forbidden(f"{METADATA} asks for a transformation of {place.relative_path}")
+
+
+def _explained(reason: str) -> str:
+    """The reason in a line; where torch gives advice on how to load without a check, what it is about."""
+    asked = re.search(r"GLOBAL (\S+)", reason)
+    if asked and "UnpicklingError" in reason:
+        return f"would run code: a tensor's file asks for {asked[1]}"
+    return f"cannot be read: {reason.partition(chr(10))[0]}"
+
+
+def _refusal(path: Path, rule: str) -> ConfigError:
+    return ConfigError([Problem("resume", path, rule, "give a checkpoint that ptdbench has written")])

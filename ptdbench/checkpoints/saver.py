@@ -1,0 +1,221 @@
+"""Saving while training goes on: tensors are copied, and a thread writes the copies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from ptdbench.checkpoints import manifest, reading, shelf
+from ptdbench.checkpoints.manifest import Manifest, Stamp
+from ptdbench.checkpoints.staging import Staging
+from ptdbench.checkpoints.together import gathered, place
+
+T = TypeVar("T")
+
+Facts = Mapping[str, Any]
+
+#: What is added to the writing thread's nice value, so that training comes first where cores are few.
+_NICE = 10
+
+
+class Saver:
+    """Writes a run's checkpoints; made, used and closed in all ranks alike.
+
+    A save that fails in any rank leaves no checkpoint and a line in the :attr:`problems` of every rank; then the run
+    goes on.
+
+    Attributes:
+        group: All ranks, on the CPU. The writing thread uses it; while nothing is being saved others may.
+        saved: Steps whose checkpoint was brought to the disk, in the order of saving.
+        problems: What went wrong, one line for each save that failed.
+        stall_seconds: How long each :meth:`save` held its caller.
+
+    Args:
+        run_directory: The run's directory, the same for all ranks.
+        keep: How many complete checkpoints stay, at least 1.
+        asynchronous: Write in a thread of its own. Otherwise :meth:`save` returns when all is on disk, and nothing is
+            copied.
+    """
+
+    def __init__(self, run_directory: Path, *, keep: int, asynchronous: bool = True) -> None:
+        self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # no rank is left out
+        self.saved: list[int] = []
+        self.problems: list[str] = []
+        self.stall_seconds: list[float] = []
+        self._run_directory = run_directory
+        self._keep = keep
+        self._rank, self._world_size = place(self.group)
+        self._staging = Staging() if asynchronous else None
+        self._thread: threading.Thread | None = None
+
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], model: Mapping[str, Any], facts: Facts | Callable[[], Facts]
+    ) -> None:
+        """Save ``tensors`` as they are now; called in all ranks, between two steps.
+
+        Waits for the save before, where that goes on. Ranks may bring different tensors; what several bring under one
+        name must be the same, and is written once.
+
+        Args:
+            step: Optimizer steps that are done.
+            tensors: By name, as :func:`ptdbench.checkpoints.state.collect` gives them.
+            model: The options of the model.
+            facts: JSON; rank 0's count. A function is called at once, and on rank 0 only.
+        """
+        started = time.perf_counter()
+        self.wait()
+        prepared = _tried(lambda: (self._staged(tensors), self._facts(facts)))
+        if self._staging:
+            # A daemon, so that a run whose peers have died can end.
+            self._thread = threading.Thread(
+                target=self._save_aside, args=(step, prepared, model), name="checkpoint", daemon=True
+            )
+            self._thread.start()
+        else:
+            self._save(step, prepared, model)
+        self.stall_seconds.append(time.perf_counter() - started)
+
+    def wait(self) -> None:
+        """Return when the last save has ended, well or not."""
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        """Wait for the last save, and give back the group and the memory."""
+        self.wait()
+        self._staging = None
+        dist.destroy_process_group(self.group)
+
+    def _staged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self._staging(tensors) if self._staging else dict(tensors)
+
+    def _facts(self, facts: Facts | Callable[[], Facts]) -> Facts:
+        if self._rank > 0:
+            return {}
+        return facts() if callable(facts) else facts
+
+    def _save_aside(self, *arguments: Any) -> None:
+        _stand_back()
+        self._save(*arguments)
+
+    def _save(self, step: int, prepared: Future[tuple[dict[str, Tensor], Facts]], model: Mapping[str, Any]) -> None:
+        """Bring what was prepared to the disk, and make room for it."""
+        try:
+            self._write(step, prepared, model)
+        except Exception as error:  # of this rank, of another, or of the connection to one that has died
+            self.problems.append(f"step {step}: not saved: {error}")
+            return
+        self.saved.append(step)
+        try:
+            self._on_rank_0(lambda: shelf.prune(self._run_directory, self._keep))
+        except Exception as error:
+            self.problems.append(f"step {step}: saved, but older checkpoints could not be deleted: {error}")
+
+    def _write(self, step: int, prepared: Future[tuple[dict[str, Tensor], Facts]], model: Mapping[str, Any]) -> None:
+        """From tensors to a checkpoint that counts; where one rank fails all do, and nothing is left.
+
+        Raises:
+            _Failed: In all ranks.
+        """
+        tensors, facts = self._together(prepared.result)
+        partial = shelf.partial(self._run_directory, step)
+        try:
+            self._on_rank_0(lambda: shelf.begin(partial))
+            self._together(lambda: _write_tensors(partial, tensors, self.group))
+            files: dict[str, Stamp] = {}
+            for of_rank in gathered(self._together(lambda: _stamps(partial, self._rank)), self.group):
+                files |= of_rank
+            written = Manifest(step, self._world_size, model, facts, files, torch.__version__, time.time())
+            self._on_rank_0(lambda: _finish(partial, written))
+        except _Failed:  # here nobody writes any more
+            if self._rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _on_rank_0(self, task: Callable[[], object]) -> None:
+        self._together(task if self._rank == 0 else lambda: None)
+
+    def _together(self, task: Callable[[], T]) -> T:
+        """What ``task`` returns here, once it has ended in all ranks.
+
+        Raises:
+            _Failed: It failed in one, or in several; in all ranks.
+        """
+        done = _tried(task)
+        error = done.exception()
+        mine = _told(self._rank, error) if error else None
+        faults = dict.fromkeys(fault for fault in gathered(mine, self.group) if fault)
+        if faults:
+            raise _Failed("; ".join(faults))
+        return done.result()
+
+
+class _Failed(Exception):
+    """A save failed; the message names the ranks and their errors."""
+
+
+def _tried(task: Callable[[], T]) -> Future[T]:
+    """What ``task`` returns, or its error, to be dealt with later."""
+    done: Future[T] = Future()
+    try:
+        done.set_result(task())
+    except Exception as error:
+        done.set_exception(error)
+    return done
+
+
+def _told(rank: int, error: BaseException) -> str:
+    return str(error) if isinstance(error, _Failed) else f"rank {rank}: {type(error).__name__}: {error}"
+
+
+def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
+    """This rank's file and, from rank 0, the metadata; through to the disk.
+
+    Raises:
+        _Failed: It failed in one of them.
+    """
+    # Nothing is copied ahead: the tensors are on the CPU, or the caller waits for each anyhow.
+    writer = dcp.FileSystemWriter(directory, sync_files=True, single_file_per_rank=True, per_thread_copy_ahead=0)
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    try:
+        dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
+    except CheckpointException as failure:
+        raise _Failed(reading.why(failure)) from None
+
+
+def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:
+    """Sizes and checksums of the files that ``rank`` wrote."""
+    mine = [path for path in directory.iterdir() if path.name.startswith(f"__{rank}_")]
+    mine += [directory / reading.METADATA] if rank == 0 else []
+    return {path.name: manifest.stamp(path) for path in mine}
+
+
+def _finish(partial: Path, written: Manifest) -> None:
+    manifest.write(partial, written)
+    shelf.publish(partial)
+
+
+def _stand_back() -> None:
+    """Let this thread wait where others want the processor or the disk."""
+    if sys.platform == "linux":  # elsewhere it would be the whole process
+        thread = threading.get_native_id()
+        with suppress(OSError, psutil.Error):
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
+            psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_BE, 7)

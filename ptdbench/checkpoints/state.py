@@ -1,0 +1,183 @@
+"""What a checkpoint holds of a run, as tensors by name: weights, optimizer state and random generators.
+
+Names are those of the whole model, whatever the strategy: a pipeline's stages, DDP's replicas and FSDP's shards of one
+weight are one entry, and can be loaded under another strategy and on another number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ptdbench.checkpoints import reading
+from ptdbench.checkpoints.together import gathered
+from ptdbench.problems import ConfigError, Problem
+
+#: Pairs of full parameter names that are one weight, as :meth:`ptdbench.models.protocol.Model.tied` tells them.
+Tied = Sequence[tuple[str, str]]
+
+#: How many differences a refusal shows.
+_SHOWN = 3
+
+
+def collect(
+    module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, *, rank: int, with_buffers: bool
+) -> dict[str, Tensor]:
+    """This rank's tensors under the names of a checkpoint; they are the run's own, not copies.
+
+    Between two steps only: within one, FSDP holds whole weights in place of the shards.
+
+    Args:
+        module: What this rank trains.
+        optimizer: Over its parameters.
+        tied: Pairs of names that are one weight; copies of it in different stages become one entry, under the first.
+        rank: Whose random generators these are.
+        with_buffers: Whether this rank's buffers are the ones to keep; replicas' differ (batch norm's averages), so
+            one replica's are.
+
+    Returns:
+        ``model.<name>``, ``optimizer.<name>.<key>``, ``rng.cpu.<rank>`` and, on a GPU, ``rng.cuda.<rank>``.
+
+    Raises:
+        ConfigError: The optimizer keeps something that is no tensor.
+    """
+    found = _trained(module, optimizer, tied, with_buffers) | {f"rng.cpu.{rank}": torch.get_rng_state()}
+    device = _device(module)
+    return found | ({f"rng.cuda.{rank}": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def restore(
+    path: Path,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tied: Tied,
+    *,
+    rank: int,
+    world_size: int,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load a checkpoint into a run that has not made a step; called in all ranks.
+
+    The strategy and the number of ranks may be others than when it was saved. The random generators go on where they
+    were if the number of ranks is the same, and are left alone otherwise.
+
+    Args:
+        path: The checkpoint's directory.
+        module: What this rank trains.
+        optimizer: Over its parameters, fresh.
+        tied: As for :func:`collect`.
+        rank: This rank.
+        world_size: Ranks of this run.
+        group: All ranks, on the CPU; without one this process is alone.
+
+    Raises:
+        ConfigError: The checkpoint is of another model or optimizer (with the differences), cannot be read, or would
+            run code; in all ranks.
+    """
+    stored = reading.names(path)
+    _make_state(module, optimizer, tied, stored)
+    tensors = _trained(module, optimizer, tied, with_buffers=True)
+    _require_same(path, tensors, stored, group)
+    generators = _generators(stored, rank, world_size, _device(module))
+    reading.load(path, tensors | generators, group)
+    for name, state in generators.items():
+        if name.startswith("rng.cuda."):
+            torch.cuda.set_rng_state(state, _device(module))
+        else:
+            torch.set_rng_state(state)
+
+
+def _trained(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, with_buffers: bool) -> dict[str, Tensor]:
+    """Weights, buffers and optimizer state, by name; the tensors are detached, and share their memory with the run."""
+    found = dict(_buffers(module)) if with_buffers else {}
+    for name, weight in _weights(module, tied):
+        found[f"model.{name}"] = weight.detach()
+        for key, value in optimizer.state.get(weight, {}).items():
+            if isinstance(value, Tensor):
+                found[f"optimizer.{name}.{key}"] = value.detach()
+            elif value is not None:
+                rule = f"keeps {key} as {type(value).__name__}, and only tensors can be kept in checkpoints"
+                optimizer_name = type(optimizer).__name__
+                raise ConfigError([Problem("optimizer", optimizer_name, rule, "would do: adamw, sgd")])
+    return found
+
+
+def _weights(module: nn.Module, tied: Tied) -> Iterable[tuple[str, nn.Parameter]]:
+    first = {other: one for one, other in tied}
+    return ((first.get(name, name), weight) for name, weight in _undressed(module).named_parameters())
+
+
+def _buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    inner = _undressed(module)
+    persistent = inner.state_dict().keys()
+    return ((f"model.{name}", buffer) for name, buffer in inner.named_buffers() if name in persistent)
+
+
+def _undressed(module: nn.Module) -> nn.Module:
+    """Without DDP, which puts ``module.`` before every name."""
+    return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
+def _make_state(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, stored: Mapping[str, object]) -> None:
+    """Give the optimizer the state of weights that have one in the checkpoint, of whatever values.
+
+    It makes it itself, in a step on gradients of zero: nobody else knows what it keeps where and in which format. What
+    the step does to the weights is undone when they are loaded.
+    """
+    kept = {name.rpartition(".")[0] for name in stored}
+    stepped = [weight for name, weight in _weights(module, tied) if f"optimizer.{name}" in kept]
+    for weight in stepped:
+        weight.grad = torch.zeros_like(weight)
+    if stepped:
+        optimizer.step()
+    for weight in stepped:
+        weight.grad = None
+
+
+def _require_same(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, tuple[torch.Size, torch.dtype]],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Raise a ConfigError in all ranks where what any of them wants and what is stored are not the same."""
+    wanted: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for of_rank in gathered({name: (tensor.size(), tensor.dtype) for name, tensor in tensors.items()}, group):
+        wanted |= of_rank
+    of_ranks = {name for name in stored if name.startswith("rng.")}
+    differences = [
+        f"{name} is {_described(stored, name)} there and {_described(wanted, name)} here"
+        for name in sorted((wanted.keys() | stored.keys()) - of_ranks)
+        if wanted.get(name) != stored.get(name)
+    ]
+    if differences:
+        more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        rule = f"holds another model or optimizer: {'; '.join(differences[:_SHOWN])}{more}"
+        raise ConfigError([Problem("resume", path, rule, "resume with the model and optimizer it was made with")])
+
+
+def _described(items: Mapping[str, tuple[torch.Size, torch.dtype]], name: str) -> str:
+    if name not in items:
+        return "missing"
+    size, dtype = items[name]
+    return f"{list(size)} {str(dtype).removeprefix('torch.')}"
+
+
+def _generators(
+    stored: Mapping[str, tuple[torch.Size, torch.dtype]], rank: int, world_size: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Room for the states of this rank's random generators, as far as the checkpoint has them."""
+    if sum(name.startswith("rng.cpu.") for name in stored) != world_size:
+        return {}
+    kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
+    mine = (f"rng.{kind}.{rank}" for kind in kinds)
+    return {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in mine if name in stored}

@@ -1,0 +1,61 @@
+"""The command line: how Hydra reads it, and how words are added to it before Hydra does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+
+from ptdbench.problems import ConfigError, Problem
+
+LAUNCHER = "hydra/launcher"
+
+
+def parse() -> argparse.Namespace:
+    """The command line as Hydra reads it."""
+    parser = get_args_parser()
+
+    def refuse(message: str) -> NoReturn:
+        problem = Problem("command line", " ".join(sys.argv[1:]), message, "see python train.py --help")
+        raise ConfigError([problem])
+
+    parser.error = refuse  # type: ignore[method-assign]
+    arguments = parser.parse_args()
+    if arguments.resolve and not arguments.cfg:
+        refuse("--resolve goes with --cfg")
+    if arguments.run and arguments.multirun:
+        refuse("--run and --multirun exclude each other")
+    return arguments
+
+
+def imply(arguments: argparse.Namespace) -> None:
+    """Add to the command line what a launcher means by itself: ``submitit_slurm`` is ``cluster=slurm``, and both sweep.
+
+    Without ``-m`` Hydra would ignore the launcher and run in this process, silently.
+    """
+    typed = dict(override.partition("=")[::2] for override in arguments.overrides)
+    extra = []
+    if typed.get(LAUNCHER) == "submitit_slurm" and "cluster" not in typed:
+        extra.append("cluster=slurm")
+    if typed.get(LAUNCHER) == "submitit_local" and "hydra.mode" not in typed:
+        extra.append("hydra.mode=MULTIRUN")
+    retype(arguments, [*arguments.overrides, *extra])
+
+
+def retype(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Put other overrides in the place of those that were typed."""
+    if overrides != arguments.overrides:
+        typed = list(arguments.overrides)
+        place = sys.argv.index(typed[0]) if typed else len(sys.argv)
+        rest = [word for word in sys.argv[place:] if word not in typed]
+        sys.argv[place:] = [*overrides, *rest]
+        arguments.overrides = overrides
+
+
+def insert(overrides: Sequence[str], extra: Sequence[str]) -> None:
+    """Add overrides to the command line, beside those it has: argparse takes them in one place only."""
+    place = sys.argv.index(overrides[-1]) + 1 if overrides else len(sys.argv)
+    sys.argv[place:place] = extra

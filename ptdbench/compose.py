@@ -1,0 +1,234 @@
+"""All configurations that one command line asks for, composed before the first of them runs.
+
+Hydra composes each job of a sweep just before it runs it, and answers a misspelling in the middle of the sweep. Here
+the same pieces of Hydra compose every job first, and what they refuse is explained with the nearest names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ptdbench.problems import ConfigError, Problem, nearest, require, would_do
+
+
+@dataclass(frozen=True)
+class Composed:
+    """What a command line asks for.
+
+    Attributes:
+        first: The first job's configuration with Hydra's own node, which says where the output goes.
+        jobs: Every run's configuration, in the order in which Hydra will run them.
+        overrides: What was typed for each of them, Hydra's own options left out.
+        is_sweep: Whether Hydra will run them as a sweep.
+    """
+
+    first: DictConfig
+    jobs: list[DictConfig]
+    overrides: list[list[str]]
+    is_sweep: bool
+
+
+def compose_all(
+    conf: Path, config_name: str, overrides: Sequence[str], multirun: bool, extra: str | None = None
+) -> Composed:
+    """Compose every job of a command line.
+
+    Args:
+        conf: The folder of the configuration.
+        config_name: The primary configuration in it.
+        overrides: The command line without its flags.
+        multirun: Whether ``-m`` was among those.
+        extra: One more folder of configurations, Hydra's ``--config-dir``.
+
+    Raises:
+        ConfigError: With every override that cannot stand.
+    """
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve()), job_name="train"):
+        parsed = _parse(overrides)
+        require(*_bracketed(parsed), *_several_clusters(parsed))
+        try:
+            batch = [_line(override) for override in parsed if _is_hydras(override)]
+            batch += [f"hydra.searchpath=['file://{Path(extra).resolve()}']"] if extra else []
+            jobs = _jobs([override for override in parsed if not _is_hydras(override)])
+            first = compose(config_name, [*batch, *jobs[0]], return_hydra_config=True)
+            composed = [compose(config_name, [*batch, *job]) for job in jobs]
+        except (HydraException, OmegaConfBaseException, ValueError, IndexError) as error:
+            raise ConfigError(_explain(config_name, parsed, error)) from None
+        is_sweep = multirun or first.hydra.mode == RunMode.MULTIRUN
+        if not is_sweep:
+            require(*_lists(parsed))
+        return Composed(first, composed, jobs, is_sweep)
+
+
+def _parse(overrides: Sequence[str]) -> list[Override]:
+    """The overrides as Hydra reads them; raises ConfigError with those that it cannot read."""
+    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+    parsed: list[Override] = []
+    found = []
+    for override in overrides:
+        try:
+            parsed += parser.parse_overrides([override])
+        except HydraException as error:
+            name, equals, value = override.partition("=")
+            reason = str(error).partition("\n")[0]
+            rule = f"cannot be read ({reason})" if equals else "options are written NAME=VALUE, without spaces"
+            found.append(Problem(name, value if equals else "(no value)", rule))
+    require(*found)
+    return parsed
+
+
+def _jobs(overrides: list[Override]) -> list[list[str]]:
+    """The overrides of each job: every combination of the lists, as Hydra's own sweeper makes them."""
+    return BasicSweeper.split_arguments(overrides, max_batch_size=None)[0]
+
+
+def _is_hydras(override: Override) -> bool:
+    return override.key_or_group.startswith(("hydra.", "hydra/"))
+
+
+def _line(override: Override) -> str:
+    return override.input_line or f"{override.get_key_element()}={override.get_value_element_as_str()}"
+
+
+def _typed_value(override: Override) -> str:
+    """The value as it was typed."""
+    return (override.input_line or "").partition("=")[2]
+
+
+def _bracketed(overrides: Sequence[Override]) -> list[Problem]:
+    """Hydra would lay several choices of a group over each other, and hardly anybody wants that."""
+    groups = _groups()
+    return [
+        Problem(
+            override.key_or_group,
+            _typed_value(override),
+            "is more than one choice in one run",
+            f"would do: -m {override.key_or_group}={','.join(map(str, value))}",
+        )
+        for override in overrides
+        if override.key_or_group in groups and isinstance(value := override.value(), list)
+    ]
+
+
+def _several_clusters(overrides: Sequence[Override]) -> list[Problem]:
+    """A cluster brings its launcher along, and one sweep has one."""
+    rule = "one sweep runs on one cluster"
+    return [
+        Problem(override.key_or_group, _typed_value(override), rule, "start one sweep for each")
+        for override in overrides
+        if override.key_or_group in ("cluster", "hydra/launcher") and override.is_sweep_override()
+    ]
+
+
+def _lists(overrides: Sequence[Override]) -> list[Problem]:
+    rule = "is a list of values, each a run of its own"
+    return [
+        Problem(override.key_or_group, _typed_value(override), rule, "add -m to sweep")
+        for override in overrides
+        if override.is_sweep_override()
+    ]
+
+
+def _explain(config_name: str, overrides: Sequence[Override], error: Exception) -> list[Problem]:
+    """Which overrides Hydra could not use, and what their author may have meant."""
+    reason = str(error).strip().partition("\n")[0]
+    unclear = Problem("command line", " ".join(_line(override) for override in overrides), reason)
+    groups = _groups()
+    found, sound = [], []
+    for override in overrides:
+        if override.key_or_group in groups:
+            found += (problems := _unknown_choices(override))
+            if not problems and not override.is_sweep_override():
+                sound.append(_line(override))
+    try:
+        options = [*groups, *_options(compose(config_name, sound))]
+    except HydraException:
+        return found or [unclear]
+    for override in overrides:
+        name = override.key_or_group
+        if not (name in options or _is_hydras(override) or override.is_add()):
+            free = f"would do: +{_line(override)}" if _takes_any(compose(config_name, sound), name) else ""
+            remedy = would_do(_similar(name, options)) or "see python train.py --cfg job"
+            remedy = free or _owners(config_name, name) or remedy
+            found.append(Problem(name, _typed_value(override), "there is no such option", remedy))
+    return found or [unclear]
+
+
+def _takes_any(config: DictConfig, option: str) -> bool:
+    """Whether the option would lie in a mapping that is left to the user, as ``cluster.extra``."""
+    parent = option.rpartition(".")[0]
+    return bool(parent) and OmegaConf.select(config, parent) == {}
+
+
+def _owners(config_name: str, option: str) -> str:
+    """Which choices of its group have an option that the chosen one has not, as pdp has ``parallel.schedule``."""
+    group = option.partition(".")[0]
+    choices = GlobalHydra.instance().config_loader().get_group_options(group, ObjectType.CONFIG)
+    names = [c for c in choices if option in _options(compose(config_name, [f"{group}={c}"]))]
+    return f"it belongs to {group}={','.join(names)}" if names else ""
+
+
+def _unknown_choices(override: Override) -> list[Problem]:
+    """A problem for every value of a group's override that is not a choice of the group."""
+    choices = GlobalHydra.instance().config_loader().get_group_options(override.key_or_group, ObjectType.CONFIG)
+    if override.is_sweep_override():
+        values = [str(value) for value in override.sweep_string_iterator()] or [_typed_value(override)]
+    else:
+        values = [_typed_value(override)]
+    return [
+        Problem(override.key_or_group, value, "there is no such choice", would_do(nearest(value, choices) or choices))
+        for value in values
+        if value not in choices
+    ]
+
+
+def _groups(parent: str = "") -> list[str]:
+    """Names of all config groups, Hydra's own left out."""
+    names = GlobalHydra.instance().config_loader().get_group_options(parent, ObjectType.GROUP)
+    return [name for name in names if name != "hydra"]
+
+
+def _options(config: DictConfig) -> list[str]:
+    """Dotted names of the options in a configuration, without those that make a group's choice what it is."""
+
+    def names(node: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+        for key, value in node.items():
+            if isinstance(value, dict):
+                yield from names(value, f"{prefix}{key}.")
+            elif key not in ("name", "label", "_target_", "_partial_"):
+                yield f"{prefix}{key}"
+
+    written = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(written, dict)
+    return list(names(written, ""))
+
+
+def _similar(name: str, options: Sequence[str]) -> list[str]:
+    """Options spelt like this one as a whole or in their last part, or with a word in common.
+
+    ``lr`` may have meant ``optimizer.lr``, ``batch_size`` ``train.global_batch``.
+    """
+
+    def last(option: str) -> str:
+        return option.rpartition(".")[2]
+
+    words = set(last(name).split("_"))
+    same = [option for option in options if last(option) == last(name)]
+    sharing = [option for option in options if words & set(last(option).split("_"))]
+    by_last = {last(option): option for option in reversed(options)}
+    alike = [by_last[leaf] for leaf in nearest(last(name), by_last)]
+    return list(dict.fromkeys([*same, *nearest(name, options), *alike, *sharing]))[:3]

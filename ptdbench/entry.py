@@ -1,0 +1,302 @@
+"""Around Hydra: what is checked before it starts, and what is told when it is done.
+
+Nothing here imports torch until the command line has been understood, so that ``--help`` and misspellings answer
+at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from ptdbench import commandline, compose, config, resume
+from ptdbench.commandline import LAUNCHER
+from ptdbench.config import Slurm
+from ptdbench.launch import local, slurm
+from ptdbench.launch.world import World, discover
+from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.records import record, store, table
+
+if TYPE_CHECKING:
+    from ptdbench.sweep.requests import Request
+
+
+def main(task: Callable[[], None], conf: Path) -> None:
+    """Run a ``@hydra.main`` function; never returns.
+
+    Exit status 0: every run was ok. 1: one was not, or the command line could not be used. ``128 + n``: signal ``n``.
+    """
+    try:
+        local.stop_on_signals()
+        sys.exit(_main(task, conf))
+    except ConfigError as error:
+        if _speaks() or type(error) is not ConfigError:  # what only this rank may know
+            print(error, file=sys.stderr)
+        sys.exit(1)
+    except local.Stopped as stop:
+        print(stop, file=sys.stderr)
+        sys.exit(128 + stop.signal)
+
+
+def one_run(composed: DictConfig, directory: Path) -> None:
+    """What Hydra calls for each job: run it, and in a sweep add its record to the sweep's results."""
+    from ptdbench.run import run
+
+    is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    if is_sweep and store.is_done(directory, record.fingerprint(config.resolve(composed))):
+        return  # the sweep goes on, and this run of it was ok
+    world = discover(os.environ)
+    try:
+        try:
+            run(composed, directory)
+        finally:
+            if is_sweep and (world is None or world.rank == 0):
+                _add_result(Path(HydraConfig.get().sweep.dir), directory)
+    except OSError as error:  # of the run itself only what it could not write comes here
+        print(
+            f"{directory}: its record cannot be written: {error.strerror or error}; see to it, and start the run again",
+            file=sys.stderr,
+        )
+        if world:
+            raise SystemExit(1) from None
+
+
+def _add_result(sweep_directory: Path, directory: Path) -> None:
+    """Add the record of a run that has ended to its sweep's results."""
+    written = store.load_record(directory)
+    if not record.is_open(written):
+        store.append_result(sweep_directory, written)
+
+
+def _main(task: Callable[[], None], conf: Path) -> int:
+    arguments = commandline.parse()
+    if arguments.hydra_help or arguments.shell_completion:
+        return _show(task)
+    if arguments.config_path:
+        conf = conf.parent / arguments.config_path  # relative to train.py, as in Hydra
+    commandline.imply(arguments)
+    line = resume.read(arguments.overrides, arguments.multirun)
+    commandline.retype(arguments, line.overrides)
+    composed = compose.compose_all(
+        conf, arguments.config_name or "config", arguments.overrides, arguments.multirun, arguments.config_dir
+    )
+    if arguments.cfg:
+        return _show_configs(task, arguments, composed)
+    if arguments.help or arguments.info:
+        return _show(task) if _speaks() else 0
+
+    cluster, world = _cluster(composed), discover(os.environ)
+    _check_launcher(composed, cluster, world)
+    if isinstance(cluster, Slurm):
+        return _on_cluster(task, arguments, composed, line.goes_on)
+    return _here(task, arguments, composed, world, line.goes_on)
+
+
+def _here(
+    task: Callable[[], None],
+    arguments: argparse.Namespace,
+    composed: compose.Composed,
+    world: World | None,
+    goes_on: Path | None,
+) -> int:
+    """Runs on this machine, or as a rank of the world that a launcher made."""
+    if world is None:
+        local.warm_up(_own_modules(composed.jobs))
+    from ptdbench.sweep import requests
+
+    runs = requests.of_machine(composed.jobs, composed.overrides, world)
+    directory = _claim(composed, arguments.overrides, world, goes_on)
+    commandline.insert(arguments.overrides, _output_overrides(composed.is_sweep, directory, world))
+    if _launcher(composed) == "submitit_local":
+        _install(runs)
+    GlobalHydra.instance().clear()
+    if world and world.rank > 0:
+        task()
+        return 0
+    try:
+        task()
+    finally:
+        records = _records(directory, composed.is_sweep)
+        _tell(records, directory)
+    return int(_count_ok(records) < len(composed.jobs))
+
+
+def _on_cluster(
+    task: Callable[[], None], arguments: argparse.Namespace, composed: compose.Composed, goes_on: Path | None
+) -> int:
+    """Runs that SLURM carries out as jobs."""
+    from ptdbench.sweep import rehearsal, requests
+
+    cluster = _cluster(composed)
+    assert isinstance(cluster, Slurm)
+    runs = requests.of_cluster(composed.jobs, composed.overrides)
+    if cluster.submit == "test":
+        return rehearsal.show(runs)
+    rehearsal.require_accepted(runs)
+    directory = _claim(composed, arguments.overrides, None, goes_on).resolve()  # a job may start elsewhere
+    commandline.insert(arguments.overrides, _output_overrides(composed.is_sweep, directory, None))
+    _install(runs)
+    GlobalHydra.instance().clear()
+    try:
+        task()
+    except SystemExit:
+        if not goes_on:
+            shutil.rmtree(directory, ignore_errors=True)  # nothing was submitted
+        raise
+    finally:
+        if cluster.submit == "wait":
+            _tell(records := _records(directory, is_sweep=True), directory)
+    if cluster.submit == "detach":
+        return 0
+    return int(_count_ok(records) < len(composed.jobs))
+
+
+def _install(runs: Sequence[Request]) -> None:
+    """Let Hydra find the launchers that know these runs."""
+    from ptdbench.sweep import launchers
+
+    launchers.install(runs)
+
+
+def _cluster(composed: compose.Composed) -> config.Cluster:
+    """The cluster of the first job; all jobs have the same, if not the same shape."""
+    return config.read(composed.jobs[0]).cluster
+
+
+def _launcher(composed: compose.Composed) -> str:
+    """The choice of Hydra's launcher, such as ``basic`` or ``submitit_slurm``."""
+    return str(composed.first.hydra.runtime.choices.get(LAUNCHER))
+
+
+def _check_launcher(composed: compose.Composed, cluster: config.Cluster, world: World | None) -> None:
+    """Refuse a launcher that would not do what the cluster says, or would start launchers of launchers."""
+    launcher, submits = _launcher(composed), isinstance(cluster, Slurm)
+    if submits != (launcher == "submitit_slurm"):
+        rule = f"does not go with cluster={cluster.name}"
+        remedy = "leave it away" if submits else "would do: cluster=slurm, or basic or submitit_local for this machine"
+        require(Problem(LAUNCHER, launcher, rule, remedy))
+    if submits and not composed.is_sweep:
+        require(Problem("hydra.mode", "RUN", f"cluster={cluster.name} submits jobs, which is a sweep", "leave it away"))
+    if world and launcher.startswith("submitit"):
+        rule = (
+            f"this is rank {world.rank} of {world.size} that {world.launcher} started; each would submit the jobs again"
+        )
+        remedy = "start it with plain python, or leave cluster and launcher away to run on these ranks"
+        name, value = ("cluster", cluster.name) if submits else (LAUNCHER, launcher)
+        require(Problem(name, value, rule, remedy))
+    require(*_twice_said(composed, submits))
+
+
+def _twice_said(composed: compose.Composed, submits: bool) -> list[Problem]:
+    """Resources are said in one place, the group ``cluster``."""
+    if not submits:
+        return []
+    rule = "what a job is given is said in the group cluster, once"
+    remedy = "see python train.py cluster=slurm --cfg job --package cluster"
+    typed = dict(override.partition("=")[::2] for override in composed.first.hydra.overrides.hydra)
+    names = [name for name in typed if name.startswith("hydra.launcher.") and name not in PASSED_ON]
+    return [Problem(name, typed[name], rule, remedy) for name in names]
+
+
+#: Options of the launcher that say nothing of resources.
+PASSED_ON = ("hydra.launcher.array_parallelism", "hydra.launcher.signal_delay_s")
+
+
+def _records(directory: Path, is_sweep: bool) -> list[dict[str, Any]]:
+    """What the runs left; nothing where a signal came before the first one began."""
+    if is_sweep:
+        return store.read_results(directory)
+    return [store.load_record(directory)] if (directory / store.RECORD).exists() else []
+
+
+def _count_ok(records: Sequence[Mapping[str, Any]]) -> int:
+    return sum(record["status"] == "ok" for record in records)
+
+
+def _show(task: Callable[[], None]) -> int:
+    """Let Hydra show what was asked for instead of running it; 0, the exit status."""
+    try:
+        task()
+    except (ValueError, OmegaConfBaseException) as error:  # flags that exclude each other, what cannot be resolved
+        reason = str(error).partition("\n")[0]
+        raise ConfigError([Problem("command line", " ".join(sys.argv[1:]), reason)]) from None
+    return 0
+
+
+def _show_configs(task: Callable[[], None], arguments: argparse.Namespace, composed: compose.Composed) -> int:
+    """Let Hydra show the configuration of every job; of a sweep it would show none."""
+    if not _speaks():
+        return 0
+    if not composed.is_sweep or len(composed.jobs) == 1:
+        sys.argv = [word for word in sys.argv if word not in ("-m", "--multirun")]
+        return _show(task)
+    hydras = [word for word in arguments.overrides if word.startswith(("hydra.", "hydra/"))]
+    flags = [word for word in sys.argv[1:] if word not in arguments.overrides and word not in ("-m", "--multirun")]
+    for number, overrides in enumerate(composed.overrides):
+        print(f"{'---' + chr(10) if number else ''}# run {number}: {' '.join(overrides)}", flush=True)
+        sys.argv[1:] = [*overrides, *hydras, *flags]
+        GlobalHydra.instance().clear()
+        _show(task)
+    return 0
+
+
+def _own_modules(jobs: Sequence[DictConfig]) -> list[str]:
+    """Modules of this package that the jobs' ranks will need; a stranger's might touch the GPU when imported."""
+    groups = [node for job in jobs for node in config.resolve(job).values() if isinstance(node, dict)]
+    targets = {str(group.get("_target_")) for group in groups}
+    return sorted(target.rpartition(".")[0] for target in targets if target.startswith("ptdbench."))
+
+
+def _claim(composed: compose.Composed, overrides: Sequence[str], world: World | None, goes_on: Path | None) -> Path:
+    """The output directory: one that nobody else has, and the same for every rank."""
+    option = "hydra.sweep.dir" if composed.is_sweep else "hydra.run.dir"
+    hydra = composed.first.hydra
+    wish = Path(hydra.sweep.dir if composed.is_sweep else hydra.run.dir)
+
+    def claim() -> str:
+        if not any(override.startswith(f"{option}=") for override in overrides):
+            return str(store.claim_directory(wish.parent, wish.name, option))
+        if not goes_on and not slurm.restarts(os.environ):
+            store.require_unused(wish, option)
+        store.occupy(wish, option)
+        return str(wish)
+
+    if world is None:
+        return Path(claim())
+    from ptdbench.launch import rendezvous
+
+    return Path(rendezvous.agree("directory", world, claim() if world.rank == 0 else None))
+
+
+def _output_overrides(is_sweep: bool, directory: Path, world: World | None) -> list[str]:
+    option = "hydra.sweep.dir" if is_sweep else "hydra.run.dir"
+    overrides = [f"{option}='{directory}'"]
+    if world and world.rank > 0:  # all ranks share the directory, and one writes into it
+        overrides.append("hydra.output_subdir=null")
+    return overrides
+
+
+def _tell(records: Sequence[Mapping[str, Any]], directory: Path) -> None:
+    if records:
+        print(table.render(records, max(shutil.get_terminal_size((110, 24)).columns, 100)))
+        print(table.closing_lines(directory))
+
+
+def _speaks() -> bool:
+    """Whether this process is the one that says what concerns all ranks."""
+    try:
+        world = discover(os.environ)
+    except ConfigError:
+        return True
+    return world is None or world.rank == 0

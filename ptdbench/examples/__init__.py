@@ -1,0 +1,1 @@
+"""The shortest programs one can learn from."""

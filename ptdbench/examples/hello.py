@@ -1,0 +1,28 @@
+"""The shortest program whose ranks find each other: ``python -m ptdbench.examples.hello``, or under any launcher."""
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+
+import torch
+
+from ptdbench.launch import local
+from ptdbench.launch.rendezvous import process_group
+from ptdbench.launch.world import discover
+
+
+def greet(environ: Mapping[str, str]) -> None:
+    """What each rank does."""
+    world = discover(os.environ)  # torchrun, srun and mpirun each have their own words for it
+    assert world is not None
+    with process_group(world, "gloo", torch.device("cpu"), key="hello"):
+        line = f"hello from rank {world.rank} of {world.size}, {world.local_rank} of {world.local_size} on its node"
+        sys.stdout.write(f"{line} {socket.gethostname()}\n")  # one write, so that lines of ranks do not mix
+
+
+if __name__ == "__main__":
+    if discover(os.environ):
+        greet(os.environ)
+    else:
+        local.start(greet, 2)  # nobody has started ranks: start two here

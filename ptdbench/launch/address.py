@@ -1,0 +1,148 @@
+"""Where the ranks of a launch meet: an address and a port that each of them finds without asking another."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from hashlib import sha256
+from ipaddress import ip_address
+from pathlib import Path
+
+from ptdbench.launch import hostlist
+from ptdbench.launch.world import World
+from ptdbench.problems import ConfigError, Problem
+
+#: This machine, for ranks that are all on it.
+HERE = "127.0.0.1"
+
+#: torch's own port for ranks that meet, where nothing tells one launch from another.
+FALLBACK_PORT = 29500
+
+#: Ports below this one are where services usually are.
+_FIRST_PORT = 10000
+#: From which port on the kernel gives ports to whoever asks for any; its second number is the last of them.
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+#: Where Linux lets that range begin unless told otherwise.
+_FIRST_EPHEMERAL = 32768
+
+#: launcher → variables that name one launch: the first line whose first variable is set, by all of its variables.
+_LAUNCH_IDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "srun": (("SLURM_JOB_ID", "SLURM_STEP_ID"),),
+    "openmpi": (("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",)),
+    "jsrun": (("PMIX_NAMESPACE",),),
+}
+#: For other launchers, and where those are not set: what names the job. No SLURM step: each node's helper is in one.
+_JOB_IDS = (("SLURM_JOB_ID",), ("LSB_JOBID", "LSB_JOBINDEX"), ("PBS_JOBID",))
+
+
+def listen(host: str, port: int) -> tuple[int, int]:
+    """Open a port for the ranks on the address that they will come to, and on no other.
+
+    Args:
+        host: This machine, as the ranks name it.
+        port: The port, or 0 for any that is free.
+
+    Returns:
+        ``(port, descriptor)`` of a listening socket, which belongs to the caller.
+
+    Raises:
+        OSError: The port is taken, or the host is not this machine.
+    """
+    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    address = str(place[0])
+    if host not in ("localhost", HERE) and ip_address(address).is_loopback:
+        # Debian lets a machine's own name be 127.0.1.1, where no other machine can come to.
+        family, address = socket.AF_INET, "0.0.0.0"
+    with socket.socket(family, socket.SOCK_STREAM) as opened:
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        opened.bind((address, port))
+        opened.listen(socket.SOMAXCONN)
+        return opened.getsockname()[1], opened.detach()
+
+
+def meeting_point(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port of rank 0. ``MASTER_ADDR`` and ``MASTER_PORT`` win where they are set, as torchrun sets them.
+
+    Raises:
+        ConfigError: The host of rank 0 cannot be known from here, or ``MASTER_PORT`` is no port.
+    """
+    return _host(world, environ), _port(world, environ)
+
+
+def launch_id(world: World, environ: Mapping[str, str]) -> str:
+    """What the ranks of this launch have in common with those of no other; empty where there is no such thing."""
+    for names in (*_LAUNCH_IDS.get(world.launcher, ()), *_JOB_IDS):
+        if environ.get(names[0]):
+            return " ".join(f"{name}={environ.get(name, '')}" for name in names)
+    return ""
+
+
+def _host(world: World, environ: Mapping[str, str]) -> str:
+    if preset := environ.get("MASTER_ADDR"):
+        return preset
+    if world.local_size == world.size:
+        return "localhost"
+    host = _slurm_host(world, environ) or _pbs_host(environ) or _lsf_host(world, environ)
+    if not host:
+        rule = f"{world.launcher} does not tell the ranks of other nodes where rank 0 is"
+        remedy = "set it to the host of rank 0 for all ranks, for example mpirun -x MASTER_ADDR=host"
+        raise ConfigError([Problem("MASTER_ADDR", "(not set)", rule, remedy)])
+    return host
+
+
+def _slurm_host(world: World, environ: Mapping[str, str]) -> str | None:
+    """The first node of srun's step; of the job, for an mpirun, whose own step may lack the node that it runs on."""
+    name = "SLURM_STEP_NODELIST" if world.launcher == "srun" else "SLURM_JOB_NODELIST"
+    listed = environ.get(name, "")
+    try:
+        return next(iter(hostlist.expand(listed)), None)
+    except ValueError as error:
+        remedy = "set MASTER_ADDR to the host of rank 0 for all ranks"
+        raise ConfigError([Problem(name, listed, str(error), remedy)]) from None
+
+
+def _pbs_host(environ: Mapping[str, str]) -> str | None:
+    try:
+        return Path(environ["PBS_NODEFILE"]).read_text().split()[0]
+    except (KeyError, OSError, IndexError):  # PBS does not put the file on every node
+        return None
+
+
+def _lsf_host(world: World, environ: Mapping[str, str]) -> str | None:
+    """The first host with ranks of ``LSB_MCPU_HOSTS``, such as ``batch5 1 h35n01 42 h35n02 42``.
+
+    Where jsrun starts the ranks the list begins with the node that the job's script runs on, which has none.
+    """
+    hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2]
+    if world.launcher == "jsrun":
+        hosts = hosts[1:]
+    return next(iter(hosts), None)
+
+
+def _port(world: World, environ: Mapping[str, str]) -> int:
+    preset = environ.get("MASTER_PORT")
+    if not preset:
+        return _derived_port(launch_id(world, environ))
+    if not (preset.isdecimal() and 1 <= int(preset) <= 65535):
+        remedy = "unset it, and the port follows from the job"
+        raise ConfigError([Problem("MASTER_PORT", preset, "must be a port, from 1 to 65535", remedy)])
+    return int(preset)
+
+
+def _derived_port(identity: str) -> int:
+    """A port from a hash that is the same in every process, unlike Python's own.
+
+    Below the ports that the kernel gives to any connection, unless this machine gives out nearly all of them.
+    """
+    if not identity:
+        return FALLBACK_PORT
+    end = _first_ephemeral_port()
+    end = end if end >= _FIRST_PORT + 1000 else _FIRST_EPHEMERAL
+    return _FIRST_PORT + int.from_bytes(sha256(identity.encode()).digest()[:8], "big") % (end - _FIRST_PORT)
+
+
+def _first_ephemeral_port() -> int:
+    try:
+        return int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):  # not Linux
+        return _FIRST_EPHEMERAL

@@ -1,0 +1,69 @@
+"""torch's own elastic agent for the ranks of this machine, with somebody who looks at them before it does.
+
+The agent knows two things about its ranks, that they run and that one has failed, and once it has seen a failure or
+caught a signal it waits for half a minute for ranks that cannot hear it. Here it catches no signals, and what they
+and a failure mean is decided by whoever looks: :func:`ptdbench.launch.local.start`.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+from torch.distributed.launcher.api import LaunchConfig
+
+from ptdbench.launch.host import HostRendezvous
+
+#: Seconds between two looks at the ranks.
+INTERVAL = 0.05
+
+
+class Agent(LocalElasticAgent):
+    """Runs ``entry(*arguments)`` in ``size`` processes that are forked from the fork server.
+
+    Args:
+        entry: A function that can be pickled.
+        size: How many ranks.
+        arguments: Its arguments.
+        look: Called with the ranks' processes, by rank, every :data:`INTERVAL` seconds; what it raises ends the run,
+            and by then it has ended the ranks.
+    """
+
+    def __init__(
+        self,
+        entry: Callable[..., Any],
+        size: int,
+        arguments: Sequence[Any],
+        look: Callable[[Sequence[BaseProcess]], None],
+    ) -> None:
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=size,
+            rdzv_handler=HostRendezvous(uuid.uuid4().hex),
+            entrypoint=entry,
+            args=tuple(arguments),
+            max_restarts=0,
+            monitor_interval=INTERVAL,
+            local_addr="localhost",
+            numa_options=LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=size).numa_options,  # as torchrun would
+        )
+        super().__init__(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method="forkserver")
+        self._look = look
+
+    def run(self, role: str = "rank") -> RunResult:
+        """Start the ranks and wait until they have ended."""
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # or the agent would put its handlers in the place of ours
+        return super().run(role)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert isinstance(self._pcontext, MultiprocessContext)
+        assert self._pcontext._pc is not None
+        self._look(self._pcontext._pc.processes)
+        return super()._monitor_workers(worker_group)

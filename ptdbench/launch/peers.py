@@ -1,0 +1,97 @@
+"""What every rank tells the others about itself, once they can talk."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ptdbench.launch import cores
+from ptdbench.launch.world import World
+
+#: Environment variables that change what communication and threads do.
+SETTINGS = ("NCCL_", "GLOO_", "OMP_", "TORCH_NCCL_", "TP_", "UCX_", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One rank, as it sees itself.
+
+    Attributes:
+        rank: Its number among all ranks.
+        local_rank: Its number among those of its node.
+        local_size: How many ranks its node has.
+        node: The node as the cluster names it.
+        host: The machine's own name; it differs where several nodes live on one machine.
+        device: ``cpu``, or the GPU with its name.
+        cores: The cores it may run on.
+        threads: How many threads it uses.
+        settings: The variables of :data:`SETTINGS` that are set.
+    """
+
+    rank: int
+    local_rank: int
+    local_size: int
+    node: str
+    host: str
+    device: str
+    cores: list[int]
+    threads: int
+    settings: dict[str, str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the record."""
+        return asdict(self)
+
+
+def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
+    """Tell the others who this is, and learn who they are; binds this rank to its share of the node's cores.
+
+    Args:
+        world: This rank's place.
+        device: This rank's device.
+        wanted: Cores of a rank, ``cluster.cpus_per_rank``.
+
+    Returns:
+        Every rank, in order.
+    """
+    on_node: list[tuple[str, cores.Cores]] = _gather(world, (node(os.environ), cores.mine()))
+    neighbours = [rank for rank, (name, _) in enumerate(on_node) if name == on_node[world.rank][0]]
+    cores.bind(*cores.share([on_node[rank][1] for rank in neighbours], neighbours.index(world.rank), wanted))
+    return _gather(world, _self(world, device))
+
+
+def node(environ: Mapping[str, str]) -> str:
+    """What the cluster calls this node, else the machine's name."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of :data:`SETTINGS` that are set."""
+    return {name: environ[name] for name in sorted(environ) if name.startswith(SETTINGS)}
+
+
+def _self(world: World, device: torch.device) -> Peer:
+    name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
+    return Peer(
+        rank=world.rank,
+        local_rank=world.local_rank,
+        local_size=world.local_size,
+        node=node(os.environ),
+        host=socket.gethostname(),
+        device=name,
+        cores=sorted(cores.mine()),
+        threads=torch.get_num_threads(),
+        settings=settings(os.environ),
+    )
+
+
+def _gather(world: World, value: Any) -> list[Any]:
+    gathered: list[Any] = [None] * world.size
+    dist.all_gather_object(gathered, value)
+    return gathered

@@ -1,0 +1,28 @@
+"""What the fork server imports once, so that no rank has to: imported there and nowhere else.
+
+Every rank is a fork of that server, so the seconds these imports cost are paid once a sweep. Nothing here
+may initialise CUDA: a forked process cannot use a CUDA context of its parent.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def _die_with_parent() -> None:
+    """Let the kernel end the fork server when its parent ends, however that happens (SIGKILL included).
+
+    The server would otherwise live as long as one rank does, and a rank that waits for a peer lives for
+    ever. torch.multiprocessing asks the same for every rank with respect to the server.
+    """
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent went between the two calls
+        os._exit(1)
+
+
+if sys.platform == "linux":
+    _die_with_parent()

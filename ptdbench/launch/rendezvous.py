@@ -1,0 +1,163 @@
+"""Where the ranks of one launch find each other: a store they share, and process groups made from it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from queue import Empty, SimpleQueue
+from threading import Thread
+
+import torch
+import torch.distributed as dist
+
+from ptdbench.launch import address
+from ptdbench.launch.world import World, discover
+from ptdbench.problems import ConfigError, Problem
+
+#: How long a rank waits for its peers in every collective, and under torchrun at the rendezvous.
+PATIENCE = timedelta(minutes=30)
+
+#: How long it waits for its peers to come. srun and mpirun start all ranks within seconds, but hundreds that import
+#: torch from one cold file system do not get it at the same time. Who waits longer waits for somebody who has died or
+#: cannot be reached, and those who pay for the nodes should know soon.
+ARRIVAL = timedelta(minutes=2)
+
+
+class NotMet(ConfigError):
+    """The ranks do not find each other; every rank knows only its own side of it."""
+
+
+_REACHABLE = "set MASTER_ADDR to an address of rank 0's host that all nodes reach, or see why other ranks have ended"
+_OTHER_PORT = "set MASTER_PORT to a free port for all ranks, or end what uses this one"
+
+
+@cache
+def store() -> dist.Store:
+    """The launch's key-value store. From then on the environment describes the rank as torchrun would.
+
+    Raises:
+        ConfigError: The ranks do not find each other where they should meet.
+    """
+    world = discover(os.environ)
+    if world is None or world.launcher == "torchrun":  # the store's place is the launcher's choice, even its own
+        found, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+        return found
+    host, port = address.meeting_point(world, os.environ)
+    opened = _open(world, host, port)
+    _await_all(opened, world, f"{host}:{port}", address.launch_id(world, os.environ))
+    export(world, os.environ)
+    return opened
+
+
+def export(world: World, environ: MutableMapping[str, str]) -> None:
+    """Tell libraries and models of other people what torchrun would have told them; stale values give way."""
+    if world.launcher == "torchrun":
+        return
+    host, port = address.meeting_point(world, environ)
+    told: Mapping[str, object] = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
+    environ.update({name: str(value) for name, value in told.items()})
+
+
+def agree(key: str, world: World, value: str | None) -> str:
+    """What rank 0 says: it passes ``value``, and every other rank waits for it."""
+    if world.rank == 0:
+        store().set(key, value or "")
+    return store().get(key).decode()
+
+
+@contextmanager
+def process_group(world: World, backend: str, device: torch.device, key: str) -> Iterator[dist.Store]:
+    """The default process group for the time of one run; yields a store that belongs to the run alone.
+
+    Args:
+        world: This rank's place.
+        backend: ``gloo`` or ``nccl``.
+        device: This rank's device.
+        key: Unique to the run among those of this launch, so that several may follow each other.
+    """
+    own = dist.PrefixStore(key, store())
+    dist.init_process_group(
+        backend,
+        store=own,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=PATIENCE,
+        device_id=device if device.type == "cuda" else None,
+    )
+    yield own
+    # Only after success: a group whose peer has died may wait for it for ever.
+    dist.destroy_process_group()
+
+
+def _open(world: World, host: str, port: int) -> dist.TCPStore:
+    """The store that rank 0 serves.
+
+    In a thread that may be left behind: a stranger on that port who accepts and never answers keeps torch waiting
+    without a limit, and the main thread has signals to listen to.
+    """
+    outcome: SimpleQueue[dist.TCPStore | Exception] = SimpleQueue()
+
+    def attempt() -> None:
+        try:
+            descriptor = address.listen(host, port)[1] if world.rank == 0 else None
+            opened = dist.TCPStore(
+                host,
+                port,
+                world.size,
+                is_master=world.rank == 0,
+                timeout=PATIENCE,
+                wait_for_workers=False,
+                master_listen_fd=descriptor,
+                multi_tenant=True,  # so that init_process_group("env://") in a stranger's model gets a store of its own
+            )
+        except Exception as error:
+            outcome.put(error)
+        else:
+            outcome.put(opened)
+
+    Thread(target=attempt, daemon=True, name="rendezvous").start()
+    try:
+        result = outcome.get(timeout=ARRIVAL.total_seconds())
+    except Empty:
+        rule = f"no rank 0 answers at {host}:{port} within {ARRIVAL.seconds} s"
+        raise NotMet([Problem("MASTER_ADDR", host, rule, _REACHABLE)]) from None
+    if isinstance(result, dist.TCPStore):
+        return result
+    raise _cannot_listen(result, host, port) if world.rank == 0 else result
+
+
+def _await_all(opened: dist.TCPStore, world: World, place: str, identity: str) -> None:
+    """Wait until every rank is there, each under the launch's name: another launch may serve the same port."""
+    arrived, complete = f"ptdbench {identity} arrived", f"ptdbench {identity} complete"
+    count = opened.add(arrived, 1)
+    if count == world.size:
+        opened.set(complete, "")
+    if count > world.size:
+        rule = f"more than {world.size} ranks came to {place}: another launch meets there too"
+        raise NotMet([Problem("MASTER_PORT", place.rpartition(":")[2], rule, _OTHER_PORT)])
+    try:
+        opened.wait([complete], ARRIVAL)
+    except dist.DistNetworkError:
+        rule = f"rank 0 has left {place} before all ranks were there"
+        raise NotMet([Problem(world.launcher, place, rule, "its own output says why")]) from None
+    except dist.DistStoreError:
+        rule = f"{opened.add(arrived, 0)} of {world.size} ranks came within {ARRIVAL.seconds} s"
+        raise NotMet([Problem(world.launcher, place, rule, _REACHABLE)]) from None
+
+
+def _cannot_listen(error: Exception, host: str, port: int) -> NotMet:
+    """Why rank 0 could not open the store, without torch's account of sockets."""
+    taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+    reason = "the port is taken" if taken else str(error)
+    return NotMet([Problem("MASTER_PORT", port, f"rank 0 cannot listen on {host}:{port}: {reason}", _OTHER_PORT)])

@@ -1,0 +1,274 @@
+"""What SLURM's own commands say: its partitions, the state of jobs, and whether a job would be accepted.
+
+Each function runs one command, without a shell. Whatever keeps a command from answering is a :class:`SlurmError`
+in SLURM's own words.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+
+#: Seconds that a command may take. A busy controller answers late; one that is down makes some commands wait for ever.
+PATIENCE = 30
+
+#: States that a job does not leave by itself (a requeued one reads PENDING again); after squeue(1), "JOB STATE CODES".
+OVER = frozenset([
+    "COMPLETED", "FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY", "CANCELLED", "PREEMPTED", "REVOKED", "NODE_FAIL",
+    "BOOT_FAIL",
+])  # fmt: skip
+
+#: A person's own defaults for these commands, which could hide partitions and jobs.
+_DEFAULTS = ("SACCT_", "SINFO_", "SQUEUE_")
+
+
+class SlurmError(RuntimeError):
+    """SLURM could not be asked, or said no."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Nodes that jobs are submitted to.
+
+    Attributes:
+        name: As in ``cluster.partition``.
+        is_default: Whether it is taken where none is named.
+        nodes: How many it has, in whatever state.
+        minutes: Its time limit, or ``None`` where it has none.
+        gpus: GPUs of a node: the distinct numbers over its nodes, ascending.
+        cpus: CPUs of its largest node, as SLURM counts them.
+    """
+
+    name: str
+    is_default: bool
+    nodes: int
+    minutes: int | None
+    gpus: tuple[int, ...]
+    cpus: int
+
+
+@dataclass(frozen=True)
+class JobState:
+    """Where a job stands.
+
+    Attributes:
+        id: ``123``, or ``123_0`` for an element of an array.
+        state: SLURM's word, for example ``PENDING``.
+        elapsed: Seconds that it has run, or ``None`` where SLURM does not say.
+        nodes: Its host list as SLURM abbreviates it, ``gpu[01-03]``; empty before it has any.
+        reason: Why it waits or why it failed, in SLURM's word; empty where there is none.
+    """
+
+    id: str
+    state: str
+    elapsed: int | None
+    nodes: str
+    reason: str
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self.state in OVER
+
+
+def available() -> bool:
+    """Whether jobs can be submitted from this machine."""
+    return shutil.which("sbatch") is not None
+
+
+def partitions() -> list[Partition]:
+    """All partitions, the hidden ones too: jobs may be submitted to them; raises SlurmError."""
+    # --exact: one line for each kind of node, instead of one with "2+" CPUs.
+    lines = _output("sinfo", "--all", "--exact", "--noconvert", "--noheader", "--format=%P|%l|%D|%c|%G").splitlines()
+    found: dict[str, Partition] = {}
+    for line in lines:
+        name, limit, nodes, cpus, gres = line.split("|", 4)
+        key = name.removesuffix("*")
+        known = found.get(key) or Partition(key, name.endswith("*"), 0, _minutes(limit), (), 0)
+        gpus = {*known.gpus, *([gpu_count(gres)] if int(nodes) else [])}
+        found[key] = Partition(
+            name=key,
+            is_default=known.is_default,
+            nodes=known.nodes + int(nodes),
+            minutes=known.minutes,
+            gpus=tuple(sorted(gpus)),
+            cpus=max(known.cpus, int(cpus)),
+        )
+    return list(found.values())
+
+
+def queue(job_ids: Iterable[str]) -> dict[str, JobState]:
+    """The states of jobs, by id; those that SLURM no longer knows are absent.
+
+    Args:
+        job_ids: ``123_0`` asks for an element of an array, ``123`` for a job or all elements of one.
+
+    Raises:
+        SlurmError: The queue cannot be read.
+    """
+    asked = set(job_ids)
+    if not asked:
+        return {}
+    found = dict(_states(_squeue(_jobs(asked)), asked))
+    missing = asked - found.keys() - {_job(identity) for identity in found}
+    if missing and _keeps_accounts():
+        found |= _states(_sacct(_jobs(missing)), missing)
+    return found
+
+
+def test(flags: Mapping[str, str | int | bool]) -> str:
+    """Ask whether a job with these flags would be accepted; nothing is submitted.
+
+    Returns:
+        SLURM's sentence: ``Job 5 to start at 2026-11-21T03:42:21 using 2 processors on nodes n[1-2] in partition gpu``.
+
+    Raises:
+        SlurmError: It would not.
+    """
+    done = _run("sbatch", "--test-only", *options(flags), "--wrap=true")
+    return _words(done.stderr)
+
+
+def cancel(job_ids: Iterable[str]) -> None:
+    """End jobs, wherever they stand; those that have ended stay as they are. Raises SlurmError."""
+    if ids := list(job_ids):
+        _run("scancel", "--quiet", *ids)
+
+
+def restarts(environ: Mapping[str, str]) -> int:
+    """How often the job that this process belongs to was requeued."""
+    return int(environ.get("SLURM_RESTART_COUNT") or 0)
+
+
+def requeue(environ: Mapping[str, str]) -> None:
+    """Put the job that this process belongs to back into the queue, which ends it here; raises SlurmError."""
+    _run("scontrol", "requeue", environ["SLURM_JOB_ID"])
+
+
+def end_step(environ: Mapping[str, str], after: float) -> None:
+    """End all tasks of the SLURM step that this process is one of, ``after`` some seconds; returns at once.
+
+    srun by itself lets the others wait for a task that has failed. Where this process cannot tell SLURM, they will
+    run into the limits of their collectives.
+    """
+    step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
+    command = ["sh", "-c", f"sleep {after:g}; exec scancel --quiet {step}"]
+    with suppress(OSError):
+        quiet = subprocess.DEVNULL  # srun would wait for whoever holds its output
+        subprocess.Popen(command, start_new_session=True, stdin=quiet, stdout=quiet, stderr=quiet)
+
+
+def options(flags: Mapping[str, str | int | bool]) -> list[str]:
+    """Flags as sbatch reads them: ``{"ntasks_per_node": 2, "exclusive": True}`` is two words."""
+    spelled = {name.replace("_", "-"): value for name, value in flags.items() if value is not False}
+    return [f"--{name}" if value is True else f"--{name}={value}" for name, value in spelled.items()]
+
+
+def gpu_count(gres: str) -> int:
+    """GPUs among generic resources: ``gpu:2``, ``gpu:a100:4(S:0-1)``, ``gpu:v100:2,gpu:k80:4``, ``(null)``."""
+    entries = [re.split("[:=]", entry) for entry in re.sub(r"\(.*?\)", "", gres).split(",")]
+    counts = [fields[-1] for fields in entries if fields[0].strip() in ("gpu", "gres/gpu")]
+    return sum(int(count) if count.isdigit() else 1 for count in counts)
+
+
+def _squeue(jobs: str) -> str:
+    try:
+        # Whole jobs: then a thousand elements of one array are one id.
+        return _output(
+            "squeue", "--all", "--array", "--states=all", "--noheader", "--format=%i|%T|%M|%N|%r", f"--jobs={jobs}"
+        )
+    except SlurmError as error:
+        if "Invalid job id specified" in str(error):  # said only where no other job was asked for
+            return ""
+        raise
+
+
+def _sacct(jobs: str) -> str:
+    fields = "--format=JobID,State,Elapsed,NodeList,Reason"
+    try:
+        return _output("sacct", "--allocations", "--noheader", "--parsable2", fields, f"--jobs={jobs}")
+    except SlurmError:  # the next time, perhaps
+        return ""
+
+
+@cache
+def _keeps_accounts() -> bool:
+    """Whether sacct can be asked here: it fails on a cluster without slurmdbd, and would fail each time."""
+    try:
+        _output("sacct", "--allocations", "--noheader", "--parsable2", "--jobs=1")
+    except SlurmError:
+        return False
+    return True
+
+
+def _states(lines: str, asked: set[str]) -> Iterator[tuple[str, JobState]]:
+    """The answer about the jobs that were asked for, from lines of id, state, time, nodes and reason."""
+    for line in lines.splitlines():
+        identity, state, elapsed, nodes, reason = line.split("|", 4)
+        if (identity in asked or _job(identity) in asked) and "[" not in identity:
+            state = state.split()[0]  # sacct says "CANCELLED by 1000"
+            nodes = "" if nodes in ("None assigned", "(null)") else nodes
+            yield identity, JobState(identity, state, _seconds(elapsed), nodes, "" if reason == "None" else reason)
+
+
+def _job(identity: str) -> str:
+    """The job of an array's element: ``123_0`` belongs to ``123``."""
+    return identity.partition("_")[0]
+
+
+def _jobs(identities: Iterable[str]) -> str:
+    return ",".join(sorted({_job(identity) for identity in identities}))
+
+
+def _seconds(text: str) -> int | None:
+    """A time as SLURM writes it, ``5:00``, ``1:00:00`` or ``2-00:00:00``; ``None`` for ``infinite`` and the like."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    if not match:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _minutes(text: str) -> int | None:
+    seconds = _seconds(text)
+    return None if seconds is None else seconds // 60
+
+
+def _output(*command: str) -> str:
+    return _run(*command).stdout
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(_DEFAULTS)}
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PATIENCE,
+            env=environ,
+        )
+    except subprocess.TimeoutExpired as late:
+        said = (late.stderr or b"").decode(errors="replace")
+        raise SlurmError(f"{command[0]} did not answer in {PATIENCE} s\n{_words(said)}".strip()) from None
+    except OSError as error:
+        reason = "is not on PATH" if isinstance(error, FileNotFoundError) else f"cannot be started: {error.strerror}"
+        raise SlurmError(f"{command[0]} {reason}") from None
+    if done.returncode:
+        raise SlurmError(_words(done.stderr) or f"{command[0]} ended with exit status {done.returncode}")
+    return done
+
+
+def _words(said: str) -> str:
+    """What a command said, without its own name and the rank of the message before every line."""
+    lines = [re.sub(r"^(s\w+: )?((error|fatal): )?", "", line).strip() for line in said.splitlines()]
+    return "\n".join(line for line in lines if line and not line.startswith('Try "'))

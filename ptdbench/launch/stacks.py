@@ -1,0 +1,78 @@
+"""What the threads of this process are doing: all of it for a person, and where its main thread is for a verdict."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_TORCH = Path(torch.__file__).parent
+
+#: Code of torch that waits for other ranks when it does not return: collectives, FSDP and pipeline schedules; the
+#: backward pass, whose hooks reduce gradients; and DDP itself.
+_WAITING = tuple(str(_TORCH / part) for part in ("distributed/", "autograd/", "nn/parallel/"))
+
+#: Code of torch that only passes calls on.
+_PASSING = tuple(str(_TORCH / part) for part in ("_ops.py", "utils/_contextlib.py", "_dynamo/"))
+
+_NAMES = {"_engine_run_backward": "backward"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a thread is.
+
+    Attributes:
+        function: The innermost Python function that says something.
+        line: Its file's name and line.
+        waits: Whether it is one that waits for other ranks.
+    """
+
+    function: str
+    line: str
+    waits: bool
+
+    def __str__(self) -> str:
+        return self.function if self.waits else f"{self.function} ({self.line})"
+
+
+def main_thread() -> Place:
+    """Where the main thread is at this moment."""
+    return place(sys._current_frames()[threading.main_thread().ident or 0])
+
+
+def place(frame: FrameType) -> Place:
+    """Where a thread with this innermost frame is."""
+    while frame.f_back and frame.f_code.co_filename.startswith(_PASSING):
+        frame = frame.f_back
+    name, file = frame.f_code.co_name, frame.f_code.co_filename
+    return Place(_NAMES.get(name, name), f"{Path(file).name}:{frame.f_lineno}", file.startswith(_WAITING))
+
+
+def text() -> str:
+    """The stacks of all threads, innermost call last, as in a traceback."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    stacks = (
+        f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
+    return "\n".join(stacks)
+
+
+def write(path: Path) -> None:
+    """Leave the stacks in a file: as Python sees them, and as the interpreter does, which tells who holds its lock.
+
+    Raises:
+        OSError: The file could not be written.
+    """
+    path.parent.mkdir(exist_ok=True)
+    with path.open("w") as file:
+        file.write(f"{text()}\n")
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)

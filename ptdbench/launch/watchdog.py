@@ -1,0 +1,386 @@
+"""Notices that a run is stuck, names the rank that holds it up, and ends it.
+
+A rank that is stopped, spins or waits for a message that nobody sends keeps all others waiting without an error. Two
+threads in every rank go on meanwhile: one looks at the main thread and judges, the other exchanges what the ranks know
+through the run's key-value store. They are two because the store may live in the very process that is stopped,
+and then a call to it never returns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from ptdbench.launch import stacks
+from ptdbench.launch.world import World
+
+#: How many times the limit the first step may take: it compiles, tunes kernels and opens connections, and a limit that
+#: suits the steps after it would end runs that are well.
+FIRST_STEP = 3
+
+#: Launchers under which the store lives in the process that started the ranks, not in rank 0.
+_WITH_A_STORE = ("local", "torchrun")
+
+#: What a failing rank leaves is in this folder of the run's directory.
+FOLDER = "failures"
+
+
+@dataclass(frozen=True)
+class State:
+    """What a rank tells of itself.
+
+    Attributes:
+        tick: Grows from each telling to the next; clocks of other machines would say nothing here.
+        step: How many steps it has finished, which is also the number of the one it is in; ``None`` before the first.
+        patience: Seconds until it is overdue, at most 0 if it is; ``None`` while it is busy with something that has
+            no limit, such as saving a checkpoint.
+        place: Where its main thread is.
+        waits: Whether that is a place where one waits for other ranks.
+        dumped: Whether it has given up and left its stacks.
+        left: Whether its work is done.
+    """
+
+    tick: int = 0
+    step: int | None = None
+    patience: float | None = None
+    place: str = ""
+    waits: bool = False
+    dumped: bool = False
+    left: bool = False
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What this rank knows of one.
+
+    Attributes:
+        state: What it told last; ``None`` if nothing was ever heard.
+        since: When that was new, by this rank's ``time.monotonic``.
+    """
+
+    state: State | None
+    since: float
+
+
+class Watchdog:
+    """Around the work of a rank: ends the process where no rank has finished a step for a while.
+
+    It does not look at how long steps take, only whether they end: a slow run is never ended. Leaving it stops both
+    threads at once. To be entered by all ranks.
+
+    Args:
+        world: This rank's place.
+        store: A store of the run's own.
+        directory: The run's directory; stacks go to ``failures/stacks-rank-N.txt`` in it.
+        limit_seconds: How long a step may take, the first one :data:`FIRST_STEP` times as long.
+        report: Called in every rank that gives up, in a thread, just before it ends the process with status 1: with
+            the rank to blame (-1: the process that started the ranks), what a person should read, and its stacks, or
+            this rank's if it has left none. All ranks report, since any of them may be the first whose end is seen.
+        group_name: Sets two watchdogs on one store apart.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        store: dist.Store,
+        directory: Path,
+        limit_seconds: float,
+        report: Callable[[int, str, str], None],
+        group_name: str = "",
+    ) -> None:
+        self._world = world
+        self._folder = directory / FOLDER
+        self._limit = limit_seconds
+        self._report = report
+        self._period = min(2.0, max(0.2, limit_seconds / 20))
+        self._quiet = 5 * self._period + 1  # on a busy node a thread may have to wait for its turn
+        self._board = _Board(world, store, f"watchdog {group_name}", patience=self._quiet)
+        self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
+        self._over = threading.Event()
+        self._pauses = 0
+        self._step: int | None = None
+        self._seen_step: int | None = None
+        self._mine = State()
+
+    def __enter__(self) -> Watchdog:
+        self._seen_at = self._told_at = time.monotonic()
+        self._board.start()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join(timeout=1.0)
+        self._board.close(replace(self._mine, tick=self._mine.tick + 1, left=error is None))
+
+    def beat(self, step: int) -> None:
+        """A step is over.
+
+        Args:
+            step: How many are.
+        """
+        self._step = step
+
+    def alive(self) -> None:
+        """Something is over that is no step of training, such as one size of a message."""
+        self._step = (self._step or 0) + 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around work between two steps that may take its time, such as saving a checkpoint or an evaluation."""
+        self._pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._period):
+            now = time.monotonic()
+            self._tell(now)
+            if self._overdue() and (found := self._judge(now)):
+                self._give_up(*found)
+
+    def _tell(self, now: float) -> None:
+        """Look at the main thread, and let the others know. Who is in time asks nothing about them."""
+        was_asleep = now - self._told_at > self._quiet  # this very thread: Ctrl-Z or ``scontrol suspend``, for one
+        if self._step != self._seen_step or self._pauses or was_asleep:
+            self._seen_step, self._seen_at = self._step, now
+        self._told_at = now
+        patience = self._allowed() - (now - self._seen_at)
+        place = stacks.main_thread()
+        self._mine = State(
+            self._mine.tick + 1,
+            self._seen_step,
+            None if self._pauses else patience,
+            str(place),
+            place.waits,
+            self._mine.dumped,
+        )
+        self._board.post(self._mine, asks=patience < self._allowed() / 2)
+
+    def _allowed(self) -> float:
+        return self._limit * (FIRST_STEP if self._seen_step is None else 1)
+
+    def _overdue(self) -> bool:
+        return self._mine.patience is not None and self._mine.patience <= 0
+
+    def _judge(self, now: float) -> tuple[int, str] | None:
+        """Whom to blame and why, or ``None`` while somebody still gets on; asked where this rank does not."""
+        if now - self._board.answered > self._quiet:
+            return self._silent_store()
+        seen = self._board.seen()
+        if len(seen) < self._world.size - 1:
+            return None
+        heard: dict[int, State | None] = {self._world.rank: self._mine}
+        for rank, sighting in seen.items():
+            state = sighting.state
+            gone = state is None or (not state.left and now - sighting.since > self._quiet)
+            if state and not state.left and not gone and _gets_on(state, now - sighting.since):
+                return None
+            heard[rank] = None if gone else state
+        return verdict(heard, self._allowed())
+
+    def _silent_store(self) -> tuple[int, str]:
+        with_ranks = self._world.launcher not in _WITH_A_STORE
+        who = "rank 0" if with_ranks else "the process that started the ranks"
+        step = _step_name(self._mine.step)
+        message = (
+            f"{who} does not answer: {_gone(1)} (rank {self._world.rank} has not finished {step} for "
+            f"{self._allowed():g} s: {_where(self._mine)}); stacks in {FOLDER}/"
+        )
+        return (0 if with_ranks else -1), message
+
+    def _give_up(self, culprit: int, message: str) -> None:
+        """Leave the stacks, wait until the others have left theirs, report, and end the process.
+
+        The wait is for those who would be ended by the launcher as soon as this rank is gone.
+        """
+        own = stacks.text()
+        with suppress(OSError):
+            stacks.write(self._stacks(self._world.rank))
+        self._mine = replace(self._mine, dumped=True)
+        until = time.monotonic() + 2 * self._period + 1
+        while time.monotonic() < until and not self._all_dumped() and not self._over.is_set():
+            self._mine = replace(self._mine, tick=self._mine.tick + 1)
+            self._board.post(self._mine, asks=True)
+            self._over.wait(0.1)
+        if self._over.is_set():  # the main thread goes on after all: a peer that gave up has ended and reported
+            return
+        try:
+            self._report(culprit, message, self._stacks_of(culprit) or own)
+        except Exception:
+            traceback.print_exc()
+        finally:
+            os._exit(1)  # the main thread cannot be woken up
+
+    def _all_dumped(self) -> bool:
+        now = time.monotonic()
+        return all(
+            state.dumped or state.left or now - since > self._quiet
+            for state, since in ((sighting.state, sighting.since) for sighting in self._board.seen().values())
+            if state
+        )
+
+    def _stacks(self, rank: int) -> Path:
+        return self._folder / f"stacks-rank-{rank}.txt"
+
+    def _stacks_of(self, rank: int) -> str:
+        with suppress(OSError):
+            return self._stacks(rank).read_text()
+        return ""
+
+
+class _Board:
+    """The ranks' states, exchanged through the store by a thread that may be left behind."""
+
+    def __init__(self, world: World, store: dist.Store, name: str, patience: float) -> None:
+        self._world = world
+        self._name = name
+        # A connection of its own: the run's may be held by the main thread, which waits for a peer in it.
+        self._store = store.clone()
+        self._store.set_timeout(timedelta(seconds=patience))
+        self._thread = threading.Thread(target=self._exchange, daemon=True, name="watchdog's board")
+        self._wake = threading.Event()
+        self._posted, self._asks, self._closed = State(), False, False
+        self._asking_since: float | None = None
+        self._heard_at = 0.0
+        self._seen: dict[int, Sighting] = {}
+
+    def start(self) -> None:
+        """From now on the other ranks see what is posted."""
+        self._thread.start()
+
+    def close(self, last: State) -> None:
+        """Post the last state; does not wait long for a store that may be gone."""
+        self.post(last, asks=False)
+        self._closed = True
+        self._wake.set()
+        self._thread.join(timeout=1.0)
+
+    def post(self, state: State, asks: bool) -> None:
+        """Tell the others, and ask about them if this rank ``asks``."""
+        if asks and self._asking_since is None:
+            self._asking_since = time.monotonic()
+        elif not asks:
+            self._asking_since = None
+        self._posted, self._asks = state, asks
+        self._wake.set()
+
+    @property
+    def answered(self) -> float:
+        """When the store last answered, not before it was asked."""
+        return max(self._heard_at, self._asking_since or time.monotonic())
+
+    def seen(self) -> dict[int, Sighting]:
+        """The other ranks."""
+        return dict(self._seen)
+
+    def _exchange(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            closed, asks = self._closed, self._asks
+            with suppress(dist.DistError):  # who is asked for the time of the last answer draws the conclusion
+                self._store.set(self._key(self._world.rank), json.dumps(asdict(self._posted)))
+                if asks:
+                    self._ask()
+            if closed:
+                return
+
+    def _ask(self) -> None:
+        others = [rank for rank in range(self._world.size) if rank != self._world.rank]
+        known = [rank for rank in others if self._has_told(rank)]
+        told = self._store.multi_get([self._key(rank) for rank in known]) if known else []
+        now = time.monotonic()
+        states: dict[int, State | None] = dict.fromkeys(others)
+        states |= {rank: State(**json.loads(words)) for rank, words in zip(known, told, strict=True)}
+        for rank, state in states.items():
+            before = self._seen.get(rank)
+            if before is None or before.state != state:
+                self._seen[rank] = Sighting(state, now)
+        self._heard_at = now
+
+    def _has_told(self, rank: int) -> bool:
+        known = self._seen.get(rank)
+        return bool(known and known.state) or self._store.check([self._key(rank)])
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}/{rank}"
+
+
+def verdict(heard: Mapping[int, State | None], seconds: float) -> tuple[int, str]:
+    """The rank to blame for a run in which no rank gets on, and what to tell a person.
+
+    In this order: ranks that do not answer, since nobody can run without them; ranks that do something of their own
+    while others wait; else nobody in particular, as when ranks wait in different collectives.
+
+    Args:
+        heard: The last state of each rank; ``None`` for one that does not answer.
+        seconds: How long no step was finished.
+    """
+    present = {rank: state for rank, state in sorted(heard.items()) if state and not state.left}
+    silent = sorted(rank for rank, state in heard.items() if state is None)
+    waiting = {rank: state for rank, state in present.items() if state.waits}
+    busy = {rank: state for rank, state in present.items() if not state.waits}
+    step = _step_name(min((state.step for state in present.values()), key=lambda step: -1 if step is None else step))
+    if silent:
+        culprits, what = silent, _gone(len(silent))
+    elif busy and (waiting or len(heard) == 1):
+        culprits, what = list(busy), _places(busy, together="")
+    else:
+        what = _places(present, together="all " if len(present) > 1 else "")
+        return min(present), f"no rank has finished {step} for {seconds:g} s: {what}; stacks in {FOLDER}/"
+    verb, their = ("has", "its") if len(culprits) == 1 else ("have", "their")
+    places = ", ".join(dict.fromkeys(state.place for state in waiting.values()))
+    peers = f" ({their} peers wait in {places})" if waiting else ""
+    message = f"{_ranks(culprits)} {verb} not finished {step} for {seconds:g} s: {what}{peers}; stacks in {FOLDER}/"
+    return culprits[0], message
+
+
+def _gets_on(state: State, age: float) -> bool:
+    return state.patience is None or state.patience > age
+
+
+def _step_name(step: int | None) -> str:
+    return "the first step" if step is None else f"step {step}"
+
+
+def _gone(count: int) -> str:
+    return "stopped, or its machine is gone" if count == 1 else "stopped, or their machines are gone"
+
+
+def _where(state: State, count: int = 1) -> str:
+    if state.waits:
+        return f"{'waits' if count == 1 else 'wait'} in {state.place}"
+    return f"{'is' if count == 1 else 'are'} in {state.place}"
+
+
+def _places(states: Mapping[int, State], together: str) -> str:
+    """Who is where, those in one place together; ``together`` stands for all of them where they all are in one."""
+    at: dict[tuple[str, bool], list[int]] = {}
+    for rank, state in states.items():
+        at.setdefault((state.place, state.waits), []).append(rank)
+    where = {_where(states[ranks[0]], len(ranks)): ranks for ranks in at.values()}
+    if len(where) == 1:
+        return f"{together}{next(iter(where))}"
+    return ", ".join(f"{_ranks(ranks)} {words}" for words, ranks in where.items())
+
+
+def _ranks(ranks: list[int]) -> str:
+    named = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {named}{more}"

@@ -1,0 +1,211 @@
+"""Who this process is among the ranks: a pure function of the environment that its launcher left.
+
+No guessing: a launcher is recognised by variables that only it sets, and a process that none of them
+describes is not a rank (it starts the local ranks itself, see :mod:`ptdbench.launch.local`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ptdbench.launch import hostlist
+from ptdbench.problems import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's place.
+
+    Attributes:
+        rank: This process, ``0 <= rank < size``.
+        size: How many ranks there are.
+        local_rank: This process among those of its node; also the index of its GPU.
+        local_size: How many ranks this node has.
+        launcher: Who started the rank, for messages and records.
+        nodes: How many nodes the ranks are on; ``None`` where the launcher does not tell and the nodes cannot all
+            have as many ranks as this one.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    launcher: str
+    nodes: int | None = None
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables in which a launcher tells a process its place.
+
+    Attributes:
+        proof: What only this launcher sets; all of them must be there.
+        rank: The variable with the rank.
+        size: That with the number of ranks.
+        local_rank: That with the rank within the node.
+        local_size: That with the number of ranks of the node.
+        nodes: That with the number of nodes, if there is one.
+        node: Where ``local_size`` lists all nodes, as ``2(x3),1`` does: that with this node's place in the list.
+        is_shell: Whether the launcher has started a shell for a person, and no rank.
+    """
+
+    proof: tuple[str, ...]
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    nodes: str = ""
+    node: str = ""
+    is_shell: Callable[[Mapping[str, str]], bool] = lambda environ: False
+
+    def started(self, environ: Mapping[str, str]) -> bool:
+        """Whether a process with this environment is one of its ranks."""
+        return all(name in environ for name in self.proof) and not self.is_shell(environ)
+
+    @property
+    def variables(self) -> list[str]:
+        """The names of all that it tells."""
+        named = (*self.proof, self.rank, self.size, self.local_rank, self.local_size, self.nodes, self.node)
+        return [name for name in dict.fromkeys(named) if name]
+
+
+#: From here on SLURM counts steps that it makes by itself: the shell of ``salloc``, a batch script, and the like.
+#: SLURM_INTERACTIVE_STEP in <slurm/slurm.h>.
+_FIRST_STEP_OF_SLURM = 0xFFFFFFFA
+
+
+def _is_slurm_shell(environ: Mapping[str, str]) -> bool:
+    """Whether a SLURM step is the terminal of a person.
+
+    A step that is started in such a terminal inherits the variable of ``srun --pty``, so that it proves something
+    only where there are no other tasks.
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    of_slurm = step.isdecimal() and int(step) >= _FIRST_STEP_OF_SLURM
+    return of_slurm or ("SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1")
+
+
+#: Where several have left their mark the first one is right: torchrun runs inside of steps and under mpirun, and
+#: mpirun starts its helpers as a SLURM step, whose variables the ranks inherit. ``srun --mpi=pmi2`` sets
+#: ``PMI_RANK`` as MPICH does, and no ``MPI_LOCALRANKID``.
+LAUNCHERS: dict[str, Launcher] = {
+    "torchrun": Launcher(
+        proof=("TORCHELASTIC_RUN_ID",),
+        rank="RANK",
+        size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_size="LOCAL_WORLD_SIZE",
+        nodes="GROUP_WORLD_SIZE",
+    ),
+    "openmpi": Launcher(
+        proof=("OMPI_COMM_WORLD_RANK",),
+        rank="OMPI_COMM_WORLD_RANK",
+        size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "mpich": Launcher(
+        proof=("MPI_LOCALRANKID",),
+        rank="PMI_RANK",
+        size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_size="MPI_LOCALNRANKS",
+    ),
+    "mvapich2": Launcher(
+        proof=("MV2_COMM_WORLD_RANK",),
+        rank="MV2_COMM_WORLD_RANK",
+        size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "jsrun": Launcher(
+        proof=("JSM_NAMESPACE_RANK",),
+        rank="JSM_NAMESPACE_RANK",
+        size="JSM_NAMESPACE_SIZE",
+        local_rank="JSM_NAMESPACE_LOCAL_RANK",
+        local_size="JSM_NAMESPACE_LOCAL_SIZE",
+    ),
+    "srun": Launcher(
+        proof=("SLURM_STEP_ID", "SLURM_PROCID"),
+        rank="SLURM_PROCID",
+        size="SLURM_STEP_NUM_TASKS",
+        local_rank="SLURM_LOCALID",
+        local_size="SLURM_STEP_TASKS_PER_NODE",
+        nodes="SLURM_STEP_NUM_NODES",
+        node="SLURM_NODEID",
+        is_shell=_is_slurm_shell,
+    ),
+}
+
+#: What ``init_process_group("env://")`` reads: a rank started by hand, or the leftovers of one.
+_NAMELESS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def discover(environ: Mapping[str, str]) -> World | None:
+    """The place that the environment describes, or ``None`` where no launcher started this process.
+
+    Raises:
+        ConfigError: A launcher's mark is there, but what it says is incomplete or contradicts itself; or the
+            environment describes a rank of several that no launcher claims.
+    """
+    for name, launcher in LAUNCHERS.items():
+        if launcher.started(environ):
+            return _place(environ, name, launcher)
+    size = environ.get("WORLD_SIZE", "")
+    if all(environ.get(name) for name in _NAMELESS) and size.isdecimal() and int(size) > 1:
+        others = _said(environ, _NAMELESS[1:])
+        rule = f"with {others} this is one rank of several, but no launcher has left its mark: stale, or set by hand"
+        remedy = f"unset {' '.join(_NAMELESS)}, or start the ranks with torchrun"
+        raise ConfigError([Problem("RANK", environ["RANK"], rule, remedy)])
+    return None
+
+
+def _place(environ: Mapping[str, str], name: str, launcher: Launcher) -> World:
+    rank, size, local_rank = (
+        _number(environ, variable, name) for variable in (launcher.rank, launcher.size, launcher.local_rank)
+    )
+    local_size = _local_size(environ, name, launcher)
+    if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
+        rule = "must satisfy 0 <= rank < world size and 0 <= local rank < ranks of the node <= world size"
+        raise _refusal(environ, name, _said(environ, launcher.variables), rule)
+    if launcher.nodes in environ:
+        nodes: int | None = _number(environ, launcher.nodes, name)
+    else:
+        nodes = None if size % local_size else size // local_size
+    return World(rank, size, local_rank, local_size, name, nodes)
+
+
+def _local_size(environ: Mapping[str, str], name: str, launcher: Launcher) -> int:
+    if not launcher.node:
+        return _number(environ, launcher.local_size, name)
+    node = _number(environ, launcher.node, name)
+    listed = environ.get(launcher.local_size, "")
+    try:
+        return hostlist.tasks_per_node(listed)[node]
+    except (ValueError, IndexError):
+        rule = f"{name} must have set it to the tasks of every node, such as 2(x3),1; this is node {node}"
+        raise _refusal(environ, launcher.local_size, listed or "(not set)", rule) from None
+
+
+def _number(environ: Mapping[str, str], variable: str, name: str) -> int:
+    value = environ.get(variable, "")
+    if not value.isdecimal():
+        rule = f"{name} must have set it to a whole number"
+        raise _refusal(environ, variable, value or "(not set)", rule)
+    return int(value)
+
+
+def _refusal(environ: Mapping[str, str], option: str, value: str, rule: str) -> ConfigError:
+    """What is wrong, and all that the environment says, for somebody who has to find out what is stale."""
+    sources = "".join(
+        f"\n  {name}: {_said(environ, launcher.variables)}"
+        for name, launcher in LAUNCHERS.items()
+        if launcher.started(environ)
+    )
+    remedy = f"unset the stale variables or use torchrun; the environment says{sources}"
+    return ConfigError([Problem(option, value, rule, remedy)])
+
+
+def _said(environ: Mapping[str, str], names: tuple[str, ...] | list[str]) -> str:
+    return " ".join(f"{name}={environ.get(name, '(not set)')}" for name in names)

@@ -1,0 +1,129 @@
+"""What times of messages say: bandwidths by the definitions of nccl-tests, and a line through time over size.
+
+The definitions are those of ``doc/PERFORMANCE.md`` of https://github.com/NVIDIA/nccl-tests; for gather and scatter,
+which that page leaves out, those of its ``src/gather.cu`` and ``src/scatter.cu``. ``S`` is the whole message in bytes:
+where every rank holds a share of it, all shares together. ``n`` is the number of ranks, ``t`` the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+#: Where the definitions come from, for those who read the numbers.
+SOURCE = "nccl-tests, doc/PERFORMANCE.md"
+
+
+@dataclass(frozen=True)
+class Factor:
+    """What turns algorithm bandwidth into bus bandwidth.
+
+    Attributes:
+        formula: As people write it, over ``n``.
+        of: The number, for so many ranks.
+    """
+
+    formula: str
+    of: Callable[[int], float]
+
+
+_WHOLE = Factor("1", lambda ranks: 1.0)
+_OTHERS = Factor("(n-1)/n", lambda ranks: (ranks - 1) / ranks)
+_TWICE = Factor("2(n-1)/n", lambda ranks: 2 * (ranks - 1) / ranks)
+
+#: Bus bandwidth over algorithm bandwidth, by operation; a barrier moves no data and has neither.
+FACTORS: dict[str, Factor] = {
+    "broadcast": _WHOLE,
+    "reduce": _WHOLE,
+    "all_reduce": _TWICE,
+    "scatter": _OTHERS,
+    "gather": _OTHERS,
+    "all_gather": _OTHERS,
+    "reduce_scatter": _OTHERS,
+    "all_to_all": _OTHERS,
+}
+
+
+def algorithm_bandwidth(size: int, seconds: float) -> float:
+    """``algbw = S / t``, in bytes a second."""
+    return size / seconds
+
+
+def bus_bandwidth(operation: str, size: int, seconds: float, ranks: int) -> float:
+    """``busbw = algbw * factor``, in bytes a second: what the slowest link carried, whatever the number of ranks.
+
+    Raises:
+        KeyError: The operation moves no data, or is unknown.
+    """
+    return algorithm_bandwidth(size, seconds) * FACTORS[operation].of(ranks)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The line ``t = alpha + beta * bytes``, with what there is to doubt about it.
+
+    Attributes:
+        alpha: Seconds of an empty message.
+        beta: Seconds a byte.
+        alpha_error: Standard error of ``alpha``.
+        beta_error: Standard error of ``beta``.
+        r2: Share of the weighted variance of the times that the line explains; 1 is all of it.
+        max_relative_error: The largest ``|line / t - 1|``: how far a prediction was off at the sizes measured.
+        points: How many sizes it was made from.
+    """
+
+    alpha: float
+    beta: float
+    alpha_error: float
+    beta_error: float
+    r2: float
+    max_relative_error: float
+    points: int
+
+    def seconds(self, size: float) -> float:
+        """The line's time for a message of so many bytes."""
+        return self.alpha + self.beta * size
+
+    def as_dict(self) -> dict[str, float]:
+        """For the record."""
+        return asdict(self)
+
+
+def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
+    """The latency-bandwidth line whose relative errors have the least sum of squares.
+
+    Weighted least squares with weights ``1 / t^2``: times span orders of magnitude, and without weights the largest
+    message alone would decide. The standard errors are the usual ones, from the covariance ``s^2 (A' W A)^-1`` with
+    ``s^2`` the weighted residual sum of squares over ``points - 2``.
+
+    Args:
+        sizes: Bytes.
+        seconds: The time of each, greater than 0.
+
+    Returns:
+        The line, or ``None`` where fewer than three different sizes leave nothing to judge it by.
+    """
+    if len(set(sizes)) < 3:
+        return None
+    size, time = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    scale = float(size.max())  # so that both columns are of the same order
+    columns = np.stack([np.ones_like(size), size / scale], axis=1) / time[:, None]
+    solution, _, _, _ = np.linalg.lstsq(columns, np.ones_like(time), rcond=None)
+    misses = columns @ solution - 1
+    residual = float(misses @ misses)
+    covariance = residual / (len(time) - 2) * np.linalg.inv(columns.T @ columns)
+    alpha_error, beta_error = np.sqrt(np.diag(covariance)).tolist()
+    weight = time**-2
+    around_mean = float(weight @ (time - np.average(time, weights=weight)) ** 2)
+    return Fit(
+        alpha=float(solution[0]),
+        beta=float(solution[1]) / scale,
+        alpha_error=alpha_error,
+        beta_error=beta_error / scale,
+        r2=1 - residual / around_mean if around_mean else math.nan,
+        max_relative_error=float(np.abs(misses).max()),
+        points=len(time),
+    )

@@ -1,0 +1,79 @@
+"""A clock for steps: what lies between ``start`` and ``stop`` counts, and nothing else does."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+
+class Clock(Protocol):
+    """Times one step after another."""
+
+    def start(self) -> None:
+        """A step begins."""
+
+    def stop(self) -> None:
+        """The step is over (on a GPU: all its work has been queued)."""
+
+    def over(self, step: int) -> bool:
+        """Whether the device has finished the step; never waits."""
+
+    def seconds(self) -> list[float]:
+        """Seconds of every step so far; waits for the device."""
+
+
+class HostClock:
+    """Wall-clock time of the host, for devices that work synchronously."""
+
+    def __init__(self) -> None:
+        self._seconds: list[float] = []
+        self._started = 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """The step is over."""
+        self._seconds.append(time.perf_counter() - self._started)
+
+    def over(self, step: int) -> bool:
+        """Whether the step was timed; a synchronous device has then finished it."""
+        return step < len(self._seconds)
+
+    def seconds(self) -> list[float]:
+        """Seconds of every step so far."""
+        return list(self._seconds)
+
+
+class DeviceClock:
+    """Time between events in the GPU's own stream, so that timing does not make the host wait for it."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        """A step begins."""
+        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        pair[0].record()
+        self._events.append(pair)
+
+    def stop(self) -> None:
+        """The step's work has been queued."""
+        self._events[-1][1].record()
+
+    def over(self, step: int) -> bool:
+        """Whether the device has passed the end of the step."""
+        return step < len(self._events) and self._events[step][1].query()
+
+    def seconds(self) -> list[float]:
+        """Seconds of every step so far; waits for the device."""
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
+
+
+def for_device(device: torch.device) -> Clock:
+    """The clock that suits the device."""
+    return DeviceClock() if device.type == "cuda" else HostClock()

@@ -1,0 +1,178 @@
+"""What a run ran on: the peak of its devices, and the versions, names and commit that a reader asks for."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+_A100 = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
+_H100_SXM = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4}
+_H100_NVL = {"fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5}
+_V100_SXM = {"fp32": 15.7, "fp16": 125.0}
+_V100_PCIE = {"fp32": 14.0, "fp16": 112.0}
+
+#: Dense peak in TFLOP/s by the exact name that ``torch.cuda.get_device_name`` reports.
+#:
+#: ``fp32`` is what the plain cores do, ``tf32`` fp32 tensors on the tensor cores; 16-bit products accumulate
+#: in fp32. Data sheets often print the figure with 2:4 sparsity, twice what dense matrices can reach.
+DENSE_PEAKS = MappingProxyType(
+    {
+        # NVIDIA Tesla V100 and V100S data sheets (no bf16, no TF32)
+        "Tesla V100-SXM2-16GB": _V100_SXM,
+        "Tesla V100-SXM2-32GB": _V100_SXM,
+        "Tesla V100-PCIE-16GB": _V100_PCIE,
+        "Tesla V100-PCIE-32GB": _V100_PCIE,
+        "Tesla V100S-PCIE-32GB": {"fp32": 16.4, "fp16": 130.0},
+        # NVIDIA T4 data sheet
+        "Tesla T4": {"fp32": 8.1, "fp16": 65.0},
+        # NVIDIA A100 data sheet; SXM and PCIe differ in power, not in peak
+        "NVIDIA A100-SXM4-40GB": _A100,
+        "NVIDIA A100-SXM4-80GB": _A100,
+        "NVIDIA A100-PCIE-40GB": _A100,
+        "NVIDIA A100 80GB PCIe": _A100,
+        # NVIDIA A10, A30 and A40 data sheets
+        "NVIDIA A10": {"fp32": 31.2, "tf32": 62.5, "bf16": 125.0, "fp16": 125.0},
+        "NVIDIA A30": {"fp32": 10.3, "tf32": 82.0, "bf16": 165.0, "fp16": 165.0},
+        "NVIDIA A40": {"fp32": 37.4, "tf32": 74.8, "bf16": 149.7, "fp16": 149.7},
+        # NVIDIA H100 Tensor Core GPU Architecture white paper (SXM5, PCIe); H100, H200 and GH200 data sheets
+        "NVIDIA H100 80GB HBM3": _H100_SXM,
+        "NVIDIA H100 PCIe": {"fp32": 51.2, "tf32": 378.0, "bf16": 756.0, "fp16": 756.0},
+        "NVIDIA H100 NVL": _H100_NVL,
+        "NVIDIA H200": _H100_SXM,
+        "NVIDIA H200 NVL": _H100_NVL,
+        "NVIDIA GH200 480GB": _H100_SXM,
+        # NVIDIA HGX B200 and GB200 NVL72 data sheets, divided by 8 and 72 GPUs and by 2 for sparsity
+        "NVIDIA B200": {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0},
+        "NVIDIA GB200": {"fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0},
+        # NVIDIA L4, L40 and L40S data sheets
+        "NVIDIA L4": {"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp16": 121.0},
+        "NVIDIA L40": {"fp32": 90.5, "tf32": 90.5, "bf16": 181.05, "fp16": 181.05},
+        "NVIDIA L40S": {"fp32": 91.6, "tf32": 183.0, "bf16": 362.05, "fp16": 362.05},
+        # NVIDIA Ampere GA102, Ada and RTX Blackwell white papers; accumulating in fp32 halves a GeForce
+        "NVIDIA RTX A6000": {"fp32": 38.7, "tf32": 77.4, "bf16": 154.8, "fp16": 154.8},
+        "NVIDIA GeForce RTX 3090": {"fp32": 35.6, "tf32": 35.6, "bf16": 71.0, "fp16": 71.0},
+        "NVIDIA GeForce RTX 4090": {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2},
+        "NVIDIA GeForce RTX 5090": {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5, "fp16": 209.5},
+        # AMD Instinct MI300X data sheet (matrix cores)
+        "AMD Instinct MI300X": {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4},
+    }
+)
+
+
+def dense_peak(device_name: str, dtype: str) -> tuple[float | None, str | None]:
+    """The data sheet's dense peak of a device; never a guess from a similar name.
+
+    Args:
+        device_name: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
+        dtype: What the matrix products run in: ``fp32``, ``tf32`` (fp32 tensors where TF32 is allowed),
+            ``bf16`` or ``fp16``.
+
+    Returns:
+        ``(FLOP/s, None)``, or ``(None, reason)`` where no figure is on record.
+    """
+    if device_name == "cpu":
+        return None, "a CPU has no data-sheet peak"
+    peak = DENSE_PEAKS.get(device_name, {}).get(dtype)
+    if peak is None:
+        return None, f"no data-sheet peak on record for {device_name} in {dtype}"
+    return peak * 1e12, None
+
+
+def environment(device_type: str) -> dict[str, Any]:
+    """Everything about this machine and this installation that a number may depend on.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``. With ``cpu`` CUDA is not initialised, as a fork needs it.
+
+    Returns:
+        JSON-able values; ``None`` where something does not exist here or is not to be had.
+    """
+    return {
+        **_versions(),
+        **(_gpus() if device_type == "cuda" else {"cudnn": None, "nccl": None, "driver": None, "devices": []}),
+        **_git(Path(__file__).parents[2]),
+        "cpu": _cpu_model(),
+        "cores": _usable_cores(),
+        "host": platform.node(),
+        "os": platform.platform(),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    import torch
+
+    return {
+        "ptdbench": _version("ptdbench"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torchvision": _version("torchvision"),
+        "numpy": _version("numpy"),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _version(package: str) -> str | None:
+    """Asks the installer's metadata, because importing a package for its version can take seconds."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _gpus() -> dict[str, Any]:
+    import torch
+
+    return {
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
+        "driver": _driver(),
+        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+    }
+
+
+def _driver() -> str | None:
+    """The NVIDIA kernel driver's version; the kernel module knows it, so that nvidia-smi need not start."""
+    with suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        found = re.search(r"Module .*?(\d+\.\d+(?:\.\d+)?) ", text)
+        return found[1] if found else None
+    return None
+
+
+def _git(root: Path) -> dict[str, Any]:
+    """Commit of the checkout at ``root`` and whether files differ; ``None`` without a checkout."""
+    unknown = {"git_commit": None, "git_dirty": None}
+    if not (root / ".git").exists():  # an installed package may well lie inside somebody else's checkout
+        return unknown
+    command = ["git", "--no-optional-locks", "-C", str(root), "status", "--porcelain=v2", "--branch"]
+    try:
+        status = subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return unknown
+    lines = status.stdout.splitlines()
+    commit = lines[0].removeprefix("# branch.oid ") if lines else "(initial)"
+    if commit == "(initial)":
+        return unknown
+    return {"git_commit": commit, "git_dirty": any(not line.startswith("#") for line in lines)}
+
+
+def _cpu_model() -> str:
+    with suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int | None:
+    """The cores that this process may run on, which a scheduler often keeps below those of the host."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

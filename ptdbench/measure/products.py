@@ -1,0 +1,220 @@
+"""What one device does at its best: matrix products and copies of memory, each from a cold cache."""
+
+from __future__ import annotations
+
+import gc
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptdbench.measure import clock
+
+#: What a product is computed in → the type of its matrices. ``tf32`` is fp32 matrices where TF32 is allowed.
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+#: Largest error of a product, relative to its largest entry: the inputs' and the output's rounding, with room for sums.
+TOLERANCE = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 2e-2, "fp16": 5e-3}
+
+#: Repetitions that are not timed: the first makes the library choose its kernel.
+WARMUP = 2
+#: Bounds of the timed repetitions, whatever time there is.
+LEAST, MOST = 5, 1000
+
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
+_USUAL_CACHE_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product of an ``(m, k)`` and a ``(k, n)`` matrix."""
+
+    m: int
+    n: int
+    k: int
+
+    @classmethod
+    def of(cls, text: object) -> Shape:
+        """``4096`` for a square one, else ``MxNxK``, such as ``4096x1024x512``.
+
+        Raises:
+            ValueError: It is neither.
+        """
+        if not re.fullmatch(r"\d+(x\d+x\d+)?", str(text)) or "0" in str(text).split("x"):
+            raise ValueError(f"{text} is no shape")
+        sides = [int(side) for side in str(text).split("x")]
+        return cls(*(sides if len(sides) == 3 else sides * 3))
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of one product."""
+        return 2 * self.m * self.n * self.k
+
+    def bytes(self, dtype: str) -> int:
+        """What the three matrices take."""
+        return DTYPES[dtype].itemsize * (self.m * self.k + self.k * self.n + self.m * self.n)
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}"
+
+
+class Flush:
+    """Empties a device's last cache of everything else, by changing a buffer of twice its size."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._buffer = torch.zeros(2 * cache_bytes(device) // 4, device=device)
+
+    def __call__(self) -> None:
+        """On a GPU the work is queued."""
+        self._buffer.add_(1)  # reads too: what only writes may go past the cache
+
+
+def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: float) -> list[float]:
+    """Seconds of each timed product of one pair of random matrices; the cache is flushed before each.
+
+    Random, because a GPU draws less power for zeros and clocks higher than it does in earnest.
+
+    Args:
+        shape: Of the matrices.
+        dtype: One of :data:`DTYPES`.
+        device: Where.
+        seconds: About how long all repetitions may take, with the flushes between them.
+
+    Raises:
+        ArithmeticError: The product is wrong.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (
+        torch.randn(rows, columns, generator=generator, device=device).to(DTYPES[dtype])
+        for rows, columns in ((shape.m, shape.k), (shape.k, shape.n))
+    )
+    out = torch.empty(shape.m, shape.n, dtype=DTYPES[dtype], device=device)
+    with _arithmetic(dtype):
+        found = repeat(lambda: torch.mm(a, b, out=out), Flush(device), device, seconds)
+    _verify(a, b, out, dtype, shape)
+    return found
+
+
+def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, list[float]]]:
+    """Seconds of each timed copy of memory, with the bytes that it moves, by kind.
+
+    A copy within one memory reads and writes each byte, and both count, as in the benchmark STREAM. A copy between host
+    and GPU crosses the link once and counts once.
+    """
+    size = min(max(4 * cache_bytes(device), 2**28), 2**30)
+
+    def bytes_on(where: str, pinned: bool = False) -> Tensor:
+        return torch.ones(size, dtype=torch.uint8, device=where, pin_memory=pinned)
+
+    own = str(device)
+    kinds = {"within the device": (2, bytes_on(own), bytes_on(own))}
+    if device.type == "cuda":
+        for name, pinned in (("pageable", False), ("pinned", True)):
+            host = bytes_on("cpu", pinned)
+            kinds[f"host to device, {name}"] = (1, host, bytes_on(own))
+            kinds[f"device to host, {name}"] = (1, bytes_on(own), host)
+    flush = Flush(device)
+    return {
+        kind: (times * size, repeat(_copy(source, target), flush, device, seconds))
+        for kind, (times, source, target) in kinds.items()
+    }
+
+
+def repeat(
+    work: Callable[[], object], between: Callable[[], object], device: torch.device, seconds: float
+) -> list[float]:
+    """Seconds of each timed repetition of ``work``; ``between`` comes before each of them, off the clock.
+
+    Args:
+        work: What is timed; on a GPU it queues its work on the current stream.
+        between: What is not.
+        device: Decides which clock.
+        seconds: About how long all may take; between :data:`LEAST` and :data:`MOST` repetitions in any case.
+    """
+
+    def times(count: int) -> list[float]:
+        taken = clock.for_device(device)
+        for _ in range(count):
+            between()
+            taken.start()
+            work()
+            taken.stop()
+        return taken.seconds()  # waits for the device
+
+    with _no_collection():
+        times(WARMUP)
+        started = time.perf_counter()
+        times(1)
+        once = time.perf_counter() - started
+        return times(max(LEAST, min(MOST, int(seconds / once))))
+
+
+def rates(amount: float, seconds: Sequence[float]) -> dict[str, Any]:
+    """What repetitions that each do ``amount`` come to, per second: total over total, at the median and at best."""
+    return {
+        "repetitions": len(seconds),
+        "mean": amount * len(seconds) / sum(seconds),
+        "median": amount / statistics.median(seconds),
+        "maximum": amount / min(seconds),
+    }
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The size of the last cache before the memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = [_bytes(path.read_text()) for path in _CACHES.glob("index*/size")]
+    return max(sizes, default=_USUAL_CACHE_BYTES)
+
+
+def _bytes(text: str) -> int:
+    """``32768K`` as the kernel writes it."""
+    units = {"K": 2**10, "M": 2**20}
+    text = text.strip()
+    return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
+
+
+def _copy(source: Tensor, target: Tensor) -> Callable[[], object]:
+    return lambda: target.copy_(source, non_blocking=True)
+
+
+@contextmanager
+def _arithmetic(dtype: str) -> Iterator[None]:
+    """Let fp32 matrices be multiplied as fp32 or as TF32, whatever else is set."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from striking in a timed region."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _verify(a: Tensor, b: Tensor, out: Tensor, dtype: str, shape: Shape) -> None:
+    """Hold a corner of the product against double precision."""
+    corner = a[:8].double() @ b[:, :8].double()
+    error = ((out[:8, :8].double() - corner).abs().max() / corner.abs().max()).item()
+    if not error <= TOLERANCE[dtype]:  # also where it is not a number
+        raise ArithmeticError(
+            f"the {dtype} product {shape} on {a.device} is wrong by {error:.1e} of its size, "
+            f"where {TOLERANCE[dtype]:.0e} is the most that rounding explains"
+        )

@@ -1,0 +1,170 @@
+"""What the driver tells of a node's GPUs: clocks, limits, who uses them, and how they are linked.
+
+NVML tells it, through the package ``nvidia-ml-py`` where that is installed. What one GPU or one driver does not tell is
+``None``; nothing here initialises CUDA or changes a setting.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+#: Bits of NVML's reasons why a GPU does not run at its highest clock, as <nvml.h> has them, in words.
+CLOCK_REASONS = {
+    0x1: "idle",
+    0x2: "clocks set by hand",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "too hot (software)",
+    0x40: "too hot (hardware)",
+    0x80: "power brake",
+    0x100: "display clocks",
+}
+
+#: Those that a sound GPU never shows. The power cap is not one of them: large products reach it on the best of GPUs.
+THROTTLES = frozenset({"hardware slowdown", "too hot (software)", "too hot (hardware)", "power brake"})
+
+#: NVML's closest common ancestor of two GPUs, in the words of ``nvidia-smi topo -m``.
+_ANCESTORS = {0: "SELF", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+
+_WORD_BITS = 64
+_MOST_CORES = 4096
+
+
+def inspect(nvml: Any = None) -> dict[str, Any]:
+    """The GPUs of this node.
+
+    Args:
+        nvml: What answers as the module ``pynvml`` does; ``None`` for that module itself.
+
+    Returns:
+        ``gpus``, one mapping each, in NVML's order; ``links``, for each pair of them ``NV<links>`` for NVLink, else
+        ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` as in ``nvidia-smi topo -m``; and ``reason``, why both are empty.
+    """
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except ImportError:
+        return _nothing("the package nvidia-ml-py is not installed")
+    except Exception as error:  # pynvml has its own, which cannot be named before it is there
+        return _nothing(f"NVML does not answer: {error}")
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+        gpus = [_gpu(nvml, handle) for handle in handles]
+        return {"gpus": gpus, "links": _links(nvml, handles, gpus), "reason": None}
+    except Exception as error:
+        return _nothing(f"NVML does not answer: {error}")
+    finally:
+        nvml.nvmlShutdown()
+
+
+def identity(device: torch.device) -> str:
+    """By which of a node's GPUs NVML knows this one."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def link(seen: Mapping[str, Any], one: str, other: str) -> str | None:
+    """How two GPUs of a node are linked.
+
+    Args:
+        seen: What :func:`inspect` returned.
+        one: A GPU's ``uuid``.
+        other: Another's.
+    """
+    places = [gpu["uuid"] for gpu in seen["gpus"]]
+    if one not in places or other not in places:
+        return None
+    return seen["links"][places.index(one)][places.index(other)]
+
+
+def clock_reasons(bits: int) -> list[str]:
+    """NVML's bit mask in words."""
+    return [words for bit, words in CLOCK_REASONS.items() if bits & bit]
+
+
+def cores_of(words: Sequence[int]) -> list[int]:
+    """NVML's bit mask of cores as their numbers."""
+    return [
+        place * _WORD_BITS + bit for place, word in enumerate(words) for bit in range(_WORD_BITS) if word >> bit & 1
+    ]
+
+
+def _nothing(reason: str) -> dict[str, Any]:
+    return {"gpus": [], "links": [], "reason": reason}
+
+
+def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
+    def ask(question: str, *arguments: Any) -> Any:
+        return _answer(lambda: getattr(nvml, question)(handle, *arguments))
+
+    reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
+    if reasons is None:  # drivers before 535 know it by the older name only
+        reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+    processes = ask("nvmlDeviceGetComputeRunningProcesses")
+    affinity = ask("nvmlDeviceGetCpuAffinity", _MOST_CORES // _WORD_BITS)
+    return {
+        "uuid": _text(ask("nvmlDeviceGetUUID")),
+        "bus": _answer(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+        "name": _text(ask("nvmlDeviceGetName")),
+        "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        "sm_clock_most_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+        "clock_reasons": None if reasons is None else clock_reasons(reasons),
+        "temperature_celsius": ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        "power_watts": _watts(ask("nvmlDeviceGetPowerUsage")),
+        "power_limit_watts": _watts(ask("nvmlDeviceGetEnforcedPowerLimit")),
+        "power_limit_default_watts": _watts(ask("nvmlDeviceGetPowerManagementDefaultLimit")),
+        "processes": None if processes is None else len(processes),
+        "near_cores": None if affinity is None else cores_of(affinity),
+    }
+
+
+def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Mapping[str, Any]]) -> list[list[str | None]]:
+    ends = [_nvlink_ends(nvml, handle) for handle in handles]
+
+    def between(one: int, other: int) -> str | None:
+        if one == other:
+            return "SELF"
+        direct = ends[one].count(gpus[other]["bus"])
+        if direct:
+            return f"NV{direct}"
+        pair = handles[one], handles[other]
+        over = _answer(lambda: nvml.nvmlDeviceGetP2PStatus(*pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK))
+        if ends[one] and over == nvml.NVML_P2P_STATUS_OK:  # through a switch, which takes all links of both
+            return f"NV{min(len(ends[one]), len(ends[other]))}"
+        ancestor = _answer(lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(*pair))
+        return None if ancestor is None else _ANCESTORS.get(ancestor)
+
+    return [[between(one, other) for other in range(len(handles))] for one in range(len(handles))]
+
+
+def _nvlink_ends(nvml: Any, handle: Any) -> list[str]:
+    """What lies at the other end of each NVLink that is up, by its bus address."""
+    ends = []
+    for number in range(nvml.NVML_NVLINK_MAX_LINKS):
+        if _answer(lambda number=number: nvml.nvmlDeviceGetNvLinkState(handle, number)):  # type: ignore[misc]
+            end = _answer(
+                lambda number=number: nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, number).busId  # type: ignore[misc]
+            )
+            ends.append(_text(end) or "unknown")
+    return ends
+
+
+def _answer(question: Callable[[], Any]) -> Any:
+    """What NVML answers, or ``None`` where it has no answer: to many questions some GPU or driver has none."""
+    try:
+        return question()
+    except Exception:
+        return None
+
+
+def _text(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1e3

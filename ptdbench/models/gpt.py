@@ -1,0 +1,249 @@
+"""A GPT-2 style decoder: pre-norm, learned positions, tanh-GELU, causal attention, biases, no dropout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from ptdbench.models.linear_cross_entropy import linear_cross_entropy
+from ptdbench.problems import Problem, at_least, nearest_numbers, require, would_do
+
+
+class GPT(nn.Module):
+    """The decoder: a chain of an embedding, equal blocks and a head.
+
+    It follows :class:`ptdbench.models.protocol.Model`.
+
+    Args:
+        layers: Number of blocks.
+        heads: Attention heads of a block; must divide ``width``.
+        width: Features of a token.
+        sequence_length: Most tokens of a sequence, and the length that :meth:`train_flops` counts.
+        vocabulary: Number of different tokens. 50304 is GPT-2's 50257 rounded up to a multiple of 128, which
+            is what matrix units like.
+        tie_weights: Whether the head's projection is the token embedding, as in GPT-2.
+
+    Raises:
+        ConfigError: With every option that cannot stand.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        heads: int,
+        width: int,
+        sequence_length: int = 1024,
+        vocabulary: int = 50304,
+        tie_weights: bool = True,
+    ) -> None:
+        super().__init__()
+        require(*_problems(layers, heads, width, sequence_length, vocabulary))
+        self.width = width
+        self.sequence_length = sequence_length
+        self.vocabulary = vocabulary
+        self.embedding = Embedding(vocabulary, sequence_length, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.head = Head(width, vocabulary)
+        if tie_weights:
+            self.head.projection.weight = self.embedding.token.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: ``[batch, length]``, int64, ``length <= sequence_length``.
+            targets: ``[batch, length]``, int64: the token that follows each one of ``tokens``.
+
+        Returns:
+            Logits ``[batch, length, vocabulary]``, or with ``targets`` the mean cross entropy, an fp32
+            scalar.
+        """
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, targets)
+
+    def layers(self) -> list[nn.Module]:
+        """The blocks, in order."""
+        return list(self.blocks)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """``embedding``, ``blocks.0``, ``blocks.1``, ..., ``head``."""
+        blocks = {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
+        return {"embedding": self.embedding, **blocks, "head": self.head}
+
+    def train_flops(self) -> dict[str, float]:
+        """FLOPs of forward and backward for one sequence, by part.
+
+        Per token, forward (Kaplan et al. 2020, table 1; PaLM, Chowdhery et al. 2022, appendix B), with D the
+        width, T the sequence length, V the vocabulary, 2 FLOPs a multiply-add:
+
+        ========================  ===============  ============================
+        queries, keys and values  2 · 3D²
+        scores and mixing         2 · TD + 2 · TD  all T² pairs, not the causal half
+        attention output          2 · D²
+        MLP                       2 · 4D² + 2 · 4D²
+        head                      2 · DV
+        ========================  ===============  ============================
+
+        Backward costs twice the forward. Attention is counted in full by convention, so that MFU compares
+        with the figures of Megatron-LM, llm-foundry and torchtitan; the embedding, a look-up, costs nothing.
+        """
+        T, D, V = self.sequence_length, self.width, self.vocabulary
+        block = 3.0 * T * (24 * D * D + 4 * T * D)
+        head = 3.0 * T * 2 * D * V
+        return {"embedding": 0.0, **{f"blocks.{i}": block for i in range(len(self.blocks))}, "head": head}
+
+    def tied(self) -> list[tuple[str, str]]:
+        """The token embedding and the head's projection, if they are one weight."""
+        if self.head.projection.weight is not self.embedding.token.weight:
+            return []
+        return [("embedding.token.weight", "head.projection.weight")]
+
+    def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        """Initialise as GPT-2 does (Radford et al. 2019, section 2.3).
+
+        Weights are normal with standard deviation 0.02. Those that write into the residual stream are smaller
+        by √(2 · layers), the root of the number of such writes, so that depth does not amplify the stream.
+        """
+        if name.endswith(".bias"):
+            nn.init.zeros_(tensor)
+        elif "norm." in name:
+            nn.init.ones_(tensor)
+        elif name.endswith(("attention.output.weight", "mlp.down.weight")):
+            nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * len(self.blocks)), generator=generator)
+        else:
+            nn.init.normal_(tensor, std=0.02, generator=generator)
+
+
+class Embedding(nn.Module):
+    """What a token is plus where it stands."""
+
+    def __init__(self, vocabulary: int, sequence_length: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(sequence_length, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[batch, length]`` in int64 to ``[batch, length, width]``."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.token(tokens) + self.position(positions)
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each computed from the normalised stream and added to it."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp = MLP(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, length, width]`` to the same."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Attention(nn.Module):
+    """Causal self-attention with several heads."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.output = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, length, width]`` to the same."""
+        # [batch, length, 3 * width] -> three of [batch, heads, length, width / heads]
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU, four times as wide between them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, length, width]`` to the same."""
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Head(nn.Module):
+    """Final norm and projection to the vocabulary, with the loss when there are targets to compare with."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.projection = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """``[batch, length, width]`` to logits ``[batch, length, vocabulary]``, or the mean loss in fp32."""
+        x = self.norm(x)
+        if targets is None:
+            return self.projection(x)
+        return linear_cross_entropy(x, self.projection.weight, targets)
+
+
+GPT2_NAMES = {
+    "wte": "embedding.token",
+    "wpe": "embedding.position",
+    "h": "blocks",
+    "ln_1": "attention_norm",
+    "attn.c_attn": "attention.qkv",
+    "attn.c_proj": "attention.output",
+    "ln_2": "mlp_norm",
+    "mlp.c_fc": "mlp.up",
+    "mlp.c_proj": "mlp.down",
+    "ln_f": "head.norm",
+    "lm_head": "head.projection",
+}
+
+
+def from_gpt2(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a ``transformers`` ``GPT2LMHeadModel``, for :meth:`GPT.load_state_dict`.
+
+    Args:
+        state: Its state dict. Its linear layers are stored ``[inputs, outputs]`` and come out transposed.
+
+    Raises:
+        KeyError: If the state holds a tensor that GPT-2 has not.
+    """
+    weights = {}
+    for name, tensor in state.items():
+        *modules, kind = name.removeprefix("transformer.").split(".")
+        if modules[-1] == "attn":
+            continue  # causal masks, which old checkpoints carry as buffers: attn.bias, attn.masked_bias
+        is_linear = modules[-1].startswith("c_") and kind == "weight"
+        weights[f"{_renamed(modules)}.{kind}"] = tensor.t() if is_linear else tensor
+    return weights
+
+
+def _renamed(modules: list[str]) -> str:
+    """``["h", "0", "attn", "c_attn"]`` becomes ``"blocks.0.attention.qkv"``."""
+    if modules[0] != "h":
+        return GPT2_NAMES[".".join(modules)]
+    return f"{GPT2_NAMES['h']}.{modules[1]}.{GPT2_NAMES['.'.join(modules[2:])]}"
+
+
+def _problems(layers: int, heads: int, width: int, sequence_length: int, vocabulary: int) -> list[Problem]:
+    found = at_least(1, layers=layers, heads=heads, width=width, sequence_length=sequence_length)
+    found += at_least(2, vocabulary=vocabulary)
+    comparable = not {"heads", "width"} & {problem.option for problem in found}
+    if comparable and width % heads:
+        divisors = [number for number in range(1, width + 1) if width % number == 0]
+        remedy = would_do(nearest_numbers(heads, divisors))
+        found.append(Problem("heads", heads, f"must divide width={width}", remedy))
+    return found

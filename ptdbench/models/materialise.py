@@ -1,0 +1,60 @@
+"""From the meta device to real weights that do not depend on how the model was split.
+
+Every tensor draws its values from a generator of its own, whose seed is a hash of the run's seed and the
+tensor's full name. So it does not matter which rank fills which part of a model, or in which order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ptdbench.models.protocol import Model
+
+
+@torch.no_grad()
+def materialise(model: Model, module: nn.Module, *, prefix: str = "", device: torch.device | str, seed: int) -> None:
+    """Put ``module`` on ``device``, and give every tensor of it that is still on the meta device its value.
+
+    A parameter keeps its identity, so that whatever shares it still does. May be called for parts of a model
+    in any order, and again for the whole.
+
+    Args:
+        model: Knows the initial values (:meth:`Model.reset`) and which weights are one (:meth:`Model.tied`);
+        it may
+            be the module itself, or a copy of the model of which the module is a part.
+        module: The model, or a part of it, of plain tensors: shard it afterwards.
+        prefix: What makes a name in ``module`` a full name in the model, for example ``"blocks.3."``.
+        device: Where the tensors go.
+        seed: The run's seed. The values are a function of it, the full name and the kind of device.
+    """
+    twins = {second: first for first, second in model.tied()}
+    for name, tensor in _tensors(module):
+        if not tensor.is_meta:
+            continue
+        full_name = prefix + name
+        full_name = twins.get(full_name, full_name)
+        real = torch.empty_like(tensor, device=device)
+        model.reset(full_name, real, _generator(seed, full_name, real.device))
+        if isinstance(tensor, nn.Parameter):
+            real = nn.Parameter(real, tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, real)
+    module.to(device)  # what was built for real
+
+
+def parameter_count(module: nn.Module) -> int:
+    """How many numbers are trained or frozen in ``module``; a shared weight counts once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest, "big", signed=True))

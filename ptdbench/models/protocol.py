@@ -1,0 +1,87 @@
+"""What every model in ptdbench promises, so that a strategy can lay it out without knowing its class."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast, runtime_checkable
+
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+
+class FlopsUnknown(Exception):
+    """The FLOPs of a model cannot be told; the message is the reason, written for the reader of a report."""
+
+
+@runtime_checkable
+class Model(Protocol):
+    """A plain ``nn.Module`` with six methods; it knows nothing of ranks, devices or sharding.
+
+    Models are built on the meta device, so that a trillion parameters cost nothing until they have been
+    split, and get their values from :func:`ptdbench.models.materialise.materialise`.
+    """
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The outputs, or with ``targets`` the mean loss: a scalar in fp32 whatever the precision."""
+        ...
+
+    def layers(self) -> list[nn.Module]:
+        """The repeated blocks in order: the unit of sharding, recomputation and regional compilation."""
+        ...
+
+    def parts(self) -> dict[str, nn.Module] | None:
+        """The model as an ordered chain, keyed by each part's full name in the model.
+
+        ``forward(x, t)`` equals feeding ``x`` through each part in turn, where the last is called as
+        ``last(x, t)``. Pipeline stages are runs of neighbouring parts. ``None`` if the model is no chain.
+        """
+        ...
+
+    def train_flops(self) -> dict[str, float]:
+        """FLOPs of forward and backward for ONE sample, by part (the keys of :meth:`parts`).
+
+        A multiply-add is 2 FLOPs; only products of matrices and convolutions count; recomputation does not.
+
+        Raises:
+            FlopsUnknown: If they cannot be told, with the reason.
+        """
+        ...
+
+    def tied(self) -> list[tuple[str, str]]:
+        """Pairs of full parameter names in different parts that are one weight; the first gives the value."""
+        ...
+
+    def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        """Fill one parameter or buffer in place with its initial value.
+
+        Args:
+            name: Its full name in the model.
+            tensor: Its storage, of any device.
+            generator: The only source of chance; it lives on the tensor's device.
+        """
+        ...
+
+
+def module_of(model: Model) -> nn.Module:
+    """The model as the ``nn.Module`` that it is: Python cannot say "a Model and a Module" in one type."""
+    return cast(nn.Module, model)
+
+
+def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of a model that names none, as an fp32 scalar.
+
+    Args:
+        outputs: Floating point, any shape.
+        targets: Floating point and of the same shape: mean squared error. Integer: cross entropy, with the
+            classes in the last dimension of ``outputs`` where the other dimensions are those of ``targets``,
+            else in the second, as :func:`torch.nn.functional.cross_entropy` has it.
+
+    Raises:
+        ValueError: If floating-point targets have another shape than the outputs.
+    """
+    if targets.is_floating_point():
+        if outputs.shape != targets.shape:
+            raise ValueError(f"the outputs have shape {tuple(outputs.shape)}, the targets {tuple(targets.shape)}")
+        return F.mse_loss(outputs.float(), targets.float())
+    if outputs.shape[:-1] == targets.shape:
+        outputs, targets = outputs.flatten(0, -2), targets.flatten()
+    return F.cross_entropy(outputs.float(), targets)

@@ -1,0 +1,146 @@
+"""torchvision's residual networks, by the same parameter names, as a chain that a pipeline can split."""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+import torchvision
+from torch import Generator, Tensor, nn
+from torchvision.models.resnet import BasicBlock, Bottleneck
+
+from ptdbench.problems import Problem, at_least, require, would_do
+
+# He et al. 2015 (https://arxiv.org/abs/1512.03385), table 1: the kind of block, and how many in each of four
+# groups.
+SHAPES: dict[int, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
+    18: (BasicBlock, [2, 2, 2, 2]),
+    34: (BasicBlock, [3, 4, 6, 3]),
+    50: (Bottleneck, [3, 4, 6, 3]),
+    101: (Bottleneck, [3, 4, 23, 3]),
+    152: (Bottleneck, [3, 8, 36, 3]),
+}
+
+
+class ResNet(torchvision.models.ResNet):
+    """A torchvision ResNet under the protocol of :class:`ptdbench.models.protocol.Model`.
+
+    Args:
+        depth: 18, 34, 50, 101 or 152.
+        classes: Number of classes.
+        image_size: Height and width of an image in pixels, at least 32; :meth:`train_flops` counts it.
+
+    Raises:
+        ConfigError: With every option that cannot stand.
+    """
+
+    def __init__(self, *, depth: int, classes: int = 1000, image_size: int = 224) -> None:
+        unknown = Problem("depth", depth, "is not the depth of a ResNet", would_do(SHAPES))
+        require(
+            None if depth in SHAPES else unknown,
+            *at_least(2, classes=classes),
+            *at_least(32, image_size=image_size),
+        )
+        super().__init__(*SHAPES[depth], num_classes=classes)
+        self.image_size = image_size
+        # A pipeline stage may begin with this one, on a leaf tensor that autograd lets nobody write to.
+        self.relu = nn.ReLU(inplace=False)
+        self.fc: Classifier = Classifier(512 * SHAPES[depth][0].expansion, classes)
+
+    def forward(self, images: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Classify images.
+
+        Args:
+            images: ``[batch, 3, image_size, image_size]``, floating point.
+            targets: ``[batch]``, int64 classes.
+
+        Returns:
+            Logits ``[batch, classes]``, or with ``targets`` the mean cross entropy, an fp32 scalar.
+        """
+        *chain, last = self.parts().values()
+        x = images
+        for part in chain:
+            x = part(x)
+        return last(x, targets)
+
+    def layers(self) -> list[nn.Module]:
+        """The residual blocks, in order."""
+        return list(self._blocks().values())
+
+    def parts(self) -> dict[str, nn.Module]:
+        """``conv1``, ``bn1``, ``relu``, ``maxpool``, ``layer1.0``, ..., ``avgpool``, ``fc``."""
+        stem = {name: self.get_submodule(name) for name in ("conv1", "bn1", "relu", "maxpool")}
+        return {**stem, **self._blocks(), "avgpool": self.avgpool, "fc": self.fc}
+
+    def train_flops(self) -> dict[str, float]:
+        """FLOPs of forward and backward for one image, by part: those of the convolutions and of ``fc``.
+
+        A convolution costs 2 · k² · inputs · outputs for every pixel it writes; backward costs that twice,
+        once for the weight and once for the inputs. The image, the first one's input, needs no gradient.
+        """
+        flops = dict.fromkeys(self.parts(), 0.0)
+        forward, size = _convolution(self.conv1, self.image_size)
+        flops["conv1"] = 2.0 * forward
+        size = _output_size(size, kernel=3, stride=2, padding=1)  # maxpool
+        for name, block in self._blocks().items():
+            forward, size = _residual(block, size)
+            flops[name] = 3.0 * forward
+        flops["fc"] = 3.0 * 2 * self.fc.in_features * self.fc.out_features
+        return flops
+
+    def tied(self) -> list[tuple[str, str]]:
+        """No weight is shared."""
+        return []
+
+    def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        """Initialise as torchvision does.
+
+        Convolutions are normal with variance 2 / (outputs · k²) (He et al. 2015, "fan out"), batch norms
+        start as the identity, and ``fc`` is uniform in ±1/√inputs, the default of :class:`torch.nn.Linear`.
+        """
+        if name.startswith("fc."):
+            bound = 1 / math.sqrt(self.fc.in_features)
+            nn.init.uniform_(tensor, -bound, bound, generator=generator)
+        elif tensor.dim() == 4:
+            nn.init.kaiming_normal_(tensor, mode="fan_out", nonlinearity="relu", generator=generator)
+        elif name.endswith(("weight", "running_var")):
+            nn.init.ones_(tensor)
+        else:  # bias, running_mean, num_batches_tracked
+            nn.init.zeros_(tensor)
+
+    def _blocks(self) -> dict[str, nn.Module]:
+        groups = {f"layer{i}": self.get_submodule(f"layer{i}") for i in (1, 2, 3, 4)}
+        return {f"{name}.{i}": block for name, group in groups.items() for i, block in group.named_children()}
+
+
+class Classifier(nn.Linear):
+    """The linear layer ``fc``, with the loss when there are targets to compare with."""
+
+    def forward(self, features: Tensor, targets: Tensor | None = None) -> Tensor:
+        """``[batch, features, 1, 1]`` to logits ``[batch, classes]``, or to the mean loss in fp32."""
+        logits = super().forward(features.flatten(1))
+        return logits if targets is None else F.cross_entropy(logits.float(), targets)
+
+
+def _residual(block: nn.Module, size: int) -> tuple[int, int]:
+    """Forward FLOPs of a residual block on images of ``size`` pixels a side, and the size it returns."""
+    assert isinstance(block, BasicBlock | Bottleneck)
+    total = 0
+    if block.downsample is not None:
+        total, _ = _convolution(block.downsample[0], size)
+    chain = [block.conv1, block.conv2, *([block.conv3] if isinstance(block, Bottleneck) else [])]
+    for convolution in chain:
+        flops, size = _convolution(convolution, size)
+        total += flops
+    return total, size
+
+
+def _convolution(convolution: nn.Conv2d, size: int) -> tuple[int, int]:
+    """Forward FLOPs of a convolution on images of ``size`` pixels a side, and the size of what it returns."""
+    assert isinstance(convolution.padding[0], int)
+    size = _output_size(size, convolution.kernel_size[0], convolution.stride[0], convolution.padding[0])
+    return 2 * convolution.weight.numel() * size * size, size
+
+
+def _output_size(size: int, kernel: int, stride: int, padding: int) -> int:
+    return (size + 2 * padding - kernel) // stride + 1

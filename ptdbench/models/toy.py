@@ -1,0 +1,100 @@
+"""A small multilayer perceptron on vectors: a model to try things out with."""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from ptdbench.models.protocol import default_loss
+from ptdbench.problems import at_least, require
+
+
+class Toy(nn.Module):
+    """Linear layers with ReLU between them (see :class:`ptdbench.models.protocol.Model`).
+
+    It does regression on floating-point targets and classification on integer ones.
+
+    Args:
+        inputs: Features of a sample.
+        width: Features between the layers.
+        outputs: Features of the result: numbers to predict, or classes.
+        layers: Number of linear layers, at least 2.
+
+    Raises:
+        ConfigError: With every option that cannot stand.
+    """
+
+    def __init__(self, *, inputs: int = 32, width: int = 64, outputs: int = 8, layers: int = 4) -> None:
+        super().__init__()
+        require(*at_least(1, inputs=inputs, width=width, outputs=outputs), *at_least(2, layers=layers))
+        hidden = [Hidden(inputs if i == 0 else width, width) for i in range(layers - 1)]
+        self.chain = nn.ModuleList([*hidden, Last(width, outputs)])
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The outputs for ``inputs`` ``[batch, inputs]``, or with ``targets`` the mean loss.
+
+        Args:
+            inputs: Floating point, ``[batch, inputs]``.
+            targets: Floating point ``[batch, outputs]``, or classes ``[batch]`` in int64.
+
+        Returns:
+            ``[batch, outputs]``, or the mean squared error or cross entropy as an fp32 scalar.
+        """
+        x = inputs
+        for layer in self.chain[:-1]:
+            x = layer(x)
+        return self.chain[-1](x, targets)
+
+    def layers(self) -> list[nn.Module]:
+        """The linear layers, in order."""
+        return list(self.chain)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """``chain.0``, ``chain.1``, ...: one for each layer."""
+        return {f"chain.{i}": layer for i, layer in enumerate(self.chain)}
+
+    def train_flops(self) -> dict[str, float]:
+        """2 FLOPs a weight forward, 4 backward; the first layer's inputs need no gradient, which saves 2."""
+        weights = [linear.in_features * linear.out_features for linear in self._linears()]
+        return {f"chain.{i}": (4.0 if i == 0 else 6.0) * count for i, count in enumerate(weights)}
+
+    def tied(self) -> list[tuple[str, str]]:
+        """No weight is shared."""
+        return []
+
+    def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        """Uniform in ±1/√inputs of the layer, which is the default of :class:`torch.nn.Linear`."""
+        linear = self.get_submodule(name.rpartition(".")[0])
+        assert isinstance(linear, nn.Linear)
+        bound = 1 / math.sqrt(linear.in_features)
+        nn.init.uniform_(tensor, -bound, bound, generator=generator)
+
+    def _linears(self) -> list[nn.Linear]:
+        return [module for module in self.modules() if isinstance(module, nn.Linear)]
+
+
+class Hidden(nn.Module):
+    """A linear layer and a ReLU."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, inputs]`` to ``[batch, outputs]``."""
+        return F.relu(self.linear(x))
+
+
+class Last(nn.Module):
+    """A linear layer, and the loss when there are targets to compare with."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """``[batch, inputs]`` to ``[batch, outputs]``, or to the mean loss in fp32."""
+        outputs = self.linear(x)
+        return outputs if targets is None else default_loss(outputs, targets)

@@ -1,0 +1,110 @@
+"""What a strategy makes of a model: something that turns a batch into gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ptdbench.models.materialise import materialise
+from ptdbench.models.protocol import Model
+from ptdbench.parallel.layers import compile_each, recompute
+from ptdbench.parallel.layout import Layout
+from ptdbench.parallel.precision import Name
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how a model is laid out.
+
+    Attributes:
+        mesh: The ranks, as :func:`ptdbench.parallel.mesh.build` arranges them.
+        layout: How the batch falls onto them.
+        device: This rank's device.
+        precision: Format of the arithmetic.
+        compile: Whether the layers are compiled.
+        activation_checkpointing: ``full``: layers keep only their inputs and are run again in the backward pass.
+        seed: What the weights are drawn from.
+    """
+
+    mesh: DeviceMesh
+    layout: Layout
+    device: torch.device
+    precision: Name = "fp32"
+    compile: bool = False
+    activation_checkpointing: Literal["none", "full"] = "none"
+    seed: int = 0
+
+    def fill(self, model: Model, module: nn.Module, prefix: str = "") -> None:
+        """Give ``module``, whose names in ``model`` begin with ``prefix``, its weights on this rank's device."""
+        materialise(model, module, prefix=prefix, device=self.device, seed=self.seed)
+
+    def dress(self, layers: list[nn.Module]) -> None:
+        """Recomputation first, so that the compiler sees it and can choose what to keep."""
+        if self.activation_checkpointing == "full":
+            recompute(layers)
+        if self.compile:
+            compile_each(layers)
+
+
+class Engine(Protocol):
+    """One rank's share of the work of a step.
+
+    Attributes:
+        module: What this rank trains: the model, its shards or its stage.
+    """
+
+    module: nn.Module
+
+    def gradients(self, inputs: Tensor, targets: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:
+        """Forward and backward of this replica's share of a batch; leaves averaged gradients in ``.grad``.
+
+        Args:
+            inputs: The replica's samples, ``(replica_batch, ...)``, on this rank's device.
+            targets: Their targets, ``(replica_batch, ...)``.
+            scale: Multiplies a loss by the loss scale before its backward pass.
+
+        Returns:
+            The replica's mean loss as a detached fp32 scalar; zero on a rank that does not compute the loss.
+        """
+        ...
+
+
+Bracket = Callable[[bool], AbstractContextManager[None]]
+
+
+def no_bracket(last: bool) -> AbstractContextManager[None]:
+    """For a model whose gradients nobody else waits for."""
+    return nullcontext()
+
+
+@dataclass
+class Accumulating:
+    """The engine of every strategy that holds the whole model: micro-batch after micro-batch.
+
+    Attributes:
+        module: Called as ``module(inputs, targets)``, it returns a mean loss.
+        micro_batch: Samples of one forward and backward.
+        bracket: Context of one forward and backward, told whether it is the step's last: gradients are
+            communicated in the last one only.
+    """
+
+    module: nn.Module
+    micro_batch: int
+    bracket: Bracket = no_bracket
+
+    def gradients(self, inputs: Tensor, targets: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:
+        """See :meth:`Engine.gradients`."""
+        pieces = list(zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True))
+        total = torch.zeros((), device=inputs.device)
+        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
+            with self.bracket(number == len(pieces)):
+                loss = self.module(some_inputs, some_targets) / len(pieces)
+                scale(loss).backward()
+            total += loss.detach()
+        return total

@@ -1,0 +1,78 @@
+"""Batch normalisation over the global batch, on any device.
+
+torch's SyncBatchNorm refuses CPU tensors. There the same is computed here through differentiable all-reduces,
+so that a ResNet under ddp or fsdp can be compared with a single process anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class _Total(torch.autograd.Function):
+    """The sum of a tensor over the ranks. Every rank's loss depends on every rank's tensor, so gradients add up too."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = value.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Total.apply(grads[0], ctx.group), None
+
+
+class HostSyncBatchNorm(_BatchNorm):
+    """Batch normalisation whose mean and variance are those of all ranks' samples together.
+
+    Every rank must bring equally many samples, as :class:`ptdbench.parallel.layout.Layout` arranges.
+    """
+
+    group: dist.ProcessGroup
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions (N, C, ...), got {input.dim()}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``(N, C, ...)`` to ``(N, C, ...)``; outside of training what BatchNorm does."""
+        if not self.training:
+            return super().forward(input)
+        across = [dim for dim in range(input.dim()) if dim != 1]
+        count = input.numel() // input.size(1) * dist.get_world_size(self.group)
+        # Two passes: a variance as E[x²] - E[x]² cancels catastrophically where the mean is large.
+        mean = _Total.apply(input.sum(across), self.group) / count
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        centred = input - mean.view(shape)
+        variance = _Total.apply(centred.square().sum(across), self.group) / count
+        self._update(mean.detach(), variance.detach(), count)
+        normal = centred * torch.rsqrt(variance + self.eps).view(shape)
+        return normal * self.weight.view(shape) + self.bias.view(shape) if self.affine else normal
+
+    @torch.no_grad()
+    def _update(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return  # a layer that tracks nothing
+        self.num_batches_tracked.add_(1)
+        # Without a momentum BatchNorm keeps the plain average of all batches.
+        weight = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean, weight)
+        self.running_var.lerp_(variance * count / (count - 1), weight)
+
+
+def synchronise_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let every BatchNorm layer of ``model`` normalise over the ranks of ``group``; names stay as they are."""
+    if device.type == "cuda":
+        nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
+        return
+    for module in model.modules():
+        if isinstance(module, _BatchNorm):
+            module.__class__ = HostSyncBatchNorm
+            cast(HostSyncBatchNorm, module).group = group

@@ -1,0 +1,110 @@
+"""What is wrong with a configuration, said so that a person can mend it.
+
+This is the lowest room of the house: it imports nothing of the package, and anything may raise a
+:class:`ConfigError`. Problems are collected and shown together, because a person who mends one at a time
+starts the program once for each.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One option whose value cannot stand.
+
+    Attributes:
+        option: The option as it is typed on the command line, for example ``train.global_batch``.
+        value: Its value.
+        rule: What the value must satisfy, with the numbers that the rule refers to.
+        remedy: What would do, for example ``"would do: 4, 8"``; empty when the rule says it all.
+    """
+
+    option: str
+    value: object
+    rule: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"{self.option}={_as_typed(self.value)}: {self.rule}{remedy}"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run, with every problem that was found; what was found twice is told once."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        lines = {str(problem): problem for problem in problems}
+        self.problems = tuple(lines.values())
+        super().__init__("\n".join(lines))
+
+    def under(self, group: str) -> ConfigError:
+        """The same problems with the options named from the root: ``heads`` becomes ``model.heads``."""
+        return ConfigError(replace(p, option=f"{group}.{p.option}") for p in self.problems)
+
+
+def require(*problems: Problem | None) -> None:
+    """Raise a :class:`ConfigError` with the problems that are not ``None``, if there are any."""
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        raise ConfigError(found)
+
+
+class Findings:
+    """Collects problems: a step that fails adds its own, and the next step is tried all the same.
+
+    Attributes:
+        problems: What was found so far.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []
+
+    def of(self, step: Callable[[], T]) -> T | None:
+        """What ``step`` returns, or ``None`` where it raised a ConfigError."""
+        try:
+            return step()
+        except ConfigError as error:
+            self.problems += error.problems
+            return None
+
+    def close(self) -> None:
+        """Raise a ConfigError with what was found, if anything was."""
+        require(*self.problems)
+
+
+def at_least(minimum: int, **options: object) -> list[Problem]:
+    """One problem for every option that is not a whole number of at least ``minimum``."""
+    return [
+        Problem(option, value, f"must be a whole number of at least {minimum}")
+        for option, value in options.items()
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum
+    ]
+
+
+def would_do(values: Iterable[object]) -> str:
+    """``[4, 8]`` becomes ``"would do: 4, 8"``, and nothing becomes nothing."""
+    text = ", ".join(str(value) for value in values)
+    return f"would do: {text}" if text else ""
+
+
+def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
+    """The names in ``choices`` that a person who typed ``word``, in capitals or not, may have meant, best first."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    return [by_lower[name] for name in difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=0.6)]
+
+
+def nearest_numbers(value: int, allowed: Sequence[int], count: int = 3) -> list[int]:
+    """The ``count`` numbers of ``allowed`` that lie closest to ``value``, in ascending order."""
+    return sorted(sorted(allowed, key=lambda number: abs(number - value))[:count])
+
+
+def _as_typed(value: object) -> object:
+    """A value as it stands on the command line, where ``True`` is ``true`` and ``None`` is ``null``."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value

@@ -1,0 +1,105 @@
+"""From what the ranks measured to the figures of a record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ptdbench.measure.hardware import dense_peak
+from ptdbench.measure.statistics import summary, warmup_end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What the ranks of one run agreed on.
+
+    Attributes:
+        rank_step_seconds: Seconds of every step, by rank; the first step included.
+        samples_per_step: Samples of one step over all ranks: the global batch.
+        tokens_per_sample: Sequence length; ``None`` where samples are not token sequences.
+        flops_per_sample: FLOPs of forward and backward for one sample by the model's formula, if it has one.
+        flops_reason: Why there is no such formula, else ``None``.
+        world_size: Ranks, one device each.
+        device_name: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
+        dtype: What matrix products run in: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        peak_memory_bytes: Peak memory of every rank.
+        first_step_seconds: From the start of the run's first step to its end, compilation included.
+        startup_seconds: Seconds of what came before the first step, by name.
+        minimum_warmup: Steps that are warm-up in any case.
+        earlier_seconds: Steps that earlier starts of this run took, their warm-up left out.
+        ceiling: ``(FLOP/s, None)`` that this device has reached in matrix products of ``dtype``, or ``(None, reason)``.
+    """
+
+    rank_step_seconds: Sequence[Sequence[float]]
+    samples_per_step: int
+    tokens_per_sample: int | None
+    flops_per_sample: float | None
+    flops_reason: str | None
+    world_size: int
+    device_name: str
+    dtype: str
+    peak_memory_bytes: Sequence[int]
+    first_step_seconds: float | None
+    startup_seconds: Mapping[str, float]
+    minimum_warmup: int
+    earlier_seconds: Sequence[float] = ()
+    ceiling: tuple[float | None, str | None] = (None, "nobody has looked for a ceiling")
+
+
+def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
+    """The number of warm-up steps, and the figures of the steps after them.
+
+    A step costs what its slowest rank took. Throughput is all timed samples over all timed seconds, not a
+    mean of rates, which would favour the runs with the most uneven steps. ``mfu`` is model FLOP/s per device
+    over the device's dense peak (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count.
+
+    Returns:
+        ``(warmup_steps, figures)``. The figures have the same names for every run; what cannot be known is
+        ``None``, as all rates of a run that finished no step. Steps that only some ranks finished are left
+        out.
+    """
+    slowest = [max(seconds) for seconds in zip(*measured.rank_step_seconds, strict=False)]
+    warmup_steps = warmup_end(slowest, measured.minimum_warmup)
+    timed = [*measured.earlier_seconds, *slowest[warmup_steps:]]
+
+    samples_per_second = measured.samples_per_step * len(timed) / sum(timed) if timed else None
+    tokens_per_second = _times(samples_per_second, measured.tokens_per_sample)
+    flops_per_second = _times(samples_per_second, measured.flops_per_sample)
+    per_device = 1 / measured.world_size
+    mfu, mfu_reason = _mfu(measured, _times(flops_per_second, per_device))
+    return warmup_steps, {
+        "step_seconds": summary(timed),
+        "tokens_per_second": tokens_per_second,
+        "samples_per_second": samples_per_second,
+        "tokens_per_second_per_device": _times(tokens_per_second, per_device),
+        "samples_per_second_per_device": _times(samples_per_second, per_device),
+        "model_flops_per_second": flops_per_second,
+        "mfu": mfu,
+        "mfu_reason": mfu_reason,
+        **_against_ceiling(measured, _times(flops_per_second, per_device)),
+        "peak_memory_bytes": max(measured.peak_memory_bytes, default=None),
+        "first_step_seconds": measured.first_step_seconds,
+        "startup_seconds": dict(measured.startup_seconds),
+    }
+
+
+def _times(quantity: float | None, factor: float | None) -> float | None:
+    return None if quantity is None or factor is None else quantity * factor
+
+
+def _mfu(measured: Measurement, flops_per_second_per_device: float | None) -> tuple[float | None, str | None]:
+    """Model FLOPs utilisation, or why there is none."""
+    if measured.flops_per_sample is None:
+        return None, measured.flops_reason or "the model states no FLOPs"
+    if flops_per_second_per_device is None:
+        return None, "no step was finished"
+    peak, reason = dense_peak(measured.device_name, measured.dtype)
+    return (None, reason) if peak is None else (flops_per_second_per_device / peak, None)
+
+
+def _against_ceiling(measured: Measurement, flops_per_second_per_device: float | None) -> dict[str, Any]:
+    """The ceiling that was measured on this device, and the share of it that the model's FLOPs are."""
+    ceiling, reason = measured.ceiling
+    share = None if ceiling is None else _times(flops_per_second_per_device, 1 / ceiling)
+    return {"ceiling_flops_per_second": ceiling, "share_of_ceiling": share, "ceiling_reason": reason}

@@ -1,0 +1,148 @@
+"""One run, from its configuration to its record. Whoever opens the project starts here.
+
+The process that a person starts (:func:`run`) plans the run, opens its record and starts the ranks, unless a
+launcher has made this process a rank already. Each rank (:func:`take_part`) joins its peers, lays the model
+out, works, and agrees with them on one record, which rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from omegaconf import DictConfig
+
+from ptdbench import config, ending, plan
+from ptdbench.launch import local, peers, rendezvous
+from ptdbench.launch.world import World, discover
+from ptdbench.measure.hardware import environment
+from ptdbench.measure.stopwatch import Stopwatch
+from ptdbench.problems import ConfigError
+from ptdbench.records import failure, record, store
+from ptdbench.workloads.job import Job
+
+#: Seconds that ranks get to save what they have done when the run is asked to stop.
+SAVE_GRACE = 120.0
+
+#: The runs of this process so far: the first one of a rank also pays for the imports.
+_RUNS: list[Path] = []
+
+
+def run(composed: DictConfig, directory: Path) -> None:
+    """Carry out one run; whatever happens to it, ``record.json`` in its directory says so.
+
+    Args:
+        composed: The configuration as Hydra composed it.
+        directory: The run's own directory, which exists.
+
+    Raises:
+        SystemExit: This process is a rank, and the run failed here.
+        Stopped: A signal asked this process to end; the record is written.
+    """
+    world = discover(os.environ)
+    ready = time.time() if world is None or _RUNS else psutil.Process().create_time()
+    _RUNS.append(directory)
+    writes = world is None or world.rank == 0
+    draft = _open_record(composed, directory) if writes else {}
+    try:
+        if world:
+            rendezvous.export(world, os.environ)  # a model of the user's own may ask who it is when it is made
+        planned = plan.make(config.read(composed), world)
+    except ConfigError as refused:
+        if writes:
+            store.write_record(directory, record.failed(draft, failure.describe(refused, rank=-1)))
+        return
+    if writes:
+        store.write_record(directory, draft | _planned(planned, world))
+    if world:
+        take_part(composed, world, directory, ready)
+    else:
+        _start_ranks(composed, planned.world_size, directory, ready)
+
+
+def _start_ranks(composed: DictConfig, size: int, directory: Path, ready: float) -> None:
+    """Start local ranks, and conclude from what they left behind if one of them fails."""
+    grace = SAVE_GRACE if config.read(composed).checkpoint.every_steps else 0.0
+    try:
+        local.start(_as_rank, size, composed, directory, ready, grace=grace)
+    except local.RankDied as death:
+        reports = [*failure.read_failures(directory), failure.describe_exit(death.rank, death.exit_code)]
+        cause = failure.root_cause(reports, size)
+        store.write_record(directory, record.failed(store.load_record(directory), cause))
+    except local.Stopped as stop:
+        written = store.load_record(directory)
+        if record.is_open(written):  # the ranks may have saved, and said so
+            store.write_record(directory, record.failed(written, failure.describe(stop, rank=-1)))
+        raise
+
+
+def _as_rank(environ: Mapping[str, str], composed: DictConfig, directory: Path, ready: float) -> None:
+    """Where a local rank begins: what the fork server could not know is set first."""
+    for number in local.STOP_SIGNALS:  # a rank has nothing to tidy up: let it go at once
+        signal.signal(getattr(signal, number), signal.SIG_DFL)
+    os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody but these ranks has to reach them
+    world = discover(os.environ)
+    assert world is not None  # the agent has just said who this is, in torchrun's words
+    take_part(composed, replace(world, launcher="local"), directory, ready)
+
+
+def take_part(composed: DictConfig, world: World, directory: Path, ready: float) -> None:
+    """One rank's run.
+
+    Raises:
+        SystemExit: The run failed here; the reason lies in ``directory``.
+    """
+    try:
+        _work(composed, world, directory, ready)
+    except BaseException as error:
+        ending.report(world, directory, error)
+        raise SystemExit(1) from error
+
+
+def _work(composed: DictConfig, world: World, directory: Path, ready: float) -> None:
+    """The story of a run, as every rank lives it."""
+    watch = Stopwatch(ready)
+    watch.lap("import")
+    planned = plan.make(config.read(composed), world)
+    device = planned.device(world.local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    watch.lap("config")
+    with rendezvous.process_group(world, planned.backend, device, key=str(directory)) as own_store:
+        met = peers.meet(world, device, planned.config.cluster.cpus_per_rank)
+        watch.lap("rendezvous")
+        with ending.watchdog(planned.config, world, own_store, directory) as dog:
+            outcome = planned.workload(Job(planned, world, met, own_store, device, directory, watch, dog))
+        if outcome.stopped:
+            local.ignore_signals()  # it has done what it was asked for; SLURM signals once more when it requeues
+        if world.rank == 0:
+            ending.close(directory, planned, device, met, outcome)
+
+
+def _open_record(composed: DictConfig, directory: Path) -> dict[str, Any]:
+    resolved = config.resolve(composed)
+    draft = record.begin(resolved, directory, environment("cpu"))
+    if (directory / store.RECORD).exists():  # the run was here before, and goes on
+        draft = record.going_on(draft, store.load_record(directory))
+    failure.forget_failures(directory)
+    store.write_record(directory, draft)
+    return draft
+
+
+def _planned(planned: plan.Plan, world: World | None) -> dict[str, Any]:
+    """What a plan adds to a record."""
+    known = {"world_size": planned.world_size, "launcher": world.launcher if world else "local"}
+    if planned.training is None:
+        return known | dict.fromkeys(("model", "parallel", "global_batch", "precision"))
+    training = planned.training
+    return known | {"parameters": training.parameters, "layout": training.layout.as_dict()}

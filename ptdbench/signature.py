@@ -1,0 +1,99 @@
+"""Checks options against the signature of what they are passed to: names, presence and types.
+
+Every config group ends in a call (``_target_`` and its arguments). The callable's annotations are the schema,
+so that an option is declared once, where it is used, and all that is wrong is found before anything is called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from ptdbench.problems import Problem, nearest, would_do
+
+#: What a configuration can hold, by annotation: the types of the values that will do.
+KINDS: dict[Any, Any] = {float: (int, float), int: int, bool: bool, str: str, type(None): type(None)}
+
+
+def problems(target: Callable[..., Any], options: Mapping[str, Any], given: Sequence[str] = ()) -> list[Problem]:
+    """What is wrong with calling ``target(**options)``, seen from outside.
+
+    Args:
+        target: A class or a function.
+        options: The keyword arguments that the configuration holds.
+        given: Parameters that the program passes itself, for example a model's parameters to an optimizer.
+    """
+    try:
+        parameters = inspect.signature(target).parameters
+    except ValueError:  # written in C, and silent about what it takes
+        return []
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {name: p for name, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    hints = _hints(target)
+    found = []
+    for option, value in options.items():
+        if option not in named and not takes_any:
+            close = nearest(option, [name for name in named if name not in given])
+            found.append(Problem(option, value, "there is no such option", would_do(close)))
+        elif option in hints and not _fits(value, hints[option]):
+            found.append(Problem(option, value, f"must be {_spelled(hints[option])}"))
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in options and name not in given:
+            found.append(Problem(name, "(not set)", "must be given"))
+    return found
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """The parameters' annotations, or none where they cannot be read."""
+    try:
+        return get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except Exception:  # they are evaluated, and may be a stranger's
+        return {}
+
+
+def _alternatives(hint: Any) -> list[Any]:
+    """The members of a union; beside a number only what a configuration can hold, ``float`` of ``float | Tensor``."""
+    members = list(_members(hint))
+    if not any(member in (int, float) for member in members):
+        return members
+    return [member for member in members if member in KINDS or get_origin(member) or member is Any]
+
+
+def _members(hint: Any) -> Iterator[Any]:
+    if get_origin(hint) in (Union, types.UnionType):
+        for member in get_args(hint):
+            yield from _members(member)
+    else:
+        yield hint
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    return any(_fits_one(value, member) for member in _alternatives(hint))
+
+
+def _fits_one(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
+    if origin in (list, tuple, Sequence):
+        return isinstance(value, list | tuple)
+    if origin in (dict, Mapping):
+        return isinstance(value, Mapping)
+    if hint in (int, float) and isinstance(value, bool):
+        return False  # to Python, true is a number
+    # An annotation that says more than a configuration can hold lets everything pass.
+    return isinstance(value, KINDS[hint]) if hint in KINDS else True
+
+
+def _spelled(hint: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    spelled = []
+    for member in _alternatives(hint):
+        if get_origin(member) is Literal:
+            spelled += [str(choice) for choice in get_args(member)]
+        else:
+            containers = {dict: "a mapping", Mapping: "a mapping", None: str(member)}
+            spelled.append(names.get(member) or containers.get(get_origin(member), "a list"))
+    return " or ".join([", ".join(spelled[:-1]), spelled[-1]] if len(spelled) > 1 else spelled)

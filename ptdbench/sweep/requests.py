@@ -1,0 +1,169 @@
+"""What a sweep asks of a cluster: each of its runs with the shape of the job that will carry it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ptdbench import choices, config, plan
+from ptdbench.checkpoints import shelf
+from ptdbench.config import Config, Slurm
+from ptdbench.launch import resources, slurm
+from ptdbench.launch.resources import Shape
+from ptdbench.launch.slurm import Partition, SlurmError
+from ptdbench.launch.world import World
+from ptdbench.problems import ConfigError, Findings, Problem, require
+
+
+@dataclass(frozen=True)
+class Request:
+    """One run of a sweep.
+
+    Attributes:
+        composed: Its configuration as Hydra composed it.
+        overrides: What was typed for this run of the sweep.
+        shape: What its job is given; ``None`` where it runs on this machine.
+        refused: Why it cannot run; it is a row of the table then, and no job.
+    """
+
+    composed: DictConfig
+    overrides: Sequence[str]
+    shape: Shape | None
+    refused: ConfigError | None
+
+    @property
+    def config(self) -> Config:
+        """Its configuration, ready to be typed."""
+        return config.read(self.composed)
+
+    @property
+    def cluster(self) -> Slurm:
+        """The cluster's options; only for a run that is submitted."""
+        cluster = self.config.cluster
+        assert isinstance(cluster, Slurm)
+        return cluster
+
+    @property
+    def label(self) -> str:
+        """The run in a word or two, for people and for the queue."""
+        return str(self.config.resolved["workload"].get("label", "run"))
+
+    def subdirectory(self, template: str, number: int) -> str:
+        """The run's directory in its sweep's, from Hydra's ``hydra.sweep.subdir``."""
+        hydra = {"job": {"num": number, "override_dirname": "-".join(self.overrides)}, "sweep": {"subdir": template}}
+        written = OmegaConf.to_container(self.composed, resolve=False)
+        assert isinstance(written, dict)
+        return str(OmegaConf.create({**written, "hydra": hydra}).hydra.sweep.subdir)
+
+
+def of_machine(jobs: Sequence[DictConfig], overrides: Sequence[Sequence[str]], world: World | None) -> list[Request]:
+    """The runs of a command line that this machine carries out.
+
+    Raises:
+        ConfigError: None of them can run.
+    """
+    found = [_planned(job, words, None, world) for job, words in zip(jobs, overrides, strict=True)]
+    _require_one(found)
+    return found
+
+
+def of_cluster(jobs: Sequence[DictConfig], overrides: Sequence[Sequence[str]]) -> list[Request]:
+    """The runs of a command line that SLURM will carry out; nothing is submitted.
+
+    Raises:
+        ConfigError: SLURM is not here or has not what one of them asks for, or none of them can run.
+    """
+    known = _partitions(config.read(jobs[0]).cluster)
+    problems = Findings()
+    found = []
+    for job, words in zip(jobs, overrides, strict=True):
+        shape = problems.of(lambda job=job: shape_of(config.read(job), known))  # type: ignore[misc]
+        if shape:
+            found.append(_planned(job, words, shape, _world(shape)))
+    problems.close()
+    _require_one(found)
+    return found
+
+
+def shape_of(read: Config, known: Sequence[Partition], limits: Sequence[Partition] | None = None) -> Shape:
+    """The shape of a run's job.
+
+    Args:
+        read: The run's configuration.
+        known: The cluster's partitions, or nothing where there is no SLURM to ask.
+        limits: Partitions that must have what is asked for, if not those.
+
+    Raises:
+        ConfigError: The cluster has not what is asked for, or the options contradict each other.
+    """
+    cluster = read.cluster
+    assert isinstance(cluster, Slurm)
+    shape = resources.shape(cluster, read.general.device, lambda available: _ranks(read, available), known)
+    if found := resources.check(cluster, shape, known if limits is None else limits):
+        raise ConfigError(found)
+    return shape
+
+
+def _ranks(read: Config, available: int) -> int:
+    """How many of a node's devices the run takes: the strategy knows, if it is a run that trains."""
+    if not choices.build(read, "workload").trains:
+        return available
+    strategy: Any = choices.build(read, "parallel")
+    return strategy.ranks(available)
+
+
+def _partitions(cluster: config.Cluster) -> list[Partition]:
+    if not slurm.available():
+        remedy = "log in to a machine that submits jobs, or leave cluster away to run here"
+        raise ConfigError([Problem("cluster", cluster.name, "there is no sbatch on PATH", remedy)])
+    try:
+        return slurm.partitions()
+    except SlurmError as error:
+        raise ConfigError([Problem("cluster", cluster.name, f"SLURM does not answer: {error}")]) from None
+
+
+def _planned(job: DictConfig, words: Sequence[str], shape: Shape | None, world: World | None) -> Request:
+    gpus = shape.gpus_per_node if shape else None
+    try:
+        plan.make(config.read(job), world, gpus)
+        _check_beginning(config.read(job))
+    except ConfigError as error:
+        return Request(job, words, shape, error)
+    return Request(job, words, shape, None)
+
+
+def _check_beginning(read: Config) -> None:
+    """Refuse to begin where ``resume`` says with another model than was saved there."""
+    if (named := read.general.resume) is None:
+        return
+    if (found := shelf.glance(Path(named))) is None:
+        rule = "holds no complete checkpoint"
+        raise ConfigError([Problem("resume", named, rule, "leave it away to start anew; see checkpoint.every_steps")])
+    saved, ours = found.model, read.resolved["model"]
+    problems = [
+        Problem(
+            f"model.{option}" if option != "name" else "model",
+            ours.get(option, "(not there)"),
+            f"resume={named} holds {saved.get(option, '(not there)')}",
+            "a run begins with the weights of the same model",
+        )
+        for option in {**saved, **ours}
+        if saved.get(option) != ours.get(option)
+    ]
+    require(*problems)
+
+
+def _world(shape: Shape) -> World:
+    """The world that a job of this shape will be, as its first rank sees it."""
+    return World(0, shape.world_size, 0, shape.ranks_per_node, "SLURM", nodes=shape.nodes)
+
+
+def _require_one(found: Sequence[Request]) -> None:
+    """In a sweep a run that is refused becomes a row, unless none of them can run."""
+    refused = [request.refused for request in found if request.refused]
+    if len(refused) == len(found):
+        raise ConfigError([problem for error in refused for problem in error.problems])

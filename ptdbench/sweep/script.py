@@ -1,0 +1,93 @@
+"""``python -m ptdbench sbatch``: a run as a plain script for sbatch, for whoever wants to see and keep what is run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ptdbench import compose, config
+from ptdbench.config import Config, Slurm
+from ptdbench.launch import resources, slurm
+from ptdbench.launch.resources import Shape
+from ptdbench.launch.slurm import Partition, SlurmError
+from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.sweep import requests
+
+#: ``train.py`` and ``conf`` lie beside the package.
+ROOT = Path(__file__).parents[2]
+
+
+def write(overrides: Sequence[str]) -> tuple[str, list[str]]:
+    """The script, and what its reader should know.
+
+    Args:
+        overrides: As for ``train.py``; ``cluster`` is ``slurm`` unless it is given. Lists make a sweep that runs in one
+            job, one run after the other.
+
+    Returns:
+        The script, and what the SLURM of this machine would refuse in it: the script may be meant for another.
+
+    Raises:
+        ConfigError: The overrides cannot be used, or ask for jobs of several shapes.
+    """
+    chosen = [] if any(override.startswith("cluster=") for override in overrides) else ["cluster=slurm"]
+    composed = compose.compose_all(ROOT / "conf", "config", [*overrides, *chosen], multirun=True)
+    cluster = config.read(composed.jobs[0]).cluster
+    if not isinstance(cluster, Slurm):
+        raise ConfigError(
+            [Problem("cluster", cluster.name, "is no SLURM cluster", "would do: slurm, or leave it away")]
+        )
+    shapes, remarks = _shapes([config.read(job) for job in composed.jobs])
+    if len(shapes) != 1:
+        rule = "one script has one shape, and these runs have several: " + ", ".join(sorted(map(str, shapes)))
+        require(Problem("sbatch", " ".join(overrides), rule, "write one for each, or python train.py cluster=slurm"))
+    shape = shapes.pop()
+    sweep = ["-m"] if len(composed.jobs) > 1 else []
+    name = "sweep" if sweep else composed.jobs[0].workload.label
+    command = [sys.executable, str(ROOT / "train.py"), *sweep, *_overrides(overrides, shape)]
+    return resources.script(cluster, shape, f"ptdbench-{name}", command, "ptdbench-%j.log"), remarks
+
+
+def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:
+    """The shapes of the runs, and what is doubtful about them."""
+    known: Sequence[Partition] = []
+    with suppress(SlurmError):
+        known = slurm.partitions() if slurm.available() else []
+    shapes, remarks = set(), []
+    for job in jobs if known else map(_without_question, jobs):
+        try:
+            shapes.add(requests.shape_of(job, known))
+        except ConfigError as doubtful:
+            shapes.add(_elsewhere(job, known))
+            remarks += [f"not on the SLURM of this machine: {problem}" for problem in doubtful.problems]
+    if not known and any(_without_question(job) is not job for job in jobs):
+        remarks.append(
+            "no SLURM here tells how many GPUs a node has, so the script asks for none; would do: "
+            "cluster.gpus_per_node=8"
+        )
+    return shapes, list(dict.fromkeys(remarks))
+
+
+def _elsewhere(job: Config, known: Sequence[Partition]) -> Shape:
+    """The shape on another cluster than this machine's."""
+    try:
+        return requests.shape_of(job, known, limits=[])
+    except ConfigError:  # a partition that only the other one has
+        return requests.shape_of(_without_question(job), [], limits=[])
+
+
+def _without_question(job: Config) -> Config:
+    """The same, with no GPUs where SLURM would have to be asked for their number."""
+    cluster = job.resolved["cluster"]
+    if cluster["gpus_per_node"] != "auto" or cluster["gres"] or job.resolved["device"] == "cpu":
+        return job
+    return Config({**job.resolved, "cluster": {**cluster, "gpus_per_node": 0}})
+
+
+def _overrides(overrides: Sequence[str], shape: Shape) -> list[str]:
+    """The same run on the ranks that are there, which must be those of the shape."""
+    own = [override for override in overrides if not override.startswith(("cluster=", "cluster.", "hydra/launcher="))]
+    found = [f"cluster.nodes={shape.nodes}", f"cluster.ranks_per_node={shape.ranks_per_node}"]
+    return [*own, *found, *([f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else [])]

@@ -1,0 +1,217 @@
+"""Where each run of a sweep stands, from its files and the queue alone: any shell can ask, at any time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptdbench.launch import slurm
+from ptdbench.launch.slurm import JobState, SlurmError
+from ptdbench.records import record, store
+from ptdbench.records.failure import Failure
+from ptdbench.records.progress import read_progress
+from ptdbench.sweep import ledger
+
+#: What a run's status is where SLURM ended its job; every other end is a failure.
+STATUS_OF = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "OUT_OF_MEMORY": "oom", "PREEMPTED": "preempted"}
+
+#: The signal that SLURM sends to a job ahead of its time limit.
+WARNING = "SIGUSR2"
+
+#: How long what a job wrote last may take to be seen from here, in seconds: network file systems remember what was.
+GRACE = 3.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a sweep, as far as it has come.
+
+    Attributes:
+        directory: The run's directory, as its record names it.
+        job: Its job, or ``None`` where it was not submitted.
+        queue: What SLURM says of the job; ``None`` where it says nothing any more.
+        record: What the run has written so far.
+        is_over: Whether it has ended and its result is among the sweep's.
+        progress: How far a run that is going on has come.
+    """
+
+    directory: str
+    job: ledger.Job | None
+    queue: JobState | None
+    record: Mapping[str, Any]
+    is_over: bool
+    progress: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep, run by run.
+
+    Attributes:
+        runs: In the order of their numbers.
+        silence: Why SLURM could not be asked; empty where it could, or need not be.
+    """
+
+    runs: Sequence[Run]
+    silence: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every run has ended."""
+        return all(run.is_over for run in self.runs)
+
+
+def look(directory: Path) -> Sweep:
+    """Where the runs of a sweep, or a single run, stand.
+
+    A run whose job has ended without a word gets its record here, with SLURM's state for a reason: whoever looks first
+    writes it down.
+
+    Raises:
+        FileNotFoundError: There is no run.
+    """
+    jobs = ledger.read(directory)
+    results = _results(directory)
+    doubtful = [job for job in jobs if not _is_final(results.get(job.directory))]
+    try:
+        queue, silence = slurm.queue(job.id for job in doubtful), ""
+    except SlurmError as error:
+        queue, silence = {}, str(error)
+    gone = [job for job in doubtful if not silence and _is_gone(queue.get(job.id))]
+    if gone:
+        _settle(directory, gone, queue)
+        results = _results(directory)
+    runs = [_submitted(directory, job, queue.get(job.id), results.pop(job.directory, None)) for job in jobs]
+    runs += [Run(name, None, None, record, is_over=True) for name, record in results.items()]
+    known = {run.directory for run in runs}
+    paths = sorted([*directory.glob(store.RECORD), *directory.glob(f"*/{store.RECORD}")])
+    runs += [_of_machine(path.parent) for path in paths if path.parent.name not in known]
+    if not runs:
+        raise FileNotFoundError(directory)
+    return Sweep(sorted(runs, key=_number), silence)
+
+
+def conclude(sweep_directory: Path, subdirectory: str, state: str, message: str) -> dict[str, Any]:
+    """Write down the end of a run that could not do so itself.
+
+    Args:
+        sweep_directory: The sweep.
+        subdirectory: The run's directory in it.
+        state: How the job ended, in SLURM's word or another.
+        message: What a person should read.
+
+    Returns:
+        The record.
+    """
+    told = Failure(rank=-1, type=state, message=message, traceback="", time=time.time(), host="")
+    written = store.load_record(sweep_directory / subdirectory)
+    done = {**written, "status": STATUS_OF.get(state, "failed"), "error": told.as_error()}
+    store.write_record(sweep_directory / subdirectory, done)
+    store.append_result(sweep_directory, done)
+    return done
+
+
+def _results(directory: Path) -> dict[str, Mapping[str, Any]]:
+    """The results of a sweep, by the runs' directories as they are below it; it may have been moved since."""
+    return {store.below(directory, record["directory"]): record for record in store.read_results(directory)}
+
+
+def _of_machine(directory: Path) -> Run:
+    """A run that was not submitted and has not ended, or is no part of a sweep."""
+    written = store.load_record(directory)
+    return Run(directory.name, None, None, written, not _is_open(written), read_progress(directory))
+
+
+def _submitted(directory: Path, job: ledger.Job, state: JobState | None, result: Mapping[str, Any] | None) -> Run:
+    """A run that was submitted; one that is in the queue goes on, whatever it has said before."""
+    if result and _is_gone(state):
+        return Run(job.directory, job, None, result, is_over=True)
+    path = directory / job.directory
+    return Run(job.directory, job, state, store.load_record(path), False, read_progress(path))
+
+
+def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, JobState]) -> None:
+    """Write down how jobs ended that could not do so themselves, or heard only a signal."""
+    if any(_is_open(store.load_record(directory / job.directory)) for job in gone):
+        time.sleep(GRACE)
+    results = _results(directory)
+    for job in gone:
+        state, result = queue.get(job.id), results.get(job.directory)
+        if result is not None and _is_open(result):  # begun once more, and not ended by itself
+            result = None
+        written = result or store.load_record(directory / job.directory)
+        if _is_open(written) or (_heard_a_signal(written) and _says_more(state)):
+            kind, message = _end(job, state)
+            conclude(directory, job.directory, kind, message + _saved(written))
+        elif _heard_a_signal(written) and _reached_its_limit(written, state):
+            conclude(directory, job.directory, "TIMEOUT", _out_of_time(job, written) + _saved(written))
+        elif result is None:
+            store.append_result(directory, written)  # the job was killed between its record and the sweep's results
+
+
+def _is_gone(state: JobState | None) -> bool:
+    """Whether a job has ended: SLURM says so, or knows it no more."""
+    return state is None or state.is_over
+
+
+def _is_final(result: Mapping[str, Any] | None) -> bool:
+    """Whether there is nothing that SLURM could add to a result."""
+    return result is not None and not _is_open(result) and not _heard_a_signal(result)
+
+
+def _heard_a_signal(written: Mapping[str, Any]) -> bool:
+    """Whether a run was asked to end, and cannot know why: a time limit and ``scancel`` send what preemption sends."""
+    return written["status"] == "preempted" and (written.get("error") or {}).get("type") not in slurm.OVER
+
+
+def _end(job: ledger.Job, state: JobState | None) -> tuple[str, str]:
+    """State and message for a job that SLURM ended, or has forgotten."""
+    where = f"its output is in {job.log}"
+    if state is None:
+        return "Gone", f"job {job.id} is not in the queue any more and left no result; {where}"
+    reason = f" ({state.reason})" if state.reason not in ("", "None") else ""
+    nodes = f" on {state.nodes}" if state.nodes else ""
+    return state.state, f"SLURM ended job {job.id}{nodes}: {state.state}{reason}; {where}"
+
+
+def _is_open(written: Mapping[str, Any]) -> bool:
+    """Whether a record still says what it said before the run."""
+    return (written.get("error") or {}).get("type") == record.UNFINISHED
+
+
+def _says_more(state: JobState | None) -> bool:
+    """Whether SLURM tells more of a job's end than that it was well or not."""
+    return state is not None and state.state not in ("COMPLETED", "FAILED")
+
+
+def _reached_its_limit(written: Mapping[str, Any], state: JobState | None) -> bool:
+    """Whether the warning ahead of its time limit ended a run: it ends by itself then, and SLURM only says FAILED.
+
+    The warning is asked for at most a tenth of the limit ahead (see :mod:`ptdbench.sweep.launchers`), and comes up to a
+    minute earlier than that (sbatch(1), ``--signal``).
+    """
+    seconds = 60 * written["config"]["cluster"]["time_minutes"]
+    was_warned = WARNING in written["error"]["message"]
+    return was_warned and state is not None and (state.elapsed or 0) >= 0.9 * seconds - 60
+
+
+def _saved(written: Mapping[str, Any]) -> str:
+    """What a run that has saved says of how to go on."""
+    told = (written.get("error") or {}).get("message", "")
+    return f"; {told}" if "it has saved" in told else ""
+
+
+def _out_of_time(job: ledger.Job, written: Mapping[str, Any]) -> str:
+    minutes = written["config"]["cluster"]["time_minutes"]
+    return f"job {job.id} was about to reach its limit, cluster.time_minutes={minutes}; its output is in {job.log}"
+
+
+def _number(run: Run) -> tuple[int, str]:
+    """For the order: the number in the sweep, which stands at the head of a directory's name."""
+    if run.job:
+        return run.job.number, ""
+    head = Path(run.directory).name.partition("_")[0]
+    return (int(head), "") if head.isdigit() else (0, run.directory)

@@ -1,0 +1,132 @@
+"""Following a sweep that is on the cluster, until its last run has ended."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from ptdbench.records import record, store
+from ptdbench.sweep import ledger, status, view
+from ptdbench.sweep.status import Run, Sweep
+
+#: Seconds between two looks at the queue: soon while a person waits for the first job, rarer later, out of courtesy.
+FIRST, LATER = 1.0, 10.0
+
+
+def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
+    """Say what was submitted, and how to follow it and end it from any shell."""
+    arrays = list(dict.fromkeys(job.id.partition("_")[0] for job in jobs))
+    count = f"{len(jobs)} job{'s' * (len(jobs) != 1)}"
+    print(f"submitted {count}: {' '.join(job.id for job in jobs[:20])}{' ...' * (len(jobs) > 20)}")
+    print(f"status     python -m ptdbench status {sweep_directory}")
+    print(f"cancel     scancel {' '.join(arrays)}")
+    print(f"output     {sweep_directory}/logs", flush=True)
+
+
+def follow(sweep_directory: Path) -> None:
+    """Show how the jobs of a sweep are doing until all have ended; a signal leaves them to themselves."""
+    console = Console(stderr=True)
+    show = _Table(console) if console.is_terminal else _Lines()
+    started = time.monotonic()
+    try:
+        with show:
+            while True:
+                sweep = status.look(sweep_directory)
+                show(sweep)
+                if sweep.is_over:
+                    break
+                time.sleep(min(LATER, max(FIRST, (time.monotonic() - started) / 30)))
+    except BaseException:
+        print(
+            f"The jobs go on. Look at them with: python -m ptdbench status {sweep_directory}",
+            file=sys.stderr,
+        )
+        raise
+    for run in sweep.runs:
+        _show_failure(sweep_directory, run)
+
+
+def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:
+    """After a job on this machine: if it left no word, say so in its record."""
+    written = store.load_record(sweep_directory / subdirectory)
+    if (written.get("error") or {}).get("type") == record.UNFINISHED:
+        message = f"the job's process ended without a result; its output is in {log}"
+        written = status.conclude(sweep_directory, subdirectory, "Gone", message)
+    print(f"{Path(subdirectory).name}: {written['status']}", file=sys.stderr)
+    _show_failure(sweep_directory, Run(subdirectory, None, None, written, is_over=True))
+
+
+def _show_failure(sweep_directory: Path, run: Run) -> None:
+    """The traceback of a run that failed, or the end of its output where it left none."""
+    error = run.record.get("error") or {}
+    if run.record["status"] == "ok" or not error:
+        return
+    name = Path(run.directory).name
+    if error["traceback"]:
+        print(f"\n{name}, rank {error['rank']}:\n{error['traceback'].rstrip()}", file=sys.stderr)
+    elif run.job and (tail := _tail(Path(run.job.log))):
+        print(f"\n{name}, the end of its output:\n{tail}", file=sys.stderr)
+
+
+def _tail(folder: Path, lines: int = 15) -> str:
+    """The last lines that the ranks of a job wrote to standard error, of the rank that wrote last."""
+    logs = sorted(folder.glob("*_log.err"), key=lambda path: path.stat().st_mtime)
+    said = [path.read_text(errors="replace").splitlines() for path in reversed(logs)]
+    return "\n".join(next((text[-lines:] for text in said if text), []))
+
+
+class _Table:
+    """A table that is redrawn in place."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> None:
+        self._live.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def __call__(self, sweep: Sweep) -> None:
+        room = max(3, self._console.height - 4)
+        shown = Sweep(_first_the_open(sweep.runs)[:room], sweep.silence)
+        hidden = len(sweep.runs) - len(shown.runs)
+        below = f"{sum(run.is_over for run in sweep.runs)} of {len(sweep.runs)} have ended"
+        if hidden:
+            below += f"; {hidden} more are not shown"
+        if sweep.silence:
+            below += f"; SLURM does not answer: {sweep.silence}"
+        self._live.update(Group(view.table(shown), Text(below)), refresh=True)
+
+
+class _Lines:
+    """A line for every change, for a file or a pipe."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to tidy up."""
+
+    def __call__(self, sweep: Sweep) -> None:
+        for run in sweep.runs:
+            state = view.state(run)
+            if self._last.get(run.directory) != state:
+                self._last[run.directory] = state
+                job = f"job {run.job.id} " if run.job else ""
+                print(f"{job}{Path(run.directory).name}: {state}", file=sys.stderr, flush=True)
+
+
+def _first_the_open(runs: Sequence[Run]) -> list[Run]:
+    """Where there is not room for all, those that still change."""
+    return sorted(runs, key=lambda run: run.is_over)

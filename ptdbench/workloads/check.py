@@ -1,0 +1,294 @@
+"""The workload ``check``: is this cluster sound? Short forms of the other measurements, and a verdict.
+
+What looks slow is measured again, in all ranks, before it is named, and the best of all attempts counts: on a machine
+that others use too, everything looks slow now and then.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ptdbench.measure import soundness, topology
+from ptdbench.measure.hardware import environment
+from ptdbench.measure.products import Shape
+from ptdbench.measure.soundness import Finding
+from ptdbench.problems import Problem, at_least, require
+from ptdbench.records.store import write_json
+from ptdbench.workloads import collectives, matmul, point_to_point
+from ptdbench.workloads.collectives import Collectives
+from ptdbench.workloads.hello import Hello
+from ptdbench.workloads.job import Job, Outcome
+from ptdbench.workloads.point_to_point import PointToPoint
+
+T = TypeVar("T", bound=Hashable)
+Figures = dict[str, Any]
+
+#: What is left for programs, beside the record.
+FILE = "check.json"
+
+#: The product by the type of the device: large enough to be limited by arithmetic, and over soon.
+_SHAPES = {"cpu": Shape.of(1024), "cuda": Shape.of(8192)}
+_DTYPES = ("fp32", "bf16")
+_SECONDS = 0.5
+_MESSAGE_BYTES = 2**24
+#: From so many ranks on each sends to the next one only, as the number of pairs grows with the square.
+_MOST_RANKS_IN_PAIRS = 8
+
+
+class Unsound(Exception):
+    """Something about this cluster is not as it should be."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Judge the ranks and the links between them.
+
+    Attributes:
+        tolerance: By how much a rank or a link may be slower than the median of its peers, as a share of it.
+        attempts: How often what looks slow is measured before it is named.
+    """
+
+    tolerance: float = 0.05
+    attempts: int = 5
+
+    trains = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what makes no sense anywhere."""
+        wrong = not 0 < self.tolerance < 1
+        rule = "must lie between 0 and 1: a share of the median"
+        require(
+            Problem("tolerance", self.tolerance, rule, "0.05 is 5 %") if wrong else None,
+            *at_least(1, attempts=self.attempts),
+        )
+
+    def check(self, world_size: int, device_type: str, backend: str) -> None:
+        """Raises ConfigError for a backend that cannot send; a single rank has no links, and that is fine."""
+        if world_size > 1:
+            PointToPoint().check(world_size, device_type, backend)
+
+    def __call__(self, job: Job) -> Outcome:
+        """One rank's part."""
+        found = self.examine(job)
+        return Outcome({"check": found}, error=None if found["sound"] else Unsound(_texts(found)))
+
+    def examine(self, job: Job) -> Figures:
+        """Measure and judge; rank 0 also leaves a file. Every rank calls this, and gets the same.
+
+        Raises:
+            ArithmeticError: A sum, a product or a message is wrong, so that nothing here can be trusted.
+        """
+        hello = Hello()(job).fields["hello"]
+        facts: list[Figures] = gathered(job, _facts(job))
+        products, slow_ranks, product_attempts = self._until_sound(lambda: self.products(job), _product_rates(job))
+        links, slow_links, link_attempts = self._until_sound(lambda: self.messages(job), _link_rates(job, facts))
+        together = collectives.measure(job, _short_collectives()) if job.world.size > 1 else None
+        warm: list[Figures] = gathered(job, _facts(job))  # what heat and load have done
+        findings = [
+            *soundness.different_versions([of["environment"] for of in facts]),
+            *_gpu_findings(job, facts, warm),
+            *soundness.slow_ranks(slow_ranks, product_attempts),
+            *soundness.slow_links(slow_links, link_attempts),
+        ]
+        found = {
+            "sound": not findings,
+            "findings": [finding.as_dict() for finding in findings],
+            "remarks": _remarks(job, facts),
+            "tolerance": self.tolerance,
+            "attempts": {"matmul": product_attempts, "p2p": link_attempts},
+            "hello": hello,
+            "versions": {name: facts[0]["environment"].get(name) for name in soundness.VERSIONS},
+            "gpus": [of["gpu"] for of in warm],
+            "links": {of["node"]: of["links"] for of in facts if of["links"]},
+            "matmul": products,
+            "p2p": links,
+            "collectives": together,
+        }
+        if job.world.rank == 0:
+            write_json(job.directory / FILE, found)
+        return found
+
+    def products(self, job: Job) -> Figures:
+        """What the devices reach, in short."""
+        return matmul.measure(job, [_SHAPES[job.device.type]], _DTYPES, _SECONDS, copies=False)
+
+    def messages(self, job: Job) -> Figures | None:
+        """What the links carry, in short; ``None`` for a single rank."""
+        if job.world.size == 1:
+            return None
+        pairs = "all" if job.world.size <= _MOST_RANKS_IN_PAIRS else "ring"
+        short = PointToPoint(pairs=pairs, min_bytes=_MESSAGE_BYTES, max_bytes=_MESSAGE_BYTES, overlap_bytes=[])
+        return point_to_point.measure(job, short)
+
+    def _until_sound(
+        self, measure: Callable[[], Figures | None], read: Callable[[Figures], tuple[dict[T, float], dict[T, Hashable]]]
+    ) -> tuple[Figures | None, dict[T, float], int]:
+        """Measure until nothing looks slow or the attempts are used up; all ranks see the same figures and agree.
+
+        Returns:
+            ``(the first figures, what is slow at best, attempts)``.
+        """
+        first, seen = measure(), []
+        found, attempt = first, 1
+        while found:
+            rates, peers = read(found)
+            seen.append(rates)
+            slow = soundness.slow(soundness.best_of(seen), peers, self.tolerance)
+            if not slow or attempt == self.attempts:
+                return first, slow, attempt
+            found, attempt = measure(), attempt + 1
+        return first, {}, attempt
+
+
+def preliminary(job: Job) -> Figures | None:
+    """The check that ``check=true`` puts before a training run; on rank 0 it says at once what is unsound.
+
+    Returns:
+        What :meth:`Check.examine` found; ``None`` where the run asks for no check.
+    """
+    if not job.plan.config.general.check:
+        return None
+    found = Check().examine(job)
+    _give_back(job.device)
+    job.watch.lap("check")
+    if job.world.rank == 0 and not found["sound"]:
+        print(f"{summary(found)}; the run goes on", file=sys.stderr, flush=True)
+    return found
+
+
+def with_check(outcome: Outcome, found: Figures | None) -> Outcome:
+    """A training run's outcome with what the check before it found, and a remark where that is unsound."""
+    if found is None:
+        return outcome
+    remarks = dict(outcome.fields["remarks"])
+    if not found["sound"]:
+        remarks["check"] = summary(found)
+    return replace(outcome, fields={**outcome.fields, "check": found, "remarks": remarks})
+
+
+def summary(found: Mapping[str, Any]) -> str:
+    """The findings in one line."""
+    return f"unsound: {_texts(found)}"
+
+
+def _texts(found: Mapping[str, Any]) -> str:
+    return "; ".join(finding["text"] for finding in found["findings"])
+
+
+def _give_back(device: torch.device) -> None:
+    """Return the memory that the check no longer needs, which would count as the training's."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        with suppress(OSError, AttributeError):  # a C library of another kind than GNU's
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def gathered(job: Job, value: Any) -> list[Any]:
+    """What every rank says, by rank."""
+    said: list[Any] = [None] * job.world.size
+    dist.all_gather_object(said, value)
+    return said
+
+
+def _facts(job: Job) -> Figures:
+    """What this rank knows without measuring."""
+    on_gpu = job.device.type == "cuda"
+    seen = topology.inspect() if on_gpu else {"gpus": [], "links": [], "reason": None}
+    own = topology.identity(job.device) if on_gpu else ""
+    return {
+        "environment": environment(job.device.type),
+        "load": os.getloadavg()[0],
+        "node": job.peers[job.world.rank].node,
+        "gpu": next((gpu for gpu in seen["gpus"] if gpu["uuid"] == own), None),
+        "seen": seen,
+        "links": {"gpus": [gpu["uuid"] for gpu in seen["gpus"]], "matrix": seen["links"]} if seen["links"] else None,
+        "reason": seen["reason"],
+    }
+
+
+def _product_rates(job: Job) -> Callable[[Figures], tuple[dict[tuple[str, int], float], dict[Any, Hashable]]]:
+    """Rates by dtype and rank; a rank's peers have the same device and as many threads."""
+
+    def read(found: Figures) -> tuple[dict[tuple[str, int], float], dict[Any, Hashable]]:
+        rates: dict[tuple[str, int], float] = {
+            (one["dtype"], of["rank"]): one["median"] for of in found["ranks"] for one in of["products"]
+        }
+        peers: dict[Any, Hashable] = {
+            (dtype, rank): (dtype, found["ranks"][rank]["device"], job.peers[rank].threads) for dtype, rank in rates
+        }
+        return rates, peers
+
+    return read
+
+
+def _link_rates(
+    job: Job, facts: Sequence[Figures]
+) -> Callable[[Figures], tuple[dict[tuple[int, int], float], dict[Any, Hashable]]]:
+    """Bytes a second by source and target, the way to an answer included; a link's peers are of its kind.
+
+    Not the bandwidth without the latency, which the errors of both would blur; and not the latency itself: a few
+    microseconds depend on which cores two ranks happen to run on.
+    """
+
+    def kind(source: int, target: int) -> Hashable:
+        one, other = facts[source], facts[target]
+        if one["node"] != other["node"]:
+            return "between nodes"
+        if not (one["gpu"] and other["gpu"]):
+            return "within a node"
+        return topology.link(one["seen"], one["gpu"]["uuid"], other["gpu"]["uuid"])
+
+    def read(found: Figures) -> tuple[dict[tuple[int, int], float], dict[Any, Hashable]]:
+        rates = {
+            (pair["source"], pair["target"]): pair["sizes"][-1]["bytes"] / pair["sizes"][-1]["seconds"]["median"]
+            for pair in found["pairs"]
+            if pair["sizes"]
+        }
+        return rates, {pair: kind(*pair) for pair in rates}
+
+    return read
+
+
+def _short_collectives() -> Collectives:
+    ops = ["all_reduce", "all_gather", "broadcast"]
+    return Collectives(ops=ops, min_bytes=2**10, max_bytes=2**20, factor=2**10, modes=["blocking"])
+
+
+def _gpu_findings(job: Job, before: Sequence[Figures], after: Sequence[Figures]) -> list[Finding]:
+    """Findings of the GPUs at rest and after work, each once."""
+    found: dict[tuple[str, int], Finding] = {}
+    for facts in (before, after):
+        for rank, of in enumerate(facts):
+            if of["gpu"]:
+                users = sum(other["gpu"] is not None and other["gpu"]["uuid"] == of["gpu"]["uuid"] for other in facts)
+                for finding in soundness.gpu_troubles(rank, of["gpu"], users, job.peers[rank].cores):
+                    found.setdefault((finding.kind, rank), finding)
+    return list(found.values())
+
+
+def _remarks(job: Job, facts: Sequence[Figures]) -> list[str]:
+    """What a reader should know, and what makes nothing unsound."""
+    found = [f"node {of['node']}: nothing of its GPUs: {of['reason']}" for of in facts if of["reason"]]
+    if job.world.size == 1:
+        found.append("one rank has no links")
+    for node in dict.fromkeys(peer.node for peer in job.peers):
+        here = [peer for peer in job.peers if peer.node == node]
+        threads, cores = sum(peer.threads for peer in here), len({core for peer in here for core in peer.cores})
+        load = facts[here[0].rank]["load"]
+        if load > cores:
+            found.append(f"node {node}: a load of {load:.1f} on {cores} cores before the check: others slow it down")
+        if threads > cores:
+            found.append(f"node {node}: {threads} threads of {len(here)} ranks share {cores} cores")
+    return list(dict.fromkeys(found))

@@ -1,0 +1,333 @@
+"""The workload ``collectives``: how long each collective operation takes at each size, and whether it is right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from ptdbench.launch.world import World
+from ptdbench.measure import bandwidth
+from ptdbench.measure.statistics import summary
+from ptdbench.problems import Problem, nearest, require, would_do
+from ptdbench.workloads import timing
+from ptdbench.workloads.job import Job, Outcome
+from ptdbench.workloads.operations import OPERATIONS, Message, Place, lacking, verify
+from ptdbench.workloads.patterns import DTYPES, REDUCTIONS
+from ptdbench.workloads.timing import Effort
+
+MODES = ("blocking", "async")
+
+#: What a rank needs for a message: what it gives, what it gets, what that must be, and what the backend copies.
+_COPIES = 4
+
+
+@dataclass(frozen=True)
+class Series:
+    """What is measured at one size after another.
+
+    Attributes:
+        op: The operation.
+        dtype: What is sent; ``None`` where nothing is.
+        reduction: What becomes of it; ``None`` where nothing is reduced.
+        mode: ``blocking``, or ``async``: begun, and waited for at once.
+    """
+
+    op: str
+    dtype: str | None
+    reduction: str | None
+    mode: str
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return " ".join(part for part in (self.op, self.dtype, self.reduction, self.mode) if part)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Time collective operations; see ``conf/workload/collectives.yaml`` for what each option means."""
+
+    ops: str | list[str] = "all"
+    min_bytes: int = 8
+    max_bytes: int = 2**28
+    factor: int = 2
+    dtypes: str | list[str] = "fp32"
+    reductions: str | list[str] = "sum"
+    modes: str | list[str] = "all"
+    group: str | list[int] = "all"
+    pipeline_size: int | Literal["auto"] = "auto"
+    seconds: float = 0.03
+    min_repetitions: int = 5
+    max_repetitions: int = 1000
+    warmup: int = 2
+    max_seconds: float = 1.0
+
+    trains = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what no ranks can make right."""
+        found = timing.problems(asdict(self))
+        for option, known in (("ops", OPERATIONS), ("dtypes", DTYPES), ("reductions", REDUCTIONS), ("modes", MODES)):
+            found += _unknown(option, getattr(self, option), known)
+        if isinstance(self.group, str) and self.group not in ("all", "data", "pipeline"):
+            found.append(Problem("group", self.group, "there is no such group", _GROUPS))
+        require(*found)
+
+    def check(self, world_size: int, device_type: str, backend: str) -> None:
+        """Raises ConfigError for ranks that are not there, and for what the backend cannot do."""
+        lacks = [name for name in lacking(backend, device_type) if self.ops != "all" and name in _listed(self.ops, ())]
+        has = [name for name in OPERATIONS if name not in lacking(backend, device_type)]
+        rule = f"{backend} cannot do this on a GPU's tensors: {', '.join(lacks)}"
+        remedy = f"would do: {', '.join(has)}, or backend=nccl"
+        require(
+            Problem("workload.ops", self.ops, rule, remedy) if lacks else None,
+            *_group_problems(self.group, self.pipeline_size, world_size),
+        )
+
+    def __call__(self, job: Job) -> Outcome:
+        """One rank's part.
+
+        Raises:
+            ArithmeticError: An operation gave a wrong result on this rank.
+            ConfigError: The messages do not fit into memory.
+        """
+        return Outcome({"collectives": measure(job, self)})
+
+    @property
+    def effort(self) -> Effort:
+        """How much is spent on one figure."""
+        return Effort(**{field.name: getattr(self, field.name) for field in fields(Effort)})
+
+    def series(self, without: Sequence[str] = ()) -> Iterator[Series]:
+        """All that is to be measured.
+
+        Args:
+            without: Operations to leave out.
+        """
+        for op in _listed(self.ops, OPERATIONS):
+            operation = OPERATIONS[op]
+            for dtype in _listed(self.dtypes, DTYPES) if op in bandwidth.FACTORS else [None]:
+                for reduction in _listed(self.reductions, REDUCTIONS) if operation.reduces else [None]:
+                    for mode in _listed(self.modes, MODES):
+                        if op not in without:
+                            yield Series(op, dtype, reduction, mode)
+
+
+def measure(job: Job, options: Collectives) -> dict[str, Any]:
+    """Measure all that the options ask for; every rank calls this, and all get the same.
+
+    Returns:
+        ``groups``: the ranks of each group; all groups work at the same time, and the slowest rank of all counts.
+        ``results``: for each operation and size ``op``, ``dtype``, ``reduction``, ``mode``, ``bytes``, ``ranks``
+        (of a group), ``repetitions``, ``seconds`` (:func:`ptdbench.measure.statistics.summary` of the slowest rank),
+        ``post_seconds`` (median of what the host takes to begin, in ``async``), ``algbw`` and ``busbw`` in bytes a
+        second by the median time. ``fits``: alpha and beta of each operation with their errors
+        (:class:`ptdbench.measure.bandwidth.Fit`). ``cut``: what took too long. ``left_out``: what the backend lacks.
+        ``definitions``: how ``algbw`` and ``busbw`` are computed.
+
+    Raises:
+        ArithmeticError: An operation gave a wrong result on this rank.
+        ConfigError: The messages do not fit into memory.
+    """
+    timing.require_memory(job, _COPIES * options.max_bytes, "workload.max_bytes", options.max_bytes)
+    groups = groups_of(options.group, job.world.size, options.pipeline_size)
+    own = _join(groups, job.world)
+    left_out = lacking(job.plan.backend, job.device.type)
+    results: list[dict[str, Any]] = []
+    fits, cut = [], []
+    for series in options.series(left_out):
+        rows, too_long = _measure_series(job, options, series, own, len(groups[0]))
+        results += rows
+        fits += _fitted(series, rows)
+        cut += too_long
+    if own and own.handle:
+        dist.destroy_process_group(own.handle)
+    return {
+        "group": options.group,
+        "groups": groups,
+        "definitions": definitions(),
+        "results": results,
+        "fits": fits,
+        "cut": cut,
+        "left_out": left_out,
+    }
+
+
+def definitions() -> dict[str, Any]:
+    """How bandwidths are computed, for those who read the numbers."""
+    return {
+        "source": bandwidth.SOURCE,
+        "algbw": "bytes / median seconds",
+        "busbw": {op: f"algbw * {factor.formula}" for op, factor in bandwidth.FACTORS.items()},
+    }
+
+
+def groups_of(group: str | Sequence[int], world_size: int, pipeline_size: int | Literal["auto"]) -> list[list[int]]:
+    """The ranks of each group that works.
+
+    ``data`` and ``pipeline`` are the dimensions of the mesh that ``parallel=pdp`` makes of so many ranks
+    (:mod:`ptdbench.parallel.mesh`): neighbours are the stages of one replica, and the ranks that hold the same stage
+    are one data-parallel group.
+    """
+    if group == "all":
+        return [list(range(world_size))]
+    if not isinstance(group, str):
+        return [sorted(group)]  # the order in which torch numbers them, whatever the order they are given in
+    stages = _stages(pipeline_size, world_size)
+    if group == "pipeline":
+        return [list(range(first, first + stages)) for first in range(0, world_size, stages)]
+    return [list(range(stage, world_size, stages)) for stage in range(stages)]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that this one works with; the handle is ``None`` for all ranks of the run."""
+
+    handle: dist.ProcessGroup | None
+    ranks: Sequence[int]
+
+
+def _join(groups: Sequence[Sequence[int]], world: World) -> Group | None:
+    """This rank's group, or ``None`` where it is in none; every rank helps to make all of them."""
+    own = None
+    for ranks in groups:
+        everybody = list(ranks) == list(range(world.size))
+        handle = None if everybody else dist.new_group(list(ranks))
+        if world.rank in ranks:
+            assert not isinstance(handle, int)  # which stands for a group that this rank is not in
+            own = Group(handle, ranks)
+    return own
+
+
+_GROUPS = "would do: all, data, pipeline, or ranks as in [0,2]"
+
+
+def _stages(pipeline_size: int | Literal["auto"], world_size: int) -> int:
+    """As for ``parallel=pdp``, ``auto`` is the smallest divisor above 1."""
+    if pipeline_size != "auto":
+        return pipeline_size
+    return next((size for size in range(2, world_size + 1) if world_size % size == 0), 1)
+
+
+def _group_problems(
+    group: str | Sequence[int], pipeline_size: int | Literal["auto"], world_size: int
+) -> Iterator[Problem]:
+    """What is wrong with a group among so many ranks."""
+    if isinstance(group, str):
+        stages = _stages(pipeline_size, world_size)
+        if group != "all" and (stages < 1 or world_size % stages):
+            rule = f"must divide the number of ranks, {world_size}"
+            sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+            yield Problem("workload.pipeline_size", pipeline_size, rule, would_do(sizes))
+        elif group != "all" and len(groups_of(group, world_size, pipeline_size)[0]) < 2:
+            rule = f"{world_size} ranks with {stages} in a pipeline leave one rank to each of these groups"
+            yield Problem("workload.group", group, rule, "would do: all, or another workload.pipeline_size")
+        return
+    missing = [rank for rank in group if not isinstance(rank, int) or not 0 <= rank < world_size]
+    if missing:
+        rule = f"there is no rank {', '.join(str(rank) for rank in missing)}"
+        yield Problem("workload.group", list(group), rule, f"the ranks are 0 to {world_size - 1}")
+    if len(set(group)) < max(2, len(group)):
+        yield Problem("workload.group", list(group), "must name two ranks or more, each once")
+
+
+def _measure_series(
+    job: Job,
+    options: Collectives,
+    series: Series,
+    own: Group | None,
+    ranks: int,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The figures of one operation, size by size, and from where on it took too long."""
+    operation, dtype = OPERATIONS[series.op], DTYPES[series.dtype or "fp32"]
+    reduction = REDUCTIONS[series.reduction or "sum"]
+    place = None
+    if own:
+        place = Place(own.handle, own.ranks, own.ranks.index(job.world.rank), job.device, dtype, reduction)
+    item = dtype.torch.itemsize
+    asked = timing.sizes(options.min_bytes, options.max_bytes, options.factor)
+    counts = dict.fromkeys(operation.count(size, ranks, item) for size in asked) if series.dtype else [0]
+    rows: list[dict[str, Any]] = []
+    for count in counts:
+        job.watchdog.alive()
+        size = operation.bytes(count, ranks, item)
+        name = f"{series.name} of {size} bytes over ranks {own.ranks if own else []}"
+        message = operation.prepare(place, count) if place else None
+        seconds, posted = _time(job, message, place, name, series.mode == "async", options.effort)
+        if not seconds:
+            rule = f"{options.min_repetitions} repetitions would take more than workload.max_seconds"
+            return rows, [{**asdict(series), "from_bytes": size, "reason": rule}]
+        rows.append({**asdict(series), **_figures(series.op, size, ranks, seconds, posted)})
+    return rows, []
+
+
+def _time(
+    job: Job, message: Message | None, place: Place | None, name: str, asynchronous: bool, effort: Effort
+) -> tuple[list[float], list[float]]:
+    """Seconds of each repetition, and of beginning it; the result is checked before and after.
+
+    Returns:
+        Empty lists where it would take too long. The second one is also empty where every call waits.
+    """
+    if message is None or place is None:
+        seconds = timing.repeat(None, job.device, effort)
+        return seconds, timing.slowest([0.0] * len(seconds), job.device) if asynchronous else []
+    posts: list[float] = []
+
+    def begin_and_wait() -> None:
+        begun = time.perf_counter()
+        work = message.call(True)
+        posts.append(time.perf_counter() - begun)
+        assert work is not None
+        work.wait()
+
+    verify(message, name, place, asynchronous)
+    step = begin_and_wait if asynchronous else lambda: message.call(False)
+    seconds = timing.repeat(step, job.device, effort)
+    posted = timing.slowest(posts[len(posts) - len(seconds) :], job.device) if asynchronous else []
+    verify(message, name, place, asynchronous)
+    return seconds, posted
+
+
+def _figures(op: str, size: int, ranks: int, seconds: Sequence[float], posted: Sequence[float]) -> dict[str, Any]:
+    """What the record says of one size."""
+    told = summary(seconds)
+    moves = op in bandwidth.FACTORS
+    return {
+        "bytes": size,
+        "ranks": ranks,
+        "repetitions": len(seconds),
+        "seconds": told,
+        "post_seconds": summary(posted)["median"],
+        "algbw": bandwidth.algorithm_bandwidth(size, told["median"]) if moves else None,
+        "busbw": bandwidth.bus_bandwidth(op, size, told["median"], ranks) if moves else None,
+    }
+
+
+def _fitted(series: Series, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The line through the median times, where there are sizes enough."""
+    line = bandwidth.fit([row["bytes"] for row in rows], [row["seconds"]["median"] for row in rows])
+    return [{**asdict(series), **line.as_dict()}] if line else []
+
+
+def _listed(asked: str | Sequence[str], known: Iterable[str]) -> list[str]:
+    """``all``, one name or several, as names."""
+    if asked == "all":
+        return list(known)
+    return [asked] if isinstance(asked, str) else list(asked)
+
+
+def _unknown(option: str, asked: str | Sequence[str], known: Iterable[str]) -> list[Problem]:
+    """A problem for each name that is not known, and one where there is none at all."""
+    names = _listed(asked, known)
+    if not names:
+        return [Problem(option, asked, "must name at least one", would_do(["all", *known]))]
+    return [
+        Problem(option, asked, f"there is no {name}", would_do(nearest(str(name), known) or ["all", *known]))
+        for name in names
+        if name not in known
+    ]

@@ -1,0 +1,48 @@
+"""The workload ``hello``: every rank says where it is and under which settings, and all of them add up a number."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ptdbench.launch.address import meeting_point
+from ptdbench.workloads.job import Job, Outcome
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Show the ranks; it needs no model and no data."""
+
+    trains = False
+
+    def check(self, world_size: int, device_type: str, backend: str) -> None:
+        """Any ranks will do."""
+
+    def __call__(self, job: Job) -> Outcome:
+        """One rank's part.
+
+        Raises:
+            ArithmeticError: The ranks' sum is wrong, so that no result of these machines can be trusted.
+        """
+        total = torch.tensor(float(job.world.rank + 1), device=job.device)
+        dist.all_reduce(total)
+        expected = job.world.size * (job.world.size + 1) / 2
+        if total.item() != expected:
+            raise ArithmeticError(
+                f"the sum of 1 to {job.world.size} over the ranks is {expected:g}, not {total.item():g}"
+            )
+        address, port = meeting_point(job.world, os.environ)
+        return Outcome(
+            {
+                "hello": {
+                    "launcher": job.world.launcher,
+                    "backend": job.plan.backend,
+                    "address": address,
+                    "port": port,
+                    "ranks": [peer.as_dict() for peer in job.peers],
+                }
+            }
+        )

@@ -1,0 +1,231 @@
+"""The workload ``matmul``: what each rank's device reaches in matrix products and copies while all ranks do the same.
+
+Together, because ranks of one node share memory, power and cooling, and that is how they will train.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from ptdbench.measure import ceiling, products
+from ptdbench.measure.hardware import dense_peak, environment
+from ptdbench.measure.products import DTYPES, Shape
+from ptdbench.problems import Problem, require, would_do
+from ptdbench.workloads import timing
+from ptdbench.workloads.job import Job, Outcome
+
+#: What is measured where nothing is said, by the type of the device: dtypes, and shapes that suit them.
+AUTO_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
+AUTO_SHAPES = {
+    "cpu": ("512", "1024", "2048", "1024x4096x1024"),
+    "cuda": ("2048", "4096", "8192", "16384", "8192x28672x8192"),
+}
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """Measure the compute ceiling; it needs no model and no data.
+
+    Attributes:
+        shapes: Of the products, each ``4096`` for a square one or ``MxNxK``; ``auto`` for those that suit the device.
+        dtypes: Of ``fp32``, ``tf32``, ``bf16`` and ``fp16``; ``auto`` for those that suit the device.
+        seconds: About how long each product of a shape and dtype is repeated.
+    """
+
+    shapes: list[Any] | Literal["auto"] = "auto"
+    dtypes: list[str] | Literal["auto"] = "auto"
+    seconds: float = 0.5
+
+    trains = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what no device can do."""
+        require(*self._wrong_shapes(), *self._wrong_dtypes(), *_not_positive(seconds=self.seconds))
+
+    def check(self, world_size: int, device_type: str, backend: str) -> None:
+        """Raises ConfigError for a dtype that the device lacks, and for what does not fit its memory."""
+        shapes, dtypes = self._chosen(device_type)
+        found = []
+        if device_type == "cpu" and "tf32" in dtypes:
+            rule = "TF32 is a format of GPUs"
+            found.append(Problem("workload.dtypes", self._typed(dtypes), rule, "would do: fp32, bf16, fp16"))
+        if device_type == "cpu":  # of a GPU's memory, and of what others leave of it, only its rank knows
+            found += _too_large(shapes, dtypes, psutil.virtual_memory().total)
+        require(*found)
+
+    def __call__(self, job: Job) -> Outcome:
+        """One rank's part; what the devices have reached is kept for later runs.
+
+        Raises:
+            ArithmeticError: A product is wrong, so that no result of this device can be trusted.
+        """
+        shapes, dtypes = self._chosen(job.device.type)
+        found = measure(job, shapes, dtypes, self.seconds)
+        return Outcome({"matmul": {**found, "kept": _keep(job, found)}})
+
+    def _chosen(self, device_type: str) -> tuple[list[Shape], list[str]]:
+        shapes = AUTO_SHAPES[device_type] if self.shapes == "auto" else self.shapes
+        dtypes = AUTO_DTYPES[device_type] if self.dtypes == "auto" else self.dtypes
+        return [Shape.of(shape) for shape in shapes], list(dtypes)
+
+    def _wrong_shapes(self) -> list[Problem]:
+        if self.shapes == "auto":
+            return []
+        rule = "must be numbers such as 4096, or MxNxK such as 4096x1024x512, and at least one"
+        try:
+            return [] if [Shape.of(shape) for shape in self.shapes] else [Problem("shapes", self.shapes, rule)]
+        except ValueError:
+            return [Problem("shapes", self._typed(self.shapes), rule)]
+
+    def _wrong_dtypes(self) -> list[Problem]:
+        if self.dtypes != "auto" and (not self.dtypes or set(map(str, self.dtypes)) - set(DTYPES)):
+            return [Problem("dtypes", self._typed(self.dtypes), "must be formats of products", would_do(DTYPES))]
+        return []
+
+    @staticmethod
+    def _typed(values: Sequence[object]) -> str:
+        """A list as it stands on the command line."""
+        return f"[{','.join(map(str, values))}]"
+
+
+def measure(job: Job, shapes: Sequence[Shape], dtypes: Sequence[str], seconds: float, copies: bool = True) -> Figures:
+    """Products, and copies of memory, in all ranks at once.
+
+    Args:
+        job: This rank's part in the run; every rank calls this.
+        shapes: Of the products.
+        dtypes: What they are computed in.
+        seconds: About how long each is repeated.
+        copies: Whether copies are measured too.
+
+    Raises:
+        ArithmeticError: A product is wrong.
+        ConfigError: The matrices do not fit into memory.
+
+    Returns:
+        The same on every rank, rates in FLOP/s and bytes/s: ``ranks`` with what each rank measured, and ``ceilings``
+        with the best median of every kind of device and dtype.
+    """
+    need, shape = max((_peak_bytes(shape, dtype), str(shape)) for shape in shapes for dtype in dtypes)
+    timing.require_memory(job, need, "workload.shapes", shape)
+    known = environment(job.device.type)
+    mine: Figures = {
+        "rank": job.world.rank,
+        "device": _gpu(job) or known["cpu"],
+        "keys": {dtype: asdict(_key(known, job, dtype)) for dtype in dtypes},
+        "products": [_product(job, shape, dtype, seconds) for dtype in dtypes for shape in shapes],
+        "copies": _copies(job, seconds) if copies else [],
+    }
+    ranks: list[Figures] = [{}] * job.world.size
+    dist.all_gather_object(ranks, mine)
+    found = _ceilings(ranks)
+    return {"ranks": [{name: of[name] for name in of if name != "keys"} for of in ranks], "ceilings": found}
+
+
+def known_ceiling(job: Job, dtype: str) -> tuple[float | None, str | None]:
+    """What rank 0's device has reached in an earlier run of this workload.
+
+    Returns:
+        ``(FLOP/s, None)``, or ``(None, reason)`` where nobody has measured exactly this device.
+    """
+    of = _key(environment(job.device.type), job, dtype)
+    found = ceiling.look_up(of)
+    if found is not None:
+        return found, None
+    command = ["python train.py workload=matmul"]
+    if job.device.type == "cpu":  # how many threads a rank has follows from how many ranks share the cores
+        command.append(f"cluster.ranks_per_node={job.world.local_size}")
+        asked = job.plan.config.cluster.cpus_per_rank
+        command += [] if asked == "auto" else [f"cluster.cpus_per_rank={asked}"]
+    command += [] if dtype in AUTO_DTYPES[job.device.type] else [f"workload.dtypes=[{dtype}]"]
+    return None, f"no ceiling on record for {of}; would do: {' '.join(command)}"
+
+
+def _product(job: Job, shape: Shape, dtype: str, seconds: float) -> Figures:
+    job.watchdog.alive()
+    dist.barrier()  # so that all ranks work at the same time
+    taken = products.product_seconds(shape, dtype, job.device, seconds)
+    return {"dtype": dtype, "shape": str(shape), **products.rates(shape.flops, taken)}
+
+
+def _copies(job: Job, seconds: float) -> list[Figures]:
+    dist.barrier()
+    found = products.copy_seconds(job.device, seconds)
+    return [{"kind": kind, "bytes": amount, **products.rates(amount, taken)} for kind, (amount, taken) in found.items()]
+
+
+def _ceilings(ranks: Sequence[Figures]) -> list[Figures]:
+    """For every kind of device and dtype: the shape whose median rate is best, as the median over the ranks."""
+    keys = dict.fromkeys(ceiling.Key(**of_dtype) for of in ranks for of_dtype in of["keys"].values())
+    found = []
+    for key in keys:
+        alike = [of for of in ranks if of["keys"].get(key.dtype) == asdict(key)]
+        by_shape = {
+            product["shape"]: statistics.median(
+                one["median"]
+                for of in alike
+                for one in of["products"]
+                if (one["dtype"], one["shape"]) == (key.dtype, product["shape"])
+            )
+            for product in alike[0]["products"]
+            if product["dtype"] == key.dtype
+        }
+        shape, rate = max(by_shape.items(), key=lambda item: item[1])
+        peak, reason = dense_peak(key.device if key.threads is None else "cpu", key.dtype)
+        share = None if peak is None else rate / peak
+        found.append(
+            {
+                **asdict(key), "ranks": len(alike), "shape": shape, "flops_per_second": rate,
+                "share_of_peak": share, "peak_reason": reason,
+            }
+        )  # fmt: skip
+    return found
+
+
+def _keep(job: Job, found: Figures) -> str | None:
+    """Keep the ceilings on every node; what is the matter where that fails, on rank 0."""
+    if job.world.local_rank == 0:
+        try:
+            for one in found["ceilings"]:
+                key = ceiling.Key(**{name: one[name] for name in ceiling.Key.__dataclass_fields__})
+                ceiling.keep(key, one["flops_per_second"], one["shape"])
+        except OSError as error:
+            return f"not kept for later runs: {error}"
+    return None
+
+
+def _key(known: Figures, job: Job, dtype: str) -> ceiling.Key:
+    return ceiling.key(known, _gpu(job), dtype, torch.get_num_threads())
+
+
+def _gpu(job: Job) -> str | None:
+    return torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else None
+
+
+def _too_large(shapes: Sequence[Shape], dtypes: Sequence[str], memory: int) -> list[Problem]:
+    """Products whose matrices one rank alone could not hold."""
+    found = []
+    for shape in shapes:
+        needed = max(_peak_bytes(shape, dtype) for dtype in dtypes)
+        if needed > memory:
+            rule = f"needs {needed / 2**30:,.0f} GiB for its matrices, and this machine has {memory / 2**30:,.0f} GiB"
+            found.append(Problem("workload.shapes", shape, rule, "give a smaller one"))
+    return found
+
+
+def _peak_bytes(shape: Shape, dtype: str) -> int:
+    """All three matrices, and one of the factors in fp32, in which random values are drawn."""
+    return shape.bytes(dtype) + 4 * shape.k * max(shape.m, shape.n)
+
+
+def _not_positive(**options: float) -> list[Problem]:
+    return [Problem(name, value, "must be greater than 0") for name, value in options.items() if value <= 0]

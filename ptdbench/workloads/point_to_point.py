@@ -1,0 +1,308 @@
+"""The workload ``p2p``: latency and bandwidth from every rank to every other, pair after pair.
+
+*One direction.* ``a`` sends the message, ``b`` answers with one of :data:`ANSWER` bytes when it has it: a round trip,
+timed on ``a``. No clocks need to agree. The latency is half a round trip of two such short messages, and a message
+takes its round trip less that latency.
+
+*Both at once.* Each of the two sends and receives (``isend``, ``irecv``); timed on both, the slower one counts.
+
+*Overlap.* The same, with a computation between posting and waiting that alone takes about as long as the exchange.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from itertools import combinations, permutations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ptdbench.measure import bandwidth
+from ptdbench.measure.statistics import summary
+from ptdbench.problems import Problem, at_least, require
+from ptdbench.records import heat_map
+from ptdbench.workloads import timing
+from ptdbench.workloads.job import Job, Outcome
+from ptdbench.workloads.operations import compare
+from ptdbench.workloads.patterns import DTYPES, sent
+from ptdbench.workloads.timing import Effort
+
+#: Bytes of the answer to a message.
+ANSWER = 8
+
+#: What a rank needs for a message: what it sends, what it gets, what that must be, and what the backend copies.
+_COPIES = 4
+
+#: Rows and columns of the matrices that are multiplied while messages are under way.
+_SIDE = {"cpu": 128, "cuda": 1024}
+
+
+@dataclass(frozen=True)
+class PointToPoint:
+    """Time messages between pairs of ranks; see ``conf/workload/p2p.yaml`` for what each option means."""
+
+    pairs: str = "all"
+    min_bytes: int = ANSWER
+    max_bytes: int = 2**26
+    factor: int = 2
+    overlap_bytes: list[int] = field(default_factory=lambda: [2**16, 2**20, 2**24])
+    seconds: float = 0.03
+    min_repetitions: int = 5
+    max_repetitions: int = 1000
+    warmup: int = 2
+    max_seconds: float = 1.0
+
+    trains = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for what no ranks can make right."""
+        found = timing.problems(asdict(self))
+        if self.pairs not in ("all", "ring"):
+            found.append(Problem("pairs", self.pairs, "there are no such pairs", "would do: all, ring"))
+        for size in self.overlap_bytes:
+            found += at_least(1, overlap_bytes=size)
+        require(*found)
+
+    def check(self, world_size: int, device_type: str, backend: str) -> None:
+        """Raises ConfigError for a single rank, and for a backend that cannot send."""
+        found = []
+        if world_size < 2:
+            remedy = "would do: cluster.ranks_per_node=2, or more nodes"
+            found.append(Problem("workload", "p2p", "a pair takes two ranks, and there is one", remedy))
+        if (backend, device_type) == ("gloo", "cuda"):
+            rule = "gloo cannot send a GPU's tensors"
+            found.append(Problem("backend", backend, rule, "would do: backend=nccl, or device=cpu"))
+        require(*found)
+
+    def __call__(self, job: Job) -> Outcome:
+        """One rank's part.
+
+        Raises:
+            ArithmeticError: A message arrived wrong on this rank.
+            ConfigError: The messages do not fit into memory.
+        """
+        found = measure(job, self)
+        figures = {"p2p": heat_map.draw(found, job.world.size)} if job.world.rank == 0 else {}
+        return Outcome({"p2p": found}, figures)
+
+    @property
+    def effort(self) -> Effort:
+        """How much is spent on one figure."""
+        return Effort(**{field.name: getattr(self, field.name) for field in fields(Effort)})
+
+
+def measure(job: Job, options: PointToPoint) -> dict[str, Any]:
+    """Measure all that the options ask for; every rank calls this, and all get the same.
+
+    Returns:
+        ``pairs``: for each ordered pair ``source``, ``target``, ``latency`` in seconds, ``bandwidth`` in bytes a
+        second at the largest size, ``fit`` (:class:`ptdbench.measure.bandwidth.Fit` or ``None``), and ``sizes``, each
+        with ``bytes``, ``repetitions``, ``seconds`` of the round trip
+        (:func:`ptdbench.measure.statistics.summary`), ``one_way`` and ``bandwidth``.
+        ``both``: for each pair ``ranks``, and its ``sizes`` with ``bytes`` (of one message), ``repetitions``,
+        ``seconds`` of the exchange and ``bandwidth`` of both directions together.
+        ``overlap``: for each pair and size ``ranks``, ``bytes``, seconds (medians) of ``communication`` and
+        ``computation`` alone and ``together``, and ``hidden``, the share of the shorter one that the longer one hid.
+        ``cut``: what took too long.
+
+    Raises:
+        ArithmeticError: A message arrived wrong on this rank.
+        ConfigError: The messages do not fit into memory.
+    """
+    largest = max([options.max_bytes, *options.overlap_bytes])
+    timing.require_memory(job, _COPIES * largest, "workload.max_bytes", largest)
+    ring = options.pairs == "ring"
+    cut: list[dict[str, Any]] = []
+    return {
+        "pairs": [_one_way(job, options, *pair, cut) for pair in ordered_pairs(job.world.size, ring)],
+        "both": [_both(job, options, pair, cut) for pair in unordered_pairs(job.world.size, ring)],
+        "overlap": [
+            row
+            for pair in unordered_pairs(job.world.size, ring)
+            for size in options.overlap_bytes
+            for row in _overlap(job, options, pair, size, cut)
+        ],
+        "cut": cut,
+    }
+
+
+def ordered_pairs(ranks: int, ring: bool) -> Iterator[tuple[int, int]]:
+    """From whom to whom; in a ring each rank sends to the next one only."""
+    return ((rank, (rank + 1) % ranks) for rank in range(ranks)) if ring else permutations(range(ranks), 2)
+
+
+def unordered_pairs(ranks: int, ring: bool) -> list[tuple[int, int]]:
+    """Who with whom."""
+    if not ring:
+        return list(combinations(range(ranks), 2))
+    return sorted({(min(pair), max(pair)) for pair in ordered_pairs(ranks, ring)})
+
+
+def _one_way(job: Job, options: PointToPoint, source: int, target: int, cut: list[dict[str, Any]]) -> dict[str, Any]:
+    """What one rank can send to another."""
+    place = {"source": source, "target": target}
+    answer = _round_trips(job, options, source, target, ANSWER)
+    latency = summary(answer)["median"] / 2 if answer else None
+    rows: list[dict[str, Any]] = []
+    for size in timing.sizes(options.min_bytes, options.max_bytes, options.factor):
+        job.watchdog.alive()
+        seconds = _round_trips(job, options, source, target, size) if latency else []
+        if not seconds or latency is None:
+            cut.append({**place, "from_bytes": size, "reason": _too_long(options)})
+            break
+        told = summary(seconds)
+        one_way = max(told["median"] - latency, told["median"] / 2)  # an answer is never slower than the message
+        rows.append(_row(size, seconds) | {"one_way": one_way, "bandwidth": size / one_way})
+    line = bandwidth.fit([row["bytes"] for row in rows], [row["one_way"] for row in rows])
+    return {
+        **place,
+        "latency": latency,
+        "bandwidth": rows[-1]["bandwidth"] if rows else None,
+        "fit": line and line.as_dict(),
+        "sizes": rows,
+    }
+
+
+def _both(job: Job, options: PointToPoint, pair: tuple[int, int], cut: list[dict[str, Any]]) -> dict[str, Any]:
+    """What two ranks can send each other at the same time."""
+    rows = []
+    for size in timing.sizes(options.min_bytes, options.max_bytes, options.factor):
+        job.watchdog.alive()
+        exchange = _Exchange.of(job, pair, size)
+        seconds = timing.repeat(exchange.run if exchange else None, job.device, options.effort)
+        if exchange:
+            exchange.verify()
+        if not seconds:
+            cut.append({"ranks": list(pair), "from_bytes": size, "reason": _too_long(options)})
+            break
+        row = _row(size, seconds)
+        rows.append(row | {"bandwidth": 2 * size / row["seconds"]["median"]})
+    return {"ranks": list(pair), "sizes": rows}
+
+
+def _overlap(
+    job: Job, options: PointToPoint, pair: tuple[int, int], size: int, cut: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """How much of an exchange hides behind a computation, or the other way round."""
+    job.watchdog.alive()
+    exchange = _Exchange.of(job, pair, size)
+    alone = timing.repeat(exchange.run if exchange else None, job.device, options.effort)
+    if not alone:
+        cut.append({"ranks": list(pair), "from_bytes": size, "reason": f"overlap: {_too_long(options)}"})
+        return
+    compute = _computation(job, options, exchange is not None, summary(alone)["median"])
+    together = functools.partial(exchange.run, compute) if exchange else None
+    steps = [exchange.run if exchange else None, compute, together]
+    seconds = timing.repeat_in_turns(steps, job.device, options.effort)
+    if exchange:
+        exchange.verify()
+    if seconds[0]:
+        medians = [summary(of_step)["median"] for of_step in seconds]
+        named = dict(zip(("communication", "computation", "together"), medians, strict=True))
+        yield {"ranks": list(pair), "bytes": size, **named, "hidden": hidden(*medians)}
+
+
+def hidden(communication: float, computation: float, together: float) -> float:
+    """The share of the shorter one that the longer one hid.
+
+    1: both together take what the longer one takes; 0: one after the other; below 0: they hinder each other.
+    """
+    return (communication + computation - together) / min(communication, computation)
+
+
+def _row(size: int, seconds: Sequence[float]) -> dict[str, Any]:
+    return {"bytes": size, "repetitions": len(seconds), "seconds": summary(seconds)}
+
+
+def _too_long(options: PointToPoint) -> str:
+    return f"{options.min_repetitions} repetitions would take more than workload.max_seconds"
+
+
+def _round_trips(job: Job, options: PointToPoint, source: int, target: int, size: int) -> list[float]:
+    """Seconds of each round trip of a message and its answer, by the clock of ``source``."""
+    rank, device = job.world.rank, job.device
+    if rank not in (source, target):
+        return timing.repeat(None, device, options.effort)
+    data, answer = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (size, ANSWER))
+    _verify_one_way(data, source, target, rank)
+
+    def send() -> None:
+        dist.send(data, target)
+        dist.recv(answer, target)
+
+    def receive() -> None:
+        dist.recv(data, source)
+        dist.send(answer, source)
+
+    seconds = timing.repeat(send if rank == source else receive, device, options.effort)
+    _verify_one_way(data, source, target, rank)
+    return seconds
+
+
+def _verify_one_way(data: Tensor, source: int, target: int, rank: int) -> None:
+    """Send once what shows a mistake, and look at what arrives."""
+    expected = sent(source, data.numel(), DTYPES["uint8"], data.device)
+    if rank == source:
+        dist.send(expected, target)
+    else:
+        data.zero_()
+        dist.recv(data, source)
+        compare(data, expected, f"{data.numel()} bytes from rank {source} to rank {target}", rank)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """Two ranks that send each other a message, as one of them does it."""
+
+    given: Tensor
+    taken: Tensor
+    rank: int
+    peer: int
+
+    @classmethod
+    def of(cls, job: Job, pair: tuple[int, int], size: int) -> _Exchange | None:
+        """This rank's side, checked once; ``None`` where it is not one of the two."""
+        if job.world.rank not in pair:
+            return None
+        given, taken = (torch.zeros(size, dtype=torch.uint8, device=job.device) for _ in range(2))
+        exchange = cls(given, taken, job.world.rank, pair[pair[0] == job.world.rank])
+        exchange.given.copy_(exchange._from(exchange.rank))
+        exchange.run()
+        exchange.verify()
+        return exchange
+
+    def run(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Post both, do something else, wait for both."""
+        posted = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, self.given, self.peer), dist.P2POp(dist.irecv, self.taken, self.peer)]
+        )
+        if meanwhile:
+            meanwhile()
+        for work in posted:
+            work.wait()
+
+    def verify(self) -> None:
+        """Look at what has arrived; the rank that sent it always sends the same."""
+        name = f"{self.taken.numel()} bytes from rank {self.peer} to rank {self.rank}, both directions at once"
+        compare(self.taken, self._from(self.peer), name, self.rank)
+
+    def _from(self, source: int) -> Tensor:
+        return sent(source, self.given.numel(), DTYPES["uint8"], self.given.device)
+
+
+def _computation(job: Job, options: PointToPoint, takes_part: bool, seconds: float) -> Callable[[], None] | None:
+    """Matrix products that keep the device busy for about so long; the same number of them on all ranks."""
+    side = _SIDE[job.device.type]
+    left, right, product = (torch.ones(side, side, device=job.device) for _ in range(3))
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            torch.mm(left, right, out=product)
+
+    once = timing.repeat(functools.partial(multiply, 1) if takes_part else None, job.device, options.effort)
+    times = max(1, round(seconds / summary(once)["median"]))
+    return functools.partial(multiply, times) if takes_part else None

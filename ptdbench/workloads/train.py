@@ -1,0 +1,135 @@
+"""The workload ``train``: optimizer steps under a clock, and what the ranks make of their times together."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ptdbench.launch.brake import Brake
+from ptdbench.measure import memory
+from ptdbench.parallel import mesh
+from ptdbench.workloads import agreement
+from ptdbench.workloads.check import preliminary, with_check
+from ptdbench.workloads.job import Job, Outcome
+from ptdbench.workloads.keeper import Keeper
+from ptdbench.workloads.loop import StepLoop, collect_garbage
+from ptdbench.workloads.pulse import Pulse
+
+#: The steps after which ``train.max_minutes`` is applied: the first compiles, the second allocates.
+PROBE_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train for ``train.steps`` steps, or for fewer where ``train.max_minutes`` would be exceeded."""
+
+    trains = True
+
+    def check(self, world_size: int, device_type: str, backend: str) -> None:
+        """What a strategy needs of the ranks it checks itself."""
+
+    def __call__(self, job: Job) -> Outcome:
+        """One rank's part."""
+        with job.watchdog.paused():
+            checked = preliminary(job)
+        loop = assemble(job)
+        keeper = Keeper(job, loop)
+        keeper.resume()
+        if keeper.saves and job.training.layout.data > 2:
+            loop.rehearse()
+        job.watch.lap("build")
+        stopped = None
+        with Brake() if keeper.saves else nullcontext() as brake:
+            for _ in steps(job, loop):
+                keeper.after_step()
+                if brake and (stopped := brake.pressed(len(loop.losses))):
+                    break
+            keeper.finish()
+        return with_check(_outcome(job, loop, keeper, stopped), checked)
+
+
+def _outcome(job: Job, loop: StepLoop, keeper: Keeper, stopped: str | None) -> Outcome:
+    """What came of it, and why there is no more."""
+    asked = job.plan.config.train
+    remarks: dict[str, Any] = {}
+    if loop.done < asked.steps and not stopped:
+        limit = f"train.max_minutes={asked.max_minutes}"
+        remarks["cut_short"] = f"{loop.done} of {asked.steps} steps: more would exceed {limit}"
+    history = keeper.history
+    if history.resumed_from:
+        remarks["resumed"] = f"after step {loop.first_step}, from {history.resumed_from}"
+    if notes := [*history.warnings, *keeper.problems]:
+        remarks["checkpoints"] = notes
+    found = agreement.outcome(job, agreement.reach(job, loop), history.facts(), remarks)
+    return replace(found, stopped=f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None)
+
+
+def assemble(job: Job) -> StepLoop:
+    """Everything up to the first step: data, the model laid out over the ranks, the optimizer."""
+    training = job.training
+    with job.watchdog.paused():  # it may have to read and write much
+        if job.world.local_rank == 0:
+            training.data.prepare()
+        dist.barrier()
+    grid = mesh.build(training.layout, job.plan.device_type)
+    engine = training.engine(grid, job.device)
+    loop = StepLoop(
+        engine,
+        training.optimizer(engine.module.parameters()),
+        training.data,
+        training.layout,
+        grid["data"].get_local_rank(),
+        job.device,
+        scale=job.plan.config.general.precision == "fp16",
+    )
+    return loop
+
+
+def steps(job: Job, loop: StepLoop) -> Iterator[int]:
+    """Step after step, with everything that a run does between them; yields after each how many are done.
+
+    The garbage collector is off until the iterator ends or is closed.
+    """
+    loop.engine.module.train()
+    memory.reset_peak(job.device)
+    wanted = job.plan.config.train.steps
+    pulse = Pulse(job, wanted)
+    collect_garbage()
+    gc.disable()
+    try:
+        while loop.done < wanted:
+            loop.step()
+            if len(loop.losses) == 1:
+                _wait_for(job.device)
+                job.watch.lap("first_step")
+            if len(loop.losses) == PROBE_STEPS:
+                wanted = _affordable(job, loop)
+            job.watchdog.beat(loop.done)
+            pulse.beat(loop, wanted)
+            yield loop.done
+    finally:
+        gc.enable()
+        gc.unfreeze()
+        pulse.close()
+
+
+def _affordable(job: Job, loop: StepLoop) -> int:
+    """How many steps ``train.max_minutes`` leaves; every rank comes to the same number."""
+    asked = job.plan.config.train
+    if asked.max_minutes is None:
+        return asked.steps
+    seconds = torch.tensor(min(loop.clock.seconds()), dtype=torch.float64, device=job.device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    affordable = loop.first_step + int(asked.max_minutes * 60 / seconds.item())
+    return min(asked.steps, max(affordable, loop.done))
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,240 @@
+"""Which checkpoint counts, which are deleted, and what a kill at any moment leaves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ptdbench.checkpoints import manifest, reading, saver, shelf
+from ptdbench.checkpoints.manifest import Manifest
+from ptdbench.launch import local
+from tests.parallel.ranks import on_ranks
+
+
+def make(run_directory: Path, step: int, files: int = 3) -> Path:
+    """A checkpoint as the saver leaves it, with files of any content."""
+    partial = shelf.partial(run_directory, step)
+    shelf.begin(partial)
+    for number in range(files):
+        (partial / f"__{number}_0.distcp").write_bytes(bytes([step, number]) * 1000)
+    stamps = {path.name: manifest.stamp(path) for path in partial.iterdir()}
+    manifest.write(partial, Manifest(step, files, {}, {"of": step}, stamps, "2.15.0", 1.0))
+    return shelf.publish(partial)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def names(run_directory: Path) -> list[str]:
+    return sorted(path.name for path in (run_directory / "checkpoints").iterdir())
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda path: os.truncate(path / "__1_0.distcp", 1234), "__1_0.distcp has 1234 bytes instead of 2000"),
+    "bit flipped": (lambda path: flip(path / "__2_0.distcp"), "__2_0.distcp does not match its checksum"),
+    "file missing": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
+    "half a manifest": (lambda path: os.truncate(path / "manifest.json", 100), "manifest.json is no manifest"),
+    "empty": (lambda path: [file.unlink() for file in path.iterdir()], "manifest.json is missing"),
+}
+
+
+class TestNewest:
+    def test_the_highest_step_counts(self, tmp_path):
+        for step in (9, 2, 10, 3):
+            make(tmp_path, step)
+        found = shelf.newest(tmp_path).found
+        assert found.path.name == "step-00000010"
+        assert found.manifest.facts == {"of": 10}
+
+    def test_a_step_of_nine_digits_is_newer_than_one_of_eight(self, tmp_path):
+        make(tmp_path, 99).rename(tmp_path / "checkpoints" / "step-99999999")
+        make(tmp_path, 1).rename(tmp_path / "checkpoints" / "step-100000000")
+        assert shelf.newest(tmp_path).found.path.name == "step-100000000"
+
+    def test_there_may_be_none(self, tmp_path):
+        assert shelf.newest(tmp_path) == shelf.Search(None, ())
+
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_a_broken_one_is_passed_over_with_a_warning(self, tmp_path, damage):
+        whole, wrong = make(tmp_path, 1), make(tmp_path, 2)
+        break_it, told = DAMAGES[damage]
+        break_it(wrong)
+        search = shelf.newest(tmp_path)
+        assert search.found.path == whole
+        (warning,) = search.warnings
+        assert warning.startswith(f"{wrong} is passed over: {told}")
+
+    def test_all_may_be_broken(self, tmp_path):
+        for step in (1, 2):
+            flip(make(tmp_path, step) / "__0_0.distcp")
+        search = shelf.newest(tmp_path)
+        assert search.found is None
+        assert ["step-00000002" in search.warnings[0], "step-00000001" in search.warnings[1]] == [True, True]
+
+    def test_partial_ones_and_strangers_are_not_looked_at(self, tmp_path):
+        whole = make(tmp_path, 1)
+        make(tmp_path, 2).rename(shelf.partial(tmp_path, 2))
+        for stranger in ("step-3", "notes", "step-00000004.deleted"):
+            (tmp_path / "checkpoints" / stranger).mkdir()
+        (tmp_path / "checkpoints" / "step-00000005").write_text("a file")
+        assert shelf.newest(tmp_path) == shelf.Search(shelf.Found(whole, manifest.read(whole)), ())
+
+
+def search_on_ranks(run_directory: Path) -> tuple[shelf.Search, list[str]]:
+    """What this rank finds, and which files it read."""
+    read: list[str] = []
+    stamp = manifest.stamp
+    manifest.stamp = lambda path: read.append(str(path.relative_to(path.parents[1]))) or stamp(path)
+    return shelf.newest(run_directory, dist.new_group(backend="gloo")), read
+
+
+@pytest.mark.ranks
+def test_ranks_share_the_reading_and_agree(tmp_path):
+    whole, wrong = make(tmp_path, 1), make(tmp_path, 2)
+    flip(wrong / "__1_0.distcp")  # which only the second rank reads
+    (first, read_by_first), (second, read_by_second) = on_ranks(2, search_on_ranks, tmp_path)
+    assert first == second
+    assert first.found.path == whole
+    assert first.warnings == (f"{wrong} is passed over: __1_0.distcp does not match its checksum",)
+    both = [f"{path.name}/__{number}_0.distcp" for path in (wrong, whole) for number in range(3)]
+    assert sorted(read_by_first + read_by_second) == sorted(both)
+    assert {name for name in read_by_second if "00001/" in name} == {"step-00000001/__1_0.distcp"}
+
+
+class TestPrune:
+    def test_the_newest_stay(self, tmp_path):
+        for step in range(1, 6):
+            make(tmp_path, step)
+        shelf.prune(tmp_path, 2)
+        assert names(tmp_path) == ["step-00000004", "step-00000005"]
+
+    @pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "bit flipped"])
+    def test_broken_ones_push_no_good_one_out(self, tmp_path, damage):
+        for step in range(1, 6):
+            made = make(tmp_path, step)
+            if step > 2:
+                DAMAGES[damage][0](made)
+        shelf.prune(tmp_path, 2)
+        assert names(tmp_path) == [f"step-0000000{step}" for step in range(1, 6)]
+
+    def test_partial_ones_push_no_good_one_out(self, tmp_path):
+        make(tmp_path, 1)
+        shelf.begin(shelf.partial(tmp_path, 2))
+        shelf.prune(tmp_path, 1)
+        assert names(tmp_path) == ["step-00000001", "step-00000002.partial"]
+
+
+class TestSweepPartial:
+    def test_what_was_not_finished_goes_and_the_rest_stays(self, tmp_path):
+        make(tmp_path, 1)
+        shelf.begin(shelf.partial(tmp_path, 2))
+        (tmp_path / "checkpoints" / "step-00000003.deleted").mkdir()
+        shelf.sweep_partial(tmp_path)
+        assert names(tmp_path) == ["step-00000001"]
+
+    def test_what_lacked_only_its_name_gets_it(self, tmp_path):
+        made = make(tmp_path, 2)
+        made.rename(shelf.partial(tmp_path, 2))
+        shelf.sweep_partial(tmp_path)
+        assert shelf.newest(tmp_path).found.path == made
+
+    def test_without_checkpoints_there_is_nothing_to_do(self, tmp_path):
+        shelf.sweep_partial(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_and_die(environ: Mapping[str, str], run_directory: Path, place: str, asynchronous: bool) -> None:
+    """Save after step 1 and again after step 2, where the process is killed at some place."""
+    dist.init_process_group("gloo")
+    keeper = saver.Saver(run_directory, keep=1, asynchronous=asynchronous)
+    keeper.save(1, {"model.weight": torch.ones(1000), "model.bias": torch.ones(10)}, {}, {})
+    keeper.wait()
+    PLACES[place]()
+    keeper.save(1 if "same step" in place else 2, {"model.weight": torch.zeros(1000)}, {}, {})
+    keeper.wait()
+
+
+def _after_a_tensor() -> None:
+    torch_save = torch.save
+
+    def save(*arguments: Any, **options: Any) -> None:
+        torch_save(*arguments, **options)
+        die()
+
+    torch.save = save
+
+
+def _while_deleting() -> None:
+    def rmtree(path: Path, **_: Any) -> None:
+        next(iter(path.iterdir())).unlink()
+        die()
+
+    shutil.rmtree = rmtree
+
+
+def _between_the_renames_of_the_same_step() -> None:
+    aside = shelf._set_aside
+
+    def set_aside(path: Path) -> Path:
+        aside(path)
+        die()
+        return path
+
+    shelf._set_aside = set_aside
+
+
+PLACES: dict[str, Callable[[], Any]] = {
+    "writing tensors": _after_a_tensor,
+    "before the manifest": lambda: setattr(manifest, "write", die),
+    "before the name": lambda: setattr(shelf, "publish", die),
+    "deleting the older": _while_deleting,
+    "same step": _between_the_renames_of_the_same_step,
+}
+#: The step that is found afterwards.
+SURVIVING = {
+    "writing tensors": 1,
+    "before the manifest": 1,
+    "before the name": 2,
+    "deleting the older": 2,
+    "same step": 1,
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+def test_whoever_is_killed_leaves_a_checkpoint_that_counts(tmp_path, place, asynchronous):
+    with pytest.raises(local.RankDied) as caught:
+        local.start(save_and_die, 1, tmp_path, place, asynchronous)
+    assert caught.value.exit_code == -signal.SIGKILL
+    for path in shelf._complete_by_name(tmp_path):
+        manifest.check_contents(path, manifest.read(path), 0, 1)
+    if place != "same step":
+        before = shelf.newest(tmp_path)
+        assert before.warnings == ()
+        assert before.found.manifest.step == (2 if place == "deleting the older" else 1)
+    shelf.sweep_partial(tmp_path)
+    search = shelf.newest(tmp_path)
+    assert search.warnings == ()
+    assert search.found.manifest.step == SURVIVING[place]
+    assert not any("." in name for name in names(tmp_path))
+    weight = {"model.weight": torch.full((1000,), 7.0)}
+    reading.load(search.found.path, weight)
+    renewed = SURVIVING[place] == 2 or place == "same step"
+    assert torch.equal(weight["model.weight"], (torch.zeros if renewed else torch.ones)(1000))

@@ -1,0 +1,307 @@
+"""What is saved under one strategy and number of ranks is what is loaded under another, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ptdbench.checkpoints import reading, shelf, state
+from ptdbench.checkpoints.saver import Saver
+from ptdbench.data.synthetic import SyntheticTokens, SyntheticVectors
+from ptdbench.models.gpt import GPT
+from ptdbench.models.toy import Toy
+from ptdbench.parallel import mesh
+from ptdbench.parallel.ddp import DDP
+from ptdbench.parallel.engine import Engine, Setting
+from ptdbench.parallel.fsdp import FSDP
+from ptdbench.parallel.pdp import PDP
+from ptdbench.parallel.single import Single
+from ptdbench.problems import ConfigError
+from ptdbench.workloads.loop import StepLoop
+from tests.parallel.ranks import on_ranks
+
+BATCH = 12
+STEPS = 3  # until DDP has arranged its buckets, and a momentum is more than one gradient
+
+#: On three ranks a width of 18 and a vocabulary of 41 fall into unequal shards, and 2 outputs leave one rank none.
+MODELS = {
+    "gpt": lambda **changes: GPT(
+        **({"layers": 3, "heads": 2, "width": 18, "sequence_length": 8, "vocabulary": 41} | changes)
+    ),
+    "toy": lambda **changes: Toy(**({"inputs": 6, "width": 10, "outputs": 2, "layers": 3} | changes)),
+}
+DATA = {
+    "gpt": SyntheticTokens(sequence_length=8, vocabulary=41, seed=0),
+    "toy": SyntheticVectors(inputs=6, outputs=2, seed=0),
+}
+OPTIMIZERS = {
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-2, fused=True),
+    "adamw not fused": lambda weights: torch.optim.AdamW(weights, lr=1e-2, amsgrad=True),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=1e-2, momentum=0.9, weight_decay=1e-2),
+}
+#: What is trained: a model and an optimizer.
+TRAINED = [("gpt", "adamw"), ("gpt", "momentum"), ("toy", "adamw not fused")]
+#: How: a number of ranks and a strategy.
+LAYOUTS: list[tuple[int, str]] = [
+    (1, "single"), (2, "ddp"), (2, "fsdp"), (2, "pdp"), (3, "ddp"), (3, "fsdp"), (3, "pdp"), (4, "pdp"),
+]  # fmt: skip
+STRATEGIES = {"single": Single(), "ddp": DDP(), "fsdp": FSDP(), "pdp": PDP(schedule="gpipe")}
+
+
+class Run:
+    """A small run of one rank."""
+
+    def __init__(self, strategy: str, model: str, optimizer: str, seed: int = 0, **changes: Any) -> None:
+        where = STRATEGIES[strategy].layout(dist.get_world_size(), BATCH, "auto")
+        grid = mesh.build(where, "cpu")
+        with torch.device("meta"):
+            built = MODELS[model](**changes)
+        self.tied = built.tied()
+        self.engine: Engine = STRATEGIES[strategy](built, Setting(grid, where, torch.device("cpu"), seed=seed))
+        self.optimizer = OPTIMIZERS[optimizer](self.engine.module.parameters())
+        replica = grid["data"].get_local_rank()
+        self.first_replica = replica == 0
+        self.loop = StepLoop(self.engine, self.optimizer, DATA[model], where, replica, torch.device("cpu"))
+
+    def go(self, *numbers: int) -> list[float]:
+        """The losses of this rank in the steps of these numbers."""
+        self.loop.losses = [torch.zeros(())] * numbers[0]
+        for _ in numbers:
+            self.loop.step()
+        return [loss.item() for loss in self.loop.losses[numbers[0] :]]
+
+    def tensors(self) -> dict[str, Tensor]:
+        rank = dist.get_rank()
+        return state.collect(self.engine.module, self.optimizer, self.tied, rank=rank, with_buffers=self.first_replica)
+
+    def restore(self, path: Path, group: dist.ProcessGroup | None) -> None:
+        state.restore(
+            path, self.engine.module, self.optimizer, self.tied,
+            rank=dist.get_rank(), world_size=dist.get_world_size(), group=group,
+        )  # fmt: skip
+
+
+def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of what is trained, DTensors put together."""
+    return {
+        name: tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+        for name, tensor in tensors.items()
+        if not name.startswith("rng.")
+    }
+
+
+def save_all(folder: Path, strategy: str) -> dict[tuple[str, str], Any]:
+    """Train, save, and train on: what was saved, and the losses that followed."""
+    found = {}
+    for trained in TRAINED:
+        run = Run(strategy, *trained)
+        run.go(*range(STEPS))
+        saver = Saver(folder / "-".join(trained), keep=1)
+        saver.save(STEPS, run.tensors(), {}, {})
+        saved = whole(run.tensors())
+        losses = run.go(STEPS, STEPS + 1)  # while it is being saved
+        saver.close()
+        assert saver.problems == []
+        found[trained] = {"tensors": saved, "losses": losses}
+    return found
+
+
+def load_all(folders: dict[tuple[int, str], Path], strategy: str) -> dict[Any, Any]:
+    """What checkpoints leave in a fresh run under ``strategy``, and the losses of its next steps."""
+    found = {}
+    group = dist.new_group(backend="gloo")
+    layout = dist.get_world_size(), strategy
+    for saved_by, trained in pairs(layout):
+        run = Run(strategy, *trained, seed=1)
+        run.restore(path_of(folders[saved_by], trained), group)
+        found[saved_by, trained] = {"tensors": whole(run.tensors()), "losses": run.go(STEPS, STEPS + 1)}
+    return found
+
+
+def pairs(layout: tuple[int, str]) -> list[tuple[tuple[int, str], tuple[str, str]]]:
+    """What a layout loads: all that it saved itself, and from each other layout one of the trainings, by turns."""
+    offset = LAYOUTS.index(layout)
+    others = [(other, TRAINED[(offset + number) % len(TRAINED)]) for number, other in enumerate(LAYOUTS)]
+    return [(layout, trained) for trained in TRAINED] + [pair for pair in others if pair[0] != layout]
+
+
+def path_of(folder: Path, trained: tuple[str, str]) -> Path:
+    return folder / "-".join(trained) / "checkpoints" / f"step-{STEPS:08d}"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Path]:
+    return {(ranks, strategy): tmp_path_factory.mktemp(f"{strategy}-{ranks}") for ranks, strategy in LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def saved(folders: dict[tuple[int, str], Path]) -> dict[tuple[int, str], list[Any]]:
+    """By layout and rank."""
+    return {(ranks, name): on_ranks(ranks, save_all, folders[ranks, name], name) for ranks, name in LAYOUTS}
+
+
+def together(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """All ranks' tensors; copies of one are alike."""
+    found: dict[str, Tensor] = {}
+    for tensors in of_ranks:
+        for name, tensor in tensors.items():
+            assert torch.equal(found.setdefault(name, tensor), tensor), name
+    return found
+
+
+@pytest.fixture(scope="module")
+def loaded(saved: dict[tuple[int, str], Any], folders: dict[tuple[int, str], Path]) -> dict[tuple[int, str], list[Any]]:
+    """By layout and rank."""
+    return {(ranks, name): on_ranks(ranks, load_all, folders, name) for ranks, name in LAYOUTS}
+
+
+@pytest.mark.ranks
+class TestEveryStrategyLoadsWhatEveryOtherSaved:
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_bit_for_bit(self, saved, loaded, layout):
+        for saved_by, trained in pairs(layout):
+            expected = together([of_rank[trained]["tensors"] for of_rank in saved[saved_by]])
+            found = together([of_rank[saved_by, trained]["tensors"] for of_rank in loaded[layout]])
+            assert found.keys() == expected.keys()
+            for name, tensor in expected.items():
+                assert torch.equal(found[name], tensor), (saved_by, trained, name)
+
+    @pytest.mark.parametrize("layout", LAYOUTS)
+    def test_the_next_losses_are_those_of_the_run_that_went_on(self, saved, loaded, layout):
+        for rank, found in enumerate(loaded[layout]):
+            for trained in TRAINED:
+                assert found[layout, trained]["losses"] == saved[layout][rank][trained]["losses"], trained
+
+    def test_names_are_those_of_the_whole_model(self, saved, folders):
+        names = reading.names(path_of(folders[2, "pdp"], ("gpt", "adamw")))
+        assert names.keys() == reading.names(path_of(folders[2, "ddp"], ("gpt", "adamw"))).keys()
+        model = MODELS["gpt"]()
+        weights = {name: (weight.size(), torch.float32) for name, weight in model.named_parameters()}
+        assert {name: names[f"model.{name}"] for name in weights} == weights
+        assert {f"optimizer.{name}.{key}" for name in weights for key in ("step", "exp_avg", "exp_avg_sq")} < set(names)
+        assert not any("head.projection.weight" in name for name in names)  # which is the embedding's
+
+
+def refusals(path: Path, strategy: str) -> list[str]:
+    """What the ranks hear that resume with something else; every rank hears all of it."""
+    group = dist.new_group(backend="gloo")
+    told = []
+    for changes, optimizer in (
+        ({"width": 20}, "adamw"),
+        ({"layers": 4}, "adamw"),
+        ({"layers": 2}, "adamw"),
+        ({"tie_weights": False}, "adamw"),
+        ({}, "momentum"),
+    ):
+        run = Run(strategy, "gpt", optimizer, **changes)
+        with pytest.raises(ConfigError) as caught:
+            run.restore(path, group)
+        told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["ddp", "pdp", "fsdp"])
+def test_what_is_of_another_model_is_refused_with_the_difference(saved, folders, strategy):
+    path = path_of(folders[1, "single"], ("gpt", "adamw"))
+    first, second = on_ranks(2, refusals, path, strategy)
+    assert first == second
+    wider, deeper, shallower, untied, other_optimizer = first
+    assert wider.startswith(f"resume={path}: holds another model or optimizer: ")
+    assert "is [18] float32 there and [20] float32 here; " in wider
+    assert wider.count(" there and ") == 3
+    assert " more; resume with the model and optimizer it was made with" in wider
+    assert "is missing there and [18] float32 here" in deeper
+    assert "is [18] float32 there and missing here" in shallower
+    assert "model.head.projection.weight is missing there and [41, 18] float32 here" in untied
+    assert "exp_avg is [18] float32 there and missing here" in other_optimizer
+
+
+def generators(folder: Path, save: bool) -> tuple[Tensor, Tensor]:
+    """Numbers drawn after saving or after loading, and what the fresh generator would have given."""
+    torch.manual_seed(10 + dist.get_rank() if save else 99)
+    fresh = torch.get_rng_state()
+    run = Run("ddp", "toy", "momentum")
+    if save:
+        torch.rand(7)
+        saver = Saver(folder, keep=1)
+        saver.save(0, run.tensors(), {}, {})
+        saver.close()
+    else:
+        path = shelf.newest(folder).found.path
+        run.restore(path, dist.new_group(backend="gloo"))
+    drawn = torch.rand(3)
+    torch.set_rng_state(fresh)
+    return drawn, torch.rand(3)
+
+
+@pytest.mark.ranks
+def test_random_generators_go_on_on_as_many_ranks_and_are_left_alone_on_others(tmp_path):
+    saved = [drawn for drawn, _ in on_ranks(2, generators, tmp_path, True)]
+    assert not torch.equal(*saved)
+    again = [drawn for drawn, _ in on_ranks(2, generators, tmp_path, False)]
+    assert all(torch.equal(one, other) for one, other in zip(saved, again, strict=True))
+    for drawn, fresh in on_ranks(3, generators, tmp_path, False):
+        assert torch.equal(drawn, fresh)
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs).sum()
+
+
+def buffers(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
+    """The averages of this rank before they are saved, and after they are loaded."""
+    rank = dist.get_rank()
+    replica = DistributedDataParallel(Normalised(), broadcast_buffers=False)
+    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
+    replica(torch.full((2, 4), float(rank)) + torch.arange(8).reshape(2, 4)).backward()
+    before = {name: buffer.clone() for name, buffer in replica.module.named_buffers()}
+    saver = Saver(folder, keep=1)
+    saver.save(1, state.collect(replica, optimizer, [], rank=rank, with_buffers=rank == 0), {}, {})
+    saver.wait()
+    path = shelf.newest(folder).found.path
+    state.restore(path, replica, optimizer, [], rank=rank, world_size=2, group=saver.group)
+    saver.close()
+    return before, dict(replica.module.named_buffers()), set(reading.names(path))
+
+
+@pytest.mark.ranks
+def test_buffers_of_one_replica_are_kept_and_go_to_all(tmp_path):
+    (first, loaded, names), (second, loaded_too, _) = on_ranks(2, buffers, tmp_path)
+    assert not torch.equal(first["layers.1.running_mean"], second["layers.1.running_mean"])
+    assert first["layers.1.num_batches_tracked"] == 1
+    for name, buffer in first.items():
+        assert torch.equal(loaded[name], buffer)
+        assert torch.equal(loaded_too[name], buffer)
+    assert "model.layers.1.running_var" in names
+    assert "model.scratch" not in names
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a plain number."""
+
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["steps"] = self.state[weight].get("steps", 0) + 1
+
+
+def test_an_optimizer_whose_state_would_be_lost_is_refused():
+    model = nn.Linear(2, 2)
+    optimizer = Counting(model.parameters(), lr=0.1)
+    assert "model.bias" in state.collect(model, optimizer, [], rank=0, with_buffers=True)
+    optimizer.step()
+    with pytest.raises(ConfigError, match="optimizer=Counting: keeps steps as int, and only tensors can be kept"):
+        state.collect(model, optimizer, [], rank=0, with_buffers=True)

@@ -1,0 +1,113 @@
+"""Every file of conf/ is composed and becomes what it names; so does every command that a file shows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from ptdbench import config, plan
+from ptdbench.compose import compose_all
+from ptdbench.launch.slurm import Partition
+from ptdbench.launch.world import World
+from ptdbench.sweep import requests
+from tests.conftest import ROOT, composed
+
+CONF = ROOT / "conf"
+FILES = sorted(CONF.glob("[!h]*/*.yaml"))  # Hydra's own folder is looked at below
+#: What a choice needs beside its name, where it does not suit the defaults.
+COMPANIONS = {"data/synthetic_images": ("model=resnet18",), "data/synthetic_vectors": ("model=toy",)}
+#: What SLURM would say on the clusters that the headers of conf/cluster describe.
+PARTITIONS = [
+    Partition("batch", is_default=True, nodes=16, minutes=None, gpus=(0,), cpus=64),
+    Partition("gpu", is_default=False, nodes=4, minutes=24 * 60, gpus=(8,), cpus=96),
+    Partition("volta", is_default=False, nodes=200, minutes=24 * 60, gpus=(2,), cpus=40),
+]
+
+
+def identity(path: Path) -> str:
+    return f"{path.parent.name}/{path.stem}"
+
+
+def commands(text: str) -> list[str]:
+    """What follows ``train.py`` in the command lines that a text shows, without the remarks beside them."""
+    found = re.findall(r"^#?\s*(?:(?:(?:srun|mpirun) .*)?python|torchrun .*) train\.py(.*)$", text, re.MULTILINE)
+    return [re.split(r"\s{2,}|\s#", line)[0].strip() for line in found if not re.search(r"[[<]", line)]
+
+
+TEXTS = [path.read_text() for path in CONF.glob("**/*.yaml")]
+SHOWN = sorted({command for text in TEXTS for command in commands(text)})
+
+
+def planned(job: DictConfig) -> plan.Plan:
+    """The plan of a run: on this machine, or in a job of the shape that it would be given."""
+    read = config.read(job)
+    if not isinstance(read.cluster, config.Slurm):
+        return plan.make(read, None)
+    shape = requests.shape_of(read, PARTITIONS)
+    world = World(0, shape.world_size, 0, shape.ranks_per_node, "SLURM", nodes=shape.nodes)
+    return plan.make(read, world, shape.gpus_per_node)
+
+
+def test_the_groups_are_those_the_program_knows():
+    assert {path.parent.name for path in FILES} == set(config.GROUPS) - {"train", "checkpoint", "sweep"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=identity)
+class TestFile:
+    def test_bears_its_own_name(self, path):
+        own = OmegaConf.load(path)
+        if path.read_text().startswith("# @package _global_\n"):  # its group is a part of what it says
+            own = own[path.parent.name]
+        assert own.name == path.stem
+
+    def test_begins_with_what_it_is_and_the_command_that_takes_it(self, path):
+        header = re.match(r"(#.*\n)+", path.read_text())
+        assert header
+        assert any(f"{path.parent.name}={path.stem}" in command.split() for command in commands(header[0]))
+
+    def test_can_run(self, path):
+        group, name = path.parent.name, path.stem
+        made = planned(composed(*COMPANIONS.get(identity(path), ()), f"{group}={name}", "device=cpu"))
+        assert made.config.resolved[group]["name"] == name
+        assert made.world_size in (1, 2)
+
+
+def test_numbers_are_numbers():
+    """Plain YAML reads 1e-3 as text; the loader of Hydra does not."""
+    adamw, sgd = (plan.make(config.read(composed(f"optimizer={o}")), None).training.optimizer for o in ("adamw", "sgd"))
+    weight = [torch.nn.Parameter(torch.ones(1))]
+    assert (adamw(weight).defaults["lr"], adamw(weight).defaults["weight_decay"]) == (1e-3, 0.1)
+    assert (sgd(weight).defaults["lr"], sgd(weight).defaults["weight_decay"]) == (0.1, 1e-4)
+    assert isinstance(composed("optimizer.lr=3e-4").optimizer.lr, float)
+
+
+def test_there_are_commands_to_compose():
+    assert len(SHOWN) > 20
+    assert {"", "-m model=gpt_tiny parallel=ddp,pdp,fsdp"} <= set(SHOWN)
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_commands_that_are_shown_compose(command):
+    words = shlex.split(command)
+    if "--cfg" in words:
+        del words[words.index("--cfg") :]
+    overrides = [word for word in words if not word.startswith("-")]
+    found = compose_all(CONF, "config", overrides, multirun="-m" in words)
+    assert found.jobs
+    if not re.search("my_package|my/books", command):  # examples of what only the reader has
+        for job in found.jobs:
+            planned(job)
+
+
+def test_the_primary_config_explains_every_option_it_sets():
+    """An option without a comment is an option that a newcomer has to guess."""
+    text = (CONF / "config.yaml").read_text()
+    options = re.findall(r"^(?:  )?(\w+): \S+.*$", text.partition("\ntrain:")[2].partition("\nhydra:")[0], re.MULTILINE)
+    assert {"steps", "precision", "seed"} <= set(options)
+    for option in options:
+        assert re.search(rf"^\s*{option}: \S+\s+# \w", text, re.MULTILINE), option

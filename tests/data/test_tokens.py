@@ -1,0 +1,148 @@
+"""Nothing here imports torch: the children that the tests start must come up fast."""
+
+import multiprocessing
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from ptdbench.data.tokens import HEADER_BYTES, cached_tokens, read_tokens, write_tokens
+
+TEXT = np.frombuffer(b"the quick brown fox", np.uint8)
+
+
+def one_piece():
+    return [TEXT]
+
+
+def never():
+    pytest.fail("a trusted file was written again")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache" / "text.tokens"
+
+
+def test_pieces_become_one_row_and_are_written_once(path):
+    first = cached_tokens(path, np.uint8, "id", lambda: [TEXT[:4], TEXT[4:]])
+    again = cached_tokens(path, np.uint8, "id", never)
+    assert first.tobytes() == again.tobytes() == b"the quick brown fox"
+    assert isinstance(again, np.memmap)
+    assert not again.flags.writeable
+
+
+def test_the_format(path):
+    cached_tokens(path, np.uint16, "id", lambda: [np.array([1, 50256], np.uint16)])
+    content = path.read_bytes()
+    header = b'ptdbench tokens 1\n{"dtype": "<u2", "count": 2, "source": "id"}\n'
+    assert content == header.ljust(4096) + b"\x01\x00\x50\xc4"
+
+
+def test_tokens_that_do_not_fit_the_dtype_are_refused(path):
+    with pytest.raises(TypeError, match="uint16"):
+        cached_tokens(path, np.uint8, "id", lambda: [np.array([50256], np.uint16)])
+    assert not path.exists()
+
+
+def test_no_file_is_no_tokens(path):
+    assert read_tokens(path, np.uint8, "id") is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda content: content[:-1], id="last token missing"),
+        pytest.param(lambda content: content + b"x", id="one token too many"),
+        pytest.param(lambda content: content[:HEADER_BYTES], id="header only"),
+        pytest.param(lambda content: content[:100], id="half a header"),
+        pytest.param(lambda content: b"", id="empty"),
+        pytest.param(lambda content: bytes(HEADER_BYTES) + content[HEADER_BYTES:], id="header never written"),
+        pytest.param(lambda content: content.replace(b"tokens 1", b"tokens 0"), id="another version"),
+    ],
+)
+def test_a_damaged_file_is_not_trusted_and_is_rebuilt(path, damage):
+    cached_tokens(path, np.uint8, "id", one_piece)
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert path.read_bytes() != whole
+
+    assert read_tokens(path, np.uint8, "id") is None
+    assert cached_tokens(path, np.uint8, "id", one_piece).tobytes() == TEXT.tobytes()
+    assert path.read_bytes() == whole
+
+
+def test_a_file_of_another_source_or_dtype_is_not_trusted(path):
+    cached_tokens(path, np.uint8, "id", lambda: [TEXT[:4]])
+    assert read_tokens(path, np.uint8, "id") is not None
+    assert read_tokens(path, np.uint8, "other") is None
+    assert read_tokens(path, np.uint16, "id") is None
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(path):
+    def breaks_off():
+        yield TEXT[:4]
+        raise OSError("disk on fire")
+
+    cached_tokens(path, np.uint8, "old", one_piece)
+    with pytest.raises(OSError, match="disk on fire"):
+        cached_tokens(path, np.uint8, "new", breaks_off)
+    assert read_tokens(path, np.uint8, "old") is not None
+    assert {file.name for file in path.parent.iterdir()} == {"text.tokens", "text.tokens.lock"}
+
+
+def test_a_mapped_file_survives_being_replaced(path):
+    mapped = cached_tokens(path, np.uint8, "old", one_piece)
+    write_tokens(path, np.uint8, "new", [TEXT[::-1]])
+    assert mapped.tobytes() == TEXT.tobytes()
+    assert read_tokens(path, np.uint8, "new").tobytes() == TEXT.tobytes()[::-1]
+
+
+def stall(path, writing):
+    def pieces():
+        yield np.zeros(1 << 20, np.uint8)  # more than any buffer holds back
+        writing.set()
+        signal.pause()
+
+    cached_tokens(path, np.uint8, "id", pieces)
+
+
+def test_a_killed_writer_leaves_nothing_trusted_and_no_lock_held(path):
+    context = multiprocessing.get_context("spawn")
+    writing = context.Event()
+    writer = context.Process(target=stall, args=(path, writing))
+    writer.start()
+    assert writing.wait(60)
+    writer.kill()
+    writer.join()
+
+    (partial,) = path.parent.glob("*.partial")
+    assert partial.stat().st_size >= 1 << 20
+    assert read_tokens(path, np.uint8, "id") is None
+    assert cached_tokens(path, np.uint8, "id", one_piece).tobytes() == TEXT.tobytes()
+    assert not partial.exists()
+
+
+def build(path, together, log, held):
+    def pieces():
+        with log.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        held.wait(1)  # keep the others at the lock for a while; never set
+        return [TEXT]
+
+    together.wait(60)
+    assert cached_tokens(path, np.uint8, "id", pieces).tobytes() == TEXT.tobytes()
+
+
+def test_of_processes_that_come_at_once_one_writes_and_the_others_wait(path, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    log = tmp_path / "log"
+    arguments = (path, context.Barrier(3), log, context.Event())
+    processes = [context.Process(target=build, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert len(log.read_text().splitlines()) == 1

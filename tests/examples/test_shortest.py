@@ -1,0 +1,68 @@
+"""The shortest programs, each under every launcher: what their ranks say is what it must be."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+HOST = socket.gethostname()
+NAMES = ("hello", "send_recv", "all_reduce")
+
+
+def expected(name: str, ranks: int, local_size: int) -> list[str]:
+    """What each rank must say, from what the programs are for and not from what they print."""
+    if name == "hello":
+        places = [(rank % local_size, local_size) for rank in range(ranks)]
+        return [
+            f"hello from rank {rank} of {ranks}, {local} of {size} on its node {HOST}"
+            for rank, (local, size) in enumerate(places)
+        ]
+    if name == "send_recv":  # each has what those before it have added, and rank 0 what all have
+        held = [sum(range(ranks)), *(sum(range(rank + 1)) for rank in range(1, ranks))]
+        return [f"rank {rank} of {ranks} has {held[rank]}" for rank in range(ranks)]
+    mean = sum(range(1, ranks + 1)) / ranks
+    return [f"rank {rank} of {ranks}: the mean is [{mean}, {10 * mean}]" for rank in range(ranks)]
+
+
+def said(command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    done = subprocess.run(
+        command, env={**environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return sorted(done.stdout.splitlines(), key=lambda line: int(re.findall(r"rank (\d+)", line)[0]))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", NAMES)
+class TestUnder:
+    def program(self, name: str) -> list[str]:
+        return ["-m", f"ptdbench.examples.{name}"]
+
+    def test_nothing(self, name, environ):
+        assert said([sys.executable, *self.program(name)], environ) == expected(name, 2, 2)
+
+    def test_torchrun(self, name, environ):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+        assert said([*launcher, *self.program(name)], environ) == expected(name, 3, 3)
+
+    def test_mpirun(self, name, environ, mpirun):
+        assert said([*mpirun, "-np", "3", sys.executable, *self.program(name)], environ) == expected(name, 3, 3)
+
+    def test_srun(self, name, slurm):
+        launcher = ["srun", "-N2", "--ntasks-per-node=2", sys.executable]
+        assert said([*launcher, *self.program(name)], slurm) == expected(name, 4, 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_short(name):
+    path: Path = ROOT / "ptdbench" / "examples" / f"{name}.py"
+    assert len(path.read_text().splitlines()) < 40

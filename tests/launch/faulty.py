@@ -1,0 +1,47 @@
+"""A model that breaks on purpose: given to runs as ``model._target_=tests.launch.faulty.Faulty``."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+
+class Faulty(nn.Module):
+    """A linear layer that fails in its third forward pass, on one rank.
+
+    Args:
+        how: ``raise``, ``kill`` (SIGKILL), ``oom``, ``limit`` (its address space), ``diverge``, ``hang`` or ``none``.
+        rank: On which rank.
+    """
+
+    def __init__(self, how: str, rank: int = 1) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.how = how
+        self.here = os.environ.get("RANK") == str(rank)
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.linear(inputs)
+        self.calls += not inputs.is_meta  # where its FLOPs are counted it does not count
+        if self.here and self.calls == 3 and self.how != "none":
+            if self.how == "raise":
+                raise RuntimeError("this one is on purpose")
+            if self.how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "oom":
+                torch.empty(2**60)
+            if self.how == "limit":
+                used = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
+                resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, resource.RLIM_INFINITY))
+                torch.ones(2**26)  # 256 MiB
+            if self.how == "hang":
+                time.sleep(3600)
+            return outputs * torch.nan
+        return outputs

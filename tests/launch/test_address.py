@@ -1,0 +1,175 @@
+"""Where ranks meet, from their environment alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from ptdbench.launch import address
+from ptdbench.launch.world import World
+from ptdbench.problems import ConfigError
+
+#: Rank 2 of four, two on each of two nodes, under every launcher.
+FAR = {name: World(2, 4, 0, 2, name, nodes=2) for name in ("torchrun", "openmpi", "mpich", "mvapich2", "jsrun", "srun")}
+MPI = ("openmpi", "mpich", "mvapich2")
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NODELIST": "gpu[07-09]",
+    "SLURM_STEP_NODELIST": "gpu[08-09]",
+}
+
+
+@pytest.fixture(autouse=True)
+def ephemeral(tmp_path, monkeypatch):
+    """The kernel's range of ports, for a test to change; what Linux has unless told otherwise."""
+    file = tmp_path / "ip_local_port_range"
+    file.write_text("32768\t60999\n")
+    monkeypatch.setattr(address, "_EPHEMERAL", file)
+    return file
+
+
+def host(world: World, environ: dict[str, str]) -> str:
+    return address.meeting_point(world, environ)[0]
+
+
+def port(world: World, environ: dict[str, str]) -> int:
+    return address.meeting_point(world, {"MASTER_ADDR": "n1"} | environ)[1]
+
+
+def refused(world: World, environ: dict[str, str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        address.meeting_point(world, environ)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("launcher", FAR)
+def test_what_is_set_wins(launcher):
+    environ = SLURM | {"MASTER_ADDR": "n1", "MASTER_PORT": "1234"}
+    assert address.meeting_point(FAR[launcher], environ) == ("n1", 1234)
+
+
+def test_srun_meets_on_the_first_node_of_its_step():
+    assert host(FAR["srun"], SLURM) == "gpu08"
+
+
+@pytest.mark.parametrize("launcher", MPI)
+def test_mpirun_meets_on_the_first_node_of_the_allocation(launcher):
+    helper = {"SLURM_STEP_NODELIST": "gpu09"}  # what the ranks of other nodes inherit
+    assert host(FAR[launcher], SLURM | helper) == "gpu07"
+
+
+@pytest.mark.parametrize("launcher", FAR)
+def test_ranks_of_one_node_meet_at_home(launcher):
+    near = replace(FAR[launcher], local_size=4, nodes=1)
+    assert host(near, {}) == host(near, SLURM) == "localhost"
+
+
+def test_a_node_list_that_cannot_be_read():
+    assert refused(FAR["srun"], SLURM | {"SLURM_STEP_NODELIST": "gpu[9-8]"}) == (
+        "SLURM_STEP_NODELIST=gpu[9-8]: the range 9-8 counts down; set MASTER_ADDR to the host of rank 0 for all ranks"
+    )
+
+
+def test_pbs(tmp_path):
+    nodes = tmp_path / "nodes"
+    nodes.write_text("n3\nn3\nn1\nn1\n")
+    assert host(FAR["mpich"], {"PBS_NODEFILE": str(nodes)}) == "n3"
+
+
+def test_lsf():
+    assert host(FAR["mpich"], {"LSB_MCPU_HOSTS": "h35n01 42 h35n02 42"}) == "h35n01"
+
+
+def test_jsrun_puts_no_rank_where_the_script_runs():
+    assert host(FAR["jsrun"], {"LSB_MCPU_HOSTS": "batch5 1 h35n01 42 h35n02 42"}) == "h35n01"
+
+
+@pytest.mark.parametrize(
+    "environ", [{}, {"MASTER_ADDR": ""}, {"PBS_NODEFILE": "/nowhere/nodes"}, {"SLURM_JOB_NODELIST": ""}]
+)
+def test_who_cannot_know_says_what_to_give(environ):
+    assert refused(FAR["openmpi"], environ) == (
+        "MASTER_ADDR=(not set): openmpi does not tell the ranks of other nodes where rank 0 is; "
+        "set it to the host of rank 0 for all ranks, for example mpirun -x MASTER_ADDR=host"
+    )
+
+
+@pytest.mark.parametrize("value", ["0", "65536", "-1", "http", "29500.0", "²"])
+def test_ports_are_ports(value):
+    assert refused(FAR["srun"], SLURM | {"MASTER_PORT": value}) == (
+        f"MASTER_PORT={value}: must be a port, from 1 to 65535; unset it, and the port follows from the job"
+    )
+
+
+@pytest.mark.parametrize("value", ["1", "65535"])
+def test_the_first_and_the_last_port(value):
+    assert port(FAR["srun"], SLURM | {"MASTER_PORT": value}) == int(value)
+
+
+#: Two launches that may run side by side: launcher, what they share, and what only the one or the other has.
+NEIGHBOURS = {
+    "two jobs": ("srun", SLURM, {"SLURM_JOB_ID": "8"}, {"SLURM_JOB_ID": "9"}),
+    "two steps": ("srun", SLURM, {"SLURM_STEP_ID": "1"}, {"SLURM_STEP_ID": "2"}),
+    "two mpirun of a job": ("openmpi", SLURM, {"PMIX_NAMESPACE": "2067333121"}, {"PMIX_NAMESPACE": "2067333377"}),
+    "an older Open MPI": ("openmpi", {}, {"OMPI_MCA_ess_base_jobid": "1"}, {"OMPI_MCA_ess_base_jobid": "2"}),
+    "two jobs of MPICH": ("mpich", {}, {"SLURM_JOB_ID": "8"}, {"SLURM_JOB_ID": "9"}),
+    "jsrun": ("jsrun", {"LSB_JOBID": "5"}, {"PMIX_NAMESPACE": "a"}, {"PMIX_NAMESPACE": "b"}),
+    "LSF": ("mpich", {}, {"LSB_JOBID": "5"}, {"LSB_JOBID": "6"}),
+    "an array of LSF": ("mpich", {"LSB_JOBID": "5"}, {"LSB_JOBINDEX": "1"}, {"LSB_JOBINDEX": "2"}),
+    "PBS": ("mvapich2", {}, {"PBS_JOBID": "5[1].n0"}, {"PBS_JOBID": "5[2].n0"}),
+}
+
+
+@pytest.mark.parametrize("name", NEIGHBOURS)
+def test_launches_side_by_side_have_ports_of_their_own(name):
+    launcher, shared, one, other = NEIGHBOURS[name]
+    ports = {port(FAR[launcher], shared | mine) for mine in (one, other)}
+    assert len(ports) == 2
+    assert all(10000 <= found < 32768 for found in ports)
+
+
+def test_helpers_of_an_mpirun_are_different_steps_of_one_launch():
+    assert {port(FAR["mpich"], SLURM | {"SLURM_STEP_ID": step}) for step in ("0", "1")} == {port(FAR["mpich"], SLURM)}
+
+
+@pytest.mark.parametrize("launcher", MPI)
+def test_without_a_name_it_is_torchs_port(launcher):
+    assert address.launch_id(FAR[launcher], {}) == ""
+    assert port(FAR[launcher], {}) == 29500
+
+
+@pytest.mark.parametrize(
+    ("kernel", "end"),
+    [("32768\t60999", 32768), ("15000 65000", 15000), ("61000 65000", 61000), ("1024 65535", 32768), ("", 32768)],
+)
+def test_ports_stay_below_those_that_the_kernel_gives_out(ephemeral, kernel, end):
+    ephemeral.write_text(kernel)
+    ports = {port(FAR["srun"], SLURM | {"SLURM_JOB_ID": str(job)}) for job in range(2000)}
+    assert min(ports) >= 10000
+    assert end - 0.05 * (end - 10000) < max(ports) < end  # 2,000 draws come close to it
+
+
+def test_where_the_kernel_does_not_say(ephemeral):
+    before = port(FAR["srun"], SLURM)
+    ephemeral.unlink()
+    assert port(FAR["srun"], SLURM) == before
+
+
+def test_every_process_finds_the_same(ephemeral):
+    """Each with its own seed of Python's hashes."""
+    script = (
+        "from ptdbench.launch import address; from ptdbench.launch.world import World;"
+        f"print(address.meeting_point({FAR['srun']!r}, {SLURM!r}))"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1

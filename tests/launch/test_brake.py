@@ -1,0 +1,123 @@
+"""The brake: ranks that get a signal stop together, after the same step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ptdbench.launch import local, rendezvous
+from ptdbench.launch.brake import Brake
+from ptdbench.launch.world import discover
+from tests.parallel.ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def drive(environ: dict[str, str], folder: Path, parent: int, name: str) -> None:
+    """In a rank: step until the brake is pressed, then save while more signals arrive.
+
+    After the third step rank 1 lets ``parent`` send the ranks a signal, or gets one itself if there is no parent.
+    """
+    world = discover(os.environ)
+    assert world is not None
+    number = getattr(signal, name)
+    with rendezvous.process_group(world, "gloo", torch.device("cpu"), key=str(folder)), Brake(0.01) as brake:
+        done, pressed = 0, None
+        while pressed is None:
+            dist.all_reduce(torch.ones(1))
+            done += 1
+            if (world.rank, done) == (1, 3):
+                os.kill(parent or os.getpid(), number)
+            pressed = brake.pressed(done)
+        if world.rank == 1:
+            os.kill(parent or os.getpid(), number)  # a second one, during the save
+        time.sleep(0.3)
+        dist.barrier()
+        (folder / f"{world.rank}.json").write_text(json.dumps([pressed, done]))
+
+
+def stopped_at(folder: Path) -> tuple[str, int]:
+    """What all three ranks found."""
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(3)]
+    assert found == [found[0]] * 3
+    name, done = found[0]
+    return name, done
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR2"])
+def test_a_signal_to_the_parent_stops_all_ranks_after_the_same_step_and_a_second_does_no_harm(tmp_path, name):
+    with pytest.raises(local.Stopped, match=name):
+        local.start(drive, 3, tmp_path, os.getpid(), name, grace=3600)
+    found, done = stopped_at(tmp_path)
+    assert found == name
+    assert done >= 3
+
+
+def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path):
+    local.start(drive, 3, tmp_path, 0, "SIGTERM")
+    found, done = stopped_at(tmp_path)
+    assert found == "SIGTERM"
+    assert done >= 3
+
+
+def collectives(every_seconds: float, steps: int, step_seconds: float) -> list[int]:
+    """The steps after which a collective happened."""
+    after, real = [], dist.all_reduce
+    with Brake(every_seconds) as brake, mock.patch.object(dist, "all_reduce", wraps=real) as reduce:
+        for done in range(1, steps + 1):
+            time.sleep(step_seconds)
+            assert brake.pressed(done) is None
+            if reduce.call_count > len(after):
+                after.append(done)
+    return after
+
+
+def test_nothing_is_sent_between_checks_whose_distance_at_most_doubles():
+    assert on_ranks(2, collectives, 3600.0, 100, 0.0) == [[1, 3, 7, 15, 31, 63]] * 2
+
+
+def test_slow_steps_are_checked_one_by_one():
+    assert on_ranks(2, collectives, 0.02, 5, 0.03) == [[1, 2, 3, 4, 5]] * 2
+
+
+def uneven() -> list[int]:
+    """On two ranks whose steps take different times, which only differ until they meet."""
+    return collectives(0.1, 6, 0.06 * dist.get_rank())
+
+
+def test_ranks_of_different_speed_check_after_the_same_steps():
+    fast, slow = on_ranks(2, uneven)
+    assert fast == slow == [1, 2, 3, 4, 5, 6]
+
+
+def press(signals: list[list[str]]) -> list[Any]:
+    """Each rank gets its own signals before it asks; and what it asks first and then again."""
+    before = [signal.getsignal(getattr(signal, name)) for name in local.STOP_SIGNALS]
+    with Brake(0) as brake:
+        for name in signals[dist.get_rank()]:
+            os.kill(os.getpid(), getattr(signal, name))
+        asked: list[Any] = [brake.pressed(7), brake.pressed(8)]
+    after = [signal.getsignal(getattr(signal, name)) for name in local.STOP_SIGNALS]
+    return [*asked, after == before]
+
+
+@pytest.mark.parametrize(
+    ("signals", "name"),
+    [
+        ([["SIGUSR2", "SIGTERM"]], "SIGUSR2"),  # the first one counts
+        ([["SIGHUP"], []], "SIGHUP"),
+        ([["SIGUSR2"], ["SIGTERM"]], "SIGTERM"),  # all ranks name the same
+        ([[], []], None),
+    ],
+)
+def test_all_ranks_hear_the_same_and_handlers_are_what_they_were_before(signals, name):
+    assert on_ranks(len(signals), press, signals) == [[name, name, True]] * len(signals)

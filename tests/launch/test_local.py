@@ -1,0 +1,247 @@
+"""Local ranks: their place, their environment, and that none of them outlives its purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from ptdbench.launch import local
+from ptdbench.launch.world import discover
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.ranks
+
+
+def tell(environ: dict[str, str], folder: Path) -> None:
+    """In a rank: write down where it finds itself."""
+    world = discover(os.environ)
+    assert world is not None
+    os.environ |= {name: value for name, value in environ.items() if name not in os.environ}
+    seen = {"rank": world.rank, "size": world.size, "mark": os.environ.get("MARK")}
+    (folder / f"{world.rank}.json").write_text(json.dumps(seen))
+
+
+def fail_with(environ: dict[str, str], status: int) -> None:
+    """In a rank: rank 1 ends so, and rank 0 would sleep for an hour."""
+    if os.environ["RANK"] == "1":
+        os._exit(status)
+    time.sleep(3600)
+
+
+def test_ranks_know_their_place_and_an_environment_set_after_the_fork_server_started(tmp_path, monkeypatch):
+    local.start(tell, 1, tmp_path)  # the fork server is up now at the latest
+    monkeypatch.setenv("MARK", "set later")
+    local.start(tell, 3, tmp_path)
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
+    assert told == [{"rank": rank, "size": 3, "mark": "set later"} for rank in range(3)]
+
+
+def test_the_death_of_a_rank_ends_its_peers_and_says_which_and_how():
+    with pytest.raises(local.RankDied, match="rank 1 ended with exit status 7") as caught:
+        local.start(fail_with, 2, 7)
+    assert (caught.value.rank, caught.value.exit_code) == (1, 7)
+
+
+def test_handlers_of_signals_are_what_they_were_before():
+    before = [signal.getsignal(getattr(signal, name)) for name in local.STOP_SIGNALS]
+    with pytest.raises(local.RankDied):
+        local.start(fail_with, 2, 1)
+    assert [signal.getsignal(getattr(signal, name)) for name in local.STOP_SIGNALS] == before
+
+
+def leave_a_stopped_peer(environ: dict[str, str], folder: Path) -> None:
+    """In a rank: rank 0 is stopped and hears no signal but SIGKILL; then rank 1 fails."""
+    if os.environ["RANK"] == "0":
+        (folder / "stopped").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while not (folder / "stopped").exists() or psutil_status(folder / "stopped") != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    os._exit(7)
+
+
+def psutil_status(pid_file: Path) -> str:
+    """How the process is whose number the file holds; empty while it is being written."""
+    text = pid_file.read_text()
+    return psutil.Process(int(text)).status() if text else ""
+
+
+def test_a_stopped_peer_of_a_rank_that_failed_is_killed(tmp_path):
+    begun = time.monotonic()
+    with pytest.raises(local.RankDied) as caught:
+        local.start(leave_a_stopped_peer, 2, tmp_path)
+    assert (caught.value.rank, caught.value.exit_code) == (1, 7)
+    assert not psutil.pid_exists(int((tmp_path / "stopped").read_text()))
+    assert time.monotonic() - begun < 25  # the agent alone would have waited for 30 s
+
+
+def be_asked_to_stop(environ: dict[str, str], folder: Path, parent: int, name: str, times: int, how: str) -> None:
+    """In a rank: ask the parent to stop; then the rank does what ``how`` says: ``end``, ``ignore`` it or ``die``."""
+    heard: list[int] = []
+    rank = os.environ["RANK"]
+    for signal_name in local.STOP_SIGNALS:
+        signal.signal(getattr(signal, signal_name), signal.SIG_DFL if how == "die" else lambda n, _: heard.append(n))
+    (folder / f"{rank}.pid").write_text(str(os.getpid()))
+    while len(list(folder.glob("*.pid"))) < 2:
+        time.sleep(0.01)
+    for _ in range(times if rank == "0" else 0):
+        os.kill(parent, getattr(signal, name))
+        time.sleep(0.3)  # equal signals that wait to be delivered are one
+    while how != "end" or not heard:
+        time.sleep(0.01)
+        if heard:
+            (folder / f"{rank}.noted").touch()
+    (folder / f"{rank}.heard").write_text(str([signal.Signals(number).name for number in heard]))
+
+
+def assert_no_rank_lives(folder: Path) -> None:
+    pids = [int(path.read_text()) for path in folder.glob("*.pid")]
+    assert len(pids) == 2
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+class TestGrace:
+    @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR2"])
+    def test_ranks_hear_the_signal_once_and_end_by_themselves(self, tmp_path, name):
+        with pytest.raises(local.Stopped, match=name):
+            local.start(be_asked_to_stop, 2, tmp_path, os.getpid(), name, 2, "end", grace=3600)
+        assert [path.read_text() for path in tmp_path.glob("*.heard")] == [str([name])] * 2
+        assert_no_rank_lives(tmp_path)
+
+    def test_ranks_that_need_longer_are_killed(self, tmp_path):
+        with pytest.raises(local.Stopped, match="SIGTERM"):
+            local.start(be_asked_to_stop, 2, tmp_path, os.getpid(), "SIGTERM", 1, "ignore", grace=0.5)
+        assert_no_rank_lives(tmp_path)
+
+    def test_the_third_ctrl_c_kills_at_once(self, tmp_path):
+        with pytest.raises(local.Stopped, match="SIGINT"):
+            local.start(be_asked_to_stop, 2, tmp_path, os.getpid(), "SIGINT", 20, "ignore", grace=3600)
+        assert_no_rank_lives(tmp_path)
+
+    def test_a_rank_that_fails_meanwhile_does_not_hide_that_we_were_asked(self, tmp_path):
+        with pytest.raises(local.Stopped, match="SIGTERM"):
+            local.start(be_asked_to_stop, 2, tmp_path, os.getpid(), "SIGTERM", 1, "die", grace=3600)
+        assert_no_rank_lives(tmp_path)
+
+    def test_without_it_ranks_that_do_not_obey_are_killed(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(local, "END_SECONDS", 0.5)
+        with pytest.raises(local.Stopped, match="SIGUSR2"):
+            local.start(be_asked_to_stop, 2, tmp_path, os.getpid(), "SIGUSR2", 1, "ignore")
+        assert_no_rank_lives(tmp_path)
+
+    def test_the_ranks_go_with_a_parent_that_is_killed_in_it(self, tmp_path):
+        mark = uuid.uuid4().hex
+        code = (
+            "import os, pathlib; from ptdbench.launch import local; from tests.launch.test_local import *; "
+            f"local.start(be_asked_to_stop, 2, pathlib.Path({str(tmp_path)!r}), os.getpid(), 'SIGTERM', 1, 'ignore', "
+            "grace=3600)"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PTDBENCH_TEST_MARK": mark}
+        )
+        try:
+            while len(list(tmp_path.glob("*.noted"))) < 2:
+                assert process.poll() is None
+                time.sleep(0.05)
+            assert len(carrying(mark)) >= 4  # itself, the fork server and two ranks
+        finally:
+            process.kill()
+        process.wait()
+        _, alive = psutil.wait_procs(carrying(mark), timeout=30)
+        for orphan in alive:
+            orphan.kill()
+        assert not alive
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_ranks_compute_with_the_threads_that_the_config_says(run, threads):
+    record = run(
+        "model=custom", "model._target_=tests.launch.test_local.ThreadCount", "data=synthetic_vectors", "data.inputs=2",
+        "data.outputs=1", "train.steps=1", "optimizer.lr=0", f"cluster.cpus_per_rank={threads}",
+    )  # fmt: skip
+    assert record["error"] is None
+    assert record["losses"] == [threads * 1000 + threads]
+
+
+class ThreadCount(torch.nn.Module):
+    """Its loss says how many threads torch uses, and how many OMP_NUM_THREADS asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.weight.expand(len(inputs), 1)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs.sum() + torch.get_num_threads() * 1000 + int(os.environ["OMP_NUM_THREADS"])
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[str], str]]]:
+    """Starts ``train.py`` on a run without end, waits until it trains, and returns it with a mark of its processes."""
+    started = []
+
+    def start() -> tuple[subprocess.Popen[str], str]:
+        mark = uuid.uuid4().hex
+        process = subprocess.Popen(
+            [
+                sys.executable, str(ROOT / "train.py"), "model=toy", "train.steps=1000000", "train.max_minutes=null",
+                f"hydra.run.dir={tmp_path}/run",
+            ],
+            env={**os.environ, "PTDBENCH_TEST_MARK": mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        started.append(process)
+        assert process.stderr is not None
+        assert "step" in process.stderr.readline()  # the progress line of a rank
+        return process, mark
+
+    yield start
+    for process in started:
+        process.kill()
+
+
+def carrying(mark: str) -> list[psutil.Process]:
+    """Living processes that inherited the mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if mark in process.environ().values() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "kind"),
+    [
+        ("SIGINT", "preempted", "Stopped"),
+        ("SIGTERM", "preempted", "Stopped"),
+        ("SIGUSR2", "preempted", "Stopped"),
+        ("SIGKILL", "failed", "Unfinished"),
+    ],
+)
+def test_a_signal_to_train_py_leaves_no_process_and_a_record(endless, tmp_path, name, status, kind):
+    process, mark = endless()
+    assert len(carrying(mark)) >= 4  # itself, the fork server and two ranks
+    process.send_signal(signal.Signals[name])
+    assert process.wait(60) == (-9 if name == "SIGKILL" else 128 + signal.Signals[name])
+    _, alive = psutil.wait_procs(carrying(mark), timeout=30)
+    assert not alive
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert (record["status"], record["error"]["type"]) == (status, kind)
+    assert record["world_size"] == 2

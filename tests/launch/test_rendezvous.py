@@ -1,0 +1,235 @@
+"""Ranks that meet, and ranks that do not, as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+
+from ptdbench.launch import rendezvous
+from ptdbench.launch.world import World, discover
+
+#: A rank: it meets the others, agrees with them, and tells what it knows then.
+RANK = """
+import json, os, sys
+from datetime import timedelta
+import torch, torch.distributed as dist
+from ptdbench.launch import rendezvous
+from ptdbench.launch.world import discover
+from ptdbench.problems import ConfigError
+
+rendezvous.ARRIVAL = timedelta(seconds=float(sys.argv[1]))
+world = discover(os.environ)
+try:
+    said = rendezvous.agree("word", world, f"from {os.getpid()}" if world.rank == 0 else None)
+except ConfigError as error:
+    sys.exit(f"refused: {error}")
+assert discover(os.environ) == world
+with rendezvous.process_group(world, "gloo", torch.device("cpu"), key="run"):
+    total = torch.tensor([world.rank + 1])
+    dist.all_reduce(total)
+if "env://" in sys.argv:  # as a stranger's code would
+    dist.init_process_group("gloo")
+    dist.barrier()
+    dist.destroy_process_group()
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+told = {"said": said, "total": int(total)} | {name: os.environ[name] for name in names}
+os.write(1, (json.dumps(told) + "\\n").encode())  # in one piece: ranks share the terminal
+"""
+
+#: Seconds after which a rank that hangs is a failure; longer than any of these waits for a peer.
+PATIENCE = 120.0
+
+
+def srun(job: str, rank: int) -> dict[str, str]:
+    """The environment of one of two tasks on two nodes, of which the first is this machine."""
+    return {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_NODEID": str(rank),
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NODELIST": "localhost,elsewhere",
+    }
+
+
+@pytest.fixture
+def started(environ: dict[str, str]) -> Callable[..., AbstractContextManager[subprocess.Popen[str]]]:
+    """A process that takes part, for as long as the block lasts."""
+
+    @contextmanager
+    def start(
+        of_launcher: Mapping[str, str], *arguments: str, arrival: float = 60, prefix: Sequence[str] = ()
+    ) -> Iterator[subprocess.Popen[str]]:
+        command = [*prefix, sys.executable, "-c", RANK, str(arrival), *arguments]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, env=environ | of_launcher, stdout=pipe, stderr=pipe, text=True) as process:
+            try:
+                yield process
+            finally:
+                process.terminate()  # not SIGKILL: srun and mpirun must end their ranks
+
+    return start
+
+
+def told(process: subprocess.Popen[str]) -> list[dict[str, str]]:
+    """What the ranks of a process printed, by rank."""
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, err
+    return sorted((json.loads(line) for line in out.splitlines()), key=lambda line: int(line["RANK"]))
+
+
+def check_two_nodes(ranks: list[dict[str, str]], sizes: tuple[int, int]) -> None:
+    """Ranks of two nodes have met on the first, and each knows its place."""
+    places = [(str(local), str(size)) for size in sizes for local in range(size)]
+    assert [(rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"]) for rank in ranks] == places
+    count = sum(sizes)
+    common = {"said": ranks[0]["said"], "total": count * (count + 1) // 2, "WORLD_SIZE": str(count)}
+    common |= {"MASTER_ADDR": "n1", "MASTER_PORT": ranks[0]["MASTER_PORT"]}
+    for number, rank in enumerate(ranks):
+        assert rank == rank | common | {"RANK": str(number)}
+
+
+def refused(process: subprocess.Popen[str]) -> str:
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1, err
+    return err
+
+
+def await_listener(port: str) -> None:
+    """Wait until somebody listens; the connection itself is one that a rank 0 must survive."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return socket.create_connection(("localhost", int(port))).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < end, "nobody listens"
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def job() -> str:
+    """The id of a SLURM job that nobody has."""
+    return str(uuid.uuid4().int)
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """A port on which somebody listens, accepts and says nothing."""
+    with socket.create_server(("", 0)) as listener:
+        yield str(listener.getsockname()[1])
+
+
+@pytest.fixture
+def free() -> str:
+    """A port that nobody has just now."""
+    with socket.create_server(("", 0)) as listener:
+        return str(listener.getsockname()[1])
+
+
+def test_tasks_of_srun_meet(started, job):
+    stale = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "5"}
+    with (
+        started(srun(job, 0) | stale, "env://") as first,
+        started(srun(job, 1) | stale, "env://") as second,
+    ):
+        (zero,), (one,) = told(first), told(second)
+    common = {"said": f"from {first.pid}", "total": 3, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    meeting_point = {"MASTER_ADDR": "localhost", "MASTER_PORT": zero["MASTER_PORT"]}
+    assert zero == common | meeting_point | {"RANK": "0"}
+    assert one == common | meeting_point | {"RANK": "1"}
+
+
+def test_ranks_of_torchrun_meet_where_it_says(started, free):
+    common = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    common |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free}
+    with (
+        started(common | {"RANK": "0", "LOCAL_RANK": "0"}) as first,
+        started(common | {"RANK": "1", "LOCAL_RANK": "1"}) as second,
+    ):
+        (zero,), (one,) = told(first), told(second)
+    assert zero["said"] == one["said"] == f"from {first.pid}"
+    assert zero["MASTER_PORT"] == one["MASTER_PORT"] == free
+
+
+def test_ranks_of_mpirun_meet(started, mpirun):
+    with started({}, prefix=[*mpirun, "-np", "2"]) as both:
+        zero, one = told(both)
+    common = {"said": zero["said"], "total": 3, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    common |= {"MASTER_ADDR": "localhost", "MASTER_PORT": zero["MASTER_PORT"]}
+    assert zero == common | {"RANK": "0", "LOCAL_RANK": "0"}
+    assert one == common | {"RANK": "1", "LOCAL_RANK": "1"}
+    assert 10000 <= int(zero["MASTER_PORT"]) < 65536
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1)], ids=str)
+def test_ranks_of_two_nodes_meet_on_the_first(started, slurm, sizes):
+    with started(slurm, prefix=["srun", "-N2", f"-n{sum(sizes)}", "--ntasks-per-node=2"]) as step:
+        check_two_nodes(told(step), sizes)
+
+
+def test_ranks_of_mpirun_in_an_allocation_meet_on_its_first_node(started, slurm, mpirun):
+    with started(slurm, prefix=["salloc", "-N2", "--ntasks-per-node=2", *mpirun]) as allocation:
+        check_two_nodes(told(allocation), (2, 2))
+
+
+def test_a_port_that_is_taken(started, job, taken):
+    with started(srun(job, 0) | {"MASTER_PORT": taken}) as process:
+        assert refused(process) == (
+            f"refused: MASTER_PORT={taken}: rank 0 cannot listen on localhost:{taken}: the port is taken; "
+            "set MASTER_PORT to a free port for all ranks, or end what uses this one\n"
+        )
+
+
+def test_somebody_else_at_the_port_who_says_nothing(started, job, taken):
+    with started(srun(job, 1) | {"MASTER_PORT": taken}, arrival=2) as process:
+        assert refused(process) == (
+            f"refused: MASTER_ADDR=localhost: no rank 0 answers at localhost:{taken} within 2 s; set MASTER_ADDR "
+            "to an address of rank 0's host that all nodes reach, or see why other ranks have ended\n"
+        )
+
+
+def test_nobody_at_the_port(started, job, free):
+    with started(srun(job, 1) | {"MASTER_PORT": free}, arrival=2) as process:
+        assert f"MASTER_ADDR=localhost: no rank 0 answers at localhost:{free} within 2 s; " in refused(process)
+
+
+def test_peers_that_do_not_come(started, job, free):
+    with started(srun(job, 0) | {"MASTER_PORT": free}, arrival=2) as process:
+        assert f"srun=localhost:{free}: 1 of 2 ranks came within 2 s; " in refused(process)
+
+
+def test_another_launch_at_the_same_port(started, job, free):
+    here = {"MASTER_PORT": free}
+    with started(srun(job, 0) | here) as first:
+        await_listener(free)
+        with started(srun(job + "1", 1) | here, arrival=3) as stranger:
+            assert f"srun=localhost:{free}: 1 of 2 ranks came within 3 s; " in refused(stranger)
+        with started(srun(job, 1) | here) as second:
+            assert told(first)[0]["said"] == told(second)[0]["said"]
+
+
+def test_export_changes_nothing_under_torchrun():
+    environ = {"RANK": "1", "MASTER_ADDR": "n1"}
+    rendezvous.export(World(0, 2, 0, 1, "torchrun"), environ)
+    assert environ == {"RANK": "1", "MASTER_ADDR": "n1"}
+
+
+def test_export_of_what_was_derived_leads_to_the_same_place(job):
+    environ = srun(job, 1)
+    world = discover(environ)
+    rendezvous.export(world, environ)
+    before = dict(environ)
+    rendezvous.export(discover(environ), environ)
+    assert environ == before
+    assert discover(environ) == world

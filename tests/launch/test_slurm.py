@@ -1,0 +1,269 @@
+"""What SLURM's commands say, asked of a real SLURM where the test cluster can say it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ptdbench.launch import slurm as commands
+from ptdbench.launch.slurm import JobState, Partition, SlurmError
+
+Submit = Callable[..., str]
+Fake = Callable[[str, str], None]
+
+
+@pytest.fixture
+def submit(slurm: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Submit]:
+    """Submits a shell command to the test cluster, which the commands of this process talk to; returns the job's id."""
+    monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])
+    monkeypatch.chdir(tmp_path)
+    ids = []
+
+    def it(command: str, *flags: str) -> str:
+        words = ["sbatch", "--parsable", "--output=job.log", *flags, f"--wrap={command}"]
+        ids.append(subprocess.run(words, env=slurm, check=True, stdout=subprocess.PIPE, text=True).stdout.strip())
+        return ids[-1]
+
+    yield it
+    subprocess.run(["scancel", "--quiet", *ids], env=slurm, check=False)
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Commands that say what the test cluster cannot: ``fake("sinfo", "echo hello")``; no real one is on PATH then."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+    def make(name: str, body: str) -> None:
+        script = folder / name
+        script.write_text(f"#!/bin/sh\nPATH=/usr/bin:/bin\n{body}\n")
+        script.chmod(0o755)
+
+    return make
+
+
+def when(job: str, reached: Callable[[JobState], bool]) -> JobState:
+    """The state of a job once it is as it should become; the patience only bounds a test that fails."""
+    deadline = time.monotonic() + 60
+    while not reached(state := commands.queue([job])[job]):
+        assert time.monotonic() < deadline, state
+        time.sleep(0.2)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("gres", "count"),
+    [
+        ("(null)", 0),
+        ("", 0),
+        ("gpu", 1),
+        ("gpu:2", 2),
+        ("gpu:volta:2", 2),
+        ("gpu:a100:4(S:0-1)", 4),
+        ("gpu:a100:4(S:0,2),nvme:1", 4),
+        ("gpu:v100:2,gpu:k80:4", 6),
+        ("lscratch:100,gpu:16", 16),
+        ("gres/gpu:tesla:3", 3),
+        ("gpu_mem:80", 0),
+    ],
+)
+def test_gpus_are_counted_whatever_their_types(gres, count):
+    assert commands.gpu_count(gres) == count
+
+
+def test_flags_become_words():
+    flags = {"ntasks_per_node": 2, "exclusive": True, "requeue": False, "comment": "two words"}
+    assert commands.options(flags) == ["--ntasks-per-node=2", "--exclusive", "--comment=two words"]
+
+
+class TestWithoutSlurm:
+    @pytest.fixture(autouse=True)
+    def _empty_path(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PATH", str(tmp_path))
+
+    def test_it_is_not_available(self):
+        assert not commands.available()
+
+    @pytest.mark.parametrize(
+        ("command", "call"),
+        [
+            ("sinfo", commands.partitions),
+            ("squeue", lambda: commands.queue(["1"])),
+            ("sbatch", lambda: commands.test({"nodes": 1})),
+            ("scancel", lambda: commands.cancel(["1"])),
+        ],
+    )
+    def test_the_missing_command_is_named(self, command, call):
+        with pytest.raises(SlurmError, match=f"^{command} is not on PATH$"):
+            call()
+
+    def test_nothing_is_asked_about_nothing(self):
+        assert commands.queue([]) == {}
+        commands.cancel([])
+
+
+class TestOtherClusters:
+    """Output of clusters that the test cluster is not, in the format of the real commands."""
+
+    def test_partitions_of_several_kinds_of_nodes(self, fake):
+        lines = (
+            "batch*|2-00:00:00|14|96|(null)",
+            "batch*|2-00:00:00|2|128|gpu:a100:4(S:0-1)",
+            "debug|5:00|1|8|gpu:v100:2,gpu:k80:4",
+            "long|infinite|16|96|(null)",
+            "empty|1:00:00|0|0|(null)",
+        )
+        fake("sinfo", "\n".join(f"echo '{line}'" for line in lines))
+        assert commands.partitions() == [
+            Partition("batch", True, 16, 2 * 24 * 60, (0, 4), 128),
+            Partition("debug", False, 1, 5, (6,), 8),
+            Partition("long", False, 16, None, (0,), 96),
+            Partition("empty", False, 0, 60, (), 0),
+        ]
+
+    def test_a_command_that_does_not_answer_is_quoted(self, fake, monkeypatch):
+        monkeypatch.setattr(commands, "PATIENCE", 5)
+        fake("sinfo", "echo 'sinfo: error: Unable to contact slurm controller' >&2; exec sleep 600")
+        with pytest.raises(SlurmError) as caught:
+            commands.partitions()
+        assert str(caught.value) == "sinfo did not answer in 5 s\nUnable to contact slurm controller"
+
+    def test_a_command_that_cannot_be_started(self, fake, tmp_path):
+        fake("sinfo", "")
+        (tmp_path / "bin" / "sinfo").chmod(0o644)
+        with pytest.raises(SlurmError, match=r"^sinfo cannot be started: Permission denied$"):
+            commands.partitions()
+
+
+class TestHistory:
+    """Jobs that squeue has forgotten."""
+
+    @pytest.fixture(autouse=True)
+    def _forgetful(self, fake):
+        commands._keeps_accounts.cache_clear()
+        fake("squeue", "echo '7_0|RUNNING|1:05|gpu[01-02]|None'")
+        yield
+        commands._keeps_accounts.cache_clear()
+
+    def test_sacct_knows_how_they_ended(self, fake):
+        fake(
+            "sacct", "echo '7_1|CANCELLED by 1000|1-00:00:01|gpu03|None'; echo '9|TIMEOUT|01:00:10|None assigned|None'"
+        )
+        assert commands.queue(["7_0", "7_1", "9", "11"]) == {
+            "7_0": JobState("7_0", "RUNNING", 65, "gpu[01-02]", ""),
+            "7_1": JobState("7_1", "CANCELLED", 86401, "gpu03", ""),
+            "9": JobState("9", "TIMEOUT", 3610, "", ""),
+        }
+
+    def test_only_the_missing_jobs_are_asked_for(self, fake, tmp_path):
+        fake("sacct", f'echo "$*" >> {tmp_path}/asked')
+        commands.queue(["7_0", "7_1", "9"])
+        assert (tmp_path / "asked").read_text().splitlines()[-1].endswith("--jobs=7,9")
+
+    def test_a_sacct_that_fails_is_asked_once(self, fake, tmp_path):
+        fake("sacct", f"echo x >> {tmp_path}/asked; echo 'Slurm accounting storage is disabled' >&2; exit 1")
+        for _ in range(3):
+            assert commands.queue(["9"]) == {}
+        assert (tmp_path / "asked").read_text() == "x\n"
+
+    def test_who_is_in_the_queue_is_not_asked_for_again(self, fake, tmp_path):
+        fake("sacct", f"touch {tmp_path}/asked")
+        assert list(commands.queue(["7"])) == ["7_0"]
+        assert not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize("state", ["COMPLETED", "TIMEOUT", "NODE_FAIL", "CANCELLED", "PREEMPTED", "OUT_OF_MEMORY"])
+def test_what_has_ended_is_over(state):
+    assert JobState("1", state, 0, "", "").is_over
+
+
+@pytest.mark.parametrize("state", ["PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"])
+def test_what_may_go_on_is_not_over(state):
+    assert not JobState("1", state, 0, "", "").is_over
+
+
+class TestRealSlurm:
+    def test_partitions(self, submit):
+        assert commands.available()
+        assert commands.partitions() == [
+            Partition("debug", True, 2, 60, (2,), 4),
+            Partition("short", False, 1, 5, (2,), 4),
+            Partition("gpu", False, 2, None, (2,), 4),
+        ]
+
+    def test_a_persons_defaults_hide_nothing(self, submit, monkeypatch):
+        job = submit("true", "--hold")
+        monkeypatch.setenv("SINFO_PARTITION", "short")
+        monkeypatch.setenv("SQUEUE_PARTITION", "short")
+        assert len(commands.partitions()) == 3
+        assert job in commands.queue([job])
+
+    def test_a_job_that_would_be_accepted(self, submit):
+        sentence = commands.test({"nodes": 2, "ntasks_per_node": 2, "gpus_per_node": 2, "exclusive": True})
+        assert sentence.startswith("Job ")
+        assert "on nodes n[1-2] in partition debug" in sentence
+
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            ({"nodes": 3}, "allocation failure: Requested node configuration is not available"),
+            ({"partition": "gpux"}, "invalid partition specified: gpux"),
+            ({"coffee": "black"}, "unrecognized option '--coffee=black'"),
+            ({"mem": "1G", "mem_per_cpu": "1G"}, "--mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive."),
+        ],
+    )
+    def test_what_slurm_refuses_it_says_in_its_own_words(self, submit, flags, words):
+        with pytest.raises(SlurmError) as caught:
+            commands.test(flags)
+        assert str(caught.value).splitlines()[0] == words
+
+    def test_testing_submits_nothing(self, submit, slurm):
+        name = "only-a-test"
+        commands.test({"job_name": name})
+        words = ["squeue", "--noheader", "--states=all", f"--name={name}"]
+        assert subprocess.run(words, env=slurm, check=True, stdout=subprocess.PIPE, text=True).stdout == ""
+
+    def test_elements_of_an_array_each_have_their_state(self, submit):
+        array = submit("exit $SLURM_ARRAY_TASK_ID", "--array=0-1", "--time=1")
+        good, bad = (when(f"{array}_{index}", lambda job: job.is_over) for index in (0, 1))
+        assert (good.state, good.reason) == ("COMPLETED", "")
+        assert (bad.state, bad.reason) == ("FAILED", "NonZeroExitCode")
+        assert bad.nodes in ("n1", "n2")
+        assert set(commands.queue([array])) == {f"{array}_0", f"{array}_1"}
+        assert set(commands.queue([f"{array}_1"])) == {f"{array}_1"}
+
+    def test_a_held_job_waits_and_a_cancelled_one_is_over(self, submit):
+        job = submit("true", "--hold")
+        assert commands.queue([job]) == {job: JobState(job, "PENDING", 0, "", "JobHeldUser")}
+        commands.cancel([job])
+        assert when(job, lambda job: job.is_over).state == "CANCELLED"
+        commands.cancel([job])  # it stays so
+
+    def test_a_running_job_says_where_and_a_requeued_one_waits_again(self, submit, slurm):
+        job = submit("sleep 600", "--nodes=2", "--requeue")
+        assert when(job, lambda job: job.state == "RUNNING").nodes == "n[1-2]"
+        subprocess.run(["scontrol", "requeuehold", job], env=slurm, check=True)
+        waiting = when(job, lambda job: job.state == "PENDING")
+        assert not waiting.is_over
+        assert "held" in waiting.reason
+
+    def test_jobs_that_slurm_has_never_seen_are_absent(self, submit):
+        commands._keeps_accounts.cache_clear()
+        known = submit("true", "--hold")
+        assert commands.queue(["99999999"]) == {}
+        assert set(commands.queue(["99999999", known])) == {known}
+
+    def test_a_thousand_jobs_are_one_question(self, submit, monkeypatch):
+        array = submit("true", "--hold", "--array=0-999")
+        asked = []
+        run = commands._run
+        monkeypatch.setattr(commands, "_run", lambda *words: asked.append(words) or run(*words))
+        found = commands.queue([f"{array}_{index}" for index in range(1000)])
+        assert len(found) == 1000
+        assert {job.state for job in found.values()} == {"PENDING"}
+        assert len(asked) == 1

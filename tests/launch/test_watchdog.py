@@ -1,0 +1,233 @@
+"""The watchdog: who is named, who is ended, and who is left in peace."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from ptdbench.launch import local, rendezvous
+from ptdbench.launch.watchdog import State, Watchdog, verdict
+from ptdbench.launch.world import discover
+
+#: Seconds; short, and yet enough for a thread's turn on a machine that is busy with other tests.
+LIMIT = 2.5
+
+#: What is too long for a step and not for what else takes its time.
+LONG = 1.5 * LIMIT
+
+BUSY = State(step=12, patience=-0.1, place="spin (model.py:33)")
+WAITS = State(step=12, patience=-0.1, place="all_reduce", waits=True)
+ELSEWHERE = replace(WAITS, place="broadcast")
+LEFT = State(step=13, left=True)
+
+
+@pytest.mark.parametrize(
+    ("heard", "rank", "message"),
+    [
+        (
+            {0: WAITS, 1: None},
+            1,
+            "rank 1 has not finished step 12 for 60 s: stopped, or its machine is gone (its peers wait in all_reduce); "
+            "stacks in failures/",
+        ),
+        (
+            {0: None, 1: WAITS, 2: None, 3: ELSEWHERE, 4: BUSY},
+            0,
+            "ranks 0, 2 have not finished step 12 for 60 s: stopped, or their machines are gone (their peers wait in "
+            "all_reduce, broadcast); stacks in failures/",
+        ),
+        (
+            {0: WAITS, 1: BUSY, 2: LEFT},
+            1,
+            "rank 1 has not finished step 12 for 60 s: is in spin (model.py:33) (its peers wait in all_reduce); "
+            "stacks in failures/",
+        ),
+        (
+            {0: WAITS, 1: BUSY, 2: BUSY},
+            1,
+            "ranks 1, 2 have not finished step 12 for 60 s: are in spin (model.py:33) (their peers wait in "
+            "all_reduce); stacks in failures/",
+        ),
+        (
+            {0: BUSY, 1: replace(BUSY, place="sleep (model.py:34)")},
+            0,
+            "no rank has finished step 12 for 60 s: rank 0 is in spin (model.py:33), rank 1 is in sleep (model.py:34); "
+            "stacks in failures/",
+        ),
+        ({0: BUSY}, 0, "rank 0 has not finished step 12 for 60 s: is in spin (model.py:33); stacks in failures/"),
+        (
+            {0: WAITS, 1: ELSEWHERE, 2: WAITS},
+            0,
+            "no rank has finished step 12 for 60 s: ranks 0, 2 wait in all_reduce, rank 1 waits in broadcast; "
+            "stacks in failures/",
+        ),
+        (
+            {0: replace(WAITS, step=None), 1: replace(WAITS, step=1)},
+            0,
+            "no rank has finished the first step for 60 s: all wait in all_reduce; stacks in failures/",
+        ),
+        (
+            dict.fromkeys(range(100)) | {100: WAITS},
+            0,
+            "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more have not finished step 12 for 60 s: stopped, or their "
+            "machines are gone (their peers wait in all_reduce); stacks in failures/",
+        ),
+    ],
+)
+def test_the_rank_to_blame(heard, rank, message):
+    assert verdict(heard, 60.0) == (rank, message)
+
+
+def work(environ: dict[str, str], folder: Path, how: str, culprit: int, server: tuple[str, int] | None) -> None:
+    """In a rank: step under a watchdog until ``culprit`` does in step 3 what ``how`` says."""
+    world = discover(os.environ)
+    assert world is not None
+    world = replace(world, launcher="srun" if server else "local")
+    rank = world.rank
+    (folder / f"{rank}.pid").write_text(str(os.getpid()))
+
+    def report(blamed: int, message: str, stacks: str) -> None:
+        (folder / f"{rank}.json").write_text(json.dumps([blamed, message, stacks]))
+
+    with rendezvous.process_group(world, "gloo", torch.device("cpu"), key=str(folder)) as store:
+        # Under srun rank 0 serves the store.
+        shared = dist.TCPStore(*server, world.size, is_master=rank == 0) if server else store
+        with Watchdog(world, shared, folder, LIMIT, report) as watchdog:
+            for step in range(1000):
+                if step == 3 and rank == culprit:
+                    (folder / "begun").touch()
+                    misbehave(how)
+                dist.recv(torch.ones(1)) if step == 3 and how == "recv" else dist.all_reduce(torch.ones(1))
+                watchdog.beat(step + 1)
+
+
+def misbehave(how: str) -> None:
+    """Hold the others up."""
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while how == "spin":
+        pass
+
+
+def ended(folder: Path, how: str, culprit: int, server: tuple[str, int] | None = None) -> dict[int, list]:
+    """Let three ranks work until the watchdog ends them; what each rank reported. None of them lives on."""
+    with pytest.raises(local.RankDied) as caught:
+        local.start(work, 3, folder, how, culprit, server)
+    assert caught.value.exit_code == 1
+    assert time.time() - (folder / "begun").stat().st_mtime < LIMIT + 10
+    pids = [int(path.read_text()) for path in folder.glob("*.pid")]
+    assert len(pids) == 3
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    return {rank: json.loads(path.read_text()) for rank in range(3) if (path := folder / f"{rank}.json").exists()}
+
+
+def stacks(folder: Path) -> dict[int, str]:
+    """The stacks that the ranks left."""
+    files = sorted((folder / "failures").glob("stacks-rank-*.txt"))
+    return {int(path.stem.rpartition("-")[2]): path.read_text() for path in files}
+
+
+@pytest.mark.ranks
+class TestStuck:
+    @pytest.mark.parametrize("culprit", [0, 2])
+    def test_a_stopped_rank_is_named_and_killed(self, tmp_path, culprit):
+        reports = ended(tmp_path, "stop", culprit)
+        others = sorted({0, 1, 2} - {culprit})
+        assert list(stacks(tmp_path)) == others
+        assert all("all_reduce" in text for text in stacks(tmp_path).values())
+        assert reports
+        assert culprit not in reports
+        for blamed, message, text in reports.values():
+            assert blamed == culprit
+            assert message == (
+                f"rank {culprit} has not finished step 3 for {LIMIT} s: stopped, or its machine is gone "
+                "(its peers wait in all_reduce); stacks in failures/"
+            )
+            assert "all_reduce" in text  # a witness's
+
+    def test_a_rank_that_spins_is_named_with_its_stacks(self, tmp_path):
+        reports = ended(tmp_path, "spin", 1)
+        assert list(stacks(tmp_path)) == [0, 1, 2]
+        assert reports
+        for blamed, message, text in reports.values():
+            assert blamed == 1
+            assert message.startswith(
+                f"rank 1 has not finished step 3 for {LIMIT} s: is in misbehave (test_watchdog.py:"
+            )
+            assert "its peers wait in all_reduce" in message
+            assert "in misbehave" in text
+
+    def test_ranks_that_wait_for_each_other_are_told_from_one_that_is_late(self, tmp_path):
+        reports = ended(tmp_path, "recv", 0)
+        assert reports
+        for blamed, message, _ in reports.values():
+            assert blamed == 0
+            assert message == f"no rank has finished step 3 for {LIMIT} s: all wait in recv; stacks in failures/"
+
+    def test_a_stopped_rank_that_serves_the_store_itself_is_named(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(local, "END_SECONDS", 1.0)
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        reports = ended(tmp_path, "stop", 0, ("localhost", port))
+        assert reports
+        for rank, (blamed, message, _) in reports.items():
+            assert blamed == 0
+            assert message == (
+                f"rank 0 does not answer: stopped, or its machine is gone (rank {rank} has not finished step 3 for "
+                f"{LIMIT} s: waits in all_reduce); stacks in failures/"
+            )
+
+
+def take_time(environ: dict[str, str], folder: Path) -> None:
+    """In a rank: a first step, a pause and a suspension of all ranks longer than the limit; then no thread is left."""
+    world = discover(os.environ)
+    assert world is not None
+
+    def report(*_: object) -> None:
+        (folder / "alarm").touch()
+
+    with rendezvous.process_group(world, "gloo", torch.device("cpu"), key=str(folder)) as store:
+        with Watchdog(world, store, folder, LIMIT, report) as watchdog:
+            time.sleep(LONG)
+            for step in range(20):
+                dist.all_reduce(torch.ones(1))
+                watchdog.beat(step + 1)
+                if step == 5 and world.rank == 0:
+                    with watchdog.paused():
+                        time.sleep(LONG)
+                if step == 10:
+                    suspend(world.rank)
+                    time.sleep(LIMIT / 2)  # so that the threads get their turn before the step is over
+            dist.barrier()
+        names = [thread.name for thread in threading.enumerate()]
+        assert not any(name.startswith("watchdog") for name in names), names
+    (folder / f"{world.rank}.done").touch()
+
+
+def suspend(rank: int) -> None:
+    """Stop both ranks for a while, and let them go on together."""
+    pids: list[int] = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    time.sleep(LIMIT / 4)  # the threads see the step before this one, so that the suspension falls into one step
+    if rank == 0:
+        both = f"{pids[0]} {pids[1]}"
+        subprocess.Popen(["sh", "-c", f"kill -STOP {both}; sleep {LONG}; kill -CONT {both}"]).wait()
+
+
+@pytest.mark.ranks
+def test_a_slow_run_ends_in_peace(tmp_path):
+    local.start(take_time, 2, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.done", "1.done"]

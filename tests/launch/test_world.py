@@ -1,0 +1,245 @@
+"""Who a process is, from its environment alone."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from ptdbench.launch.world import LAUNCHERS, World, discover
+from ptdbench.problems import ConfigError
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "a1",
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+}
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "6", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}
+
+MVAPICH2 = {
+    "MV2_COMM_WORLD_RANK": "2",
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_LOCAL_RANK": "0",
+    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "7",
+    "JSM_NAMESPACE_SIZE": "12",
+    "JSM_NAMESPACE_LOCAL_RANK": "1",
+    "JSM_NAMESPACE_LOCAL_SIZE": "6",
+}
+
+#: The last task of ``srun -N4 --ntasks=7`` as Slurm 22.05 shows it.
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "6",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_NODEID": "3",
+    "SLURM_STEP_NUM_NODES": "4",
+}
+
+#: What ``srun --pty bash`` gives a shell, and the steps that are started in it inherit.
+PTY = {"SLURM_PTY_PORT": "40001", "SLURM_PTY_WIN_COL": "80", "SLURM_PTY_WIN_ROW": "24"}
+ONE_TASK = {
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NUM_NODES": "1",
+}
+
+#: What a batch script itself has: no step, and yet a task's number.
+BATCH = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+}
+
+BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+
+#: In the order in which they win.
+ALL = {
+    "torchrun": (TORCHRUN, World(5, 8, 1, 4, "torchrun", nodes=2)),
+    "openmpi": (OPEN_MPI, World(3, 4, 1, 2, "openmpi", nodes=2)),
+    "mpich": (MPICH, World(3, 6, 0, 3, "mpich", nodes=2)),
+    "mvapich2": (MVAPICH2, World(2, 4, 0, 2, "mvapich2", nodes=2)),
+    "jsrun": (JSRUN, World(7, 12, 1, 6, "jsrun", nodes=2)),
+    "srun": (SRUN, World(6, 7, 0, 1, "srun", nodes=4)),
+}
+
+
+def refused(environ: dict[str, str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        discover(environ)
+    return str(caught.value)
+
+
+def test_every_launcher_is_tried_here():
+    assert list(ALL) == list(LAUNCHERS)
+
+
+@pytest.mark.parametrize("launcher", ALL)
+def test_every_launcher(launcher):
+    environ, world = ALL[launcher]
+    assert discover(environ) == world
+
+
+@pytest.mark.parametrize(("first", "second"), list(combinations(ALL, 2)))
+def test_of_two_launchers_the_first_of_the_table_wins(first, second):
+    assert discover(ALL[second][0] | ALL[first][0]) == ALL[first][1]
+
+
+def test_a_world_of_one():
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert discover(TORCHRUN | alone) == World(0, 1, 0, 1, "torchrun", nodes=1)
+
+
+@pytest.mark.parametrize(("rank", "place"), [(0, (0, 2)), (3, (1, 2)), (6, (0, 1))])
+def test_nodes_of_srun_may_have_different_numbers_of_tasks(rank, place):
+    node, local_rank = divmod(rank, 2)
+    task = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local_rank)}
+    assert discover(SRUN | task) == World(rank, 7, *place, "srun", nodes=4)
+
+
+def test_number_of_nodes():
+    assert discover(TORCHRUN | {"GROUP_WORLD_SIZE": "3"}).nodes == 3  # torchrun knows better than a division
+    assert discover(OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "5"}).nodes is None  # 2 here, and 1 or 3 elsewhere
+
+
+def test_helpers_of_mpirun_are_a_step_too():
+    """Seen: mpirun in an allocation of two nodes; each rank has the step variables of its node's helper."""
+    helper = SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    assert discover(helper | OPEN_MPI) == ALL["openmpi"][1]
+
+
+def test_a_step_with_pmi_is_no_mpich():
+    assert discover(SRUN | {"PMI_RANK": "6", "PMI_SIZE": "7"}) == ALL["srun"][1]
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"PATH": "/bin", "HOME": "/home/ada"},
+        # Left over in a shell, or set for something else: no launcher's mark.
+        {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"},
+        *({name: value for name, value in BY_HAND.items() if name != missing} for missing in BY_HAND),
+        BY_HAND | {"RANK": "0", "WORLD_SIZE": "1"},
+        # A shell under salloc is an allocation, not a rank.
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
+        BATCH,
+        SRUN | ONE_TASK | PTY,
+        SRUN | ONE_TASK | {"SLURM_STEP_ID": "4294967290"},
+    ],
+    ids=[
+        *("empty", "a shell", "stale", *(f"no {name}" for name in BY_HAND), "alone by hand"),
+        *("salloc", "a batch script", "srun --pty", "salloc on the node"),
+    ],
+)
+def test_whom_no_launcher_started_is_no_rank(environ):
+    assert discover(environ) is None
+
+
+def test_a_step_started_in_a_terminal_of_srun_is_ranks():
+    assert discover(SRUN | PTY) == ALL["srun"][1]
+
+
+def test_mpirun_in_a_terminal_of_srun():
+    assert discover(SRUN | ONE_TASK | PTY | OPEN_MPI) == ALL["openmpi"][1]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "missing"),
+    [
+        (name, variable)
+        for name, row in LAUNCHERS.items()
+        for variable in row.variables
+        if variable not in (*row.proof, row.nodes, row.local_size if row.node else "")
+    ],
+)
+def test_every_part_of_what_a_launcher_says_is_needed(launcher, missing):
+    environ = {name: value for name, value in ALL[launcher][0].items() if name != missing}
+    assert refused(environ).startswith(
+        f"{missing}=(not set): {launcher} must have set it to a whole number; "
+        "unset the stale variables or use torchrun; the environment says\n"
+        f"  {launcher}: "
+    )
+
+
+@pytest.mark.parametrize("listed", ["", "2(x3", "2(x3)"])  # the last one knows three nodes, and this is the fourth
+def test_tasks_of_this_node_are_needed(listed):
+    assert refused(SRUN | {"SLURM_STEP_TASKS_PER_NODE": listed}).startswith(
+        f"SLURM_STEP_TASKS_PER_NODE={listed or '(not set)'}: srun must have set it to the tasks of every node, "
+        "such as 2(x3),1; this is node 3; "
+    )
+
+
+@pytest.mark.parametrize("value", ["", "one", "-1", "1.5", "2(x3)", "²"])
+def test_numbers_are_numbers(value):
+    assert refused(TORCHRUN | {"RANK": value}).startswith(f"RANK={value or '(not set)'}: torchrun must have set it")
+
+
+@pytest.mark.parametrize(
+    "contradiction",
+    [
+        {"RANK": "8"},
+        {"LOCAL_RANK": "4"},
+        {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},  # fewer in all than on this node
+        {"WORLD_SIZE": "0"},
+        {"LOCAL_WORLD_SIZE": "0"},
+    ],
+)
+def test_contradictions_are_quoted(contradiction):
+    message = refused(TORCHRUN | contradiction)
+    for name in TORCHRUN:
+        assert f"{name}={(TORCHRUN | contradiction)[name]}" in message
+
+
+def test_every_source_is_told():
+    lines = refused(OPEN_MPI | SRUN | {"OMPI_COMM_WORLD_SIZE": "2"}).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["openmpi:", "srun:"]
+    assert "OMPI_COMM_WORLD_SIZE=2" in lines[1]
+    assert "SLURM_STEP_TASKS_PER_NODE=2(x3),1" in lines[2]
+
+
+def test_a_rank_that_no_launcher_claims_is_refused():
+    assert refused(BY_HAND) == (
+        "RANK=1: with WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500 this is one rank of several, but no launcher has "
+        "left its mark: stale, or set by hand; "
+        "unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT, or start the ranks with torchrun"
+    )
+
+
+@pytest.mark.parametrize("launcher", ALL)
+def test_beside_a_launcher_stale_variables_do_not_matter(launcher):
+    environ, world = ALL[launcher]
+    assert discover(BY_HAND | environ) == world
+
+
+def test_nothing_but_what_is_in_the_environment_decides(monkeypatch):
+    for count in range(len(TORCHRUN) + 1):
+        for names in combinations(TORCHRUN, count):
+            monkeypatch.setenv("RANK", "3")  # of the real environment, which is not asked
+            environ = {name: TORCHRUN[name] for name in names}
+            complete = set(names) == set(TORCHRUN)
+            if "TORCHELASTIC_RUN_ID" in names and not complete:
+                refused(environ)
+            else:
+                assert discover(environ) == (ALL["torchrun"][1] if complete else None)

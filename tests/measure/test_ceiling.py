@@ -1,0 +1,57 @@
+"""The ceilings that are kept: found again for exactly the same device, and for no other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ptdbench.measure import ceiling
+from ptdbench.measure.ceiling import Key
+
+GPU = Key("NVIDIA H200", "550.54", "2.15.0", "bf16", None)
+ENVIRONMENT = {"cpu": "AMD EPYC", "driver": "550.54", "torch": "2.15.0"}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_what_is_kept_is_found_again():
+    assert ceiling.look_up(GPU) is None
+    ceiling.keep(GPU, 7.5e14, "8192x8192x8192")
+    assert ceiling.look_up(GPU) == 7.5e14
+    ceiling.keep(GPU, 7.6e14, "4096x4096x4096")
+    assert ceiling.look_up(GPU) == 7.6e14
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"device": "NVIDIA H100 PCIe"}, {"driver": "550.55"}, {"torch": "2.16.0"}, {"dtype": "fp16"}, {"threads": 1}],
+)
+def test_any_difference_makes_it_another(change):
+    ceiling.keep(GPU, 7.5e14, "8192x8192x8192")
+    assert ceiling.look_up(replace(GPU, **change)) is None
+
+
+def test_it_lies_in_the_users_cache_folder_and_nothing_else_does(tmp_path):
+    path = ceiling.keep(GPU, 1.0, "2x2x2")
+    assert [entry for entry in tmp_path.rglob("*") if entry.is_file()] == [path]
+    assert path.parent == tmp_path / "ptdbench" / "ceilings"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"flops_per_second": null}'])
+def test_a_broken_file_is_no_ceiling(text):
+    ceiling.keep(GPU, 1.0, "2x2x2").write_text(text)
+    assert ceiling.look_up(GPU) is None
+
+
+def test_threads_matter_to_a_cpu_and_the_driver_to_a_gpu():
+    assert ceiling.key(ENVIRONMENT, None, "fp32", 8) == Key("AMD EPYC", None, "2.15.0", "fp32", 8)
+    assert ceiling.key(ENVIRONMENT, "NVIDIA H200", "bf16", 8) == GPU
+
+
+def test_for_people():
+    assert str(GPU) == "NVIDIA H200, driver 550.54, torch 2.15.0, bf16"
+    assert str(Key("AMD EPYC", None, "2.15.0", "fp32", 2)) == "AMD EPYC, torch 2.15.0, fp32, 2 threads"

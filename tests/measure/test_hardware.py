@@ -1,0 +1,134 @@
+import json
+import platform
+import shutil
+import subprocess
+import sys
+
+import numpy
+import pytest
+import torch
+
+from ptdbench.measure import hardware
+from ptdbench.measure.hardware import DENSE_PEAKS, dense_peak, environment
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
+        ("NVIDIA A100-SXM4-80GB", "tf32", 156),
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H200", "bf16", 989.4),
+        ("Tesla V100-SXM2-32GB", "fp16", 125),
+    ],
+)
+def test_known_peaks(name, dtype, tflops):
+    peak, reason = dense_peak(name, dtype)
+    assert peak == pytest.approx(tflops * 1e12)
+    assert reason is None
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("NVIDIA H100", "bf16"),  # no device says just this
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),  # a slice is not the device
+        ("Tesla V100-SXM2-32GB", "bf16"),  # a known device without such units
+    ],
+)
+def test_nothing_is_guessed(name, dtype):
+    peak, reason = dense_peak(name, dtype)
+    assert peak is None
+    assert name in reason
+    assert dtype in reason
+
+
+def test_cpu_has_no_peak():
+    peak, reason = dense_peak("cpu", "fp32")
+    assert peak is None
+    assert "CPU" in reason
+
+
+@pytest.mark.parametrize("name", DENSE_PEAKS)
+def test_peaks_are_dense_and_ordered(name):
+    peaks = DENSE_PEAKS[name]
+    assert set(peaks) <= {"fp32", "tf32", "bf16", "fp16"}
+    assert peaks["fp32"] <= peaks.get("tf32", peaks["fp32"]) < peaks["fp16"] == peaks.get("bf16", peaks["fp16"])
+
+
+def test_environment_says_what_runs_here():
+    found = environment("cpu")
+    assert found["python"] == platform.python_version()
+    assert found["torch"] == torch.__version__
+    assert found["numpy"] == numpy.__version__
+    assert found["host"] == platform.node()
+    assert found["cores"] >= 1
+    assert found["cpu"]
+    assert found["devices"] == []
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_environment_of_a_cpu_leaves_cuda_alone():
+    code = (
+        "from ptdbench.measure.hardware import environment\n"
+        "environment('cpu')\n"
+        "import torch\n"
+        "raise SystemExit(torch.cuda.is_initialized())"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_environment_of_a_gpu():
+    found = environment("cuda")
+    assert found["devices"] == [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    assert found["nccl"].count(".") >= 2
+    assert json.loads(json.dumps(found)) == found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC 12.2",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build  (root@host)",
+    ],
+)
+def test_driver_version_is_read_from_the_kernel_module(text, monkeypatch):
+    monkeypatch.setattr(hardware.Path, "read_text", lambda path: text)
+    assert hardware._driver() == "550.54.15"
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    if shutil.which("git") is None:
+        pytest.skip("needs git")
+
+    def git(*arguments):
+        identity = ("-c", "user.name=n", "-c", "user.email=e@example.org")
+        done = subprocess.run(
+            ["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    git("init", "-q")
+    return tmp_path, git
+
+
+def test_git_commit_and_dirt(checkout):
+    root, git = checkout
+    assert hardware._git(root) == {"git_commit": None, "git_dirty": None}  # nothing committed yet
+    (root / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-q", "-m", "one")
+    assert hardware._git(root) == {"git_commit": git("rev-parse", "HEAD"), "git_dirty": False}
+    (root / "file").write_text("two")
+    assert hardware._git(root)["git_dirty"] is True
+
+
+def test_git_is_not_asked_for_a_package_installed_inside_another_checkout(checkout):
+    root, git = checkout
+    git("commit", "-q", "--allow-empty", "-m", "one")
+    packages = root / "site-packages"
+    packages.mkdir()
+    assert hardware._git(packages) == {"git_commit": None, "git_dirty": None}

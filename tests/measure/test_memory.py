@@ -1,0 +1,60 @@
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ptdbench.measure import memory
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def test_cpu_peak_is_that_of_the_process():
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    memory.reset_peak(CPU)
+    block = bytearray(b"x") * (200 * MIB)
+    peak = memory.peak_bytes(CPU)
+    assert len(block) < peak < kilobytes * 1024 + 2 * len(block)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_cpu_peak_outlives_its_memory_until_it_is_reset():
+    memory.reset_peak(CPU)
+    before = memory.peak_bytes(CPU)
+    block = bytearray(b"x") * (300 * MIB)
+    del block
+    assert memory.peak_bytes(CPU) > before + 250 * MIB
+    memory.reset_peak(CPU)
+    assert memory.peak_bytes(CPU) < before + 50 * MIB
+
+
+def test_cpu_memory_in_use_rises_and_falls():
+    before = memory.current_bytes(CPU)
+    block = bytearray(b"x") * (200 * MIB)
+    assert memory.current_bytes(CPU) > before + 150 * MIB
+    del block
+    assert memory.current_bytes(CPU) < before + 50 * MIB
+
+
+def test_without_proc_the_peak_is_that_of_getrusage(monkeypatch):
+    def missing(path: Path) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(memory.Path, "read_text", missing)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert memory.peak_bytes(CPU) == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_peak_counts_tensors_until_it_is_reset():
+    device = torch.device("cuda", 0)
+    memory.reset_peak(device)
+    before = memory.peak_bytes(device)
+    block = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
+    assert memory.current_bytes(device) >= before + 64 * MIB
+    del block
+    assert memory.peak_bytes(device) >= before + 64 * MIB
+    memory.reset_peak(device)
+    assert memory.peak_bytes(device) < before + 64 * MIB

@@ -1,0 +1,131 @@
+"""Products and copies of one device: shapes, rates, and that a wrong product is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ptdbench.measure import products
+from ptdbench.measure.products import Shape
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        (512, Shape(512, 512, 512)),
+        ("512", Shape(512, 512, 512)),
+        ("2x3x5", Shape(2, 3, 5)),
+        ("20x3x5", Shape(20, 3, 5)),
+    ],
+)
+def test_shapes_are_read(text, shape):
+    assert Shape.of(text) == shape
+
+
+@pytest.mark.parametrize("text", ["", "0", "2x3", "2x0x5", "2x3x5x7", "-1", "1.5", "axb", None])
+def test_what_is_no_shape_is_refused(text):
+    with pytest.raises(ValueError, match="is no shape"):
+        Shape.of(text)
+
+
+def test_flops_and_bytes_by_hand():
+    shape = Shape(2, 3, 5)
+    assert shape.flops == 2 * 30  # thirty multiplications and as many additions
+    assert (shape.bytes("fp32"), shape.bytes("bf16")) == (4 * (10 + 15 + 6), 2 * (10 + 15 + 6))
+    assert str(shape) == "2x3x5"
+
+
+def test_rates_by_hand():
+    # 12 in 1, 2 and 3 s: 36 in 6 s; the median takes 2 s, the fastest 1 s.
+    assert products.rates(12, [1.0, 2.0, 3.0]) == {"repetitions": 3, "mean": 6.0, "median": 6.0, "maximum": 12.0}
+    assert products.rates(12, [1.0, 1.0, 4.0])["mean"] == 6.0
+    assert products.rates(12, [1.0, 1.0, 4.0])["median"] == 12.0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_products_are_repeated_at_least_so_often(dtype):
+    taken = products.product_seconds(Shape(16, 8, 32), dtype, CPU, seconds=0.0001)
+    assert len(taken) >= products.LEAST
+    assert min(taken) > 0
+
+
+def test_a_wrong_product_is_told(monkeypatch):
+    right = torch.mm
+
+    def one_entry_off(a, b, out):
+        right(a, b, out=out)
+        out[3, 4] += 1
+
+    monkeypatch.setattr(torch, "mm", one_entry_off)
+    with pytest.raises(ArithmeticError, match=r"^the fp32 product 64x64x64 on cpu is wrong by "):
+        products.product_seconds(Shape(64, 64, 64), "fp32", CPU, seconds=0.0001)
+
+
+def test_a_product_that_is_not_a_number_is_told(monkeypatch):
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: out.fill_(float("nan")))
+    with pytest.raises(ArithmeticError, match="wrong by nan"):
+        products.product_seconds(Shape(8, 8, 8), "bf16", CPU, seconds=0.0001)
+
+
+def test_what_comes_between_precedes_every_repetition_and_is_not_counted(monkeypatch):
+    order: list[str] = []
+
+    class Clock:
+        def start(self):
+            order.append("start")
+
+        def stop(self):
+            order.append("stop")
+
+        def seconds(self):
+            return [1.0] * order.count("stop")
+
+    monkeypatch.setattr(products.clock, "for_device", lambda device: Clock())
+    products.repeat(lambda: order.append("work"), lambda: order.append("flush"), CPU, seconds=0)
+    assert order == ["flush", "start", "work", "stop"] * (products.WARMUP + 1 + products.LEAST)
+
+
+def test_the_flush_is_larger_than_the_last_cache_and_changes_all_of_it(monkeypatch):
+    monkeypatch.setattr(products, "cache_bytes", lambda device: 4096)
+    flush = products.Flush(CPU)
+    flush()
+    flush()
+    assert flush._buffer.nbytes == 2 * 4096
+    assert flush._buffer.eq(2).all()
+
+
+def test_the_last_cache_is_the_largest(tmp_path, monkeypatch):
+    for number, size in enumerate(("48K\n", "1024K\n", "96M\n")):
+        (tmp_path / f"index{number}").mkdir()
+        (tmp_path / f"index{number}" / "size").write_text(size)
+    monkeypatch.setattr(products, "_CACHES", tmp_path)
+    assert products.cache_bytes(CPU) == 96 * 2**20
+    monkeypatch.setattr(products, "_CACHES", tmp_path / "missing")
+    assert products.cache_bytes(CPU) == 32 * 2**20
+
+
+def test_tf32_is_allowed_for_tf32_alone(monkeypatch):
+    seen = {}
+    right = torch.mm
+
+    def spy(a, b, out):
+        seen[out.dtype] = torch.get_float32_matmul_precision()
+        return right(a, b, out=out)
+
+    monkeypatch.setattr(torch, "mm", spy)
+    before = torch.get_float32_matmul_precision()
+    for dtype, precision in (("fp32", "highest"), ("tf32", "high")):
+        products.product_seconds(Shape(8, 8, 8), dtype, CPU, seconds=0.0001)
+        assert seen[torch.float32] == precision
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_a_copy_within_a_memory_counts_twice(monkeypatch):
+    monkeypatch.setattr(products, "cache_bytes", lambda device: 2**20)
+    found = products.copy_seconds(CPU, seconds=0.0001)
+    assert list(found) == ["within the device"]
+    moved, taken = found["within the device"]
+    assert moved == 2 * 2**28
+    assert len(taken) >= products.LEAST

@@ -1,0 +1,125 @@
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+
+from ptdbench.measure.statistics import median_interval, median_of_ratios, paired_ratio, summary, warmup_end
+
+
+def mser_by_definition(values: list[float]) -> int:
+    """White's rule written out: the first d of the first half with the least squared standard error."""
+
+    def squared_standard_error(d: int) -> float:
+        rest = values[d:]
+        mean = statistics.fmean(rest)
+        return sum((value - mean) ** 2 for value in rest) / len(rest) ** 2
+
+    return min(range(len(values) // 2 + 1), key=squared_standard_error)
+
+
+def test_warmup_is_where_the_slow_steps_end():
+    assert warmup_end([9.0, 4.0, 2.0, *[1.0, 1.1] * 10], minimum=0) == 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_warmup_follows_the_definition(seed):
+    draw = random.Random(seed)
+    slow = [draw.uniform(2, 5) for _ in range(draw.randrange(6))]
+    values = slow + [draw.gauss(1, 0.1) for _ in range(draw.randrange(8, 40))]
+    assert warmup_end(values, minimum=0) == mser_by_definition(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "minimum", "expected"),
+    [
+        ([], 3, 0),
+        ([1.0], 3, 0),
+        ([5.0, 1.0], 0, 1),
+        ([1.0] * 10, 0, 0),  # nothing to gain
+        ([1.0] * 10, 3, 3),
+        ([1.0] * 10, 8, 5),  # never more than half
+        (list(range(10, 0, -1)), 0, 5),  # still settling at the end
+    ],
+)
+def test_warmup_bounds(values, minimum, expected):
+    assert warmup_end(values, minimum) == expected
+
+
+def test_warmup_of_equal_steps_does_not_hang_on_rounding():
+    assert warmup_end([0.1234567] * 1001, minimum=0) == 0
+
+
+def test_summary_by_hand():
+    found = summary([5.0, 1.0, 3.0, 2.0, 4.0])
+    assert found["median"] == 3.0
+    assert found["mean"] == 3.0
+    assert found["p5"] == pytest.approx(1.2)
+    assert found["p95"] == pytest.approx(4.8)
+    assert found["ci95"] is None
+
+
+def test_summary_of_no_steps_has_the_same_names():
+    assert summary([]) == dict.fromkeys(summary([1.0]))
+
+
+@pytest.mark.parametrize(
+    # ranks from the usual table of order-statistic intervals of the median
+    ("count", "low", "high"),
+    [(6, 1, 6), (8, 1, 8), (9, 2, 8), (10, 2, 9), (20, 6, 15), (50, 18, 33), (100, 40, 61)],
+)
+def test_median_interval_ranks(count, low, high):
+    values = list(range(count, 0, -1))
+    assert median_interval(values) == [low, high]
+
+
+def test_median_interval_needs_six_values():
+    assert median_interval([1.0] * 5) is None
+
+
+def test_median_interval_covers_what_it_says():
+    """All 2^10 ways in which ten values can fall below or above the median, counted."""
+    low, high = median_interval(list(range(1, 11)))
+
+    def covered(side_below: tuple[bool, ...]) -> bool:
+        return low <= sum(side_below) < high  # x_(low) is below the median, x_(high) is not
+
+    ways = list(itertools.product((True, False), repeat=10))
+    assert 0.95 <= sum(map(covered, ways)) / len(ways) < 0.98
+
+
+def test_paired_ratio_of_proportional_timings_is_exact():
+    base = [1.0, 2.0, 4.0, 3.0]
+    ratio = paired_ratio([1.5 * seconds for seconds in base], base)
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((1.5, 1.5, 1.5))
+
+
+def test_paired_ratio_counts_a_cost_that_falls_on_few_steps():
+    base = [1.0] * 100
+    ratio = paired_ratio([2.0 if step % 10 == 0 else 1.0 for step in range(100)], base)
+    assert ratio.value == pytest.approx(1.1)
+    assert 1.03 < ratio.low < 1.1 < ratio.high < 1.17
+
+
+def test_paired_ratio_interval_matches_the_normal_one():
+    """For many mild timings the bootstrap agrees with mean ± 1.96 standard errors."""
+    draw = random.Random(1)
+    a = [draw.gauss(1.05, 0.05) for _ in range(400)]
+    ratio = paired_ratio(a, [1.0] * 400)
+    half = 1.96 * statistics.stdev(a) / 400**0.5
+    assert ratio.low == pytest.approx(statistics.fmean(a) - half, abs=half / 10)
+    assert ratio.high == pytest.approx(statistics.fmean(a) + half, abs=half / 10)
+    assert ratio == paired_ratio(a, [1.0] * 400)
+
+
+def test_paired_ratio_refuses_what_is_not_paired():
+    with pytest.raises(ValueError, match="3 against 2"):
+        paired_ratio([1.0, 1.0, 1.0], [1.0, 1.0])
+
+
+def test_a_disturbed_pair_is_one_pair():
+    a, b = [2.0] * 20 + [900.0], [1.0] * 21
+    found = median_of_ratios(a, b)
+    assert (found.value, found.low, found.high) == (2.0, 2.0, 2.0)
+    assert median_of_ratios([1.0], [2.0]).high == math.inf  # one pair tells nothing of the spread

@@ -1,0 +1,184 @@
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hydra.errors import InstantiationException
+from torch import nn
+
+from ptdbench.models.foreign import Adapted, adapt, build
+from ptdbench.models.materialise import materialise, parameter_count
+from ptdbench.models.protocol import FlopsUnknown, Model
+from ptdbench.problems import ConfigError
+
+
+def example():
+    return torch.empty(1, 6, device="meta"), torch.empty(1, dtype=torch.int64, device="meta")
+
+
+class Plain(nn.Module):
+    """Knows nothing of the protocol; ``layers`` is how many people name their blocks."""
+
+    def __init__(self, width: int = 5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 4)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class WithLoss(Plain):
+    def loss(self, outputs, targets):
+        return F.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+
+class WithLossModule(Plain):
+    def __init__(self):
+        super().__init__()
+        self.loss = nn.CrossEntropyLoss(label_smoothing=0.1)
+
+
+class TakesTargets(Plain):
+    def forward(self, x, targets=None):
+        outputs = super().forward(x)
+        return outputs if targets is None else F.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+
+class Talkative(TakesTargets):
+    """Says everything but ``train_flops``."""
+
+    def parts(self):
+        return {f"layers.{i}": layer for i, layer in enumerate(self.layers)}
+
+    def tied(self):
+        return [("layers.0.bias", "layers.1.bias")]
+
+    def reset(self, name, tensor, generator):
+        tensor.fill_(len(name))
+
+
+class CallsItem(Plain):
+    def forward(self, x):
+        return super().forward(x) * x.sum().item()
+
+
+class Picky(Plain):
+    def __init__(self):
+        raise ConfigError([])
+
+
+def target(cls):
+    return f"{__name__}.{cls.__name__}"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[__name__])
+
+
+def batch():
+    return torch.randn(8, 6), torch.randint(4, (8,))
+
+
+def test_a_plain_module_gets_the_default_losses():
+    inputs, classes = batch()
+    model = adapt(Plain(), example)
+    outputs = model.module(inputs)
+    assert isinstance(model, Model)
+    torch.testing.assert_close(model(inputs), outputs)
+    torch.testing.assert_close(model(inputs, classes), F.cross_entropy(outputs, classes))
+    numbers = torch.randn(8, 4)
+    torch.testing.assert_close(model(inputs, numbers), F.mse_loss(outputs, numbers))
+
+
+@pytest.mark.parametrize("kind", [WithLoss, WithLossModule, TakesTargets])
+def test_a_module_may_bring_its_loss(kind):
+    inputs, classes = batch()
+    model = adapt(kind(), example)
+    expected = F.cross_entropy(model(inputs), classes, label_smoothing=0.1)
+    torch.testing.assert_close(model(inputs, classes), expected)
+
+
+def test_the_loss_is_fp32_under_autocast():
+    inputs, classes = batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert adapt(WithLoss(), example)(inputs, classes).dtype == torch.float32
+
+
+def test_a_plain_module_has_its_list_of_layers_and_no_stages():
+    model = adapt(Plain(), example)
+    assert model.layers() == list(model.module.layers)
+    assert model.parts() is None
+    assert model.tied() == []
+    assert adapt(nn.Linear(6, 4), example).layers() == []
+
+
+def test_names_are_those_in_the_adapted_model():
+    model = adapt(Talkative(), example)
+    assert all(model.get_submodule(name) is part for name, part in model.parts().items())
+    for first, second in model.tied():
+        model.get_parameter(first), model.get_parameter(second)
+
+
+def test_a_model_is_left_as_it_is():
+    model = adapt(Plain(), example)
+    assert adapt(model, example) is model
+
+
+def test_flops_are_counted_for_one_sample():
+    """2 FLOPs a weight forward, 2 for its gradient and 2 for its inputs', which the first layer needs not."""
+    module = Plain()
+    module.running = module.layers[1].running_mean.clone()
+    assert adapt(module, example).train_flops() == {"module": 4 * 6 * 5 + 6 * 5 * 4}
+    assert torch.equal(module.layers[1].running_mean, module.running)
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_flops_that_cannot_be_counted_say_why():
+    with pytest.raises(FlopsUnknown, match=r"no train_flops\(\).*item\(\)"):
+        adapt(CallsItem(), example).train_flops()
+
+
+def test_without_reset_the_seed_gives_the_values():
+    config = {"_target_": target(Plain), "width": 7}
+    state = torch.random.get_rng_state()
+    first, again, other = (build(config, seed=seed, example=example) for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert parameter_count(first) == 6 * 7 + 7 + 2 * 7 + 7 * 4 + 4
+    weights = [model.module.layers[0].weight for model in (first, again, other)]
+    assert not weights[0].is_meta
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    materialise(first, first, device="cpu", seed=9)
+    assert torch.equal(weights[0], weights[1])
+
+
+def test_with_reset_it_is_built_on_the_meta_device():
+    model = build({"_target_": target(Talkative)}, seed=1, example=example)
+    assert isinstance(model, Adapted)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    materialise(model, model, device="cpu", seed=1)
+    assert (model.module.layers[0].weight == len("layers.0.weight")).all()
+    assert (model.module.layers[1].running_var == len("layers.1.running_var")).all()
+
+
+def test_a_function_may_build_the_module():
+    model = build({"_target_": "torch.nn.Linear", "in_features": 6, "out_features": 4}, seed=1, example=example)
+    assert model(torch.randn(2, 6)).shape == (2, 4)
+    built = build({"_target_": "torchvision.models.resnet18", "num_classes": 4}, seed=1, example=example)
+    assert built(torch.randn(2, 3, 32, 32)).shape == (2, 4)
+
+
+def test_built_in_models_stay_themselves():
+    config = {"_target_": "ptdbench.models.toy.Toy", "width": 9}
+    model = build(config, seed=1, example=example)
+    assert type(model).__name__ == "Toy"
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_what_a_constructor_raises_is_the_cause():
+    with pytest.raises(InstantiationException) as error:
+        build({"_target_": target(Picky)}, seed=1, example=example)
+    assert isinstance(error.value.__cause__, ConfigError)

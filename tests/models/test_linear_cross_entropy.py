@@ -1,0 +1,191 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from ptdbench.models import linear_cross_entropy as module
+from ptdbench.models.linear_cross_entropy import chunk_rows, linear_cross_entropy
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def eight_rows(monkeypatch):
+    """Chunks of at most eight rows."""
+    monkeypatch.setattr(module, "FREE_LOGITS", 1)
+    monkeypatch.setattr(module, "LEAST_ROWS_CPU", 8)
+
+
+def case(rows=37, width=16, vocabulary=50, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(rows, width, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=generator, dtype=dtype).requires_grad_()
+    return hidden, weight, torch.randint(vocabulary, (rows,), generator=generator)
+
+
+def plain(hidden, weight, targets):
+    return F.cross_entropy(hidden.flatten(0, -2) @ weight.T, targets.flatten())
+
+
+def with_gradients(loss_of, hidden, weight, targets, scale=1.0):
+    loss = loss_of(hidden, weight, targets)
+    return (loss.detach(), *torch.autograd.grad(loss * scale, (hidden, weight)))
+
+
+@pytest.mark.usefixtures("eight_rows")
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
+def test_value_and_gradients_are_those_of_the_whole_logits(dtype, rtol, scale):
+    for rows in (1, 8, 9, 37):
+        inputs = case(rows, dtype=dtype)
+        expected = with_gradients(plain, *inputs, scale)
+        for got, want in zip(with_gradients(linear_cross_entropy, *inputs, scale), expected, strict=True):
+            assert got.dtype == dtype
+            torch.testing.assert_close(got, want, rtol=rtol, atol=rtol * want.abs().max().item())
+
+
+@pytest.mark.usefixtures("eight_rows")
+def test_sequences_are_flattened():
+    hidden, weight, targets = case(24)
+    batched = hidden.detach().view(2, 12, -1).requires_grad_()
+    loss, hidden_grad, _ = with_gradients(linear_cross_entropy, batched, weight, targets.view(2, 12))
+    expected, expected_grad, _ = with_gradients(plain, hidden, weight, targets)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(hidden_grad.flatten(0, 1), expected_grad)
+
+
+@pytest.mark.usefixtures("eight_rows")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_loss_and_gradients_stay_fp32(dtype):
+    inputs = case()
+    with torch.autocast("cpu", dtype):
+        results = with_gradients(linear_cross_entropy, *inputs, 64.0)
+    for got, want in zip(results, with_gradients(plain, *inputs, 64.0), strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got, want, rtol=0, atol=0.02 * want.abs().max().item())
+
+
+def test_low_precision_weights_get_gradients_of_their_dtype():
+    hidden, weight, targets = case(dtype=torch.bfloat16)
+    loss, hidden_grad, weight_grad = with_gradients(linear_cross_entropy, hidden, weight, targets)
+    assert loss.dtype == torch.float32
+    assert hidden_grad.dtype == weight_grad.dtype == torch.bfloat16
+
+
+def test_chunks_add_up_in_fp32(monkeypatch):
+    """1024 chunks of one row, each adding -3/4 to one element: a sum in bf16 would stall at 256 of them."""
+    monkeypatch.setattr(module, "FREE_LOGITS", 1)
+    monkeypatch.setattr(module, "LEAST_ROWS_CPU", 1)
+    hidden, weight = torch.ones(1024, 1), torch.zeros(4, 1, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, torch.zeros(1024, dtype=torch.int64))
+    loss.backward()
+    assert weight.grad.flatten().tolist() == [-0.75, 0.25, 0.25, 0.25]
+
+
+def test_small_probabilities_survive_fp16():
+    """Words that are never the target get 1/50304 each; divided by the 512 tokens it would fit no fp16."""
+    tokens, vocabulary, scale = 512, 50304, 2.0**16
+    hidden, weight = torch.ones(tokens, 1), torch.zeros(vocabulary, 1, requires_grad=True)
+    with torch.autocast("cpu", torch.float16):
+        loss = linear_cross_entropy(hidden, weight, torch.zeros(tokens, dtype=torch.int64))
+    (loss * scale).backward()
+    expected = torch.full((vocabulary - 1,), 1 / vocabulary)
+    torch.testing.assert_close(weight.grad[1:, 0] / scale, expected, rtol=5e-3, atol=0)
+
+
+def test_a_target_that_is_nearly_certain_keeps_its_gradient_in_bf16():
+    """softmax is 0.9991 there, which bf16 rounds to 1: the gradient must not be 0."""
+    hidden, weight = torch.ones(1, 1, requires_grad=True), torch.tensor([[7.0], [0.0]])
+    with torch.autocast("cpu", torch.bfloat16):
+        linear_cross_entropy(hidden, weight, torch.zeros(1, dtype=torch.int64)).backward()
+    expected = 7 * (torch.sigmoid(torch.tensor(7.0)) - 1)
+    torch.testing.assert_close(hidden.grad[0, 0], expected, rtol=1e-2, atol=0)
+
+
+class Recorder(TorchDispatchMode):
+    """Counts matrix products and remembers the largest tensor that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
+        if isinstance(result, torch.Tensor):
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.usefixtures("eight_rows")
+def test_no_tensor_is_larger_than_a_chunk_or_the_weight():
+    rows, vocabulary, width = 64, 256, 4
+    inputs = case(rows, width, vocabulary)
+    with Recorder() as recorder:
+        linear_cross_entropy(*inputs).backward()
+    assert recorder.largest == 8 * vocabulary  # and not 64 times
+    assert recorder.products == 3 * rows // 8
+    with Recorder() as usual:
+        plain(*inputs).backward()
+    assert usual.largest == rows * vocabulary
+
+
+@pytest.mark.usefixtures("eight_rows")
+def test_nothing_is_computed_for_gradients_that_nobody_wants():
+    hidden, weight, targets = case(32)
+    expected = plain(hidden, weight, targets)
+    for grad, frozen, products in [(False, (), 1), (True, (hidden,), 2), (True, (weight,), 2)]:
+        for tensor in (hidden, weight):
+            tensor.requires_grad_(all(tensor is not other for other in frozen))
+        with Recorder() as recorder, torch.set_grad_enabled(grad):
+            loss = linear_cross_entropy(hidden, weight, targets)
+        torch.testing.assert_close(loss, expected)
+        assert loss.requires_grad == grad
+        assert recorder.products == products * 32 // 8
+
+
+@pytest.mark.usefixtures("eight_rows")
+def test_a_frozen_weight_gets_no_gradient():
+    hidden, weight, targets = case()
+    expected = torch.autograd.grad(plain(hidden, weight, targets), hidden)[0]
+    linear_cross_entropy(hidden, weight.requires_grad_(False), targets).backward()
+    torch.testing.assert_close(hidden.grad, expected)
+    assert weight.grad is None
+
+
+def test_a_second_backward_is_refused_and_not_wrong():
+    loss = linear_cross_entropy(*case())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.usefixtures("eight_rows")
+def test_under_activation_checkpointing():
+    inputs = case()
+
+    def recomputed(*args):
+        return checkpoint(linear_cross_entropy, *args, use_reentrant=False)
+
+    for got, want in zip(with_gradients(recomputed, *inputs), with_gradients(plain, *inputs), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.usefixtures("eight_rows")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiles_without_a_graph_break(autocast):
+    inputs = case(20)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected = with_gradients(linear_cross_entropy, *inputs, 3.0)
+        for got, want in zip(with_gradients(compiled, *inputs, 3.0), expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_chunks_are_large_enough_for_the_products_and_no_larger():
+    assert chunk_rows(1100, 50304, CPU) == 550  # two chunks of equal size, and not 1024 rows and 76
+    assert chunk_rows(8192, 50304, torch.device("cuda")) == 4096
+    assert chunk_rows(8192, 256, CPU) == 8192  # 8 MiB of logits are not worth a second chunk
+    assert chunk_rows(1, 50304, CPU) == 1

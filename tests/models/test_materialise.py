@@ -1,0 +1,106 @@
+import pytest
+import torch
+from torch import nn
+
+from ptdbench.models.gpt import GPT
+from ptdbench.models.materialise import materialise, parameter_count
+from ptdbench.models.resnet import ResNet
+
+
+def meta_gpt():
+    with torch.device("meta"):
+        return GPT(layers=3, heads=2, width=16, sequence_length=8, vocabulary=30)
+
+
+def whole(seed=0):
+    model = meta_gpt()
+    materialise(model, model, device="cpu", seed=seed)
+    return model
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_part_by_part_in_any_order_is_the_whole(order):
+    model = meta_gpt()
+    for name, part in list(model.parts().items())[::order]:
+        materialise(model, part, prefix=f"{name}.", device="cpu", seed=0)
+    assert_same(model.state_dict(), whole().state_dict())
+    assert model.head.projection.weight is model.embedding.token.weight
+
+
+def test_a_twin_alone_in_its_stage_has_the_value_of_the_first():
+    """Each rank of a pipeline has a model of its own and fills its own stage only."""
+    first, last = meta_gpt(), meta_gpt()
+    materialise(first, first.embedding, prefix="embedding.", device="cpu", seed=0)
+    materialise(last, last.head, prefix="head.", device="cpu", seed=0)
+    twins = first.embedding.token.weight, last.head.projection.weight
+    torch.testing.assert_close(*twins, rtol=0, atol=0)
+    assert last.blocks[0].mlp.up.weight.is_meta  # of another rank
+
+
+def test_a_part_cut_off_from_its_model_is_filled_by_name():
+    model = meta_gpt()
+    stage = nn.ModuleDict({"mine": model.blocks[1]})
+    materialise(meta_gpt(), stage["mine"], prefix="blocks.1.", device="cpu", seed=0)
+    assert_same(stage["mine"].state_dict(), whole().blocks[1].state_dict())
+
+
+def test_values_depend_on_seed_and_name():
+    model = whole()
+    assert_same(whole().state_dict(), model.state_dict())
+    weight = model.blocks[0].mlp.up.weight
+    assert not torch.equal(weight, whole(seed=1).blocks[0].mlp.up.weight)
+    assert not torch.equal(weight, model.blocks[1].mlp.up.weight)
+
+
+def test_it_leaves_the_global_generator_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    whole()
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_a_second_call_changes_nothing():
+    model = whole()
+    with torch.no_grad():
+        model.head.norm.weight.fill_(7)
+    materialise(model, model, device="cpu", seed=1)
+    assert (model.head.norm.weight == 7).all()
+
+
+def test_parameters_stay_parameters_and_frozen_stay_frozen():
+    model = meta_gpt()
+    model.embedding.requires_grad_(False)
+    materialise(model, model, device="cpu", seed=0)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.is_leaf
+        assert parameter.requires_grad == (not name.startswith("embedding."))
+
+
+def test_buffers_too():
+    with torch.device("meta"):
+        model = ResNet(depth=18)
+    materialise(model, model, device="cpu", seed=0)
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    assert model.bn1.num_batches_tracked.dtype == torch.int64
+    assert model.bn1.num_batches_tracked == 0
+
+
+def test_gradients_flow_into_what_was_filled():
+    model = whole()
+    tokens = torch.randint(30, (2, 8))
+    model(tokens, tokens).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def test_shared_parameters_count_once():
+    model = meta_gpt()
+    assert parameter_count(model) == 30 * 16 + 8 * 16 + 3 * (12 * 16**2 + 13 * 16) + 2 * 16

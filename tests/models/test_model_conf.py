@@ -1,0 +1,100 @@
+"""Every file of conf/model, on the meta device: nothing here allocates a weight, up to a trillion."""
+
+from functools import cache
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ptdbench.models.materialise import parameter_count
+from ptdbench.models.protocol import Model
+
+FILES = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
+RUNNABLE = [path.stem for path in FILES if path.stem != "custom"]
+
+# layers, width, sequence length, vocabulary
+GPTS = {
+    "gpt_tiny": (4, 128, 128, 256),
+    "gpt_small": (12, 768, 1024, 50304),
+    "gpt_medium": (24, 1024, 1024, 50304),
+    "gpt_large": (24, 1536, 1024, 50304),
+    "gpt_xl": (24, 2048, 1024, 50304),
+    "gpt_xl_24h": (24, 2064, 1024, 50304),
+    "gpt_2_7b": (32, 2560, 2048, 50304),
+    "gpt_6_7b": (32, 4096, 2048, 50304),
+    "gpt_13b": (40, 5120, 2048, 50304),
+    "gpt_175b": (96, 12288, 2048, 50304),
+    "gpt_1t": (128, 25600, 2048, 50304),
+}
+
+
+def options(name):
+    loaded = OmegaConf.to_container(OmegaConf.load(FILES[0].parent / f"{name}.yaml"))
+    assert loaded.pop("name") == name
+    loaded.pop("defaults", None)
+    return loaded
+
+
+@cache
+def on_meta(name):
+    with torch.device("meta"):
+        return hydra.utils.instantiate(options(name))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_header_shows_the_command(path):
+    assert f"#   python train.py model={path.stem}" in path.read_text()
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_it_is_a_model_that_fits_any_machine(name):
+    model = on_meta(name)
+    assert isinstance(model, Model)
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_parameters_of_a_gpt(name):
+    """Embeddings V·D + T·D; a block 12 D² weights, 9 D biases and 4 D of norms; the final norm 2 D."""
+    layers, width, length, vocabulary = GPTS[name]
+    block = 12 * width**2 + 13 * width
+    expected = vocabulary * width + length * width + layers * block + 2 * width
+    assert parameter_count(on_meta(name)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    # torchvision's model cards
+    [("resnet18", 11_689_512), ("resnet50", 25_557_032), ("resnet152", 60_192_808)],
+)
+def test_parameters_of_a_resnet(name, published):
+    assert parameter_count(on_meta(name)) == published
+
+
+def test_names_keep_what_they_say():
+    billions = {"gpt_small": 0.125, "gpt_medium": 0.35, "gpt_large": 0.76, "gpt_xl": 1.3, "gpt_xl_24h": 1.3}
+    billions |= {"gpt_2_7b": 2.7, "gpt_6_7b": 6.7, "gpt_13b": 13, "gpt_175b": 175, "gpt_1t": 1000}
+    for name, said in billions.items():
+        assert parameter_count(on_meta(name)) / 1e9 == pytest.approx(said, rel=0.03), name
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_flops_are_those_that_pytorch_counts(name):
+    model = on_meta(name)
+    chosen = options(name)
+    with torch.device("meta"):
+        if name.startswith("gpt"):
+            inputs = targets = torch.empty(1, chosen["sequence_length"], dtype=torch.int64)
+        elif name.startswith("resnet"):
+            side = chosen["image_size"]
+            inputs, targets = torch.empty(1, 3, side, side), torch.empty(1, dtype=torch.int64)
+        else:
+            inputs, targets = torch.empty(1, chosen["inputs"]), torch.empty(1, chosen["outputs"])
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(inputs, targets).backward()
+    assert counter.get_total_flops() > 0
+    assert sum(model.train_flops().values()) == pytest.approx(counter.get_total_flops(), rel=0.02)

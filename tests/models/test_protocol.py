@@ -1,0 +1,172 @@
+"""What every built-in model must keep of the protocol, family by family."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ptdbench.models.gpt import GPT
+from ptdbench.models.materialise import materialise
+from ptdbench.models.protocol import Model, default_loss
+from ptdbench.models.resnet import ResNet
+from ptdbench.models.toy import Toy
+
+
+def filled(family, **options):
+    with torch.device("meta"):
+        model = family(**options)
+    materialise(model, model, device="cpu", seed=1)
+    return model
+
+
+def gpt(**options):
+    model = filled(GPT, layers=3, heads=2, width=16, sequence_length=12, vocabulary=40, **options)
+    return model, torch.randint(40, (3, 12)), torch.randint(40, (3, 12))
+
+
+def untied_gpt():
+    return gpt(tie_weights=False)
+
+
+def resnet():
+    model = filled(ResNet, depth=18, classes=10, image_size=45)
+    return model, torch.randn(3, 3, 45, 45), torch.randint(10, (3,))
+
+
+def bottleneck_resnet():
+    model = filled(ResNet, depth=50, classes=10, image_size=32)
+    return model, torch.randn(3, 3, 32, 32), torch.randint(10, (3,))
+
+
+def toy_of_numbers():
+    return filled(Toy, inputs=6, width=5, outputs=4, layers=3), torch.randn(3, 6), torch.randn(3, 4)
+
+
+def toy_of_classes():
+    return filled(Toy, inputs=6, width=5, outputs=4, layers=3), torch.randn(3, 6), torch.randint(4, (3,))
+
+
+FAMILIES = [gpt, untied_gpt, resnet, bottleneck_resnet, toy_of_numbers, toy_of_classes]
+
+
+@pytest.fixture(params=FAMILIES, ids=lambda family: family.__name__)
+def case(request):
+    """A model on the CPU with a batch of inputs and targets."""
+    torch.manual_seed(0)
+    return request.param()
+
+
+def test_it_is_a_model(case):
+    assert isinstance(case[0], Model)
+
+
+def test_parts_are_submodules_by_name_and_hold_every_tensor_once(case):
+    model, *_ = case
+    held = []
+    for name, part in model.parts().items():
+        assert model.get_submodule(name) is part
+        held += [f"{name}.{tensor}" for tensor in part.state_dict()]
+    assert sorted(held) == sorted(model.state_dict())
+
+
+def test_the_chain_of_parts_is_forward(case):
+    model, inputs, targets = case
+    *chain, last = model.parts().values()
+    x = inputs
+    for part in chain:
+        x = part(x)
+    torch.testing.assert_close(last(x, targets), model(inputs, targets), rtol=0, atol=0)
+    torch.testing.assert_close(last(x), model(inputs), rtol=0, atol=0)
+
+
+def test_every_part_can_begin_a_stage(case):
+    """A stage receives a leaf tensor that requires a gradient, and must give that gradient back."""
+    model, inputs, targets = case
+    *chain, last = model.parts().values()
+    expected = gradients(model, lambda: model(inputs, targets))
+
+    def staged():
+        received, sent = [], []
+        x = inputs
+        for part in chain:
+            sent.append(part(x))
+            x = sent[-1].detach().requires_grad_()
+            received.append(x)
+        loss = last(x, targets)
+        loss.backward()
+        for output, leaf in zip(reversed(sent), reversed(received), strict=True):
+            output.backward(leaf.grad)
+
+    for got, want in zip(gradients(model, staged), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+def gradients(model, step):
+    model.zero_grad()
+    loss = step()
+    if loss is not None:
+        loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_the_loss_is_the_plain_loss_of_the_outputs(case):
+    model, inputs, targets = case
+    expected = gradients(model, lambda: default_loss(model(inputs), targets))
+    torch.testing.assert_close(model(inputs, targets), default_loss(model(inputs), targets))
+    for got, want in zip(gradients(model, lambda: model(inputs, targets)), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_loss_is_fp32_in_low_precision(case, dtype):
+    model, inputs, targets = case
+    with torch.autocast("cpu", dtype):
+        loss = model(inputs, targets)
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+    # Batch norm over three images of a few pixels multiplies what rounding did.
+    rtol = 0.3 if isinstance(model, ResNet) else 0.03
+    torch.testing.assert_close(loss, model(inputs, targets), rtol=rtol, atol=0)
+
+
+def test_flops_are_those_that_pytorch_counts(case):
+    model, inputs, targets = case
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(inputs, targets).backward()
+    flops = model.train_flops()
+    assert list(flops) == list(model.parts())
+    assert counter.get_total_flops() > 0
+    assert sum(flops.values()) * len(inputs) == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+def test_layers_are_modules_of_the_model_in_order(case):
+    model, *_ = case
+    order = list(model.modules())
+    positions = [order.index(layer) for layer in model.layers()]
+    assert len(positions) >= 3
+    assert positions == sorted(positions)
+
+
+class TestDefaultLoss:
+    def test_classes_last(self):
+        outputs, targets = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
+        expected = -outputs.log_softmax(-1).gather(-1, targets[..., None]).mean()
+        torch.testing.assert_close(default_loss(outputs, targets), expected)
+
+    def test_classes_second(self):
+        outputs, targets = torch.randn(2, 7, 5), torch.randint(7, (2, 5))
+        expected = -outputs.log_softmax(1).gather(1, targets[:, None]).mean()
+        torch.testing.assert_close(default_loss(outputs, targets), expected)
+
+    def test_numbers(self):
+        loss = default_loss(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 2.0]]))
+        assert loss.item() == 2.0
+
+    def test_numbers_of_another_shape_are_refused(self):
+        with pytest.raises(ValueError, match=r"\(2, 1\).*\(2,\)"):
+            default_loss(torch.zeros(2, 1), torch.zeros(2))
+
+
+def test_a_plain_module_is_no_model():
+    assert not isinstance(nn.Linear(2, 2), Model)

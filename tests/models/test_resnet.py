@@ -1,0 +1,69 @@
+import math
+
+import pytest
+import torch
+import torchvision
+
+from ptdbench.models.materialise import materialise
+from ptdbench.models.resnet import ResNet
+from ptdbench.problems import ConfigError
+
+
+def resnet(depth=18, **options):
+    with torch.device("meta"):
+        model = ResNet(depth=depth, **options)
+    materialise(model, model, device="cpu", seed=0)
+    return model
+
+
+@pytest.mark.parametrize("depth", [18, 50])
+def test_torchvisions_weights_give_torchvisions_logits(depth):
+    torch.manual_seed(0)
+    theirs = getattr(torchvision.models, f"resnet{depth}")(num_classes=10)
+    ours = resnet(depth, classes=10, image_size=64)
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(ours(images), theirs(images))  # batch statistics
+    torch.testing.assert_close(ours.eval()(images), theirs.eval()(images))  # running statistics
+
+
+@pytest.mark.parametrize("depth", [18, 34, 50, 101, 152])
+def test_tensors_and_blocks_are_torchvisions(depth):
+    with torch.device("meta"):
+        ours, theirs = ResNet(depth=depth), getattr(torchvision.models, f"resnet{depth}")()
+    shapes = [{name: t.shape for name, t in model.state_dict().items()} for model in (ours, theirs)]
+    assert shapes[0] == shapes[1]
+    assert len(ours.layers()) == sum(len(getattr(theirs, f"layer{i}")) for i in (1, 2, 3, 4))
+
+
+def test_initial_values_are_distributed_as_torchvisions():
+    torch.manual_seed(0)
+    theirs, ours = torchvision.models.resnet18().state_dict(), resnet(18).state_dict()
+    for name, want in theirs.items():
+        got = ours[name]
+        assert got.dtype == want.dtype
+        if want.unique().numel() > 1:
+            tolerance = 6 / math.sqrt(want.numel())  # more than 4 standard errors of a ratio of two deviations
+            assert got.std().item() == pytest.approx(want.std().item(), rel=tolerance), name
+            assert got.abs().max().item() < 1.5 * want.abs().max().item(), name
+        else:
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_stem_by_hand():
+    """The first convolution: 2 · 7² · 3 · 64 for each of 112² pixels, forward and for its weight."""
+    flops = resnet(18).train_flops()
+    assert flops["conv1"] == 2 * 2 * 49 * 3 * 64 * 112**2
+    assert flops["fc"] == 3 * 2 * 512 * 1000
+    assert flops["layer1.0"] == 3 * 2 * (2 * 9 * 64 * 64) * 56**2
+    assert flops["layer2.0"] == 3 * 2 * (9 * 64 * 128 + 9 * 128 * 128 + 64 * 128) * 28**2
+
+
+def test_all_problems_of_the_options_come_at_once():
+    with pytest.raises(ConfigError) as error:
+        ResNet(depth=51, classes=1, image_size=16)
+    assert str(error.value).splitlines() == [
+        "depth=51: is not the depth of a ResNet; would do: 18, 34, 50, 101, 152",
+        "classes=1: must be a whole number of at least 2",
+        "image_size=16: must be a whole number of at least 32",
+    ]

@@ -1,0 +1,52 @@
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ptdbench.models.materialise import materialise, parameter_count
+from ptdbench.models.toy import Toy
+from ptdbench.problems import ConfigError
+
+
+def toy(**options):
+    with torch.device("meta"):
+        model = Toy(**options)
+    materialise(model, model, device="cpu", seed=0)
+    return model
+
+
+def test_it_is_linear_layers_with_relu_between():
+    model, x = toy(inputs=6, width=5, outputs=4, layers=3), torch.randn(7, 6)
+    weights = list(model.parameters())
+    hidden = (x @ weights[0].T + weights[1]).clamp(min=0)
+    hidden = (hidden @ weights[2].T + weights[3]).clamp(min=0)
+    torch.testing.assert_close(model(x), hidden @ weights[4].T + weights[5])
+    assert parameter_count(model) == (6 * 5 + 5) + (5 * 5 + 5) + (5 * 4 + 4)
+
+
+def test_it_does_regression_and_classification():
+    model, x = toy(inputs=6, outputs=4), torch.randn(7, 6)
+    numbers, classes = torch.randn(7, 4), torch.randint(4, (7,))
+    torch.testing.assert_close(model(x, numbers), F.mse_loss(model(x), numbers))
+    torch.testing.assert_close(model(x, classes), F.cross_entropy(model(x), classes))
+
+
+def test_initial_values_are_those_of_linear_layers():
+    for parameter in toy(inputs=64, width=64, outputs=64, layers=3).parameters():
+        assert parameter.abs().max() <= 1 / 8
+        assert parameter.std().item() == pytest.approx(1 / 8 / math.sqrt(3), rel=0.25)
+
+
+def test_flops_by_hand():
+    assert toy(inputs=6, width=5, outputs=4, layers=3).train_flops() == {
+        "chain.0": 4 * 30,
+        "chain.1": 6 * 25,
+        "chain.2": 6 * 20,
+    }
+
+
+def test_all_problems_of_the_options_come_at_once():
+    with pytest.raises(ConfigError) as error:
+        Toy(inputs=0, width=1.5, outputs=True, layers=1)
+    assert [problem.option for problem in error.value.problems] == ["inputs", "width", "outputs", "layers"]

@@ -1,0 +1,37 @@
+"""A few lines of a test on real ranks."""
+
+from __future__ import annotations
+
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ptdbench.launch import local
+
+
+def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What ``body(*arguments)`` returns in each of ``size`` ranks that share a gloo group, by rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            local.start(_in_rank, size, Path(folder), body, arguments)
+        except local.RankDied as death:
+            told = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
+            raise AssertionError("\n".join([str(death), *told])) from None
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+def _in_rank(environ: Mapping[str, str], folder: Path, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    try:
+        torch.save(body(*arguments), folder / f"{rank}.pt")
+    except Exception:
+        (folder / f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
+        raise
+    dist.destroy_process_group()

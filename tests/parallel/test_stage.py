@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ptdbench.models.gpt import GPT
+from ptdbench.models.materialise import materialise
+from ptdbench.models.resnet import ResNet
+from ptdbench.parallel.stage import Stage
+
+
+def gpt() -> GPT:
+    model = GPT(layers=3, heads=2, width=8, sequence_length=6, vocabulary=11, tie_weights=False)
+    materialise(model, model, device="cpu", seed=0)
+    return model
+
+
+def cut(model, *ends: int) -> list[Stage]:
+    parts = list(model.parts().items())
+    return [Stage(dict(parts[start:stop])) for start, stop in zip((0, *ends), (*ends, len(parts)), strict=True)]
+
+
+@pytest.mark.parametrize("build", [gpt, lambda: ResNet(depth=18, classes=3, image_size=32)])
+@pytest.mark.parametrize("ends", [(), (1,), (2, 4)])
+def test_names_and_tensors_are_those_of_the_whole(build, ends):
+    model = build()
+    of_stages = [item for stage in cut(model, *ends) for item in stage.state_dict(keep_vars=True).items()]
+    whole = model.state_dict(keep_vars=True)
+    assert [name for name, _ in of_stages] == list(whole)
+    assert all(tensor is whole[name] for name, tensor in of_stages)
+
+
+def test_a_chain_of_stages_computes_what_the_whole_does():
+    model = gpt()
+    tokens, targets = torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
+    first, second, last = cut(model, 1, 3)
+    hidden = second(first(tokens))
+    torch.testing.assert_close(last(hidden), model(tokens))
+    loss = last(hidden, targets)
+    assert loss.shape == (1,)  # what a schedule can join
+    torch.testing.assert_close(loss, model(tokens, targets).reshape(1))
+
+
+def test_modules_of_a_stage_are_listed_once():
+    stage = cut(gpt())[0]
+    assert len(list(stage.parameters())) == len(list(gpt().parameters()))

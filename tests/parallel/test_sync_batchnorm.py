@@ -1,0 +1,108 @@
+"""Batch normalisation over two ranks is that of one process over the joined batch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ptdbench.parallel.sync_batchnorm import HostSyncBatchNorm, synchronise_batchnorm
+from tests.parallel.ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "average of all batches": {"momentum": None},
+    "nothing to train": {"affine": False},
+    "nothing tracked": {"track_running_stats": False},
+}
+
+
+def layer(options: dict[str, Any]) -> nn.BatchNorm2d:
+    made = nn.BatchNorm2d(3, **options)
+    if made.affine:
+        with torch.no_grad():
+            made.weight.copy_(torch.tensor([0.5, 1.0, 2.0]))
+            made.bias.copy_(torch.tensor([0.0, -1.0, 3.0]))
+    return made
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    """Three batches and what their outputs are weighed with; the ranks' halves differ, and their mean is large."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(3, 4, 3, 5, 5, generator=generator) * torch.arange(1, 5).view(4, 1, 1, 1) + 100
+    return list(zip(inputs, torch.randn(3, 4, 3, 5, 5, generator=generator), strict=True))
+
+
+def trained(norm: nn.BatchNorm2d, rows: slice) -> dict[str, Any]:
+    """Outputs, gradients and statistics of three steps, and what the layer then does outside of training."""
+    outputs, gradients = [], []
+    for whole, weights in batches():
+        inputs = whole[rows].clone().requires_grad_()
+        result = norm(inputs)
+        (result * weights[rows]).sum().backward()
+        outputs.append(result.detach())
+        gradients.append(inputs.grad)
+    weight_gradients = [parameter.grad for parameter in norm.parameters()]
+    norm.eval()
+    outside = norm(batches()[0][0][rows]).detach()
+    return {
+        "outputs": outputs, "input gradients": gradients, "outside of training": outside,
+        "weight gradients": weight_gradients, "statistics": {n: b.clone() for n, b in norm.named_buffers()},
+    }  # fmt: skip
+
+
+def in_rank() -> dict[str, dict[str, Any]]:
+    rank, seen = dist.get_rank(), {}
+    for name, options in LAYERS.items():
+        model = nn.Sequential(layer(options))
+        synchronise_batchnorm(model, dist.group.WORLD, torch.device("cpu"))
+        assert isinstance(model[0], HostSyncBatchNorm)
+        seen[name] = trained(model[0], slice(2 * rank, 2 * rank + 2))
+    return seen
+
+
+@cache
+def of_ranks() -> list[dict[str, dict[str, Any]]]:
+    return on_ranks(2, in_rank)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_it_does_what_one_process_does_with_the_joined_batch(name):
+    expected = trained(layer(LAYERS[name]), slice(0, 4))
+    ours = [of_rank[name] for of_rank in of_ranks()]
+    close = {"rtol": 1e-4, "atol": 1e-4}  # inputs of 100 leave five digits of what lies around them
+    for what in ("outputs", "input gradients"):
+        joined = [torch.cat(pair) for pair in zip(ours[0][what], ours[1][what], strict=True)]
+        torch.testing.assert_close(joined, expected[what], **close)
+    for both in zip(
+        ours[0]["weight gradients"], ours[1]["weight gradients"], expected["weight gradients"], strict=True
+    ):
+        torch.testing.assert_close(both[0] + both[1], both[2], **close)
+    for rank, rows in enumerate((slice(0, 2), slice(2, 4))):
+        torch.testing.assert_close(ours[rank]["statistics"], expected["statistics"], **close)
+        if name != "nothing tracked":
+            torch.testing.assert_close(
+                ours[rank]["outside of training"], expected["outside of training"][rows], **close
+            )
+
+
+def test_the_halves_alone_would_give_something_else():
+    """Or the comparison above would say nothing."""
+    whole, half = trained(layer({}), slice(0, 4)), trained(layer({}), slice(0, 2))
+    assert (whole["outputs"][0][:2] - half["outputs"][0]).abs().max() > 0.1
+
+
+def test_names_stay_and_only_batch_norms_change():
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Sequential(nn.BatchNorm2d(3), nn.LayerNorm(3)))
+    names = list(model.state_dict())
+    synchronise_batchnorm(model, None, torch.device("cpu"))
+    assert list(model.state_dict()) == names
+    assert [type(module) for module in model.modules() if "Norm" in type(module).__name__] == [
+        HostSyncBatchNorm, HostSyncBatchNorm, nn.LayerNorm,
+    ]  # fmt: skip

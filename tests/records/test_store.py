@@ -1,0 +1,168 @@
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ptdbench.problems import ConfigError
+from ptdbench.records import store
+from ptdbench.records.store import append_result, claim_directory, load_record, read_results, write_record
+
+
+def strictly(text: str):
+    """Parse JSON as the standard has it, where Python also takes NaN."""
+
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_a_record_comes_back(tmp_path):
+    record = {"status": "ok", "losses": [2.5, 1 / 3], "error": None, "layout": {"data": 2}}
+    path = write_record(tmp_path, record)
+    assert path == tmp_path / "record.json"
+    assert load_record(tmp_path) == record
+    assert [entry.name for entry in tmp_path.iterdir()] == ["record.json"]
+
+
+def test_a_record_is_strict_json_whatever_it_holds(tmp_path):
+    record = {
+        "losses": [1.0, float("nan"), float("inf"), -float("inf")],
+        "directory": Path("a/b"),
+        "numpy": [np.float32(0.5), np.int64(3), np.array([1.0, np.nan])],
+        "tensor": torch.tensor([1.5, 2.5]),
+        "tuple": (1, 2),
+        "text": 'quote " newline \n lone surrogate \udcff',
+        7: True,
+    }
+    found = strictly(write_record(tmp_path, record).read_text())
+    assert found["losses"] == [1.0, None, None, None]
+    assert found["directory"] == "a/b"
+    assert found["numpy"] == [0.5, 3, [1.0, None]]
+    assert found["tensor"] == [1.5, 2.5]
+    assert found["tuple"] == [1, 2]
+    assert found["text"] == record["text"]
+    assert found["7"] is True
+
+
+def test_a_write_that_fails_leaves_the_old_record_and_nothing_else(tmp_path, monkeypatch):
+    write_record(tmp_path, {"status": "ok"})
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_record(tmp_path, {"status": "failed"})
+    assert load_record(tmp_path) == {"status": "ok"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["record.json"]
+
+
+def append_many(directory: Path, writer: int) -> None:
+    for number in range(50):
+        append_result(directory, {"writer": writer, "number": number, "padding": "x" * 20_000})
+
+
+def test_results_of_writers_at_the_same_time_are_all_whole(tmp_path):
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=append_many, args=(tmp_path, writer)) for writer in range(3)]
+    for process in writers:
+        process.start()
+    for process in writers:
+        process.join()
+    assert [process.exitcode for process in writers] == [0, 0, 0]
+    results = [strictly(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    found = sorted((result["writer"], result["number"]) for result in results)
+    assert found == [(writer, number) for writer in range(3) for number in range(50)]
+
+
+def test_a_torn_last_line_is_passed_over_and_repaired(tmp_path):
+    append_result(tmp_path, {"run": 1})
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"run": 2, "losses": [1.0, 2')
+    assert read_results(tmp_path) == [{"run": 1}]
+    append_result(tmp_path, {"run": 3})
+    assert (tmp_path / "results.jsonl").read_text() == '{"run": 1}\n{"run": 3}\n'
+    assert read_results(tmp_path) == [{"run": 1}, {"run": 3}]
+
+
+def test_a_torn_first_line_is_repaired_too(tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"ru')
+    append_result(tmp_path, {"run": 1})
+    assert read_results(tmp_path) == [{"run": 1}]
+
+
+def test_a_full_disk_leaves_the_results_as_they_were(tmp_path, monkeypatch):
+    append_result(tmp_path, {"run": 1})
+    before = (tmp_path / "results.jsonl").read_bytes()
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
+    with pytest.raises(OSError, match=r"no room for a result in .*results\.jsonl"):
+        append_result(tmp_path, {"run": 2})
+    assert (tmp_path / "results.jsonl").read_bytes() == before
+
+
+def test_results_survive_a_file_system_without_locks(tmp_path, monkeypatch):
+    def unsupported(descriptor: int, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(store.fcntl, "flock", unsupported)
+    append_result(tmp_path, {"run": 1})
+    assert read_results(tmp_path) == [{"run": 1}]
+
+
+def test_a_sweep_without_results_has_none(tmp_path):
+    assert read_results(tmp_path) == []
+
+
+def test_a_directory_is_given_once(tmp_path):
+    claimed = [claim_directory(tmp_path / "sweep", "run") for _ in range(3)]
+    assert [path.name for path in claimed] == ["run", "run-2", "run-3"]
+    assert all(path.is_dir() for path in claimed)
+
+
+def claim_many(parent: Path) -> list[str]:
+    return [claim_directory(parent, "run").name for _ in range(20)]
+
+
+def test_processes_do_not_share_a_directory(tmp_path):
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        claimed = pool.map(claim_many, [tmp_path] * 3)
+    assert len({name for names in claimed for name in names}) == 60
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("model=gpt_tiny,parallel=ddp", "model-gpt_tiny-parallel-ddp"),
+        ("train.betas=[0.9, 0.95]", "train.betas-0.9-0.95"),
+        ("a/b", "a-b"),
+        ("..", "run"),
+        ("", "run"),
+        ("x" * 400, "x" * 200),
+    ],
+)
+def test_names_need_no_quoting(tmp_path, name, expected):
+    assert claim_directory(tmp_path, name) == tmp_path / expected
+
+
+def test_a_parent_that_cannot_be_written_is_one_clear_problem(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    for parent in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError) as caught:
+            claim_directory(parent, "run", option="hydra.sweep.dir")
+        (problem,) = caught.value.problems
+        assert problem.option == "hydra.sweep.dir"
+        assert problem.value == parent
+        assert "no directory can be made" in problem.rule
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_parent_is_one_clear_problem(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*Permission denied"):
+        claim_directory(tmp_path, "run")

@@ -1,0 +1,122 @@
+"""Directories of sweeps as runs, launchers and jobs leave them, without any of these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ptdbench.launch.slurm import JobState, SlurmError
+from ptdbench.records import record, store
+from ptdbench.records.failure import Failure
+from ptdbench.records.progress import PROGRESS
+from ptdbench.sweep import ledger
+
+CONFIG = {
+    "workload": {"name": "train", "label": "toy_ddp"},
+    "model": {"name": "toy"},
+    "parallel": {"name": "ddp"},
+    "train": {"global_batch": 16},
+    "cluster": {"time_minutes": 60},
+    "precision": "fp32",
+}
+
+#: What a run that went well adds to its record, as far as a table of a sweep shows it.
+DONE = {
+    "status": "ok",
+    "error": None,
+    "world_size": 4,
+    "nodes": ["n1", "n2"],
+    "losses": [1.0, 0.5, 0.25],
+    "metrics": {
+        "tokens_per_second": 41234.5,
+        "samples_per_second": 322.1,
+        "startup_seconds": {"import": 4.25, "config": 0.0, "rendezvous": 0.5, "build": 1.0, "first_step": 2.0},
+    },
+}
+
+
+class Directory:
+    """A sweep's directory, and a queue that says what a test wants.
+
+    Attributes:
+        path: The directory.
+        queue: What SLURM says, by job id; an exception is what it says instead.
+        asked: The ids of every question that was put to it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.queue: dict[str, JobState] | SlurmError = {}
+        self.asked: list[list[str]] = []
+        path.mkdir()
+
+    def ask(self, ids: Any) -> dict[str, JobState]:
+        """Stands in for :func:`ptdbench.launch.slurm.queue`."""
+        asked = sorted(ids)
+        if not asked:  # SLURM is not bothered
+            return {}
+        self.asked.append(asked)
+        if isinstance(self.queue, SlurmError):
+            raise self.queue
+        return {identity: self.queue[identity] for identity in asked if identity in self.queue}
+
+    def begin(self, number: int) -> Path:
+        """A run that has begun, and could have been killed at any time since."""
+        path = self.path / f"{number}_toy_ddp"
+        path.mkdir()
+        store.write_record(path, record.begin(CONFIG, path, {}))
+        return path
+
+    def end(self, number: int, *, told: bool = True, **changes: Any) -> dict[str, Any]:
+        """A run that has begun ends well, or with ``changes``; ``told``: the sweep has its result too."""
+        path = self.path / f"{number}_toy_ddp"
+        written = {**store.load_record(path), **DONE, **changes}
+        store.write_record(path, written)
+        if told:
+            store.append_result(self.path, written)
+        return written
+
+    def submit(self, count: int) -> list[ledger.Job]:
+        """Runs 0 to ``count - 1`` are submitted as elements of job 7."""
+        jobs = [
+            ledger.Job(
+                number=number,
+                id=f"7_{number}",
+                label="toy_ddp",
+                shape="2 nodes x 2 ranks",
+                overrides=["model=toy"],
+                directory=self.begin(number).name,
+                log=str(self.path / "logs" / f"7_{number}"),
+            )
+            for number in range(count)
+        ]
+        ledger.write(self.path, jobs)
+        return jobs
+
+    def tell(self, number: int, progress: Mapping[str, Any]) -> None:
+        """A run that is going on says how far it is."""
+        (self.path / f"{number}_toy_ddp" / PROGRESS).write_text(json.dumps(progress))
+
+    def says(self, **states: str) -> None:
+        """What the queue says: ``says(_0="RUNNING n1", _1="PENDING (Priority)")``."""
+        self.queue = {f"7{name}": state(f"7{name}", words) for name, words in states.items()}
+
+    def results(self) -> list[Mapping[str, Any]]:
+        """The results of the sweep."""
+        return store.read_results(self.path)
+
+
+def state(identity: str, words: str, elapsed: int | None = None) -> JobState:
+    """``PENDING (Priority)`` or ``RUNNING n[1-2]`` as the queue says it."""
+    name, _, rest = words.partition(" ")
+    nodes, reason = ("", rest.strip("()")) if rest.startswith("(") else (rest, "")
+    return JobState(identity, name, elapsed, nodes, reason)
+
+
+def failure(rank: int = 1, kind: str = "RuntimeError", message: str = "on purpose") -> dict[str, Any]:
+    """What a run that failed says of it."""
+    traceback = f"Traceback (most recent call last):\n{kind}: {message}\n"
+    error = Failure(rank=rank, type=kind, message=message, traceback=traceback, time=0.0, host="vm").as_error()
+    return {"status": "failed", "error": error, "losses": [], "metrics": None}

@@ -1,0 +1,160 @@
+"""The shape that each run of a sweep asks for, and what is refused before anything is submitted."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+import pytest
+
+from ptdbench.compose import compose_all
+from ptdbench.launch import slurm
+from ptdbench.launch.slurm import Partition, SlurmError
+from ptdbench.launch.world import World
+from ptdbench.problems import ConfigError
+from ptdbench.sweep import requests
+from tests.conftest import ROOT
+
+#: Four nodes of eight GPUs by default, two without.
+PARTITIONS = [
+    Partition("gpu", is_default=True, nodes=4, minutes=120, gpus=(8,), cpus=96),
+    Partition("cpu", is_default=False, nodes=2, minutes=None, gpus=(0,), cpus=16),
+]
+
+TOY = ("cluster=slurm", "model=toy", "train.global_batch=32")
+
+
+@pytest.fixture(autouse=True)
+def _slurm(monkeypatch):
+    """A SLURM that has these partitions."""
+    monkeypatch.setattr(slurm, "available", lambda: True)
+    monkeypatch.setattr(slurm, "partitions", lambda: PARTITIONS)
+
+
+def asked(*overrides):
+    """What a command line asks of the cluster."""
+    found = compose_all(ROOT / "conf", "config", [*TOY, *overrides], multirun=True)
+    return requests.of_cluster(found.jobs, found.overrides)
+
+
+def shapes(*overrides):
+    """Of each run: nodes, ranks and GPUs of a node, cores of a rank."""
+    return [astuple(request.shape) for request in asked(*overrides)]
+
+
+class TestShape:
+    def test_each_run_has_its_own(self):
+        assert shapes("cluster.nodes=1,2", "cluster.ranks_per_node=1,2") == [
+            (1, 1, 1, None), (1, 2, 2, None), (2, 1, 1, None), (2, 2, 2, None),
+        ]  # fmt: skip
+
+    @pytest.mark.parametrize(
+        ("overrides", "expected"),
+        [
+            ([], (1, 8, 8, None)),  # all GPUs of a node, and a rank for each
+            (["cluster.nodes=auto"], (1, 8, 8, None)),
+            (["cluster.ranks_per_node=auto", "cluster.gpus_per_node=4"], (1, 4, 4, None)),
+            (["cluster.ranks_per_node=2"], (1, 2, 2, None)),
+            (["cluster.partition=cpu"], (1, 2, 0, None)),
+            (["cluster.partition=cpu", "cluster.cpus_per_rank=8"], (1, 2, 0, 8)),
+            (["device=cpu"], (1, 2, 0, None)),
+            (["cluster.gres=gpu:a100:2"], (1, 2, 2, None)),
+            (["parallel=single"], (1, 1, 1, None)),
+            (["parallel=single", "device=cpu"], (1, 1, 0, None)),
+            (["workload=hello"], (1, 8, 8, None)),
+            (["workload=hello", "parallel=single"], (1, 8, 8, None)),  # who says hello is not parallelised
+        ],
+    )
+    def test_what_auto_stands_for(self, overrides, expected):
+        assert shapes(*overrides) == [expected]
+
+    def test_it_is_the_strategys_in_a_sweep_of_several(self):
+        assert shapes("parallel=ddp,single") == [(1, 8, 8, None), (1, 1, 1, None)]
+
+    def test_it_does_not_depend_on_the_gpus_of_the_machine_that_submits(self, monkeypatch):
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+        assert shapes() == [(1, 8, 8, None)]
+        assert [request.refused for request in asked("cluster.ranks_per_node=8")] == [None]
+
+
+class TestRefused:
+    def test_one_run_among_sound_ones_is_refused_by_itself(self):
+        sound, refused = asked("train.global_batch=16,17")
+        assert sound.refused is None
+        assert [problem.option for problem in refused.refused.problems] == ["train.global_batch"]
+        assert "number of data-parallel replicas, 8" in str(refused.refused)
+        assert sound.shape == refused.shape
+
+    def test_where_none_can_run_the_command_line_is_refused_with_all_reasons(self):
+        with pytest.raises(ConfigError) as caught:
+            asked("train.global_batch=15,17")
+        assert [(problem.option, problem.value) for problem in caught.value.problems] == [
+            ("train.global_batch", 15),
+            ("train.global_batch", 17),
+        ]
+
+    @pytest.mark.parametrize(
+        ("override", "lines"),
+        [
+            (
+                "cluster.nodes=5,6",
+                [
+                    "cluster.nodes=5: partition gpu has 4 nodes; would do: 4",
+                    "cluster.nodes=6: partition gpu has 4 nodes; would do: 4",
+                ],
+            ),
+            ("cluster.time_minutes=121", ["cluster.time_minutes=121: partition gpu allows 120 minutes; would do: 120"]),
+            (
+                "cluster.partition=gpuu",
+                ["cluster.partition=gpuu: there is no such partition; SLURM has gpu, cpu; would do: gpu"],
+            ),
+        ],
+    )
+    def test_what_the_cluster_has_not_refuses_the_whole_sweep(self, override, lines):
+        """A job that would wait for ever is no row of a table."""
+        with pytest.raises(ConfigError) as caught:
+            asked(override, "parallel=ddp,fsdp")
+        assert str(caught.value).splitlines() == lines
+
+    def test_no_sbatch(self, monkeypatch):
+        monkeypatch.setattr(slurm, "available", lambda: False)
+        with pytest.raises(ConfigError, match=r"^cluster=slurm: there is no sbatch on PATH; log in to "):
+            asked()
+
+    def test_no_answer(self, monkeypatch):
+        def silent():
+            raise SlurmError("Unable to contact slurm controller")
+
+        monkeypatch.setattr(slurm, "partitions", silent)
+        expected = r"^cluster=slurm: SLURM does not answer: Unable to contact slurm controller$"
+        with pytest.raises(ConfigError, match=expected):
+            asked()
+
+
+class TestOnThisMachine:
+    def of_machine(self, *overrides, world=None):
+        found = compose_all(ROOT / "conf", "config", ["model=toy", *overrides], multirun=True)
+        return requests.of_machine(found.jobs, found.overrides, world)
+
+    def test_a_run_has_no_shape(self):
+        assert [(request.shape, request.refused) for request in self.of_machine("device=cpu")] == [(None, None)]
+
+    def test_the_world_must_be_the_one_that_is_asked_for(self):
+        world = World(0, 4, 0, 2, "srun", nodes=2)
+        wrong, right = self.of_machine("cluster.nodes=1,2", "device=cpu", world=world)
+        assert str(wrong.refused) == "cluster.nodes=1: srun started ranks on 2 nodes; would do: auto, 2"
+        assert right.refused is None
+        with pytest.raises(ConfigError, match=r"^cluster\.ranks_per_node=4: srun started 2 ranks on this node"):
+            self.of_machine("cluster.ranks_per_node=4", "device=cpu", world=world)
+
+
+class TestRequest:
+    def test_words_for_people(self):
+        (training,) = asked("parallel=fsdp")
+        (hello,) = asked("workload=hello")
+        assert (training.label, hello.label) == ("toy_fsdp", "hello")
+
+    def test_its_directory_is_the_one_that_hydra_would_choose(self):
+        (request,) = asked()
+        assert request.subdirectory("${hydra.job.num}_${workload.label}", 7) == "7_toy_ddp"
+        assert request.subdirectory("run-${model.name}-${train.global_batch}", 7) == "run-toy-32"
+        assert request.subdirectory("plain", 7) == "plain"

@@ -1,0 +1,134 @@
+"""The plain script for sbatch: its shape, its command, and what it refuses."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+
+import pytest
+
+from ptdbench.launch import slurm
+from ptdbench.launch.slurm import Partition, SlurmError
+from ptdbench.problems import ConfigError
+from ptdbench.sweep import script
+from tests.conftest import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _without_slurm(monkeypatch):
+    """On a laptop too: to be submitted elsewhere."""
+    monkeypatch.setattr(slurm, "available", lambda: False)
+
+
+def written(*overrides):
+    """The script as its flags and the words of its command."""
+    text, _ = script.write(["model=toy", "device=cpu", *overrides])
+    lines = text.splitlines()
+    flags = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
+    return flags, shlex.split(lines[-1])
+
+
+def test_the_command_asks_for_the_world_of_the_shape():
+    flags, command = written("parallel=fsdp", "cluster.nodes=2", "cluster.ranks_per_node=4", "cluster.cpus_per_rank=3")
+    assert {"--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=3"} <= set(flags)
+    assert command == [
+        "srun", "--kill-on-bad-exit=1", sys.executable, str(ROOT / "train.py"), "model=toy", "device=cpu",
+        "parallel=fsdp", "cluster.nodes=2", "cluster.ranks_per_node=4", "cluster.cpus_per_rank=3",
+    ]  # fmt: skip
+
+
+def test_what_auto_came_to_is_stated():
+    flags, command = written()
+    assert {"--nodes=1", "--ntasks-per-node=2"} <= set(flags)
+    assert command[-2:] == ["cluster.nodes=1", "cluster.ranks_per_node=2"]
+    assert not any(flag.startswith("--cpus-per-task") for flag in flags)
+
+
+def test_lists_are_a_sweep_in_one_job():
+    flags, command = written("parallel=ddp,fsdp")
+    assert command[4:] == [
+        "-m", "model=toy", "device=cpu", "parallel=ddp,fsdp", "cluster.nodes=1", "cluster.ranks_per_node=2",
+    ]  # fmt: skip
+    assert "--job-name=ptdbench-sweep" in flags
+    assert "-m" not in written()[1]
+
+
+def test_words_with_spaces_and_quotes_reach_the_program_as_they_were_typed():
+    _, command = written("data=text", "model=gpt_tiny", "data.path='my books'")
+    assert "data.path='my books'" in command
+
+
+def test_a_site_is_a_cluster_too_and_leaves_nothing_in_the_command():
+    flags, command = written("cluster=site_modules", "cluster.time_minutes=5")
+    assert {"--account=my_project", "--time=5"} <= set(flags)
+    assert [word for word in command if word.startswith(("cluster", "hydra"))] == [
+        "cluster.nodes=1",
+        "cluster.ranks_per_node=2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            ["cluster.nodes=1,2"],
+            "sbatch=model=toy device=cpu cluster.nodes=1,2: one script has one shape, and these runs have several: "
+            "1 node x 2 ranks, 2 nodes x 2 ranks; write one for each, or python train.py cluster=slurm",
+        ),
+        (["cluster=local"], "cluster=local: is no SLURM cluster; would do: slurm, or leave it away"),
+        (["model=toyy"], "model=toyy: there is no such choice; would do: toy"),
+    ],
+)
+def test_refused(overrides, line):
+    with pytest.raises(ConfigError) as caught:
+        written(*overrides)
+    assert str(caught.value) == line
+
+
+class TestForAnotherCluster:
+    """What this machine's SLURM has not, another may have: it is told, and the script is written."""
+
+    @pytest.fixture
+    def here(self, monkeypatch):
+        monkeypatch.setattr(slurm, "available", lambda: True)
+        monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 2, 60, (2,), 4)])
+
+    def remarks(self, *overrides):
+        text, remarks = script.write(["model=toy", *overrides])
+        assert "\nsrun " in text
+        return remarks
+
+    @pytest.mark.parametrize(
+        ("override", "flag", "remark"),
+        [
+            ("cluster.nodes=3", "--nodes=3", "cluster.nodes=3: partition debug has 2 nodes; would do: 2"),
+            ("cluster.time_minutes=61", "--time=61", "cluster.time_minutes=61: partition debug allows 60 minutes"),
+            ("cluster.partition=big", "--partition=big", "cluster.partition=big: there is no such partition"),
+        ],
+    )
+    def test_what_slurm_here_would_refuse_is_a_remark(self, here, override, flag, remark):
+        flags, _ = written(override)
+        assert flag in flags
+        (told,) = self.remarks("device=cpu", override)
+        assert told.startswith(f"not on the SLURM of this machine: {remark}")
+
+    def test_what_it_would_take_is_none(self, here):
+        assert self.remarks("cluster.nodes=2") == []
+
+    def test_contradictions_stay_refused(self, here):
+        with pytest.raises(ConfigError, match=r"^cluster\.ranks_per_node=3: must not exceed the GPUs of a node"):
+            self.remarks("cluster.gpus_per_node=2", "cluster.ranks_per_node=3")
+
+    @pytest.mark.parametrize("silent", [False, True], ids=["no slurm", "no answer"])
+    def test_how_many_gpus_a_node_has_cannot_be_known_without_slurm(self, silent, monkeypatch):
+        def partitions():
+            raise SlurmError("Unable to contact slurm controller")
+
+        monkeypatch.setattr(slurm, "available", lambda: silent)
+        monkeypatch.setattr(slurm, "partitions", partitions)
+        (told,) = self.remarks("parallel=ddp,fsdp")
+        assert told.startswith("no SLURM here tells how many GPUs a node has, so the script asks for none")
+
+    @pytest.mark.parametrize("known", ["device=cpu", "cluster.gpus_per_node=4", "cluster.gres=gpu:volta:2"])
+    def test_nothing_is_said_of_gpus_where_their_number_is_known(self, known):
+        assert self.remarks(known) == []

@@ -1,0 +1,320 @@
+"""Where runs stand, from their files and what SLURM says: on this machine, submitted, ended, killed, forgotten."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from ptdbench.launch.slurm import SlurmError
+from ptdbench.records import record, store
+from ptdbench.sweep import status
+from tests.sweep.made import CONFIG, DONE, failure, state
+
+#: What a run adds to its record that was asked to end.
+HEARD = failure(rank=0, kind="Stopped", message="stopped by SIGTERM") | {"status": "preempted"}
+
+
+def states(sweep):
+    """Of every run: its directory, whether it is over, and its record's status."""
+    return [(run.directory, run.is_over, run.record["status"]) for run in status.look(sweep.path).runs]
+
+
+class TestOnThisMachine:
+    def test_runs_stand_in_the_order_of_their_numbers_whenever_they_ended(self, sweep):
+        for number in (0, 1, 2, 10):
+            sweep.begin(number)
+        for number in (10, 0, 2):
+            sweep.end(number)
+        seen = status.look(sweep.path)
+        assert [run.record["directory"] for run in seen.runs] == [
+            str(sweep.path / f"{number}_toy_ddp") for number in (0, 1, 2, 10)
+        ]
+        assert [run.is_over for run in seen.runs] == [True, False, True, True]
+        assert (seen.is_over, seen.silence) == (False, "")
+        assert [run.job for run in seen.runs] == [None] * 4
+
+    def test_slurm_is_not_asked_anything(self, sweep):
+        sweep.begin(0)
+        sweep.queue = SlurmError("squeue is not on PATH")
+        assert status.look(sweep.path).silence == ""
+        assert sweep.asked == []
+
+    def test_how_far_a_run_has_come(self, sweep):
+        told = {"step": 3, "steps": 60, "unit": "tokens", "per_second": 1000.0}
+        sweep.begin(0)
+        sweep.tell(0, told)
+        (run,) = status.look(sweep.path).runs
+        assert (run.progress, run.is_over) == (told, False)
+
+    def test_a_run_whose_record_is_closed_and_whose_result_is_still_missing_has_ended(self, sweep):
+        sweep.begin(0)
+        sweep.end(0, told=False)
+        assert states(sweep) == [("0_toy_ddp", True, "ok")]
+
+    def test_a_single_run(self, sweep):
+        path = sweep.begin(0)
+        (run,) = status.look(path).runs
+        assert not run.is_over
+        sweep.end(0)
+        (run,) = status.look(path).runs
+        assert (run.is_over, run.record["status"]) == (True, "ok")
+
+    @pytest.mark.parametrize("name", [".", "not there"])
+    def test_nothing_is_no_sweep(self, sweep, name):
+        with pytest.raises(FileNotFoundError):
+            status.look(sweep.path / name)
+
+    def test_where_a_run_has_several_results_the_last_one_counts(self, sweep):
+        sweep.begin(0)
+        sweep.end(0, status="preempted")
+        sweep.end(0)
+        assert states(sweep) == [("0_toy_ddp", True, "ok")]
+
+    def test_runs_of_the_same_name_in_different_folders(self, sweep):
+        """``hydra.sweep.subdir=${model.name}/${parallel.name}``."""
+        for name in ("toy/ddp", "gpt_tiny/ddp"):
+            path = sweep.path / name
+            path.mkdir(parents=True)
+            written = record.begin(CONFIG, path, {}) | DONE
+            store.write_record(path, written)
+            store.append_result(sweep.path, written)
+        assert states(sweep) == [("gpt_tiny/ddp", True, "ok"), ("toy/ddp", True, "ok")]
+
+    @pytest.mark.parametrize("name", ["sweep", "renamed"])
+    def test_a_sweep_that_was_moved(self, sweep, tmp_path, name):
+        sweep.submit(2)
+        sweep.end(0)
+        sweep.end(1, **failure())
+        (tmp_path / "elsewhere").mkdir()
+        moved = sweep.path.rename(tmp_path / "elsewhere" / name)
+        assert [(run.job.number, run.record["status"]) for run in status.look(moved).runs] == [(0, "ok"), (1, "failed")]
+        assert sweep.asked == []
+
+
+class TestSubmitted:
+    def test_a_run_that_waits_and_one_that_is_going_on(self, sweep):
+        jobs = sweep.submit(2)
+        sweep.says(_0="RUNNING n[1-2]", _1="PENDING (Priority)")
+        told = {"step": 3, "steps": 60, "unit": "tokens", "per_second": 1000.0}
+        sweep.tell(0, told)
+        going, waiting = status.look(sweep.path).runs
+        assert (going.job, waiting.job) == tuple(jobs)
+        assert (going.queue.state, going.queue.nodes, going.progress) == ("RUNNING", "n[1-2]", told)
+        assert (waiting.queue.state, waiting.queue.reason, waiting.progress) == ("PENDING", "Priority", None)
+        assert (going.is_over, waiting.is_over) == (False, False)
+        assert sweep.results() == []  # looking changes nothing
+
+    def test_the_queue_is_asked_only_about_those_without_a_result(self, sweep):
+        sweep.submit(3)
+        sweep.end(1)
+        sweep.says(_0="PENDING", _2="PENDING")
+        seen = status.look(sweep.path)
+        assert sweep.asked == [["7_0", "7_2"]]
+        assert [run.is_over for run in seen.runs] == [False, True, False]
+        assert seen.runs[1].record["status"] == "ok"
+
+    def test_a_run_that_ended_well_and_whose_job_is_still_leaving_its_nodes(self, sweep):
+        sweep.submit(1)
+        sweep.end(0)
+        sweep.says(_0="COMPLETING n1")
+        assert states(sweep) == [("0_toy_ddp", True, "ok")]
+
+    def test_a_job_killed_between_its_record_and_the_results_of_the_sweep(self, sweep):
+        sweep.submit(1)
+        written = sweep.end(0, told=False)
+        sweep.says(_0="CANCELLED")
+        for _ in range(2):  # whoever looks again does not write again
+            assert states(sweep) == [("0_toy_ddp", True, "ok")]
+            assert (sweep.path / store.RESULTS).read_text().splitlines() == [json.dumps(written)]
+
+    def test_a_job_that_failed_by_itself_keeps_its_own_reason(self, sweep):
+        sweep.submit(1)
+        sweep.end(0, told=False, **failure())
+        sweep.says(_0="FAILED (NonZeroExitCode)")
+        (run,) = status.look(sweep.path).runs
+        assert (run.record["status"], run.record["error"]["type"]) == ("failed", "RuntimeError")
+        assert (run.record["error"]["rank"], "Traceback" in run.record["error"]["traceback"]) == (1, True)
+
+    def test_a_run_that_was_refused_has_no_job_and_its_place_among_the_others(self, sweep):
+        refused, *jobs = sweep.submit(3)
+        status.ledger.write(sweep.path, jobs)
+        sweep.end(0, **failure(rank=-1, kind="ConfigError"))
+        sweep.says(_1="PENDING", _2="PENDING")
+        seen = status.look(sweep.path).runs
+        assert [run.job for run in seen] == [None, *jobs]
+        assert seen[0].record["directory"].endswith(refused.directory)
+
+
+class TestEndedByTheCluster:
+    @pytest.mark.parametrize(
+        ("words", "expected"),
+        [
+            ("TIMEOUT n1", "timeout"),
+            ("DEADLINE", "timeout"),
+            ("OUT_OF_MEMORY n1", "oom"),
+            ("PREEMPTED n1", "preempted"),
+            ("NODE_FAIL n1", "failed"),
+            ("CANCELLED", "failed"),
+            ("BOOT_FAIL n1", "failed"),
+            ("FAILED n1", "failed"),
+            ("COMPLETED n1", "failed"),  # srun ended well, and yet the run said nothing
+        ],
+    )
+    def test_a_run_without_a_word_gets_slurms_reason(self, sweep, words, expected):
+        (job,) = sweep.submit(1)
+        sweep.says(_0=words)
+        seen = status.look(sweep.path)
+        (run,) = seen.runs
+        name, _, node = words.partition(" ")
+        error = run.record["error"]
+        assert (run.record["status"], error["rank"], error["type"]) == (expected, -1, name)
+        where = f" on {node}" if node else ""
+        assert error["message"] == f"SLURM ended job 7_0{where}: {name}; its output is in {job.log}"
+        assert seen.is_over
+        assert store.load_record(sweep.path / job.directory) == run.record == sweep.results()[0]
+
+    def test_slurms_reason_is_told_where_it_gives_one(self, sweep):
+        (job,) = sweep.submit(1)
+        sweep.says(_0="FAILED (JobLaunchFailure)")
+        (run,) = status.look(sweep.path).runs
+        expected = f"SLURM ended job 7_0: FAILED (JobLaunchFailure); its output is in {job.log}"
+        assert run.record["error"]["message"] == expected
+
+    def test_one_that_slurm_has_forgotten(self, sweep):
+        (job,) = sweep.submit(1)
+        (run,) = status.look(sweep.path).runs
+        assert (run.is_over, run.record["status"], run.record["error"]["type"]) == (True, "failed", "Gone")
+        assert run.record["error"]["message"] == (
+            f"job 7_0 is not in the queue any more and left no result; its output is in {job.log}"
+        )
+
+    def test_one_that_slurm_has_forgotten_after_it_ended_well(self, sweep):
+        sweep.submit(1)
+        sweep.end(0, told=False)
+        assert states(sweep) == [("0_toy_ddp", True, "ok")]
+        assert [record["status"] for record in sweep.results()] == ["ok"]
+
+    def test_it_is_concluded_once(self, sweep):
+        sweep.submit(2)
+        sweep.says(_0="TIMEOUT", _1="RUNNING n1")
+        for _ in range(3):
+            status.look(sweep.path)
+        assert len((sweep.path / store.RESULTS).read_text().splitlines()) == 1
+        assert sweep.asked == [["7_0", "7_1"], ["7_1"], ["7_1"]]
+
+    @pytest.mark.parametrize("told", [True, False], ids=["its result is there", "its record only"])
+    def test_a_signal_that_the_run_heard_is_told_in_slurms_words(self, sweep, told):
+        """SIGTERM reads as a preemption to the run; that it was the time limit only SLURM knows."""
+        sweep.submit(4)
+        for number in range(4):
+            sweep.end(number, told=told, **HEARD)
+        sweep.says(_0="TIMEOUT n1", _1="CANCELLED n1", _2="PREEMPTED n1", _3="FAILED n1")
+        for _ in range(2):
+            assert [(run.record["status"], run.record["error"]["type"]) for run in status.look(sweep.path).runs] == [
+                ("timeout", "TIMEOUT"),
+                ("failed", "CANCELLED"),
+                ("preempted", "PREEMPTED"),
+                ("preempted", "Stopped"),
+            ]
+        assert sweep.asked == [["7_0", "7_1", "7_2", "7_3"], ["7_3"]]
+
+    @pytest.mark.parametrize(
+        ("words", "elapsed", "name", "expected"),
+        [
+            ("FAILED (NonZeroExitCode)", 3590, "SIGUSR2", ("timeout", "TIMEOUT")),
+            ("FAILED (NonZeroExitCode)", 3200, "SIGUSR2", ("timeout", "TIMEOUT")),  # up to a minute too early
+            ("FAILED (NonZeroExitCode)", 600, "SIGUSR2", ("preempted", "Stopped")),  # sent by somebody
+            ("FAILED (NonZeroExitCode)", 3590, "SIGTERM", ("preempted", "Stopped")),
+            ("FAILED (NonZeroExitCode)", None, "SIGUSR2", ("preempted", "Stopped")),
+            ("PREEMPTED", 3590, "SIGUSR2", ("preempted", "PREEMPTED")),
+        ],
+    )
+    def test_the_warning_ahead_of_a_time_limit_is_told_as_what_it_is(self, sweep, words, elapsed, name, expected):
+        """The run ends by itself before SLURM would end it, and SLURM says only that it failed."""
+        (job,) = sweep.submit(1)
+        sweep.end(0, **failure(kind="Stopped", message=f"stopped by {name}") | {"status": "preempted"})
+        sweep.queue = {job.id: state(job.id, words, elapsed)}
+        for _ in range(2):
+            (run,) = status.look(sweep.path).runs
+            assert (run.record["status"], run.record["error"]["type"]) == expected
+        if expected[0] == "timeout":
+            assert run.record["error"]["message"] == (
+                f"job 7_0 was about to reach its limit, cluster.time_minutes=60; its output is in {job.log}"
+            )
+
+    def test_one_that_heard_a_signal_and_has_not_left_its_nodes_may_still_become_something_else(self, sweep):
+        sweep.submit(2)
+        for number in range(2):
+            sweep.end(number, **HEARD)
+        sweep.says(_0="COMPLETING n1", _1="PENDING (BeginTime)")  # the second is queued again
+        seen = status.look(sweep.path)
+        assert [(run.is_over, run.queue.state) for run in seen.runs] == [(False, "COMPLETING"), (False, "PENDING")]
+
+    @pytest.mark.parametrize("silent", [True, False], ids=["no answer", "forgotten"])
+    def test_one_that_heard_a_signal_stays_as_it_is_where_slurm_says_no_more(self, sweep, silent):
+        sweep.submit(1)
+        sweep.end(0, **HEARD)
+        sweep.queue = SlurmError("squeue is not on PATH") if silent else {}
+        assert states(sweep) == [("0_toy_ddp", True, "preempted")]
+        assert len(sweep.results()) == 1
+
+    def test_a_thousand_of_them_are_waited_for_once(self, sweep, monkeypatch):
+        sweep.submit(50)
+        sweep.says(**{f"_{number}": "CANCELLED" for number in range(50)})
+        waits, reads = [], []
+        read = store.read_results
+        monkeypatch.setattr(time, "sleep", waits.append)
+        monkeypatch.setattr(store, "read_results", lambda directory: reads.append(directory) or read(directory))
+        assert status.look(sweep.path).is_over
+        assert (waits, len(reads)) == ([status.GRACE], 3)
+        assert len(sweep.results()) == 50
+
+    def test_what_the_job_wrote_last_may_be_seen_late(self, sweep, monkeypatch):
+        """Network file systems: the queue knows that the job has ended before its record can be read."""
+        sweep.submit(1)
+        sweep.says(_0="COMPLETED n1")
+        monkeypatch.setattr(time, "sleep", lambda seconds: sweep.end(0, told=False))
+        assert states(sweep) == [("0_toy_ddp", True, "ok")]
+
+
+class TestSilence:
+    def test_nothing_is_concluded_where_slurm_does_not_answer(self, sweep):
+        jobs = sweep.submit(3)
+        sweep.end(0)
+        sweep.end(1, told=False)
+        sweep.queue = SlurmError("Unable to contact slurm controller")
+        seen = status.look(sweep.path)
+        assert seen.silence == "Unable to contact slurm controller"
+        assert [run.is_over for run in seen.runs] == [True, False, False]
+        assert [run.queue for run in seen.runs] == [None] * 3
+        assert len(sweep.results()) == 1
+        assert store.load_record(sweep.path / jobs[2].directory)["error"]["type"] == "Unfinished"
+
+    def test_and_all_is_well_once_it_answers_again(self, sweep):
+        sweep.submit(1)
+        sweep.queue = SlurmError("Unable to contact slurm controller")
+        status.look(sweep.path)
+        sweep.says(_0="RUNNING n1")
+        (run,) = status.look(sweep.path).runs
+        assert (run.queue.state, run.is_over) == ("RUNNING", False)
+        sweep.end(0)
+        assert status.look(sweep.path).is_over
+
+
+def test_a_run_that_is_done_once_more_is_not_over_with_its_earlier_result(sweep):
+    """``sweep.resume`` on a cluster: the run that failed waits in the queue again, and then ends well."""
+    sweep.submit(1)
+    sweep.end(0, status="failed", error=failure())
+    path = sweep.path / "0_toy_ddp"
+    draft = record.begin(CONFIG, path, {})
+    store.append_result(sweep.path, draft)  # as the launcher does
+    store.write_record(path, draft)
+    sweep.says(_0="PENDING (Priority)")
+    assert not status.look(sweep.path).is_over
+    sweep.end(0)
+    sweep.says(_0="COMPLETED")
+    looked = status.look(sweep.path)
+    assert looked.is_over
+    assert [run.record["status"] for run in looked.runs] == ["ok"]

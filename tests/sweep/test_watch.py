@@ -1,0 +1,135 @@
+"""Following a sweep on the cluster: what is announced, what each change looks like, how it ends and what is left."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ptdbench.launch.local import Stopped
+from ptdbench.launch.slurm import SlurmError
+from ptdbench.records import store
+from ptdbench.sweep import status, watch
+from tests.sweep.made import failure
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """What happens between looks: a list of functions, the last of which the sweep ends with."""
+    pending = []
+
+    def sleep(seconds):
+        if seconds == status.GRACE:  # the wait for files, not for the queue
+            return
+        assert pending, "nothing more will happen, and it still waits"
+        pending.pop(0)()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    return pending
+
+
+def test_what_was_submitted_can_be_followed_and_ended_from_any_shell(sweep, capsys):
+    watch.announce(sweep.path, sweep.submit(3))
+    assert capsys.readouterr().out.splitlines() == [
+        "submitted 3 jobs: 7_0 7_1 7_2",
+        f"status     python -m ptdbench status {sweep.path}",
+        "cancel     scancel 7",
+        f"output     {sweep.path}/logs",
+    ]
+
+
+def test_a_thousand_jobs_are_announced_in_few_words(sweep, capsys):
+    watch.announce(sweep.path, sweep.submit(1000))
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("submitted 1000 jobs: 7_0 7_1 ")
+    assert first.endswith(" 7_19 ...")
+
+
+class TestFollowing:
+    def test_a_line_for_every_change_and_none_where_there_is_none(self, sweep, steps, capsys):
+        sweep.submit(2)
+        sweep.says(_0="PENDING (Priority)", _1="PENDING (Priority)")
+        steps += [
+            lambda: None,
+            lambda: sweep.says(_0="RUNNING n1", _1="PENDING (Priority)"),
+            lambda: (sweep.end(0), sweep.says(_1="RUNNING n1")),
+            lambda: sweep.says(_1="CANCELLED"),
+        ]
+        watch.follow(sweep.path)
+        assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("job")] == [
+            "job 7_0 0_toy_ddp: PENDING (Priority)",
+            "job 7_1 1_toy_ddp: PENDING (Priority)",
+            "job 7_0 0_toy_ddp: RUNNING n1",
+            "job 7_0 0_toy_ddp: ok",
+            "job 7_1 1_toy_ddp: RUNNING n1",
+            "job 7_1 1_toy_ddp: failed (CANCELLED)",
+        ]
+
+    def test_it_waits_where_slurm_does_not_answer_for_a_while(self, sweep, steps, capsys):
+        sweep.submit(1)
+        sweep.queue = SlurmError("Unable to contact slurm controller")
+        steps += [lambda: sweep.says(_0="RUNNING n1"), lambda: sweep.end(0)]
+        watch.follow(sweep.path)
+        assert capsys.readouterr().err.splitlines()[-1] == "job 7_0 0_toy_ddp: ok"
+
+    def test_it_ends_with_the_tracebacks_of_what_failed(self, sweep, steps, capsys):
+        sweep.submit(2)
+        sweep.end(0, **failure(rank=3))
+        sweep.end(1)
+        watch.follow(sweep.path)
+        said = capsys.readouterr().err
+        assert "0_toy_ddp, rank 3:\nTraceback (most recent call last):\nRuntimeError: on purpose\n" in said
+        assert "1_toy_ddp, rank" not in said
+
+    def test_or_with_the_end_of_the_output_where_there_is_no_traceback(self, sweep, steps, capsys):
+        (job,) = sweep.submit(1)
+        logs = sweep.path / "logs" / "7_0"
+        logs.mkdir(parents=True)
+        (logs / "7_0_0_log.err").write_text("".join(f"line {number}\n" for number in range(100)))
+        (logs / "7_0_1_log.err").write_text("")
+        sweep.says(_0="NODE_FAIL n1")
+        watch.follow(sweep.path)
+        said = capsys.readouterr().err
+        assert f"{job.directory}, the end of its output:\nline 85\n" in said
+        assert said.rstrip().endswith("line 99")
+
+    def test_a_signal_leaves_the_jobs_to_themselves_and_says_so(self, sweep, steps, capsys):
+        def stop():
+            raise Stopped(2)
+
+        sweep.submit(1)
+        sweep.says(_0="RUNNING n1")
+        steps += [stop]
+        with pytest.raises(Stopped):
+            watch.follow(sweep.path)
+        said = capsys.readouterr().err.splitlines()
+        assert said[-1] == f"The jobs go on. Look at them with: python -m ptdbench status {sweep.path}"
+        assert sweep.results() == []
+
+
+class TestSettling:
+    def test_a_job_of_this_machine_that_left_no_word(self, sweep, capsys):
+        path = sweep.begin(0)
+        watch.settle(sweep.path, path.name, "logs/1/1_log.err")
+        written = store.load_record(path)
+        assert (written["status"], written["error"]["type"]) == ("failed", "Gone")
+        assert written["error"]["message"].endswith("its output is in logs/1/1_log.err")
+        assert sweep.results() == [written]
+        assert capsys.readouterr().err == "0_toy_ddp: failed\n"
+
+    def test_one_that_did_is_left_as_it_is(self, sweep, capsys):
+        path = sweep.begin(0)
+        written = sweep.end(0)
+        watch.settle(sweep.path, path.name, "logs/1/1_log.err")
+        assert store.load_record(path) == written
+        assert len(sweep.results()) == 1
+        assert capsys.readouterr().err == "0_toy_ddp: ok\n"
+
+
+def test_where_not_all_fit_those_that_still_change_are_shown(sweep):
+    sweep.submit(4)
+    sweep.end(0)
+    sweep.end(2)
+    sweep.says(_1="RUNNING n1", _3="PENDING")
+    runs = status.look(sweep.path).runs
+    assert [run.job.number for run in watch._first_the_open(runs)] == [1, 3, 0, 2]

@@ -1,0 +1,159 @@
+"""A model from outside of the package: any module, under every strategy that it says enough for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.ranks
+
+MY_PACKAGE = '''
+import torch
+from torch import nn
+
+
+class Plain(nn.Module):
+    """Says nothing about itself."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(3, width, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(width * 64, 5))
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+
+class First(nn.Linear):
+    def forward(self, inputs):
+        return super().forward(inputs).tanh()
+
+
+class Last(nn.Linear):
+    def forward(self, inputs, targets=None):
+        outputs = super().forward(inputs)
+        return outputs if targets is None else (outputs - targets).abs().mean()
+
+
+class OnlyParts(nn.Module):
+    """A chain, two of whose parts share their weight; nothing about layers, costs or initial values."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.start = First(6, width)
+        self.before = First(width, width)
+        self.blocks = nn.ModuleList(First(width, width) for _ in range(2))
+        self.after = First(width, width)
+        self.end = Last(width, 4)
+        self.after.weight = self.before.weight
+
+    def forward(self, inputs, targets=None):
+        *chain, last = self.parts().values()
+        for part in chain:
+            inputs = part(inputs)
+        return last(inputs, targets)
+
+    def parts(self):
+        names = ["start", "before", "blocks.0", "blocks.1", "after", "end"]
+        return {name: self.get_submodule(name) for name in names}
+
+    def tied(self):
+        return [("before.weight", "after.weight")]
+
+
+class Protocol(OnlyParts):
+    """All that a module may say."""
+
+    def layers(self):
+        return list(self.blocks)
+
+    def train_flops(self):
+        return {name: 6.0 * part.weight.numel() for name, part in self.parts().items()}
+
+    def reset(self, name, tensor, generator):
+        nn.init.normal_(tensor, std=0.4, generator=generator)
+
+
+class SharesBetweenLayers(Protocol):
+    def __init__(self, width):
+        super().__init__(width)
+        self.blocks[1].weight = self.blocks[0].weight
+'''
+IMAGES = ("data=synthetic_images", "data.image_size=8", "data.classes=5", "+model.width=8")
+VECTORS = ("data=synthetic_vectors", "data.inputs=6", "data.outputs=4", "+model.width=8")
+COMMON = ("model=custom", "train.steps=6", "train.global_batch=16", "device=cpu", "optimizer.lr=1e-2")
+
+
+@pytest.fixture
+def my_package(tmp_path, monkeypatch) -> Iterator[Path]:
+    """The folder of the user's package, on the path of this process."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "my_package.py").write_text(MY_PACKAGE)
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    sys.modules.pop("my_package", None)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "strategies"),
+    [
+        ("Plain", IMAGES, ("ddp", "fsdp")),
+        ("Protocol", VECTORS, ("ddp", "fsdp", "pdp")),
+        ("OnlyParts", VECTORS, ("fsdp", "pdp")),
+    ],
+)
+def test_every_strategy_trains_it_as_one_process_does(run, my_package, name, data, strategies):
+    options = (*COMMON, f"model._target_=my_package.{name}", *data)
+    alone = run(*options, "parallel=single")
+    assert alone["error"] is None
+    assert abs(alone["losses"][-1] / alone["losses"][0] - 1) > 1e-3  # it moved, so that wrong gradients would show
+    for strategy in strategies:
+        record = run(*options, f"parallel={strategy}", "train.micro_batch=2")
+        assert record["error"] is None
+        assert record["world_size"] == 2
+        assert record["losses"] == pytest.approx(alone["losses"], rel=1e-5), strategy
+        assert record["parameters"] == alone["parameters"]
+
+
+def test_its_flops_are_counted_where_it_does_not_tell_them(run, my_package):
+    record = run(*COMMON, "model._target_=my_package.Plain", *IMAGES, "parallel=single", "train.steps=4")
+    # Two products for the convolution, whose input needs no gradient, and three for the linear layer.
+    expected = 2 * (2 * 3 * 9 * 8 * 64) + 3 * (2 * 8 * 64 * 5)
+    metrics = record["metrics"]
+    flops = metrics["model_flops_per_second"] / metrics["samples_per_second"]
+    assert flops == pytest.approx(expected, rel=1e-6)
+
+
+def test_without_parts_a_pipeline_is_refused_with_the_reason(run, my_package):
+    record = run(*COMMON, "model._target_=my_package.Plain", *IMAGES, "parallel=pdp")
+    assert record["status"] == "failed"
+    assert record["error"]["message"] == (
+        "parallel=pdp: the model has no parts(), so it cannot be cut into stages; would do: parallel=ddp, parallel=fsdp"
+    )
+
+
+def test_fsdp_cannot_shard_one_weight_in_two_layers_and_says_so(run, my_package):
+    record = run(*COMMON, "model._target_=my_package.SharesBetweenLayers", *VECTORS, "parallel=fsdp")
+    assert record["error"]["message"] == (
+        "parallel=fsdp: blocks.0.weight and blocks.1.weight are one weight, and fully_shard wants it in one layer; "
+        "would do: parallel=ddp"
+    )
+
+
+def test_the_real_command_line_finds_it(my_package, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(my_package))
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", *COMMON, "model._target_=my_package.Protocol", *VECTORS, "parallel=pdp",
+         f"hydra.run.dir={tmp_path}/run"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert (record["status"], record["model"], record["parallel"]) == ("ok", "custom", "pdp")

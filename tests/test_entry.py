@@ -1,0 +1,136 @@
+"""The real command line: what it answers, with which exit status, and that refusals leave nothing behind.
+
+Starting Python and torch costs a second or two each time, so that most of what a command line may get wrong is tested
+in test_compose.py and test_plan.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+TOY = ("model=toy", "train.steps=4", "device=cpu")
+
+
+def train_py(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def refused(*arguments: str, cwd: Path) -> list[str]:
+    """The lines of a refusal."""
+    done = train_py(*arguments, cwd=cwd)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert list(cwd.iterdir()) == []  # no outputs/, no half of a run
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()
+
+
+class TestRefusals:
+    def test_options_that_do_not_fit_each_other_or_the_machine(self, tmp_path):
+        found = refused(
+            "backend=nccl", "device=cpu", "model.heads=3", "train.global_batch=17", "optimizer.lr=fast",
+            "data.path=books", cwd=tmp_path,
+        )  # fmt: skip
+        assert [line.partition(":")[0] for line in found] == [
+            "backend=nccl", "data.path=books", "optimizer.lr=fast", "model.heads=3", "train.global_batch=17",
+        ]  # fmt: skip
+
+    def test_values_of_types_that_surprise(self, tmp_path):
+        found = refused("model._target_=5", "optimizer.lr=[1,2]", "train=5", "+unknown.option=1", cwd=tmp_path)
+        assert [line.partition("=")[0] for line in found] == ["unknown", "train", "optimizer.lr", "model._target_"]
+
+    def test_misspelt(self, tmp_path):
+        found = refused("parralel=ddp", "model=gpt_tyny", "train.stepz=3", cwd=tmp_path)
+        assert len(found) == 3
+        assert all("would do: " in line for line in found)
+
+    def test_a_value_misspelt_in_the_middle_of_a_sweep(self, tmp_path):
+        (line,) = refused("-m", "model=toy,toyy,gpt_tiny", "parallel=ddp,fsdp", cwd=tmp_path)
+        assert line == "model=toyy: there is no such choice; would do: toy"
+
+    def test_a_sweep_of_which_nothing_can_run(self, tmp_path):
+        found = refused("-m", "parallel=ddp,fsdp", "train.global_batch=15,17", cwd=tmp_path)
+        assert [line.partition(":")[0] for line in found] == ["train.global_batch=15", "train.global_batch=17"]
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [["--foo"], ["--cfg"], ["--cfg", "nothing"], ["model=toy,gpt_tiny"]],
+        ids=" ".join,
+    )
+    def test_flags_and_lists(self, arguments, tmp_path):
+        assert len(refused(*arguments, cwd=tmp_path)) == 1
+
+    def test_only_rank_0_of_a_launcher_speaks(self, tmp_path, monkeypatch):
+        for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        told = []
+        for rank in ("0", "1"):
+            monkeypatch.setenv("RANK", rank)
+            monkeypatch.setenv("LOCAL_RANK", rank)
+            told.append(refused("precision=fp8", cwd=tmp_path))
+        assert told == [["precision=fp8: must be fp32, bf16 or fp16"], []]
+
+
+class TestHelp:
+    @pytest.mark.parametrize("more", [[], ["model=toy", "parallel=pdp"]])
+    def test_help_lists_every_group_and_choice_and_imports_no_torch(self, more, tmp_path, monkeypatch):
+        (tmp_path / "torch.py").write_text("raise ImportError('it would cost seconds')")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        done = train_py("--help", *more, cwd=ROOT)
+        assert (done.returncode, done.stderr) == (0, "")
+        for group in (path for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name != "hydra"):
+            choices = ", ".join(sorted(path.stem for path in group.iterdir()))
+            assert f"{group.name}: {choices}" in done.stdout
+        for word in ("train.global_batch", "precision", "-m", "torchrun", "--cfg job"):
+            assert word in done.stdout
+        assert "hydra.cc" not in done.stdout  # written for a person, not by the framework
+
+    def test_help_with_a_misspelling_says_so(self, tmp_path):
+        assert refused("--help", "model=toyy", cwd=tmp_path) == ["model=toyy: there is no such choice; would do: toy"]
+
+    def test_the_composed_config_can_be_read_and_has_nothing_of_the_framework(self, tmp_path):
+        done = train_py("model=toy", "parallel=pdp", "train.steps=7", "--cfg", "job", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "  steps: 7\n" in done.stdout
+        assert "  schedule: 1f1b\n" in done.stdout
+        assert "hydra" not in done.stdout
+        assert list(tmp_path.iterdir()) == []
+
+    def test_one_group_of_it(self, tmp_path):
+        done = train_py("parallel=fsdp", "--cfg", "job", "--package", "parallel", cwd=tmp_path)
+        assert done.returncode == 0
+        assert "reshard_after_forward: true" in done.stdout
+        assert "steps" not in done.stdout
+
+
+@pytest.mark.ranks
+class TestRuns:
+    def test_a_run(self, tmp_path):
+        done = train_py(*TOY, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        (directory,) = (tmp_path / "outputs").iterdir()
+        assert directory.name.endswith("_toy_ddp")
+        record = json.loads((directory / "record.json").read_text())
+        assert (record["status"], len(record["losses"])) == ("ok", 4)
+        assert f"tensorboard --logdir {Path('outputs') / directory.name}" in done.stdout
+
+    def test_a_pair_of_a_sweep_that_is_refused_is_a_row_and_the_others_run(self, tmp_path):
+        done = train_py("-m", *TOY, "parallel=ddp,single", "train.global_batch=15,16", cwd=tmp_path)
+        (directory,) = (tmp_path / "outputs").iterdir()
+        records = [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
+        asked = [(r["parallel"], r["global_batch"], r["status"]) for r in records]
+        assert asked == [("ddp", 15, "failed"), ("ddp", 16, "ok"), ("single", 15, "ok"), ("single", 16, "ok")]
+        assert records[0]["error"]["message"] == (
+            "train.global_batch=15: must be a multiple of the number of data-parallel replicas, 2; would do: 14, 16"
+        )
+        assert done.returncode == 1  # not all were ok
+        assert "must be a multiple" in done.stdout
+        assert "Traceback" not in done.stdout + done.stderr

@@ -1,0 +1,77 @@
+"""Runs that fail are results: the reason is in the record, and nothing else is lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.ranks
+
+FAULTY = (
+    "model=custom", "model._target_=tests.launch.faulty.Faulty", "data=synthetic_vectors", "data.inputs=8",
+    "data.outputs=4", "train.steps=5",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "status", "kind", "message"),
+    [
+        ("raise", "failed", "RuntimeError", "this one is on purpose"),
+        ("kill", "failed", "SIGKILL", "killed by SIGKILL"),
+        ("oom", "oom", "RuntimeError", "allocate memory"),
+    ],
+)
+def test_the_first_failing_rank_and_its_reason_are_recorded(run, strategy, rank, how, status, kind, message):
+    record = run(*FAULTY, f"parallel={strategy}", f"+model.how={how}", f"+model.rank={rank}")
+    error = record["error"]
+    assert (record["status"], error["rank"], error["type"]) == (status, rank, kind)
+    assert message in error["message"]
+    assert ("faulty.py" in error["traceback"]) == (how != "kill")
+    assert record["world_size"] == 2
+
+
+def test_a_loss_that_is_not_a_number_is_divergence(run):
+    record = run(*FAULTY, "+model.how=diverge")
+    assert record["status"] == "diverged"
+    assert record["error"]["message"] == "the loss of step 2 is not a finite number"
+    assert None not in record["losses"][:2]
+    assert record["losses"][2] is None  # JSON has no NaN
+
+
+def test_the_other_runs_of_a_sweep_complete(tmp_path):
+    done = subprocess.run(
+        [
+            sys.executable, str(ROOT / "train.py"), "-m", *FAULTY, "+model.how=raise,kill,none", "parallel=ddp,fsdp",
+            f"hydra.sweep.dir={tmp_path}/sweep",
+        ],
+        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    records = [json.loads(line) for line in (tmp_path / "sweep" / "results.jsonl").read_text().splitlines()]
+    assert [record["status"] for record in records] == ["failed"] * 4 + ["ok"] * 2
+    assert [record["error"] and record["error"]["rank"] for record in records] == [1] * 4 + [None] * 2
+    for record in records:
+        assert json.loads((tmp_path / "sweep" / record["directory"] / "record.json").read_text()) == record
+    assert done.returncode == 1  # not all were ok
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "this one is on purpose" in done.stdout
+
+
+def test_a_failing_rank_under_torchrun_is_recorded_too(tmp_path):
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"),
+            *FAULTY, "+model.how=raise", f"hydra.run.dir={tmp_path}/run",
+        ],
+        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert (record["status"], record["error"]["rank"]) == ("failed", 1)
+    assert record["error"]["message"] == "this one is on purpose"

@@ -1,0 +1,239 @@
+"""The same command under every launcher: whole commands, as they are typed, with real launchers.
+
+Most of a test's time is Python and torch starting once for each rank, so that each of these runs is worth its seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptdbench.launch import cores
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.ranks
+
+TRAIN = (sys.executable, str(ROOT / "train.py"))
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+HELLO = ("workload=hello", "device=cpu")
+TOY = ("model=toy", "train.steps=4", "device=cpu")
+FAULTY = (
+    "model=custom", "model._target_=tests.launch.faulty.Faulty", "data=synthetic_vectors", "data.inputs=8",
+    "data.outputs=4", "train.steps=5", "device=cpu", "+model.how=raise",
+)  # fmt: skip
+
+Done = subprocess.CompletedProcess[str]
+
+
+def together(commands: Sequence[Sequence[str]], cwd: Path, environ: Mapping[str, str]) -> Done:
+    """What commands that run at the same time print, one after the other, and the worst of their exit statuses."""
+    started = [
+        subprocess.Popen(
+            command, cwd=cwd, env={**environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for command in commands
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=120) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    status = max(abs(process.returncode) for process in started)
+    return subprocess.CompletedProcess([], status, "".join(out for out, _ in said), "".join(err for _, err in said))
+
+
+def alone(command: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> Done:
+    return together([command], cwd, environ)
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return str(listener.getsockname()[1])
+
+
+def agents(*arguments: str) -> list[list[str]]:
+    """The commands of two agents of torchrun, each of which is a node, with a rank on each."""
+    common = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=localhost", f"--master_port={free_port()}"]
+    return [[*TORCHRUN, *common, f"--node_rank={node}", TRAIN[1], *arguments] for node in (0, 1)]
+
+
+def the_record(cwd: Path) -> dict[str, Any]:
+    """The record of the only run that there was."""
+    (path,) = [*cwd.glob("outputs/*/record.json"), *cwd.glob("outputs/*/*/record.json")]
+    return json.loads(path.read_text())
+
+
+def said_hello(done: Done, cwd: Path, ranks: int, launcher: str) -> list[dict[str, Any]]:
+    """The ranks, after a look at what every launcher has to bring about: one table, with every rank once."""
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout.count("rank  local  of  node") == 1
+    assert f"{ranks} rank" in done.stdout
+    assert f"started by {launcher}, over gloo at " in done.stdout
+    record = the_record(cwd)
+    assert (record["status"], record["world_size"], record["launcher"]) == ("ok", ranks, launcher)
+    assert [rank["rank"] for rank in record["hello"]["ranks"]] == list(range(ranks))
+    return record["hello"]["ranks"]
+
+
+def places(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
+    return [(rank["node"], rank["local_rank"], rank["local_size"]) for rank in ranks]
+
+
+class TestHello:
+    def test_plain_python(self, tmp_path, environ):
+        ranks = said_hello(alone([*TRAIN, *HELLO], tmp_path, environ), tmp_path, 2, "local")
+        assert places(ranks) == [(socket.gethostname(), 0, 2), (socket.gethostname(), 1, 2)]
+
+    def test_srun(self, tmp_path, slurm):
+        done = alone(["srun", "-N2", "--ntasks-per-node=2", *TRAIN, *HELLO], tmp_path, slurm)
+        ranks = said_hello(done, tmp_path, 4, "srun")
+        assert places(ranks) == [("n1", 0, 2), ("n1", 1, 2), ("n2", 0, 2), ("n2", 1, 2)]
+
+    def test_torchrun_in_an_srun(self, tmp_path, slurm):
+        rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=n1:{free_port()}"]
+        launcher = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=2", *rendezvous]
+        done = alone(["srun", "-N2", "--ntasks-per-node=1", *launcher, TRAIN[1], *HELLO], tmp_path, slurm)
+        ranks = said_hello(done, tmp_path, 4, "torchrun")
+        assert sorted(places(ranks)) == [("n1", 0, 2), ("n1", 1, 2), ("n2", 0, 2), ("n2", 1, 2)]
+
+    def test_mpirun(self, tmp_path, mpirun, environ):
+        ranks = said_hello(alone([*mpirun, "-np", "2", *TRAIN, *HELLO], tmp_path, environ), tmp_path, 2, "openmpi")
+        assert [(rank["local_rank"], rank["local_size"]) for rank in ranks] == [(0, 2), (1, 2)]
+
+    def test_two_agents_of_torchrun(self, tmp_path, environ):
+        ranks = said_hello(together(agents(*HELLO), tmp_path, environ), tmp_path, 2, "torchrun")
+        assert [(rank["local_rank"], rank["local_size"]) for rank in ranks] == [(0, 1), (0, 1)]
+
+    def test_submitit_here(self, tmp_path, environ):
+        done = alone([*TRAIN, *HELLO, "hydra/launcher=submitit_local"], tmp_path, environ)
+        ranks = said_hello(done, tmp_path, 2, "local")
+        assert [(rank["local_rank"], rank["local_size"]) for rank in ranks] == [(0, 2), (1, 2)]
+
+    def test_a_job_of_slurm_whose_ranks_have_the_cores_that_were_asked_for(self, tmp_path, slurm):
+        asked = ["cluster=slurm", "cluster.cpus_per_rank=1"]
+        ranks = said_hello(alone([*TRAIN, *HELLO, *asked], tmp_path, slurm), tmp_path, 2, "srun")
+        node = ranks[0]["node"]
+        assert node in ("n1", "n2")
+        assert places(ranks) == [(node, 0, 2), (node, 1, 2)]
+        assert_bound(ranks)
+
+
+def assert_bound(ranks: Sequence[Mapping[str, Any]]) -> None:
+    """Each of the ranks of a node has one core of its own, where there are as many, and one thread."""
+    assert [(rank["threads"], rank["settings"]["OMP_NUM_THREADS"]) for rank in ranks] == [(1, "1")] * len(ranks)
+    if len(cores.mine()) >= len(ranks):
+        assert [rank["cores"] for rank in ranks] == [[core] for core in sorted(cores.mine())[: len(ranks)]]
+
+
+def test_ranks_of_this_machine_have_the_cores_that_were_asked_for(tmp_path, environ):
+    """Whatever the shell says: the config is what the record shows."""
+    done = alone([*TRAIN, *HELLO, "cluster.cpus_per_rank=1"], tmp_path, {**environ, "OMP_NUM_THREADS": "7"})
+    assert_bound(said_hello(done, tmp_path, 2, "local"))
+
+
+class TestTraining:
+    def trained(self, done: Done, cwd: Path) -> dict[str, Any]:
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("step ms") == 1  # one table
+        record = the_record(cwd)
+        assert (record["status"], len(record["losses"])) == ("ok", 4)
+        assert len(record["rank_step_seconds"]) == record["world_size"] == 2
+        assert set(record["metrics"]["startup_seconds"]) == {"import", "config", "rendezvous", "build", "first_step"}
+        return record
+
+    def test_srun(self, tmp_path, slurm):
+        command = ["srun", "-N2", "--ntasks-per-node=1", *TRAIN, *TOY, "parallel=fsdp", "cluster.nodes=2"]
+        record = self.trained(alone(command, tmp_path, slurm), tmp_path)
+        assert (record["parallel"], record["launcher"], record["nodes"]) == ("fsdp", "srun", ["n1", "n2"])
+
+    def test_mpirun(self, tmp_path, mpirun, environ):
+        command = [*mpirun, "-np", "2", *TRAIN, *TOY, "parallel=ddp", "cluster.ranks_per_node=2"]
+        record = self.trained(alone(command, tmp_path, environ), tmp_path)
+        assert (record["parallel"], record["launcher"]) == ("ddp", "openmpi")
+
+    def test_two_agents_of_torchrun(self, tmp_path, environ):
+        record = self.trained(together(agents(*TOY, "parallel=pdp"), tmp_path, environ), tmp_path)
+        assert (record["parallel"], record["launcher"]) == ("pdp", "torchrun")
+        assert None not in record["losses"]  # the last stage's, on the other node
+
+
+class TestFailure:
+    """A rank that raises ends all of them, and its traceback is in the record."""
+
+    def failed(self, done: Done, cwd: Path, rank: int) -> None:
+        assert done.returncode != 0
+        record = the_record(cwd)
+        error = record["error"]
+        assert (record["status"], error["rank"], error["type"]) == ("failed", rank, "RuntimeError")
+        assert error["message"] == "this one is on purpose"
+        assert "faulty.py" in error["traceback"]
+
+    def test_srun(self, tmp_path, slurm):
+        done = alone(["srun", "-N2", "--ntasks-per-node=1", *TRAIN, *FAULTY, "+model.rank=1"], tmp_path, slurm)
+        self.failed(done, tmp_path, 1)
+        assert "ddp: failed on rank 1: RuntimeError: this one is on purpose" in done.stdout.splitlines()
+
+    def test_mpirun(self, tmp_path, mpirun, environ):
+        command = [*mpirun, "-np", "2", *TRAIN, *FAULTY, "+model.rank=1"]
+        self.failed(alone(command, tmp_path, environ), tmp_path, 1)
+
+
+class TestRefused:
+    """One message, whatever the number of ranks, and nothing is left behind."""
+
+    def refused(self, done: Done, cwd: Path) -> str:
+        assert done.returncode != 0
+        assert done.stdout == ""
+        assert list(cwd.iterdir()) == []
+        (line,) = [line for line in done.stderr.splitlines() if not line.startswith(("srun: ", "  "))]
+        return line
+
+    def test_ranks_do_not_submit_jobs(self, tmp_path, slurm):
+        def jobs() -> set[str]:
+            listed = subprocess.run(
+                ["squeue", "--noheader", "--states=all", "--format=%i %w"], env=slurm, capture_output=True, text=True,
+                check=True,
+            ).stdout  # fmt: skip
+            return {line for line in listed.splitlines() if line.endswith(f" {slurm['SBATCH_WCKEY']}")}
+
+        before = jobs()
+        done = alone(["srun", "--ntasks=2", *TRAIN, *TOY, "cluster=slurm"], tmp_path, slurm)
+        assert self.refused(done, tmp_path) == (
+            "cluster=slurm: this is rank 0 of 2 that srun started; each would submit the jobs again; "
+            "start it with plain python, or leave cluster and launcher away to run on these ranks"
+        )
+        assert len(jobs() - before) == 1  # the srun itself
+
+    def test_a_world_that_is_not_the_one_that_was_asked_for(self, tmp_path, mpirun, environ):
+        asked = ["cluster.nodes=2", "cluster.ranks_per_node=4"]
+        done = alone([*mpirun, "-np", "2", *TRAIN, *TOY, *asked], tmp_path, environ)
+        assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
+        assert [line for line in done.stderr.splitlines() if line.startswith("cluster.")] == [
+            "cluster.ranks_per_node=4: openmpi started 2 ranks on this node; would do: auto, 2",
+            "cluster.nodes=2: openmpi started ranks on 1 node; would do: auto, 1",
+        ]
+
+    def test_a_complete_set_of_variables_that_no_launcher_set(self, tmp_path, environ):
+        stale = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+        line = self.refused(alone([*TRAIN, *HELLO], tmp_path, {**environ, **stale}), tmp_path)
+        assert line == (
+            "RANK=1: with WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500 this is one rank of several, but no launcher "
+            "has left its mark: stale, or set by hand; unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT, or start the "
+            "ranks with torchrun"
+        )
+
+
+def test_some_variables_of_an_earlier_session_do_no_harm(tmp_path, environ):
+    stale = {"RANK": "3", "LOCAL_RANK": "1", "MASTER_PORT": "29500", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}
+    done = alone([*TRAIN, *HELLO], tmp_path, {**environ, **stale})
+    assert [rank["rank"] for rank in said_hello(done, tmp_path, 2, "local")] == [0, 1]

@@ -1,0 +1,84 @@
+"""``python -m ptdbench``: what it prints and its exit status."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ptdbench import __main__ as command
+from tests.conftest import ROOT
+from tests.sweep.made import Directory, failure
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    return Directory(tmp_path / "sweep")
+
+
+@pytest.fixture
+def ptdbench(monkeypatch, capsys):
+    """Calls it: exit status, lines of output, lines of errors."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["ptdbench", *map(str, words)])
+        status = command.main()
+        said = capsys.readouterr()
+        return status, said.out.splitlines(), said.err.splitlines()
+
+    return call
+
+
+class TestStatus:
+    def test_a_sweep_of_which_every_run_was_ok(self, sweep, ptdbench):
+        for number in (0, 1):
+            sweep.begin(number)
+            sweep.end(number)
+        status, out, err = ptdbench("status", sweep.path)
+        assert (status, len(out), err) == (0, 4, [])
+
+    def test_one_was_not(self, sweep, ptdbench):
+        for number in (0, 1):
+            sweep.begin(number)
+        sweep.end(0)
+        sweep.end(1, **failure())
+        status, out, _ = ptdbench("status", sweep.path)
+        assert (status, out[-1]) == (1, "1_toy_ddp: failed on rank 1: RuntimeError: on purpose")
+
+    def test_one_that_goes_on_is_no_failure(self, sweep, ptdbench):
+        sweep.begin(0)
+        status, out, _ = ptdbench("status", sweep.path)
+        assert status == 0
+        assert "unfinished" in out[2]
+
+    @pytest.mark.parametrize("name", ["", "not there"])
+    def test_nothing_there(self, sweep, ptdbench, name):
+        path = sweep.path / name
+        expected = f"{path}: there is no run and no sweep; give a directory below outputs"
+        assert ptdbench("status", path) == (1, [], [expected])
+
+    def test_it_answers_at_once(self, sweep, environ):
+        """It imports no torch: that would cost seconds each time somebody looks."""
+        sweep.begin(0)
+        (sweep.path.parent / "torch.py").write_text("raise ImportError('it would cost seconds')")
+        done = subprocess.run(
+            [sys.executable, "-m", "ptdbench", "status", str(sweep.path)],
+            cwd=ROOT, env={**environ, "PYTHONPATH": str(sweep.path.parent)}, capture_output=True, text=True,
+            timeout=60, check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "toy ddp" in done.stdout
+
+
+class TestScript:
+    def test_it_goes_to_standard_output_and_remarks_do_not(self, ptdbench, tmp_path, monkeypatch):
+        monkeypatch.setenv("PATH", str(tmp_path))  # no SLURM
+        status, out, err = ptdbench("sbatch", "model=toy", "cluster.nodes=2")
+        assert (status, out[0]) == (0, "#!/bin/bash")
+        assert "#SBATCH --nodes=2" in out
+        assert len(err) == 1  # that nobody here knows how many GPUs a node has
+
+    def test_what_cannot_be_used_is_one_line(self, ptdbench):
+        line = "model=toyy: there is no such choice; would do: toy"
+        assert ptdbench("sbatch", "model=toyy") == (1, [], [line])

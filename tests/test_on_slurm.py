@@ -1,0 +1,328 @@
+"""Sweeps on a real SLURM of two nodes, by whole commands, as they are typed.
+
+A job costs seconds here, of which nearly all are Python and torch starting once for each rank; what can be tested
+without a job is, in tests/sweep.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptdbench.records import store
+from tests.conftest import ROOT
+
+TRAIN = (sys.executable, str(ROOT / "train.py"))
+PTDBENCH = (sys.executable, "-m", "ptdbench")
+TOY = ("cluster=slurm", "model=toy", "train.steps=4", "device=cpu")
+HELLO = ("cluster=slurm", "workload=hello", "device=cpu")
+FAULTY = (
+    "cluster=slurm", "model=custom", "model._target_=tests.launch.faulty.Faulty", "data=synthetic_vectors",
+    "data.inputs=8", "data.outputs=4", "train.steps=4", "device=cpu",
+)  # fmt: skip
+
+Done = subprocess.CompletedProcess[str]
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(tmp_path: Path, slurm: dict[str, str]) -> Run:
+    """Carries out a command in a folder of its own."""
+
+    def it(*command: str, told: str = "", environ: Mapping[str, str] | None = None) -> Done:
+        return subprocess.run(
+            command, cwd=tmp_path, env=environ or slurm, input=told, capture_output=True, text=True, timeout=180,
+            check=False,
+        )  # fmt: skip
+
+    return it
+
+
+@pytest.fixture
+def jobs(run: Run, slurm: dict[str, str]) -> Callable[[], set[str]]:
+    """The jobs that tests of this session have submitted, ended or not; SLURM forgets old ones after five minutes."""
+
+    def listed() -> set[str]:
+        lines = run("squeue", "--noheader", "--states=all", "--format=%i %w").stdout.splitlines()
+        return {line for line in lines if line.endswith(f" {slurm['SBATCH_WCKEY']}")}
+
+    return listed
+
+
+def sweep(folder: Path) -> Path:
+    """The directory of the only sweep that there was."""
+    (directory,) = (folder / "outputs").iterdir()
+    return directory
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The results of it, in the order of its runs."""
+    found = sorted(store.read_results(sweep(folder)), key=lambda record: Path(record["directory"]).name)
+    for record in found:
+        assert json.loads((Path(record["directory"]) / "record.json").read_text()) == record
+    return found
+
+
+def when(reached: Callable[[], Any]) -> None:
+    """Wait until it is so; the patience only bounds a test that fails."""
+    deadline = time.monotonic() + 90
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+
+
+class TestSweep:
+    def test_runs_are_jobs_and_their_results_a_table(self, run, tmp_path):
+        done = run(*TRAIN, *TOY, "parallel=ddp,fsdp")
+        assert done.returncode == 0, done.stderr
+        found = records(tmp_path)
+        assert [(record["parallel"], record["status"], record["launcher"]) for record in found] == [
+            ("ddp", "ok", "srun"),
+            ("fsdp", "ok", "srun"),
+        ]
+        for record in found:
+            assert record["world_size"] == 2
+            assert record["nodes"] in (["n1"], ["n2"])
+            spent = record["metrics"]["startup_seconds"]
+            assert set(spent) == {"import", "config", "rendezvous", "build", "first_step"}
+            assert all(seconds >= 0 for seconds in spent.values())
+            assert record["losses"][-1] is not None
+        assert done.stdout.count("step ms") == 1  # one table
+        first, *_ = done.stdout.splitlines()
+        (array,) = {word.partition("_")[0] for word in first.removeprefix("submitted 2 jobs: ").split()}
+        assert f"cancel     scancel {array}" in done.stdout.splitlines()
+        for state in ("PENDING", "ok"):
+            assert f"job {array}_0 0_toy_ddp: {state}" in done.stderr
+
+        seen = run(*PTDBENCH, "status", str(sweep(tmp_path)))
+        assert seen.returncode == 0
+        rows = [line.split() for line in seen.stdout.splitlines()[2:]]
+        assert [(row[1], row[2:4], row[9]) for row in rows] == [
+            (f"{array}_0", ["toy", "ddp"], "ok"),
+            (f"{array}_1", ["toy", "fsdp"], "ok"),
+        ]
+
+    def test_every_job_gets_the_shape_that_its_own_config_asks_for(self, run, tmp_path):
+        done = run(*TRAIN, "-m", *HELLO, "cluster.nodes=1,2", "cluster.ranks_per_node=1,2")
+        assert done.returncode == 0, done.stderr
+        found = records(tmp_path)
+        for record in found:
+            asked = record["config"]["cluster"]
+            assert record["status"] == "ok"
+            assert len(record["nodes"]) == asked["nodes"]
+            assert {rank["local_size"] for rank in record["hello"]["ranks"]} == {asked["ranks_per_node"]}
+            assert record["world_size"] == asked["nodes"] * asked["ranks_per_node"]
+        assert [record["world_size"] for record in found] == [1, 2, 2, 4]
+        submitted = json.loads((sweep(tmp_path) / "jobs.json").read_text())["jobs"]
+        assert len({job["id"].partition("_")[0] for job in submitted}) == 4
+
+    def test_a_failure_on_the_first_and_on_the_last_rank_ends_its_own_job_only(self, run, tmp_path):
+        """And what is refused beforehand is a row, and no job."""
+        asked = ["cluster.nodes=2", "cluster.ranks_per_node=2", "+model.how=raise", "+model.rank=0,3,99"]
+        done = run(*TRAIN, *FAULTY, *asked, "train.global_batch=16,15")
+        assert done.returncode == 1
+        assert done.stdout.startswith("submitted 3 jobs: ")
+        first, refused, last, _, sound, _ = records(tmp_path)
+        assert (sound["status"], sound["error"]) == ("ok", None)
+        assert (refused["status"], refused["error"]["type"], refused["launcher"]) == ("failed", "ConfigError", None)
+        assert "train.global_batch=15: must be a multiple of " in refused["error"]["message"]
+        for record, rank in ((first, 0), (last, 3)):
+            error = record["error"]
+            assert (record["status"], record["world_size"]) == ("failed", 4)
+            assert (error["rank"], error["type"], error["message"]) == (rank, "RuntimeError", "this one is on purpose")
+            assert "faulty.py" in error["traceback"]
+            directory = Path(record["directory"]).name
+            assert f"{directory}, rank {rank}:\n{error['traceback']}" in done.stderr
+        assert done.stdout.count(": failed on rank ") == 2
+
+
+class TestWithoutWaiting:
+    def test_detached_and_looked_at_from_another_process(self, run, tmp_path, jobs):
+        before = jobs()
+        done = run(*TRAIN, *HELLO, "cluster.submit=detach")
+        assert done.returncode == 0, done.stderr
+        assert [line.split()[0] for line in done.stdout.splitlines()] == ["submitted", "status", "cancel", "output"]
+        assert not (sweep(tmp_path) / "results.jsonl").exists()  # it has not ended
+        assert len(jobs() - before) == 1
+
+        def status() -> Done:
+            return run(*PTDBENCH, "status", str(sweep(tmp_path)))
+
+        first = status()
+        assert first.returncode == 0
+        assert any(state in first.stdout for state in ("PENDING", "CONFIGURING", "RUNNING"))
+        when(lambda: " ok " in status().stdout)
+        (record,) = records(tmp_path)
+        assert record["status"] == "ok"
+
+    def test_a_job_that_is_cancelled(self, run, tmp_path):
+        done = run(*TRAIN, *TOY, "train.steps=1000000", "train.max_minutes=null", "cluster.submit=detach")
+        assert done.returncode == 0, done.stderr
+        (job,) = json.loads((sweep(tmp_path) / "jobs.json").read_text())["jobs"]
+        progress = sweep(tmp_path) / job["directory"] / "progress.json"
+
+        def status() -> Done:
+            return run(*PTDBENCH, "status", str(sweep(tmp_path)))
+
+        when(lambda: progress.exists() or status().returncode)
+        seen = status()
+        assert "RUNNING n" in seen.stdout
+        assert "/1000000 " in seen.stdout
+        run("scancel", job["id"])
+        when(lambda: status().returncode)
+        (record,) = records(tmp_path)
+        assert (record["status"], record["error"]["type"]) == ("failed", "CANCELLED")
+        assert record["error"]["message"].startswith(f"SLURM ended job {job['id']} on n")
+        assert "failed (CANCELLED)" in status().stdout
+
+    def test_a_rehearsal_submits_and_writes_nothing(self, run, tmp_path, jobs):
+        before = jobs()
+        done = run(*TRAIN, *HELLO, "cluster.submit=test", "cluster.nodes=1,2", "seed=0,1")
+        assert (done.returncode, done.stderr) == (0, "")
+        one, two = done.stdout.splitlines()
+        assert one.startswith("1 node x 2 ranks (2 jobs): Job ")
+        assert two.startswith("2 nodes x 2 ranks (2 jobs): Job ")
+        assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
+
+    def test_an_interrupted_wait_leaves_the_jobs_to_themselves(self, run, tmp_path, slurm):
+        process = subprocess.Popen(
+            [*TRAIN, *HELLO], cwd=tmp_path, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout
+        assert process.stdout.readline().startswith("submitted 1 job: ")
+        time.sleep(0.5)  # it follows the job now
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGINT
+        assert f"The jobs go on. Look at them with: python -m ptdbench status {sweep(tmp_path)}" in said.splitlines()
+        assert "Traceback" not in said
+        when(lambda: " ok " in run(*PTDBENCH, "status", str(sweep(tmp_path))).stdout)
+
+
+def test_a_plain_script_for_sbatch(run, tmp_path):
+    script = run(*PTDBENCH, "sbatch", "workload=hello", "device=cpu", "cluster.nodes=2", "cluster.ranks_per_node=1")
+    assert (script.returncode, script.stderr) == (0, "")
+    submitted = run("sbatch", "--parsable", told=script.stdout)
+    assert submitted.returncode == 0, submitted.stderr
+    job = submitted.stdout.strip()
+    when(lambda: run("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}").stdout == "COMPLETED\n")
+    log = (tmp_path / f"ptdbench-{job}.log").read_text()
+    assert "2 ranks on 2 nodes, started by srun, over gloo at n1:" in log
+    (path,) = tmp_path.glob("outputs/*/record.json")
+    record = json.loads(path.read_text())
+    assert (record["status"], record["world_size"], record["nodes"]) == ("ok", 2, ["n1", "n2"])
+
+
+class TestRefused:
+    """Bad input: a message that says what would do, exit status 1, nothing submitted, nothing left behind."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "expected"),
+        [
+            (
+                [*TOY, "cluster.partition=debgu"],
+                "cluster.partition=debgu: there is no such partition; SLURM has debug, short, gpu; would do: debug",
+            ),
+            ([*TOY, "cluster.nodes=3"], "cluster.nodes=3: partition debug has 2 nodes; would do: 2"),
+            (
+                [*TOY, "cluster.partition=short", "cluster.time_minutes=6"],
+                "cluster.time_minutes=6: partition short allows 5 minutes; would do: 5",
+            ),
+            ([*TOY, "+cluster.extra.foo=bar"], "unrecognized option '--foo=bar'"),
+            (
+                [*TOY, "cluster.mem_gb=1", "+cluster.extra.mem-per-cpu=100"],
+                "cluster.extra.mem_per_cpu=100: excludes cluster.mem_gb=1",
+            ),
+            (
+                ["cluster=slurm", "model=toy", "cluster.gpus_per_node=2", "cluster.ranks_per_node=3"],
+                "cluster.ranks_per_node=3: must not exceed the GPUs of a node that are asked for, 2",
+            ),
+            (
+                ["model=toy", "cluster.submit=detach"],
+                "cluster.submit=detach: there is no such option; it belongs to cluster=",
+            ),
+            (["cluster=slurm,local", "model=toy"], "cluster=slurm,local: "),
+            (
+                [*TOY, "hydra.launcher.nodes=2"],
+                "hydra.launcher.nodes=2: what a job is given is said in the group cluster",
+            ),
+            (
+                ["-m", "cluster=local", "hydra/launcher=submitit_slurm", "model=toy"],
+                "hydra/launcher=submitit_slurm: does not go with cluster=local",
+            ),
+            (
+                ["cluster=slurm", "hydra/launcher=basic", "model=toy"],
+                "hydra/launcher=basic: does not go with cluster=slurm",
+            ),
+        ],
+        ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
+    )  # fmt: skip
+    def test_one_line_and_nothing_submitted(self, arguments, expected, run, jobs, tmp_path):
+        before = jobs()
+        done = run(*TRAIN, *arguments)
+        assert (done.returncode, done.stdout) == (1, "")
+        (line,) = done.stderr.splitlines()
+        assert expected in line
+        assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
+
+    def test_no_sbatch_on_path(self, run, environ, tmp_path):
+        done = run(*TRAIN, *TOY, environ={**environ, "PATH": str(Path(sys.executable).parent)})
+        assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
+        assert done.stderr.splitlines() == [
+            "cluster=slurm: there is no sbatch on PATH; "
+            "log in to a machine that submits jobs, or leave cluster away to run here"
+        ]
+
+
+class TestCommandLine:
+    """What a launcher or a cluster means by itself; none of this needs SLURM, and none of it runs anything."""
+
+    FORMS = (
+        ("cluster=slurm",),
+        ("-m", "cluster=slurm"),
+        ("hydra/launcher=submitit_slurm",),
+        ("-m", "hydra/launcher=submitit_slurm"),
+        ("-m", "cluster=slurm", "hydra/launcher=submitit_slurm"),
+    )
+
+    @pytest.fixture
+    def shown(self, tmp_path: Path, environ: dict[str, str]) -> Callable[..., str]:
+        """What a command that only shows something prints; there is no SLURM on its PATH."""
+
+        def it(*arguments: str) -> str:
+            done = subprocess.run(
+                [*TRAIN, *arguments], cwd=tmp_path, env={**environ, "PATH": str(Path(sys.executable).parent)},
+                capture_output=True, text=True, timeout=60, check=False,
+            )  # fmt: skip
+            assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])
+            return done.stdout
+
+        return it
+
+    def test_every_way_to_say_it_gives_the_same_config(self, shown):
+        told = {shown(*form, "model=toy", "--cfg", "job") for form in self.FORMS}
+        assert len(told) == 1
+        assert "  name: slurm\n" in told.pop()
+
+    def test_the_config_of_a_sweep_is_that_of_every_run(self, shown):
+        asked = ("hydra/launcher=submitit_slurm", "model=toy", "parallel=ddp,fsdp", "cluster.nodes=1,2")
+        documents = shown(*asked, "--cfg", "job").split("---\n")
+        assert [document.partition("\n")[0].partition(":")[0] for document in documents] == [
+            f"# run {number}" for number in range(4)
+        ]
+        shapes = [(f"  name: {strategy}\n", f"  nodes: {nodes}\n") for strategy in ("ddp", "fsdp") for nodes in (1, 2)]
+        for document, lines in zip(documents, shapes, strict=True):
+            assert all(line in document for line in lines)
+            assert "  name: slurm\n" in document
+
+    @pytest.mark.parametrize("form", [*FORMS, ("-m", "hydra/launcher=submitit_local")], ids=" ".join)
+    def test_help(self, shown, form):
+        assert "cluster: local, " in shown(*form, "--help")

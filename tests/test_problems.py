@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from ptdbench.problems import ConfigError, Problem, nearest, nearest_numbers, require, would_do
+
+
+def test_a_problem_is_one_line_with_option_value_rule_and_remedy():
+    problem = Problem("train.global_batch", 17, "must be a multiple of 2", would_do([16, 18]))
+    assert str(problem) == "train.global_batch=17: must be a multiple of 2; would do: 16, 18"
+    assert str(Problem("train.steps", 0, "must be at least 1")) == "train.steps=0: must be at least 1"
+
+
+@pytest.mark.parametrize(("value", "typed"), [(True, "true"), (False, "false"), (None, "null"), (1, "1"), ([1], "[1]")])
+def test_values_read_as_they_are_typed(value, typed):
+    assert str(Problem("compile", value, "no")) == f"compile={typed}: no"
+
+
+def test_an_error_holds_all_problems_and_tells_each_once():
+    lists = [Problem("model.layers", [1, 2], "must be a whole number") for _ in range(2)]
+    error = ConfigError([*lists, Problem("seed", -1, "must be at least 0")])
+    assert [problem.option for problem in error.problems] == ["model.layers", "seed"]
+    assert str(error) == "model.layers=[1, 2]: must be a whole number\nseed=-1: must be at least 0"
+
+
+def test_problems_of_a_group_carry_its_name():
+    error = ConfigError([Problem("heads", 3, "must divide width=128")]).under("model")
+    assert str(error) == "model.heads=3: must divide width=128"
+
+
+def test_require_raises_what_is_there():
+    require(None, None)
+    with pytest.raises(ConfigError) as caught:
+        require(None, Problem("a", 1, "x"), None, Problem("b", 2, "y"))
+    assert [problem.option for problem in caught.value.problems] == ["a", "b"]
+
+
+def test_would_do_of_nothing_says_nothing():
+    assert would_do([]) == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("pddp", ["ddp", "pdp"]),
+        ("DDP", ["ddp", "pdp"]),
+        ("snigle", ["single"]),
+        ("quantum", []),
+    ],
+)
+def test_nearest_names(word, found):
+    assert sorted(nearest(word, ["single", "ddp", "fsdp", "pdp"])) == found
+
+
+def test_the_nearest_name_comes_first():
+    assert nearest("gpt_tyny", ["gpt_xl", "gpt_1t", "gpt_tiny", "gpt_small"])[0] == "gpt_tiny"
+
+
+def test_nearest_numbers_are_the_closest_in_order():
+    assert nearest_numbers(5, [1, 2, 3, 4, 6, 12]) == [3, 4, 6]
+    assert nearest_numbers(100, [1, 2, 3, 4]) == [2, 3, 4]
+    assert nearest_numbers(5, []) == []

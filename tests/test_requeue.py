@@ -1,0 +1,98 @@
+"""Jobs that SLURM interrupts: saved, queued up again, and gone on with in the same directory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+RUN = (
+    "cluster=slurm", "model=toy", "train.steps=1000", "train.max_minutes=null", "checkpoint.every_steps=100",
+    "device=cpu", "hydra.sweep.dir=sweep",
+)  # fmt: skip
+
+
+def until(condition: Callable[[], Any], seconds: float = 90) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return found
+
+
+def submitted(cwd: Path, env: dict[str, str], *options: str) -> tuple[str, Path]:
+    """Submit a run; its job's id and its directory, once it has its first checkpoint."""
+    command = [sys.executable, str(ROOT / "train.py"), *RUN, "cluster.submit=detach", *options]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (job,) = json.loads((cwd / "sweep" / "jobs.json").read_text())["jobs"]
+    directory = cwd / "sweep" / job["directory"]
+    until(lambda: list(directory.glob("checkpoints/step-????????/manifest.json")))
+    return job["id"], directory
+
+
+def ask(env: dict[str, str], *command: str) -> str:
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def record_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "record.json").read_text())
+
+
+def test_the_signal_ahead_of_the_time_limit_requeues_the_job_and_it_goes_on(tmp_path, slurm):
+    job, directory = submitted(tmp_path, slurm, "cluster.requeue=true", "cluster.ranks_per_node=2")
+    ask(slurm, "scancel", "--signal=USR2", job)
+    until(lambda: ask(slurm, "squeue", "--noheader", "--format=%T", f"--jobs={job}").strip() == "PENDING")
+    waiting = record_of(directory)
+    assert "saved and requeued for the 1. time of at most 10" in waiting["error"]["message"]
+    done = len(waiting["losses"])
+    assert 100 <= done < 1000
+    ask(slurm, "scontrol", "update", f"jobid={job}", "StartTime=now")  # SLURM would let it wait for two minutes
+    finished = until(lambda: (found := record_of(directory))["status"] == "ok" and found)
+    assert len(finished["losses"]) == 1000
+    assert finished["losses"][:done] == waiting["losses"]
+    assert [one["steps"] for one in finished["segments"]] == [done, 1000 - done]
+    until((tmp_path / "sweep" / "results.jsonl").exists)
+    status = subprocess.run(
+        [sys.executable, "-m", "ptdbench", "status", "sweep"],
+        cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert status.returncode == 0, status.stdout
+    assert " ok " in status.stdout
+
+
+def test_at_the_limit_of_requeues_it_stays_saved(tmp_path, slurm):
+    job, directory = submitted(tmp_path, slurm, "cluster.requeue=true", "cluster.max_requeues=0")
+    ask(slurm, "scancel", "--signal=USR2", job)
+    stopped = until(lambda: (found := record_of(directory))["status"] == "preempted" and found)
+    until(lambda: "not requeued: cluster.max_requeues=0 is reached" in record_of(directory)["error"]["message"])
+    assert (directory / "checkpoints" / f"step-{len(stopped['losses']):08}" / "manifest.json").exists()
+
+
+def test_a_job_that_is_cancelled_saves_and_is_not_requeued(tmp_path, slurm):
+    job, directory = submitted(tmp_path, slurm, "cluster.requeue=true")
+    ask(slurm, "scancel", job)
+    stopped = until(lambda: (found := record_of(directory))["status"] == "preempted" and found)
+    assert stopped["error"]["message"].startswith("stopped by SIGTERM after step ")
+    state = until(lambda: ask(slurm, "squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}").strip())
+    assert state in ("CANCELLED", "COMPLETING", "COMPLETED", "FAILED")
+
+
+@pytest.mark.parametrize("options", [["cluster.requeue=true", "checkpoint.every_steps=null"]])
+def test_without_checkpoints_there_is_nothing_to_go_on_with(tmp_path, slurm, options):
+    command = [sys.executable, str(ROOT / "train.py"), *RUN, *options]
+    done = subprocess.run(command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        "cluster.requeue=true: a run that is requeued goes on after its last checkpoint, and this one makes none; "
+        "give checkpoint.every_steps"
+    )
+    assert not (tmp_path / "sweep").exists()

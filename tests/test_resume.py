@@ -1,0 +1,220 @@
+"""Runs that were interrupted go on as if nothing had happened; sweeps do what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.ranks
+
+TOY = ("model=toy", "train.global_batch=12", "device=cpu")
+GPT = (
+    "model=gpt_tiny", "model.layers=3", "model.width=32", "model.sequence_length=32", "train.global_batch=12",
+    "device=cpu",
+)  # fmt: skip
+
+
+def train_py(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *arguments],
+        cwd=cwd, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+
+
+def record_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "record.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pdp", 2), ("pdp", 3)],
+)
+def test_the_losses_are_those_of_a_run_that_was_not_interrupted(run, strategy, ranks):
+    layout = (*GPT, f"parallel={strategy}", f"cluster.ranks_per_node={ranks}", "checkpoint.every_steps=3")
+    whole = run(*layout, "train.steps=6")
+    half = run(*layout, "train.steps=3")
+    rest = run(*layout, "train.steps=6", f"resume={half['directory']}")
+    assert rest["error"] is None
+    assert half["losses"] == whole["losses"][:3]
+    assert rest["losses"] == whole["losses"]  # bit for bit
+    assert [(one["first_step"], one["steps"]) for one in rest["segments"]] == [(0, 3), (3, 3)]
+    assert rest["remarks"]["resumed"].startswith("after step 3, from ")
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [(("ddp", 2), ("fsdp", 2)), (("fsdp", 2), ("ddp", 1)), (("ddp", 2), ("pdp", 3)), (("pdp", 2), ("fsdp", 3))],
+)
+def test_another_strategy_and_another_world_go_on_with_the_same_numbers(run, first, then):
+    def on(strategy: str, ranks: int) -> tuple[str, ...]:
+        return (*GPT, f"parallel={strategy}", f"cluster.ranks_per_node={ranks}", "checkpoint.every_steps=3")
+
+    whole = run(*on("single", 1), "train.steps=6")
+    half = run(*on(*first), "train.steps=3")
+    rest = run(*on(*then), "train.steps=6", f"resume={half['directory']}")
+    assert rest["error"] is None
+    assert rest["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+    assert rest["world_size"] == then[1]
+
+
+def started(directory: Path, step: int, *arguments: str) -> subprocess.Popen[str]:
+    """A run with a first checkpoint on the disk."""
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *arguments, f"hydra.run.dir={directory}"],
+        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    first = directory / "checkpoints" / f"step-{step:08}" / "manifest.json"
+    deadline = time.monotonic() + 90
+    while not first.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGUSR2", "SIGTERM"], ["SIGINT", "SIGINT"]], ids="+".join)
+def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path, signals):
+    steps = ("train.steps=1200", "train.max_minutes=null", "checkpoint.every_steps=100")
+    process = started(tmp_path / "run", 100, *TOY, "parallel=ddp", *steps)
+    for name in signals:
+        process.send_signal(getattr(signal, name))
+    output = process.communicate(timeout=90)[0]
+    assert process.returncode == 128 + getattr(signal, signals[0])
+    stopped = record_of(tmp_path / "run")
+    done = len(stopped["losses"])
+    assert (stopped["status"], stopped["error"]["type"]) == ("preempted", "Stopped"), output
+    assert 100 <= done < 1200
+    assert f"after step {done} of 1200; it has saved: python train.py resume=" in stopped["error"]["message"]
+    assert (tmp_path / "run" / "checkpoints" / f"step-{done:08}" / "manifest.json").exists()
+
+    again = train_py("resume=run", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    finished = record_of(tmp_path / "run")
+    assert (finished["status"], len(finished["losses"])) == ("ok", 1200)
+    assert finished["losses"][:done] == stopped["losses"]
+    assert [one["steps"] for one in finished["segments"]] == [done, 1200 - done]
+    assert finished["fingerprint"] == stopped["fingerprint"]
+
+    complete = train_py("resume=run", cwd=tmp_path)
+    assert complete.returncode == 1
+    assert complete.stderr.strip() == (
+        "resume=run: is complete, with 1200 of 1200 steps; would do: train.steps=2400, to train on from there"
+    )
+
+
+def test_a_run_that_was_killed_goes_on_after_its_last_checkpoint(tmp_path):
+    steps = ("train.steps=600", "train.max_minutes=null", "checkpoint.every_steps=100", "checkpoint.keep=2")
+    process = started(tmp_path / "run", 200, *TOY, "parallel=ddp", *steps)
+    process.kill()
+    process.communicate()
+    assert record_of(tmp_path / "run")["error"]["type"] == "Unfinished"
+    again = train_py("resume=run", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    finished = record_of(tmp_path / "run")
+    assert (finished["status"], len(finished["losses"])) == ("ok", 600)
+    assert finished["segments"][0]["steps"] in (200, 300, 400, 500)
+    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["step-00000500", "step-00000600"]
+
+
+def test_a_broken_checkpoint_is_passed_over_with_a_warning(run):
+    half = run(*TOY, "train.steps=4", "checkpoint.every_steps=2")
+    newest = Path(half["directory"]) / "checkpoints" / "step-00000004" / "__0_0.distcp"
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    rest = run(*TOY, "train.steps=6", f"resume={half['directory']}")
+    assert rest["remarks"]["resumed"].startswith("after step 2, from ")
+    assert any("step-00000004 is passed over" in note for note in rest["remarks"]["checkpoints"])
+    assert len(rest["losses"]) == 6
+
+
+class TestRefused:
+    def test_what_is_no_run(self, tmp_path):
+        done = train_py("resume=nowhere", cwd=tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+        assert "resume=nowhere: there is no run" in done.stderr
+
+    def test_another_model_with_the_difference(self, tmp_path):
+        train_py(*TOY, "train.steps=2", "checkpoint.every_steps=2", "hydra.run.dir=run", cwd=tmp_path)
+        done = train_py("resume=run", "model.width=7", cwd=tmp_path)
+        assert done.returncode == 1
+        assert (
+            re_line(done.stderr)
+            == f"model.width=7: resume={tmp_path}/run holds 64; a run begins with the weights of the same model"
+        )
+        assert not (tmp_path / "outputs").exists()
+
+    def test_a_run_without_checkpoints(self, tmp_path):
+        train_py(*TOY, "train.steps=2", "hydra.run.dir=run", cwd=tmp_path)
+        done = train_py("resume=run", "train.steps=4", cwd=tmp_path)
+        assert done.returncode == 1
+        assert "run: holds no complete checkpoint; leave it away to start anew" in done.stderr
+
+    def test_results_are_not_overwritten(self, tmp_path):
+        train_py(*TOY, "train.steps=2", "hydra.run.dir=run", cwd=tmp_path)
+        before = (tmp_path / "run" / "record.json").read_bytes()
+        done = train_py(*TOY, "train.steps=3", "hydra.run.dir=run", cwd=tmp_path)
+        assert done.returncode == 1
+        assert "hydra.run.dir=run: there are results already; would do: resume=run" in done.stderr
+        assert (tmp_path / "run" / "record.json").read_bytes() == before
+
+
+def re_line(text: str) -> str:
+    (line,) = text.strip().splitlines()
+    return line
+
+
+class TestSweep:
+    def test_what_is_missing_is_done_and_nothing_else(self, tmp_path):
+        arguments = ("-m", *TOY, "train.steps=2", "parallel=ddp,fsdp", "hydra.sweep.dir=sweep")
+        done = train_py(*arguments, "train.global_batch=12,24", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        results = tmp_path / "sweep" / "results.jsonl"
+        lines = results.read_text().splitlines(keepends=True)
+        ended = [json.loads(line)["directory"] for line in lines]
+        before = {name: (tmp_path / name / "record.json").stat().st_mtime_ns for name in ended}
+        # As a killed sweep leaves it: one run was never begun, one has no end.
+        results.write_text("".join(lines[:2]))
+        unfinished = record_of(tmp_path / ended[2])
+        unfinished |= {"status": "failed", "error": {"rank": -1, "type": "Unfinished", "message": "", "traceback": ""}}
+        (tmp_path / ended[2] / "record.json").write_text(json.dumps(unfinished))
+        for path in (tmp_path / ended[3]).glob("*.json"):
+            path.unlink()
+
+        again = train_py("-m", "sweep.resume=sweep", cwd=tmp_path)
+        assert again.returncode == 0, again.stderr
+        after = {name: (tmp_path / name / "record.json").stat().st_mtime_ns for name in ended}
+        assert [after[name] == before[name] for name in ended] == [True, True, False, False]
+        records = [json.loads(line) for line in results.read_text().splitlines()]
+        assert [record["status"] for record in records] == ["ok"] * 4
+        assert sorted(record["directory"] for record in records) == sorted(ended)
+
+    def test_two_sweeps_cannot_share_a_directory(self, tmp_path):
+        arguments = (*TOY, "train.max_minutes=null", "hydra.sweep.dir=sweep")
+        command = [sys.executable, str(ROOT / "train.py"), "-m", *arguments, "train.steps=1000000"]
+        first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + 60
+            while not list(tmp_path.glob("sweep/*/record.json")):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            second = train_py("-m", *arguments, "train.steps=2", cwd=tmp_path)
+            assert second.returncode == 1
+            assert second.stderr.strip() == (
+                "hydra.sweep.dir=sweep: another process is writing its results there; wait for it, "
+                "or give another directory"
+            )
+        finally:
+            os.kill(first.pid, signal.SIGKILL)
+            first.wait()

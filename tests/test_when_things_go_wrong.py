@@ -1,0 +1,206 @@
+"""What clusters and machines do to runs, done to real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.ranks
+
+LONG = ("model=toy", "device=cpu", "parallel=ddp", "train.steps=1000000", "train.max_minutes=null")
+
+
+def record_of(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "record.json").read_text())
+
+
+def until(condition: Callable[[], Any], seconds: float = 90) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return found
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *arguments],
+        cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def ranks_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+    """The rank processes of a run, once both train."""
+
+    def look() -> dict[int, psutil.Process]:
+        found = {}
+        for child in psutil.Process(process.pid).children(recursive=True):
+            try:
+                if len(child.parents()) and child.parent().pid != process.pid:
+                    found[child.pid] = child
+            except psutil.NoSuchProcess:
+                continue
+        return found
+
+    def both() -> dict[int, psutil.Process]:
+        found = look()
+        return found if len(found) == 2 else {}
+
+    return dict(enumerate(until(both)[pid] for pid in sorted(until(both))))
+
+
+def progress_of(process: subprocess.Popen[str]) -> None:
+    """Wait for the first sign of life of the steps."""
+    assert process.stderr is not None
+    assert "step" in process.stderr.readline()
+
+
+@pytest.fixture
+def ended() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that are killed after the test, however it ends."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            child.kill()
+        process.kill()
+        process.wait()
+
+
+def test_a_rank_that_is_stopped_is_named_and_the_run_ends(tmp_path, ended):
+    process = start(*LONG, "timeout_minutes=0.05", "hydra.run.dir=run", cwd=tmp_path)
+    ended.append(process)
+    progress_of(process)
+    children = ranks_of(process)
+    victim = children[1]
+    victim.send_signal(signal.SIGSTOP)
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    record = record_of(tmp_path / "run")
+    assert record["status"] == "timeout"
+    rank = record["error"]["rank"]
+    assert record["error"]["message"].startswith(f"rank {rank} has not finished step ")
+    assert (tmp_path / "run" / "failures" / f"stacks-rank-{1 - rank}.txt").exists()
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children.values())
+
+
+def test_sigterm_to_one_rank_lets_all_of_them_save(tmp_path, ended):
+    process = start(*LONG, "checkpoint.every_steps=1000000", "hydra.run.dir=run", cwd=tmp_path)
+    ended.append(process)
+    progress_of(process)
+    ranks_of(process)[1].terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    record = record_of(tmp_path / "run")
+    done = len(record["losses"])
+    assert (record["status"], record["error"]["type"]) == ("preempted", "Stopped")
+    assert record["error"]["message"].startswith(f"stopped by SIGTERM after step {done} of 1000000")
+    assert (tmp_path / "run" / "checkpoints" / f"step-{done:08}" / "manifest.json").exists()
+
+
+def test_nobody_but_this_machine_can_talk_to_local_ranks(tmp_path, ended):
+    process = start(*LONG, "hydra.run.dir=run", cwd=tmp_path)
+    ended.append(process)
+    progress_of(process)
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    listening = [c.laddr.ip for one in family for c in one.net_connections() if c.status == psutil.CONN_LISTEN]
+    assert listening
+    assert set(listening) <= {"127.0.0.1", "::1"}
+
+
+def test_an_address_space_that_is_too_small_is_out_of_memory(run):
+    record = run(
+        "model=custom", "model._target_=tests.launch.faulty.Faulty", "+model.how=limit", "data=synthetic_vectors",
+        "data.inputs=8", "data.outputs=4", "train.steps=5",
+    )  # fmt: skip
+    assert (record["status"], record["error"]["rank"]) == ("oom", 1)
+
+
+def mounted(path: Path, options: str) -> bool:
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+    return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture
+def tmpfs(tmp_path) -> Iterator[Callable[[str], Path]]:
+    """Mount a small file system of one's own."""
+    path = tmp_path / "small"
+
+    def mount(options: str) -> Path:
+        if not mounted(path, options):
+            pytest.skip("a file system can be mounted by root only, and not everywhere")
+        return path
+
+    yield mount
+    subprocess.run(["umount", "-l", str(path)], capture_output=True, check=False)
+
+
+def fill(disk: Path) -> None:
+    with suppress(OSError), (disk / "other").open("wb", buffering=0) as other:
+        while True:
+            other.write(bytes(1024))
+
+
+def test_a_disk_that_is_full_is_said_in_one_line(tmp_path, tmpfs, ended):
+    disk = tmpfs("size=256k")
+    process = start(*LONG, "train.steps=3000", f"hydra.run.dir={disk}/run", cwd=tmp_path)
+    ended.append(process)
+    progress_of(process)
+    before = (disk / "run" / "record.json").read_bytes()
+    fill(disk)
+    output, errors = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert "its record cannot be written: No space left on device" in errors
+    assert "Traceback" not in output + errors
+    assert (disk / "run" / "record.json").read_bytes() == before  # the old one, whole
+
+
+def test_outputs_that_are_read_only_are_refused_before_anything_starts(tmp_path, tmpfs):
+    disk = tmpfs("ro")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "model=toy", f"hydra.run.dir={disk}/run"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.strip() == (
+        f"hydra.run.dir={disk}/run: no directory can be made there (Read-only file system); "
+        "give one that you may write to"
+    )
+
+
+def test_a_node_that_goes_down_is_a_row_with_that_reason(tmp_path, slurm):
+    command = [
+        sys.executable, str(ROOT / "train.py"), *LONG, "cluster=slurm", "cluster.nodes=2", "cluster.ranks_per_node=1",
+        "hydra.sweep.dir=sweep",
+    ]  # fmt: skip
+    watching = subprocess.Popen(
+        command, cwd=tmp_path, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        until(lambda: list(tmp_path.glob("sweep/0*/progress.json")))
+        subprocess.run(
+            ["scontrol", "update", "nodename=n2", "state=down", "reason=test"], env=slurm, timeout=30, check=True
+        )
+        output, errors = watching.communicate(timeout=90)
+    finally:
+        watching.kill()
+        subprocess.run(["scontrol", "update", "nodename=n2", "state=resume"], env=slurm, timeout=30, check=False)
+    assert watching.returncode == 1
+    record = record_of(next(tmp_path.glob("sweep/0*")))
+    assert record["status"] == "failed"
+    assert record["error"]["type"] == "NODE_FAIL", errors
+    assert "SLURM ended job" in output

@@ -1,0 +1,157 @@
+"""The workload ``check`` and the check before a training run: what they leave, and that unsound is no success.
+
+The tolerance of the runs that must be sound is so wide that no busy machine exceeds it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ptdbench import config, plan
+from ptdbench.problems import ConfigError
+from ptdbench.workloads import check
+from ptdbench.workloads.check import Check
+from ptdbench.workloads.job import Outcome
+from tests.conftest import ROOT, composed
+
+WIDE = ("workload=check", "device=cpu", "workload.tolerance=0.9999")
+SLOW = ("workload._target_=tests.workloads.made_slow.MadeSlow", "workload.attempts=2")
+
+
+@pytest.mark.ranks
+class TestRun:
+    @pytest.mark.parametrize("ranks", [2, 3])
+    def test_sound_ranks(self, run, ranks):
+        record = run(*WIDE, f"cluster.ranks_per_node={ranks}")
+        assert (record["status"], record["error"]) == ("ok", None)
+        found = record["check"]
+        assert (found["sound"], found["findings"], found["tolerance"]) == (True, [], 0.9999)
+        assert len(found["hello"]["ranks"]) == len(found["matmul"]["ranks"]) == ranks
+        assert len(found["p2p"]["pairs"]) == ranks * (ranks - 1)
+        assert {row["op"] for row in found["collectives"]["results"]} == {"all_reduce", "all_gather", "broadcast"}
+        assert found["versions"]["torch"] == record["environment"]["torch"]
+        assert json.loads((ROOT / record["directory"] / "check.json").read_text()) == found
+
+    def test_one_rank_has_no_links(self, run):
+        record = run(*WIDE, "cluster.ranks_per_node=1")
+        found = record["check"]
+        assert (record["status"], found["p2p"], found["collectives"]) == ("ok", None, None)
+        assert "one rank has no links" in found["remarks"]
+
+    def test_a_slow_rank_is_named_and_the_run_has_failed(self, run):
+        record = run(*WIDE, *SLOW, "cluster.ranks_per_node=3")
+        assert (record["status"], record["error"]["type"]) == ("failed", "Unsound")
+        found = record["check"]
+        assert (found["sound"], found["attempts"]["matmul"]) == (False, 2)
+        assert {(finding["kind"], *finding["ranks"]) for finding in found["findings"]} == {("slow rank", 2)}
+        assert "rank 2 reaches less than 0.1% of its peers' median in fp32 products" in record["error"]["message"]
+
+    def test_the_exit_status_and_what_a_person_reads(self, tmp_path, environ):
+        command = [sys.executable, str(ROOT / "train.py"), *WIDE, *SLOW, "cluster.ranks_per_node=2"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+            timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1, done.stderr
+        assert "verdict       unsound, 2 findings" in done.stdout
+        assert "  - rank 1 reaches less than 0.1% of its peers' median in bf16 products, at best of 2" in done.stdout
+
+    def test_two_nodes(self, tmp_path, slurm):
+        command = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, str(ROOT / "train.py"), *WIDE]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        (path,) = tmp_path.glob("outputs/*/check.json")
+        found = json.loads(path.read_text())
+        assert found["sound"]
+        assert {rank["node"] for rank in found["hello"]["ranks"]} == {"n1", "n2"}
+        assert len(found["p2p"]["pairs"]) == 12
+
+
+@pytest.mark.ranks
+def test_a_training_run_goes_on_after_its_check(run):
+    toy = ("model=toy", "train.steps=3", "device=cpu", "cluster.ranks_per_node=2")
+    record = run(*toy, "check=true")
+    assert (record["status"], len(record["losses"])) == ("ok", 3)
+    assert record["losses"] == run(*toy)["losses"]  # it draws from no generator of the training's
+    found = record["check"]
+    assert len(found["matmul"]["ranks"]) == 2
+    assert ("check" in record["remarks"]) == (not found["sound"])
+    assert record["metrics"]["startup_seconds"]["check"] > 0
+
+
+@pytest.mark.ranks
+def test_without_being_asked_nothing_is_checked(run):
+    record = run("model=toy", "train.steps=3", "device=cpu")
+    assert "check" not in record
+    assert "check" not in record["metrics"]["startup_seconds"]
+
+
+class TestRefused:
+    def problems(self, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as found:
+            plan.make(config.read(composed("workload=check", "device=cpu", *overrides)), None)
+        return str(found.value)
+
+    @pytest.mark.parametrize("value", ["0", "1", "-0.1", "5"])
+    def test_a_tolerance_that_is_no_share(self, value):
+        rule = "must lie between 0 and 1: a share of the median; 0.05 is 5 %"
+        assert self.problems(f"workload.tolerance={value}") == f"workload.tolerance={value}: {rule}"
+
+    def test_no_attempt(self):
+        rule = "must be a whole number of at least 1"
+        assert self.problems("workload.attempts=0") == f"workload.attempts=0: {rule}"
+
+
+class TestAttempts:
+    def until_sound(self, *rounds: dict[int, float], attempts: int = 3):
+        measured = deque(rounds)
+        found = Check(attempts=attempts)._until_sound(
+            lambda: {"rates": measured.popleft()}, lambda found: (found["rates"], dict.fromkeys(found["rates"], "all"))
+        )
+        return found, len(measured)
+
+    def test_what_is_sound_is_measured_once(self):
+        (first, slow, attempts), left = self.until_sound({0: 10.0, 1: 10.0}, {0: 1.0, 1: 10.0})
+        assert (first, slow, attempts, left) == ({"rates": {0: 10.0, 1: 10.0}}, {}, 1, 1)
+
+    def test_a_disturbance_is_forgiven(self):
+        (_, slow, attempts), left = self.until_sound({0: 10.0, 1: 6.0}, {0: 6.0, 1: 9.9}, {0: 1.0, 1: 1.0})
+        assert (slow, attempts, left) == ({}, 2, 1)
+
+    def test_what_stays_slow_is_named_after_the_last_attempt(self):
+        (_, slow, attempts), left = self.until_sound({0: 10.0, 1: 6.0}, {0: 10.0, 1: 8.0}, {0: 9.0, 1: 7.0})
+        assert (slow, attempts, left) == ({1: pytest.approx(0.8)}, 3, 0)
+
+    def test_what_is_not_there_is_not_slow(self):
+        assert Check()._until_sound(lambda: None, lambda found: ({}, {})) == (None, {}, 1)
+
+
+UNSOUND = {"sound": False, "findings": [{"text": "rank 1 is slow"}, {"text": "torch differs"}]}
+
+
+def test_an_unsound_check_is_a_remark_beside_those_of_the_training():
+    outcome = Outcome({"remarks": {"cut_short": "3 of 5 steps"}, "losses": [1.0]})
+    fields = check.with_check(outcome, UNSOUND).fields
+    assert fields["remarks"] == {"cut_short": "3 of 5 steps", "check": "unsound: rank 1 is slow; torch differs"}
+    assert (fields["losses"], fields["check"]) == ([1.0], UNSOUND)
+    assert check.with_check(outcome, None) is outcome
+
+
+def test_it_is_said_at_once_on_rank_0(monkeypatch, capsys):
+    monkeypatch.setattr(Check, "examine", lambda self, job: UNSOUND)
+    for rank, said in ((0, "unsound: rank 1 is slow; torch differs; the run goes on\n"), (1, "")):
+        job = SimpleNamespace(
+            plan=SimpleNamespace(config=SimpleNamespace(general=SimpleNamespace(check=True))),
+            watch=SimpleNamespace(lap=lambda name: None), world=SimpleNamespace(rank=rank), device=torch.device("cpu"),
+        )  # fmt: skip
+        assert check.preliminary(job) is UNSOUND
+        assert capsys.readouterr().err == said

@@ -1,0 +1,172 @@
+"""The workload ``collectives``: what it measures, checks and refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ptdbench import config, plan
+from ptdbench.problems import ConfigError
+from ptdbench.workloads.collectives import Collectives, groups_of
+from ptdbench.workloads.operations import OPERATIONS
+from tests.conftest import ROOT, composed
+
+#: Quick figures, for tests that do not look at them.
+QUICK = ("workload.seconds=0.0001", "workload.min_repetitions=2", "workload.warmup=1", "workload.max_seconds=60")
+
+
+def start(run, ranks, *overrides):
+    record = run("workload=collectives", "device=cpu", f"cluster.ranks_per_node={ranks}", *QUICK, *overrides)
+    assert (record["status"], record["error"]) == ("ok", None)
+    return record["collectives"]
+
+
+def refusal(*overrides, ranks=2):
+    """What is said before any rank starts."""
+    job = composed("workload=collectives", "device=cpu", f"cluster.ranks_per_node={ranks}", *overrides)
+    with pytest.raises(ConfigError) as refused:
+        plan.make(config.read(job), None)
+    return str(refused.value)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_operation_is_right_and_timed(run, ranks):
+    found = start(run, ranks, "workload.max_bytes=65536", "workload.factor=8")
+    measured = {(row["op"], row["mode"]) for row in found["results"]}
+    assert measured == set(itertools.product(OPERATIONS, ["blocking", "async"]))
+    assert (found["groups"], found["cut"], found["left_out"]) == ([list(range(ranks))], [], [])
+    for row in found["results"]:
+        seconds = row["seconds"]
+        assert 0 < seconds["p5"] <= seconds["median"] <= seconds["p95"]
+        assert row["repetitions"] >= 2
+        assert (row["post_seconds"] is None) == (row["mode"] == "blocking")
+        if row["op"] != "barrier":
+            assert row["algbw"] == pytest.approx(row["bytes"] / seconds["median"])
+    all_reduce = [row for row in found["results"] if row["op"] == "all_reduce"]
+    for row in all_reduce:
+        assert row["busbw"] == pytest.approx(row["algbw"] * 2 * (ranks - 1) / ranks)
+    assert [row["bytes"] for row in all_reduce][:6] == [8, 64, 512, 4096, 32768, 65536]
+    assert {(fit["op"], fit["mode"]) for fit in found["fits"]} == {pair for pair in measured if pair[0] != "barrier"}
+
+
+@pytest.mark.ranks
+def test_every_dtype_and_reduction_is_right(run):
+    ops = "workload.ops=[all_reduce,reduce,reduce_scatter,all_to_all]"
+    sizes = ("workload.min_bytes=4096", "workload.max_bytes=4096", "workload.modes=blocking")
+    found = start(run, 3, ops, *sizes, "workload.dtypes=all", "workload.reductions=all")
+    assert len(found["results"]) == 3 * 8 * 4 + 8
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("group", "groups"),
+    [("data", [[0, 2], [1, 3]]), ("pipeline", [[0, 1], [2, 3]]), ("[3,1]", [[1, 3]])],
+)
+def test_groups(run, group, groups):
+    found = start(run, 4, f"workload.group={group}", "workload.max_bytes=1024", "workload.factor=128")
+    assert found["groups"] == groups
+    assert {row["ranks"] for row in found["results"]} == {2}
+
+
+@pytest.mark.parametrize(("data", "pipeline"), [(2, 2), (4, 2), (2, 4), (3, 1)])
+def test_groups_are_those_of_the_mesh_that_trains(data, pipeline):
+    """Asked of a DeviceMesh in a process that only pretends to have peers."""
+    code = (
+        "import json, torch.distributed as dist\n"
+        "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
+        "from ptdbench.parallel import mesh\n"
+        "from ptdbench.parallel.layout import Layout\n"
+        f"dist.init_process_group('fake', store=FakeStore(), rank=0, world_size={data * pipeline})\n"
+        f"print(json.dumps(mesh.build(Layout({data}, {pipeline}, 1, 1, 1, 1), 'cpu').mesh.tolist()))\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    grid = json.loads(told.stdout)
+    rows = grid if pipeline > 1 else [[rank] for rank in grid]
+    assert groups_of("pipeline", data * pipeline, pipeline) == rows
+    assert groups_of("data", data * pipeline, pipeline) == [list(column) for column in zip(*rows, strict=True)]
+
+
+@pytest.mark.ranks
+def test_what_takes_too_long_is_left_out_and_said(run):
+    found = start(run, 2, "workload.ops=all_reduce", "workload.max_seconds=1e-9", "workload.modes=blocking")
+    assert (found["results"], found["fits"]) == ([], [])
+    (cut,) = found["cut"]
+    assert (cut["op"], cut["mode"], cut["from_bytes"]) == ("all_reduce", "blocking", 8)
+
+
+@pytest.mark.ranks
+def test_a_wrong_result_is_a_failed_run_that_names_it(run):
+    target = "workload._target_=tests.workloads.wrong.WrongAllReduce"
+    record = run("workload=collectives", target, "device=cpu", "workload.ops=all_reduce", "workload.max_bytes=1024")
+    assert record["status"] == "failed"
+    error = record["error"]
+    assert (error["rank"], error["type"]) == (1, "ArithmeticError")
+    assert error["message"].startswith("all_reduce fp32 sum blocking of 256 bytes over ranks [0, 1]: rank 1 has ")
+    assert error["message"].endswith("; 1 of 64 elements are wrong")
+
+
+@pytest.mark.ranks
+def test_a_message_beyond_memory_is_refused(run):
+    record = run("workload=collectives", "device=cpu", f"workload.max_bytes={2**50}")
+    assert (record["status"], record["error"]["type"]) == ("failed", "ConfigError")
+    assert record["error"]["message"].startswith(f"workload.max_bytes={2**50}: takes 4.19e+06 GiB of memory on a rank")
+
+
+@pytest.mark.slurm
+def test_two_nodes(slurm, tmp_path):
+    words = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "train.py", "workload=collectives", "device=cpu"]
+    words += ["workload.max_bytes=4096", "workload.factor=8", *QUICK, f"hydra.run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(words, cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert (record["status"], record["nodes"]) == ("ok", ["n1", "n2"])
+    assert {row["op"] for row in record["collectives"]["results"]} == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("ops=[all_reduce,all_redcue]", "workload.ops=['all_reduce', 'all_redcue']: there is no all_redcue; would do:"),
+        ("ops=[]", "workload.ops=[]: must name at least one; would do: all, broadcast,"),
+        ("dtypes=fp8", "workload.dtypes=fp8: there is no fp8; would do: "),
+        ("reductions=avg", "workload.reductions=avg: there is no avg; would do: "),
+        ("modes=later", "workload.modes=later: there is no later; would do: all, blocking, async"),
+        ("group=tensor", "workload.group=tensor: there is no such group; would do: all, data, pipeline, or ranks"),
+        ("group=[0,2]", "workload.group=[0, 2]: there is no rank 2; the ranks are 0 to 1"),
+        ("group=[0,0]", "workload.group=[0, 0]: must name two ranks or more, each once"),
+        ("group=[1]", "workload.group=[1]: must name two ranks or more, each once"),
+        ("group=data", "workload.group=data: 2 ranks with 2 in a pipeline leave one rank to each of these groups;"),
+    ],
+)
+def test_bad_input_is_refused_before_any_rank_starts(override, message):
+    assert refusal(f"workload.{override}").startswith(message)
+
+
+def test_a_pipeline_that_does_not_divide_the_ranks_is_refused():
+    told = refusal("workload.group=pipeline", "workload.pipeline_size=3", ranks=4)
+    assert told == "workload.pipeline_size=3: must divide the number of ranks, 4; would do: 1, 2, 4"
+
+
+def test_what_the_backend_lacks_is_refused_where_it_is_asked_for():
+    with pytest.raises(ConfigError, match=r"^workload.ops=gather: gloo cannot do this on a GPU's tensors: gather; "):
+        Collectives(ops="gather").check(2, "cuda", "gloo")
+    for backend, device in (("gloo", "cpu"), ("nccl", "cuda")):
+        Collectives(ops="gather").check(2, device, backend)
+    Collectives().check(2, "cuda", "gloo")  # all that it has
+
+
+def test_one_rank_may_talk_to_itself():
+    job = composed("workload=collectives", "device=cpu", "cluster.ranks_per_node=1")
+    assert plan.make(config.read(job), None).world_size == 1
+
+
+def test_the_options_and_their_defaults_are_said_twice_and_alike():
+    options = composed("workload=collectives").workload
+    assert Collectives(**{name: options[name] for name in options if name not in ("name", "label", "_target_")}) == (
+        Collectives()
+    )

@@ -1,0 +1,126 @@
+"""The workload ``p2p``: what it measures, checks and refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from ptdbench import config, plan
+from ptdbench.problems import ConfigError
+from ptdbench.workloads.point_to_point import PointToPoint, hidden, ordered_pairs, unordered_pairs
+from tests.conftest import ROOT, composed
+
+QUICK = (
+    "workload.seconds=0.0001", "workload.min_repetitions=2", "workload.warmup=1", "workload.max_seconds=60",
+    "workload.max_bytes=65536", "workload.factor=8", "workload.overlap_bytes=[4096]",
+)  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_pair_is_measured(run, tmp_path, ranks):
+    record = run("workload=p2p", "device=cpu", f"cluster.ranks_per_node={ranks}", *QUICK)
+    assert (record["status"], record["error"]) == ("ok", None)
+    found = record["p2p"]
+    pairs = [(pair["source"], pair["target"]) for pair in found["pairs"]]
+    assert pairs == [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+    for pair in found["pairs"]:
+        assert [size["bytes"] for size in pair["sizes"]] == [8, 64, 512, 4096, 32768, 65536]
+        assert pair["latency"] > 0
+        assert pair["bandwidth"] == pair["sizes"][-1]["bandwidth"]
+        assert pair["fit"]["points"] == 6
+        for size in pair["sizes"]:
+            assert size["one_way"] == pytest.approx(
+                max(size["seconds"]["median"] - pair["latency"], size["seconds"]["median"] / 2)
+            )
+            assert size["bandwidth"] == pytest.approx(size["bytes"] / size["one_way"])
+    assert [pair["ranks"] for pair in found["both"]] == [list(pair) for pair in unordered_pairs(ranks, ring=False)]
+    for pair in found["both"]:
+        for size in pair["sizes"]:
+            assert size["bandwidth"] == pytest.approx(2 * size["bytes"] / size["seconds"]["median"])
+    assert [(row["ranks"], row["bytes"]) for row in found["overlap"]] == [
+        (list(pair), 4096) for pair in unordered_pairs(ranks, ring=False)
+    ]
+    assert found["cut"] == []
+    assert (tmp_path / "0" / "p2p.png").read_bytes().startswith(b"\x89PNG")
+    assert list((tmp_path / "0").glob("events.*"))
+
+
+def test_pairs():
+    assert list(ordered_pairs(3, ring=False)) == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    assert list(ordered_pairs(3, ring=True)) == [(0, 1), (1, 2), (2, 0)]
+    assert unordered_pairs(3, ring=False) == [(0, 1), (0, 2), (1, 2)]
+    assert unordered_pairs(4, ring=True) == [(0, 1), (0, 3), (1, 2), (2, 3)]
+    assert unordered_pairs(2, ring=True) == [(0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("times", "share"),
+    [((2.0, 2.0, 2.0), 1), ((2.0, 2.0, 4.0), 0), ((2.0, 2.0, 3.0), 0.5), ((1.0, 4.0, 4.0), 1), ((2.0, 2.0, 5.0), -0.5)],
+)
+def test_the_share_that_is_hidden(times, share):
+    assert hidden(*times) == pytest.approx(share)
+
+
+@pytest.mark.ranks
+def test_what_takes_too_long_is_left_out_and_said(run):
+    record = run("workload=p2p", "device=cpu", *QUICK[:3], *QUICK[4:], "workload.max_seconds=1e-9")
+    assert record["status"] == "ok"
+    found = record["p2p"]
+    assert [(pair["latency"], pair["bandwidth"], pair["sizes"]) for pair in found["pairs"]] == [(None, None, [])] * 2
+    assert found["overlap"] == []
+    assert len(found["cut"]) == 4
+
+
+@pytest.mark.ranks
+def test_a_message_that_arrives_wrong_is_a_failed_run_that_names_it(run):
+    target = "workload._target_=tests.workloads.wrong.WrongReceive"
+    record = run("workload=p2p", target, "device=cpu", "workload.max_bytes=4096")
+    assert record["status"] == "failed"
+    error = record["error"]
+    assert (error["rank"], error["type"]) == (1, "ArithmeticError")
+    assert error["message"].startswith("1024 bytes from rank 0 to rank 1: rank 1 has 0 at element 1023 and not ")
+
+
+@pytest.mark.slurm
+def test_two_nodes(slurm, tmp_path):
+    words = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "train.py", "workload=p2p", "device=cpu", *QUICK]
+    words += [f"hydra.run.dir={tmp_path / 'run'}"]
+    done = subprocess.run(words, cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert (record["status"], record["nodes"], len(record["p2p"]["pairs"])) == ("ok", ["n1", "n2"], 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster.ranks_per_node=1"], "workload=p2p: a pair takes two ranks, and there is one; would do: cluster."),
+        (["workload.pairs=some"], "workload.pairs=some: there are no such pairs; would do: all, ring"),
+        (["workload.overlap_bytes=[0]"], "workload.overlap_bytes=0: must be a whole number of at least 1"),
+        (["workload.max_bytes=0"], "workload.max_bytes=0: must be a whole number of at least 1"),
+    ],
+)
+def test_bad_input_is_refused_before_any_rank_starts(overrides, message):
+    with pytest.raises(ConfigError) as refused:
+        plan.make(config.read(composed("workload=p2p", "device=cpu", *overrides)), None)
+    assert str(refused.value).startswith(message)
+
+
+def test_gloo_cannot_send_what_is_on_a_gpu():
+    with pytest.raises(ConfigError, match=r"^backend=gloo: gloo cannot send a GPU's tensors; would do: backend=nccl"):
+        PointToPoint().check(2, "cuda", "gloo")
+    PointToPoint().check(2, "cuda", "nccl")
+
+
+def test_the_options_and_their_defaults_are_said_twice_and_alike():
+    options = OmegaConf.to_container(composed("workload=p2p").workload)
+    assert isinstance(options, dict)
+    assert PointToPoint(**{name: value for name, value in options.items() if name not in ("name", "label", "_target_")})
+    assert {name: value for name, value in options.items() if name in PointToPoint.__dataclass_fields__} == (
+        PointToPoint().__dict__
+    )

@@ -1,0 +1,77 @@
+"""The workload: what all ranks make of their steps together."""
+
+from __future__ import annotations
+
+import gc
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ptdbench.workloads.train import PROBE_STEPS, _affordable
+from tests.parallel.ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
+
+TOY = ("model=toy", "device=cpu")
+
+
+def test_every_rank_brings_every_step(run):
+    record = run(*TOY, "parallel=ddp", "cluster.ranks_per_node=3", "train.global_batch=12", "train.steps=6")
+    assert record["error"] is None
+    assert [len(seconds) for seconds in record["rank_step_seconds"]] == [6, 6, 6]
+    assert len(record["losses"]) == len(record["step_memory_bytes"]) == 6
+    assert all(in_use > 0 for in_use in record["step_memory_bytes"])
+    assert record["remarks"] == {}
+
+
+def test_a_run_without_time_is_cut_short_with_a_remark(run):
+    record = run(*TOY, "parallel=ddp", "train.steps=50", "train.max_minutes=1e-9")
+    assert record["status"] == "ok"
+    assert len(record["losses"]) == PROBE_STEPS
+    assert [len(seconds) for seconds in record["rank_step_seconds"]] == [PROBE_STEPS] * 2
+    assert record["remarks"]["cut_short"] == f"{PROBE_STEPS} of 50 steps: more would exceed train.max_minutes=1e-09"
+
+
+def affordable() -> list[int]:
+    """What two ranks find that measured different times: 2 s and 4 s for their fastest step."""
+    mine: Any = [[9.0, 2.0, 3.0], [8.0, 5.0, 4.0]][dist.get_rank()]
+    loop: Any = SimpleNamespace(clock=SimpleNamespace(seconds=lambda: mine), first_step=0, done=PROBE_STEPS)
+
+    def job(steps: int, max_minutes: float | None) -> Any:
+        asked = SimpleNamespace(steps=steps, max_minutes=max_minutes)
+        return SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(train=asked)), device=torch.device("cpu"))
+
+    return [_affordable(job(*case), loop) for case in ((100, 1), (10, 1), (100, 0.01), (100, None))]
+
+
+def test_all_ranks_afford_what_the_slowest_can():
+    assert on_ranks(2, affordable) == [[60 // 4, 10, PROBE_STEPS, 100]] * 2
+
+
+def watch_the_collector() -> tuple[list[bool], bool]:
+    from ptdbench import config, plan
+    from ptdbench.launch.watchdog import Watchdog
+    from ptdbench.launch.world import World
+    from ptdbench.measure.stopwatch import Stopwatch
+    from ptdbench.workloads.job import Job
+    from ptdbench.workloads.train import assemble, steps
+    from tests.conftest import composed
+
+    world = World(dist.get_rank(), 2, dist.get_rank(), 2, "local")
+    planned = plan.make(config.read(composed(*TOY, "train.steps=4")), world)
+    dog = Watchdog(world, dist.HashStore(), Path(), math.inf, lambda *_: None)
+    job = Job(planned, world, [], dist.HashStore(), torch.device("cpu"), Path(), Stopwatch(0.0), dog)
+    loop = assemble(job)
+    enabled: list[bool] = []
+    loop.engine.module.register_forward_pre_hook(lambda *_: enabled.append(gc.isenabled()))
+    assert list(steps(job, loop)) == [1, 2, 3, 4]
+    return enabled, gc.isenabled()
+
+
+def test_the_garbage_collector_is_off_in_steps_and_on_again_afterwards():
+    assert on_ranks(2, watch_the_collector) == [([False] * 4, True)] * 2
