@@ -82,7 +82,9 @@ def report(world: World, directory: Path, error: BaseException) -> None:
         time.sleep(LINGER)
         cause = failure.root_cause(failure.read_failures(directory) or [told], world.size)
     with suppress(OSError):  # rank 0 may have died before it could open the record
-        store.write_record(directory, record.failed(store.load_record(directory), cause))
+        written = store.load_record(directory)
+        if not record.is_settled(written):
+            store.write_record(directory, record.failed(written, cause))
     if world.launcher != "local" and cause.rank == world.rank:
         print(f"rank {world.rank}: {told.traceback}", file=sys.stderr, flush=True)  # rank 0 may not come to tell it
     if world.launcher == "srun" and cause.rank == world.rank:

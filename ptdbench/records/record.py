@@ -89,6 +89,15 @@ def is_open(record: Mapping[str, Any]) -> bool:
     return (record.get("error") or {}).get("type") == UNFINISHED
 
 
+def is_settled(record: Mapping[str, Any]) -> bool:
+    """Whether its end was written down by one who sees more than a rank: the queue, or all ranks together.
+
+    A rank on a node that was lost lives on for a while, and must not have the last word.
+    """
+    error = record.get("error") or {}
+    return error.get("rank") == -1 and not is_open(record)
+
+
 def fingerprint(config: Mapping[str, Any]) -> str:
     """Sixteen hex digits that two runs share if and only if their resolved configurations are equal.
 
