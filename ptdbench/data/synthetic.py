@@ -9,10 +9,11 @@ import numpy.typing as npt
 import torch
 
 from ptdbench.data.draws import draws
+from ptdbench.data.protocol import Data
 from ptdbench.problems import at_least, require
 
 
-class SyntheticTokens:
+class SyntheticTokens(Data):
     """Uniformly random tokens, each to be predicted from those before it.
 
     There is nothing to learn: the loss of an untrained model should be, and stay, near ``ln(vocabulary)``.
@@ -55,7 +56,7 @@ class SyntheticTokens:
         return inputs, torch.empty_like(inputs)
 
 
-class SyntheticImages:
+class SyntheticImages(Data):
     """Images of Gaussian noise, drawn over and over from a small pool in which each has its own label.
 
     The pool keeps the cost of a batch at copying it. A model that trains learns the pool by heart, so its
@@ -106,7 +107,7 @@ class SyntheticImages:
         return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
 
 
-class SyntheticVectors:
+class SyntheticVectors(Data):
     r"""Regression whose targets are a fixed function of the inputs, so that a model that trains gets better.
 
     With ``n`` inputs :math:`x_i`, uniform in [-1, 1), target ``j`` is :math:`x_j (1 + x_{j+1})`, indices

@@ -1,0 +1,12 @@
+"""Where data sets that nobody has put anywhere are kept."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def user_cache() -> Path:
+    """The folder ``ptdbench`` in the user's cache folder."""
+    # An empty variable counts as unset, says the XDG Base Directory Specification.
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ptdbench"
