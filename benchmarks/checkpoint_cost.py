@@ -37,9 +37,8 @@ from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import discover
 from ptdbench.measure.statistics import Ratio
 from ptdbench.measure.stopwatch import Stopwatch
-from ptdbench.parallel import mesh
 from ptdbench.workloads.job import Job
-from ptdbench.workloads.loop import StepLoop
+from ptdbench.workloads.train import assemble
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -107,12 +106,8 @@ class Bench:
     """A step loop and the two ways of saving it."""
 
     def __init__(self, job: Job) -> None:
-        training = job.training
-        training.data.prepare()
-        self._engine = training.engine(mesh.build(training.layout, job.plan.device_type), job.device)
-        self._optimizer = training.optimizer(self._engine.module.parameters())
-        self._tied = training.model.tied()
-        self._loop = StepLoop(self._engine, self._optimizer, training.data, training.layout, 0, job.device)
+        self._loop = assemble(job)
+        self._tied = job.training.model.tied()
         self._asynchronous = Saver(job.directory / "asynchronous", keep=1)
         self._blocking = Saver(job.directory / "blocking", keep=1, asynchronous=False)
 
@@ -152,7 +147,9 @@ class Bench:
         saver.save(len(self._loop.losses), self._tensors(), {}, {})
 
     def _tensors(self) -> dict[str, Tensor]:
-        return state.collect(self._engine.module, self._optimizer, self._tied, rank=0, with_buffers=True)
+        return state.collect(
+            self._loop.engine.module, self._loop.update.optimizer, self._tied, rank=0, with_buffers=True
+        )
 
 
 def _milliseconds(seconds: Sequence[float]) -> str:

@@ -17,8 +17,8 @@ T = TypeVar("T")
 
 #: Groups whose choice is a call: ``_target_`` and its arguments. Each also has a ``name`` for people, a workload a
 #: ``label`` for directories.
-CALLS = ("data", "model", "optimizer", "parallel", "workload")
-GROUPS = ("cluster", "train", "checkpoint", "sweep", *CALLS)
+CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "workload")
+GROUPS = ("cluster", "train", "eval", "checkpoint", "sweep", *CALLS)
 
 #: The smallest whole number that an option may be.
 LEAST = {
@@ -35,6 +35,8 @@ LEAST = {
     "every_steps": 1,
     "keep": 1,
     "seed": 0,
+    "every": 1,
+    "batch": 1,
 }
 
 
@@ -47,6 +49,17 @@ class Train:
     steps: int
     warmup_steps: int
     max_minutes: float | None
+    clip_norm: float | None
+    decay: Literal["all", "matrices"]
+    ema: float | None
+
+
+@dataclass(frozen=True)
+class Eval:
+    """When what is trained is judged by samples that it is not trained on."""
+
+    every: int | None
+    batch: int
 
 
 @dataclass(frozen=True)
@@ -150,6 +163,11 @@ class Config:
         return _typed(Train, "train", self._group("train"))
 
     @cached_property
+    def eval(self) -> Eval:
+        """When what is trained is judged."""
+        return _typed(Eval, "eval", self._group("eval"))
+
+    @cached_property
     def checkpoint(self) -> Checkpoint:
         """What is kept of a run while it goes on."""
         return _typed(Checkpoint, "checkpoint", self._group("checkpoint"))
@@ -222,13 +240,13 @@ def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> T:
     """The options as an object of ``schema``; raises ConfigError where names, types or ranges are wrong."""
-    found = signature.problems(schema, options) or _too_small(options)
+    found = signature.problems(schema, options) or _out_of_range(options)
     if found:
         raise ConfigError(found).under(group) if group else ConfigError(found)
     return schema(**options)
 
 
-def _too_small(options: Mapping[str, Any]) -> list[Problem]:
+def _out_of_range(options: Mapping[str, Any]) -> list[Problem]:
     """Numbers that cannot be right, whatever the rest says."""
     found = [
         Problem(option, value, f"must be at least {LEAST[option]}")
@@ -239,4 +257,8 @@ def _too_small(options: Mapping[str, Any]) -> list[Problem]:
         minutes = options.get(limit)
         if minutes is not None and minutes <= 0:
             found.append(Problem(limit, minutes, "must be greater than 0, or null for no limit"))
+    if (norm := options.get("clip_norm")) is not None and norm <= 0:
+        found.append(Problem("clip_norm", norm, "must be greater than 0, or null for no clipping"))
+    if (decay := options.get("ema")) is not None and not 0 < decay < 1:
+        found.append(Problem("ema", decay, "must be between 0 and 1, or null for no average", "would do: 0.999"))
     return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptdbench import choices
@@ -16,6 +16,8 @@ from ptdbench.data.protocol import Data
 from ptdbench.models import foreign
 from ptdbench.models.materialise import parameter_count
 from ptdbench.models.protocol import FlopsUnknown, Model, module_of
+from ptdbench.optim.groups import decay_groups
+from ptdbench.optim.schedules import Schedule
 from ptdbench.parallel.engine import Engine, Setting
 from ptdbench.parallel.layout import Layout
 from ptdbench.problems import ConfigError, Findings, Problem
@@ -52,6 +54,7 @@ class Training:
         model: On the meta device, or whole in host memory where it can only be built so.
         data: Where the samples come from.
         optimizer: Makes an optimizer of parameters.
+        schedule: How its learning rate changes.
         parameters: How many numbers the model has.
         flops_per_sample: FLOPs of forward and backward for one sample, or ``None`` for the reason beside it.
         flops_reason: Why they are not known.
@@ -62,7 +65,8 @@ class Training:
     strategy: Strategy
     model: Model
     data: Data
-    optimizer: Callable[..., torch.optim.Optimizer]
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    schedule: Schedule
     parameters: int
     flops_per_sample: float | None
     flops_reason: str | None
@@ -99,9 +103,11 @@ def make(config: Config, world_size: Callable[[Callable[[int], int]], int]) -> T
     """
     found = Findings()
     found.of(lambda: config.train)
+    found.of(lambda: config.eval)
     strategy: Strategy | None = found.of(lambda: choices.build(config, "parallel"))
     data: Data | None = found.of(lambda: choices.build(config, "data"))
     optimizer = found.of(lambda: _optimizer(config))
+    schedule: Schedule | None = found.of(lambda: choices.build(config, "lr_schedule"))
 
     def example() -> tuple[Tensor, Tensor]:
         assert data  # nobody asks before every part of the plan stands
@@ -119,7 +125,7 @@ def make(config: Config, world_size: Callable[[Callable[[int], int]], int]) -> T
     if strategy and model and where:
         found.of(lambda: strategy.check(model, where))
     found.close()
-    assert strategy and data and model and where and optimizer  # noqa: PT018 - one fact
+    assert strategy and data and model and where and optimizer and schedule  # noqa: PT018 - one fact
 
     flops, reason = _flops(model)
     return Training(
@@ -129,17 +135,20 @@ def make(config: Config, world_size: Callable[[Callable[[int], int]], int]) -> T
         model=model,
         data=data,
         optimizer=optimizer,
+        schedule=schedule,
         parameters=parameter_count(module_of(model)),
         flops_per_sample=flops,
         flops_reason=reason,
     )
 
 
-def _optimizer(config: Config) -> Callable[..., torch.optim.Optimizer]:
+def _optimizer(config: Config) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     """The optimizer, tried on one number: torch checks the values of its options when it makes one."""
     optimizer = choices.bound(config, "optimizer", "params")
-    choices.guarded(lambda: optimizer([torch.nn.Parameter(torch.zeros(1))]), "optimizer")
-    return optimizer
+    choices.guarded(lambda: optimizer([nn.Parameter(torch.zeros(1))]), "optimizer")
+    if config.resolved["train"].get("decay") == "all" or not config.call("optimizer").options.get("weight_decay"):
+        return optimizer
+    return lambda parameters: optimizer(decay_groups(parameters))
 
 
 def _model(config: Config, example: Callable[[], tuple[Tensor, Tensor]]) -> Model:

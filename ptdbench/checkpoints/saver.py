@@ -45,6 +45,7 @@ class Saver:
         saved: Steps whose checkpoint was brought to the disk, in the order of saving.
         problems: What went wrong, one line for each save that failed.
         stall_seconds: How long each :meth:`save` held its caller.
+        best: The step whose checkpoint is the best, which stays beside the newest and is marked as such.
 
     Args:
         run_directory: The run's directory, the same for all ranks.
@@ -58,6 +59,7 @@ class Saver:
         self.saved: list[int] = []
         self.problems: list[str] = []
         self.stall_seconds: list[float] = []
+        self.best: int | None = None
         self._run_directory = run_directory
         self._keep = keep
         self._rank, self._world_size = place(self.group)
@@ -124,9 +126,14 @@ class Saver:
             return
         self.saved.append(step)
         try:
-            self._on_rank_0(lambda: shelf.prune(self._run_directory, self._keep))
+            self._on_rank_0(self._tidy)
         except Exception as error:
             self.problems.append(f"step {step}: saved, but older checkpoints could not be deleted: {error}")
+
+    def _tidy(self) -> None:
+        shelf.prune(self._run_directory, self._keep, self.best)
+        if self.best is not None:
+            shelf.mark_best(self._run_directory, self.best)
 
     def _write(self, step: int, prepared: Future[tuple[dict[str, Tensor], Facts]], model: Mapping[str, Any]) -> None:
         """From tensors to a checkpoint that counts; where one rank fails all do, and nothing is left.

@@ -19,6 +19,7 @@ from ptdbench.checkpoints.manifest import Broken, Manifest
 from ptdbench.checkpoints.together import gathered, place
 
 FOLDER = "checkpoints"
+BEST = "best"
 
 _PARTIAL, _DELETED = ".partial", ".deleted"
 
@@ -78,7 +79,7 @@ def glance(run_directory: Path) -> Manifest | None:
 
 def partial(run_directory: Path, step: int) -> Path:
     """Where the checkpoint after ``step`` steps is written."""
-    return run_directory / FOLDER / f"step-{step:08d}{_PARTIAL}"
+    return run_directory / FOLDER / f"{_name(step)}{_PARTIAL}"
 
 
 def begin(partial: Path) -> None:
@@ -109,15 +110,33 @@ def publish(partial: Path) -> Path:
     return final
 
 
-def prune(run_directory: Path, keep: int) -> None:
-    """Delete all complete checkpoints but the newest ``keep``; broken ones neither count nor go.
+def prune(run_directory: Path, keep: int, best: int | None = None) -> None:
+    """Delete all complete checkpoints but the newest ``keep`` and that of step ``best``.
+
+    Broken ones neither count nor go.
 
     Raises:
         OSError: One cannot be deleted.
     """
     whole = [path for path in _complete_by_name(run_directory) if _is_whole(path)]
     for path in whole[keep:]:
-        shutil.rmtree(_set_aside(path))
+        if path.name != _name(best):
+            shutil.rmtree(_set_aside(path))
+
+
+def mark_best(run_directory: Path, step: int) -> None:
+    """Let the link ``checkpoints/best`` lead to the checkpoint after ``step`` steps, if that is there.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    folder = run_directory / FOLDER
+    if not (folder / _name(step)).exists():
+        return
+    fresh = folder / f"{BEST}.new"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(_name(step))
+    fresh.replace(folder / BEST)
 
 
 def sweep_partial(run_directory: Path) -> None:
@@ -137,6 +156,10 @@ def sweep_partial(run_directory: Path) -> None:
             shutil.rmtree(path)
     for path in folder.glob(f"step-*{_DELETED}"):
         shutil.rmtree(path)
+
+
+def _name(step: int | None) -> str:
+    return "" if step is None else f"step-{step:08d}"
 
 
 def _complete_by_name(run_directory: Path) -> list[Path]:

@@ -17,11 +17,12 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ptdbench.data.corpus import Document, byte_tokens, documents_at, identity, standard_library, token_count
 from ptdbench.data.draws import draws
+from ptdbench.data.protocol import Data
 from ptdbench.data.tokens import Tokens, cached_tokens
 from ptdbench.problems import ConfigError, Problem, at_least, nearest, require, would_do
 
 
-class Text:
+class Text(Data):
     """Next-byte prediction: a sample is a window of the text, its targets are the bytes one place further.
 
     All documents stand in one row of tokens, which is cached in a file and mapped into memory. Sample ``k``

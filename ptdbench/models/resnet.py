@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch.nn.functional as F
 import torchvision
@@ -28,24 +29,42 @@ class ResNet(torchvision.models.ResNet):
     Args:
         depth: 18, 34, 50, 101 or 152.
         classes: Number of classes.
-        image_size: Height and width of an image in pixels, at least 32; :meth:`train_flops` counts it.
+        image_size: Height and width of an image in pixels; :meth:`train_flops` counts it. At least 32, or 8 with a
+            small stem.
+        stem: What comes before the blocks. ``imagenet``: 7x7 pixels in steps of 2 and a max pooling, which leaves a
+            quarter of the width and height. ``small``: 3x3 pixels and no pooling, for images as small as CIFAR-10's (He
+            et al. 2015, section 4.2).
+        label_smoothing: Share of the target that the loss spreads evenly over all classes (Szegedy et al. 2015,
+            https://arxiv.org/abs/1512.00567, section 7); in training only.
 
     Raises:
         ConfigError: With every option that cannot stand.
     """
 
-    def __init__(self, *, depth: int, classes: int = 1000, image_size: int = 224) -> None:
+    def __init__(
+        self,
+        *,
+        depth: int,
+        classes: int = 1000,
+        image_size: int = 224,
+        stem: Literal["imagenet", "small"] = "imagenet",
+        label_smoothing: float = 0.0,
+    ) -> None:
         unknown = Problem("depth", depth, "is not the depth of a ResNet", would_do(SHAPES))
         require(
             None if depth in SHAPES else unknown,
             *at_least(2, classes=classes),
-            *at_least(32, image_size=image_size),
+            *at_least(32 if stem == "imagenet" else 8, image_size=image_size),
+            None if 0 <= label_smoothing < 1 else Problem("label_smoothing", label_smoothing, "must be in [0, 1)"),
         )
         super().__init__(*SHAPES[depth], num_classes=classes)
         self.image_size = image_size
+        if stem == "small":
+            self.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
+            self.maxpool = nn.Identity()
         # A pipeline stage may begin with this one, on a leaf tensor that autograd lets nobody write to.
         self.relu = nn.ReLU(inplace=False)
-        self.fc: Classifier = Classifier(512 * SHAPES[depth][0].expansion, classes)
+        self.fc: Classifier = Classifier(512 * SHAPES[depth][0].expansion, classes, label_smoothing)
 
     def forward(self, images: Tensor, targets: Tensor | None = None) -> Tensor:
         """Classify images.
@@ -81,7 +100,8 @@ class ResNet(torchvision.models.ResNet):
         flops = dict.fromkeys(self.parts(), 0.0)
         forward, size = _convolution(self.conv1, self.image_size)
         flops["conv1"] = 2.0 * forward
-        size = _output_size(size, kernel=3, stride=2, padding=1)  # maxpool
+        if not isinstance(self.maxpool, nn.Identity):
+            size = _output_size(size, kernel=3, stride=2, padding=1)
         for name, block in self._blocks().items():
             forward, size = _residual(block, size)
             flops[name] = 3.0 * forward
@@ -116,10 +136,17 @@ class ResNet(torchvision.models.ResNet):
 class Classifier(nn.Linear):
     """The linear layer ``fc``, with the loss when there are targets to compare with."""
 
+    def __init__(self, features: int, classes: int, label_smoothing: float = 0.0) -> None:
+        super().__init__(features, classes)
+        self.label_smoothing = label_smoothing
+
     def forward(self, features: Tensor, targets: Tensor | None = None) -> Tensor:
         """``[batch, features, 1, 1]`` to logits ``[batch, classes]``, or to the mean loss in fp32."""
         logits = super().forward(features.flatten(1))
-        return logits if targets is None else F.cross_entropy(logits.float(), targets)
+        if targets is None:
+            return logits
+        smoothing = self.label_smoothing if self.training else 0.0
+        return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
 
 
 def _residual(block: nn.Module, size: int) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -10,6 +10,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
 
 from ptdbench.models.materialise import materialise
 from ptdbench.models.protocol import Model
@@ -74,6 +77,26 @@ class Engine(Protocol):
         """
         ...
 
+    def gradient_norm(self) -> Tensor:
+        """The Euclidean norm of the gradient of all weights of the model, on every rank; a scalar.
+
+        Called in all ranks, after :meth:`gradients`.
+        """
+        ...
+
+    def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
+        """The forward pass alone, without gradients; all ranks call it equally often.
+
+        Args:
+            inputs: This replica's samples, ``(any number, ...)``, on this rank's device.
+            targets: Their targets, or ``None``.
+
+        Returns:
+            What the model returns: its outputs, or with targets their mean loss, a scalar; ``None`` on a rank that
+            does not hold the model's end.
+        """
+        ...
+
 
 Bracket = Callable[[bool], AbstractContextManager[None]]
 
@@ -108,3 +131,20 @@ class Accumulating:
                 scale(loss).backward()
             total += loss.detach()
         return total
+
+    def gradient_norm(self) -> Tensor:
+        """See :meth:`Engine.gradient_norm`; replicas have the same gradients, and shards bring their parts together."""
+        return norm_of(self.module.parameters())
+
+    @torch.no_grad()
+    def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
+        """See :meth:`Engine.outputs`."""
+        # Not through DDP, which would let the replicas wait for each other.
+        module = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
+        return module(inputs) if targets is None else module(inputs, targets)
+
+
+def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The Euclidean norm of the gradients of these parameters, whole or in shards; a scalar, the same on all ranks."""
+    norm = get_total_norm(parameter.grad for parameter in parameters if parameter.grad is not None)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ptdbench.models.protocol import FlopsUnknown, Model
 from ptdbench.parallel.ddp import bucket_problem
-from ptdbench.parallel.engine import Engine, Setting
+from ptdbench.parallel.engine import Engine, Setting, norm_of
+from ptdbench.parallel.handover import receive, send
 from ptdbench.parallel.layout import Layout, arrange, divisors
 from ptdbench.parallel.partition import balance
 from ptdbench.parallel.precision import autocast_forward
@@ -137,10 +138,12 @@ class Twin:
     Attributes:
         weight: This stage's copy.
         peer: Global rank of the process that holds the other copy, in the same replica.
+        is_first: Whether this is the copy that counts where the weight may count once only.
     """
 
     weight: nn.Parameter
     peer: int
+    is_first: bool
 
 
 def _twins(model: Model, stage: Stage, cuts: list[range], group: dist.ProcessGroup) -> list[Twin]:
@@ -155,7 +158,7 @@ def _twins(model: Model, stage: Stage, cuts: list[range], group: dist.ProcessGro
     for one, other in model.tied():
         for mine, theirs in ((one, other), (other, one)):
             if mine in here and holder(mine) != holder(theirs):
-                found.append(Twin(here[mine], dist.get_global_rank(group, holder(theirs))))
+                found.append(Twin(here[mine], dist.get_global_rank(group, holder(theirs)), mine == one))
     return found
 
 
@@ -202,6 +205,27 @@ class Pipelined:
             total += sum(self._shares[-self._where.microbatches :])
         self._join_twins()
         return total
+
+    def gradient_norm(self) -> Tensor:
+        """See :meth:`ptdbench.parallel.engine.Engine.gradient_norm`."""
+        second = {twin.weight for twin in self._twins if not twin.is_first}
+        square = norm_of(weight for weight in self.module.parameters() if weight not in second).square()
+        dist.all_reduce(square, group=self._driven.group)
+        return square.sqrt()
+
+    @torch.no_grad()
+    def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
+        """See :meth:`ptdbench.parallel.engine.Engine.outputs`; the stages hand on what each of them has computed.
+
+        Not through the schedule, whose micro-batches must all have one size.
+        """
+        stage, group = self._driven, cast(dist.ProcessGroup, self._driven.group)
+        if not stage.is_first:
+            inputs = receive(group, stage.stage_index - 1, inputs.device)
+        if stage.is_last:
+            return self.module(inputs) if targets is None else self.module(inputs, targets).mean()
+        send(self.module(inputs), group, stage.stage_index + 1)
+        return None
 
     def _pass(self, inputs: Tensor, targets: Tensor, last: bool) -> None:
         """One pass of the schedule; in the last one DDP averages the gradients.

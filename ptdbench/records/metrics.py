@@ -28,6 +28,7 @@ class Measurement:
         startup_seconds: Seconds of what came before the first step, by name.
         minimum_warmup: Steps that are warm-up in any case.
         earlier_seconds: Steps that earlier starts of this run took, their warm-up left out.
+        wait_seconds: How long each step of ``rank_step_seconds`` has waited for its batch, maximum over ranks.
         ceiling: ``(FLOP/s, None)`` that this device has reached in matrix products of ``dtype``, or ``(None, reason)``.
     """
 
@@ -44,6 +45,7 @@ class Measurement:
     startup_seconds: Mapping[str, float]
     minimum_warmup: int
     earlier_seconds: Sequence[float] = ()
+    wait_seconds: Sequence[float] = ()
     ceiling: tuple[float | None, str | None] = (None, "nobody has looked for a ceiling")
 
 
@@ -78,6 +80,7 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
         "mfu": mfu,
         "mfu_reason": mfu_reason,
         **_against_ceiling(measured, _times(flops_per_second, per_device)),
+        "data_wait_share": _share(measured.wait_seconds[warmup_steps:], slowest[warmup_steps:]),
         "peak_memory_bytes": max(measured.peak_memory_bytes, default=None),
         "first_step_seconds": measured.first_step_seconds,
         "startup_seconds": dict(measured.startup_seconds),
@@ -86,6 +89,10 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
 
 def _times(quantity: float | None, factor: float | None) -> float | None:
     return None if quantity is None or factor is None else quantity * factor
+
+
+def _share(part: Sequence[float], whole: Sequence[float]) -> float | None:
+    return sum(part) / sum(whole) if part and whole else None
 
 
 def _mfu(measured: Measurement, flops_per_second_per_device: float | None) -> tuple[float | None, str | None]:

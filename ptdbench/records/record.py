@@ -18,7 +18,8 @@ UNFINISHED = "Unfinished"
 FIELDS = (
     "status", "workload", "model", "parallel", "world_size", "global_batch", "precision", "parameters", "fingerprint",
     "started", "directory", "launcher", "nodes", "layout", "warmup_steps", "metrics", "error", "remarks", "environment",
-    "config", "losses", "step_memory_bytes", "rank_step_seconds", "segments",
+    "config", "losses", "evaluations", "learning_rates", "gradient_norms", "wait_seconds", "step_memory_bytes",
+    "rank_step_seconds", "segments",
 )  # fmt: skip
 
 
@@ -66,7 +67,8 @@ def failed(record: Mapping[str, Any], failure: Failure) -> dict[str, Any]:
 
 def going_on(draft: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
     """The draft of a run that has been here before, with what it had found until then."""
-    kept = {name: earlier[name] for name in ("losses", "step_memory_bytes", "segments", "metrics") if earlier.get(name)}
+    results = FIELDS[FIELDS.index("losses") :]
+    kept = {name: earlier[name] for name in ("metrics", *results) if earlier.get(name) and name != "rank_step_seconds"}
     return {**draft, **(kept if earlier["fingerprint"] == draft["fingerprint"] else {})}
 
 

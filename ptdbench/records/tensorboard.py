@@ -19,8 +19,10 @@ def write_tensorboard(directory: Path, record: Mapping[str, Any]) -> None:
     """Write a record's event file into ``directory``, which TensorBoard then shows as one run.
 
     Per step: ``step/loss``, ``step/seconds`` (of the slowest rank), ``step/tokens_per_second`` or
-    ``step/samples_per_second``, and ``step/memory_bytes`` (``step_memory_bytes`` of the record, the maximum
-    over ranks).
+    ``step/samples_per_second``, ``step/memory_bytes`` (``step_memory_bytes`` of the record, the maximum over
+    ranks), ``step/learning_rate``, ``step/data_wait_share`` (of the step's time), and ``step/gradient_norm`` where it
+    is clipped.
+    Per evaluation: ``eval/loss``, ``eval/top1``, ``eval/top5`` and ``eval/bits_per_byte``, as far as there are such.
     Per run: the hparams, and the metrics as ``summary/...``.
     """
     from torch.utils.tensorboard import SummaryWriter
@@ -39,6 +41,11 @@ def _write_steps(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
         "step/seconds": seconds,
         f"step/{unit}_per_second": [units_per_step / duration for duration in seconds],
         "step/memory_bytes": (record.get("step_memory_bytes") or [])[first:],
+        "step/learning_rate": (record.get("learning_rates") or [])[first:],
+        "step/gradient_norm": (record.get("gradient_norms") or [])[first:],
+        "step/data_wait_share": [
+            wait / duration for wait, duration in zip((record.get("wait_seconds") or [])[first:], seconds, strict=False)
+        ],
     }
     # The steps' own wall times: all curves are written at once, when the run is over.
     started = datetime.fromisoformat(record["started"]).timestamp()
@@ -47,6 +54,12 @@ def _write_steps(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
         for step, (value, end) in enumerate(zip(values, ends, strict=False), start=first):
             if value is not None:
                 writer.add_scalar(tag, value, step, walltime=end)
+    for evaluation in record.get("evaluations") or []:
+        done = evaluation["step"] - first
+        if done > 0:
+            for name in ("loss", "top1", "top5", "bits_per_byte"):
+                if evaluation[name] is not None:
+                    writer.add_scalar(f"eval/{name}", evaluation[name], evaluation["step"], walltime=ends[done - 1])
 
 
 def _write_summary(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
@@ -90,6 +103,7 @@ def _hparams(record: Mapping[str, Any]) -> dict[str, str | float]:
 def _summary_figures(record: Mapping[str, Any]) -> dict[str, float | None]:
     """The metrics by tag, for every run the same tags; a failed run has few values."""
     metrics = record.get("metrics") or {}
+    last: Mapping[str, float | None] = next(reversed(record.get("evaluations") or [{}]))
     names: Sequence[str] = (
         "tokens_per_second",
         "samples_per_second",
@@ -102,6 +116,7 @@ def _summary_figures(record: Mapping[str, Any]) -> dict[str, float | None]:
         **{f"summary/{name}": metrics.get(name) for name in names},
         "summary/step_seconds_median": (metrics.get("step_seconds") or {}).get("median"),
         "summary/last_loss": next(reversed(record.get("losses") or [None])),
+        **{f"summary/{name}": last.get(name) for name in ("top1", "bits_per_byte")},
     }
 
 

@@ -18,6 +18,9 @@ from ptdbench.workloads.job import Job, Outcome
 from ptdbench.workloads.loop import StepLoop
 from ptdbench.workloads.matmul import known_ceiling
 
+#: What is kept of every step of a run, over all its starts; see :class:`Agreement`.
+SERIES = ("losses", "step_memory_bytes", "wait_seconds", "learning_rates", "gradient_norms")
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -27,6 +30,9 @@ class Agreement:
         losses: The global batch's mean loss at every step; NaN where it was not finite.
         rank_step_seconds: Seconds of every step, by rank.
         step_memory_bytes: Memory in use after every step, maximum over ranks.
+        wait_seconds: How long every step has waited for its batch, maximum over ranks.
+        learning_rates: Of every step.
+        gradient_norms: Of every step, before clipping; empty where nothing is clipped.
         peak_memory_bytes: Peak memory, by rank.
         startup_seconds: Seconds until the end of the first step, by what they were spent on, as rank 0 counts them.
     """
@@ -34,6 +40,9 @@ class Agreement:
     losses: list[float]
     rank_step_seconds: list[list[float]]
     step_memory_bytes: list[int]
+    wait_seconds: list[float]
+    learning_rates: list[float]
+    gradient_norms: list[float]
     peak_memory_bytes: list[int]
     startup_seconds: dict[str, float]
 
@@ -44,14 +53,24 @@ def reach(job: Job, loop: StepLoop) -> Agreement:
         torch.stack(loop.losses or [torch.zeros(0, device=job.device)]).flatten().double() / job.training.layout.data
     )
     dist.all_reduce(losses)
-    mine = (loop.clock.seconds(), loop.memory_bytes, memory.peak_bytes(job.device), job.watch.laps)
+    mine = (
+        loop.clock.seconds(),
+        loop.memory_bytes,
+        loop.feed.wait_seconds,
+        memory.peak_bytes(job.device),
+        job.watch.laps,
+    )
     gathered: list[Any] = [None] * job.world.size
     dist.all_gather_object(gathered, mine)
-    seconds, in_use, peaks, laps = zip(*gathered, strict=True)
+    seconds, in_use, waits, peaks, laps = zip(*gathered, strict=True)
+    norms = loop.update.gradient_norms
     return Agreement(
-        losses=[loss if math.isfinite(loss) else math.nan for loss in losses.tolist()],
+        losses=_finite(losses),
         rank_step_seconds=list(seconds),
         step_memory_bytes=[max(ranks) for ranks in zip(*in_use, strict=True)],
+        wait_seconds=[max(ranks) for ranks in zip(*waits, strict=True)],
+        learning_rates=list(loop.update.learning_rates),
+        gradient_norms=_finite(torch.stack(norms)) if norms else [],
         peak_memory_bytes=list(peaks),
         startup_seconds=_until_the_last(laps),
     )
@@ -74,10 +93,8 @@ def outcome(job: Job, agreed: Agreement, history: Mapping[str, Any], remarks: Ma
         "warmup_steps": warmup_steps,
         "metrics": figures,
         "remarks": dict(remarks),
-        "losses": whole["losses"],
-        "step_memory_bytes": whole["step_memory_bytes"],
         "rank_step_seconds": agreed.rank_step_seconds,
-        "segments": whole["segments"],
+        **whole,
     }
     wrong = next((step for step, loss in enumerate(whole["losses"]) if not math.isfinite(loss)), None)
     if wrong is None:
@@ -89,11 +106,10 @@ def joined(history: Mapping[str, Any], job: Job, agreed: Agreement) -> dict[str,
     """The whole run so far: what earlier processes have done, and this one.
 
     Returns:
-        ``losses`` and ``step_memory_bytes`` of every step, and ``segments``, one for each start of the run.
+        What :data:`SERIES` names, for every step, and ``segments``, one for each start of the run.
     """
     return {
-        "losses": [*history["losses"], *agreed.losses],
-        "step_memory_bytes": [*history["step_memory_bytes"], *agreed.step_memory_bytes],
+        **{name: [*history[name], *getattr(agreed, name)] for name in SERIES},
         "segments": [*history["segments"], segment(job, agreed, len(history["losses"]))],
     }
 
@@ -145,8 +161,13 @@ def _measurement(job: Job, agreed: Agreement, timed: Sequence[float]) -> Measure
         startup_seconds=agreed.startup_seconds,
         minimum_warmup=plan.config.train.warmup_steps,
         earlier_seconds=timed,
+        wait_seconds=agreed.wait_seconds,
         ceiling=known_ceiling(job, dtype),
     )
+
+
+def _finite(values: torch.Tensor) -> list[float]:
+    return [value if math.isfinite(value) else math.nan for value in values.tolist()]
 
 
 def _until_the_last(laps: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from ptdbench.checkpoints import shelf, state
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.shelf import Found
+from ptdbench.problems import Problem, require
 from ptdbench.workloads import agreement
+from ptdbench.workloads.evaluation import Evaluation, Evaluator
 from ptdbench.workloads.job import Job
 from ptdbench.workloads.loop import StepLoop
 
@@ -22,26 +24,20 @@ class History:
     """The steps before those of this process.
 
     Attributes:
-        losses: The global batch's mean loss at each of them.
-        step_memory_bytes: Memory in use after each of them.
+        series: What :data:`ptdbench.workloads.agreement.SERIES` names, for each of them.
         segments: What each earlier start of the run has done; see :func:`ptdbench.workloads.agreement.segment`.
         resumed_from: The checkpoint that this process began with.
         warnings: Checkpoints that were passed over, and why.
     """
 
-    losses: list[float] = field(default_factory=list)
-    step_memory_bytes: list[int] = field(default_factory=list)
+    series: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in agreement.SERIES})
     segments: list[dict[str, Any]] = field(default_factory=list)
     resumed_from: str | None = None
     warnings: list[str] = field(default_factory=list)
 
     def facts(self) -> dict[str, Any]:
         """What of it goes into the next checkpoint."""
-        return {
-            "losses": self.losses,
-            "step_memory_bytes": self.step_memory_bytes,
-            "segments": self.segments,
-        }
+        return {**self.series, "segments": self.segments}
 
 
 class Keeper:
@@ -53,11 +49,13 @@ class Keeper:
     Args:
         job: The run.
         loop: Its step loop, before the first step.
+        evaluator: What it finds is kept too.
     """
 
-    def __init__(self, job: Job, loop: StepLoop) -> None:
+    def __init__(self, job: Job, loop: StepLoop, evaluator: Evaluator) -> None:
         self._job = job
         self._loop = loop
+        self._evaluator = evaluator
         self._every = job.plan.config.checkpoint.every_steps
         self._saver: Saver | None = None
         self._saved = -1
@@ -98,9 +96,10 @@ class Keeper:
                 self._begin_with(search.found, group)
                 return
 
-    def after_step(self) -> None:
-        """Between two steps: save if it is time to."""
-        if self._saver and self._every and self._loop.done % self._every == 0:
+    def after_step(self, is_best: bool = False) -> None:
+        """Between two steps: save if it is time to, or if the weights are the best so far."""
+        if self._saver and self._every and (is_best or self._loop.done % self._every == 0):
+            self._saver.best = self._loop.done if is_best else self._saver.best
             with self._job.watchdog.paused():
                 self._save(self._saver)
 
@@ -113,37 +112,52 @@ class Keeper:
                 self._saver.close()
 
     def _begin_with(self, found: Found, group: dist.ProcessGroup) -> None:
+        facts = found.manifest.facts
+        require(self._same_data(found, facts["data"]))
         state.restore(
             found.path,
             self._loop.engine.module,
-            self._loop.optimizer,
+            self._loop.update.optimizer,
             self._job.training.model.tied(),
             rank=self._job.world.rank,
             world_size=self._job.world.size,
             group=group,
         )
-        facts = found.manifest.facts
         self._loop.go_on(found.manifest.step, facts["scaler"])
         self._saved = found.manifest.step if found.path.parent.parent == self._job.directory else -1
-        self.history.losses = [_number(loss) for loss in facts["losses"]]
-        self.history.step_memory_bytes = list(facts["step_memory_bytes"])
+        self.history.series = {name: [_number(value) for value in facts[name]] for name in agreement.SERIES}
         self.history.segments = list(facts["segments"])
         self.history.resumed_from = str(found.path)
+        self._evaluator.done = [Evaluation(**evaluation) for evaluation in facts["evaluations"]]
+        if self._saver and self._evaluator.best and self._saved >= 0:
+            self._saver.best = self._evaluator.best.step
+
+    def _same_data(self, found: Found, identity: str | None) -> Problem | None:
+        """Samples are numbered: in data that have changed the same numbers are other samples."""
+        data = self._job.plan.config.call("data").name
+        if identity == self._job.training.data.identity:
+            return None
+        rule = f"was trained on other data than data={data} holds now: they were changed, or are another choice"
+        return Problem("resume", found.path, rule, "resume with the data as they were, or begin anew without resume")
 
     def _save(self, saver: Saver) -> None:
         tensors = state.collect(
             self._loop.engine.module,
-            self._loop.optimizer,
+            self._loop.update.optimizer,
             self._job.training.model.tied(),
             rank=self._job.world.rank,
             with_buffers=self._loop.replica == 0,
         )
         agreed = agreement.reach(self._job, self._loop)
-        facts = agreement.joined(self.history.facts(), self._job, agreed) | {"scaler": self._loop.scaler_state()}
+        facts = agreement.joined(self.history.facts(), self._job, agreed) | {
+            "scaler": self._loop.update.scaler_state(),
+            "evaluations": [evaluation.as_dict() for evaluation in self._evaluator.done],
+            "data": self._job.training.data.identity,
+        }
         saver.save(self._loop.done, tensors, self._job.plan.config.resolved["model"], facts)
         self._saved = self._loop.done
 
 
-def _number(loss: float | None) -> float:
+def _number(value: float | None) -> float:
     """JSON has no NaN: there it is null."""
-    return float("nan") if loss is None else loss
+    return float("nan") if value is None else value

@@ -6,13 +6,13 @@ import gc
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ptdbench.data.protocol import Data
+from ptdbench.data.feed import Feed
 from ptdbench.measure import clock, memory
 from ptdbench.parallel.engine import Engine
-from ptdbench.parallel.layout import Layout
-from ptdbench.parallel.precision import AgreedGradScaler
+from ptdbench.workloads.update import Update
 
 #: Steps between two collections of garbage. The collector is off inside steps, where it would strike at random.
 COLLECT_EVERY = 100
@@ -32,8 +32,10 @@ class StepLoop:
 
     Attributes:
         engine: Turns a batch into gradients.
-        optimizer: Over the engine's parameters.
-        replica: Which share of the batch is this rank's.
+        update: Turns gradients into new weights.
+        feed: Gives the batches.
+        replicas: The ranks that hold replicas of what this rank holds, if there are more.
+        replica: This rank's number among them: which share of the batch is its own.
         first_step: Steps that were done before this loop: it goes on after a checkpoint.
         losses: This rank's share of each step's loss, on the device: reading one waits for it.
         memory_bytes: Memory in use after each step.
@@ -41,31 +43,26 @@ class StepLoop:
 
     Args:
         engine: Turns a batch into gradients.
-        optimizer: Over the parameters of ``engine.module``.
-        data: Where the samples come from; prepared.
-        layout: How the global batch falls onto the ranks.
-        replica: Which share of it is this rank's.
+        update: Turns gradients into new weights.
+        feed: Gives this rank's batches.
         device: This rank's device.
-        scale: Whether losses are scaled, as fp16 needs.
+        replicas: The ranks that hold replicas of what this rank holds; without them it is the only one.
     """
 
     def __init__(
         self,
         engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        data: Data,
-        layout: Layout,
-        replica: int,
+        update: Update,
+        feed: Feed,
         device: torch.device,
-        scale: bool = False,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self.engine = engine
-        self.optimizer = optimizer
-        self._data = data
-        self._layout = layout
-        self.replica = replica
+        self.update = update
+        self.feed = feed
+        self.replicas = replicas
+        self.replica = dist.get_rank(replicas) if replicas else 0
         self._device = device
-        self._scaler = AgreedGradScaler(device.type, enabled=scale)
         self.first_step = 0
         self.clock = clock.for_device(device)
         self.losses: list[Tensor] = []
@@ -79,12 +76,7 @@ class StepLoop:
     def go_on(self, first_step: int, scaler: dict[str, Any]) -> None:
         """Begin after ``first_step`` steps, whose weights and optimizer state are in place."""
         self.first_step = first_step
-        if scaler and self._scaler.is_enabled():
-            self._scaler.load_state_dict(scaler)
-
-    def scaler_state(self) -> dict[str, Any]:
-        """The state of loss scaling, for a checkpoint; empty where losses are not scaled."""
-        return self._scaler.state_dict()
+        self.update.load_scaler(scaler)
 
     def rehearse(self) -> None:
         """Compute one step's gradients and throw them away; nothing else changes.
@@ -95,7 +87,7 @@ class StepLoop:
         """
         buffers = [buffer.clone() for buffer in self.engine.module.buffers()]
         chance = torch.get_rng_state()
-        self.engine.gradients(*self._batch(self.done), self._scaler.scale)
+        self.engine.gradients(*self.feed.peek(self.done), self.update.scale)
         self.engine.module.zero_grad()
         torch.set_rng_state(chance)
         for buffer, before in zip(self.engine.module.buffers(), buffers, strict=True):
@@ -105,22 +97,11 @@ class StepLoop:
         """One optimizer step; on a GPU its work is queued when this returns."""
         number = self.done
         self.clock.start()
-        inputs, targets = self._batch(number)
-        loss = self.engine.gradients(inputs, targets, self._scaler.scale)
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
-        self.optimizer.zero_grad()
+        inputs, targets = self.feed(number)
+        loss = self.engine.gradients(inputs, targets, self.update.scale)
+        self.update(number)
         self.clock.stop()
         self.losses.append(loss)
         self.memory_bytes.append(memory.current_bytes(self._device))
         if len(self.losses) % COLLECT_EVERY == 0:
             collect_garbage()
-
-    def _batch(self, number: int) -> tuple[Tensor, Tensor]:
-        inputs, targets = self._data.samples(*self._layout.rows(number, self.replica))
-        if self._device.type == "cpu":
-            return inputs, targets
-        return (
-            inputs.pin_memory().to(self._device, non_blocking=True),
-            targets.pin_memory().to(self._device, non_blocking=True),
-        )

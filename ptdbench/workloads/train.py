@@ -6,20 +6,25 @@ import gc
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ptdbench.data.feed import Feed
 from ptdbench.launch.brake import Brake
 from ptdbench.measure import memory
 from ptdbench.parallel import mesh
+from ptdbench.problems import Problem, require
 from ptdbench.workloads import agreement
 from ptdbench.workloads.check import preliminary, with_check
+from ptdbench.workloads.evaluation import Evaluator
 from ptdbench.workloads.job import Job, Outcome
 from ptdbench.workloads.keeper import Keeper
 from ptdbench.workloads.loop import StepLoop, collect_garbage
 from ptdbench.workloads.pulse import Pulse
+from ptdbench.workloads.update import Update
 
 #: The steps after which ``train.max_minutes`` is applied: the first compiles, the second allocates.
 PROBE_STEPS = 3
@@ -39,7 +44,8 @@ class Train:
         with job.watchdog.paused():
             checked = preliminary(job)
         loop = assemble(job)
-        keeper = Keeper(job, loop)
+        evaluator = Evaluator(job, loop)
+        keeper = Keeper(job, loop, evaluator)
         keeper.resume()
         if keeper.saves and job.training.layout.data > 2:
             loop.rehearse()
@@ -47,14 +53,24 @@ class Train:
         stopped = None
         with Brake() if keeper.saves else nullcontext() as brake:
             for _ in steps(job, loop):
-                keeper.after_step()
+                keeper.after_step(evaluator.due() and _is_best(job, evaluator))
                 if brake and (stopped := brake.pressed(len(loop.losses))):
                     break
+            if not stopped and evaluator.due(at_end=True):
+                keeper.after_step(_is_best(job, evaluator))
             keeper.finish()
-        return with_check(_outcome(job, loop, keeper, stopped), checked)
+        return with_check(_outcome(job, loop, keeper, evaluator, stopped), checked)
 
 
-def _outcome(job: Job, loop: StepLoop, keeper: Keeper, stopped: str | None) -> Outcome:
+def _is_best(job: Job, evaluator: Evaluator) -> bool:
+    """Evaluate, and say whether there was nothing better before."""
+    before = evaluator.best
+    with job.watchdog.paused():
+        found = evaluator()
+    return before is None or found.better_than(before)
+
+
+def _outcome(job: Job, loop: StepLoop, keeper: Keeper, evaluator: Evaluator, stopped: str | None) -> Outcome:
     """What came of it, and why there is no more."""
     asked = job.plan.config.train
     remarks: dict[str, Any] = {}
@@ -67,28 +83,43 @@ def _outcome(job: Job, loop: StepLoop, keeper: Keeper, stopped: str | None) -> O
     if notes := [*history.warnings, *keeper.problems]:
         remarks["checkpoints"] = notes
     found = agreement.outcome(job, agreement.reach(job, loop), history.facts(), remarks)
+    found = replace(found, fields={**found.fields, "evaluations": [one.as_dict() for one in evaluator.done]})
     return replace(found, stopped=f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None)
 
 
 def assemble(job: Job) -> StepLoop:
-    """Everything up to the first step: data, the model laid out over the ranks, the optimizer."""
+    """Everything up to the first step: data, the model laid out over the ranks, the optimizer.
+
+    Raises:
+        ConfigError: The data are unusable, or keep nothing to evaluate on although that is asked for.
+    """
     training = job.training
     with job.watchdog.paused():  # it may have to read and write much
         if job.world.local_rank == 0:
             training.data.prepare()
         dist.barrier()
+    require(_nothing_held_out(job))
     grid = mesh.build(training.layout, job.plan.device_type)
     engine = training.engine(grid, job.device)
-    loop = StepLoop(
+    update = Update(
         engine,
         training.optimizer(engine.module.parameters()),
-        training.data,
-        training.layout,
-        grid["data"].get_local_rank(),
+        training.schedule,
+        job.plan.config.train,
         job.device,
         scale=job.plan.config.general.precision == "fp16",
     )
-    return loop
+    replica = grid["data"].get_local_rank()
+    feed = Feed(training.data, partial(training.layout.rows, replica=replica), job.device)
+    return StepLoop(engine, update, feed, job.device, grid["data"].get_group())
+
+
+def _nothing_held_out(job: Job) -> Problem | None:
+    every = job.plan.config.eval.every
+    if every is None or job.training.data.held_out is not None:
+        return None
+    rule = f"data={job.plan.config.call('data').name} keeps nothing from training"
+    return Problem("eval.every", every, rule, "would do: null, or data that do, such as data=text data.held_out=0.05")
 
 
 def steps(job: Job, loop: StepLoop) -> Iterator[int]:
@@ -116,6 +147,7 @@ def steps(job: Job, loop: StepLoop) -> Iterator[int]:
     finally:
         gc.enable()
         gc.unfreeze()
+        loop.feed.close()
         pulse.close()
 
 

@@ -24,8 +24,8 @@ from ptdbench.parallel.fsdp import FSDP
 from ptdbench.parallel.pdp import PDP
 from ptdbench.parallel.single import Single
 from ptdbench.problems import ConfigError
-from ptdbench.workloads.loop import StepLoop
 from tests.parallel.ranks import on_ranks
+from tests.workloads.made_loop import step_loop
 
 BATCH = 12
 STEPS = 3  # until DDP has arranged its buckets, and a momentum is more than one gradient
@@ -68,7 +68,7 @@ class Run:
         self.optimizer = OPTIMIZERS[optimizer](self.engine.module.parameters())
         replica = grid["data"].get_local_rank()
         self.first_replica = replica == 0
-        self.loop = StepLoop(self.engine, self.optimizer, DATA[model], where, replica, torch.device("cpu"))
+        self.loop = step_loop(self.engine, self.optimizer, DATA[model], where, replica)
 
     def go(self, *numbers: int) -> list[float]:
         """The losses of this rank in the steps of these numbers."""

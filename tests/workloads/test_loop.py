@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ptdbench.data.protocol import Data
 from ptdbench.data.synthetic import SyntheticVectors
 from ptdbench.models.materialise import materialise
 from ptdbench.models.toy import Toy
@@ -15,6 +16,7 @@ from ptdbench.parallel.engine import Accumulating
 from ptdbench.parallel.layout import Layout, arrange
 from ptdbench.workloads import loop as module
 from ptdbench.workloads.loop import StepLoop
+from tests.workloads.made_loop import step_loop
 
 CPU = torch.device("cpu")
 
@@ -30,9 +32,9 @@ def data() -> SyntheticVectors:
     return SyntheticVectors(inputs=6, outputs=4, seed=0)
 
 
-def loop_over(model: Toy, where: Layout, replica: int = 0) -> StepLoop:
+def loop_over(model: Toy, where: Layout, replica: int = 0, source: Data | None = None) -> StepLoop:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return StepLoop(Accumulating(model, where.micro_batch), optimizer, data(), where, replica, CPU)
+    return step_loop(Accumulating(model, where.micro_batch), optimizer, source or data(), where, replica)
 
 
 def by_hand(steps: int, batch: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -89,8 +91,7 @@ def test_each_replica_takes_its_own_rows():
 
     where = arrange(2, 8)
     for replica in (0, 1):
-        loop = loop_over(toy(), where, replica)
-        loop._data = Watched(inputs=6, outputs=4, seed=0)
+        loop = loop_over(toy(), where, replica, Watched(inputs=6, outputs=4, seed=0))
         loop.step()
         loop.step()
     assert taken == [(0, 4), (8, 12), (4, 8), (12, 16)]

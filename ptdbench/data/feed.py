@@ -1,0 +1,91 @@
+"""From a stream of samples to the batches of one rank, as far ahead of its steps as they need."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from ptdbench.data.protocol import Data
+
+Batch = tuple[Tensor, Tensor]
+
+#: Batches that each worker process keeps ready.
+AHEAD = 2
+
+
+class Feed:
+    """Gives one batch after another, made by this process or by worker processes, as the data ask for.
+
+    Which of them makes a batch changes nothing: a sample is a function of its number.
+
+    Attributes:
+        wait_seconds: How long each call has waited for its batch to be there.
+
+    Args:
+        data: Where the samples come from; prepared.
+        rows: Which samples, ``(start, stop)``, make up this rank's share of a step.
+        device: Where the batches go.
+    """
+
+    def __init__(self, data: Data, rows: Callable[[int], tuple[int, int]], device: torch.device) -> None:
+        self.wait_seconds: list[float] = []
+        self._batches = _Batches(data, rows)
+        self._workers = data.workers
+        self._device = device
+        self._made: Iterator[Batch] | None = None
+        self._next = 0
+
+    def __call__(self, step: int) -> Batch:
+        """Inputs and targets of a step, on the device; steps are asked for in their order."""
+        started = time.perf_counter()
+        if not self._workers:
+            batch = self._batches[step]
+        else:
+            if self._made is None or self._next != step:
+                self._made = self._start(step)
+            batch, self._next = next(self._made), step + 1
+        self.wait_seconds.append(time.perf_counter() - started)
+        return self._moved(batch)
+
+    def peek(self, step: int) -> Batch:
+        """The batch of a step, on the device, beside the order of the steps; not counted."""
+        return self._moved(self._batches[step])
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._made = None
+
+    def _start(self, step: int) -> Iterator[Batch]:
+        loader = DataLoader(
+            self._batches,
+            batch_size=None,
+            sampler=itertools.count(step),  # type: ignore[arg-type] # endless, and never asked for its length
+            num_workers=self._workers,
+            prefetch_factor=AHEAD,
+            pin_memory=self._device.type == "cuda",
+            # Its own, so that the rank's stays where a run without workers has it.
+            generator=torch.Generator(),
+        )
+        return iter(loader)
+
+    def _moved(self, batch: Batch) -> Batch:
+        if self._device.type == "cpu":
+            return batch
+        inputs, targets = (tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in batch)
+        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+
+
+class _Batches(Dataset[Batch]):
+    """A step's number to this rank's share of its batch."""
+
+    def __init__(self, data: Data, rows: Callable[[int], tuple[int, int]]) -> None:
+        self._data = data
+        self._rows = rows
+
+    def __getitem__(self, step: int) -> Batch:
+        return self._data.samples(*self._rows(step))

@@ -1,0 +1,69 @@
+"""An exponential moving average of the weights, which is often better than the last weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+#: The name of the average in the optimizer's state.
+KEY = "average"
+
+
+class WeightAverage:
+    """Follows an optimizer's weights: after each step ``average = decay * average + (1 - decay) * weight``.
+
+    The averages lie in the optimizer's state, so that they are sharded, saved and loaded as it is. The first step's
+    weights begin the average. Buffers, such as a batch norm's statistics, are averages already and stay out.
+
+    Args:
+        optimizer: Fresh.
+        decay: Between 0 and 1.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
+        self._optimizer = optimizer
+        self._follow = get_ema_multi_avg_fn(decay)
+        optimizer.register_step_post_hook(self._after_step)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the model have the averages for weights; what it has learned comes back afterwards, bit for bit."""
+        pairs = self._pairs()
+        kept = [weight.clone() for weight, _ in pairs]
+        for weight, average in pairs:
+            weight.copy_(average)
+        try:
+            yield
+        finally:
+            for (weight, _), value in zip(pairs, kept, strict=True):
+                weight.copy_(value)
+
+    def _after_step(self, *_: Any) -> None:
+        before = self._pairs()
+        for group in self._optimizer.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None and KEY not in self._optimizer.state[weight]:
+                    self._optimizer.state[weight][KEY] = weight.detach().clone()
+        if before:
+            weights, averages = zip(*before, strict=True)
+            self._follow(list(averages), list(weights), None)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Weights and their averages, as far as they lie on this rank."""
+        state = self._optimizer.state
+        weights = [
+            weight for group in self._optimizer.param_groups for weight in group["params"] if KEY in state[weight]
+        ]
+        return [(_local(weight), _local(state[weight][KEY])) for weight in weights]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What of it lies on this rank, sharing its memory."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,21 @@
+"""Which weights decay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+
+def decay_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: matrices and kernels decay as its options say, vectors do not.
+
+    Biases and the scales of norms have one dimension. Pulling them to zero does not make a model simpler (GPT-3, Brown
+    et al. 2020, and He et al., "Bag of Tricks", 2019, section 3.1, leave them out).
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -1,0 +1,108 @@
+"""How the learning rate changes over a run: each a factor of ``optimizer.lr``, a function of the step alone.
+
+A run that goes on after a checkpoint needs nothing but the number of its next step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from ptdbench.problems import Problem, at_least, require
+
+
+class Schedule(Protocol):
+    """What ``lr_schedule=<name>`` is."""
+
+    def factor(self, step: int, steps: int) -> float:
+        """The factor of step ``step``, counted from zero, of ``steps``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same rate throughout, after a linear warm-up.
+
+    Attributes:
+        warmup_steps: Steps over which the rate rises; 0: none.
+    """
+
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        require(*at_least(0, warmup_steps=self.warmup_steps))
+
+    def factor(self, step: int, steps: int) -> float:
+        """See :class:`Schedule`."""
+        return _warmup(step, self.warmup_steps)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Half a period of a cosine, from 1 down to ``final``, after a linear warm-up.
+
+    The decay of Loshchilov and Hutter, "SGDR" (2017, equation 5, without restarts), and the warm-up of Goyal et al.,
+    "Accurate, Large Minibatch SGD" (2017, section 2.2).
+
+    Attributes:
+        warmup_steps: Steps over which the rate rises; 0: none.
+        final: The factor of the last step.
+    """
+
+    warmup_steps: int = 0
+    final: float = 0.1
+
+    def __post_init__(self) -> None:
+        require(*at_least(0, warmup_steps=self.warmup_steps), _share("final", self.final))
+
+    def factor(self, step: int, steps: int) -> float:
+        """See :class:`Schedule`."""
+        if step < self.warmup_steps:
+            return _warmup(step, self.warmup_steps)
+        return _cosine(1.0, self.final, _progress(step, self.warmup_steps, steps - 1))
+
+
+@dataclass(frozen=True)
+class OneCycle:
+    """Up from ``first`` to 1 and down to ``final``, both along half a cosine.
+
+    Smith and Topin, "Super-Convergence" (2018), with the cosine that :class:`torch.optim.lr_scheduler.OneCycleLR` takes
+    by default. The momentum does not change.
+
+    Attributes:
+        rise: Share of the steps in which the rate rises.
+        first: The factor of the first step.
+        final: The factor of the last step.
+    """
+
+    rise: float = 0.3
+    first: float = 0.04
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(_share("rise", self.rise), _share("first", self.first), _share("final", self.final))
+
+    def factor(self, step: int, steps: int) -> float:
+        """See :class:`Schedule`."""
+        top = self.rise * (steps - 1)
+        if step < top:
+            return _cosine(self.first, 1.0, _progress(step, 0, top))
+        return _cosine(1.0, self.final, _progress(step, top, steps - 1))
+
+
+def _warmup(step: int, steps: int) -> float:
+    return min(1.0, (step + 1) / steps) if steps else 1.0
+
+
+def _progress(step: int, begin: float, end: float) -> float:
+    """How far ``step`` is on the way from ``begin`` to ``end``, from 0 to 1."""
+    return min(max((step - begin) / (end - begin), 0.0), 1.0) if end > begin else 1.0
+
+
+def _cosine(begin: float, end: float, progress: float) -> float:
+    return end + (begin - end) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _share(option: str, value: float) -> Problem | None:
+    return None if 0 <= value <= 1 else Problem(option, value, "must be between 0 and 1")

@@ -1,0 +1,35 @@
+"""Tensors from one rank to another that does not know what is coming."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+#: What a stage of a model may hand on; the place in this list is what travels.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+_MOST_DIMENSIONS = 8
+
+
+def send(tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
+    """Send a tensor, its shape and dtype ahead of it.
+
+    Args:
+        tensor: Of at most eight dimensions.
+        group: Holds both ranks.
+        to: The receiver's rank in it.
+    """
+    header = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    header += [0] * (2 + _MOST_DIMENSIONS - len(header))
+    dist.send(torch.tensor(header, device=tensor.device), group=group, group_dst=to)
+    dist.send(tensor.contiguous(), group=group, group_dst=to)
+
+
+def receive(group: dist.ProcessGroup, origin: int, device: torch.device) -> Tensor:
+    """The tensor that rank ``origin`` of the group sends, on ``device``."""
+    header = torch.empty(2 + _MOST_DIMENSIONS, dtype=torch.int64, device=device)
+    dist.recv(header, group=group, group_src=origin)
+    dtype, dimensions, *shape = header.tolist()
+    tensor = torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=device)
+    dist.recv(tensor, group=group, group_src=origin)
+    return tensor

@@ -1,0 +1,39 @@
+"""Step loops without a run around them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ptdbench.config import Train
+from ptdbench.data.feed import Feed
+from ptdbench.data.protocol import Data
+from ptdbench.optim.schedules import Constant, Schedule
+from ptdbench.parallel.engine import Engine
+from ptdbench.parallel.layout import Layout
+from ptdbench.workloads.loop import StepLoop
+from ptdbench.workloads.update import Update
+
+CPU = torch.device("cpu")
+TRAIN = {
+    "global_batch": 1, "micro_batch": "auto", "steps": 100, "warmup_steps": 0, "max_minutes": None, "clip_norm": None,
+    "decay": "all", "ema": None,
+}  # fmt: skip
+
+
+def step_loop(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    data: Data,
+    where: Layout,
+    replica: int = 0,
+    replicas: dist.ProcessGroup | None = None,
+    schedule: Schedule | None = None,
+    **train: Any,
+) -> StepLoop:
+    """A loop on the CPU; ``train`` are options of the group of that name."""
+    update = Update(engine, optimizer, schedule or Constant(), Train(**{**TRAIN, **train}), CPU)
+    return StepLoop(engine, update, Feed(data, partial(where.rows, replica=replica), CPU), CPU, replicas)
