@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ptdbench.optim.averaging import KEY, WeightAverage
+
+OPTIMIZERS = {
+    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1),
+    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
+}
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, after=lambda: None) -> None:
+    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    for _ in range(count):
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after()
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_is_torchs_average(name):
+    model = linear()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    average = WeightAverage(optimizer, 0.7)
+    reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    steps(model, optimizer, 5, lambda: reference.update_parameters(model))
+    trained = model.weight.detach().clone()
+    with torch.no_grad(), average.in_place():
+        torch.testing.assert_close(model.weight, reference.module.weight)
+        assert not torch.equal(model.weight, trained)
+    assert torch.equal(model.weight, trained)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_is_the_same_with_and_without(name):
+    weights = []
+    for averaged in (False, True):
+        model = linear()
+        optimizer = OPTIMIZERS[name](model.parameters())
+        if averaged:
+            WeightAverage(optimizer, 0.9)
+        steps(model, optimizer, 4)
+        weights.append(model.weight.detach())
+    assert torch.equal(*weights)
+
+
+def test_weights_come_back_when_judging_them_fails():
+    model = linear()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    average = WeightAverage(optimizer, 0.9)
+    steps(model, optimizer, 3)
+    trained = model.weight.detach().clone()
+    with pytest.raises(ValueError, match="judge"), torch.no_grad(), average.in_place():
+        raise ValueError("judge")
+    assert torch.equal(model.weight, trained)
+
+
+def test_a_weight_without_a_gradient_has_no_average():
+    model = linear()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    WeightAverage(optimizer, 0.9)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert KEY in optimizer.state[model.weight]
+    assert KEY not in optimizer.state[model.bias]

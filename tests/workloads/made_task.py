@@ -1,0 +1,128 @@
+"""A small task that is learned in seconds: which of six numbers is the largest, told by a net with a batch norm."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from ptdbench.data.draws import draws
+from ptdbench.data.protocol import Data, HeldOut
+from ptdbench.models.protocol import FlopsUnknown
+
+CLASSES = 6
+HELD_OUT = 101  # a prime: no number of ranks divides it
+
+
+def numbers(seed: int, start: int, stop: int) -> Tensor:
+    bits = draws(seed, start * CLASSES, stop * CLASSES)
+    return torch.from_numpy((bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)).reshape(-1, CLASSES)
+
+
+class Largest(Data):
+    """Samples of the task."""
+
+    tokens_per_sample = None
+
+    def __init__(self, *, seed: int, workers: int = 0, edition: str = "first", keeps: bool = True) -> None:
+        self.seed = seed
+        self.workers = workers
+        self._edition = edition
+        self._keeps = keeps
+
+    @property
+    def held_out(self) -> HeldOut | None:
+        return Kept() if self._keeps else None
+
+    @property
+    def identity(self) -> str:
+        return self._edition
+
+    def prepare(self) -> None:
+        pass
+
+    def samples(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        found = numbers(self.seed, start, stop)
+        return found, found.argmax(1)
+
+    def example(self) -> tuple[Tensor, Tensor]:
+        return torch.empty(1, CLASSES, device="meta"), torch.empty(1, dtype=torch.int64, device="meta")
+
+
+class Kept(HeldOut):
+    """What is held out."""
+
+    bytes_per_token = None
+
+    def __len__(self) -> int:
+        return HELD_OUT
+
+    def samples(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        assert 0 <= start < stop <= HELD_OUT
+        found = numbers(12345, start, stop)
+        return found, found.argmax(1)
+
+
+class Reveals(Largest):
+    """Says in which process its samples are made."""
+
+    def samples(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        return torch.arange(start, stop), torch.full((stop - start,), os.getpid())
+
+
+class Net(nn.Module):
+    """A chain that every strategy can lay out."""
+
+    def __init__(self, width: int = 32, blocks: int = 3) -> None:
+        super().__init__()
+        self.first = nn.Linear(CLASSES, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.last = Last(width)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x, targets)
+
+    def layers(self) -> list[nn.Module]:
+        return list(self.blocks)
+
+    def parts(self) -> dict[str, nn.Module]:
+        return {"first": self.first, **{f"blocks.{i}": b for i, b in enumerate(self.blocks)}, "last": self.last}
+
+    def train_flops(self) -> dict[str, float]:
+        raise FlopsUnknown("not counted")
+
+    def tied(self) -> list[tuple[str, str]]:
+        return []
+
+    def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        if tensor.dim() > 1:
+            nn.init.kaiming_normal_(tensor, generator=generator)
+        elif name.endswith(("norm.weight", "running_var")):
+            nn.init.ones_(tensor)
+        else:
+            nn.init.zeros_(tensor)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.relu(self.norm(self.linear(x)))
+
+
+class Last(nn.Linear):
+    def __init__(self, width: int) -> None:
+        super().__init__(width, CLASSES)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        outputs = super().forward(x)
+        return outputs if targets is None else F.cross_entropy(outputs, targets)
