@@ -7,7 +7,9 @@ from itertools import product as combinations
 
 import pytest
 
-from tests.conftest import Record
+from ptdbench import run as product
+from ptdbench.records import store
+from tests.conftest import Record, composed
 
 pytestmark = pytest.mark.ranks
 
@@ -131,3 +133,45 @@ def test_options_change_the_cost_and_not_the_numbers(run, single, strategy, opti
 def test_resnet_with_synchronised_batchnorm(run, single, strategy, ranks) -> None:
     synchronised = (*STRATEGIES[strategy], "parallel.sync_batchnorm=true")
     check(run, single(*MODELS["resnet"]), ranks, 1e-5, *MODELS["resnet"], *synchronised)
+
+
+CLIPPED = (*COMMON, *MODELS["gpt"], "optimizer=sgd", "optimizer.lr=0.5", "train.steps=4")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """One rank that clips; the limit matters to the losses."""
+    found = []
+    for norm in ("0.3", "null"):
+        directory = tmp_path_factory.mktemp("whole")
+        product.run(composed(*CLIPPED, "parallel=single", f"train.clip_norm={norm}"), directory)
+        found.append(store.load_record(directory))
+    clipped, free = found
+    assert min(clipped["gradient_norms"]) > 0.6  # far above the limit
+    assert free["gradient_norms"] == []
+    assert abs(clipped["losses"][-1] / free["losses"][-1] - 1) > 1e-2
+    return clipped
+
+
+class TestClipping:
+    @pytest.mark.parametrize("strategy", STRATEGIES)
+    @pytest.mark.parametrize("ranks", [2, 4])
+    def test_it_goes_by_the_norm_of_the_whole_gradient(self, run, whole, strategy, ranks):
+        record = run(
+            *CLIPPED, *STRATEGIES[strategy], f"cluster.ranks_per_node={ranks}", "train.clip_norm=0.3"
+        )  # fmt: skip
+        assert record["status"] == "ok", record["error"]
+        assert record["gradient_norms"] == pytest.approx(whole["gradient_norms"], rel=1e-4)
+        assert record["losses"] == pytest.approx(whole["losses"], rel=1e-5)
+
+    def test_losses_that_are_scaled_are_clipped_by_their_true_gradient(self, run, whole):
+        record = run(*CLIPPED, "parallel=fsdp", "train.clip_norm=0.3", "precision=fp16")
+        assert record["status"] == "ok", record["error"]
+        assert record["gradient_norms"][0] == pytest.approx(whole["gradient_norms"][0], rel=2e-2)
+
+
+def test_two_runs_of_one_seed_are_equal_and_of_another_are_not(run):
+    options = (*COMMON, "model=gpt_tiny", "model.width=32", "train.steps=4", "train.ema=0.9", "train.clip_norm=1")
+    one, two, other = (run(*options, f"seed={seed}")["losses"] for seed in (1, 1, 2))
+    assert one == two
+    assert one != other

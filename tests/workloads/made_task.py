@@ -76,10 +76,10 @@ class Reveals(Largest):
 class Net(nn.Module):
     """A chain that every strategy can lay out."""
 
-    def __init__(self, width: int = 32, blocks: int = 3) -> None:
+    def __init__(self, width: int = 32, blocks: int = 3, norm: bool = True) -> None:
         super().__init__()
         self.first = nn.Linear(CLASSES, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(width, norm) for _ in range(blocks))
         self.last = Last(width)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -110,10 +110,10 @@ class Net(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, norm: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
-        self.norm = nn.BatchNorm1d(width)
+        self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.relu(self.norm(self.linear(x)))
@@ -126,3 +126,10 @@ class Last(nn.Linear):
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         outputs = super().forward(x)
         return outputs if targets is None else F.cross_entropy(outputs, targets)
+
+
+class Unlearning:
+    """A learning rate that makes a model better for four steps, and worse for ever after."""
+
+    def factor(self, step: int, steps: int) -> float:
+        return 1.0 if step < 4 else -3.0

@@ -132,6 +132,16 @@ def test_what_is_said_of_the_last_weights_is_what_one_rank_says_of_their_checkpo
 
 
 @pytest.mark.ranks
+def test_the_average_of_the_weights_is_judged_whatever_the_layout(run):
+    options = (*TASK, "+model.norm=false", "train.steps=6", "eval.every=6")
+    single, plain = (run(*options, "parallel=single", f"train.ema={decay}") for decay in ("0.9", "null"))
+    assert abs(single["evaluations"][0]["loss"] / plain["evaluations"][0]["loss"] - 1) > 1e-2
+    for strategy in ("ddp", "fsdp", "pdp"):
+        record = run(*options, f"parallel={strategy}", "cluster.ranks_per_node=2", "train.ema=0.9")
+        assert record["evaluations"][0]["loss"] == pytest.approx(single["evaluations"][0]["loss"], rel=1e-5)
+
+
+@pytest.mark.ranks
 def test_data_that_keep_nothing_are_refused(run):
     record = run(*TASK, "+data.keeps=false", "train.steps=5", "eval.every=2")
     assert record["status"] == "failed"

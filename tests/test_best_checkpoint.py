@@ -1,0 +1,53 @@
+"""The best weights are kept beside the newest, over all starts of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ptdbench import run as product
+from ptdbench.records import store
+from tests.conftest import composed
+from tests.workloads.test_evaluation import TASK
+
+pytestmark = pytest.mark.ranks
+
+UNLEARNS = (
+    *TASK, "parallel=ddp", "lr_schedule._target_=tests.workloads.made_task.Unlearning", "~lr_schedule.warmup_steps",
+    "checkpoint.every_steps=4", "checkpoint.keep=1", "eval.every=2",
+)  # fmt: skip
+
+
+def kept(directory: Path) -> dict[str, str]:
+    """What lies among the checkpoints, links with where they lead."""
+    folder = directory / "checkpoints"
+    return {path.name: path.readlink().name if path.is_symlink() else "" for path in folder.iterdir()}
+
+
+def test_the_best_and_the_last_stay(tmp_path):
+    product.run(composed(*UNLEARNS, "train.steps=8"), tmp_path)
+    first = store.load_record(tmp_path)
+    assert first["status"] == "ok", first["error"]
+    accuracy = {evaluation["step"]: evaluation["top1"] for evaluation in first["evaluations"]}
+    assert accuracy[4] > max(accuracy[step] for step in (2, 6, 8))
+    assert kept(tmp_path) == {"best": "step-00000004", "step-00000004": "", "step-00000008": ""}
+
+    product.run(composed(*UNLEARNS, "train.steps=12"), tmp_path)  # goes on where it was
+    second = store.load_record(tmp_path)
+    assert second["status"] == "ok", second["error"]
+    assert [evaluation["step"] for evaluation in second["evaluations"]] == [2, 4, 6, 8, 10, 12]
+    assert second["losses"][:8] == first["losses"]
+    assert kept(tmp_path) == {"best": "step-00000004", "step-00000004": "", "step-00000012": ""}
+
+
+def test_weights_that_are_better_between_two_checkpoints_are_saved_at_once(tmp_path):
+    product.run(composed(*UNLEARNS, "train.steps=7", "checkpoint.every_steps=5"), tmp_path)
+    assert kept(tmp_path) == {"best": "step-00000004", "step-00000004": "", "step-00000007": ""}
+
+
+def test_a_run_whose_data_have_changed_is_refused(tmp_path, run):
+    product.run(composed(*UNLEARNS, "train.steps=4"), tmp_path)
+    record = run(*UNLEARNS, "train.steps=6", f"resume={tmp_path}", "+data.edition=second")
+    assert record["status"] == "failed"
+    assert "was trained on other data than data=synthetic_vectors holds now" in record["error"]["message"]
