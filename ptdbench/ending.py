@@ -44,7 +44,7 @@ def close(directory: Path, planned: plan.Plan, device: torch.device, met: Sequen
         done = record.stopped(done, outcome.stopped)
     store.write_record(directory, done)
     if done["losses"]:
-        tensorboard.write_tensorboard(directory, done)
+        tensorboard.write_tensorboard(directory, done, outcome.shown)
     write_figures(directory, outcome.figures)
     if outcome.stopped:
         _requeue(directory, planned.config.cluster, done, outcome.stopped)

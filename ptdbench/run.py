@@ -56,6 +56,8 @@ def run(composed: DictConfig, directory: Path) -> None:
         if world:
             rendezvous.export(world, os.environ)  # a model of the user's own may ask who it is when it is made
         planned = plan.make(config.read(composed), world)
+        if world is None and planned.training:
+            planned.training.data.prepare()  # what is wrong with the data shows before anything is started for them
     except ConfigError as refused:
         if writes:
             store.write_record(directory, record.failed(draft, failure.describe(refused, rank=-1)))
@@ -145,4 +147,8 @@ def _planned(planned: plan.Plan, world: World | None) -> dict[str, Any]:
     if planned.training is None:
         return known | dict.fromkeys(("model", "parallel", "global_batch", "precision"))
     training = planned.training
-    return known | {"parameters": training.parameters, "layout": training.layout.as_dict()}
+    return known | {
+        "parameters": training.parameters,
+        "tokens_per_sample": training.data.tokens_per_sample,
+        "layout": training.layout.as_dict(),
+    }

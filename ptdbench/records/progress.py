@@ -74,7 +74,7 @@ class Progress:
         """Whether it is time to show something."""
         return now >= self._next
 
-    def show(self, step: int, loss: float | None, now: float) -> None:
+    def show(self, step: int, loss: float | None, now: float, remark: str = "") -> None:
         """Draw the line after ``step`` finished steps; ``loss`` may be unknown on this rank."""
         seconds_per_step = (now - self._shown_at) / max(step - self._shown_step, 1)
         self._shown_step, self._shown_at, self._next = step, now, now + self._interval
@@ -86,6 +86,8 @@ class Progress:
             parts.append(f"{self._units_per_step / seconds_per_step:,.0f} {self._unit}/s")
         if loss is not None:
             parts.append(f"loss {loss:.4f}")
+        if remark:
+            parts.append(remark)
         parts.append(f"{_duration((self.total_steps - step) * seconds_per_step)} left")
         self._write("  ".join(parts))
 

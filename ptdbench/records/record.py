@@ -16,10 +16,10 @@ UNFINISHED = "Unfinished"
 
 #: Fields of every record, in the order in which they are written.
 FIELDS = (
-    "status", "workload", "model", "parallel", "world_size", "global_batch", "precision", "parameters", "fingerprint",
-    "started", "directory", "launcher", "nodes", "layout", "warmup_steps", "metrics", "error", "remarks", "environment",
-    "config", "losses", "evaluations", "learning_rates", "gradient_norms", "wait_seconds", "step_memory_bytes",
-    "rank_step_seconds", "segments",
+    "status", "workload", "model", "parallel", "world_size", "global_batch", "tokens_per_sample", "precision",
+    "parameters", "fingerprint", "started", "directory", "launcher", "nodes", "layout", "warmup_steps", "metrics",
+    "error", "remarks", "environment", "config", "losses", "evaluations", "learning_rates", "gradient_norms",
+    "wait_seconds", "step_memory_bytes", "rank_step_seconds", "segments",
 )  # fmt: skip
 
 

@@ -71,10 +71,14 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
     best = _figure(ranked[0], rate) if ranked else None
 
     against_ceiling = any(_figure(record, "share_of_ceiling") for record in records)
-    table = _empty_table(unit, against_ceiling)
+    judged = any(record.get("evaluations") for record in records)
+    table = _empty_table(unit, against_ceiling, judged)
     for rank, (record, label) in enumerate(zip([*ranked, *others], labels, strict=True), start=1):
         table.add_row(
-            str(rank) if rank <= len(ranked) else _MISSING, *_cells(record, label, rate, best, against_ceiling)
+            str(rank) if rank <= len(ranked) else _MISSING,
+            *_cells(record, label, rate, best, against_ceiling),
+            *([_judgement(record)] if judged else []),
+            record["status"],
         )
     remarks = [
         *(_reason(record, label, width) for record, label in zip(others, labels[len(ranked) :], strict=True)),
@@ -84,19 +88,19 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
     return "\n".join([_title(records), as_text(table, width, foldable=1), *remarks])
 
 
-def _empty_table(unit: str, against_ceiling: bool) -> Table:
+def _empty_table(unit: str, against_ceiling: bool, judged: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("#", justify="right", no_wrap=True)
     table.add_column("parallel")
-    ceiling = ["of ceiling"] * against_ceiling
-    for heading in ("ranks", "batch", f"{unit}/s", "vs best", "step ms (p5-p95)", "memory", "MFU", *ceiling, "loss"):
+    optional = [*["of ceiling"] * against_ceiling, "loss", *["held out"] * judged]
+    for heading in ("ranks", "batch", f"{unit}/s", "vs best", "step ms (p5-p95)", "memory", "MFU", *optional):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("status", no_wrap=True)
     return table
 
 
 def _cells(record: Mapping[str, Any], label: str, rate: str, best: float | None, against_ceiling: bool) -> list[str]:
-    """The cells of one run after its rank."""
+    """The cells of one run after its rank, up to its loss."""
     names = (rate, "mfu", "share_of_ceiling", "peak_memory_bytes")
     throughput, mfu, share, memory = (_figure(record, name) for name in names)
     ratio = throughput / best if best and throughput and record["status"] == "ok" else None
@@ -112,8 +116,17 @@ def _cells(record: Mapping[str, Any], label: str, rate: str, best: float | None,
         _text(mfu and 100 * mfu, ".1f", "%"),
         *([_text(share and 100 * share, ".1f", "%")] if against_ceiling else []),
         _text(loss, ".3f"),
-        record["status"],
     ]
+
+
+def _judgement(record: Mapping[str, Any]) -> str:
+    """What the last evaluation said of the model: its accuracy, its bits per byte of text, or its loss."""
+    last: Mapping[str, Any] = next(reversed(record.get("evaluations") or [{}]))
+    if last.get("top1") is not None:
+        return f"{100 * last['top1']:.1f}%"
+    if last.get("bits_per_byte") is not None:
+        return f"{last['bits_per_byte']:.3f} b/B"
+    return _text(last.get("loss"), ".3f")
 
 
 def _labels(records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -1,6 +1,6 @@
 """A run as TensorBoard shows it: curves over its steps, and one line of the HPARAMS tab.
 
-Written once, after the run, from its record, so that nothing of it lies on the timed path.
+Written from a run's record, when it is over and after every evaluation, so that nothing of it lies on the timed path.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-def write_tensorboard(directory: Path, record: Mapping[str, Any]) -> None:
+def write_tensorboard(directory: Path, record: Mapping[str, Any], shown: int = 0) -> None:
     """Write a record's event file into ``directory``, which TensorBoard then shows as one run.
+
+    The first ``shown`` steps and their evaluations are left out: a :class:`Live` has written them already.
 
     Per step: ``step/loss``, ``step/seconds`` (of the slowest rank), ``step/tokens_per_second`` or
     ``step/samples_per_second``, ``step/memory_bytes`` (``step_memory_bytes`` of the record, the maximum over
@@ -28,11 +30,38 @@ def write_tensorboard(directory: Path, record: Mapping[str, Any]) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(directory)) as writer:
-        _write_steps(writer, record)
+        _write_steps(writer, record, shown)
         _write_summary(writer, record)
 
 
-def _write_steps(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
+class Live:
+    """Shows a run's curves while it goes on, as far as the ranks have agreed on them.
+
+    Attributes:
+        shown: How many of the run's steps it has written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.shown = 0
+        self._directory = directory
+        self._writer: SummaryWriter | None = None
+
+    def show(self, record: Mapping[str, Any]) -> None:
+        """Write what is new in a record since the last time; see :func:`write_tensorboard`."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = self._writer or SummaryWriter(str(self._directory))
+        _write_steps(self._writer, record, self.shown)
+        self._writer.flush()
+        self.shown = len(record["losses"])
+
+    def close(self) -> None:
+        """End the event file, so that TensorBoard goes on to the next one."""
+        if self._writer:
+            self._writer.close()
+
+
+def _write_steps(writer: SummaryWriter, record: Mapping[str, Any], shown: int) -> None:
     seconds = [max(ranks) for ranks in zip(*record.get("rank_step_seconds") or [], strict=False)]
     first = max(len(record.get("losses") or []) - len(seconds), 0)  # earlier starts of the run have written theirs
     unit, units_per_step = _throughput_unit(record)
@@ -52,11 +81,11 @@ def _write_steps(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
     ends = [started + elapsed for elapsed in accumulate(seconds)]
     for tag, values in curves.items():
         for step, (value, end) in enumerate(zip(values, ends, strict=False), start=first):
-            if value is not None:
+            if value is not None and step >= shown:
                 writer.add_scalar(tag, value, step, walltime=end)
     for evaluation in record.get("evaluations") or []:
         done = evaluation["step"] - first
-        if done > 0:
+        if done > 0 and evaluation["step"] > shown:
             for name in ("loss", "top1", "top5", "bits_per_byte"):
                 if evaluation[name] is not None:
                     writer.add_scalar(f"eval/{name}", evaluation[name], evaluation["step"], walltime=ends[done - 1])
@@ -122,7 +151,5 @@ def _summary_figures(record: Mapping[str, Any]) -> dict[str, float | None]:
 
 def _throughput_unit(record: Mapping[str, Any]) -> tuple[str, float]:
     """What throughput counts, and how many of it a step makes."""
-    metrics = record.get("metrics") or {}
-    tokens, samples = metrics.get("tokens_per_second"), metrics.get("samples_per_second")
-    batch = record.get("global_batch") or 0
-    return ("tokens", batch * tokens / samples) if tokens and samples else ("samples", batch)
+    batch, tokens = record.get("global_batch") or 0, record.get("tokens_per_sample")
+    return ("tokens", batch * tokens) if tokens else ("samples", batch)

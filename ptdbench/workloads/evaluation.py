@@ -45,6 +45,14 @@ class Evaluation:
             return self.top1 > other.top1
         return self.loss < other.loss
 
+    def __str__(self) -> str:
+        """The figure that matters, as in ``held-out 97.2 %``."""
+        if self.top1 is not None:
+            return f"held-out {100 * self.top1:.1f} %"
+        if self.bits_per_byte is not None:
+            return f"held-out {self.bits_per_byte:.3f} bits/byte"
+        return f"held-out loss {self.loss:.4f}"
+
     def as_dict(self) -> dict[str, Any]:
         """As it stands in a record."""
         return asdict(self)
@@ -80,6 +88,11 @@ class Evaluator:
             best = evaluation if best is None or evaluation.better_than(best) else best
         return best
 
+    @property
+    def is_best(self) -> bool:
+        """Whether the weights as they are now have been judged, and none before were as good."""
+        return bool(self.done) and self.done[-1].step == self._loop.done and self.best is self.done[-1]
+
     def due(self, at_end: bool = False) -> bool:
         """Whether it is time to evaluate: every ``eval.every`` steps, and after the last."""
         every, steps = self._job.plan.config.eval.every, self._loop.done
@@ -89,6 +102,13 @@ class Evaluator:
 
     def __call__(self) -> Evaluation:
         """Evaluate now; called in all ranks, between two steps."""
+        with self._job.watchdog.paused():
+            found = self._evaluate()
+        self.done.append(found)
+        self._loop.remark = str(found)
+        return found
+
+    def _evaluate(self) -> Evaluation:
         started = time.perf_counter()
         module, held_out = self._loop.engine.module, self._job.training.data.held_out
         assert held_out is not None  # assemble() has refused data without
@@ -100,7 +120,7 @@ class Evaluator:
         loss, top1, top5 = (math.fsum(of_blocks) for of_blocks in zip(*sums, strict=True))
         samples, example = len(held_out), self._job.training.data.example()[1]
         loss /= samples * example.numel()
-        found = Evaluation(
+        return Evaluation(
             step=self._loop.done,
             samples=samples,
             loss=loss,
@@ -109,8 +129,6 @@ class Evaluator:
             bits_per_byte=loss / math.log(2) / held_out.bytes_per_token if held_out.bytes_per_token else None,
             seconds=time.perf_counter() - started,
         )
-        self.done.append(found)
-        return found
 
     def _sums(self, held_out: HeldOut) -> Tensor:
         """``[blocks, 3]`` in float64: the sum of a block's losses, and how many of it are right in one and in five."""

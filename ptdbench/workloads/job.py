@@ -58,9 +58,11 @@ class Outcome:
         stopped: Why the run ended before it was done, such as ``SIGTERM after step 40 of 100``; it can go on later.
         figures: PNG images by name, for people: files beside the record, and TensorBoard.
         error: What is wrong with a result that is there all the same, such as a loss that is not finite.
+        shown: How many of its steps TensorBoard has already.
     """
 
     fields: Mapping[str, Any]
     figures: Mapping[str, bytes] = field(default_factory=dict)
     error: Exception | None = None
     stopped: str | None = None
+    shown: int = 0

@@ -40,6 +40,7 @@ class StepLoop:
         losses: This rank's share of each step's loss, on the device: reading one waits for it.
         memory_bytes: Memory in use after each step.
         clock: Holds the steps' times.
+        remark: What a person who watches the steps should read beside the loss.
 
     Args:
         engine: Turns a batch into gradients.
@@ -67,6 +68,7 @@ class StepLoop:
         self.clock = clock.for_device(device)
         self.losses: list[Tensor] = []
         self.memory_bytes: list[int] = []
+        self.remark = ""
 
     @property
     def done(self) -> int:

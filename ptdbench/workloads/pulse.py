@@ -56,7 +56,7 @@ class Pulse:
                 self._store.set(_LAST_KEY if at_end else _KEY, str(loss))
         elif self._draws and (at_end or self._progress.due(now)):
             self._progress.total_steps = steps
-            self._progress.show(done, _latest(loop) if self._knows else self._told(at_end), now)
+            self._progress.show(done, _latest(loop) if self._knows else self._told(at_end), now, loop.remark)
 
     def close(self) -> None:
         """End the line."""

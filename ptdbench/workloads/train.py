@@ -17,8 +17,10 @@ from ptdbench.launch.brake import Brake
 from ptdbench.measure import memory
 from ptdbench.parallel import mesh
 from ptdbench.problems import Problem, require
+from ptdbench.records import samples
 from ptdbench.workloads import agreement
 from ptdbench.workloads.check import preliminary, with_check
+from ptdbench.workloads.curves import Curves
 from ptdbench.workloads.evaluation import Evaluator
 from ptdbench.workloads.job import Job, Outcome
 from ptdbench.workloads.keeper import Keeper
@@ -50,24 +52,22 @@ class Train:
         if keeper.saves and job.training.layout.data > 2:
             loop.rehearse()
         job.watch.lap("build")
+        curves = Curves(job, loop, keeper.history, evaluator)
         stopped = None
         with Brake() if keeper.saves else nullcontext() as brake:
             for _ in steps(job, loop):
-                keeper.after_step(evaluator.due() and _is_best(job, evaluator))
+                if evaluator.due():
+                    evaluator()
+                    curves.show()
+                keeper.after_step(evaluator.is_best)
                 if brake and (stopped := brake.pressed(len(loop.losses))):
                     break
             if not stopped and evaluator.due(at_end=True):
-                keeper.after_step(_is_best(job, evaluator))
+                evaluator()
+                keeper.after_step(evaluator.is_best)
             keeper.finish()
-        return with_check(_outcome(job, loop, keeper, evaluator, stopped), checked)
-
-
-def _is_best(job: Job, evaluator: Evaluator) -> bool:
-    """Evaluate, and say whether there was nothing better before."""
-    before = evaluator.best
-    with job.watchdog.paused():
-        found = evaluator()
-    return before is None or found.better_than(before)
+        outcome = _outcome(job, loop, keeper, evaluator, stopped)
+        return with_check(replace(outcome, shown=curves.close()), checked)
 
 
 def _outcome(job: Job, loop: StepLoop, keeper: Keeper, evaluator: Evaluator, stopped: str | None) -> Outcome:
@@ -83,8 +83,20 @@ def _outcome(job: Job, loop: StepLoop, keeper: Keeper, evaluator: Evaluator, sto
     if notes := [*history.warnings, *keeper.problems]:
         remarks["checkpoints"] = notes
     found = agreement.outcome(job, agreement.reach(job, loop), history.facts(), remarks)
-    found = replace(found, fields={**found.fields, "evaluations": [one.as_dict() for one in evaluator.done]})
+    found = replace(
+        found,
+        fields={**found.fields, "evaluations": [one.as_dict() for one in evaluator.done]},
+        figures=_first_inputs(job),
+    )
     return replace(found, stopped=f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None)
+
+
+def _first_inputs(job: Job) -> dict[str, bytes]:
+    """The first samples of a run that trains on images, not on noise."""
+    data = job.training.data
+    if job.world.rank > 0 or data.held_out is None or data.example()[0].dim() != 4:
+        return {}
+    return {"inputs": samples.draw(data.samples(0, min(32, job.training.layout.global_batch))[0])}
 
 
 def assemble(job: Job) -> StepLoop:

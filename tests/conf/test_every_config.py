@@ -16,11 +16,21 @@ from ptdbench.launch.slurm import Partition
 from ptdbench.launch.world import World
 from ptdbench.sweep import requests
 from tests.conftest import ROOT, composed
+from tests.data import tiny_tokenizer
 
 CONF = ROOT / "conf"
 FILES = sorted(CONF.glob("[!h]*/*.yaml"))  # Hydra's own folder is looked at below
 #: What a choice needs beside its name, where it does not suit the defaults.
-COMPANIONS = {"data/synthetic_images": ("model=resnet18",), "data/synthetic_vectors": ("model=toy",)}
+COMPANIONS = {
+    "data/synthetic_images": ("model=resnet18",),
+    "data/synthetic_vectors": ("model=toy",),
+    "data/digits": ("model=resnet18", "data=digits", "model.stem=small", "model.image_size=8", "model.classes=10"),
+    "data/cifar10": ("experiment=cifar10_resnet18", "data.root={images}"),
+    "data/image_folder": ("model=resnet18", "data=image_folder", "data.root={images}"),
+    "experiment/cifar10_resnet18": ("data.root={images}",),
+    "experiment/imagefolder_resnet50": ("data.root={images}",),
+    "experiment/text_gpt_small": ("data.path={texts}", "data.tokenizer={texts}/tokenizer.json"),
+}
 #: What SLURM would say on the clusters that the headers of conf/cluster describe.
 PARTITIONS = [
     Partition("batch", is_default=True, nodes=16, minutes=None, gpus=(0,), cpus=64),
@@ -43,6 +53,21 @@ TEXTS = [path.read_text() for path in CONF.glob("**/*.yaml")]
 SHOWN = sorted({command for text in TEXTS for command in commands(text)})
 
 
+@pytest.fixture(scope="module")
+def images(tmp_path_factory) -> Path:
+    """A folder in which pictures could lie; nobody looks before a run begins."""
+    return tmp_path_factory.mktemp("images")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    """A folder of text, and a tokenizer."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "a.txt").write_text("some words")
+    tiny_tokenizer.words(folder / "tokenizer.json", {"some": 1, "words": 2})
+    return folder
+
+
 def planned(job: DictConfig) -> plan.Plan:
     """The plan of a run: on this machine, or in a job of the shape that it would be given."""
     read = config.read(job)
@@ -54,12 +79,15 @@ def planned(job: DictConfig) -> plan.Plan:
 
 
 def test_the_groups_are_those_the_program_knows():
-    assert {path.parent.name for path in FILES} == set(config.GROUPS) - {"train", "checkpoint", "sweep"}
+    chosen = {path.parent.name for path in FILES} - {"experiment"}  # which is other groups' choices
+    assert chosen == set(config.GROUPS) - {"train", "eval", "checkpoint", "sweep"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=identity)
 class TestFile:
     def test_bears_its_own_name(self, path):
+        if path.parent.name == "experiment":
+            return  # what it consists of bears names
         own = OmegaConf.load(path)
         if path.read_text().startswith("# @package _global_\n"):  # its group is a part of what it says
             own = own[path.parent.name]
@@ -70,10 +98,12 @@ class TestFile:
         assert header
         assert any(f"{path.parent.name}={path.stem}" in command.split() for command in commands(header[0]))
 
-    def test_can_run(self, path):
+    def test_can_run(self, path, images, texts):
         group, name = path.parent.name, path.stem
-        made = planned(composed(*COMPANIONS.get(identity(path), ()), f"{group}={name}", "device=cpu"))
-        assert made.config.resolved[group]["name"] == name
+        companions = [word.format(images=images, texts=texts) for word in COMPANIONS.get(identity(path), ())]
+        made = planned(composed(f"{group}={name}", *companions, "device=cpu"))
+        if group != "experiment":
+            assert made.config.resolved[group]["name"] == name
         assert made.world_size in (1, 2)
 
 
@@ -99,7 +129,7 @@ def test_commands_that_are_shown_compose(command):
     overrides = [word for word in words if not word.startswith("-")]
     found = compose_all(CONF, "config", overrides, multirun="-m" in words)
     assert found.jobs
-    if not re.search("my_package|my/books", command):  # examples of what only the reader has
+    if not re.search("my_package|my/books|/data/|tokenizer.json", command):  # examples of what only the reader has
         for job in found.jobs:
             planned(job)
 

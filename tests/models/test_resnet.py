@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 import torchvision
+from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models.materialise import materialise
 from ptdbench.models.resnet import ResNet
@@ -67,3 +68,49 @@ def test_all_problems_of_the_options_come_at_once():
         "classes=1: must be a whole number of at least 2",
         "image_size=16: must be a whole number of at least 32",
     ]
+
+
+class TestSmallStem:
+    def test_the_first_blocks_see_every_pixel(self):
+        model = resnet(18, classes=10, image_size=8, stem="small")
+        sizes = []
+        for layer in model.layers():
+            layer.register_forward_hook(lambda _, __, outputs: sizes.append(outputs.shape[-1]))
+        assert model(torch.zeros(2, 3, 8, 8)).shape == (2, 10)
+        assert sizes == [8, 8, 4, 4, 2, 2, 1, 1]
+
+    def test_flops_are_those_that_torch_counts(self):
+        model = resnet(18, classes=10, image_size=32, stem="small")
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, 3, 32, 32)).sum()
+        forward = counter.get_total_flops()
+        stem = 2 * 9 * 3 * 64 * 32**2
+        assert sum(model.train_flops().values()) == 3 * forward - stem  # an image needs no gradient
+
+    def test_smaller_images_need_it(self):
+        assert resnet(18, image_size=8, stem="small").image_size == 8
+        with pytest.raises(ConfigError, match="image_size=8"):
+            resnet(18, image_size=8)
+
+
+class TestLabelSmoothing:
+    IMAGES, TARGETS = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3])
+
+    def loss_and_logits(self, training: bool, smoothing: float):
+        model = resnet(18, classes=4, image_size=8, stem="small", label_smoothing=smoothing).train(training)
+        return model(self.IMAGES, self.TARGETS), model(self.IMAGES)
+
+    def test_a_share_of_the_target_is_spread_over_all_classes(self):
+        loss, logits = self.loss_and_logits(True, 0.2)
+        log_p = logits.log_softmax(1)
+        wanted = 0.8 * log_p.diagonal() + 0.2 * log_p.mean(1)
+        torch.testing.assert_close(loss, -wanted.mean())
+
+    def test_in_training_only(self):
+        loss, logits = self.loss_and_logits(False, 0.2)
+        torch.testing.assert_close(loss, -logits.log_softmax(1).diagonal().mean())
+
+    @pytest.mark.parametrize("smoothing", [-0.1, 1.0])
+    def test_of_a_share(self, smoothing):
+        with pytest.raises(ConfigError, match="label_smoothing"):
+            resnet(18, label_smoothing=smoothing)

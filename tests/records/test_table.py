@@ -54,6 +54,20 @@ def test_the_figures_of_a_row():
     ]
 
 
+@pytest.mark.parametrize(
+    ("judged", "shown"),
+    [
+        ({"top1": 0.97222, "bits_per_byte": None, "loss": 0.5}, "97.2%"),
+        ({"top1": None, "bits_per_byte": 2.21349, "loss": 0.5}, "2.213 b/B"),
+        ({"top1": None, "bits_per_byte": None, "loss": 0.51249}, "0.512"),
+    ],
+)
+def test_what_an_evaluation_found_last_stands_beside_the_loss(judged, shown):
+    text = render([run(evaluations=[{"top1": 0.1, "bits_per_byte": 9.9, "loss": 9.9}, judged]), run("pdp", 10.0)])
+    assert "loss  held out  status" in re.sub(r" {2,}", "  ", text)
+    assert [row[-2:] for row in cells(text)] == [[shown, "ok"], ["-", "ok"]]
+
+
 def test_the_fastest_comes_first_and_what_failed_last():
     text = render([run("fsdp", 500.0), failed("single", "broken"), run("pdp", 2000.0), run("ddp", 1000.0)])
     assert [(row[0], row[1], row[5], row[-1]) for row in cells(text)] == [

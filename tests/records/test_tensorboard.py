@@ -3,7 +3,7 @@ from tensorboard.backend.event_processing import plugin_event_multiplexer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-from ptdbench.records.tensorboard import write_tensorboard
+from ptdbench.records.tensorboard import Live, write_tensorboard
 
 RECORD = {
     "status": "ok",
@@ -11,6 +11,7 @@ RECORD = {
     "parallel": "pdp",
     "world_size": 2,
     "global_batch": 16,
+    "tokens_per_sample": 128,
     "precision": "fp32",
     "parameters": 1234567,
     "started": "2026-01-02T03:04:05+00:00",
@@ -20,7 +21,7 @@ RECORD = {
     "layout": {"data": 1, "pipeline": 2, "micro_batch": 4, "microbatches": 4, "accumulation": 1},
     "metrics": {
         "step_seconds": {"median": 0.5, "mean": 0.5, "p5": 0.5, "p95": 0.5, "ci95": None},
-        "tokens_per_second": 4096.0,  # 128 tokens a sample
+        "tokens_per_second": 4096.0,
         "samples_per_second": 32.0,
         "model_flops_per_second": 1e12,
         "mfu": None,
@@ -76,7 +77,7 @@ def test_curves_have_the_steps_own_wall_times(tmp_path):
 
 
 def test_images_are_counted_in_samples(tmp_path):
-    events = written(tmp_path, {**RECORD, "metrics": {**RECORD["metrics"], "tokens_per_second": None}})
+    events = written(tmp_path, {**RECORD, "tokens_per_sample": None})
     assert values(events, "step/samples_per_second") == [(0, 8.0), (1, 32.0), (2, 32.0)]
     assert "step/tokens_per_second" not in events.Tags()["scalars"]
 
@@ -140,3 +141,63 @@ def test_all_runs_declare_the_same_columns(tmp_path):
     of_success, of_failure = columns(tmp_path / "0", RECORD), columns(tmp_path / "1", FAILED)
     assert of_success == of_failure
     assert ("", "summary/tokens_per_second") in of_success[1]
+
+
+TRAINED = {
+    **RECORD,
+    "learning_rates": [0.5, 0.25, 0.125],
+    "gradient_norms": [3.0, 2.0, 1.0],
+    "wait_seconds": [0.5, 0.25, 0.0],
+    "evaluations": [
+        {
+            "step": step,
+            "samples": 10,
+            "loss": 1.5 / step,
+            "top1": step / 4,
+            "top5": 1.0,
+            "bits_per_byte": None,
+            "seconds": 1,
+        }
+        for step in (1, 3)
+    ],
+}
+
+
+def test_curves_of_real_training(tmp_path):
+    events = written(tmp_path, TRAINED)
+    assert values(events, "step/learning_rate") == [(0, 0.5), (1, 0.25), (2, 0.125)]
+    assert values(events, "step/gradient_norm") == [(0, 3.0), (1, 2.0), (2, 1.0)]
+    assert values(events, "step/data_wait_share") == [(0, 0.25), (1, 0.5), (2, 0.0)]
+    assert values(events, "eval/top1") == [(1, 0.25), (3, 0.75)]
+    assert values(events, "eval/loss") == [(1, 1.5), (3, 0.5)]
+    assert "eval/bits_per_byte" not in events.Tags()["scalars"]
+    assert values(events, "summary/top1") == [(2, 0.75)]
+
+
+def test_an_evaluation_stands_at_the_time_of_its_step(tmp_path):
+    events = written(tmp_path, TRAINED)
+    steps, looks = events.Scalars("step/loss"), events.Scalars("eval/top1")
+    assert [look.wall_time for look in looks] == [steps[0].wall_time, steps[2].wall_time]
+
+
+def test_what_was_shown_on_the_way_is_there_once(tmp_path):
+    live = Live(tmp_path)
+    first = {name: value[:1] for name, value in TRAINED.items() if name in ("losses", "wait_seconds", "evaluations")}
+    live.show({**TRAINED, **first, "rank_step_seconds": [[2.0], [1.0]], "metrics": None})
+    assert live.shown == 1
+    on_the_way = EventAccumulator(str(tmp_path))
+    on_the_way.Reload()
+    assert values(on_the_way, "step/tokens_per_second") == [(0, 1024.0)]
+    assert values(on_the_way, "eval/top1") == [(1, 0.25)]
+
+    live.close()
+    write_tensorboard(tmp_path, TRAINED, live.shown)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert values(events, "step/tokens_per_second") == [(0, 1024.0), (1, 4096.0), (2, 4096.0)]
+    assert values(events, "eval/top1") == [(1, 0.25), (3, 0.75)]
+
+
+def test_a_run_that_shows_nothing_on_the_way_writes_nothing(tmp_path):
+    Live(tmp_path).close()
+    assert not list(tmp_path.iterdir())

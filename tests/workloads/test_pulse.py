@@ -23,6 +23,7 @@ class Loop:
     def __init__(self, losses: list[float], finished: int | None = None) -> None:
         self.losses = [torch.tensor(loss) for loss in losses]
         self.done = len(losses)
+        self.remark = ""
         count = len(losses) if finished is None else finished
         self.clock = SimpleNamespace(over=lambda step: step < count)
 
