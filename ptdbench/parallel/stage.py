@@ -35,4 +35,5 @@ class Stage(nn.Module):
         for part in self._chain[:-1]:
             inputs = part(inputs)
         last = self._chain[-1]
-        return last(inputs) if targets is None else last(inputs, targets).reshape(1)
+        # A stage hands its outputs on, and messages are contiguous: images may come with their channels last.
+        return last(inputs).contiguous() if targets is None else last(inputs, targets).reshape(1)
