@@ -1,81 +1,221 @@
-"""Text as it lies on disk: which files are its documents, what identifies them, and their bytes."""
+"""Text as it lies on disk: which files and documents there are, what identifies them, and their bytes."""
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-SEPARATOR = b"\0"  # ends every document; text does not contain it
+from ptdbench.data.tokens import Piece
+from ptdbench.problems import ConfigError, Problem
 
-_BLOCK_BYTES = 1 << 24  # a document may be larger than memory
+SEPARATOR = b"\0"  # ends every document that is read as bytes; text does not contain it
+
+# A document may be larger than memory. A tokenizer works on as many blocks at once as there are cores and takes some
+# 60 bytes of memory for each byte of them, so that larger ones would keep cores waiting and fill memory.
+_BLOCK_BYTES = 1 << 18
+_PLACES = 1 << 64
 # Installed packages differ from machine to machine, and tests are less like the code that people write.
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
-class Document(NamedTuple):
+class File(NamedTuple):
     """A file of the corpus as it was when the corpus was listed."""
 
     path: Path
+    name: str  # below what was listed, with slashes; the same wherever the corpus lies
     size: int  # bytes
     modified: int  # nanoseconds since the epoch
 
 
-def standard_library() -> list[Document]:
+class Document(NamedTuple):
+    """One text of the corpus: a file, or a line of a ``.jsonl`` file."""
+
+    name: str  # of its file, with the number of its line if it is one
+    size: int  # bytes that it takes on disk
+    read: Callable[[], Iterator[bytes]]  # its text in pieces of at most _BLOCK_BYTES
+
+    @property
+    def place(self) -> int:
+        """Where it stands between 0 and 2^64, by its name alone: at random, but the same whatever else there is."""
+        name = self.name.encode(errors="surrogateescape")
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
+
+
+class Block(NamedTuple):
+    """A stretch of a document, cut at the end of a line where there is one."""
+
+    text: bytes
+    size: int  # bytes on disk that are done with it; over a document they add up to the document's
+    is_last: bool  # of its document
+
+
+class Malformed(ValueError):
+    """A file that does not hold what its name promises; the message names the file and the line."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The documents of some files whose place is at least ``start`` and below ``stop``; all of them by default.
+
+    Each iteration reads the files anew, one document at a time and those that are files not at all, and raises
+    OSError if a ``.jsonl`` file cannot be read.
+    """
+
+    files: Sequence[File]
+    start: int = 0
+    stop: int = _PLACES
+
+    def __iter__(self) -> Iterator[Document]:
+        """The documents in the order of their files and lines."""
+        everything = self.start == 0 and self.stop == _PLACES  # then no name needs hashing
+        for document in _documents(self.files):
+            if everything or self.start <= document.place < self.stop:
+                yield document
+
+
+def standard_library() -> list[File]:
     """The Python sources of the standard library that runs this program; none if only bytecode is there."""
     root = Path(sysconfig.get_path("stdlib")).resolve()
     paths = _walk(root, without=_NOT_THE_LIBRARY)
-    return _documents(path for path in paths if path.suffix == ".py")
+    return _files(root, (path for path in paths if path.suffix == ".py"))
 
 
-def documents_at(root: Path) -> list[Document]:
+def files_at(root: Path) -> list[File]:
     """The file ``root``, or the files in and below the folder ``root`` that are neither hidden nor empty.
 
     Raises:
         OSError: If ``root`` or a folder below it cannot be listed.
     """
-    return _documents(_walk(root) if root.is_dir() else [root])
+    return _files(root, _walk(root)) if root.is_dir() else _files(root.parent, [root])
 
 
-def identity(documents: Iterable[Document]) -> str:
-    """A digest that changes with the name, size or modification time of any document, or their order."""
-    listing = [(str(document.path), document.size, document.modified) for document in documents]
+def identity(files: Iterable[File]) -> str:
+    """A digest that changes with the path, size or modification time of any file, or their order."""
+    listing = [(str(file.path), file.size, file.modified) for file in files]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
-def token_count(documents: Iterable[Document]) -> int:
-    """Number of tokens that :func:`byte_tokens` gives."""
-    return sum(document.size + len(SEPARATOR) for document in documents)
+def split(files: Sequence[File], share: float) -> tuple[Part, Part]:
+    """What is trained on, and what is kept from it: about ``share`` of the documents, at least one.
+
+    A document is kept or not by its name alone, so that it stays where it is when others are added or go. Only
+    where the share comes to no document, or to all, does it depend on the others which one makes the exception.
+
+    Args:
+        files: Of at least two documents.
+        share: Above 0 and below 1.
+
+    Raises:
+        ConfigError: If there are fewer documents; the option is ``held_out``.
+        OSError: If a ``.jsonl`` file cannot be read.
+    """
+    places = np.fromiter((document.place for document in Part(files)), np.uint64)
+    if places.size < 2:
+        rule = "the text is one document, which is either trained on or kept from it"
+        remedy = (
+            "would do: 0, or a folder of several files (split -l 1000 cuts one up), or a .jsonl file of several lines"
+        )
+        raise ConfigError([Problem("held_out", share, rule, remedy)])
+    cut = min(max(int(share * _PLACES), int(places.min()) + 1), int(places.max()))
+    return Part(files, start=cut), Part(files, stop=cut)
 
 
-def byte_tokens(documents: Iterable[Document]) -> Iterator[npt.NDArray[np.uint8]]:
+def blocks(documents: Iterable[Document]) -> Iterator[Block]:
+    """The text of all documents in order; a document without text has no block.
+
+    Raises:
+        OSError: If a file cannot be read.
+        Malformed: If a line of a ``.jsonl`` file is no object with a text.
+    """
+    for document in documents:
+        left = document.size
+        waiting: bytes | None = None  # which block is the last is known when no other comes
+        for text in document.read():
+            if waiting is not None:
+                yield Block(waiting, len(waiting), is_last=False)
+                left -= len(waiting)
+            waiting = text
+        if waiting is not None:
+            yield Block(waiting, left, is_last=True)
+
+
+def byte_tokens(documents: Iterable[Document]) -> Iterator[Piece]:
     """The bytes of all documents in order, each document ended by :data:`SEPARATOR`, in uint8 pieces.
 
     Raises:
-        OSError: If a document cannot be read.
+        OSError, Malformed: As :func:`blocks`.
     """
-    for document in documents:
-        with document.path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                yield np.frombuffer(block, np.uint8)
-        yield np.frombuffer(SEPARATOR, np.uint8)
+    for block in blocks(documents):
+        text = block.text + SEPARATOR if block.is_last else block.text
+        yield Piece(np.frombuffer(text, np.uint8), len(text))
 
 
-def _documents(paths: Iterable[Path]) -> list[Document]:
+def _documents(files: Iterable[File]) -> Iterator[Document]:
+    for file in files:
+        if file.path.suffix.lower() == ".jsonl":
+            yield from _lines(file)
+        else:
+            yield Document(file.name, file.size, partial(_read_file, file.path))
+
+
+def _lines(file: File) -> Iterator[Document]:
+    with file.path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                yield Document(f"{file.name}:{number}", len(line), partial(_read_line, file.path, number, line))
+
+
+def _read_file(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as stream:
+        yield from _cut(stream)
+
+
+def _read_line(path: Path, number: int, line: bytes) -> Iterator[bytes]:
+    try:
+        text = json.loads(line.decode(errors="replace"))["text"].encode(errors="replace")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise Malformed(f'{path}, line {number}: is no JSON object whose "text" is a string') from None
+    yield from _cut(io.BytesIO(text))
+
+
+def _cut(stream: BinaryIO) -> Iterator[bytes]:
+    """What the stream holds in blocks of at most :data:`_BLOCK_BYTES`, none of them empty."""
+    rest = b""
+    while read := stream.read(_BLOCK_BYTES - len(rest)):
+        block = rest + read
+        end = _good_end(block) if len(block) == _BLOCK_BYTES else len(block)
+        yield block[:end]
+        rest = block[end:]
+    if rest:
+        yield rest
+
+
+def _good_end(block: bytes) -> int:
+    """Where to end a block: after its last line, or where it has no line's end, not within a character of UTF-8."""
+    if after_line := block.rfind(b"\n") + 1:
+        return after_line
+    last = next((at for at in range(len(block) - 1, max(len(block) - 5, 0), -1) if block[at] & 0xC0 != 0x80), 0)
+    return last or len(block)  # before the last character; after it all if this is no UTF-8
+
+
+def _files(root: Path, paths: Iterable[Path]) -> list[File]:
     """The non-empty files among ``paths``, in an order that does not depend on the file system."""
     found = []
     for path in paths:
         if path.is_file():  # no broken link, and no pipe, which would be read for ever
             status = path.stat()
-            found.append(Document(path, status.st_size, status.st_mtime_ns))
-    return sorted(document for document in found if document.size > 0)
+            found.append(File(path, path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
+    return sorted(file for file in found if file.size > 0)
 
 
 def _walk(root: Path, without: frozenset[str] = frozenset()) -> Iterator[Path]:

@@ -1,7 +1,8 @@
-"""Real text without a download: the Python standard library, or any file or folder, as bytes."""
+"""Real text without a download: the Python standard library, or any file or folder, as bytes or as tokens."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import re
@@ -11,22 +12,24 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ptdbench.data.corpus import Document, byte_tokens, documents_at, identity, standard_library, token_count
+from ptdbench.data.cache import user_cache
+from ptdbench.data.corpus import File, Malformed, Part, byte_tokens, files_at, identity, split, standard_library
 from ptdbench.data.draws import draws
-from ptdbench.data.protocol import Data
-from ptdbench.data.tokens import Tokens, cached_tokens
-from ptdbench.problems import ConfigError, Problem, at_least, nearest, require, would_do
+from ptdbench.data.protocol import Data, HeldOut
+from ptdbench.data.tokenize import Tokenizer
+from ptdbench.data.tokens import Piece, Stored, Tokens, cached_tokens
+from ptdbench.problems import ConfigError, Findings, Problem, at_least, nearest, require, would_do
 
 
 class Text(Data):
-    """Next-byte prediction: a sample is a window of the text, its targets are the bytes one place further.
+    """Next-token prediction: a sample is a window of the text, its targets are the tokens one place further.
 
     All documents stand in one row of tokens, which is cached in a file and mapped into memory. Sample ``k``
-    begins at a place drawn from ``(seed, k)``; windows may overlap and may span documents.
+    begins at a place drawn from ``(seed, k)``; windows may overlap and may span documents. What is held out
+    stands in a row of its own.
     """
 
     def __init__(
@@ -36,54 +39,70 @@ class Text(Data):
         vocabulary: int,
         seed: int,
         path: str | None = None,
+        tokenizer: str | None = None,
+        held_out: float = 0.0,
         cache: str | None = None,
     ) -> None:
-        """Check the options; the text itself is read by :meth:`prepare`.
+        """Check the options and read the tokenizer; the text itself is read by :meth:`prepare`.
 
         Args:
             sequence_length: Tokens of a sample.
-            vocabulary: The model's vocabulary: at least 256, an entry for every byte.
+            vocabulary: The model's vocabulary: an entry for every token, of which bytes make 256.
             seed: Decides which windows are drawn.
             path: A text file, or a folder of text files in any encoding (hidden ones are left out); ``None``
-                for the sources of the Python standard library.
+                for the sources of the Python standard library. A file is a document, but in a ``.jsonl`` file
+                every line is one: an object whose ``text`` is taken.
+            tokenizer: A Hugging Face ``tokenizer.json``; ``None`` for bytes.
+            held_out: Share of the documents that are kept from training, at least 0 and below 1.
             cache: Folder of the token files; ``None`` for ``ptdbench`` in the user's cache folder.
 
         Raises:
             ConfigError: With every option that cannot stand.
         """
-        require(
-            *at_least(1, sequence_length=sequence_length),
-            *at_least(256, vocabulary=vocabulary),  # an entry for every byte
-            *at_least(0, seed=seed),
-            None if path is None else _must_exist(Path(path).expanduser()),
-        )
+        found = Findings()
+        found.of(lambda: require(*at_least(1, sequence_length=sequence_length)))
+        self._tokenizer = None if tokenizer is None else found.of(lambda: Tokenizer(Path(tokenizer).expanduser()))
+        found.of(lambda: require(*_enough_entries(vocabulary, tokenizer, self._tokenizer)))
+        found.of(lambda: require(*at_least(0, seed=seed)))
+        found.of(lambda: require(None if path is None else _must_exist(Path(path).expanduser())))
+        found.of(lambda: require(_must_be_share(held_out)))
+        found.close()
         self.sequence_length = sequence_length
         self.seed = seed
         self.path = None if path is None else Path(path).expanduser().resolve()
-        self.cache = _user_cache() if cache is None else Path(cache).expanduser()
+        self.cache = user_cache() if cache is None else Path(cache).expanduser()
+        self._share = held_out
 
     @property
     def tokens_per_sample(self) -> int:
         """The sequence length."""
         return self.sequence_length
 
+    @property
+    def held_out(self) -> HeldOut | None:
+        """The windows of what is kept from training, one after the other; ``None`` where nothing is."""
+        return HeldOutText(self._held_out, self.sequence_length) if self._held_out else None
+
+    @property
+    def identity(self) -> str:
+        """A digest of all tokens, in training and held out: the same wherever and whenever they were made."""
+        digests = [stored.digest for stored in (self._training, self._held_out) if stored]
+        return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
     def prepare(self) -> None:
         """Tokenise the text into the cache, unless it is there, and map it.
 
         Raises:
-            ConfigError: If the text cannot be read or is shorter than one sample, or if the cache cannot be
-                written.
+            ConfigError: If the text cannot be read or divided, if a part of it is shorter than one sample, or if
+                the cache cannot be written.
         """
-        _ = self._windows
+        _ = self._windows, self._held_out
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples ``start`` to ``stop - 1``: inputs and next-token targets, int64 of shape ``(B, T)``."""
         places = draws(self.seed, start, stop) % np.uint64(len(self._windows))
         windows = self._windows[places]
-        return (
-            torch.from_numpy(windows[:, :-1].astype(np.int64)),
-            torch.from_numpy(windows[:, 1:].astype(np.int64)),
-        )
+        return _as_tensor(windows[:, :-1]), _as_tensor(windows[:, 1:])
 
     def example(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of one sample on the meta device, int64 of shape ``(1, T)``."""
@@ -93,31 +112,128 @@ class Text(Data):
     @cached_property
     def _windows(self) -> Tokens:
         """Every stretch of ``T + 1`` tokens as a view into the text: shape ``(places, T + 1)``."""
-        with _blaming("path", self.path):
-            documents = standard_library() if self.path is None else documents_at(self.path)
-        require(self._enough(token_count(documents)))
-        source = identity(documents)
-        with _blaming("cache", self.cache):
-            tokens = cached_tokens(self._cache_file(source), np.uint8, source, lambda: self._read(documents))
-        return sliding_window_view(tokens, self.sequence_length + 1)
+        return sliding_window_view(self._training.tokens, self.sequence_length + 1)
 
-    def _enough(self, count: int) -> Problem | None:
+    @cached_property
+    def _training(self) -> Stored:
+        return self._stored(held_out=False)
+
+    @cached_property
+    def _held_out(self) -> Stored | None:
+        return self._stored(held_out=True) if self._share else None
+
+    @cached_property
+    def _files(self) -> list[File]:
+        with _blaming("path", self.path):
+            files = standard_library() if self.path is None else files_at(self.path)
+        if not files:
+            raise ConfigError([self._too_short(0)])
+        return files
+
+    @cached_property
+    def _parts(self) -> tuple[Part, Part]:
+        """What is trained on, and what is held out."""
+        return split(self._files, self._share) if self._share else (Part(self._files), Part([]))
+
+    def _stored(self, held_out: bool) -> Stored:
+        """The tokens of one part, from the cache; it is made where it is not there."""
+        dtype = self._tokenizer.dtype if self._tokenizer else np.dtype(np.uint8)
+        source = self._source(held_out)
+        with _blaming("cache", self.cache):
+            file = self._cache_file(source, held_out)
+            stored = cached_tokens(file, dtype, source, lambda: self._pieces(held_out))
+        if len(stored.tokens) <= self.sequence_length:
+            raise ConfigError([self._too_short(len(stored.tokens), held_out)])
+        return stored
+
+    def _source(self, held_out: bool) -> str:
+        """What decides the tokens of a part, but not how many there are in a sample."""
+        tokenizer = self._tokenizer.digest if self._tokenizer else "bytes"
+        parts = f"{'held out' if held_out else 'all but'} {float(self._share)}"
+        return hashlib.sha256(f"{identity(self._files)} {tokenizer} {parts}".encode()).hexdigest()
+
+    def _cache_file(self, source: str, held_out: bool) -> Path:
+        """Named for a person by what the text is, for programs by its identity."""
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", self._name)[:64]
+        return self.cache / f"{name}{'-held_out' if held_out else ''}-{source[:16]}.tokens"
+
+    @property
+    def _name(self) -> str:
+        return self.path.name if self.path else f"python-{platform.python_version()}"
+
+    def _pieces(self, held_out: bool) -> Iterator[Piece]:
+        """The tokens of one part, made anew; a part without any must not be stored."""
+        empty = True
+        with _blaming("path", self.path):
+            part = self._parts[held_out]
+            name = f"{self._name}, held out" if held_out else self._name
+            for piece in self._tokenizer.pieces(part, name) if self._tokenizer else byte_tokens(part):
+                empty = False
+                yield piece
+        if empty:
+            raise ConfigError([self._too_short(0, held_out)])
+
+    def _too_short(self, count: int, held_out: bool = False) -> Problem:
+        """What is wrong with a part of so few tokens."""
+        needed = "and a sample takes one more than its length for the targets"
+        shorter = [f"sequence_length={count - 1}"] if count > 1 else []
+        if held_out:
+            rule = f"what is kept from training has {count} tokens, {needed}"
+            return Problem("held_out", self._share, rule, would_do(["a larger share", *shorter]))
         if count == 0:
             what = "there is no text in it" if self.path else "the standard library's sources are missing here"
             return Problem("path", self.path, what, "would do: a text file or a folder of text files")
-        if count <= self.sequence_length:
-            rule = f"the text has {count} tokens, and a sample takes one more than its length for the targets"
-            return Problem("sequence_length", self.sequence_length, rule, would_do([count - 1]))
+        whose = "what is not held out" if self._share else "the text"
+        rule = f"{whose} has {count} tokens, {needed}"
+        return Problem("sequence_length", self.sequence_length, rule, would_do([count - 1] if count > 1 else []))
+
+
+class HeldOutText(HeldOut):
+    """What is kept from training, as windows that share no target; what is left over at the end is dropped."""
+
+    def __init__(self, stored: Stored, sequence_length: int) -> None:
+        """Take the tokens, which are more than ``sequence_length``."""
+        self.bytes_per_token = stored.bytes / len(stored.tokens)
+        self._tokens = stored.tokens
+        self._length = sequence_length
+
+    def __len__(self) -> int:
+        """How many windows there are."""
+        return (len(self._tokens) - 1) // self._length  # the last one needs a token after it for its last target
+
+    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples ``start`` to ``stop - 1``: inputs and next-token targets, int64 of shape ``(B, T)``.
+
+        Raises:
+            IndexError: If there are not as many.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"samples {start} to {stop} of {len(self)}")
+        row = self._tokens[start * self._length : stop * self._length + 1]
+        return _as_tensor(row[:-1].reshape(-1, self._length)), _as_tensor(row[1:].reshape(-1, self._length))
+
+
+def _as_tensor(tokens: Tokens) -> torch.Tensor:
+    return torch.from_numpy(tokens.astype(np.int64, order="C"))
+
+
+def _enough_entries(vocabulary: int, path: str | None, tokenizer: Tokenizer | None) -> list[Problem]:
+    """What is wrong with a vocabulary, as far as it can be judged without a tokenizer that cannot be read."""
+    if tokenizer is None:
+        return at_least(1 if path else 256, vocabulary=vocabulary)  # an entry for every byte
+    if problems := at_least(1, vocabulary=vocabulary):
+        return problems
+    if vocabulary >= tokenizer.size:
+        return []
+    rule = f"the tokenizer {path} has {tokenizer.size} tokens, and each takes an entry"
+    # Matrix products are fastest where their sides are multiples of 64.
+    return [Problem("vocabulary", vocabulary, rule, would_do([f"model.vocabulary={-(-tokenizer.size // 64) * 64}"]))]
+
+
+def _must_be_share(held_out: float) -> Problem | None:
+    if not isinstance(held_out, bool) and isinstance(held_out, (int, float)) and 0 <= held_out < 1:
         return None
-
-    def _cache_file(self, source: str) -> Path:
-        """Named for a person by what the text is, for programs by its identity."""
-        name = self.path.name if self.path else f"python-{platform.python_version()}"
-        return self.cache / f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)[:64]}-{source[:16]}.tokens"
-
-    def _read(self, documents: list[Document]) -> Iterator[npt.NDArray[np.uint8]]:
-        with _blaming("path", self.path):
-            yield from byte_tokens(documents)
+    return Problem("held_out", held_out, "must be a share of the documents, at least 0 and below 1")
 
 
 def _must_exist(path: Path) -> Problem | None:
@@ -128,15 +244,10 @@ def _must_exist(path: Path) -> Problem | None:
     return Problem("path", path, "there is no such file or folder", remedy)
 
 
-def _user_cache() -> Path:
-    # An empty variable counts as unset, says the XDG Base Directory Specification.
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ptdbench"
-
-
 @contextmanager
 def _blaming(option: str, value: object) -> Iterator[None]:
-    """Turn what the operating system refuses into a problem of the option that led there."""
+    """Turn what the operating system refuses, or a malformed file, into a problem of the option that led there."""
     try:
         yield
-    except OSError as error:
+    except (OSError, Malformed) as error:
         raise ConfigError([Problem(option, value, str(error))]) from error

@@ -1,24 +1,27 @@
 """The token store: one file of tokens that processes map into memory instead of reading it.
 
 A file is a header of :data:`HEADER_BYTES` followed by the tokens as little-endian unsigned integers. The
-header is text that ``head -n 2`` shows: the name of the format, then dtype, number of tokens and ``source``,
-the identity of what the tokens were made from.
+header is text that ``head -n 2`` shows: the name of the format, then dtype, number of tokens, ``source``, the
+identity of what the tokens were made from, the bytes of text that they stand for and a digest of the tokens.
 
-A file is trusted only if its header is, byte for byte, the one that its size, dtype and source call for.
-Together with a write that becomes visible by an atomic rename, after the data has reached the disk, this
-keeps a half-written, truncated or outdated file from being trained on.
+A file is trusted only if its header is, byte for byte, the one that its size, dtype and source and the two figures
+in it call for. The digest names the tokens; it is not computed again to check them. Together with a write that
+becomes visible by an atomic rename, after the data has reached the disk, this keeps a half-written, truncated or
+outdated file from being trained on.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import platform
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +30,25 @@ HEADER_BYTES = 4096  # a page, so that the tokens begin on one
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
+_FIGURES = re.compile(rb'"bytes": (\d+), "digest": "([0-9a-f]{64})"\}\n')
 
-def cached_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Callable[[], Iterable[Tokens]]) -> Tokens:
+
+class Piece(NamedTuple):
+    """Some of the tokens that are to be stored."""
+
+    tokens: Tokens  # shape (count,)
+    bytes: int  # of text that they stand for
+
+
+class Stored(NamedTuple):
+    """A token file."""
+
+    tokens: Tokens  # all of them, shape (count,), mapped read-only
+    bytes: int  # of text that they stand for
+    digest: str  # SHA-256 of the tokens as they lie in the file, in hexadecimal digits
+
+
+def cached_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Callable[[], Iterable[Piece]]) -> Stored:
     """Map the tokens at ``path``; where there are none to trust, one process writes them and others wait.
 
     Args:
@@ -39,37 +59,41 @@ def cached_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Callabl
         pieces: Called only by the process that writes; its pieces are the tokens in order, at least one.
 
     Returns:
-        All tokens, shape ``(count,)``, mapped read-only.
+        The tokens and what the header says of them.
 
     Raises:
         OSError: If the folder cannot be written or locked, or the disk is full.
     """
-    if (tokens := read_tokens(path, dtype, source)) is not None:
-        return tokens
+    if stored := read_tokens(path, dtype, source):
+        return stored
     path.parent.mkdir(parents=True, exist_ok=True)
     with _alone(path.with_name(f"{path.name}.lock")):
         # Whoever waited for the lock finds the work done.
-        if read_tokens(path, dtype, source) is None:
+        if not read_tokens(path, dtype, source):
             write_tokens(path, dtype, source, pieces())
-    tokens = read_tokens(path, dtype, source)
-    assert tokens is not None, f"{path} vanished or changed right after it was written"
-    return tokens
+    stored = read_tokens(path, dtype, source)
+    assert stored, f"{path} vanished or changed right after it was written"
+    return stored
 
 
-def read_tokens(path: Path, dtype: npt.DTypeLike, source: str) -> Tokens | None:
-    """Map the tokens at ``path``, shape ``(count,)``; ``None`` if there is no file that can be trusted."""
+def read_tokens(path: Path, dtype: npt.DTypeLike, source: str) -> Stored | None:
+    """Map the tokens at ``path``; ``None`` if there is no file that can be trusted."""
     dtype = _on_disk(dtype)
     try:
         with path.open("rb") as file:
             count = (os.fstat(file.fileno()).st_size - HEADER_BYTES) // dtype.itemsize
-            if file.read(HEADER_BYTES) != _header(dtype, count, source):
+            header = file.read(HEADER_BYTES)
+            if not (figures := _FIGURES.search(header)):
                 return None
-            return np.memmap(file, dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
+            text_bytes, digest = int(figures[1]), figures[2].decode()
+            if header != _header(dtype, count, source, text_bytes, digest):
+                return None
+            return Stored(np.memmap(file, dtype, mode="r", offset=HEADER_BYTES, shape=(count,)), text_bytes, digest)
     except FileNotFoundError:
         return None
 
 
-def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable[Tokens]) -> None:
+def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable[Piece]) -> None:
     """Write a token file that appears at ``path`` complete or not at all.
 
     The caller holds the lock. It may not reach other hosts of a network file system, so the unfinished file
@@ -77,14 +101,18 @@ def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable
     """
     dtype = _on_disk(dtype)
     partial = path.with_name(f"{path.name}.{platform.node()}.partial")
+    text_bytes, digest = 0, hashlib.sha256()
     try:
         with partial.open("wb") as file:
-            file.seek(HEADER_BYTES)  # the header names the count, which is known at the end
+            file.seek(HEADER_BYTES)  # the header names figures that are known at the end
             for piece in pieces:
-                file.write(piece.astype(dtype, casting="safe", copy=False).tobytes())
+                content = piece.tokens.astype(dtype, casting="safe", copy=False).tobytes()
+                file.write(content)
+                digest.update(content)
+                text_bytes += piece.bytes
             count = (file.tell() - HEADER_BYTES) // dtype.itemsize
             file.seek(0)
-            file.write(_header(dtype, count, source))
+            file.write(_header(dtype, count, source, text_bytes, digest.hexdigest()))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
@@ -96,9 +124,9 @@ def _on_disk(dtype: npt.DTypeLike) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
 
 
-def _header(dtype: np.dtype[Any], count: int, source: str) -> bytes:
-    fields = json.dumps({"dtype": dtype.str, "count": count, "source": source})
-    return f"ptdbench tokens 1\n{fields}\n".encode().ljust(HEADER_BYTES)
+def _header(dtype: np.dtype[Any], count: int, source: str, text_bytes: int, digest: str) -> bytes:
+    fields = json.dumps({"dtype": dtype.str, "count": count, "source": source, "bytes": text_bytes, "digest": digest})
+    return f"ptdbench tokens 2\n{fields}\n".encode().ljust(HEADER_BYTES)
 
 
 @contextmanager

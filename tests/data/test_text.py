@@ -1,12 +1,18 @@
+import json
+import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
+import tokenizers
 import torch
 
 from ptdbench.data.text import Text
+from ptdbench.data.tokenize import Tokenizer
 from ptdbench.problems import ConfigError
+from tests.data import tiny_tokenizer
 
 CONTENT = bytes(range(1, 256)) * 3  # every byte but the separator; position p holds 1 + p % 255
 
@@ -158,6 +164,14 @@ def test_all_bad_options_are_reported_at_once(tmp_path):
     problems = refusals(sequence_length=0, vocabulary=100, seed=-1, path=str(tmp_path / "nowhere"))
     assert [problem.option for problem in problems] == ["sequence_length", "vocabulary", "seed", "path"]
     assert "256" in problems[1].rule
+    more = refusals(sequence_length=0, seed=-1, tokenizer=str(tmp_path / "none"), held_out=1)
+    assert [problem.option for problem in more] == ["sequence_length", "tokenizer", "seed", "held_out"]
+
+
+@pytest.mark.parametrize("share", [1, 1.0, -0.1, 2, float("nan"), True, False, "0.1", None])
+def test_a_share_is_a_number_from_0_to_below_1(share):
+    (problem,) = refusals(held_out=share)
+    assert problem.option == "held_out"
 
 
 def test_a_missing_path_names_what_may_have_been_meant(file):
@@ -181,7 +195,9 @@ def test_a_text_shorter_than_a_sample_is_refused_at_prepare(tmp_path, cache):
     file.write_bytes(b"abcd")
     problem = refused_at_prepare(text(file, sequence_length=5))
     assert (problem.option, problem.value, problem.remedy) == ("sequence_length", 5, "would do: 4")
-    assert not cache.exists()
+    assert refused_at_prepare(text(file, sequence_length=5)) == problem, "also where its tokens are there"
+    assert not list(cache.glob("*.partial"))
+    text(file, sequence_length=4).prepare()
 
 
 def test_a_cache_that_cannot_be_written_is_a_problem_of_that_option(file):
@@ -189,7 +205,7 @@ def test_a_cache_that_cannot_be_written_is_a_problem_of_that_option(file):
 
 
 def test_a_document_that_cannot_be_read_is_a_problem_of_the_path(file, cache, monkeypatch):
-    def refusing(documents):
+    def refusing(part):
         raise PermissionError(13, "Permission denied", str(file))
         yield
 
@@ -209,3 +225,252 @@ def test_the_samples_are_the_same_in_another_process(file):
     command = [sys.executable, "-c", program, str(file)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     assert answer.strip() == str(text(file).samples(4, 6)[0].tolist())
+
+
+class TestTokenizer:
+    NUMBERS = {"one": 1, "two": 2, "three": 3, "</s>": 4}  # noqa: RUF012
+
+    @pytest.fixture
+    def numbers(self, tmp_path):
+        return str(tiny_tokenizer.words(tmp_path / "numbers.json", self.NUMBERS))
+
+    @pytest.fixture
+    def counting(self, tmp_path):
+        file = tmp_path / "counting.txt"
+        file.write_text("one two three two")
+        return file
+
+    def test_samples_are_windows_of_its_tokens(self, counting, numbers):
+        source = text(counting, tokenizer=numbers, sequence_length=3, vocabulary=5)
+        inputs, targets = source.samples(0, 50)
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert inputs.is_contiguous()
+        assert targets.is_contiguous()
+        drawn = {(*row, following[-1]) for row, following in zip(inputs.tolist(), targets.tolist(), strict=True)}
+        assert drawn == {(1, 2, 3, 2), (2, 3, 2, 4)}
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+    def test_large_tokens_survive(self, counting, tmp_path):
+        path = tiny_tokenizer.words(tmp_path / "large.json", {"one": 70_000, "two": 65_535, "three": 3})
+        inputs, targets = text(counting, tokenizer=str(path), sequence_length=3, vocabulary=70_001).samples(0, 1)
+        assert inputs.tolist() == [[70_000, 65_535, 3]]
+        assert targets.tolist() == [[65_535, 3, 65_535]]
+
+    def test_a_vocabulary_that_is_too_small_is_refused_with_one_that_will_do(self, tmp_path):
+        path = tiny_tokenizer.words(tmp_path / "t.json", {f"w{number}": number for number in range(1, 1000)})
+        (problem,) = refusals(vocabulary=999, tokenizer=str(path))
+        assert (problem.option, problem.value) == ("vocabulary", 999)
+        assert "1000 tokens" in problem.rule
+        assert problem.remedy == "would do: model.vocabulary=1024"
+        Text(sequence_length=16, vocabulary=1000, seed=3, tokenizer=str(path))
+
+    @pytest.mark.parametrize("vocabulary", [0, None, 2.5])
+    def test_a_vocabulary_that_is_none_is_refused(self, numbers, vocabulary):
+        (problem,) = refusals(vocabulary=vocabulary, tokenizer=numbers)
+        assert problem.option == "vocabulary"
+
+    def test_without_one_the_library_is_not_even_imported(self, file):
+        program = (
+            "import sys; from ptdbench.data.text import Text;"
+            "Text(sequence_length=16, vocabulary=256, seed=3, path=sys.argv[1]).example();"
+            "sys.exit('tokenizers' in sys.modules or 'rich' in sys.modules)"
+        )
+        subprocess.run([sys.executable, "-c", program, str(file)], timeout=120, check=True)
+
+    def test_a_second_object_maps_the_file_of_the_first(self, counting, numbers, monkeypatch):
+        first = text(counting, tokenizer=numbers, sequence_length=3).samples(0, 4)
+        monkeypatch.setattr(Tokenizer, "pieces", lambda *_: pytest.fail("tokenised again"))
+        second = text(counting, tokenizer=numbers, sequence_length=2, vocabulary=1024, seed=0)
+        second.prepare()
+        assert torch.equal(text(counting, tokenizer=numbers, sequence_length=3).samples(0, 4)[0], first[0])
+
+    def test_another_tokenizer_has_a_cache_of_its_own(self, counting, numbers, tmp_path, cache):
+        other = tiny_tokenizer.words(tmp_path / "other.json", {"one": 11, "two": 12, "three": 13, "</s>": 14})
+        shutil.copystat(numbers, other)
+        before = text(counting, tokenizer=numbers, sequence_length=4).samples(0, 1)
+        after = text(counting, tokenizer=str(other), sequence_length=4).samples(0, 1)
+        assert before[0].tolist() == [[1, 2, 3, 2]]
+        assert after[0].tolist() == [[11, 12, 13, 12]]
+        assert len(list(cache.glob("*.tokens"))) == 2
+
+    def test_a_touched_text_is_tokenised_anew(self, counting, numbers, cache):
+        text(counting, tokenizer=numbers, sequence_length=3).prepare()
+        os.utime(counting, ns=(1, 1))
+        text(counting, tokenizer=numbers, sequence_length=3).prepare()
+        assert len(list(cache.glob("*.tokens"))) == 2
+
+    def test_a_malformed_document_leaves_nothing_behind(self, tmp_path, numbers, cache, monkeypatch):
+        monkeypatch.setattr("ptdbench.data.tokenize._BATCH_BYTES", 1)  # what comes before it is written
+        file = tmp_path / "counting.jsonl"
+        file.write_text('{"text": "one"}\n{"text": "two"}\nthree\n')
+        problem = refused_at_prepare(text(file, tokenizer=numbers))
+        assert (problem.option, problem.value) == ("path", file)
+        assert f"{file}, line 3: " in problem.rule
+        assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+    def test_a_text_of_which_no_token_comes_is_refused(self, tmp_path, numbers, cache):
+        file = tmp_path / "empty.jsonl"
+        file.write_text('{"text": ""}\n')
+        problem = refused_at_prepare(text(file, tokenizer=numbers))
+        assert (problem.option, problem.rule) == ("path", "there is no text in it")
+        assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+    def test_of_processes_that_come_at_once_one_tokenises(self, counting, numbers, tmp_path):
+        context = multiprocessing.get_context("spawn")
+        log = tmp_path / "log"
+        arguments = (counting, numbers, context.Barrier(2), log, context.Event())
+        processes = [context.Process(target=prepare_logging, args=arguments) for _ in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        assert [process.exitcode for process in processes] == [0, 0]
+        assert len(log.read_text().splitlines()) == 1
+
+
+def prepare_logging(path, numbers, together, log, never):
+    """Prepare a text together with others, and note who tokenises it."""
+    pieces = Tokenizer.pieces
+
+    def logging(self, documents, name):
+        with log.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        never.wait(0.5)  # keep the other at the lock for a while
+        return pieces(self, documents, name)
+
+    Tokenizer.pieces = logging
+    source = text(path, tokenizer=numbers, sequence_length=4)
+    together.wait(120)
+    source.prepare()
+    assert source.samples(0, 1)[0].tolist() == [[1, 2, 3, 2]]
+
+
+class TestHeldOut:
+    """Forty documents of eleven bytes, of which some are kept from training."""
+
+    @pytest.fixture
+    def folder(self, tmp_path):
+        folder = tmp_path / "books"
+        folder.mkdir()
+        for number in range(20):
+            (folder / f"{number}.txt").write_text(f"document {number:02}")
+        lines = [json.dumps({"text": f"document {number}"}) for number in range(20, 40)]
+        (folder / "rest.jsonl").write_text("\n".join(lines))
+        return folder
+
+    def documents(self, tokens):
+        return bytes(tokens).decode().rstrip("\0").split("\0")
+
+    def row(self, held_out):
+        """The tokens that the windows cover."""
+        inputs, targets = held_out.samples(0, len(held_out))
+        assert inputs.shape == targets.shape == (len(held_out), inputs.shape[1])
+        return [*inputs.flatten().tolist(), targets[-1, -1].item()]
+
+    def test_by_default_there_is_none(self, file):
+        assert text(file).held_out is None
+
+    def test_it_and_the_training_text_are_the_whole_and_share_no_document(self, folder):
+        source = text(folder, held_out=0.3, sequence_length=11)
+        held_out = self.documents(self.row(text(folder, held_out=0.3, sequence_length=1).held_out))
+        trained = {bytes(row[at : at + 2]) for row in source.samples(0, 5000)[0].tolist() for at in range(10)}
+        numbers = {number for number in range(40) if f"{number:02}".encode() in trained}
+        assert sorted([f"document {number:02}" for number in numbers] + held_out) == sorted(
+            f"document {number:02}" for number in range(40)
+        )
+        assert 1 < len(held_out) < 30
+
+    def test_windows_follow_each_other_and_the_rest_is_dropped(self, folder):
+        long = self.row(text(folder, held_out=0.3, sequence_length=1).held_out)  # all of it
+        assert len(long) % 12 == 0
+        held_out = text(folder, held_out=0.3, sequence_length=7).held_out
+        assert len(held_out) == (len(long) - 1) // 7
+        inputs, targets = held_out.samples(1, 3)
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert inputs.is_contiguous()
+        assert targets.is_contiguous()
+        assert inputs.tolist() == [long[7:14], long[14:21]]
+        assert targets.tolist() == [long[8:15], long[15:22]]
+        assert held_out.samples(2, 2)[0].shape == (0, 7)
+
+    def test_it_has_no_more_than_it_says(self, folder):
+        held_out = text(folder, held_out=0.3).held_out
+        for start, stop in [(0, len(held_out) + 1), (-1, 1), (2, 1)]:
+            with pytest.raises(IndexError):
+                held_out.samples(start, stop)
+
+    def test_it_does_not_depend_on_the_seed(self, folder):
+        first, second = (text(folder, held_out=0.3, seed=seed).held_out for seed in (0, 1))
+        assert self.row(first) == self.row(second)
+
+    def test_a_part_of_exactly_one_window_will_do_and_a_shorter_one_not(self, folder):
+        tokens = len(self.row(text(folder, held_out=1e-9, sequence_length=1).held_out))
+        assert tokens == 12, "one document and its separator"
+        assert len(text(folder, held_out=1e-9, sequence_length=11).held_out) == 1
+        problem = refused_at_prepare(text(folder, held_out=1e-9, sequence_length=12))
+        assert (problem.option, problem.value) == ("held_out", 1e-9)
+        assert "12 tokens" in problem.rule
+        assert problem.remedy == "would do: a larger share, sequence_length=11"
+
+    def test_what_is_left_to_train_on_may_be_too_short(self, folder):
+        problem = refused_at_prepare(text(folder, held_out=1 - 1e-9, sequence_length=12))
+        assert (problem.option, problem.remedy) == ("sequence_length", "would do: 11")
+        assert problem.rule.startswith("what is not held out has 12 tokens")
+
+    def test_a_single_document_is_refused(self, file, cache):
+        assert refused_at_prepare(text(file, held_out=0.1)).option == "held_out"
+        assert not list(cache.glob("*.tokens"))
+
+    def test_bytes_stand_for_one_byte_each(self, folder):
+        assert text(folder, held_out=0.3).held_out.bytes_per_token == 1.0
+
+    def test_tokens_stand_for_the_bytes_of_the_text_they_were_made_of(self, folder, tmp_path):
+        path = tiny_tokenizer.pairs(tmp_path / "pairs.json", "document 0 document 1 " * 20, size=290)
+        held_out = text(folder, held_out=0.3, tokenizer=str(path), vocabulary=320, sequence_length=1).held_out
+        row = self.row(held_out)
+        ends = row.count(0)
+        written = tokenizers.Tokenizer.from_file(str(path)).decode(row, skip_special_tokens=True)
+        assert len(written) == 11 * ends
+        assert held_out.bytes_per_token == pytest.approx(11 * ends / len(row))
+        assert 1 < held_out.bytes_per_token < 11
+        # the figure is that of the file, not of who made it
+        again = text(folder, held_out=0.3, tokenizer=str(path), vocabulary=320, sequence_length=1).held_out
+        assert again.bytes_per_token == held_out.bytes_per_token
+
+    def test_each_part_and_each_share_has_its_file(self, folder, cache):
+        text(folder, held_out=0.3).prepare()
+        assert sorted(path.name.rpartition("-")[0] for path in cache.glob("*.tokens")) == ["books", "books-held_out"]
+        before = {path: path.stat().st_ino for path in cache.glob("*.tokens")}
+        text(folder, held_out=0.3).prepare()
+        assert {path: path.stat().st_ino for path in cache.glob("*.tokens")} == before
+        text(folder, held_out=0.5).prepare()
+        text(folder).prepare()
+        assert len(list(cache.glob("*.tokens"))) == 5
+
+
+class TestIdentity:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        folder = tmp_path / "books"
+        folder.mkdir()
+        for number in range(10):
+            (folder / f"{number}.txt").write_text(f"This is book number {number} of ten.")
+        return folder
+
+    def test_is_that_of_the_text_wherever_and_whenever_it_lies(self, folder, tmp_path):
+        before = text(folder).identity
+        assert text(folder, sequence_length=8, seed=7, vocabulary=512).identity == before
+        for file in folder.iterdir():
+            os.utime(file, ns=(1, 1))
+        assert text(folder).identity == before
+        folder.rename(tmp_path / "moved")
+        assert text(tmp_path / "moved", cache=str(tmp_path / "another")).identity == before
+
+    def test_changes_with_the_text_the_split_and_the_tokenizer(self, folder, tmp_path):
+        pairs = str(tiny_tokenizer.pairs(tmp_path / "pairs.json", "This is book number"))
+        options = [{}, {"held_out": 0.2}, {"held_out": 0.7}, {"tokenizer": pairs, "vocabulary": 320}]
+        found = [text(folder, **more).identity for more in options]
+        (folder / "3.txt").write_text("This is book number 8 of ten.")
+        os.utime(folder / "3.txt", ns=(1, 1))
+        found += [text(folder, **more).identity for more in options]
+        assert len(set(found)) == 8

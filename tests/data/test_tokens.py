@@ -1,5 +1,6 @@
 """Nothing here imports torch: the children that the tests start must come up fast."""
 
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -7,13 +8,17 @@ import signal
 import numpy as np
 import pytest
 
-from ptdbench.data.tokens import HEADER_BYTES, cached_tokens, read_tokens, write_tokens
+from ptdbench.data.tokens import HEADER_BYTES, Piece, cached_tokens, read_tokens, write_tokens
 
 TEXT = np.frombuffer(b"the quick brown fox", np.uint8)
 
 
+def piece(tokens):
+    return Piece(tokens, 3 * tokens.size)  # as if each stood for three bytes
+
+
 def one_piece():
-    return [TEXT]
+    return [piece(TEXT)]
 
 
 def never():
@@ -26,23 +31,26 @@ def path(tmp_path):
 
 
 def test_pieces_become_one_row_and_are_written_once(path):
-    first = cached_tokens(path, np.uint8, "id", lambda: [TEXT[:4], TEXT[4:]])
+    first = cached_tokens(path, np.uint8, "id", lambda: [piece(TEXT[:4]), piece(TEXT[4:])])
     again = cached_tokens(path, np.uint8, "id", never)
-    assert first.tobytes() == again.tobytes() == b"the quick brown fox"
-    assert isinstance(again, np.memmap)
-    assert not again.flags.writeable
+    assert first.tokens.tobytes() == again.tokens.tobytes() == b"the quick brown fox"
+    assert isinstance(again.tokens, np.memmap)
+    assert not again.tokens.flags.writeable
+    assert first.bytes == again.bytes == 3 * 19
+    assert first.digest == again.digest == hashlib.sha256(b"the quick brown fox").hexdigest()
 
 
 def test_the_format(path):
-    cached_tokens(path, np.uint16, "id", lambda: [np.array([1, 50256], np.uint16)])
-    content = path.read_bytes()
-    header = b'ptdbench tokens 1\n{"dtype": "<u2", "count": 2, "source": "id"}\n'
-    assert content == header.ljust(4096) + b"\x01\x00\x50\xc4"
+    cached_tokens(path, np.uint16, "id", lambda: [Piece(np.array([1, 50256], np.uint16), 9)])
+    digest = hashlib.sha256(b"\x01\x00\x50\xc4").hexdigest()
+    fields = f'{{"dtype": "<u2", "count": 2, "source": "id", "bytes": 9, "digest": "{digest}"}}'
+    header = f"ptdbench tokens 2\n{fields}\n".encode()
+    assert path.read_bytes() == header.ljust(4096) + b"\x01\x00\x50\xc4"
 
 
 def test_tokens_that_do_not_fit_the_dtype_are_refused(path):
     with pytest.raises(TypeError, match="uint16"):
-        cached_tokens(path, np.uint8, "id", lambda: [np.array([50256], np.uint16)])
+        cached_tokens(path, np.uint8, "id", lambda: [piece(np.array([50256], np.uint16))])
     assert not path.exists()
 
 
@@ -59,7 +67,12 @@ def test_no_file_is_no_tokens(path):
         pytest.param(lambda content: content[:100], id="half a header"),
         pytest.param(lambda content: b"", id="empty"),
         pytest.param(lambda content: bytes(HEADER_BYTES) + content[HEADER_BYTES:], id="header never written"),
-        pytest.param(lambda content: content.replace(b"tokens 1", b"tokens 0"), id="another version"),
+        pytest.param(lambda content: content.replace(b"tokens 2", b"tokens 1"), id="another version"),
+        pytest.param(
+            lambda content: content.replace(b'"bytes": 57', b'"bytes": 057'), id="bytes as nobody writes them"
+        ),
+        pytest.param(lambda content: content.replace(b'"bytes": 57', b'"bytes": ??'), id="no bytes"),
+        pytest.param(lambda content: content.replace(b'"digest": "', b'"digest": "x'), id="no digest"),
     ],
 )
 def test_a_damaged_file_is_not_trusted_and_is_rebuilt(path, damage):
@@ -69,12 +82,12 @@ def test_a_damaged_file_is_not_trusted_and_is_rebuilt(path, damage):
     assert path.read_bytes() != whole
 
     assert read_tokens(path, np.uint8, "id") is None
-    assert cached_tokens(path, np.uint8, "id", one_piece).tobytes() == TEXT.tobytes()
+    assert cached_tokens(path, np.uint8, "id", one_piece).tokens.tobytes() == TEXT.tobytes()
     assert path.read_bytes() == whole
 
 
 def test_a_file_of_another_source_or_dtype_is_not_trusted(path):
-    cached_tokens(path, np.uint8, "id", lambda: [TEXT[:4]])
+    cached_tokens(path, np.uint8, "id", lambda: [piece(TEXT[:4])])
     assert read_tokens(path, np.uint8, "id") is not None
     assert read_tokens(path, np.uint8, "other") is None
     assert read_tokens(path, np.uint16, "id") is None
@@ -82,7 +95,7 @@ def test_a_file_of_another_source_or_dtype_is_not_trusted(path):
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(path):
     def breaks_off():
-        yield TEXT[:4]
+        yield piece(TEXT[:4])
         raise OSError("disk on fire")
 
     cached_tokens(path, np.uint8, "old", one_piece)
@@ -94,14 +107,14 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(path):
 
 def test_a_mapped_file_survives_being_replaced(path):
     mapped = cached_tokens(path, np.uint8, "old", one_piece)
-    write_tokens(path, np.uint8, "new", [TEXT[::-1]])
-    assert mapped.tobytes() == TEXT.tobytes()
-    assert read_tokens(path, np.uint8, "new").tobytes() == TEXT.tobytes()[::-1]
+    write_tokens(path, np.uint8, "new", [piece(TEXT[::-1])])
+    assert mapped.tokens.tobytes() == TEXT.tobytes()
+    assert read_tokens(path, np.uint8, "new").tokens.tobytes() == TEXT.tobytes()[::-1]
 
 
 def stall(path, writing):
     def pieces():
-        yield np.zeros(1 << 20, np.uint8)  # more than any buffer holds back
+        yield piece(np.zeros(1 << 20, np.uint8))  # more than any buffer holds back
         writing.set()
         signal.pause()
 
@@ -120,7 +133,7 @@ def test_a_killed_writer_leaves_nothing_trusted_and_no_lock_held(path):
     (partial,) = path.parent.glob("*.partial")
     assert partial.stat().st_size >= 1 << 20
     assert read_tokens(path, np.uint8, "id") is None
-    assert cached_tokens(path, np.uint8, "id", one_piece).tobytes() == TEXT.tobytes()
+    assert cached_tokens(path, np.uint8, "id", one_piece).tokens.tobytes() == TEXT.tobytes()
     assert not partial.exists()
 
 
@@ -129,10 +142,10 @@ def build(path, together, log, held):
         with log.open("a") as file:
             file.write(f"{os.getpid()}\n")
         held.wait(1)  # keep the others at the lock for a while; never set
-        return [TEXT]
+        return one_piece()
 
     together.wait(60)
-    assert cached_tokens(path, np.uint8, "id", pieces).tobytes() == TEXT.tobytes()
+    assert cached_tokens(path, np.uint8, "id", pieces).tokens.tobytes() == TEXT.tobytes()
 
 
 def test_of_processes_that_come_at_once_one_writes_and_the_others_wait(path, tmp_path):

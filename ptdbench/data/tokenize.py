@@ -1,0 +1,157 @@
+"""Text to the tokens of a Hugging Face tokenizer, on all cores."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from ptdbench.data.corpus import Block, Part, blocks
+from ptdbench.data.tokens import Piece
+from ptdbench.problems import ConfigError, Problem, would_do
+
+# Encoded at once: enough blocks for some dozens of cores, and a few hundred MB of memory.
+_BATCH_BYTES = 1 << 23
+# What takes less than a second or two is over before anybody asks.
+_WORTH_TELLING = 4_000_000
+#: What tokenizers call the token that ends a document.
+_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
+
+
+class Tokenizer:
+    """What a ``tokenizer.json`` describes.
+
+    Attributes:
+        digest: SHA-256 of the file, in hexadecimal digits.
+        size: How many tokens there are, which is one more than the largest.
+        dtype: The smallest unsigned integers that hold them, of 16 or 32 bits.
+        end: The token that ends every document; ``None`` where the tokenizer has none for that.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the file.
+
+        Raises:
+            ConfigError: If there is none, or it is no tokenizer; the option is ``tokenizer``.
+        """
+        import tokenizers
+
+        content = _content(path)
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
+        except Exception as error:  # the library has no narrower one
+            rule = f"is no tokenizer.json of Hugging Face's tokenizers: {error}"
+            raise ConfigError([Problem("tokenizer", path, rule)]) from None
+        self._tokenizer.no_truncation()  # a file may ask for 512 tokens and no more, and what follows would be lost
+        self._tokenizer.no_padding()
+        self.digest = hashlib.sha256(content).hexdigest()
+        # Not get_vocab_size(): numbers may be left out, and the model needs an entry for the largest.
+        self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        self.dtype = np.dtype(np.uint16 if self.size <= 1 << 16 else np.uint32)
+        ends: list[int | None] = [self._tokenizer.token_to_id(token) for token in _ENDS]
+        self.end = next((end for end in ends if end is not None), None)
+
+    def pieces(self, documents: Part, name: str) -> Iterator[Piece]:
+        """The tokens of all documents in order; standard error tells how far it is where that takes long.
+
+        Documents are cut into blocks, most often at a line's end, and each block is tokenised on its own. What is
+        no UTF-8 becomes the replacement character.
+
+        Args:
+            documents: What is tokenised.
+            name: What people call it.
+
+        Raises:
+            OSError, Malformed: As :func:`ptdbench.data.corpus.blocks`.
+        """
+        with _telling(name, sum(document.size for document in documents)) as done:
+            for batch in _batches(blocks(documents)):
+                yield Piece(self._tokens(batch), sum(len(block.text) for block in batch))
+                done(sum(block.size for block in batch))
+
+    def _tokens(self, batch: list[Block]) -> np.ndarray[Any, Any]:
+        texts = [block.text.decode(errors="replace") for block in batch]
+        rows = []
+        for encoding, block in zip(
+            # On all cores, and without the offsets that nobody asks for.
+            self._tokenizer.encode_batch_fast(texts, add_special_tokens=False),
+            batch,
+            strict=True,
+        ):
+            rows.append(np.array(encoding.ids, self.dtype))
+            if block.is_last and self.end is not None:
+                rows.append(np.array([self.end], self.dtype))
+        return np.concatenate(rows)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except IsADirectoryError:
+        inside = path / "tokenizer.json"
+        rule, remedy = "is a folder", would_do([inside] if inside.is_file() else [])
+    except OSError as error:
+        rule, remedy = str(error), "it is the path of a tokenizer.json, not the name of a model"
+    raise ConfigError([Problem("tokenizer", path, rule, remedy)])
+
+
+def _batches(every: Iterable[Block]) -> Iterator[list[Block]]:
+    """The blocks in lists of about :data:`_BATCH_BYTES`."""
+    batch: list[Block] = []
+    size = 0
+    for block in every:
+        batch.append(block)
+        size += len(block.text)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _telling(name: str, total: int) -> Iterator[Callable[[int], object]]:
+    """Tell people that ``total`` bytes are tokenised, if they are many; what it yields is called with bytes done.
+
+    A terminal has a bar; elsewhere, where every line stays, there is one at the start and one at the end.
+    """
+    if total < _WORTH_TELLING:
+        yield lambda _: None
+    elif _is_terminal():
+        with _bar(name, total) as done:
+            yield done
+    else:
+        _say(f"tokenising {name} ({total / 1e6:,.0f} MB)")
+        start = perf_counter()
+        yield lambda _: None
+        seconds = perf_counter() - start
+        _say(f"tokenised {name} in {seconds:,.0f} s ({total / 1e6 / seconds:,.1f} MB/s)")
+
+
+@contextmanager
+def _bar(name: str, total: int) -> Iterator[Callable[[int], object]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        task = progress.add_task(f"tokenising {name}", total=total)
+        yield lambda done: progress.advance(task, done)
+
+
+def _is_terminal() -> bool:
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        return False
+
+
+def _say(line: str) -> None:
+    with suppress(OSError, ValueError, AttributeError):  # a run does not fail because nobody listens
+        print(line, file=sys.stderr, flush=True)

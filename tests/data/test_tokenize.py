@@ -1,0 +1,188 @@
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+import tokenizers
+
+from ptdbench.data.corpus import Part, files_at
+from ptdbench.data.tokenize import Tokenizer
+from ptdbench.problems import ConfigError
+from tests.data import tiny_tokenizer
+
+NUMBERS = {"one": 1, "two": 2, "three": 3}
+RHYME = "Ring-a-ring o' roses,\nA pocket full of pösies,\n\nA-tishoo! A-tishoo!\n  We all fall down.\n" * 5
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """A function that puts texts into files and lists them."""
+
+    def put(*texts):
+        folder = tmp_path / "corpus"
+        folder.mkdir()
+        for number, text in enumerate(texts):
+            (folder / f"{number}.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+        return Part(files_at(folder))
+
+    return put
+
+
+def tokens_of(path, documents):
+    pieces = list(Tokenizer(path).pieces(documents, "test"))
+    return np.concatenate([piece.tokens for piece in pieces])
+
+
+def refused(path):
+    with pytest.raises(ConfigError) as caught:
+        Tokenizer(path)
+    (problem,) = caught.value.problems
+    assert problem.option == "tokenizer"
+    return problem
+
+
+@pytest.mark.parametrize("end", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]"])
+def test_words_become_their_numbers_and_every_document_has_an_end(tmp_path, corpus, end):
+    path = tiny_tokenizer.words(tmp_path / "t.json", NUMBERS | {end: 9})
+    assert tokens_of(path, corpus("two one", "three four")).tolist() == [2, 1, 9, 3, 0, 9]
+
+
+def test_a_tokenizer_without_such_a_token_ends_nothing(tmp_path, corpus):
+    path = tiny_tokenizer.words(tmp_path / "t.json", NUMBERS | {"<end>": 9})
+    assert Tokenizer(path).end is None
+    assert tokens_of(path, corpus("two one", "three")).tolist() == [2, 1, 3]
+
+
+def test_an_end_whose_number_is_0_is_an_end(tmp_path, corpus):
+    path = tiny_tokenizer.pairs(tmp_path / "t.json", RHYME)
+    assert Tokenizer(path).end == 0
+    assert tokens_of(path, corpus("a", "b"))[[1, 3]].tolist() == [0, 0]
+
+
+def test_neither_truncates_nor_pads_nor_adds_though_the_file_asks_for_it(tmp_path, corpus):
+    path = tiny_tokenizer.words(
+        tmp_path / "t.json",
+        NUMBERS | {"[CLS]": 8},
+        post_processor=tokenizers.processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 8)]),
+    )
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=2, pad_id=7)
+    tokenizer.save(str(path))
+    assert tokenizer.encode("one two three").ids == [8, 1], "the file should ask for it"
+    assert tokens_of(path, corpus("one two three", "one")).tolist() == [1, 2, 3, 1]
+
+
+def test_long_documents_arrive_whole_in_whatever_pieces(tmp_path, corpus, monkeypatch):
+    monkeypatch.setattr("ptdbench.data.corpus._BLOCK_BYTES", 64)
+    monkeypatch.setattr("ptdbench.data.tokenize._BATCH_BYTES", 100)
+    path = tiny_tokenizer.pairs(tmp_path / "t.json", RHYME)
+    pieces = list(Tokenizer(path).pieces(corpus(RHYME, RHYME[:20]), "test"))
+    assert len(pieces) > 3
+    assert sum(piece.bytes for piece in pieces) == len(RHYME.encode()) + 20
+    tokens = np.concatenate([piece.tokens for piece in pieces])
+    assert tokens.dtype == np.uint16
+    assert len(tokens) < len(RHYME)
+    decode = tokenizers.Tokenizer.from_file(str(path)).decode
+    assert decode(tokens.tolist(), skip_special_tokens=False) == f"{RHYME}<|endoftext|>{RHYME[:20]}<|endoftext|>"
+
+
+def test_what_fits_a_block_is_tokenised_as_the_library_does_it(tmp_path, corpus):
+    path = tiny_tokenizer.pairs(tmp_path / "t.json", RHYME)
+    expected = tokenizers.Tokenizer.from_file(str(path)).encode(RHYME).ids
+    assert tokens_of(path, corpus(RHYME)).tolist() == [*expected, 0]
+
+
+def test_what_is_no_utf8_is_replaced(tmp_path, corpus):
+    path = tiny_tokenizer.words(tmp_path / "t.json", {"\ufffdne": 5, "two": 2})
+    assert tokens_of(path, corpus(b"two \xffne")).tolist() == [2, 5]
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(65_535, np.uint16), (65_536, np.uint32)])
+def test_size_and_type_follow_the_largest_token_not_how_many_there_are(tmp_path, corpus, largest, dtype):
+    path = tiny_tokenizer.words(tmp_path / "t.json", {"far": largest})
+    tokenizer = Tokenizer(path)
+    assert tokenizer.size == largest + 1
+    assert tokenizer.dtype == dtype
+    tokens = tokens_of(path, corpus("far"))
+    assert (tokens.dtype, tokens.tolist()) == (dtype, [largest])
+
+
+def test_the_digest_is_that_of_the_file(tmp_path):
+    one = Tokenizer(tiny_tokenizer.words(tmp_path / "1.json", NUMBERS)).digest
+    same = Tokenizer(tiny_tokenizer.words(tmp_path / "2.json", NUMBERS)).digest
+    other = Tokenizer(tiny_tokenizer.words(tmp_path / "3.json", NUMBERS | {"four": 4})).digest
+    assert one == same != other
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    problem = refused(tmp_path / "gpt2")
+    assert "No such file" in problem.rule
+    assert "path of a tokenizer.json" in problem.remedy
+
+
+def test_for_a_folder_the_file_in_it_is_named(tmp_path):
+    assert refused(tmp_path).remedy == ""
+    tiny_tokenizer.words(tmp_path / "tokenizer.json", NUMBERS)
+    problem = refused(tmp_path)
+    assert (problem.rule, problem.remedy) == ("is a folder", f"would do: {tmp_path / 'tokenizer.json'}")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"no JSON", json.dumps({"model_type": "gpt2"}).encode()])
+def test_what_is_no_tokenizer_is_refused(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    assert "no tokenizer.json" in refused(path).rule
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class TestTelling:
+    @pytest.fixture
+    def tokenise(self, tmp_path, corpus):
+        path = tiny_tokenizer.words(tmp_path / "t.json", NUMBERS)
+        documents = corpus("one " * 1000, "two " * 500)  # 6,000 bytes
+        return lambda: list(Tokenizer(path).pieces(documents, "numbers"))
+
+    def test_says_nothing_of_a_small_text(self, tokenise, capsys):
+        tokenise()
+        assert capsys.readouterr() == ("", "")
+
+    def test_says_in_two_lines_what_it_does_where_lines_stay(self, tokenise, monkeypatch, capsys):
+        monkeypatch.setattr("ptdbench.data.tokenize._WORTH_TELLING", 6000)
+        tokenise()
+        out, err = capsys.readouterr()
+        first, last = err.splitlines()
+        assert first == "tokenising numbers (0 MB)"
+        assert last.startswith("tokenised numbers in ")
+        assert "MB/s" in last
+        assert out == ""
+
+    def test_says_nothing_of_an_end_that_did_not_come(self, tokenise, monkeypatch, capsys):
+        monkeypatch.setattr("ptdbench.data.tokenize._WORTH_TELLING", 0)
+        monkeypatch.setattr(Tokenizer, "_tokens", lambda self, batch: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            tokenise()
+        assert "tokenised" not in capsys.readouterr().err
+
+    def test_draws_a_bar_on_a_terminal(self, tokenise, monkeypatch):
+        monkeypatch.setattr("ptdbench.data.tokenize._WORTH_TELLING", 0)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "120")
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        tokenise()
+        drawn = sys.stderr.getvalue()
+        assert "tokenising numbers" in drawn
+        assert "6.0/6.0 kB" in drawn, "every byte of both documents"
+        assert "tokenised" not in drawn
+
+    def test_goes_on_where_nobody_can_listen(self, tokenise, monkeypatch):
+        monkeypatch.setattr("ptdbench.data.tokenize._WORTH_TELLING", 0)
+        closed = io.StringIO()
+        closed.close()
+        monkeypatch.setattr(sys, "stderr", closed)
+        assert sum(len(piece.tokens) for piece in tokenise()) == 1500
