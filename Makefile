@@ -10,7 +10,7 @@ ARGS ?=
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test test check overhead model-speed launch-time status-speed gpu-check slurm-up slurm-down clean
+.PHONY: help bench install install-test test overhead train-for-real data-speed model-speed launch-time status-speed gpu-check slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -33,6 +33,12 @@ overhead: install  ## what steps and checkpoints cost, and whether collectives a
 	$(BIN)/python benchmarks/checkpoint_cost.py
 	$(BIN)/python benchmarks/collectives_truth.py
 	$(BIN)/python benchmarks/matmul_truth.py
+
+train-for-real: install  ## whether training comes to a result: digits to an accuracy, text to its bits per byte
+	$(BIN)/python benchmarks/train_for_real.py $(ARGS)
+
+data-speed: install  ## what each data pipeline delivers, and how fast the step loop asks for it
+	$(BIN)/python benchmarks/data_speed.py $(ARGS)
 
 model-speed: install-test  ## our GPT-2 against the one of transformers
 	$(BIN)/python benchmarks/model_speed.py $(ARGS)

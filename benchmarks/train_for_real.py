@@ -97,11 +97,12 @@ def bigram_bits_per_byte() -> float:
     assert training
     data = training.data
     assert isinstance(data, Text)
-    seen, held_out = data.tokens()
-    counts = np.ones((256, 256))
-    np.add.at(counts, (seen[:-1], seen[1:]), 1)
+    assert data.held_out
+    pairs = np.bincount(256 * data.tokens[:-1].astype(np.int64) + data.tokens[1:], minlength=1 << 16)
+    counts = pairs.reshape(256, 256) + 1
     bits = -np.log2(counts / counts.sum(axis=1, keepdims=True))
-    return float(bits[held_out[:-1], held_out[1:]].mean())
+    before, after = data.held_out.samples(0, len(data.held_out))
+    return float(bits[before.numpy(), after.numpy()].mean())
 
 
 def _train(experiment: str, strategy: str, folder: Path) -> Result:

@@ -36,7 +36,6 @@ LEAST = {
     "keep": 1,
     "seed": 0,
     "every": 1,
-    "batch": 1,
 }
 
 
@@ -59,7 +58,7 @@ class Eval:
     """When what is trained is judged by samples that it is not trained on."""
 
     every: int | None
-    batch: int
+    micro_batch: int
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Training:
 
     def engine(self, mesh: DeviceMesh, device: torch.device) -> Engine:
         """The model, laid out over the mesh; called in every rank."""
-        general = self.config.general
+        general, image = self.config.general, self.data.example()[0]
         setting = Setting(
             mesh=mesh,
             layout=self.layout,
@@ -87,6 +87,7 @@ class Training:
             compile=general.compile,
             activation_checkpointing=general.activation_checkpointing,
             seed=general.seed,
+            channels_last=image.dim() == 4 and not image.is_contiguous(),
         )
         return self.strategy(self.model, setting)
 

@@ -19,7 +19,8 @@ def problems_of(part: str, *overrides: str) -> list[str]:
 
 def test_the_defaults_are_typed():
     read = config.read(composed())
-    assert read.train == config.Train(16, "auto", 60, 3, 10)
+    assert read.train == config.Train(16, "auto", 60, 3, 10, clip_norm=None, decay="matrices", ema=None)
+    assert read.eval == config.Eval(every=None, micro_batch=64)
     assert read.cluster == config.Cluster("local", "auto", "auto", "auto")
     assert read.general == config.General("fp32", False, "none", 0, "auto", "auto", None, 10, False)
     assert read.checkpoint == config.Checkpoint(None, 3, True)
@@ -63,6 +64,11 @@ def test_overrides_arrive_with_their_types():
         ("train", "train.warmup_steps=-1", "train.warmup_steps=-1: must be at least 0"),
         ("train", "train.max_minutes=0", "train.max_minutes=0: must be greater than 0, or null for no limit"),
         ("train", "train.max_minutes=soon", "train.max_minutes=soon: must be a number or null"),
+        ("train", "train.clip_norm=0", "train.clip_norm=0: must be greater than 0, or null for no clipping"),
+        ("train", "train.ema=1", "train.ema=1: must be between 0 and 1, or null for no average; would do: 0.999"),
+        ("train", "train.decay=vectors", "train.decay=vectors: must be all or matrices"),
+        ("eval", "eval.every=0", "eval.every=0: must be at least 1"),
+        ("eval", "eval.micro_batch=0", "eval.micro_batch=0: must be at least 1"),
         ("train", "+train.stepz=3", "train.stepz=3: there is no such option; would do: steps"),
         ("train", "~train.steps", "train.steps=(not set): must be given"),
         ("cluster", "cluster.ranks_per_node=0", "cluster.ranks_per_node=0: must be at least 1"),

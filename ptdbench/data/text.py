@@ -84,6 +84,11 @@ class Text(Data):
         return HeldOutText(self._held_out, self.sequence_length) if self._held_out else None
 
     @property
+    def tokens(self) -> Tokens:
+        """All tokens that are trained on, in a row."""
+        return self._training.tokens
+
+    @property
     def identity(self) -> str:
         """A digest of all tokens, in training and held out: the same wherever and whenever they were made."""
         digests = [stored.digest for stored in (self._training, self._held_out) if stored]

@@ -58,6 +58,7 @@ class DDP:
         # Weights first: DDP compares the replicas' parameters when it is made, and groups them into buckets.
         module = module_of(model)
         setting.fill(model, module)
+        setting.fit(module)
         group = setting.mesh["data"].get_group()
         if self.sync_batchnorm:
             synchronise_batchnorm(module, group, setting.device)

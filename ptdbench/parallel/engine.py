@@ -33,6 +33,7 @@ class Setting:
         compile: Whether the layers are compiled.
         activation_checkpointing: ``full``: layers keep only their inputs and are run again in the backward pass.
         seed: What the weights are drawn from.
+        channels_last: Whether images come with their channels last in memory.
     """
 
     mesh: DeviceMesh
@@ -42,10 +43,20 @@ class Setting:
     compile: bool = False
     activation_checkpointing: Literal["none", "full"] = "none"
     seed: int = 0
+    channels_last: bool = False
 
     def fill(self, model: Model, module: nn.Module, prefix: str = "") -> None:
         """Give ``module``, whose names in ``model`` begin with ``prefix``, its weights on this rank's device."""
         materialise(model, module, prefix=prefix, device=self.device, seed=self.seed)
+
+    def fit(self, module: nn.Module) -> None:
+        """Let the kernels of a module that has its weights lie in memory as the images do.
+
+        Else their gradients would come in another order than they have, and DDP would copy each of them into its bucket.
+        Shards have to be contiguous, and so do the messages of a pipeline.
+        """
+        if self.channels_last:
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def dress(self, layers: list[nn.Module]) -> None:
         """Recomputation first, so that the compiler sees it and can choose what to keep."""

@@ -38,6 +38,7 @@ class Single:
         """Give the model its weights and its number format."""
         module = module_of(model)
         setting.fill(model, module)
+        setting.fit(module)
         setting.dress(model.layers())
         autocast_forward(module, setting.precision, setting.device.type)
         return Accumulating(module, setting.layout.micro_batch)

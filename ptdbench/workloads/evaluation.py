@@ -61,9 +61,10 @@ class Evaluation:
 class Evaluator:
     """Evaluates a run's model on all of its ranks.
 
-    The held-out part is cut into blocks of ``eval.batch`` samples, which the replicas take in turns. A block is the
-    same whatever the number of ranks, it is added up by one replica only, and the sums are put together exactly: so one
-    rank and many come to the same result, where a sampler that fills up the last ranks would count some samples twice.
+    The held-out part is cut into blocks of ``eval.micro_batch`` samples, which the replicas take in turns. A block is
+    the same whatever the number of ranks, it is added up by one replica only, and the sums are put together exactly: so
+    one rank and many come to the same result, where a sampler that fills up the last ranks would count some samples
+    twice.
 
     Attributes:
         done: The evaluations so far, those before a checkpoint included.
@@ -132,7 +133,7 @@ class Evaluator:
 
     def _sums(self, held_out: HeldOut) -> Tensor:
         """``[blocks, 3]`` in float64: the sum of a block's losses, and how many of it are right in one and in five."""
-        size, replicas = self._job.plan.config.eval.batch, self._job.training.layout.data
+        size, replicas = self._job.plan.config.eval.micro_batch, self._job.training.layout.data
         blocks = math.ceil(len(held_out) / size)
         sums = torch.zeros(blocks, 3, dtype=torch.float64, device=self._job.device)
         for first in range(0, blocks, replicas):

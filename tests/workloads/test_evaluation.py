@@ -87,17 +87,17 @@ def expected(trained: Path) -> dict[str, Any]:
 @pytest.mark.ranks
 class TestOnRanks:
     def test_one_rank_says_what_a_plain_loop_says(self, run, trained, expected):
-        found = judged(run, trained, "parallel=single", "eval.batch=1000")
+        found = judged(run, trained, "parallel=single", "eval.micro_batch=1000")
         assert found == expected
         assert 0.3 < found["top1"] < found["top5"]  # it has learned, and makes mistakes
 
     @pytest.mark.parametrize(("strategy", "ranks"), LAYOUTS)
     def test_every_layout_comes_to_the_same_number(self, run, trained, expected, strategy, ranks):
         layout = (f"parallel={strategy}", f"cluster.ranks_per_node={ranks}")
-        assert judged(run, trained, *layout, "eval.batch=10") == expected
+        assert judged(run, trained, *layout, "eval.micro_batch=10") == expected
 
     def test_a_rank_for_which_no_sample_is_left_takes_part(self, run, trained, expected):
-        found = judged(run, trained, "parallel=fsdp", "cluster.ranks_per_node=3", "eval.batch=60")
+        found = judged(run, trained, "parallel=fsdp", "cluster.ranks_per_node=3", "eval.micro_batch=60")
         assert found == expected
 
 
@@ -119,7 +119,7 @@ def test_training_goes_on_as_if_nobody_had_looked(run, strategy):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_what_is_said_of_the_last_weights_is_what_one_rank_says_of_their_checkpoint(run, strategy):
     # Replicas' batch norms have seen different samples: all must judge with those that are saved.
-    steps = ("train.steps=5", "eval.every=5", "eval.batch=10")
+    steps = ("train.steps=5", "eval.every=5", "eval.micro_batch=10")
     there = run(*TASK, *steps, f"parallel={strategy}", "checkpoint.every_steps=5")
     (evaluation,) = there["evaluations"]
     checkpoint = Path(there["directory"]) / "checkpoints" / "step-00000005"
