@@ -3,10 +3,10 @@
     python benchmarks/data_speed.py
     python benchmarks/data_speed.py --only text digits
 
-For each pipeline a short training run says how many samples a second its step loop takes, over all ranks, and which share
-of a step it waits for them. Then as many processes as there were ranks make samples of the same run at once, each with one
-thread and the worker processes that its data ask for, and nothing else. The tokens of text are held against a requirement:
-50 million a second from a warm file on two cores, at 1,024 tokens a sample.
+For each pipeline a short training run says how many samples a second its step loop takes, over all ranks, and which
+share of a step it waits for them. Then as many processes as there were ranks make samples of the same run at once, each
+with one thread and the worker processes that its data ask for, and nothing else. The tokens of text are held against a
+requirement: 50 million a second from a warm file on two cores, at 1,024 tokens a sample.
 
 Images are made up: an archive in CIFAR-10's own format, and a folder of JPEG files of 500 x 400 pixels.
 """
@@ -43,8 +43,8 @@ PIPELINES: dict[str, tuple[str, ...]] = {
     "text": ("model=gpt_tiny", "model.sequence_length=1024", "train.steps=12"),
     "digits": ("experiment=digits_resnet18", "train.steps=12"),
     "cifar10": (
-        "experiment=cifar10_resnet18", "data._target_=tests.data.small_cifar10.SmallCifar10", "data.root={folder}/cifar10",
-        "train.global_batch=64", "train.steps=6",
+        "experiment=cifar10_resnet18", "data.root={folder}/cifar10", "train.global_batch=64", "train.steps=6",
+        "data._target_=tests.data.small_cifar10.SmallCifar10",
     ),
     "image_folder": (
         "experiment=imagefolder_resnet50", "data.root={folder}/images", "model.classes=2", "precision=fp32",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 import time
 from collections.abc import Callable, Iterator
 
@@ -68,6 +69,9 @@ class Feed:
             num_workers=self._workers,
             prefetch_factor=AHEAD,
             pin_memory=self._device.type == "cuda",
+            # Forked, so that they see their rank die: under a server that forks for it they would outlive it for ever.
+            multiprocessing_context="fork",
+            worker_init_fn=_leave_signals_to_the_rank,
             # Its own, so that the rank's stays where a run without workers has it.
             generator=torch.Generator(),
         )
@@ -78,6 +82,13 @@ class Feed:
             return batch
         inputs, targets = (tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in batch)
         return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
+
+
+def _leave_signals_to_the_rank(_: int) -> None:
+    """A worker inherits its rank's way with signals; only the rank may end it, with SIGTERM."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class _Batches(Dataset[Batch]):

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 
 import psutil
 import pytest
 import torch
 
 from ptdbench.data.feed import Feed
+from tests.conftest import ROOT
 from tests.workloads.made_task import Largest, Reveals
 
 CPU = torch.device("cpu")
@@ -81,6 +86,39 @@ def test_workers_end_with_it(feed):
     maker = psutil.Process(batches(0)[1][0].item())
     batches.close()
     assert not maker.is_running() or maker.status() == psutil.STATUS_ZOMBIE
+
+
+KILLED = """
+import os, signal, sys, torch
+from ptdbench.data.feed import Feed
+from tests.conftest import ROOT
+from tests.workloads.made_task import Reveals
+
+feed = Feed(Reveals(seed=0, workers=1), lambda step: (step, step + 1), torch.device("cpu"))
+print(feed(0)[1].item(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_do_not_outlive_a_rank_that_is_killed(environ):
+    # Started as ranks are, from whose server its own processes would be forked by default.
+    body = f"import multiprocessing; multiprocessing.set_start_method('forkserver'){KILLED}"
+    killed = subprocess.run(
+        [sys.executable, "-c", body], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    maker = int(killed.stdout)
+    deadline = time.monotonic() + 60  # torch looks every five seconds
+    while psutil.pid_exists(maker) and psutil.Process(maker).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
+def test_a_signal_to_all_processes_is_left_to_the_rank(feed, number):
+    batches = feed(Reveals(seed=0, workers=1))
+    maker = batches(0)[1][0].item()
+    os.kill(maker, number)
+    assert [batches(step)[1][0].item() for step in (1, 2, 3, 4)] == [maker] * 4
 
 
 def test_what_a_worker_raises_is_raised_here(feed):
