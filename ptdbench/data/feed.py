@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -17,6 +19,9 @@ Batch = tuple[Tensor, Tensor]
 
 #: Batches that each worker process keeps ready.
 AHEAD = 2
+
+#: prctl(2): the signal that a process gets when its parent dies.
+_PR_SET_PDEATHSIG = 1
 
 
 class Feed:
@@ -69,9 +74,9 @@ class Feed:
             num_workers=self._workers,
             prefetch_factor=AHEAD,
             pin_memory=self._device.type == "cuda",
-            # Forked, so that they see their rank die: under a server that forks for it they would outlive it for ever.
+            # Forked by the rank, to die with it: those of a server that forks for it would outlive it for ever.
             multiprocessing_context="fork",
-            worker_init_fn=_leave_signals_to_the_rank,
+            worker_init_fn=_belong_to_the_rank,
             # Its own, so that the rank's stays where a run without workers has it.
             generator=torch.Generator(),
         )
@@ -84,11 +89,13 @@ class Feed:
         return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
 
 
-def _leave_signals_to_the_rank(_: int) -> None:
-    """A worker inherits its rank's way with signals; only the rank may end it, with SIGTERM."""
+def _belong_to_the_rank(_: int) -> None:
+    """In a worker: leave to its rank what signals mean, and die with it at once and without a word."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":  # elsewhere torch has a look every few seconds
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _Batches(Dataset[Batch]):

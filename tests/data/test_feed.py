@@ -107,7 +107,7 @@ def test_workers_do_not_outlive_a_rank_that_is_killed(environ):
         [sys.executable, "-c", body], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, timeout=60, check=False
     )
     maker = int(killed.stdout)
-    deadline = time.monotonic() + 60  # torch looks every five seconds
+    deadline = time.monotonic() + 60
     while psutil.pid_exists(maker) and psutil.Process(maker).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.2)
