@@ -51,3 +51,24 @@ def test_a_run_whose_data_have_changed_is_refused(tmp_path, run):
     record = run(*UNLEARNS, "train.steps=6", f"resume={tmp_path}", "+data.edition=second")
     assert record["status"] == "failed"
     assert "was trained on other data than data=synthetic_vectors holds now" in record["error"]["message"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pdp"])
+def test_a_run_in_two_parts_is_judged_as_one_in_one_part(run, strategy):
+    options = (
+        *TASK, f"parallel={strategy}", "lr_schedule=one_cycle", "train.clip_norm=1", "train.ema=0.8", "eval.every=2",
+        "train.steps=6",
+    )  # fmt: skip
+    whole = run(*options)
+    begun = run(
+        *options, "train.max_minutes=1e-9", "checkpoint.every_steps=1"
+    )  # three steps
+    assert len(begun["losses"]) == 3
+    gone_on = run(*options, f"resume={begun['directory']}")
+    for series in ("losses", "learning_rates", "gradient_norms"):
+        assert gone_on[series] == whole[series]
+    judged = [
+        [{**found, "seconds": None} for found in record["evaluations"] if found["step"] != 3]
+        for record in (gone_on, whole)
+    ]
+    assert judged[0] == judged[1]
