@@ -1,0 +1,140 @@
+"""Labelled images that fit into memory: how a stream, and what is held out, is made of arrays."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ptdbench.data import augment
+from ptdbench.data.epochs import Epochs
+from ptdbench.data.protocol import Data, HeldOut
+from ptdbench.problems import Problem, would_do
+
+
+class Labelled(NamedTuple):
+    """Images and what they show."""
+
+    images: augment.Pixels  # uint8 of shape (N, H, W, 3)
+    labels: npt.NDArray[np.int64]  # shape (N,)
+
+    def digest(self) -> str:
+        """SHA-256 of shape, pixels and labels, in hexadecimal digits."""
+        found = hashlib.sha256(repr(self.images.shape).encode())
+        for array in self:
+            found.update(array.tobytes())
+        return found.hexdigest()
+
+
+class ImageArrays(Data):
+    """A stream of images that every rank holds in memory, shuffled anew in every epoch, shifted and mirrored.
+
+    A subclass says where they come from, in :meth:`read`, and what they look like.
+    """
+
+    tokens_per_sample = None
+
+    #: Of the red, green and blue of the training images, where white is 1.
+    mean: ClassVar[Sequence[float]]
+    #: Standard deviation of each, in the same unit.
+    std: ClassVar[Sequence[float]]
+    #: Height and width in pixels.
+    image_size: ClassVar[int]
+    #: How many different labels there are.
+    classes: ClassVar[int]
+
+    def __init__(self, *, seed: int, padding: int, flip: bool, channels_last: bool) -> None:
+        """Take options that the subclass has checked.
+
+        Args:
+            seed: Decides the order of the images and what is done to each.
+            padding: By how many pixels an image is shifted at most.
+            flip: Whether about half of the images are mirrored.
+            channels_last: The memory format of the samples: ``torch.channels_last``, or else contiguous.
+        """
+        self.seed = seed
+        self.padding = padding
+        self.flip = flip
+        self.channels_last = channels_last
+
+    def read(self, *, held_out: bool) -> Labelled:
+        """The images to be trained on, or those that are kept from it, which may be none."""
+        raise NotImplementedError
+
+    @property
+    def held_out(self) -> HeldOut | None:
+        """The images that are kept from training, as they are; ``None`` where none are."""
+        return HeldOutArrays(self, self._held_out) if len(self._held_out.labels) else None
+
+    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``."""
+        chosen = self._epochs.indices(start, stop)
+        images = augment.shifted(
+            self._training.images[chosen], seed=self.seed, start=start, padding=self.padding, flip=self.flip
+        )
+        return self.normalised(images), torch.from_numpy(self._training.labels[chosen])
+
+    def example(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """One image, float32 of shape ``(1, 3, H, W)``, and its int64 label ``(1,)`` on the meta device."""
+        image = augment.empty(self.image_size, channels_last=self.channels_last)
+        return image, torch.empty(1, dtype=torch.int64, device="meta")
+
+    def normalised(self, images: augment.Pixels) -> torch.Tensor:
+        """Bytes of shape ``(B, H, W, 3)`` as the model takes them: float32 of shape ``(B, 3, H, W)``."""
+        return augment.normalised(images, self.mean, self.std, channels_last=self.channels_last)
+
+    def suiting(self, *, classes: int, image_size: int) -> list[Problem]:
+        """What is wrong with a model of so many classes, made for images of such a size.
+
+        It may well be able to run, and so would not fail: its loss would have classes that never occur, and its FLOPs
+        would be counted for other images.
+        """
+        asked = {"classes": (classes, self.classes), "image_size": (image_size, self.image_size)}
+        return [
+            Problem(
+                option, value, f"the model's must be that of these images, {own}", would_do([f"model.{option}={own}"])
+            )
+            for option, (value, own) in asked.items()
+            if value != own
+        ]
+
+    @cached_property
+    def _epochs(self) -> Epochs:
+        return Epochs(len(self._training.labels), self.seed)
+
+    @cached_property
+    def _training(self) -> Labelled:
+        return self.read(held_out=False)
+
+    @cached_property
+    def _held_out(self) -> Labelled:
+        return self.read(held_out=True)
+
+
+class HeldOutArrays(HeldOut):
+    """Images that are kept from training, each as it is and always in the same order."""
+
+    def __init__(self, data: ImageArrays, part: Labelled) -> None:
+        """Take the images, and the data that know how a model wants them."""
+        self._data = data
+        self._part = part
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._part.labels)
+
+    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
+
+        Raises:
+            IndexError: If there are not as many.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"samples {start} to {stop} of {len(self)}")
+        labels = torch.from_numpy(self._part.labels[start:stop].copy())
+        return self._data.normalised(self._part.images[start:stop]), labels

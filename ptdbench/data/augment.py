@@ -1,0 +1,82 @@
+"""What is done to a batch of images on its way from memory to the model, without a loop over the images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numpy.lib.stride_tricks import sliding_window_view
+
+from ptdbench.data.draws import draws
+
+Pixels = npt.NDArray[np.uint8]  # shape (B, H, W, 3)
+
+
+def shifted(images: Pixels, *, seed: int, start: int, padding: int, flip: bool) -> Pixels:
+    """Move each image by up to ``padding`` pixels in both directions, and mirror half of them if asked to.
+
+    That is a random crop of the image's own size out of the image with a border of black. What happens to an image
+    depends on the seed and its number in the stream alone, not on the batch it comes in.
+
+    Args:
+        images: uint8 of shape ``(B, H, W, 3)``: samples ``start`` to ``start + B - 1`` of a stream.
+        seed: Decides what happens to which sample.
+        start: Number of the first sample.
+        padding: Width of the border in pixels; 0 leaves the images where they are.
+        flip: Whether to exchange left and right in about half of the images.
+
+    Returns:
+        New images of the same shape.
+    """
+    count, height, width, _ = images.shape
+    chance = draws(seed, start, start + count)
+    places = np.uint64(2 * padding + 1)
+    mirrored, chance = (chance & np.uint64(1)).astype(bool), chance >> np.uint64(1)
+    down, chance = chance % places, chance // places
+    moved = _crops(images, down.astype(np.intp), (chance % places).astype(np.intp), padding)
+    if flip:
+        whole = moved.view("V3")  # pixels of three bytes, which are quicker to move than one byte after another
+        whole[mirrored] = whole[mirrored, :, ::-1]
+    return moved.reshape(count, height, width, 3)
+
+
+def normalised(
+    images: Pixels, mean: Sequence[float], std: Sequence[float], *, channels_last: bool = True
+) -> torch.Tensor:
+    """Turn bytes into the numbers that a model takes: ``(x / 255 - mean) / std``.
+
+    Args:
+        images: uint8 of shape ``(B, H, W, 3)``.
+        mean: Of each channel, where white is 1.
+        std: Standard deviation of each channel, in the same unit.
+        channels_last: Leave the channels of a pixel side by side in memory (``torch.channels_last``), as convolutions
+            like it best and as it costs nothing here; else put them into planes.
+
+    Returns:
+        float32 of shape ``(B, 3, H, W)``.
+    """
+    count, height, width, channels = images.shape
+    mean_, std_ = torch.tensor(mean), torch.tensor(std)
+    # Row by row, because for each element of a dimension as short as the channels' the loop costs more than the sum.
+    rows = torch.from_numpy(images.reshape(count, height, width * channels)).to(torch.float32)
+    rows.mul_((1 / (255 * std_)).repeat(width)).sub_((mean_ / std_).repeat(width))
+    result = rows.view(count, height, width, channels).permute(0, 3, 1, 2)
+    return result if channels_last else result.contiguous()
+
+
+def empty(image_size: int, *, channels_last: bool) -> torch.Tensor:
+    """What :func:`normalised` makes of one square image, on the meta device."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return torch.empty(1, 3, image_size, image_size, dtype=torch.float32, device="meta", memory_format=layout)
+
+
+def _crops(images: Pixels, top: npt.NDArray[np.intp], left: npt.NDArray[np.intp], padding: int) -> Pixels:
+    """The crop of each bordered image that begins ``top`` pixels down and ``left`` to the right: ``(B, H, 3 W)``."""
+    count, height, width, channels = images.shape
+    bordered = np.zeros((count, height + 2 * padding, width + 2 * padding, channels), np.uint8)
+    bordered[:, padding : padding + height, padding : padding + width] = images
+    rows = bordered.reshape(count, height + 2 * padding, (width + 2 * padding) * channels)
+    windows = sliding_window_view(rows, (height, width * channels), axis=(1, 2))[:, :, ::channels]
+    return windows[np.arange(count), top, left]  # type: ignore[no-any-return]

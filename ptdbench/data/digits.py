@@ -1,0 +1,98 @@
+"""Handwritten digits that scikit-learn brings along: real images without a download."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+
+import numpy as np
+
+from ptdbench.data.arrays import ImageArrays, Labelled
+from ptdbench.problems import Problem, at_least, require
+
+_IMAGES = 1797
+_WHITE = 16  # the largest value of a pixel
+
+
+class Digits(ImageArrays):
+    """The 1,797 digits of ``sklearn.datasets.load_digits``, 8x8 pixels in 17 shades of grey, each in three channels.
+
+    They are the test part of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998, UCI Machine
+    Learning Repository). A share of each digit is held out, the same one whatever the run's seed is.
+    """
+
+    # Of all 1,797 images.
+    mean = (0.3053,) * 3
+    std = (0.3760,) * 3
+    image_size = 8
+    classes = 10
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        held_out: int = 360,
+        shift: int = 1,
+        channels_last: bool = True,
+        classes: int = 10,
+        image_size: int = 8,
+    ) -> None:
+        """Check the options; the images are read when they are needed.
+
+        Args:
+            seed: Decides the order of the images and how each is shifted.
+            held_out: How many images are kept from training: 0, or 10 to 1787, so that every digit is in both parts.
+            shift: By how many pixels an image is moved at most. It is never mirrored, which makes another sign.
+            channels_last: The memory format of the samples: ``torch.channels_last``, or else contiguous.
+            classes: The model's number of classes.
+            image_size: Height and width, in pixels, of the images that the model is made for.
+
+        Raises:
+            ConfigError: With every option that cannot stand.
+        """
+        require(
+            *at_least(0, seed=seed, shift=shift),
+            _must_leave_all_digits(held_out),
+            *self.suiting(classes=classes, image_size=image_size),
+        )
+        super().__init__(seed=seed, padding=shift, flip=False, channels_last=channels_last)
+        self._count = held_out
+
+    @property
+    def identity(self) -> str:
+        """A digest of all images and labels, in training and held out."""
+        return hashlib.sha256("".join(part.digest() for part in self._parts).encode()).hexdigest()
+
+    def prepare(self) -> None:
+        """Nothing is needed: every process reads the images in a fraction of a second."""
+
+    def read(self, *, held_out: bool) -> Labelled:
+        """The images to be trained on, or those that are kept from it."""
+        return self._parts[held_out]
+
+    @cached_property
+    def _parts(self) -> tuple[Labelled, Labelled]:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        grey = np.rint(digits.images * (255 / _WHITE)).astype(np.uint8)
+        images, labels = grey[..., np.newaxis].repeat(3, axis=-1), digits.target.astype(np.int64)
+        training, held_out = self._split(labels)
+        return Labelled(images[training], labels[training]), Labelled(images[held_out], labels[held_out])
+
+    def _split(self, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which images are trained on, and which are not: the same for every seed of a run."""
+        from sklearn.model_selection import train_test_split
+
+        every = np.arange(len(labels))
+        if self._count == 0:
+            return every, every[:0]
+        training, held_out = train_test_split(every, test_size=self._count, random_state=0, stratify=labels)
+        return training, held_out
+
+
+def _must_leave_all_digits(held_out: int) -> Problem | None:
+    most = _IMAGES - Digits.classes
+    if not at_least(0, held_out=held_out) and (held_out == 0 or Digits.classes <= held_out <= most):
+        return None
+    return Problem("held_out", held_out, f"must be 0, or a whole number of {Digits.classes} to {most} of the {_IMAGES}")

@@ -1,0 +1,44 @@
+"""From the numbers of an endless stream to places in a data set: epoch after epoch, each in an order of its own."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import DistributedSampler
+
+Indices = npt.NDArray[np.int64]
+
+
+class Epochs:
+    """The order in which a stream goes through a data set, over and over.
+
+    Sample ``k`` is number ``k % count`` of epoch ``k // count``, in the order that torch's ``DistributedSampler`` with
+    ``shuffle=True`` and the same seed gives a single replica after ``set_epoch(k // count)``. It is asked for one
+    replica because here the layout shares each global batch out over the ranks. So nothing is padded or dropped to
+    make the ranks' shares equal: every epoch has each item exactly once, and a batch may span two epochs.
+    """
+
+    def __init__(self, count: int, seed: int) -> None:
+        """Go through ``count`` items, at least one, in orders that ``seed`` decides."""
+        self._count = count
+        self._seed = seed
+
+    def indices(self, start: int, stop: int) -> Indices:
+        """Which items samples ``start`` to ``stop - 1`` are: int64 of shape ``(stop - start,)``, below ``count``."""
+        stretches = [np.empty(0, np.int64)]
+        for epoch in range(start // self._count, -(-stop // self._count)):
+            first = epoch * self._count
+            stretches.append(_order(self._count, self._seed, epoch)[max(start - first, 0) : stop - first])
+        return np.concatenate(stretches)
+
+
+@lru_cache(maxsize=2)  # a batch may span two epochs, and the next one begins in the second of them
+def _order(count: int, seed: int, epoch: int) -> Indices:
+    # The sampler asks for no more than the length, and seeds a generator with seed + epoch, which must be below 2^64.
+    items: Any = range(count)
+    sampler: DistributedSampler[int] = DistributedSampler(items, num_replicas=1, rank=0, seed=seed % 2**63)
+    sampler.set_epoch(epoch)
+    return np.fromiter(sampler, np.int64, count)

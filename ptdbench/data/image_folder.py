@@ -1,0 +1,284 @@
+"""Images in files, one folder for each class: how ImageNet and most collections lie on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ptdbench.data import augment
+from ptdbench.data.draws import draws
+from ptdbench.data.epochs import Epochs
+from ptdbench.data.protocol import Data, HeldOut
+from ptdbench.problems import ConfigError, Problem, at_least, require, would_do
+
+# Of ImageNet's training images; what torchvision's own weights were trained with
+# (https://docs.pytorch.org/vision/stable/models.html).
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+
+_MOST_WORKERS = 8  # for one rank; each holds batches ready, in memory
+
+Transform = Callable[[Any], Any]  # from a PIL image to another
+
+
+class Listing(NamedTuple):
+    """The images of one folder.
+
+    In arrays, not lists: ImageNet's 1.3 million names would take each process 250 MB as Python strings, which worker
+    processes could not share, as looking at one writes its reference count.
+    """
+
+    root: Path
+    classes: tuple[str, ...]  # the folders in it, in the order of their labels
+    names: npt.NDArray[np.bytes_]  # of the files, below root, as the file system spells them
+    labels: npt.NDArray[np.int64]
+
+    def path(self, index: int) -> Path:
+        """Where an image lies."""
+        return self.root / os.fsdecode(bytes(self.names[index]))
+
+    def digest(self) -> str:
+        """SHA-256 of the name and the size in bytes of every file, in hexadecimal digits."""
+        sizes = np.fromiter((self.path(k).stat().st_size for k in range(len(self.names))), np.int64, len(self.names))
+        return hashlib.sha256(b"\0".join([*self.names.tolist(), sizes.tobytes()])).hexdigest()
+
+
+class ImageFolder(Data):
+    """A stream of image files, shuffled anew in every epoch, of each of which a random part is cut out and resized.
+
+    What is done to the images is what torchvision's references do for ImageNet: to those trained on
+    ``RandomResizedCrop`` and ``RandomHorizontalFlip``, to those held out ``Resize`` and ``CenterCrop``.
+    """
+
+    tokens_per_sample = None
+
+    def __init__(
+        self,
+        *,
+        root: str | None,
+        classes: int,
+        image_size: int,
+        seed: int,
+        train: str = "train",
+        val: str = "val",
+        workers: int | Literal["auto"] = "auto",
+        channels_last: bool = True,
+    ) -> None:
+        """Check the options; the folders are listed when they are needed.
+
+        Args:
+            root: The folder that holds the others.
+            classes: The model's number of classes, one for each folder of images.
+            image_size: Height and width in pixels that all images are brought to.
+            seed: Decides the order of the images and what is done to each.
+            train: The folder in ``root`` with the images to be trained on: in a folder for each class, at any depth,
+                in any format that torchvision's ``ImageFolder`` takes.
+            val: The folder in ``root`` with those that are held out, for the same classes; it may be missing.
+            workers: Processes that read images for each rank; ``auto`` for one less than the cores that are its
+                share, at least 1 and at most 8; 0 for the rank itself.
+            channels_last: The memory format of the samples: ``torch.channels_last``, or else contiguous.
+
+        Raises:
+            ConfigError: With every option that cannot stand.
+        """
+        require(
+            *at_least(1, classes=classes, image_size=image_size),
+            *at_least(0, seed=seed),
+            *([] if workers == "auto" else at_least(0, workers=workers)),
+            _must_hold(root, train),
+        )
+        assert root is not None
+        self.root = Path(root).expanduser().resolve()
+        self.classes = classes
+        self.image_size = image_size
+        self.seed = seed
+        self.channels_last = channels_last
+        self._train = train
+        self._val = val
+        self._wanted_workers = workers
+
+    @cached_property
+    def workers(self) -> int:  # type: ignore[override] # not known before the rank is bound to its cores
+        """Processes that read images for this rank."""
+        if self._wanted_workers != "auto":
+            return self._wanted_workers
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        # Ranks that are not bound to cores of their own have been given their share as a number of threads.
+        share = min(cores, torch.get_num_threads())
+        return min(max(share - 1, 1), _MOST_WORKERS)
+
+    @property
+    def held_out(self) -> HeldOut | None:
+        """The images of ``val``, the middle of each; ``None`` where there is no such folder."""
+        return None if self._held_out is None else HeldOutFolder(self, self._held_out)
+
+    @property
+    def identity(self) -> str:
+        """A digest of the names and sizes of all files, in training and held out; asks the file system for each."""
+        return self._identity
+
+    def prepare(self) -> None:
+        """List the folders.
+
+        Raises:
+            ConfigError: If there is no image in them or in one of a class, if the classes are not as many as the
+                model's, or if those of ``val`` are others.
+        """
+        _ = self._training, self._held_out
+
+    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
+
+        Raises:
+            ValueError: If a file cannot be read as an image; the message names it.
+        """
+        chosen = self._epochs.indices(start, stop)
+        chances = draws(self.seed, start, stop).tolist()
+        images = [
+            self._augmented(self._training.path(index), chance) for index, chance in zip(chosen, chances, strict=True)
+        ]
+        return self.batch(images), torch.from_numpy(self._training.labels[chosen])
+
+    def example(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """One image, float32 of shape ``(1, 3, H, W)``, and its int64 label ``(1,)`` on the meta device."""
+        image = augment.empty(self.image_size, channels_last=self.channels_last)
+        return image, torch.empty(1, dtype=torch.int64, device="meta")
+
+    def batch(self, images: list[augment.Pixels]) -> torch.Tensor:
+        """Images of shape ``(H, W, 3)`` as the model takes them: float32 of shape ``(B, 3, H, W)``."""
+        size = self.image_size
+        together = np.stack(images) if images else np.empty((0, size, size, 3), np.uint8)
+        return augment.normalised(together, MEAN, STD, channels_last=self.channels_last)
+
+    def _augmented(self, path: Path, chance: int) -> augment.Pixels:
+        # The transforms draw from torch's generator on the CPU. Not torch.manual_seed(), which would also set those of
+        # the GPUs, and fork_rng() is to leave them alone: a rank's dropout draws from them.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(chance)
+            return read(path, self._augment)
+
+    @cached_property
+    def _augment(self) -> Transform:
+        from torchvision.transforms import v2
+
+        return v2.Compose([v2.RandomResizedCrop(self.image_size), v2.RandomHorizontalFlip()])
+
+    @cached_property
+    def _epochs(self) -> Epochs:
+        return Epochs(len(self._training.names), self.seed)
+
+    @cached_property
+    def _training(self) -> Listing:
+        found = _list(self.root, self._train)
+        require(self._must_be_the_models(found.classes))
+        return found
+
+    @cached_property
+    def _held_out(self) -> Listing | None:
+        if not (self.root / self._val).is_dir():
+            return None
+        found = _list(self.root, self._val)
+        require(self._must_be_the_same(found.classes))
+        return found
+
+    @cached_property
+    def _identity(self) -> str:
+        parts = [self._training, *([self._held_out] if self._held_out else [])]
+        return hashlib.sha256("".join(part.digest() for part in parts).encode()).hexdigest()
+
+    def _must_be_the_models(self, classes: tuple[str, ...]) -> Problem | None:
+        if len(classes) == self.classes:
+            return None
+        rule = f"{self.root / self._train} has {len(classes)} folders, one for each class"
+        return Problem("classes", self.classes, rule, would_do([f"model.classes={len(classes)}"]))
+
+    def _must_be_the_same(self, classes: tuple[str, ...]) -> Problem | None:
+        """Labels are places among the folders: one folder more, and the others mean something else."""
+        different = sorted(set(classes) ^ set(self._training.classes))
+        if not different:
+            return None
+        rule = f"the folders in {self._train} and {self._val} must be the same: {different[0]} is in one of them only"
+        return Problem("root", self.root, rule, would_do([f"data.val=FOLDER with those of {self._train}"]))
+
+
+class HeldOutFolder(HeldOut):
+    """Images that are kept from training, the middle of each and always in the same order."""
+
+    def __init__(self, data: ImageFolder, listing: Listing) -> None:
+        """Take the images, and the data that know how a model wants them."""
+        from torchvision.transforms import v2
+
+        self._data = data
+        self._listing = listing
+        size = data.image_size
+        self._middle = v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._listing.names)
+
+    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
+
+        Raises:
+            IndexError: If there are not as many.
+            ValueError: If a file cannot be read as an image; the message names it.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"samples {start} to {stop} of {len(self)}")
+        # Nothing is drawn here, and decoding lets other threads run: no processes are needed.
+        with ThreadPoolExecutor(max(self._data.workers, 1)) as threads:
+            paths = map(self._listing.path, range(start, stop))
+            images = list(threads.map(lambda path: read(path, self._middle), paths))
+        return self._data.batch(images), torch.from_numpy(self._listing.labels[start:stop].copy())
+
+
+def read(path: Path, transform: Transform) -> augment.Pixels:
+    """An image after a transform: uint8 of shape ``(H, W, 3)``.
+
+    Raises:
+        ValueError: If the file cannot be read as an image.
+    """
+    from torchvision.datasets.folder import pil_loader
+
+    try:
+        image = pil_loader(path)
+    except Exception as error:  # what a decoder raises is up to the format
+        raise ValueError(f"{path} cannot be read as an image: {error}") from error
+    return np.asarray(transform(image))
+
+
+def _list(root: Path, folder: str) -> Listing:
+    """The images in a folder of the root.
+
+    Raises:
+        ConfigError: If there are none, or none of a class.
+    """
+    from torchvision import datasets
+
+    try:
+        found = datasets.ImageFolder(root / folder)
+    except OSError as error:  # FileNotFoundError also where files are missing in a folder that is there
+        remedy = would_do([f"data.root=FOLDER with {folder}/CLASS/IMAGE.jpg in it"])
+        raise ConfigError([Problem("root", root, f"{root / folder}: {error}", remedy)]) from error
+    below = len(os.path.join(found.root, ""))
+    names = [os.fsencode(path[below:]) for path, _ in found.samples]
+    return Listing(root / folder, tuple(found.classes), np.array(names), np.array(found.targets, np.int64))
+
+
+def _must_hold(root: str | None, train: str) -> Problem | None:
+    remedy = would_do([f"data.root=FOLDER with {train}/CLASS/IMAGE.jpg in it"])
+    if root is None:
+        return Problem("root", root, "nothing says where the images lie", remedy)
+    if not (Path(root).expanduser() / train).is_dir():
+        return Problem("root", root, f"there is no folder {train} in it", remedy)
+    return None

@@ -1,0 +1,115 @@
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ptdbench.data.augment import empty, normalised, shifted
+
+MEAN = (0.1, 0.5, 0.7)
+STD = (0.2, 0.25, 0.5)
+
+
+def pictures(count, height=6, width=5):
+    """No pixel is black, so that the border can be told from the image."""
+    return np.random.default_rng(0).integers(1, 256, (count, height, width, 3), dtype=np.uint8)
+
+
+def places(before, after, padding):
+    """By how much each image was moved and whether it was mirrored, found by trying everything."""
+    height, width = before.shape[1:3]
+    bordered = np.pad(before, ((0, 0), (padding, padding), (padding, padding), (0, 0)))
+    found = []
+    for source, result in zip(bordered, after, strict=True):
+        (place,) = [
+            (top, left, mirrored)
+            for top in range(2 * padding + 1)
+            for left in range(2 * padding + 1)
+            for mirrored in (False, True)
+            if (source[top : top + height, left : left + width][:, :: -1 if mirrored else 1] == result).all()
+        ]
+        found.append(place)
+    return np.array(found)
+
+
+def test_an_image_is_a_crop_of_itself_with_a_black_border_mirrored_or_not():
+    images = pictures(900)
+    top, left, mirrored = places(images, shifted(images, seed=0, start=0, padding=1, flip=True), 1).T
+    counts = np.zeros((3, 3, 2))
+    np.add.at(counts, (top, left, mirrored), 1)
+    # 900 images in 18 places: a count has mean 50 and standard deviation 6.9
+    assert abs(counts - 50).max() < 5 * 6.9
+
+
+def test_without_flipping_none_is_mirrored():
+    images = pictures(100)
+    after = shifted(images, seed=0, start=0, padding=2, flip=False)
+    assert not places(images, after, 2)[:, 2].any()
+
+
+def test_without_padding_and_flipping_the_images_are_as_they_were():
+    images = pictures(20)
+    assert (shifted(images, seed=0, start=0, padding=0, flip=False) == images).all()
+
+
+def test_the_border_may_be_wider_than_the_image():
+    images = pictures(200, 2, 2)
+    after = shifted(images, seed=0, start=0, padding=3, flip=False)
+    assert after.shape == images.shape
+    assert not after.all(axis=(1, 2, 3)).all()
+
+
+def test_what_happens_to_an_image_depends_on_its_number_alone():
+    images = pictures(30)
+    whole = shifted(images, seed=4, start=100, padding=2, flip=True)
+    parts = [shifted(images[a:b], seed=4, start=100 + a, padding=2, flip=True) for a, b in ((0, 1), (1, 17), (17, 30))]
+    assert (np.concatenate(parts) == whole).all()
+
+
+def test_another_number_or_another_seed_is_another_chance():
+    images = np.repeat(pictures(1), 50, axis=0)
+    one, later, seeded = (
+        shifted(images, seed=seed, start=start, padding=2, flip=True) for seed, start in ((0, 0), (0, 50), (1, 0))
+    )
+    assert len(np.unique(one, axis=0)) > 20
+    assert not (one == later).all()
+    assert not (one == seeded).all()
+
+
+def test_the_images_that_are_given_are_not_written_to():
+    images = pictures(20)
+    images.setflags(write=False)
+    shifted(images, seed=0, start=0, padding=1, flip=True)
+    normalised(shifted(images, seed=0, start=0, padding=0, flip=True), MEAN, STD)
+
+
+def test_no_images_are_no_images():
+    assert shifted(pictures(0), seed=0, start=5, padding=1, flip=True).shape == (0, 6, 5, 3)
+    assert normalised(pictures(0), MEAN, STD).shape == (0, 3, 6, 5)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_bytes_become_what_torchvision_makes_of_them(channels_last):
+    from torchvision.transforms.v2.functional import normalize
+
+    images = pictures(4)
+    found = normalised(images, MEAN, STD, channels_last=channels_last)
+    planes = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
+    torch.testing.assert_close(found, normalize(planes, list(MEAN), list(STD)), rtol=1e-6, atol=1e-6)
+    assert found.dtype == torch.float32
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    assert found.is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_the_empty_image_has_the_form_of_a_real_one(channels_last):
+    real = normalised(pictures(1, 8, 8), MEAN, STD, channels_last=channels_last)
+    example = empty(8, channels_last=channels_last)
+    assert example.is_meta
+    assert (example.shape, example.dtype, example.stride()) == (real.shape, real.dtype, real.stride())
+
+
+def test_a_convolution_takes_both_layouts():
+    images = pictures(3, 8, 8)
+    weight = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
+    one, other = (F.conv2d(normalised(images, MEAN, STD, channels_last=layout), weight) for layout in (True, False))
+    torch.testing.assert_close(one, other)

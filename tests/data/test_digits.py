@@ -1,0 +1,177 @@
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from ptdbench.data import arrays, digits
+from ptdbench.data.digits import Digits
+from ptdbench.problems import ConfigError
+
+EPOCH = 1797 - 360
+
+
+def refusals(**options):
+    with pytest.raises(ConfigError) as caught:
+        Digits(**{"seed": 0} | options)
+    return caught.value.problems
+
+
+def grey(images):
+    """Back to the values of scikit-learn, 0 to 16, one for each pixel."""
+    values = (images * 0.3760 + 0.3053) * 16
+    assert torch.allclose(values, values.round(), atol=0.04), "every value is one of 17"
+    assert (values[:, :1] == values).all(), "three equal channels"
+    return values[:, 0].round().to(torch.uint8).contiguous().numpy()
+
+
+def known(images, labels):
+    return sorted((image.astype(np.uint8).tobytes(), int(label)) for image, label in zip(images, labels, strict=True))
+
+
+def test_training_and_held_out_images_are_all_that_scikit_learn_has():
+    data = Digits(seed=0, shift=0)
+    images, labels = data.samples(0, EPOCH)
+    held_images, held_labels = data.held_out.samples(0, 360)
+    original = load_digits()
+    assert len(data.held_out) == 360
+    assert known(np.concatenate([grey(images), grey(held_images)]), torch.cat([labels, held_labels])) == known(
+        original.images, original.target
+    )
+
+
+def test_samples_have_the_form_of_the_example():
+    data = Digits(seed=0)
+    for example, sample in zip(data.example(), data.samples(0, 1), strict=True):
+        assert example.is_meta
+        assert (example.shape, example.dtype) == (sample.shape, sample.dtype)
+    assert data.example()[0].shape == (1, 3, 8, 8)
+    assert data.samples(0, 9)[0].is_contiguous(memory_format=torch.channels_last)
+    assert Digits(seed=0, channels_last=False).samples(0, 9)[0].is_contiguous()
+    assert data.tokens_per_sample is None
+    assert data.workers == 0
+
+
+def test_training_images_are_normalised():
+    images, _ = Digits(seed=0, shift=0).samples(0, EPOCH)
+    assert abs(images.mean()) < 0.01
+    assert abs(images.std() - 1) < 0.01
+
+
+def test_samples_do_not_depend_on_the_split():
+    whole = Digits(seed=3).samples(1430, 1450)  # over the end of an epoch
+    other = Digits(seed=3)
+    later = other.samples(1441, 1450)
+    earlier = other.samples(1430, 1441)
+    for all_at_once, a, b in zip(whole, earlier, later, strict=True):
+        assert torch.equal(all_at_once, torch.cat([a, b]))
+    for tensor in other.samples(7, 7):
+        assert len(tensor) == 0
+
+
+def test_an_image_is_shifted_anew_in_every_epoch_and_never_mirrored():
+    data = Digits(seed=0)
+    images, labels = data.samples(0, 3 * EPOCH)
+    plain, plain_labels = Digits(seed=0, shift=0).samples(0, 3 * EPOCH)
+    assert torch.equal(labels, plain_labels)
+    unchanged = (grey(images) == grey(plain)).all(axis=(1, 2)).mean()
+    assert 1 / 9 - 0.05 < unchanged < 1 / 9 + 0.05
+    bordered = np.pad(grey(plain), ((0, 0), (1, 1), (1, 1)))
+    crops = np.stack([bordered[:, y : y + 8, x : x + 8] for y in range(3) for x in range(3)])
+    assert (crops == grey(images)).all(axis=(2, 3)).any(axis=0).all()
+    assert len(np.unique(grey(images), axis=0)) > EPOCH * 2
+
+
+def test_what_is_held_out_is_the_same_for_every_seed_and_has_its_share_of_each_digit():
+    images, labels = Digits(seed=0).held_out.samples(0, 360)
+    others, other_labels = Digits(seed=1).held_out.samples(0, 360)
+    assert torch.equal(images, others)
+    assert torch.equal(labels, other_labels)
+    wanted = torch.from_numpy(np.bincount(load_digits().target)) * 360 / 1797
+    assert (torch.bincount(labels) - wanted).abs().max() < 1
+    assert not torch.equal(Digits(seed=0).samples(0, 9)[0], Digits(seed=1).samples(0, 9)[0])
+
+
+def test_held_out_images_can_be_had_in_parts_but_no_more_than_there_are():
+    held_out = Digits(seed=0, held_out=20).held_out
+    images, labels = held_out.samples(0, 20)
+    parts = [held_out.samples(0, 13), held_out.samples(13, 20)]
+    assert torch.equal(images, torch.cat([part[0] for part in parts]))
+    assert torch.equal(labels, torch.cat([part[1] for part in parts]))
+    for start, stop in ((10, 21), (-1, 3), (5, 4)):
+        with pytest.raises(IndexError, match="of 20"):
+            held_out.samples(start, stop)
+
+
+def test_nothing_need_be_held_out():
+    data = Digits(seed=0, held_out=0, shift=0)
+    data.prepare()
+    assert data.held_out is None
+    images, labels = data.samples(0, 1797)
+    assert known(grey(images), labels) == known(load_digits().images, load_digits().target)
+
+
+def test_the_identity_is_that_of_all_images_and_of_the_division():
+    assert Digits(seed=0).identity == Digits(seed=5, shift=0).identity
+    found = {Digits(seed=0, held_out=held_out).identity for held_out in (0, 10, 360)}
+    assert len(found) == 3
+
+
+def test_the_identity_changes_with_a_pixel_or_a_label(monkeypatch):
+    before = Digits(seed=0).identity
+    pixel, label = load_digits(), load_digits()
+    pixel.images[5, 3, 3] += 1
+    label.target[[5, 6]] = label.target[[6, 5]]  # so that the division stays
+    for changed in (pixel, label):
+        monkeypatch.setattr("sklearn.datasets.load_digits", lambda changed=changed: changed)
+        assert Digits(seed=0).identity != before
+
+
+def test_all_bad_options_are_reported_at_once():
+    problems = refusals(seed=-1, shift=-1, held_out=-1, classes=1000, image_size=224)
+    assert [p.option for p in problems] == ["seed", "shift", "held_out", "classes", "image_size"]
+
+
+@pytest.mark.parametrize("held_out", [1, 9, 1788, 1797, 0.2, True])
+def test_every_digit_is_in_both_parts(held_out):
+    (problem,) = refusals(held_out=held_out)
+    assert "10 to 1787 of the 1797" in str(problem)
+
+
+@pytest.mark.parametrize("held_out", [10, 1787])
+def test_the_least_and_the_most_will_do(held_out):
+    data = Digits(seed=0, held_out=held_out)
+    assert len(data.held_out) == held_out
+    assert data.samples(0, 10)[1].unique().numel() <= 10
+    assert sorted(data.held_out.samples(0, held_out)[1].unique().tolist()) == list(range(10))
+
+
+@pytest.mark.parametrize(("option", "value", "own"), [("classes", 1000, 10), ("image_size", 224, 8)])
+def test_the_model_must_be_made_for_them(option, value, own):
+    (problem,) = refusals(**{option: value})
+    assert str(problem) == (
+        f"{option}={value}: the model's must be that of these images, {own}; would do: model.{option}={own}"
+    )
+
+
+def test_the_images_are_read_once(monkeypatch):
+    count = 0
+
+    def counting(real=load_digits):
+        nonlocal count
+        count += 1
+        return real()
+
+    monkeypatch.setattr("sklearn.datasets.load_digits", counting)
+    data = Digits(seed=0)
+    data.example()
+    assert count == 0, "a constructor is light"
+    for start in range(0, 64, 8):
+        data.samples(start, start + 8)
+    _ = data.held_out, data.identity
+    assert count == 1
+
+
+def test_the_base_class_has_no_images():
+    with pytest.raises(NotImplementedError):
+        arrays.ImageArrays(seed=0, padding=0, flip=False, channels_last=True).read(held_out=False)
+    assert digits.Digits.classes == 10

@@ -1,0 +1,308 @@
+import os
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+
+from ptdbench.data import image_folder
+from ptdbench.data.image_folder import ImageFolder
+from ptdbench.problems import ConfigError
+
+COLOURS = {"cat": (200, 30, 30), "dog": (30, 200, 30), "eel": (30, 30, 200)}
+MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
+STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def collection(tmp_path_factory):
+    """Three classes, of which each has a main colour: 6 images of each to train on and 2 that are held out."""
+    root = tmp_path_factory.mktemp("collection")
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 6), ("val", 2)):
+        for name, colour in COLOURS.items():
+            (root / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = np.clip(rng.normal(colour, 20, (40 + number, 60, 3)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
+    return root
+
+
+@pytest.fixture
+def root(collection, tmp_path):
+    """A copy that a test may change."""
+    return shutil.copytree(collection, tmp_path / "images")
+
+
+def images(root, **options):
+    return ImageFolder(**{"root": str(root), "classes": 3, "image_size": 32, "seed": 5} | options)
+
+
+def refusals(**options):
+    with pytest.raises(ConfigError) as caught:
+        ImageFolder(**{"classes": 3, "image_size": 32, "seed": 5} | options)
+    return caught.value.problems
+
+
+def refused_at_prepare(data):
+    with pytest.raises(ConfigError) as caught:
+        data.prepare()
+    (problem,) = caught.value.problems
+    return problem
+
+
+def shares(batch):
+    """Which channel is the brightest in each image: what class it shows."""
+    return (batch * STD + MEAN).mean((2, 3)).argmax(1)
+
+
+class TestSamples:
+    def test_show_what_their_labels_say(self, collection):
+        batch, labels = images(collection).samples(0, 18)
+        assert (batch.shape, batch.dtype, labels.dtype) == ((18, 3, 32, 32), torch.float32, torch.int64)
+        assert torch.bincount(labels).tolist() == [6, 6, 6]
+        assert torch.equal(shares(batch), labels)
+
+    def test_do_not_depend_on_the_split_or_on_what_was_drawn_before(self, collection):
+        whole = images(collection).samples(10, 24)  # over the end of an epoch
+        other = images(collection)
+        torch.rand(7)
+        later = other.samples(17, 24)
+        earlier = other.samples(10, 17)
+        for all_at_once, a, b in zip(whole, earlier, later, strict=True):
+            assert torch.equal(all_at_once, torch.cat([a, b]))
+        for tensor, example in zip(other.samples(4, 4), other.example(), strict=True):
+            assert tensor.shape == (0, *example.shape[1:])
+
+    def test_leave_the_random_numbers_of_others_alone(self, collection):
+        data = images(collection)
+        torch.manual_seed(1)
+        undisturbed = torch.rand(3)
+        torch.manual_seed(1)
+        data.samples(0, 4)
+        assert torch.equal(torch.rand(3), undisturbed)
+
+    def test_never_seed_a_gpu(self, collection, monkeypatch):
+        def refuse(*_):
+            raise AssertionError("would change what dropout draws in this rank")
+
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", refuse)
+        monkeypatch.setattr(torch, "manual_seed", refuse)
+        images(collection).samples(0, 2)
+
+    def test_are_cut_out_anew_in_every_epoch_and_for_every_seed(self, root):
+        for name in ("cat", "dog"):
+            shutil.rmtree(root / "train" / name)
+        for number in range(1, 6):
+            (root / "train" / "eel" / f"{number}.png").unlink()
+        batch, _ = images(root, classes=1, val="none").samples(0, 20)
+        assert len(batch.flatten(1).unique(dim=0)) == 20
+        assert not torch.equal(batch, images(root, classes=1, val="none", seed=6).samples(0, 20)[0])
+
+    def test_are_mirrored_about_half_of_the_time(self, root):
+        ramp = np.linspace(0, 255, 64).astype(np.uint8)
+        shutil.rmtree(root / "train")
+        (root / "train" / "ramp").mkdir(parents=True)
+        Image.fromarray(np.broadcast_to(ramp[None, :, None], (64, 64, 3)).copy()).save(root / "train/ramp/0.png")
+        batch, _ = images(root, classes=1, val="none").samples(0, 200)
+        mirrored = (batch[:, 0, :, 0] > batch[:, 0, :, -1]).all(1).sum()
+        # 200 draws: mean 100, standard deviation 7.1
+        assert abs(mirrored - 100) < 5 * 7.1
+
+    def test_are_what_torchvisions_transforms_make_of_the_file(self, collection):
+        data = images(collection)
+        batch, _ = data.samples(7, 8)
+        (index,) = data._epochs.indices(7, 8)
+        path = sorted((collection / "train").glob("*/*.png"))[index]
+        (chance,) = image_folder.draws(5, 7, 8).tolist()
+        torch.manual_seed(chance)
+        transform = v2.Compose(
+            [
+                v2.RandomResizedCrop(32),
+                v2.RandomHorizontalFlip(),
+                v2.ToImage(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+            ]
+        )
+        torch.testing.assert_close(batch[0], torch.as_tensor(transform(Image.open(path))), rtol=0, atol=1e-5)
+
+    @pytest.mark.parametrize("channels_last", [True, False])
+    def test_have_the_form_of_the_example(self, collection, channels_last):
+        data = images(collection, channels_last=channels_last)
+        for example, sample in zip(data.example(), data.samples(0, 1), strict=True):
+            assert example.is_meta
+            assert (example.shape, example.dtype, example.stride()) == (sample.shape, sample.dtype, sample.stride())
+        assert data.tokens_per_sample is None
+
+    def test_come_from_files_of_any_kind_and_depth(self, root):
+        folder = root / "train" / "cat" / "more" / "and more"
+        folder.mkdir(parents=True)
+        Image.new("L", (50, 50), 128).save(folder / "grey.JPG")
+        Image.new("RGBA", (50, 50), (1, 2, 3, 4)).save(folder / "see-through.png")
+        Image.new("P", (50, 50)).save(folder / "pälette.bmp")
+        (folder / "notes.txt").write_text("no image")
+        _, labels = images(root).samples(0, 21)
+        assert torch.bincount(labels).tolist() == [9, 6, 6]
+
+    @pytest.mark.parametrize("content", [b"", b"no image", "truncated"])
+    def test_an_image_that_cannot_be_decoded_is_named(self, root, content):
+        file = root / "train" / "dog" / "3.png"
+        if content == "truncated":
+            os.truncate(file, file.stat().st_size // 2)
+        else:
+            file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"train/dog/3\.png cannot be read as an image: \w+"):
+            images(root).samples(0, 18)
+
+    def test_an_image_that_has_vanished_is_named(self, root):
+        data = images(root)
+        data.prepare()
+        (root / "val" / "eel" / "1.png").unlink()
+        with pytest.raises(ValueError, match=r"val/eel/1\.png cannot be read"):
+            data.held_out.samples(0, 6)
+
+
+class TestHeldOut:
+    def test_is_the_middle_of_each_image_in_the_order_of_the_files(self, collection):
+        held_out = images(collection).held_out
+        batch, labels = held_out.samples(0, len(held_out))
+        assert labels.tolist() == [0, 0, 1, 1, 2, 2]
+        transform = v2.Compose(
+            [
+                v2.Resize(36),  # 32 * 256 / 224 is 36.6
+                v2.CenterCrop(32),
+                v2.ToImage(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+            ]
+        )
+        paths = sorted((collection / "val").glob("*/*.png"))
+        wanted = torch.stack([torch.as_tensor(transform(Image.open(path))) for path in paths])
+        torch.testing.assert_close(batch, wanted, rtol=0, atol=1e-5)
+
+    def test_can_be_had_in_parts_but_no_more_than_there_are(self, collection):
+        held_out = images(collection, workers=3).held_out
+        batch, labels = held_out.samples(0, 6)
+        parts = [held_out.samples(0, 4), held_out.samples(4, 4), held_out.samples(4, 6)]
+        assert torch.equal(batch, torch.cat([part[0] for part in parts]))
+        assert torch.equal(labels, torch.cat([part[1] for part in parts]))
+        for start, stop in ((0, 7), (-1, 3), (5, 4)):
+            with pytest.raises(IndexError, match="of 6"):
+                held_out.samples(start, stop)
+
+    def test_is_nothing_without_such_a_folder(self, root):
+        shutil.rmtree(root / "val")
+        data = images(root)
+        data.prepare()
+        assert data.held_out is None
+
+    def test_may_lie_in_a_folder_of_another_name(self, root):
+        (root / "val").rename(root / "test")
+        assert len(images(root, val="test").held_out) == 6
+
+
+class TestOptions:
+    def test_all_bad_ones_are_reported_at_once(self):
+        problems = refusals(root="nowhere", classes=0, image_size=0, seed=-1, workers=-1)
+        assert [p.option for p in problems] == ["classes", "image_size", "seed", "workers", "root"]
+
+    @pytest.mark.parametrize("workers", ["many", 1.5, True])
+    def test_workers_are_a_number_or_auto(self, collection, workers):
+        (problem,) = refusals(root=str(collection), workers=workers)
+        assert problem.option == "workers"
+
+    def test_a_root_without_the_folder_is_refused_with_what_would_do(self, tmp_path):
+        for root, rule in ((None, "nothing says where"), (str(tmp_path), "there is no folder train in it")):
+            (problem,) = refusals(root=root)
+            assert (problem.option, problem.value) == ("root", root)
+            assert rule in problem.rule
+            assert problem.remedy == "would do: data.root=FOLDER with train/CLASS/IMAGE.jpg in it"
+
+    def test_a_constructor_is_light(self, tmp_path):
+        (tmp_path / "train").mkdir()
+        assert images(tmp_path).example()[0].shape == (1, 3, 32, 32)
+
+    def test_a_folder_without_classes_is_refused(self, tmp_path):
+        (tmp_path / "train").mkdir()
+        problem = refused_at_prepare(images(tmp_path))
+        assert problem.option == "root"
+        assert f"{tmp_path / 'train'}: Couldn't find any class folder" in problem.rule
+
+    @pytest.mark.parametrize("part", ["train", "val"])
+    def test_a_class_without_images_is_refused(self, root, part):
+        for file in (root / part / "dog").iterdir():
+            file.unlink()
+        problem = refused_at_prepare(images(root))
+        assert problem.option == "root"
+        assert f"{root / part}: Found no valid file for the classes dog" in problem.rule
+
+    @pytest.mark.parametrize("classes", [2, 1000])
+    def test_the_model_must_have_as_many_classes_as_there_are_folders(self, collection, classes):
+        problem = refused_at_prepare(images(collection, classes=classes))
+        assert (problem.option, problem.value) == ("classes", classes)
+        assert f"{collection / 'train'} has 3 folders" in problem.rule
+        assert problem.remedy == "would do: model.classes=3"
+
+    def test_held_out_classes_must_be_those_that_are_trained(self, root):
+        (root / "val" / "dog").rename(root / "val" / "cod")
+        problem = refused_at_prepare(images(root))
+        assert problem.option == "root"
+        assert "the folders in train and val must be the same: cod is in one of them only" in problem.rule
+
+    def test_held_out_classes_must_not_be_fewer(self, root):
+        shutil.rmtree(root / "val" / "cat")  # 0 would be a dog
+        assert "cat is in one of them only" in refused_at_prepare(images(root)).rule
+
+
+class TestWorkers:
+    @pytest.mark.parametrize(
+        ("cores", "threads", "expected"),
+        [(2, 2, 1), (1, 1, 1), (4, 4, 3), (64, 64, 8), (64, 6, 5), (6, 64, 5), (9, 9, 8)],
+    )
+    def test_are_the_cores_that_a_rank_has_to_spare(self, collection, monkeypatch, cores, threads, expected):
+        data = images(collection)
+        # Only later is a rank bound to its share.
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        assert data.workers == expected
+
+    @pytest.mark.parametrize("workers", [0, 1, 20])
+    def test_are_as_many_as_are_asked_for(self, collection, workers):
+        assert images(collection, workers=workers).workers == workers
+        assert len(images(collection, workers=workers).held_out.samples(0, 6)[1]) == 6
+
+    def test_make_the_same_samples_as_the_rank_itself(self, collection):
+        class Batches(torch.utils.data.Dataset):
+            def __init__(self, data):
+                self.data = data
+
+            def __getitem__(self, step):
+                return self.data.samples(4 * step, 4 * step + 4)
+
+        loader = torch.utils.data.DataLoader(
+            Batches(images(collection)), batch_size=None, sampler=range(6), num_workers=2
+        )
+        found = [torch.cat(tensors) for tensors in zip(*loader, strict=True)]
+        for own, theirs in zip(images(collection).samples(0, 24), found, strict=True):
+            assert torch.equal(own, theirs)
+
+
+class TestIdentity:
+    def test_is_that_of_the_files_wherever_they_lie(self, collection, root):
+        assert images(collection).identity == images(root, seed=9, image_size=64).identity
+
+    def test_changes_with_a_name_a_size_or_a_file_in_either_part(self, root):
+        seen = {images(root).identity}
+        (root / "train" / "cat" / "0.png").rename(root / "train" / "cat" / "zero.png")
+        seen.add(images(root).identity)
+        with (root / "train" / "dog" / "1.png").open("ab") as file:
+            file.write(b"x")
+        seen.add(images(root).identity)
+        (root / "val" / "eel" / "0.png").unlink()
+        seen.add(images(root).identity)
+        shutil.rmtree(root / "val")
+        seen.add(images(root).identity)
+        assert len(seen) == 5
