@@ -46,7 +46,7 @@ def identity(path: Path) -> str:
 def commands(text: str) -> list[str]:
     """What follows ``train.py`` in the command lines that a text shows, without the remarks beside them."""
     found = re.findall(r"^#?\s*(?:(?:(?:srun|mpirun) .*)?python|torchrun .*) train\.py(.*)$", text, re.MULTILINE)
-    return [re.split(r"\s{2,}|\s#", line)[0].strip() for line in found if not re.search(r"[[<]", line)]
+    return [re.split(r"\s{2,}|\s#", line)[0].strip() for line in found if not re.search(r"[\[<]", line)]
 
 
 TEXTS = [path.read_text() for path in CONF.glob("**/*.yaml")]
@@ -55,8 +55,10 @@ SHOWN = sorted({command for text in TEXTS for command in commands(text)})
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> Path:
-    """A folder in which pictures could lie; nobody looks before a run begins."""
-    return tmp_path_factory.mktemp("images")
+    """A folder in which pictures could lie; nobody looks for them before a run begins."""
+    folder = tmp_path_factory.mktemp("images")
+    (folder / "train").mkdir()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,7 @@ def test_commands_that_are_shown_compose(command):
     overrides = [word for word in words if not word.startswith("-")]
     found = compose_all(CONF, "config", overrides, multirun="-m" in words)
     assert found.jobs
-    if not re.search("my_package|my/books|/data/|tokenizer.json", command):  # examples of what only the reader has
+    if not re.search(r"my_package|\bmy/|/data/", command):  # examples of what only the reader has
         for job in found.jobs:
             planned(job)
 
