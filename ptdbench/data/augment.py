@@ -33,10 +33,10 @@ def shifted(images: Pixels, *, seed: int, start: int, padding: int, flip: bool) 
     count, height, width, _ = images.shape
     chance = draws(seed, start, start + count)
     places = np.uint64(2 * padding + 1)
-    mirrored, chance = (chance & np.uint64(1)).astype(bool), chance >> np.uint64(1)
-    down, chance = chance % places, chance // places
-    moved = _crops(images, down.astype(np.intp), (chance % places).astype(np.intp), padding)
+    top, left = chance % places, chance // places % places
+    moved = _crops(images, top.astype(np.intp), left.astype(np.intp), padding)
     if flip:
+        mirrored = (chance % np.uint64(2)).astype(bool)  # of which the remainders by an odd number say nothing
         whole = moved.view("V3")  # pixels of three bytes, which are quicker to move than one byte after another
         whole[mirrored] = whole[mirrored, :, ::-1]
     return moved.reshape(count, height, width, 3)

@@ -61,6 +61,9 @@ def test_an_order_is_made_once_for_the_batches_of_its_epoch_and_those_that_span_
     for start in range(0, 40, 4):
         stream.indices(start, start + 4)
     assert made == [0, 1, 2, 3]
+    for start in (31, 28, 31, 28):
+        stream.indices(start, start + 4)
+    assert made == [0, 1, 2, 3]
 
 
 def test_what_a_caller_does_to_the_indices_does_not_reach_the_order():
