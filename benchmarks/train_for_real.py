@@ -86,13 +86,13 @@ def main() -> int:
     return int(not all(passed))
 
 
-def bigram_bits_per_byte() -> float:
-    """What counting pairs of bytes comes to on the files that ``experiment=stdlib_gpt_tiny`` holds out.
+def bigram_bits_per_byte(*overrides: str) -> float:
+    """What counting pairs of bytes comes to on the files that ``experiment=stdlib_gpt_tiny`` holds out, or others.
 
     Every pair is counted once more than it occurs (Laplace), so that those that occur in the held-out files only have a
     probability too.
     """
-    composed = compose_all(ROOT / "conf", "config", ["experiment=stdlib_gpt_tiny"], multirun=False).jobs[0]
+    composed = compose_all(ROOT / "conf", "config", ["experiment=stdlib_gpt_tiny", *overrides], multirun=False).jobs[0]
     training = plan.make(config.read(composed), None).training
     assert training
     data = training.data

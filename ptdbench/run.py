@@ -57,7 +57,7 @@ def run(composed: DictConfig, directory: Path) -> None:
             rendezvous.export(world, os.environ)  # a model of the user's own may ask who it is when it is made
         planned = plan.make(config.read(composed), world)
         if world is None and planned.training:
-            planned.training.data.prepare()  # what is wrong with the data shows before anything is started for them
+            planned.training.prepare_data()  # what is wrong with the data shows before anything is started for them
     except ConfigError as refused:
         if writes:
             store.write_record(directory, record.failed(draft, failure.describe(refused, rank=-1)))

@@ -76,6 +76,13 @@ class Training:
         """What is trained in two words, for people."""
         return f"{self.config.call('model').name} {self.config.call('parallel').name}"
 
+    def prepare_data(self) -> None:
+        """Do what the data need once a node, or find it done; raises ConfigError where they turn out to be unusable."""
+        try:
+            self.data.prepare()
+        except ConfigError as error:
+            raise error.under("data") from None
+
     def engine(self, mesh: DeviceMesh, device: torch.device) -> Engine:
         """The model, laid out over the mesh; called in every rank."""
         general, image = self.config.general, self.data.example()[0]

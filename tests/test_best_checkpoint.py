@@ -60,9 +60,7 @@ def test_a_run_in_two_parts_is_judged_as_one_in_one_part(run, strategy):
         "train.steps=6",
     )  # fmt: skip
     whole = run(*options)
-    begun = run(
-        *options, "train.max_minutes=1e-9", "checkpoint.every_steps=1"
-    )  # three steps
+    begun = run(*options, "train.max_minutes=1e-9", "checkpoint.every_steps=1")  # three steps
     assert len(begun["losses"]) == 3
     gone_on = run(*options, f"resume={begun['directory']}")
     for series in ("losses", "learning_rates", "gradient_norms"):

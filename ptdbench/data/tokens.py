@@ -12,19 +12,19 @@ outdated file from being trained on.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from ptdbench.data.lock import alone
 
 HEADER_BYTES = 4096  # a page, so that the tokens begin on one
 
@@ -67,7 +67,7 @@ def cached_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Callabl
     if stored := read_tokens(path, dtype, source):
         return stored
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(path.with_name(f"{path.name}.lock")):
+    with alone(path.with_name(f"{path.name}.lock")):
         # Whoever waited for the lock finds the work done.
         if not read_tokens(path, dtype, source):
             write_tokens(path, dtype, source, pieces())
@@ -127,11 +127,3 @@ def _on_disk(dtype: npt.DTypeLike) -> np.dtype[Any]:
 def _header(dtype: np.dtype[Any], count: int, source: str, text_bytes: int, digest: str) -> bytes:
     fields = json.dumps({"dtype": dtype.str, "count": count, "source": source, "bytes": text_bytes, "digest": digest})
     return f"ptdbench tokens 2\n{fields}\n".encode().ljust(HEADER_BYTES)
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    """Hold an exclusive lock, which the kernel gives back even if this process is killed."""
-    with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -52,8 +52,8 @@ class Setting:
     def fit(self, module: nn.Module) -> None:
         """Let the kernels of a module that has its weights lie in memory as the images do.
 
-        Else their gradients would come in another order than they have, and DDP would copy each of them into its bucket.
-        Shards have to be contiguous, and so do the messages of a pipeline.
+        Else their gradients would come in another order than they have, and DDP would copy each into its bucket. Shards
+        have to be contiguous, and so do the messages of a pipeline.
         """
         if self.channels_last:
             module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -108,8 +108,9 @@ def assemble(job: Job) -> StepLoop:
     training = job.training
     with job.watchdog.paused():  # it may have to read and write much
         if job.world.local_rank == 0:
-            training.data.prepare()
+            training.prepare_data()
         dist.barrier()
+        training.prepare_data()  # finds it done, and looks at what is there before worker processes copy this one
     require(_nothing_held_out(job))
     grid = mesh.build(training.layout, job.plan.device_type)
     engine = training.engine(grid, job.device)

@@ -18,18 +18,26 @@ MODEL = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("text", (1, 32)),
-        ("synthetic_tokens", (1, 32)),
-        ("synthetic_images", (1, 3, 8, 8)),
-        ("synthetic_vectors", (1, 6)),
-    ],
-)
-def test_takes_its_shapes_from_the_model(name, shape):
+#: What each gives to :data:`MODEL`; where the images are what they are, the model is made for them.
+SHAPES = {
+    "text": ({}, (1, 32)),
+    "synthetic_tokens": ({}, (1, 32)),
+    "synthetic_images": ({}, (1, 3, 8, 8)),
+    "synthetic_vectors": ({}, (1, 6)),
+    "digits": ({"model.classes": 10}, (1, 3, 8, 8)),
+    "cifar10": ({"model.classes": 10, "model.image_size": 32, "data.download": True}, (1, 3, 32, 32)),
+    "image_folder": ({"data.root": "{folder}"}, (1, 3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_takes_its_shapes_from_the_model(name, tmp_path):
+    (tmp_path / "train").mkdir()
+    changes, shape = SHAPES[name]
     root = OmegaConf.create({"seed": 1, "model": MODEL, "data": OmegaConf.load(CONF / f"{name}.yaml")})
     assert root.data.pop("name") == name
+    for option, value in changes.items():
+        OmegaConf.update(root, option, value.format(folder=tmp_path) if isinstance(value, str) else value)
     assert instantiate(root.data).example()[0].shape == shape
 
 
@@ -42,9 +50,4 @@ def test_a_model_without_such_keys_leaves_the_options_to_the_command_line():
 
 
 def test_the_files_above_are_all_there_are():
-    assert {file.stem for file in CONF.iterdir()} == {
-        "text",
-        "synthetic_tokens",
-        "synthetic_images",
-        "synthetic_vectors",
-    }
+    assert {file.stem for file in CONF.iterdir()} == set(SHAPES)
