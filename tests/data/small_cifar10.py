@@ -29,7 +29,7 @@ class SmallCifar10(Cifar10):
         md5 = json.loads((self.root / _CHECKSUMS).read_text())
         real = super().reader()
 
-        class Reader(real):  # type: ignore[misc] # known when it is imported
+        class Reader(real):  # type: ignore[misc, valid-type] # known when it runs
             url = md5["url"]
             tgz_md5 = md5[ARCHIVE]
             train_list = tuple((name, md5[name]) for name, _ in real.train_list)
