@@ -11,7 +11,7 @@ import numpy as np
 
 from ptdbench.data.archive import Archive
 from ptdbench.data.arrays import ImageArrays, Labelled
-from ptdbench.data.cache import user_cache
+from ptdbench.cache import user_cache
 from ptdbench.problems import ConfigError, Problem, at_least, require
 
 

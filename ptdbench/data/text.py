@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ptdbench.data.cache import user_cache
+from ptdbench.cache import user_cache
 from ptdbench.data.corpus import File, Malformed, Part, byte_tokens, files_at, identity, split, standard_library
 from ptdbench.data.draws import draws
 from ptdbench.data.protocol import Data, HeldOut

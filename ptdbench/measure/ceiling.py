@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,6 +10,8 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from ptdbench.cache import user_cache
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,4 @@ def look_up(of: Key) -> float | None:
 
 def _path(of: Key) -> Path:
     identity = json.dumps(asdict(of), sort_keys=True)
-    return _folder() / f"{sha256(identity.encode()).hexdigest()[:16]}.json"
-
-
-def _folder() -> Path:
-    """``ptdbench`` in the user's cache folder; an empty variable counts as unset, says the XDG specification."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ptdbench" / "ceilings"
+    return user_cache() / "ceilings" / f"{sha256(identity.encode()).hexdigest()[:16]}.json"

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from ptdbench.data.cache import user_cache
+from ptdbench.cache import user_cache
 
 
 def test_lies_where_the_user_keeps_caches(monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""Where data sets that nobody has put anywhere are kept."""
+"""Where is kept what nobody has said a place for: data sets, tokens, ceilings."""
 
 from __future__ import annotations
 
