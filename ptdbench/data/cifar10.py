@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ptdbench.cache import user_cache
 from ptdbench.data.archive import Archive
 from ptdbench.data.arrays import ImageArrays, Labelled
-from ptdbench.cache import user_cache
 from ptdbench.problems import ConfigError, Problem, at_least, require
 
 
