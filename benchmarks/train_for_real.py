@@ -67,8 +67,8 @@ def main() -> int:
         ddp, fsdp = (_train("digits_resnet18", strategy, Path(folder)) for strategy in ("ddp", "fsdp"))
         text = _train("stdlib_gpt_tiny", "pdp", Path(folder))
     bigram = bigram_bits_per_byte()
-    for result, figure, unit in ((ddp, "top1", ""), (fsdp, "top1", ""), (text, "bits_per_byte", "")):
-        curve = "  ".join(f"{step}: {value:.4g}{unit}" for step, value in zip(*result.curve(figure), strict=True))
+    for result, figure in ((ddp, "top1"), (fsdp, "top1"), (text, "bits_per_byte")):
+        curve = "  ".join(f"{step}: {value:.4g}" for step, value in zip(*result.curve(figure), strict=True))
         print(f"{result.name}, {figure} after steps  {curve}")
     print(f"a bigram model that has counted the same files  {bigram:.3f} bits per byte")
     runs, within = (ddp, fsdp, text), f"< {SECONDS}"

@@ -128,7 +128,7 @@ def test_options_change_the_cost_and_not_the_numbers(run, single, strategy, opti
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_resnet_with_synchronised_batchnorm(run, single, strategy, ranks) -> None:
     synchronised = (*STRATEGIES[strategy], "parallel.sync_batchnorm=true")
@@ -154,8 +154,7 @@ def whole(tmp_path_factory):
 
 
 class TestClipping:
-    @pytest.mark.parametrize("strategy", STRATEGIES)
-    @pytest.mark.parametrize("ranks", [2, 4])
+    @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("gpipe", 2), ("1f1b", 4)])
     def test_it_goes_by_the_norm_of_the_whole_gradient(self, run, whole, strategy, ranks):
         record = run(
             *CLIPPED, *STRATEGIES[strategy], f"cluster.ranks_per_node={ranks}", "train.clip_norm=0.3"

@@ -67,7 +67,12 @@ class Saver:
         self._thread: threading.Thread | None = None
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], model: Mapping[str, Any], facts: Facts | Callable[[], Facts]
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        model: Mapping[str, Any],
+        facts: Facts | Callable[[], Facts],
+        is_best: bool = False,
     ) -> None:
         """Save ``tensors`` as they are now; called in all ranks, between two steps.
 
@@ -79,6 +84,7 @@ class Saver:
             tensors: By name, as :func:`ptdbench.checkpoints.state.collect` gives them.
             model: The options of the model.
             facts: JSON; rank 0's count. A function is called at once, and on rank 0 only.
+            is_best: Whether it takes the place of the best one, once it is on the disk.
         """
         started = time.perf_counter()
         self.wait()
@@ -86,11 +92,11 @@ class Saver:
         if self._staging:
             # A daemon, so that a run whose peers have died can end.
             self._thread = threading.Thread(
-                target=self._save_aside, args=(step, prepared, model), name="checkpoint", daemon=True
+                target=self._save_aside, args=(step, prepared, model, is_best), name="checkpoint", daemon=True
             )
             self._thread.start()
         else:
-            self._save(step, prepared, model)
+            self._save(step, prepared, model, is_best)
         self.stall_seconds.append(time.perf_counter() - started)
 
     def wait(self) -> None:
@@ -117,7 +123,9 @@ class Saver:
         _stand_back()
         self._save(*arguments)
 
-    def _save(self, step: int, prepared: Future[tuple[dict[str, Tensor], Facts]], model: Mapping[str, Any]) -> None:
+    def _save(
+        self, step: int, prepared: Future[tuple[dict[str, Tensor], Facts]], model: Mapping[str, Any], is_best: bool
+    ) -> None:
         """Bring what was prepared to the disk, and make room for it."""
         try:
             self._write(step, prepared, model)
@@ -125,15 +133,16 @@ class Saver:
             self.problems.append(f"step {step}: not saved: {error}")
             return
         self.saved.append(step)
+        self.best = step if is_best else self.best
         try:
             self._on_rank_0(self._tidy)
         except Exception as error:
             self.problems.append(f"step {step}: saved, but older checkpoints could not be deleted: {error}")
 
     def _tidy(self) -> None:
-        shelf.prune(self._run_directory, self._keep, self.best)
         if self.best is not None:
             shelf.mark_best(self._run_directory, self.best)
+        shelf.prune(self._run_directory, self._keep, self.best)
 
     def _write(self, step: int, prepared: Future[tuple[dict[str, Tensor], Facts]], model: Mapping[str, Any]) -> None:
         """From tensors to a checkpoint that counts; where one rank fails all do, and nothing is left.

@@ -7,7 +7,8 @@ import itertools
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ AHEAD = 2
 
 #: prctl(2): the signal that a process gets when its parent dies.
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # here, as a process that was forked should load nothing
 
 
 class Feed:
@@ -43,7 +45,7 @@ class Feed:
         self._batches = _Batches(data, rows)
         self._workers = data.workers
         self._device = device
-        self._made: Iterator[Batch] | None = None
+        self._made: Any = None  # torch's iterator over what the workers make
         self._next = 0
 
     def __call__(self, step: int) -> Batch:
@@ -64,9 +66,12 @@ class Feed:
 
     def close(self) -> None:
         """End the worker processes."""
-        self._made = None
+        made, self._made = self._made, None
+        if made is not None:
+            # By hand: the traceback of a step that has failed may hold it for as long as the rank lives.
+            made._shutdown_workers()
 
-    def _start(self, step: int) -> Iterator[Batch]:
+    def _start(self, step: int) -> Any:
         loader = DataLoader(
             self._batches,
             batch_size=None,
@@ -90,12 +95,15 @@ class Feed:
 
 
 def _belong_to_the_rank(_: int) -> None:
-    """In a worker: leave to its rank what signals mean, and die with it at once and without a word."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    """In a worker: leave to its rank what signals mean, and die with it at once and without a word.
+
+    torchrun and SLURM signal all processes of a job, and a worker that ended would take its rank with it, which may be
+    about to save.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux":  # elsewhere torch has a look every few seconds
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _LIBC:  # elsewhere torch has a look every few seconds
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class _Batches(Dataset[Batch]):

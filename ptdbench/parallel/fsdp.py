@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -17,6 +17,23 @@ from ptdbench.parallel.layout import Layout, arrange
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.parallel.sync_batchnorm import synchronise_batchnorm
 from ptdbench.problems import Problem, require
+
+
+class Sharded(Accumulating):
+    """The engine of a sharded model."""
+
+    def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
+        """See :meth:`ptdbench.parallel.engine.Engine.outputs`; every weight is in shards again afterwards.
+
+        With ``reshard_after_forward=False`` a backward pass would see to that, and here is none: what comes next,
+        another step or a checkpoint, would meet whole weights that nobody brings up to date.
+        """
+        try:
+            return super().outputs(inputs, targets)
+        finally:
+            for part in self.module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
 
 
 @dataclass(frozen=True)
@@ -75,7 +92,7 @@ class FSDP:
             sharded.set_requires_gradient_sync(last)
             yield
 
-        return Accumulating(module, setting.layout.micro_batch, bracket)
+        return Sharded(module, setting.layout.micro_batch, bracket)
 
     def _shard(self, module: nn.Module, mesh: DeviceMesh, setting: Setting) -> FSDPModule:
         narrow = setting.precision != "fp32"

@@ -50,7 +50,9 @@ class Live:
         """Write what is new in a record since the last time; see :func:`write_tensorboard`."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = self._writer or SummaryWriter(str(self._directory))
+        first = len(record["losses"]) - len(record["rank_step_seconds"][0])
+        # A start of the run that was killed may have shown steps that are done once more now.
+        self._writer = self._writer or SummaryWriter(str(self._directory), purge_step=first or None)
         _write_steps(self._writer, record, self.shown)
         self._writer.flush()
         self.shown = len(record["losses"])
@@ -76,7 +78,7 @@ def _write_steps(writer: SummaryWriter, record: Mapping[str, Any], shown: int) -
             wait / duration for wait, duration in zip((record.get("wait_seconds") or [])[first:], seconds, strict=False)
         ],
     }
-    # The steps' own wall times: all curves are written at once, when the run is over.
+    # The steps' own wall times: curves are written long after the steps.
     started = datetime.fromisoformat(record["started"]).timestamp()
     ends = [started + elapsed for elapsed in accumulate(seconds)]
     for tag, values in curves.items():

@@ -108,8 +108,9 @@ def joined(history: Mapping[str, Any], job: Job, agreed: Agreement) -> dict[str,
     Returns:
         What :data:`SERIES` names, for every step, and ``segments``, one for each start of the run.
     """
+    steps_before = len(history["losses"])
     return {
-        **{name: [*history[name], *getattr(agreed, name)] for name in SERIES},
+        **{name: _one_after_the_other(history[name], getattr(agreed, name), steps_before) for name in SERIES},
         "segments": [*history["segments"], segment(job, agreed, len(history["losses"]))],
     }
 
@@ -164,6 +165,12 @@ def _measurement(job: Job, agreed: Agreement, timed: Sequence[float]) -> Measure
         wait_seconds=agreed.wait_seconds,
         ceiling=known_ceiling(job, dtype),
     )
+
+
+def _one_after_the_other(before: list[Any], now: list[Any], steps_before: int) -> list[Any]:
+    """Two stretches of a series; what was not kept in the first one has no number in it."""
+    missing = [math.nan] * (steps_before - len(before)) if now else []
+    return [*before, *missing, *now]
 
 
 def _finite(values: torch.Tensor) -> list[float]:

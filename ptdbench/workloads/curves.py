@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
+import torch.distributed as dist
+
 from ptdbench.records import store
 from ptdbench.records.tensorboard import Live
 from ptdbench.workloads import agreement
@@ -36,7 +40,9 @@ class Curves:
             whole = agreement.joined(self._history.facts(), self._job, agreed)
             evaluations = [evaluation.as_dict() for evaluation in self._evaluator.done]
             steps = {"rank_step_seconds": agreed.rank_step_seconds, "evaluations": evaluations}
-            self._live.show({**known, **whole, **steps})
+            with suppress(OSError):  # nobody stops training because curves cannot be written
+                self._live.show({**known, **whole, **steps})
+        dist.barrier()  # else the others would wait for rank 0 within their next step, under its clock
 
     def close(self) -> int:
         """Show no more; how many steps were shown."""

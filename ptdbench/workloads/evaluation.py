@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,9 +42,16 @@ class Evaluation:
 
     def better_than(self, other: Evaluation) -> bool:
         """Whether a person would rather have the model that this was said of."""
+        if math.isnan(self.loss) or math.isnan(other.loss):  # it has diverged
+            return not math.isnan(self.loss)
         if self.top1 is not None and other.top1 is not None:
             return self.top1 > other.top1
         return self.loss < other.loss
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> Evaluation:
+        """The evaluation that :meth:`as_dict` wrote down; JSON has no NaN: there it is null."""
+        return Evaluation(**{**fields, "loss": math.nan if fields["loss"] is None else fields["loss"]})
 
     def __str__(self) -> str:
         """The figure that matters, as in ``held-out 97.2 %``."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ptdbench.checkpoints import shelf, state
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.shelf import Found
+from ptdbench.checkpoints.together import gathered
 from ptdbench.problems import Problem, require
 from ptdbench.workloads import agreement
 from ptdbench.workloads.evaluation import Evaluation, Evaluator
@@ -99,9 +100,8 @@ class Keeper:
     def after_step(self, is_best: bool = False) -> None:
         """Between two steps: save if it is time to, or if the weights are the best so far."""
         if self._saver and self._every and (is_best or self._loop.done % self._every == 0):
-            self._saver.best = self._loop.done if is_best else self._saver.best
             with self._job.watchdog.paused():
-                self._save(self._saver)
+                self._save(self._saver, is_best)
 
     def finish(self) -> None:
         """Save what has not been saved, and wait until it is on the disk."""
@@ -113,7 +113,7 @@ class Keeper:
 
     def _begin_with(self, found: Found, group: dist.ProcessGroup) -> None:
         facts = found.manifest.facts
-        require(self._same_data(found, facts["data"]))
+        require(self._same_data(found, group))
         state.restore(
             found.path,
             self._loop.engine.module,
@@ -125,22 +125,26 @@ class Keeper:
         )
         self._loop.go_on(found.manifest.step, facts["scaler"])
         self._saved = found.manifest.step if found.path.parent.parent == self._job.directory else -1
-        self.history.series = {name: [_number(value) for value in facts[name]] for name in agreement.SERIES}
+        self.history.series = {name: [_number(value) for value in facts.get(name, [])] for name in agreement.SERIES}
         self.history.segments = list(facts["segments"])
         self.history.resumed_from = str(found.path)
-        self._evaluator.done = [Evaluation(**evaluation) for evaluation in facts["evaluations"]]
+        self._evaluator.done = [Evaluation.of(fields) for fields in facts.get("evaluations", [])]
         if self._saver and self._evaluator.best and self._saved >= 0:
             self._saver.best = self._evaluator.best.step
 
-    def _same_data(self, found: Found, identity: str | None) -> Problem | None:
+    def _same_data(self, found: Found, group: dist.ProcessGroup) -> Problem | None:
         """Samples are numbered: in data that have changed the same numbers are other samples."""
-        data = self._job.plan.config.call("data").name
-        if identity == self._job.training.data.identity:
+        data, identity = self._job.plan.config.call("data").name, found.manifest.facts.get("data")
+        if identity is None or identity == gathered(self._identity(), group)[0]:
             return None
         rule = f"was trained on other data than data={data} holds now: they were changed, or are another choice"
         return Problem("resume", found.path, rule, "resume with the data as they were, or begin anew without resume")
 
-    def _save(self, saver: Saver) -> None:
+    def _identity(self) -> str | None:
+        """What the data are; on rank 0, as others need not ask the file system for every file once more."""
+        return self._job.training.data.identity if self._job.world.rank == 0 else None
+
+    def _save(self, saver: Saver, is_best: bool = False) -> None:
         tensors = state.collect(
             self._loop.engine.module,
             self._loop.update.optimizer,
@@ -152,9 +156,9 @@ class Keeper:
         facts = agreement.joined(self.history.facts(), self._job, agreed) | {
             "scaler": self._loop.update.scaler_state(),
             "evaluations": [evaluation.as_dict() for evaluation in self._evaluator.done],
-            "data": self._job.training.data.identity,
+            "data": self._identity(),
         }
-        saver.save(self._loop.done, tensors, self._job.plan.config.resolved["model"], facts)
+        saver.save(self._loop.done, tensors, self._job.plan.config.resolved["model"], facts, is_best)
         self._saved = self._loop.done
 
 

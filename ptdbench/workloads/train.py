@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ptdbench.data.feed import Feed
 from ptdbench.launch.brake import Brake
 from ptdbench.measure import memory
+from ptdbench.optim.schedules import Constant
 from ptdbench.parallel import mesh
 from ptdbench.problems import Problem, require
 from ptdbench.records import samples
@@ -77,6 +78,8 @@ def _outcome(job: Job, loop: StepLoop, keeper: Keeper, evaluator: Evaluator, sto
     if loop.done < asked.steps and not stopped:
         limit = f"train.max_minutes={asked.max_minutes}"
         remarks["cut_short"] = f"{loop.done} of {asked.steps} steps: more would exceed {limit}"
+        if not isinstance(job.training.schedule, Constant):
+            remarks["cut_short"] += "; the learning rate was on its way through all of them"
     history = keeper.history
     if history.resumed_from:
         remarks["resumed"] = f"after step {loop.first_step}, from {history.resumed_from}"
@@ -132,7 +135,7 @@ def _nothing_held_out(job: Job) -> Problem | None:
     if every is None or job.training.data.held_out is not None:
         return None
     rule = f"data={job.plan.config.call('data').name} keeps nothing from training"
-    return Problem("eval.every", every, rule, "would do: null, or data that do, such as data=text data.held_out=0.05")
+    return Problem("eval.every", every, rule, "would do: null, or data with a part that is held out")
 
 
 def steps(job: Job, loop: StepLoop) -> Iterator[int]:

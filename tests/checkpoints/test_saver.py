@@ -66,6 +66,33 @@ def test_only_the_newest_are_kept(keeper, weight, tmp_path):
     assert len(keeper.stall_seconds) == 4
 
 
+class TestBest:
+    def test_it_stays_beside_the_newest_until_a_better_one_is_on_the_disk(self, keeper, weight, tmp_path):
+        for step in (1, 2, 3, 4):
+            keeper.save(step, weight, {}, {}, is_best=step == 1)
+        keeper.wait()
+        assert names(tmp_path) == ["best", "step-00000001", "step-00000003", "step-00000004"]
+        assert (tmp_path / "checkpoints" / "best").readlink().name == "step-00000001"
+        keeper.save(5, weight, {}, {}, is_best=True)
+        keeper.wait()
+        assert names(tmp_path) == ["best", "step-00000004", "step-00000005"]
+        assert (tmp_path / "checkpoints" / "best").readlink().name == "step-00000005"
+
+    def test_one_that_cannot_be_saved_takes_no_place(self, keeper, weight, tmp_path, monkeypatch):
+        keeper.save(1, weight, {}, {}, is_best=True)
+        keeper.wait()
+        with monkeypatch.context() as broken:
+            broken.setattr(saver.shelf, "publish", lambda partial: 1 / 0)
+            keeper.save(2, weight, {}, {}, is_best=True)
+            keeper.wait()
+        for step in (3, 4, 5):
+            keeper.save(step, weight, {}, {})
+        keeper.wait()
+        assert len(keeper.problems) == 1
+        assert names(tmp_path) == ["best", "step-00000001", "step-00000004", "step-00000005"]
+        assert (tmp_path / "checkpoints" / "best").readlink().name == "step-00000001"
+
+
 def test_the_same_step_may_be_saved_again(keeper, weight, tmp_path):
     for factor in (1, 2):
         keeper.save(3, {"model.weight": weight["model.weight"] * factor}, {}, {})

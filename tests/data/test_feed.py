@@ -113,7 +113,7 @@ def test_workers_do_not_outlive_a_rank_that_is_killed(environ):
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2, signal.SIGTERM])
 def test_a_signal_to_all_processes_is_left_to_the_rank(feed, number):
     batches = feed(Reveals(seed=0, workers=1))
     maker = batches(0)[1][0].item()

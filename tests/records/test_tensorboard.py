@@ -198,6 +198,18 @@ def test_what_was_shown_on_the_way_is_there_once(tmp_path):
     assert values(events, "eval/top1") == [(1, 0.25), (3, 0.75)]
 
 
+def test_what_a_killed_start_had_shown_beyond_its_checkpoint_is_replaced(tmp_path):
+    killed = Live(tmp_path)
+    killed.show({**TRAINED, "losses": [5.0, 9.0, 9.0], "evaluations": []})
+    killed.close()
+    going_on = Live(tmp_path)  # after step 1
+    going_on.show({**TRAINED, "rank_step_seconds": [[0.5, 0.5]], "evaluations": []})
+    going_on.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert values(events, "step/loss") == [(0, 5.0), (1, 4.0), (2, 3.5)]
+
+
 def test_a_run_that_shows_nothing_on_the_way_writes_nothing(tmp_path):
     Live(tmp_path).close()
     assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,13 @@ class TestBetter:
     def test_else_by_loss(self):
         assert looked(loss=0.9).better_than(looked())
         assert not looked().better_than(looked())
+
+    def test_a_model_that_has_diverged_is_worse_than_any(self):
+        diverged = Evaluation.of({**looked(top1=0.9).as_dict(), "loss": None})  # as JSON has it
+        assert math.isnan(diverged.loss)
+        assert looked(top1=0.1).better_than(diverged)
+        assert not diverged.better_than(looked(top1=0.1))
+        assert not diverged.better_than(diverged)
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +116,18 @@ def test_it_comes_every_so_many_steps_and_at_the_end(run):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp parallel.reshard_after_forward=false", "pdp"])
 def test_training_goes_on_as_if_nobody_had_looked(run, strategy):
-    quiet, looked_at = (run(*TASK, f"parallel={strategy}", "train.steps=5", f"eval.every={n}") for n in ("null", "2"))
+    # With averages, which take the weights' place for as long, and checkpoints, which need them as they are laid out.
+    layout = f"parallel={strategy}".split()
+    options = (*TASK, *layout, "train.steps=5", "train.ema=0.5", "checkpoint.every_steps=2")
+    quiet, looked_at = (run(*options, f"eval.every={n}") for n in ("null", "2"))
+    assert looked_at["status"] == "ok", looked_at["error"]
     assert quiet["losses"] == looked_at["losses"]
     assert not quiet["evaluations"]
+    again = run(*options, "train.steps=7", "eval.every=2", f"resume={looked_at['directory']}")
+    assert again["status"] == "ok", again["error"]
+    assert again["losses"] == run(*options, "train.steps=7")["losses"]
 
 
 @pytest.mark.ranks
