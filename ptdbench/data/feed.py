@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import util
 from typing import Any
 
 import torch
@@ -85,7 +86,10 @@ class Feed:
             # Its own, so that the rank's stays where a run without workers has it.
             generator=torch.Generator(),
         )
-        return iter(loader)
+        made: Any = iter(loader)
+        # As they leave signals to the rank, a rank that ends without close() would wait for them for ever.
+        util.Finalize(None, made._shutdown_workers, exitpriority=100)
+        return made
 
     def _moved(self, batch: Batch) -> Batch:
         if self._device.type == "cpu":

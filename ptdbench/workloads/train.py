@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -55,8 +55,8 @@ class Train:
         job.watch.lap("build")
         curves = Curves(job, loop, keeper.history, evaluator)
         stopped = None
-        with Brake() if keeper.saves else nullcontext() as brake:
-            for _ in steps(job, loop):
+        with Brake() if keeper.saves else nullcontext() as brake, closing(steps(job, loop)) as advance:
+            for _ in advance:
                 if evaluator.due():
                     evaluator()
                     curves.show()
@@ -138,7 +138,7 @@ def _nothing_held_out(job: Job) -> Problem | None:
     return Problem("eval.every", every, rule, "would do: null, or data with a part that is held out")
 
 
-def steps(job: Job, loop: StepLoop) -> Iterator[int]:
+def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:
     """Step after step, with everything that a run does between them; yields after each how many are done.
 
     The garbage collector is off until the iterator ends or is closed.

@@ -1,3 +1,5 @@
+"""Feeds in ranks of their own, as workers are forked, and a test's process has threads of many others'."""
+
 from __future__ import annotations
 
 import os
@@ -5,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import psutil
 import pytest
@@ -12,6 +16,7 @@ import torch
 
 from ptdbench.data.feed import Feed
 from tests.conftest import ROOT
+from tests.parallel.ranks import on_ranks
 from tests.workloads.made_task import Largest, Reveals
 
 CPU = torch.device("cpu")
@@ -21,77 +26,95 @@ def rows(step: int) -> tuple[int, int]:
     return 10 * step, 10 * step + 4
 
 
-@pytest.fixture
-def feed():
-    made = []
-
-    def make(data) -> Feed:
-        made.append(Feed(data, rows, CPU))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+def in_a_rank(body: Callable[..., Any], *arguments: Any) -> Any:
+    return on_ranks(1, body, *arguments)[0]
 
 
+def batches_of(workers: int) -> list[Any]:
+    feed = Feed(Largest(seed=3, workers=workers), rows, CPU)
+    found = [feed(step) for step in range(5)]
+    feed.close()
+    return found
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_batches_are_those_of_the_rows_in_their_order(feed, workers):
-    batches = feed(Largest(seed=3, workers=workers))
-    for step in range(5):
+def test_batches_are_those_of_the_rows_in_their_order(workers):
+    for step, batch in enumerate(in_a_rank(batches_of, workers)):
         expected = Largest(seed=3).samples(*rows(step))
-        for found, wanted in zip(batches(step), expected, strict=True):
+        for found, wanted in zip(batch, expected, strict=True):
             assert torch.equal(found, wanted)
 
 
-def test_workers_make_them_elsewhere_and_without_any_it_is_done_here(feed):
-    here, there = feed(Reveals(seed=0)), feed(Reveals(seed=0, workers=2))
-    assert here(0)[1].unique().tolist() == [os.getpid()]
-    makers = {there(step)[1][0].item() for step in range(4)}
-    assert len(makers) == 2
-    assert os.getpid() not in makers
+def makers() -> tuple[int, list[int], list[int]]:
+    here, there = (Feed(Reveals(seed=0, workers=workers), rows, CPU) for workers in (0, 2))
+    found = [[feed(step)[1][0].item() for step in range(4)] for feed in (here, there)]
+    there.close()
+    return os.getpid(), *found
 
 
+@pytest.mark.ranks
+def test_workers_make_them_elsewhere_and_without_any_it_is_done_here():
+    rank, here, there = in_a_rank(makers)
+    assert set(here) == {rank}
+    assert len(set(there)) == 2
+    assert rank not in there
+
+
+def from_the_middle(workers: int) -> tuple[list[int], int]:
+    feed = Feed(Reveals(seed=0, workers=workers), rows, CPU)
+    firsts = [feed(7), feed(8), feed.peek(20), feed(9)]
+    feed.close()
+    return [inputs[0].item() for inputs, _ in firsts], len(feed.wait_seconds)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_may_begin_at_any_step(feed, workers):
-    batches = feed(Reveals(seed=0, workers=workers))
-    assert [batches(step)[0][0].item() for step in (7, 8)] == [70, 80]
+def test_a_run_may_begin_at_any_step_and_look_ahead(workers):
+    firsts, steps = in_a_rank(from_the_middle, workers)
+    assert firsts == [70, 80, 200, 90]
+    assert steps == 3  # a look ahead is no step
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_look_ahead_changes_nothing(feed, workers):
-    batches = feed(Reveals(seed=0, workers=workers))
-    assert batches.peek(3)[0][0].item() == 30
-    assert [batches(step)[0][0].item() for step in (3, 4)] == [30, 40]
-    assert len(batches.wait_seconds) == 2  # a look ahead is no step
-
-
-def test_waiting_is_counted_for_every_step(feed, monkeypatch):
+def test_waiting_is_counted_for_every_step(monkeypatch):
     now = iter([0.0, 0.5, 2.0, 2.25])
     monkeypatch.setattr("ptdbench.data.feed.time.perf_counter", lambda: next(now))
-    batches = feed(Largest(seed=0))
+    batches = Feed(Largest(seed=0), rows, CPU)
     batches(0), batches(1)
     assert batches.wait_seconds == [0.5, 0.25]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_random_numbers_of_the_rank_stay_where_they_are(feed, workers):
+def chance_before_and_after(workers: int) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    feed(Largest(seed=0, workers=workers))(0)
-    assert torch.equal(torch.get_rng_state(), before)
+    feed = Feed(Largest(seed=0, workers=workers), rows, CPU)
+    feed(0)
+    feed.close()
+    return before, torch.get_rng_state()
 
 
-def test_workers_end_with_it(feed):
-    batches = feed(Reveals(seed=0, workers=1))
-    maker = psutil.Process(batches(0)[1][0].item())
-    batches.close()
-    assert not maker.is_running() or maker.status() == psutil.STATUS_ZOMBIE
+@pytest.mark.ranks
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_random_numbers_of_the_rank_stay_where_they_are(workers):
+    assert torch.equal(*in_a_rank(chance_before_and_after, workers))
+
+
+def ends_with_its_feed() -> bool:
+    feed = Feed(Reveals(seed=0, workers=1), rows, CPU)
+    maker = psutil.Process(feed(0)[1][0].item())
+    assert maker.is_running()
+    feed.close()
+    return not maker.is_running() or maker.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.ranks
+def test_workers_end_with_it():
+    assert in_a_rank(ends_with_its_feed)
 
 
 KILLED = """
 import os, signal, sys, torch
 from ptdbench.data.feed import Feed
-from tests.conftest import ROOT
 from tests.workloads.made_task import Reveals
 
 feed = Feed(Reveals(seed=0, workers=1), lambda step: (step, step + 1), torch.device("cpu"))
@@ -113,18 +136,36 @@ def test_workers_do_not_outlive_a_rank_that_is_killed(environ):
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR2, signal.SIGTERM])
-def test_a_signal_to_all_processes_is_left_to_the_rank(feed, number):
-    batches = feed(Reveals(seed=0, workers=1))
-    maker = batches(0)[1][0].item()
-    os.kill(maker, number)
-    assert [batches(step)[1][0].item() for step in (1, 2, 3, 4)] == [maker] * 4
+def after_signals() -> list[int]:
+    feed = Feed(Reveals(seed=0, workers=1), rows, CPU)
+    found = [feed(0)[1][0].item()]
+    for step, number in enumerate((signal.SIGINT, signal.SIGUSR2, signal.SIGTERM), start=1):
+        os.kill(found[0], number)
+        found += [feed(3 * step - 2 + ahead)[1][0].item() for ahead in range(3)]  # more than were ready
+    feed.close()
+    return found
 
 
-def test_what_a_worker_raises_is_raised_here(feed):
-    class Broken(Largest):
-        def samples(self, start, stop):
-            raise ValueError(f"cat.jpg is broken in {start}")
+@pytest.mark.ranks
+def test_a_signal_to_all_processes_is_left_to_the_rank():
+    found = in_a_rank(after_signals)
+    assert len(found) == 10
+    assert len(set(found)) == 1
 
-    with pytest.raises(ValueError, match=r"cat\.jpg is broken in 0"):
-        feed(Broken(seed=0, workers=1))(0)
+
+class Broken(Largest):
+    """Cannot be read."""
+
+    def samples(self, start: int, stop: int) -> Any:
+        raise ValueError(f"cat.jpg is broken in {start}")
+
+
+def what_is_raised() -> str:
+    with pytest.raises(ValueError, match="broken") as caught:
+        Feed(Broken(seed=0, workers=1), rows, CPU)(1)
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_what_a_worker_raises_is_raised_here():
+    assert "cat.jpg is broken in 10" in in_a_rank(what_is_raised)
