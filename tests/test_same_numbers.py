@@ -66,8 +66,8 @@ def cases() -> list[tuple[str, str, int, tuple[str, ...]]]:
     for model, strategy, ranks in combinations(("gpt", "toy"), STRATEGIES, (2, 3, 4)):
         pipeline = strategy in ("gpipe", "1f1b")
         for name, batching in (PIPELINE_BATCHING if pipeline else BATCHING).items():
-            if model == "toy" and name == "micro":
-                continue
+            if model == "toy" and (name == "micro" or ranks > 2):
+                continue  # what a model without attention and shared weights adds shows on two
             found.append(pytest.param(model, strategy, ranks, batching, id=f"{model}-{strategy}-{ranks}-{name}"))
     return found
 
@@ -106,13 +106,13 @@ def test_narrow_formats_stay_near_fp32(run, single, strategy, options) -> None:
     check(run, single(*MODELS["gpt"]), 2, 2e-2, *MODELS["gpt"], *STRATEGIES[strategy], *options)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    "options",
+    ("options", "strategy"),
     [
-        pytest.param(("activation_checkpointing=full",), id="recomputed"),
-        pytest.param(("compile=true",), id="compiled"),
-        pytest.param(("model.tie_weights=false",), id="untied"),
+        *(pytest.param(("activation_checkpointing=full",), name, id=f"recomputed-{name}") for name in STRATEGIES),
+        # Compiling takes many seconds, and the two schedules run the same stages.
+        *(pytest.param(("compile=true",), name, id=f"compiled-{name}") for name in ("ddp", "fsdp", "1f1b")),
+        *(pytest.param(("model.tie_weights=false",), name, id=f"untied-{name}") for name in STRATEGIES),
     ],
 )
 def test_options_change_the_cost_and_not_the_numbers(run, single, strategy, options) -> None:
