@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -62,9 +63,9 @@ class ImageArrays(Data):
         self.flip = flip
         self.channels_last = channels_last
 
+    @abstractmethod
     def read(self, *, held_out: bool) -> Labelled:
         """The images to be trained on, or those that are kept from it, which may be none."""
-        raise NotImplementedError
 
     @property
     def held_out(self) -> HeldOut | None:

@@ -32,11 +32,11 @@ def test_what_the_line_says():
     stream = io.StringIO()
     line = progress(stream)
     line.show(10, 2.5, 55.0)  # 10 steps in 5 s; the next 20 in 5 s
-    line.show(30, None, 60.0)
+    line.show(30, None, 60.0, "held-out 97.2 %")
     line.close()
     assert stream.getvalue().splitlines() == [
         "gpt_tiny ddp  step 10/100  4,096 tokens/s  loss 2.5000  0:45 left",
-        "gpt_tiny ddp  step 30/100  8,192 tokens/s  0:18 left",
+        "gpt_tiny ddp  step 30/100  8,192 tokens/s  held-out 97.2 %  0:18 left",
     ]
 
 
