@@ -81,8 +81,10 @@ def _installed(name: str) -> bool:
 
 def _check(options: argparse.Namespace, ranks: int) -> int:
     from ptdbench.records import store, table
+    from ptdbench.sweep import ledger
 
-    directory = store.claim_directory(options.outputs, f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_gpu-check")
+    name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_gpu-check"
+    directory = store.claim_directory(options.outputs, name, "outputs", lambda folder, _: ledger.begin(folder, []))
     runs = Runs(options, ranks, directory)
     print(f"{options.model}, {ranks} ranks, global batch {runs.global_batch}")
     if ranks == 1:
@@ -169,16 +171,21 @@ class Runs:
         return record
 
     def _run(self, name: str, *overrides: str) -> Record:
+        from ptdbench import config
         from ptdbench import run as product
         from ptdbench.compose import compose_all
-        from ptdbench.records import store
+        from ptdbench.records import record, store
 
         if "parallel=single" in overrides:  # it holds no more samples at a time than a rank of the others
             shape = f"train.micro_batch={self.global_batch // self._ranks}"
         else:
             shape = f"cluster.ranks_per_node={self._ranks}"
         composed = compose_all(ROOT / "conf", "config", [*self._common, shape, *overrides], multirun=False).jobs[0]
-        directory = store.claim_directory(self._directory, name)
+
+        def begin(folder: Path, directory: Path) -> None:
+            store.write_record(folder, record.begin(config.resolve(composed), directory, {}, overrides))
+
+        directory = store.claim_directory(self._directory, name, "outputs", begin)
         product.run(composed, directory)
         return store.load_record(directory)
 

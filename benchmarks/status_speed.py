@@ -66,11 +66,20 @@ def make(sweep: Path, runs: int, steps: int, ranks: int) -> None:
         done = record.begin(composed, directory, found) | _result(steps, ranks)
         store.write_record(directory, done)
         store.append_result(sweep, done)
-        log = str(sweep / "logs" / f"7_{number}")
         jobs.append(
-            ledger.Job(number, f"7_{number}", "gpt_tiny_ddp", "2 nodes x 4 ranks", overrides, directory.name, log)
+            ledger.Job(
+                number=number,
+                name="ptdbench-sweep",
+                element=number,
+                id=f"7_{number}",
+                label="gpt_tiny_ddp",
+                shape="2 nodes x 4 ranks",
+                overrides=overrides,
+                directory=directory.name,
+                log=str(sweep / "logs" / f"7_{number}"),
+            )
         )
-    ledger.write(sweep, jobs)
+    ledger.write(sweep, ledger.Ledger(overrides, jobs))
 
 
 def _result(steps: int, ranks: int) -> dict[str, Any]:

@@ -14,6 +14,20 @@ from ptdbench.problems import ConfigError, Problem
 LAUNCHER = "hydra/launcher"
 
 
+def option(override: str) -> str:
+    """The option that an override is about: ``++cluster.extra.nice=100`` is about ``cluster.extra.nice``.
+
+    ``cluster@other=x`` is about ``cluster``.
+    """
+    return override.lstrip("+~").partition("=")[0].partition("@")[0]
+
+
+def is_cluster(override: str) -> bool:
+    """Whether an override says where a run is carried out, which is no part of what it is."""
+    name = option(override)
+    return name in ("cluster", LAUNCHER) or name.startswith("cluster.")
+
+
 def parse() -> argparse.Namespace:
     """The command line as Hydra reads it."""
     parser = get_args_parser()
@@ -36,7 +50,7 @@ def imply(arguments: argparse.Namespace) -> None:
 
     Without ``-m`` Hydra would ignore the launcher and run in this process, silently.
     """
-    typed = dict(override.partition("=")[::2] for override in arguments.overrides)
+    typed = {option(override): override.partition("=")[2] for override in arguments.overrides}
     extra = []
     if typed.get(LAUNCHER) == "submitit_slurm" and "cluster" not in typed:
         extra.append("cluster=slurm")

@@ -34,12 +34,14 @@ class Composed:
         jobs: Every run's configuration, in the order in which Hydra will run them.
         overrides: What was typed for each of them, Hydra's own options left out.
         is_sweep: Whether Hydra will run them as a sweep.
+        typed: What was typed for all of them, Hydra's own options left out.
     """
 
     first: DictConfig
     jobs: list[DictConfig]
     overrides: list[list[str]]
     is_sweep: bool
+    typed: list[str]
 
 
 def compose_all(
@@ -63,7 +65,8 @@ def compose_all(
         try:
             batch = [_line(override) for override in parsed if _is_hydras(override)]
             batch += [f"hydra.searchpath=['file://{Path(extra).resolve()}']"] if extra else []
-            jobs = _jobs([override for override in parsed if not _is_hydras(override)])
+            ours = [override for override in parsed if not _is_hydras(override)]
+            jobs = _jobs(ours)
             first = compose(config_name, [*batch, *jobs[0]], return_hydra_config=True)
             composed = [compose(config_name, [*batch, *job]) for job in jobs]
         except (HydraException, OmegaConfBaseException, ValueError, IndexError) as error:
@@ -71,7 +74,7 @@ def compose_all(
         is_sweep = multirun or first.hydra.mode == RunMode.MULTIRUN
         if not is_sweep:
             require(*_lists(parsed))
-        return Composed(first, composed, jobs, is_sweep)
+        return Composed(first, composed, jobs, is_sweep, [_line(override) for override in ours])
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:

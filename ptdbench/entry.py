@@ -10,9 +10,10 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -27,9 +28,6 @@ from ptdbench.launch import local, slurm
 from ptdbench.launch.world import World, discover
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import record, store, table
-
-if TYPE_CHECKING:
-    from ptdbench.sweep.requests import Request
 
 
 def main(task: Callable[[], None], conf: Path) -> None:
@@ -50,12 +48,14 @@ def main(task: Callable[[], None], conf: Path) -> None:
 
 
 def one_run(composed: DictConfig, directory: Path) -> None:
-    """What Hydra calls for each job: run it, and in a sweep add its record to the sweep's results."""
+    """What Hydra calls for each job: run it, and in a sweep add its record to the sweep's results.
+
+    Raises:
+        SystemExit: The run's record cannot be written; whoever comes next in a sweep could not write either.
+    """
     from ptdbench.run import run
 
     is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    if is_sweep and store.is_done(directory, record.fingerprint(config.resolve(composed))):
-        return  # the sweep goes on, and this run of it was ok
     world = discover(os.environ)
     try:
         try:
@@ -64,12 +64,9 @@ def one_run(composed: DictConfig, directory: Path) -> None:
             if is_sweep and (world is None or world.rank == 0):
                 _add_result(Path(HydraConfig.get().sweep.dir), directory)
     except OSError as error:  # of the run itself only what it could not write comes here
-        print(
-            f"{directory}: its record cannot be written: {error.strerror or error}; see to it, and start the run again",
-            file=sys.stderr,
-        )
-        if world:
-            raise SystemExit(1) from None
+        reason = f"{directory}: its record cannot be written: {error.strerror or error}"
+        print(f"{reason}; make room, and go on with {resume.command(directory)}", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 def _add_result(sweep_directory: Path, directory: Path) -> None:
@@ -86,7 +83,7 @@ def _main(task: Callable[[], None], conf: Path) -> int:
     if arguments.config_path:
         conf = conf.parent / arguments.config_path  # relative to train.py, as in Hydra
     commandline.imply(arguments)
-    line = resume.read(arguments.overrides, arguments.multirun)
+    line = resume.read(arguments.overrides, arguments.multirun, discover(os.environ))
     commandline.retype(arguments, line.overrides)
     composed = compose.compose_all(
         conf, arguments.config_name or "config", arguments.overrides, arguments.multirun, arguments.config_dir
@@ -99,8 +96,8 @@ def _main(task: Callable[[], None], conf: Path) -> int:
     cluster, world = _cluster(composed), discover(os.environ)
     _check_launcher(composed, cluster, world)
     if isinstance(cluster, Slurm):
-        return _on_cluster(task, arguments, composed, line.goes_on)
-    return _here(task, arguments, composed, world, line.goes_on)
+        return _on_cluster(task, arguments, composed, line)
+    return _here(task, arguments, composed, world, line)
 
 
 def _here(
@@ -108,24 +105,22 @@ def _here(
     arguments: argparse.Namespace,
     composed: compose.Composed,
     world: World | None,
-    goes_on: Path | None,
+    line: resume.Line,
 ) -> int:
     """Runs on this machine, or as a rank of the world that a launcher made."""
     if world is None:
         local.warm_up(_own_modules(composed.jobs))
-    from ptdbench.sweep import requests
+    from ptdbench.sweep import launchers, requests
 
     runs = requests.of_machine(composed.jobs, composed.overrides, world)
-    directory = _claim(composed, arguments.overrides, world, goes_on)
+    directory = _claim(composed, arguments.overrides, world, line.goes_on)
     commandline.insert(arguments.overrides, _output_overrides(composed.is_sweep, directory, world))
-    if _launcher(composed) == "submitit_local":
-        _install(runs)
-    GlobalHydra.instance().clear()
+    launchers.install(launchers.Agenda(runs, line.only))
     if world and world.rank > 0:
-        task()
+        _carry_out(task, directory)
         return 0
     try:
-        task()
+        _carry_out(task, directory)
     finally:
         records = _records(directory, composed.is_sweep)
         _tell(records, directory)
@@ -133,40 +128,81 @@ def _here(
 
 
 def _on_cluster(
-    task: Callable[[], None], arguments: argparse.Namespace, composed: compose.Composed, goes_on: Path | None
+    task: Callable[[], None], arguments: argparse.Namespace, composed: compose.Composed, line: resume.Line
 ) -> int:
     """Runs that SLURM carries out as jobs."""
-    from ptdbench.sweep import rehearsal, requests
+    from ptdbench.sweep import launchers, rehearsal, requests, submission, watch
 
     cluster = _cluster(composed)
     assert isinstance(cluster, Slurm)
+    options = composed.first.hydra.launcher
     runs = requests.of_cluster(composed.jobs, composed.overrides)
+    if ignored := slurm.unheeded(os.environ):
+        print(f"not heeded: {' '.join(ignored)}; what a job is given is said in the group cluster", file=sys.stderr)
     if cluster.submit == "test":
-        return rehearsal.show(runs)
-    rehearsal.require_accepted(runs)
-    directory = _claim(composed, arguments.overrides, None, goes_on).resolve()  # a job may start elsewhere
+        return rehearsal.show(runs, options)
+    rehearsal.require_accepted(runs, options)
+    submission.make_folders(runs)
+    directory = _claim(composed, arguments.overrides, None, line.goes_on).resolve()  # a job may start elsewhere
     commandline.insert(arguments.overrides, _output_overrides(composed.is_sweep, directory, None))
-    _install(runs)
-    GlobalHydra.instance().clear()
-    try:
-        task()
-    except SystemExit:
-        if not goes_on:
-            shutil.rmtree(directory, ignore_errors=True)  # nothing was submitted
-        raise
-    finally:
-        if cluster.submit == "wait":
-            _tell(records := _records(directory, is_sweep=True), directory)
+    launchers.install(launchers.Agenda(runs, line.only, queued := _queued(directory, line)))
+    if queued:
+        count = f"{len(queued)} run{'s' * (len(queued) != 1)}"
+        print(f"{count} still in the queue, not submitted again: {', '.join(sorted(queued))}", file=sys.stderr)
+    _carry_out(task, directory)
     if cluster.submit == "detach":
         return 0
+    try:
+        watch.follow(directory)
+    finally:
+        _tell(records := _records(directory, is_sweep=True), directory)
     return int(_count_ok(records) < len(composed.jobs))
 
 
-def _install(runs: Sequence[Request]) -> None:
-    """Let Hydra find the launchers that know these runs."""
-    from ptdbench.sweep import launchers
+def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
+    """The runs of a sweep that goes on whose jobs have not ended: each is left to its job.
 
-    launchers.install(runs)
+    Raises:
+        ConfigError: SLURM does not answer, so that nobody knows.
+    """
+    from ptdbench.sweep import status
+
+    if not line.goes_on or not any(directory.glob(f"**/{store.RECORD}")):
+        return frozenset()
+    sweep = status.look(directory)
+    if sweep.silence:
+        rule = f"SLURM does not say which of its jobs still run: {sweep.silence}"
+        raise ConfigError([Problem(resume.SWEEP, directory, rule, "try again when it answers")])
+    return frozenset(run.directory for run in sweep.runs if run.queue and not run.queue.is_over)
+
+
+def _carry_out(task: Callable[[], None], directory: Path) -> None:
+    """Let Hydra run its jobs.
+
+    Raises:
+        ConfigError: The directory cannot be written to.
+    """
+    with _hydra_raises():
+        try:
+            task()
+        except OSError as error:
+            rule = f"{error.filename or 'what belongs there'} cannot be written: {error.strerror or error}"
+            remedy = f"make room, and go on with {resume.command(directory)}"
+            raise ConfigError([Problem("directory", directory, rule, remedy)]) from None
+
+
+@contextmanager
+def _hydra_raises() -> Iterator[None]:
+    """Hydra would turn every exception into a traceback and ``sys.exit(1)``, which says nothing of what it was."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = before
 
 
 def _cluster(composed: compose.Composed) -> config.Cluster:
@@ -266,17 +302,33 @@ def _claim(composed: compose.Composed, overrides: Sequence[str], world: World | 
 
     def claim() -> str:
         if not any(override.startswith(f"{option}=") for override in overrides):
-            return str(store.claim_directory(wish.parent, wish.name, option))
+            return str(store.claim_directory(wish.parent, wish.name, option, fill))
         if not goes_on and not slurm.restarts(os.environ):
             store.require_unused(wish, option)
-        store.occupy(wish, option)
+        store.occupy(wish, option, fill)
         return str(wish)
+
+    def fill(folder: Path, name: Path) -> None:
+        _begin(composed, folder, name)
 
     if world is None:
         return Path(claim())
     from ptdbench.launch import rendezvous
 
     return Path(rendezvous.agree("directory", world, claim() if world.rank == 0 else None))
+
+
+def _begin(composed: compose.Composed, folder: Path, directory: Path) -> None:
+    """The first file of a run or a sweep: what it is, for whoever finds it after the program was killed."""
+    from ptdbench.sweep import ledger
+
+    if composed.is_sweep:
+        ledger.begin(folder, composed.typed)
+        return
+    draft = record.begin(config.resolve(composed.jobs[0]), directory, {}, composed.typed)
+    if (folder / store.RECORD).exists():
+        draft = record.going_on(draft, store.load_record(folder))
+    store.write_record(folder, draft)
 
 
 def _output_overrides(is_sweep: bool, directory: Path, world: World | None) -> list[str]:

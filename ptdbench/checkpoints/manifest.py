@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from ptdbench.records.store import write_json
+from ptdbench.records.files import write_json
 
 MANIFEST = "manifest.json"
 

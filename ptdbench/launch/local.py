@@ -112,6 +112,16 @@ def handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
             signal.signal(getattr(signal, name), signal.SIG_DFL if previous is None else previous)
 
 
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Around what must not be interrupted: a stop signal is raised as :class:`Stopped` after it."""
+    noted: list[int] = []
+    with handling(lambda number, _: noted.append(number)):
+        yield
+    if noted:
+        raise Stopped(noted[0])
+
+
 def ignore_signals() -> None:
     """From now on no stop signal keeps this process from what it still has to write."""
     for name in STOP_SIGNALS:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ptdbench.config import Slurm
 from ptdbench.launch.slurm import Partition, gpu_count, options
@@ -175,7 +175,24 @@ def setup_lines(cluster: Slurm, shape: Shape) -> list[str]:
     return [*lines, *cluster.setup]
 
 
-def script(cluster: Slurm, shape: Shape, name: str, command: Sequence[str], log: str) -> str:
+@dataclass(frozen=True)
+class Output:
+    """Where a script's output goes and how it is submitted, beside what the cluster's options say.
+
+    Attributes:
+        job: The file of the batch script's own output, ``%j`` in it being the job's id; sbatch makes no folder for it.
+        flags: More flags for sbatch.
+        srun: More flags for srun, before the cluster's.
+        setup: Lines before the cluster's own.
+    """
+
+    job: str
+    flags: Mapping[str, str | int] = field(default_factory=dict)
+    srun: Sequence[str] = ()
+    setup: Sequence[str] = ()
+
+
+def script(cluster: Slurm, shape: Shape, name: str, command: Sequence[str], output: Output) -> str:
     """A script for sbatch that runs a command in every rank.
 
     Args:
@@ -183,15 +200,16 @@ def script(cluster: Slurm, shape: Shape, name: str, command: Sequence[str], log:
         shape: The shape that it comes to.
         name: The job's name.
         command: The command and its arguments.
-        log: The file of the job's output, ``%j`` in it being the job's id; sbatch does not make its folder.
+        output: Where its output goes.
     """
-    wanted = options({**flags(cluster, shape, name), "output": log})
-    srun = ["srun", "--kill-on-bad-exit=1", *cluster.srun_args]
+    wanted = options({**flags(cluster, shape, name), "output": output.job, **output.flags})
+    srun = ["srun", "--kill-on-bad-exit=1", *output.srun, *cluster.srun_args]
     return "\n".join([
         "#!/bin/bash",
         f"# {shape}",
         *(f"#SBATCH {_quoted(option)}" for option in wanted),
         "",
+        *output.setup,
         *setup_lines(cluster, shape),
         "",
         f"{shlex.join(srun)} {shlex.join(command)}",

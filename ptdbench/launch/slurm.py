@@ -24,8 +24,13 @@ OVER = frozenset([
     "BOOT_FAIL",
 ])  # fmt: skip
 
-#: A person's own defaults for these commands, which could hide partitions and jobs.
-_DEFAULTS = ("SACCT_", "SINFO_", "SQUEUE_")
+#: How variables begin that describe another job, or are a person's defaults, which could hide partitions and jobs or
+#: take the place of what was asked for: sbatch heeds its variables before the lines of a script.
+_FOREIGN = ("SLURM", "SRUN_", "SBATCH_", "SALLOC_", "SACCT_", "SINFO_", "SQUEUE_", "SCANCEL_", "SUBMITIT_")
+#: What a rank is told, which a job is not.
+_OF_RANKS = frozenset({"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
+#: Which cluster, and a label for accounting; neither changes what a job is given.
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_WCKEY")
 
 
 class SlurmError(RuntimeError):
@@ -122,8 +127,31 @@ def queue(job_ids: Iterable[str]) -> dict[str, JobState]:
     return found
 
 
-def test(flags: Mapping[str, str | int | bool]) -> str:
-    """Ask whether a job with these flags would be accepted; nothing is submitted.
+def named(names: Iterable[str]) -> dict[str, dict[int | None, JobState]]:
+    """The jobs that bear these names: name, then number in the array (``None`` for a job by itself), then state.
+
+    A job that was submitted by a process that did not live to learn its id is found so. Raises SlurmError.
+    """
+    if not (asked := sorted(set(names))):
+        return {}
+    wanted = f"--name={','.join(asked)}"
+    lines = _output("squeue", "--all", "--array", "--states=all", "--noheader", "--format=%j|%i|%T|%M|%N|%r", wanted)
+    if _keeps_accounts():
+        fields = "--format=JobName%200,JobID,State,Elapsed,NodeList,Reason"
+        since = "--starttime=now-7days"
+        lines = _output("sacct", "--allocations", "--noheader", "--parsable2", since, fields, wanted) + lines
+    found: dict[str, dict[int | None, JobState]] = {}
+    for line in lines.splitlines():
+        name, _, rest = line.partition("|")
+        identity = rest.partition("|")[0]
+        for _, state in _states(rest, {identity}) if name in asked else ():
+            element = identity.partition("_")[2]
+            found.setdefault(name, {})[int(element) if element else None] = state
+    return found
+
+
+def test(script: str) -> str:
+    """Ask whether a job with this script would be accepted; nothing is submitted.
 
     Returns:
         SLURM's sentence: ``Job 5 to start at 2026-11-21T03:42:21 using 2 processors on nodes n[1-2] in partition gpu``.
@@ -131,14 +159,30 @@ def test(flags: Mapping[str, str | int | bool]) -> str:
     Raises:
         SlurmError: It would not.
     """
-    done = _run("sbatch", "--test-only", *options(flags), "--wrap=true")
-    return _words(done.stderr)
+    return _words(_run("sbatch", "--test-only", told=script).stderr)
 
 
-def cancel(job_ids: Iterable[str]) -> None:
+def submit(script: str) -> str:
+    """Submit a job or an array of jobs; returns its id.
+
+    Raises:
+        SlurmError: SLURM does not take it, or does not answer: then it may have taken it (see :func:`named`).
+    """
+    told = _run("sbatch", "--parsable", told=script).stdout.strip()
+    return told.partition(";")[0]  # the cluster's name may follow
+
+
+def cancel(job_ids: Iterable[str] = (), names: Iterable[str] = ()) -> None:
     """End jobs, wherever they stand; those that have ended stay as they are. Raises SlurmError."""
     if ids := list(job_ids):
         _run("scancel", "--quiet", *ids)
+    for name in names:
+        _run("scancel", "--quiet", f"--name={name}")
+
+
+def unheeded(environ: Mapping[str, str]) -> list[str]:
+    """A person's variables for sbatch that submissions do not heed, as ``NAME=value``."""
+    return [f"{name}={environ[name]}" for name in sorted(environ) if name.startswith("SBATCH_") and name not in _KEPT]
 
 
 def restarts(environ: Mapping[str, str]) -> int:
@@ -244,18 +288,25 @@ def _output(*command: str) -> str:
     return _run(*command).stdout
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(_DEFAULTS)}
+def _environment() -> dict[str, str]:
+    """What a command gets, and a job inherits."""
+    foreign = {name for name in os.environ if name.startswith(_FOREIGN)} - set(_KEPT)
+    return {name: value for name, value in os.environ.items() if name not in foreign | _OF_RANKS}
+
+
+def _run(*command: str, told: str = "") -> subprocess.CompletedProcess[str]:
     try:
         done = subprocess.run(
             command,
             check=False,
-            stdin=subprocess.DEVNULL,
+            input=told,
             capture_output=True,
             text=True,
             errors="replace",
             timeout=PATIENCE,
-            env=environ,
+            env=_environment(),
+            # Ctrl-C is for this process, which decides what becomes of a submission under way.
+            start_new_session=True,
         )
     except subprocess.TimeoutExpired as late:
         said = (late.stderr or b"").decode(errors="replace")

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ptdbench.records.store import write_json
+from ptdbench.records.files import write_json
 
 #: What asks a process to end from outside: a scheduler, a time limit ahead (USR2), or a person.
 _STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2"})
@@ -105,6 +105,11 @@ def describe_exit(rank: int, exit_code: int) -> Failure:
     else:
         kind, message = "ExitStatus", f"ended with exit status {exit_code} and without a report"
     return Failure(rank, kind, message, "", time.time(), socket.gethostname(), exit_code)
+
+
+def of_launcher(kind: str, message: str) -> Failure:
+    """A failure of what was to start the ranks, in words of its own."""
+    return Failure(-1, kind, message, "", time.time(), socket.gethostname())
 
 
 def stuck(rank: int, message: str, stacks: str) -> Failure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,15 @@ UNFINISHED = "Unfinished"
 #: Fields of every record, in the order in which they are written.
 FIELDS = (
     "status", "workload", "model", "parallel", "world_size", "global_batch", "tokens_per_sample", "precision",
-    "parameters", "fingerprint", "started", "directory", "launcher", "nodes", "layout", "warmup_steps", "metrics",
-    "error", "remarks", "environment", "config", "losses", "evaluations", "learning_rates", "gradient_norms",
+    "parameters", "fingerprint", "overrides", "started", "directory", "launcher", "nodes", "layout", "warmup_steps",
+    "metrics", "error", "remarks", "environment", "config", "losses", "evaluations", "learning_rates", "gradient_norms",
     "wait_seconds", "step_memory_bytes", "rank_step_seconds", "segments",
 )  # fmt: skip
 
 
-def begin(config: Mapping[str, Any], directory: Path, environment: Mapping[str, Any]) -> dict[str, Any]:
+def begin(
+    config: Mapping[str, Any], directory: Path, environment: Mapping[str, Any], overrides: Sequence[str] | None = None
+) -> dict[str, Any]:
     """What is known before a run: a record that says ``failed``, for the case that nobody can say more later.
 
     It is written before the ranks start, so that no run directory is ever without a record, not even one
@@ -33,6 +35,7 @@ def begin(config: Mapping[str, Any], directory: Path, environment: Mapping[str, 
         config: The resolved configuration.
         directory: The run's directory.
         environment: Versions and hardware.
+        overrides: What was typed for the run, for :mod:`ptdbench.resume`; ``None`` where it is not known.
     """
     record: dict[str, Any] = dict.fromkeys(FIELDS)
     record |= {
@@ -43,6 +46,7 @@ def begin(config: Mapping[str, Any], directory: Path, environment: Mapping[str, 
         "global_batch": config["train"]["global_batch"],
         "precision": config["precision"],
         "fingerprint": fingerprint(config),
+        "overrides": None if overrides is None else list(overrides),
         "started": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "directory": str(directory),
         "losses": [],
@@ -69,14 +73,23 @@ def going_on(draft: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, 
     """The draft of a run that has been here before, with what it had found until then."""
     results = FIELDS[FIELDS.index("losses") :]
     kept = {name: earlier[name] for name in ("metrics", *results) if earlier.get(name) and name != "rank_step_seconds"}
-    return {**draft, **(kept if earlier["fingerprint"] == draft["fingerprint"] else {})}
+    overrides = draft.get("overrides") if draft.get("overrides") is not None else earlier.get("overrides")
+    goes_on = same_work(earlier.get("config") or {}, draft["config"])
+    return {**draft, "overrides": overrides, **(kept if goes_on else {})}
 
 
 def stopped(record: Mapping[str, Any], why: str) -> dict[str, Any]:
     """The record of a run that was asked to stop, has saved, and can go on."""
-    message = f"stopped by {why}; it has saved: python train.py resume={record['directory']}"
+    message = f"stopped by {why}; it has saved: {_how_started(record)} resume={record['directory']}"
     error = {"rank": -1, "type": "Stopped", "message": message, "traceback": ""}
     return {**record, "status": "preempted", "error": error}
+
+
+def _how_started(record: Mapping[str, Any]) -> str:
+    """The program that goes on with a run: it submits a job again by itself, but starts no ranks of srun's."""
+    launcher, cluster = record.get("launcher"), record["config"].get("cluster")
+    by_hand = launcher not in (None, "local") and not (isinstance(cluster, Mapping) and "submit" in cluster)
+    return f"{launcher} ... train.py" if by_hand else "python train.py"
 
 
 def requeued(record: Mapping[str, Any], number: int, limit: int) -> dict[str, Any]:
@@ -98,6 +111,24 @@ def is_settled(record: Mapping[str, Any]) -> bool:
     """
     error = record.get("error") or {}
     return error.get("rank") == -1 and not is_open(record)
+
+
+#: What of a cluster's options is part of what a run is; the rest says how its job is queued.
+_SHAPE = ("nodes", "ranks_per_node", "gpus_per_node", "cpus_per_rank")
+
+
+def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two resolved configurations describe the same run, perhaps with other resources of the cluster.
+
+    A run that has reached its time limit is given more time, and remains the run that it was.
+    """
+
+    def work(config: Mapping[str, Any]) -> str:
+        cluster = config.get("cluster")
+        shape = {name: cluster.get(name) for name in _SHAPE} if isinstance(cluster, Mapping) else cluster
+        return fingerprint({**config, "cluster": shape})
+
+    return work(one) == work(other)
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:

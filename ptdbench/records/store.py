@@ -1,8 +1,6 @@
 """Records on disk: one ``record.json`` in a run's directory, one line of ``results.jsonl`` in its sweep's.
 
-Whoever is killed while writing leaves the old file or the new one, never half of one. What is written is
-strict JSON: JSON has no NaN and no infinity, so a number that is not finite becomes ``null`` (the status and
-the error of the record say what happened), and a value of another type becomes its text.
+How they are written, :mod:`ptdbench.records.files` says.
 """
 
 from __future__ import annotations
@@ -10,20 +8,23 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
-import math
 import os
 import re
-import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ptdbench.problems import ConfigError, Problem
+from ptdbench.records.files import appear, strict, write_json
+from ptdbench.records.record import same_work
 
 RECORD = "record.json"
 RESULTS = "results.jsonl"
 LOCK = ".lock"
+
+#: What a sweep's directory is known by.
+OF_SWEEPS = (RESULTS, "sweep.json", "multirun.yaml")
 
 
 def write_record(directory: Path, record: Mapping[str, Any]) -> Path:
@@ -55,7 +56,7 @@ def append_result(sweep_directory: Path, record: Mapping[str, Any]) -> None:
     Raises:
         OSError: The line could not be written; the file is as it was before.
     """
-    line = (json.dumps(_strict(record), allow_nan=False) + "\n").encode()
+    line = (json.dumps(strict(record), allow_nan=False) + "\n").encode()
     descriptor = os.open(sweep_directory / RESULTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         with suppress(OSError):  # some cluster file systems have no locks; one appending write is the best there
@@ -94,30 +95,37 @@ def below(sweep_directory: Path, path: str) -> str:
     return str(Path(*parts[len(parts) - depth :]))
 
 
-def is_done(directory: Path, fingerprint: str) -> bool:
-    """Whether a run of this fingerprint has been ok in ``directory``."""
+def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a run of this configuration has been ok in ``directory``."""
     if not (directory / RECORD).exists():
         return False
-    record = load_record(directory)
-    return record["status"] == "ok" and record["fingerprint"] == fingerprint
+    found = load_record(directory)
+    return found["status"] == "ok" and same_work(found["config"], config)
 
 
 def require_unused(directory: Path, option: str) -> None:
     """Raise a ConfigError if a directory that ``option`` names holds results: nothing finished is overwritten."""
-    if any((directory / name).exists() for name in (RECORD, RESULTS)):
-        kind = "sweep.resume" if (directory / RESULTS).exists() else "resume"
-        remedy = f"would do: {kind}={directory} to go on with it, or another directory"
+    of_sweep = any((directory / name).exists() for name in OF_SWEEPS) or any(directory.glob(f"*/{RECORD}"))
+    if of_sweep or (directory / RECORD).exists():
+        remedy = (
+            f"would do: {'sweep.resume' if of_sweep else 'resume'}={directory} to go on with it, or another directory"
+        )
         raise ConfigError([Problem(option, directory, "there are results already", remedy)])
 
 
-def occupy(directory: Path, option: str) -> None:
-    """Take a directory until this process ends.
+def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None]) -> None:
+    """Take a directory until this process ends, and write its first files.
+
+    Args:
+        directory: It may exist already, and hold other things.
+        option: The option that it came from, for the message.
+        fill: As for :func:`claim_directory`.
 
     Raises:
         ConfigError: Another process is writing there, or nobody may.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        is_new = appear(directory, fill)
         descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # closed when the process ends
     except OSError as error:
         raise _unwritable(directory, option, error) from None
@@ -129,63 +137,48 @@ def occupy(directory: Path, option: str) -> None:
         raise ConfigError([Problem(option, directory, rule, "wait for it, or give another directory")]) from None
     except OSError:  # some cluster file systems have no locks
         os.close(descriptor)
+    if not is_new:
+        try:
+            fill(directory, directory)
+        except OSError as error:
+            raise _unwritable(directory, option, error) from None
 
 
-def claim_directory(parent: Path, name: str, option: str = "hydra.run.dir") -> Path:
+def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, Path], None]) -> Path:
     """Make a directory that no other process has been given: ``name``, else ``name-2``, ``name-3``, ...
+
+    It appears with its first files in it: whoever is killed at any moment leaves no directory of which nobody knows
+    what it is.
 
     Args:
         parent: Where to make it; made where it is missing.
         name: Wished name. What would need quoting in a shell or in an override becomes ``-``.
         option: The option that ``parent`` came from, for the message.
+        fill: Called with a folder to write the first files into, at least one, and the name that it will have.
 
     Raises:
         ConfigError: Nothing can be made there.
     """
     stem = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.")[:200] or "run"
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        return next(filter(_claim, (parent / numbered for numbered in _numbered(stem))))
+        return next(path for numbered in _numbered(stem) if appear(path := parent / numbered, fill))
     except OSError as error:
         raise _unwritable(parent, option, error) from None
 
 
-def _unwritable(directory: Path, option: str, error: OSError) -> ConfigError:
-    rule = f"no directory can be made there ({error.strerror})"
-    return ConfigError([Problem(option, directory, rule, "give one that you may write to")])
-
-
-def write_json(path: Path, value: object) -> None:
-    """Write strict JSON (see the module) so that ``path`` holds all of it or what it held before.
+def begin_directory(directory: Path, record: Mapping[str, Any]) -> None:
+    """Write a run's first record; where there is no directory, it appears with the record in it.
 
     Raises:
-        OSError: It could not be written.
+        OSError: It cannot be written; nothing is left.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # ranks of several hosts may write
-    try:
-        with temporary.open("w") as file:
-            json.dump(_strict(value), file, indent=1, allow_nan=False)
-            file.write("\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    if directory.exists() or not appear(directory, lambda folder, _: write_json(folder / RECORD, record)):
+        write_record(directory, record)
 
 
-def _strict(value: Any) -> Any:
-    """The same value in types that JSON has."""
-    if isinstance(value, Mapping):
-        return {str(key): _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_strict(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int):
-        return value
-    if hasattr(value, "tolist"):  # numpy scalars and arrays, tensors
-        return _strict(value.tolist())
-    return str(value)
+def _unwritable(directory: Path, option: str, error: OSError) -> ConfigError:
+    rule = f"nothing can be written there ({error.strerror})"
+    return ConfigError([Problem(option, directory, rule, "give one that you may write to")])
 
 
 def _cut_torn_line(descriptor: int) -> int:
@@ -200,12 +193,3 @@ def _cut_torn_line(descriptor: int) -> int:
 
 def _numbered(stem: str) -> itertools.chain[str]:
     return itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-
-
-def _claim(path: Path) -> bool:
-    """Whether this call made the directory; ``mkdir`` lets only one of several callers succeed."""
-    try:
-        path.mkdir()
-    except FileExistsError:
-        return False
-    return True

@@ -1,52 +1,107 @@
-"""Hydra's submitit launchers, extended: each job of a sweep gets the shape that its own config asks for.
+"""Hydra's launchers, extended: a run is its record first, and each job gets the shape that its own config asks for.
 
-The launchers of the plugin submit one array of one shape and run every job on it, or start all jobs of a sweep on this
-machine at once. These submit one array for each shape, or start one job after the other. Hydra finds them under
-the plugin's own names, ``hydra/launcher=submitit_slurm`` and ``submitit_local`` (see :func:`install`).
+Hydra's launchers make a run's directory before anybody knows what came of it, run each job of an array in one shape, or
+start all jobs of a sweep on this machine at once. These open the record of a run together with its directory, submit
+one array for each shape, and start one job after the other. Hydra finds them under its own names,
+``hydra/launcher=basic``, ``submitit_local`` and ``submitit_slurm`` (see :func:`install`).
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import submitit
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from hydra_plugins.hydra_submitit_launcher import submitit_launcher as plugin
 from omegaconf import DictConfig, open_dict
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.core.utils import DelayedSubmission
 
-from ptdbench.launch import local, resources, slurm
+from ptdbench.launch import local, slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import failure, record, store
-from ptdbench.sweep import ledger, watch
+from ptdbench.sweep import ledger, submission, watch
 from ptdbench.sweep.requests import Request
 
-#: What a person sets for SLURM's commands; all other variables of SLURM describe a job that this is not.
-_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_")
 
+@dataclass(frozen=True)
+class Agenda:
+    """The runs of a command line, and which of them are to be carried out.
 
-def install(requests: Sequence[Request]) -> None:
-    """Put these launchers in the place of the plugin's.
-
-    Args:
-        requests: The runs of the command line, in the order in which Hydra will ask for them.
+    Attributes:
+        requests: In the order in which Hydra will ask for them.
+        only: The directory of the one run that is meant, below the sweep's; ``None`` for all.
+        queued: Directories of runs whose jobs are still in the queue: they are left to these.
     """
+
+    requests: Sequence[Request] = ()
+    only: str | None = None
+    queued: frozenset[str] = frozenset()
+
+    def open(self, sweep_directory: Path, template: str, number: int, overrides: Sequence[str]) -> _Job | None:
+        """Open the record of a run; ``None`` for a run that is not to be carried out.
+
+        Runs that are ok are left as they are. One that is refused gets its row. Of several ranks one writes.
+
+        Raises:
+            OSError: The record cannot be written.
+        """
+        request = self.requests[number]
+        name = request.subdirectory(template, number)
+        directory = sweep_directory / name
+        if name in self.queued or self.only not in (None, name) or store.is_done(directory, request.config.resolved):
+            return None
+        world = discover(os.environ)
+        if world is None or world.rank == 0:
+            self._write(sweep_directory, directory, request, overrides)
+        return None if request.refused else _Job(number, request, list(overrides), name)
+
+    def _write(self, sweep_directory: Path, directory: Path, request: Request, overrides: Sequence[str]) -> None:
+        draft = record.begin(request.config.resolved, directory, {}, overrides)
+        again = (directory / store.RECORD).exists()
+        if request.refused:
+            draft = record.failed(draft, failure.describe(request.refused, rank=-1))
+        store.begin_directory(directory, draft)
+        if request.refused or again:  # done once more: its earlier result counts no longer
+            store.append_result(sweep_directory, draft)
+
+
+def install(agenda: Agenda) -> None:
+    """Put these launchers in the place of Hydra's and the plugin's, to carry out ``agenda``."""
     known = Plugins.instance().class_name_to_class
-    for ours, theirs in ((SlurmLauncher, plugin.SlurmLauncher), (LocalLauncher, plugin.LocalLauncher)):
-        known[f"{theirs.__module__}.{theirs.__qualname__}"] = ours
-        ours.requests = requests
+    theirs = {OneAfterTheOther: BasicLauncher, SlurmLauncher: plugin.SlurmLauncher, LocalLauncher: plugin.LocalLauncher}
+    for ours, replaced in theirs.items():
+        known[f"{replaced.__module__}.{replaced.__qualname__}"] = ours
+        ours.agenda = agenda
+
+
+class OneAfterTheOther(BasicLauncher):
+    """Runs the jobs of a sweep in this process, each after its record was opened."""
+
+    agenda: ClassVar[Agenda] = Agenda()
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Carry out a batch of jobs; how each went is in its record."""
+        assert self.config is not None
+        sweep_directory, template = _place(self.config)
+        for number, overrides in enumerate(job_overrides, start=initial_job_idx):
+            if self.agenda.open(sweep_directory, template, number, overrides):
+                for done in super().launch([overrides], number):
+                    _ = done.return_value  # raises what Hydra has caught
+        return [_silent() for _ in job_overrides]
 
 
 @dataclass(frozen=True)
@@ -93,34 +148,19 @@ class Task:
 
 
 class _Launcher(plugin.BaseSubmititLauncher):
-    """What both have in common."""
+    """What submitit's launchers have in common."""
 
-    requests: ClassVar[Sequence[Request]] = ()
+    agenda: ClassVar[Agenda] = Agenda()
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Carry out a batch of jobs; how each went is in its record."""
         assert self.config is not None
-        sweep_directory = Path(self.config.hydra.sweep.dir)
-        sweep_directory.mkdir(parents=True, exist_ok=True)
-        template = self.config.hydra.sweep._get_node("subdir")._value()
-        jobs = []
-        for number, overrides in enumerate(job_overrides, start=initial_job_idx):
-            request = self.requests[number]
-            name = request.subdirectory(template, number)
-            directory = sweep_directory / name
-            if store.is_done(directory, record.fingerprint(request.config.resolved)):
-                continue  # the sweep goes on, and this run of it was ok
-            directory.mkdir(parents=True, exist_ok=True)
-            draft = record.begin(request.config.resolved, directory, {})
-            if request.refused:
-                draft = record.failed(draft, failure.describe(request.refused, rank=-1))
-                store.append_result(sweep_directory, draft)
-            elif (directory / store.RECORD).exists():  # done once more: its earlier result counts no longer
-                store.append_result(sweep_directory, draft)
-            store.write_record(directory, draft)
-            if not request.refused:
-                jobs.append(_Job(number, request, list(overrides), name))
-        self._run(sweep_directory, jobs)
+        sweep_directory, template = _place(self.config)
+        opened = [
+            self.agenda.open(sweep_directory, template, number, overrides)
+            for number, overrides in enumerate(job_overrides, start=initial_job_idx)
+        ]
+        self._run(sweep_directory, [job for job in opened if job])
         return [_silent() for _ in job_overrides]
 
     @abstractmethod
@@ -147,57 +187,81 @@ class _Job:
 
 
 class SlurmLauncher(_Launcher):
-    """Submits one array for each shape, and follows the jobs unless ``cluster.submit=detach``."""
+    """Submits one array for each shape; nothing stays in the queue unless all were taken."""
 
     def _run(self, sweep_directory: Path, jobs: Sequence[_Job]) -> None:
+        arrays = [[jobs[place] for place in places] for places in submission.arrays([job.request for job in jobs])]
+        names = [f"ptdbench-{_label(array)}-{secrets.token_hex(4)}" for array in arrays]
         submitted: list[ledger.Job] = []
         try:
-            for array in _by_shape(jobs):
-                submitted += self._submit(sweep_directory, array)
-        except (SlurmError, FailedJobError, FailedSubmissionError) as error:
-            slurm.cancel(job.id for job in submitted)
-            print(_not_submitted(jobs[0], error), file=sys.stderr)
-            raise SystemExit(1) from None  # Hydra would show a traceback of any other exception
-        submitted.sort(key=lambda job: job.number)
-        ledger.write(sweep_directory, submitted)
-        watch.announce(sweep_directory, submitted)
-        if submitted and jobs[0].request.cluster.submit == "wait":
-            watch.follow(sweep_directory)
+            for name, array in zip(names, arrays, strict=True):
+                with local.deferred():  # a signal in the middle of it would leave jobs that nobody knows
+                    submitted += self._submit(sweep_directory, name, array)
+        except BaseException as error:
+            _take_back(names, len(submitted))
+            _write_off(sweep_directory, jobs, error)
+            if isinstance(error, SlurmError):
+                raise _not_submitted(jobs[0], error) from None
+            raise
+        if submitted:
+            watch.announce(sweep_directory, sorted(submitted, key=lambda job: job.number))
 
-    def _submit(self, sweep_directory: Path, array: Sequence[_Job]) -> list[ledger.Job]:
-        """Submit the jobs of one shape."""
-        request = array[0].request
-        cluster, shape = request.cluster, request.shape
-        assert shape is not None
-        log = cluster.log or str(sweep_directory / "logs" / "%j")
-        executor = submitit.AutoExecutor(folder=log, cluster="slurm", slurm_max_num_timeout=0)
-        flags = resources.flags(cluster, shape, f"ptdbench-{request.label}" if len(array) == 1 else "ptdbench")
-        executor.update_parameters(
-            nodes=shape.nodes,
-            tasks_per_node=shape.ranks_per_node,
-            timeout_min=cluster.time_minutes,
-            slurm_setup=[f"export PYTHONPATH={_python_path()}", *resources.setup_lines(cluster, shape)],
-            slurm_srun_args=["--kill-on-bad-exit=1", *cluster.srun_args],
-            slurm_additional_parameters=flags,
-            slurm_array_parallelism=self.params.get("array_parallelism", 256),
-            slurm_signal_delay_s=min(self.params.get("signal_delay_s", 120), 6 * cluster.time_minutes),
-            slurm_wckey=None,
-        )
-        task = self._task({})
-        with _own_environment():
-            jobs = executor.map_array(task, *zip(*(job.arguments for job in array), strict=True))
-        return [
+    def _submit(self, sweep_directory: Path, name: str, array: Sequence[_Job]) -> list[ledger.Job]:
+        """Submit the jobs of one shape; they are noted down before and after."""
+        requests = [job.request for job in array]
+        folder = submission.folder(requests[0], sweep_directory)
+        text = submission.script(requests, name, folder, self.params)
+        noted = [
             ledger.Job(
                 number=job.number,
-                id=submitted.job_id,
+                name=name,
+                element=element if len(array) > 1 else None,
+                id=None,
                 label=job.request.label,
-                shape=str(shape),
+                shape=str(job.request.shape),
                 overrides=list(job.request.overrides),
                 directory=job.subdirectory,
-                log=str(submitted.paths.folder),
+                log=str(folder),
             )
-            for job, submitted in zip(array, jobs, strict=True)
+            for element, job in enumerate(array)
         ]
+
+        def note(ids: list[str]) -> None:
+            noted[:] = [ledger.with_id(job, identity) for job, identity in zip(noted, ids, strict=True)]
+            ledger.add(sweep_directory, noted)
+
+        ledger.add(sweep_directory, noted)
+        task = self._task({})
+        submission.submit(text, name, [DelayedSubmission(task, *job.arguments) for job in array], folder, note)
+        return noted
+
+
+def _label(array: Sequence[_Job]) -> str:
+    """What the queue shows of an array."""
+    return array[0].request.label if len(array) == 1 else "sweep"
+
+
+def _take_back(names: Sequence[str], known: int) -> None:
+    """End what SLURM may have taken, by name: it may have taken an array without being able to say so."""
+    try:
+        slurm.cancel(names=names)
+        if known:
+            print(f"{known} job{'s' * (known != 1)} that SLURM had taken already: cancelled", file=sys.stderr)
+    except SlurmError as error:
+        told = f"SLURM may have jobs of this command: {error}; look with squeue --name={','.join(names)}"
+        print(told, file=sys.stderr)
+
+
+def _write_off(sweep_directory: Path, jobs: Sequence[_Job], error: BaseException) -> None:
+    """Let the records of runs whose submission was given up say so."""
+    words = str(error).strip().splitlines() or [type(error).__name__]
+    told = failure.of_launcher("NotSubmitted", f"nothing was submitted: {words[-1]}")
+    with suppress(OSError):  # where the disk is full the records stay open, which is no lie
+        for job in jobs:
+            directory = sweep_directory / job.subdirectory
+            done = record.failed(store.load_record(directory), told)
+            store.write_record(directory, done)
+            store.append_result(sweep_directory, done)
 
 
 class LocalLauncher(_Launcher):
@@ -224,30 +288,9 @@ class LocalLauncher(_Launcher):
 _YEAR_MINUTES = 60 * 24 * 365
 
 
-def _by_shape(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
-    """The jobs that may share an array: same nodes, same ranks, same everything that sbatch is told."""
-    arrays: dict[str, list[_Job]] = {}
-    for job in jobs:
-        assert job.request.shape is not None
-        cluster, shape = job.request.cluster, job.request.shape
-        told = (shape, resources.flags(cluster, shape, ""), resources.setup_lines(cluster, shape), cluster.srun_args)
-        arrays.setdefault(repr((*told, cluster.log)), []).append(job)
-    yield from arrays.values()
-
-
-@contextmanager
-def _own_environment() -> Iterator[None]:
-    """Without what would tell the job that it is another one: it inherits what the submitting shell exports."""
-    kept = {name: value for name, value in os.environ.items() if name.startswith(_KEPT)}
-    with submitit.helpers.clean_env():
-        os.environ.update(kept)
-        yield
-
-
-def _python_path() -> str:
-    """Where a model of the user's own may lie: beside ``train.py``, as when it is started by hand."""
-    here = str(Path(sys.argv[0]).resolve().parent)
-    return f"'{here}'${{PYTHONPATH:+:$PYTHONPATH}}"
+def _place(config: DictConfig) -> tuple[Path, str]:
+    """The sweep's directory, and the template of the names of its runs' directories."""
+    return Path(config.hydra.sweep.dir), config.hydra.sweep._get_node("subdir")._value()
 
 
 def _not_submitted(job: _Job, error: Exception) -> ConfigError:

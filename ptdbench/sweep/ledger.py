@@ -1,33 +1,42 @@
-"""The jobs of a sweep that was submitted: ``jobs.json`` in its directory, for ``status`` to ask the queue about."""
+"""What a sweep was asked for and which jobs carry it out: ``sweep.json`` in its directory.
+
+It is written before the first run begins, and each array of jobs is noted before and after it is submitted, so that
+whoever is killed leaves no job that nobody knows.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from ptdbench.records.store import write_json
+from ptdbench.records.files import write_json
 
-LEDGER = "jobs.json"
+LEDGER = "sweep.json"
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run that was submitted.
+    """One run that was submitted, or was about to be.
 
     Attributes:
-        number: Its number in the sweep.
-        id: SLURM's name for it, ``123`` or ``123_0``.
+        number: The run's number in the sweep.
+        name: The name of its array in the queue, which no other array has.
+        element: Its number in the array; ``None`` for a job by itself.
+        id: SLURM's name for it, ``123`` or ``123_0``; ``None`` before SLURM has told it.
         label: The run in a word or two.
         shape: Nodes and ranks, for people.
         overrides: What was typed for this run.
         directory: The run's directory, below the sweep's.
-        log: Folder of the ranks' output.
+        log: Folder of the ranks' output, with ``%j`` for an id that is not known.
     """
 
     number: int
-    id: str
+    name: str
+    element: int | None
+    id: str | None
     label: str
     shape: str
     overrides: list[str]
@@ -35,14 +44,71 @@ class Job:
     log: str
 
 
-def write(sweep_directory: Path, jobs: Sequence[Job]) -> None:
-    """Note down what was submitted."""
-    write_json(sweep_directory / LEDGER, {"jobs": [asdict(job) for job in jobs]})
+@dataclass(frozen=True)
+class Ledger:
+    """What a sweep was asked for, and its jobs.
+
+    Attributes:
+        overrides: What was typed for the sweep, Hydra's own options left out.
+        jobs: In the order of their numbers; the last one of each run.
+    """
+
+    overrides: list[str] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
 
 
-def read(sweep_directory: Path) -> list[Job]:
-    """What was submitted; nothing where nothing was."""
+def with_id(job: Job, identity: str) -> Job:
+    """The same job, now that SLURM has told its id."""
+    return replace(job, id=identity, log=job.log.replace("%j", identity))
+
+
+def begin(sweep_directory: Path, overrides: Sequence[str]) -> None:
+    """Note down what a sweep is asked for; its jobs so far stay."""
+    write(sweep_directory, Ledger(list(overrides), read(sweep_directory).jobs))
+
+
+def add(sweep_directory: Path, jobs: Sequence[Job]) -> None:
+    """Note down jobs; those of other runs stay as they are."""
+    known = read(sweep_directory)
+    by_directory = {job.directory: job for job in [*known.jobs, *jobs]}
+    write(sweep_directory, Ledger(known.overrides, sorted(by_directory.values(), key=lambda job: job.number)))
+
+
+def write(sweep_directory: Path, ledger: Ledger) -> None:
+    """Replace what is noted down; raises OSError."""
+    write_json(sweep_directory / LEDGER, asdict(ledger))
+
+
+def read(sweep_directory: Path) -> Ledger:
+    """What is noted down; nothing where nothing is.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
     path = sweep_directory / LEDGER
-    if not path.exists():
-        return []
-    return [Job(**job) for job in json.loads(path.read_text())["jobs"]]
+    try:
+        written = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return Ledger()
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error})") from None
+    try:
+        return Ledger(_texts(written["overrides"]), [_job(fields) for fields in written["jobs"]])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from None
+
+
+def _job(fields: Any) -> Job:
+    job = Job(**fields)
+    of_text = (job.name, job.label, job.shape, job.directory, job.log, *([job.id] if job.id is not None else []))
+    numbers = (job.number, *([job.element] if job.element is not None else []))
+    if not all(isinstance(value, str) for value in of_text) or not all(isinstance(value, int) for value in numbers):
+        raise TypeError("a job's fields have other types")
+    _texts(job.overrides)
+    return job
+
+
+def _texts(value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise TypeError("overrides are a list of texts")
+    return value

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from ptdbench.launch import resources, slurm
+from ptdbench.launch import slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.problems import Problem, require
+from ptdbench.sweep import submission
 from ptdbench.sweep.requests import Request
 
 
-def show(runs: Sequence[Request]) -> int:
+def show(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
     """What ``cluster.submit=test`` prints; nothing is submitted and nothing written.
+
+    Args:
+        runs: The runs of a command line.
+        options: The launcher's own options; see :data:`ptdbench.sweep.submission.OPTIONS`.
 
     Returns:
         The exit status: 0 if every job would be taken.
@@ -22,38 +29,32 @@ def show(runs: Sequence[Request]) -> int:
         if run.refused:
             print(f"{run.label}: {run.refused}", file=sys.stderr)
             refused += 1
-    for request, count in _shapes(runs):
-        what = f"{request.shape} ({count} job{'s' * (count != 1)})"
+    for array in _arrays(runs):
+        what = f"{array[0].shape} ({len(array)} job{'s' * (len(array) != 1)})"
         try:
-            print(f"{what}: {_ask(request)}")
+            print(f"{what}: {_ask(array, options)}")
         except SlurmError as error:
             print(f"{what}: SLURM would refuse it: {error}", file=sys.stderr)
-            refused += count
+            refused += len(array)
     return int(refused > 0)
 
 
-def require_accepted(runs: Sequence[Request]) -> None:
-    """Raise a ConfigError with SLURM's words for every shape that it would refuse."""
+def require_accepted(runs: Sequence[Request], options: Mapping[str, Any]) -> None:
+    """Raise a ConfigError with SLURM's words for every array that it would refuse."""
     found = []
-    for request, _ in _shapes(runs):
+    for array in _arrays(runs):
         try:
-            _ask(request)
+            _ask(array, options)
         except SlurmError as error:
-            rule = f"nothing was submitted, because SLURM refuses {request.shape}: {error}"
-            found.append(Problem("cluster", request.cluster.name, rule))
+            count = f" ({len(array)} jobs)" if len(array) > 1 else ""
+            rule = f"nothing was submitted, because SLURM refuses {array[0].shape}{count}: {error}"
+            found.append(Problem("cluster", array[0].cluster.name, rule))
     require(*found)
 
 
-def _ask(request: Request) -> str:
-    assert request.shape is not None
-    return slurm.test(resources.flags(request.cluster, request.shape, "ptdbench"))
+def _ask(array: Sequence[Request], options: Mapping[str, Any]) -> str:
+    return slurm.test(submission.script(array, "ptdbench", submission.folder(array[0], Path()), options))
 
 
-def _shapes(runs: Sequence[Request]) -> list[tuple[Request, int]]:
-    """One run of each shape, and how many there are."""
-    alike: dict[str, list[Request]] = {}
-    for run in runs:
-        if not run.refused:
-            assert run.shape is not None
-            alike.setdefault(repr(resources.flags(run.cluster, run.shape, "")), []).append(run)
-    return [(same[0], len(same)) for same in alike.values()]
+def _arrays(runs: Sequence[Request]) -> list[list[Request]]:
+    return [[runs[place] for place in places] for places in submission.arrays(runs)]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ptdbench import compose, config
+from ptdbench import commandline, compose, config
 from ptdbench.config import Config, Slurm
 from ptdbench.launch import resources, slurm
 from ptdbench.launch.resources import Shape
@@ -32,7 +33,7 @@ def write(overrides: Sequence[str]) -> tuple[str, list[str]]:
     Raises:
         ConfigError: The overrides cannot be used, or ask for jobs of several shapes.
     """
-    chosen = [] if any(override.startswith("cluster=") for override in overrides) else ["cluster=slurm"]
+    chosen = [] if "cluster" in map(commandline.option, overrides) else ["cluster=slurm"]
     composed = compose.compose_all(ROOT / "conf", "config", [*overrides, *chosen], multirun=True)
     cluster = config.read(composed.jobs[0]).cluster
     if not isinstance(cluster, Slurm):
@@ -47,7 +48,14 @@ def write(overrides: Sequence[str]) -> tuple[str, list[str]]:
     sweep = ["-m"] if len(composed.jobs) > 1 else []
     name = "sweep" if sweep else composed.jobs[0].workload.label
     command = [sys.executable, str(ROOT / "train.py"), *sweep, *_overrides(overrides, shape)]
-    return resources.script(cluster, shape, f"ptdbench-{name}", command, "ptdbench-%j.log"), remarks
+    output = resources.Output("ptdbench-%j.log")
+    return resources.script(cluster, shape, f"ptdbench-{name}", command, output), [*remarks, *_variables()]
+
+
+def _variables() -> list[str]:
+    """What the shell's own variables would change in the script, if it is submitted from there."""
+    found = slurm.unheeded(os.environ)
+    return [f"sbatch prefers these variables of this shell to the script's lines: {' '.join(found)}"] if found else []
 
 
 def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:
@@ -88,6 +96,6 @@ def _without_question(job: Config) -> Config:
 
 def _overrides(overrides: Sequence[str], shape: Shape) -> list[str]:
     """The same run on the ranks that are there, which must be those of the shape."""
-    own = [override for override in overrides if not override.startswith(("cluster=", "cluster.", "hydra/launcher="))]
+    own = [override for override in overrides if not commandline.is_cluster(override)]
     found = [f"cluster.nodes={shape.nodes}", f"cluster.ranks_per_node={shape.ranks_per_node}"]
     return [*own, *found, *([f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else [])]

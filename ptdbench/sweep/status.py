@@ -73,18 +73,20 @@ def look(directory: Path) -> Sweep:
     Raises:
         FileNotFoundError: There is no run.
     """
-    jobs = ledger.read(directory)
+    jobs = ledger.read(directory).jobs
     results = _results(directory)
     doubtful = [job for job in jobs if not _is_final(results.get(job.directory))]
     try:
-        queue, silence = slurm.queue(job.id for job in doubtful), ""
+        found, queue = _ask(doubtful)
+        silence = ""
     except SlurmError as error:
-        queue, silence = {}, str(error)
-    gone = [job for job in doubtful if not silence and _is_gone(queue.get(job.id))]
+        found, queue, silence = {}, {}, str(error)
+    jobs = [found.get(job.directory, job) for job in jobs]
+    gone = [job for job in found.values() if job.id and _is_gone(queue.get(job.id))]
     if gone:
         _settle(directory, gone, queue)
         results = _results(directory)
-    runs = [_submitted(directory, job, queue.get(job.id), results.pop(job.directory, None)) for job in jobs]
+    runs = [_submitted(directory, job, queue.get(job.id or ""), results.pop(job.directory, None)) for job in jobs]
     runs += [Run(name, None, None, record, is_over=True) for name, record in results.items()]
     known = {run.directory for run in runs}
     paths = sorted([*directory.glob(store.RECORD), *directory.glob(f"*/{store.RECORD}")])
@@ -92,6 +94,23 @@ def look(directory: Path) -> Sweep:
     if not runs:
         raise FileNotFoundError(directory)
     return Sweep(sorted(runs, key=_number), silence)
+
+
+def _ask(jobs: Sequence[ledger.Job]) -> tuple[dict[str, ledger.Job], dict[str, JobState]]:
+    """The jobs by their runs' directories, and what SLURM says of them by their ids; raises SlurmError.
+
+    A job whose id nobody wrote down, because the process that submitted it was killed, is found by its array's name.
+    """
+    known = [job for job in jobs if job.id]
+    queue = slurm.queue(job.id for job in known if job.id)
+    by_name = slurm.named(job.name for job in jobs if not job.id)
+    for job in jobs:
+        state = None if job.id else by_name.get(job.name, {}).get(job.element)
+        if state:
+            known.append(ledger.with_id(job, state.id))
+            queue[state.id] = state
+    found = {job.directory: job for job in jobs}
+    return found | {job.directory: job for job in known}, queue
 
 
 def conclude(sweep_directory: Path, subdirectory: str, state: str, message: str) -> dict[str, Any]:
@@ -139,7 +158,7 @@ def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, Job
         time.sleep(GRACE)
     results = _results(directory)
     for job in gone:
-        state, result = queue.get(job.id), results.get(job.directory)
+        state, result = queue.get(job.id or ""), results.get(job.directory)
         if result is not None and _is_open(result):  # begun once more, and not ended by itself
             result = None
         written = result or store.load_record(directory / job.directory)

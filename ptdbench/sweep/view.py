@@ -24,7 +24,7 @@ def rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
         job = run.job
         yield (
             str(job.number if job else number),
-            job.id if job else "-",
+            (job.id or "?") if job else "-",
             _label(run.record),
             job.shape if job else _shape(run.record),
             state(run),
@@ -72,7 +72,7 @@ def state(run: Run) -> str:
         told = error.get("type", "")
         return f"{run.record['status']} ({told})" if told.isupper() else run.record["status"]
     if run.queue is None:
-        return "unfinished"
+        return "not submitted" if run.job and not run.job.id else "unfinished"
     if run.queue.state in ("PENDING", "SUSPENDED"):
         reason = run.queue.reason
         return f"{run.queue.state} ({reason})" if reason not in ("", "None") else run.queue.state

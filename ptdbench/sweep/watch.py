@@ -21,9 +21,10 @@ FIRST, LATER = 1.0, 10.0
 
 def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
     """Say what was submitted, and how to follow it and end it from any shell."""
-    arrays = list(dict.fromkeys(job.id.partition("_")[0] for job in jobs))
+    ids = [job.id for job in jobs if job.id]
+    arrays = list(dict.fromkeys(identity.partition("_")[0] for identity in ids))
     count = f"{len(jobs)} job{'s' * (len(jobs) != 1)}"
-    print(f"submitted {count}: {' '.join(job.id for job in jobs[:20])}{' ...' * (len(jobs) > 20)}")
+    print(f"submitted {count}: {' '.join(ids[:20])}{' ...' * (len(ids) > 20)}")
     print(f"status     python -m ptdbench status {sweep_directory}")
     print(f"cancel     scancel {' '.join(arrays)}")
     print(f"output     {sweep_directory}/logs", flush=True)
@@ -42,11 +43,13 @@ def follow(sweep_directory: Path) -> None:
                 if sweep.is_over:
                     break
                 time.sleep(min(LATER, max(FIRST, (time.monotonic() - started) / 30)))
-    except BaseException:
-        print(
-            f"The jobs go on. Look at them with: python -m ptdbench status {sweep_directory}",
-            file=sys.stderr,
-        )
+    except BaseException as error:
+        how = f"The jobs go on. Look at them with: python -m ptdbench status {sweep_directory}"
+        if isinstance(error, OSError):
+            problem = f"{error.filename or sweep_directory}: {error.strerror or error}; make room, and look again"
+            print(f"{problem}\n{how}", file=sys.stderr)
+            raise SystemExit(1) from None
+        print(how, file=sys.stderr)
         raise
     for run in sweep.runs:
         _show_failure(sweep_directory, run)

@@ -23,7 +23,7 @@ from ptdbench.measure.hardware import environment
 from ptdbench.measure.products import Shape
 from ptdbench.measure.soundness import Finding
 from ptdbench.problems import Problem, at_least, require
-from ptdbench.records.store import write_json
+from ptdbench.records.files import write_json
 from ptdbench.workloads import collectives, matmul, point_to_point
 from ptdbench.workloads.collectives import Collectives
 from ptdbench.workloads.hello import Hello
