@@ -121,7 +121,7 @@ class TestSweep:
             assert {rank["local_size"] for rank in record["hello"]["ranks"]} == {asked["ranks_per_node"]}
             assert record["world_size"] == asked["nodes"] * asked["ranks_per_node"]
         assert [record["world_size"] for record in found] == [1, 2, 2, 4]
-        submitted = json.loads((sweep(tmp_path) / "jobs.json").read_text())["jobs"]
+        submitted = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
         assert len({job["id"].partition("_")[0] for job in submitted}) == 4
 
     def test_a_failure_on_the_first_and_on_the_last_rank_ends_its_own_job_only(self, run, tmp_path):
@@ -166,7 +166,7 @@ class TestWithoutWaiting:
     def test_a_job_that_is_cancelled(self, run, tmp_path):
         done = run(*TRAIN, *TOY, "train.steps=1000000", "train.max_minutes=null", "cluster.submit=detach")
         assert done.returncode == 0, done.stderr
-        (job,) = json.loads((sweep(tmp_path) / "jobs.json").read_text())["jobs"]
+        (job,) = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
         progress = sweep(tmp_path) / job["directory"] / "progress.json"
 
         def status() -> Done:

@@ -33,7 +33,7 @@ def submitted(cwd: Path, env: dict[str, str], *options: str) -> tuple[str, Path]
     command = [sys.executable, str(ROOT / "train.py"), *RUN, "cluster.submit=detach", *options]
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    (job,) = json.loads((cwd / "sweep" / "jobs.json").read_text())["jobs"]
+    (job,) = json.loads((cwd / "sweep" / "sweep.json").read_text())["jobs"]
     directory = cwd / "sweep" / job["directory"]
     until(lambda: list(directory.glob("checkpoints/step-????????/manifest.json")))
     return job["id"], directory

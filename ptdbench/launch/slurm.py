@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 
+from ptdbench.launch import hostlist
+
 #: Seconds that a command may take. A busy controller answers late; one that is down makes some commands wait for ever.
 PATIENCE = 30
 
@@ -172,12 +174,18 @@ def submit(script: str) -> str:
     return told.partition(";")[0]  # the cluster's name may follow
 
 
-def cancel(job_ids: Iterable[str] = (), names: Iterable[str] = ()) -> None:
+def cancel(job_ids: Iterable[str]) -> None:
     """End jobs, wherever they stand; those that have ended stay as they are. Raises SlurmError."""
     if ids := list(job_ids):
         _run("scancel", "--quiet", *ids)
-    for name in names:
-        _run("scancel", "--quiet", f"--name={name}")
+
+
+def cancel_named(names: Iterable[str]) -> list[str]:
+    """End the jobs that bear these names; returns the ids of those that had not ended. Raises SlurmError."""
+    # Not by scancel's --name: it leaves an array that never began without elements (22.05).
+    states = [state for elements in named(names).values() for state in elements.values() if not state.is_over]
+    cancel(sorted({_job(state.id) for state in states}))
+    return [state.id for state in states]
 
 
 def unheeded(environ: Mapping[str, str]) -> list[str]:
@@ -254,11 +262,17 @@ def _keeps_accounts() -> bool:
 def _states(lines: str, asked: set[str]) -> Iterator[tuple[str, JobState]]:
     """The answer about the jobs that were asked for, from lines of id, state, time, nodes and reason."""
     for line in lines.splitlines():
-        identity, state, elapsed, nodes, reason = line.split("|", 4)
-        if (identity in asked or _job(identity) in asked) and "[" not in identity:
-            state = state.split()[0]  # sacct says "CANCELLED by 1000"
-            nodes = "" if nodes in ("None assigned", "(null)") else nodes
-            yield identity, JobState(identity, state, _seconds(elapsed), nodes, "" if reason == "None" else reason)
+        listed, state, elapsed, nodes, reason = line.split("|", 4)
+        for identity in _elements(listed):
+            if identity in asked or _job(identity) in asked:
+                state = state.split()[0]  # sacct says "CANCELLED by 1000"
+                nodes = "" if nodes in ("None assigned", "(null)") else nodes
+                yield identity, JobState(identity, state, _seconds(elapsed), nodes, "" if reason == "None" else reason)
+
+
+def _elements(listed: str) -> list[str]:
+    """``7_[0-2,5%4]``, elements of an array that never began, are ``7_0``, ``7_1``, ``7_2`` and ``7_5``."""
+    return hostlist.expand(re.sub(r"%\d+", "", listed)) if "[" in listed and "..." not in listed else [listed]
 
 
 def _job(identity: str) -> str:

@@ -75,15 +75,22 @@ def appear(path: Path, fill: Callable[[Path, Path], None]) -> bool:
     try:
         folder.mkdir(parents=True)
         fill(folder, path)
-        folder.rename(path)  # refused where somebody else's is there: none is ever empty
-    except BaseException as error:
-        with suppress(OSError):
+        return _renamed(folder, path)
+    finally:
+        if folder.exists():
             for file in folder.iterdir():
                 file.unlink()
-        with suppress(OSError):
+        with suppress(OSError):  # not empty: it has become what was asked for, or others have put something there
             for empty in [folder, *made]:
                 empty.rmdir()
-        if isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+
+
+def _renamed(folder: Path, path: Path) -> bool:
+    """Whether a folder could get its name: it is refused where somebody else's is, as none is ever empty."""
+    try:
+        folder.rename(path)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             return False
         raise
     return True

@@ -198,7 +198,7 @@ class SlurmLauncher(_Launcher):
                 with local.deferred():  # a signal in the middle of it would leave jobs that nobody knows
                     submitted += self._submit(sweep_directory, name, array)
         except BaseException as error:
-            _take_back(names, len(submitted))
+            _take_back(names)
             _write_off(sweep_directory, jobs, error)
             if isinstance(error, SlurmError):
                 raise _not_submitted(jobs[0], error) from None
@@ -241,12 +241,11 @@ def _label(array: Sequence[_Job]) -> str:
     return array[0].request.label if len(array) == 1 else "sweep"
 
 
-def _take_back(names: Sequence[str], known: int) -> None:
+def _take_back(names: Sequence[str]) -> None:
     """End what SLURM may have taken, by name: it may have taken an array without being able to say so."""
     try:
-        slurm.cancel(names=names)
-        if known:
-            print(f"{known} job{'s' * (known != 1)} that SLURM had taken already: cancelled", file=sys.stderr)
+        if cancelled := slurm.cancel_named(names):
+            print(f"cancelled what SLURM had taken already: {' '.join(cancelled)}", file=sys.stderr)
     except SlurmError as error:
         told = f"SLURM may have jobs of this command: {error}; look with squeue --name={','.join(names)}"
         print(told, file=sys.stderr)

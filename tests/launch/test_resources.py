@@ -17,7 +17,7 @@ from ptdbench import config
 from ptdbench.compose import compose_all
 from ptdbench.config import Slurm
 from ptdbench.launch import slurm as commands
-from ptdbench.launch.resources import Shape, check, flags, script, setup_lines, shape
+from ptdbench.launch.resources import Output, Shape, check, flags, script, setup_lines, shape
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import ConfigError
 from tests.conftest import ROOT, composed
@@ -358,7 +358,7 @@ class TestScript:
     def test_a_script_that_a_person_can_read(self):
         cluster = asked(partition="gpu", exclusive=True, srun_args=["--cpu-bind=cores"], setup=["ulimit -l unlimited"])
         command = ["python", "train.py", "model=gpt_small"]
-        assert script(cluster, Shape(4, 8, 8, 12), "gpt_small ddp", command, "logs/%j.log") == (
+        assert script(cluster, Shape(4, 8, 8, 12), "gpt_small ddp", command, Output("logs/%j.log")) == (
             "#!/bin/bash\n"
             "# 4 nodes x 8 ranks\n"
             "#SBATCH --job-name='gpt_small ddp'\n"
@@ -405,7 +405,7 @@ class TestRealSlurm:
         cluster, known = asked(**options), commands.partitions()
         where = shape(cluster, "auto", every, known)
         assert check(cluster, where, known) == []
-        assert " to start at " in commands.test(flags(cluster, where, "accepted"))
+        assert " to start at " in commands.test(script(cluster, where, "accepted", ["true"], Output("log")))
 
     @pytest.mark.parametrize(
         "options",
@@ -421,7 +421,7 @@ class TestRealSlurm:
         cluster, known = asked(**options), commands.partitions()
         where = shape(cluster, "auto", every, known)
         with pytest.raises(SlurmError):
-            commands.test(flags(cluster, where, "refused"))
+            commands.test(script(cluster, where, "refused", ["true"], Output("log")))
         assert len(check(cluster, where, known)) == 1
 
     def submit(self, text: str, slurm: dict[str, str]) -> commands.JobState:
@@ -439,7 +439,9 @@ class TestRealSlurm:
         program = "import os, sys; print(os.environ['SLURM_PROCID'], os.environ['OMP_NUM_THREADS'], sys.argv[1:])"
         cluster = asked(nodes=2, cpus_per_rank=2, extra={"comment": """it's #1 "of" a \\ kind"""})
         where = shape(cluster, "auto", every, commands.partitions())
-        text = script(cluster, where, "two words", [sys.executable, "-c", program, *words], f"{tmp_path}/a log %j")
+        text = script(
+            cluster, where, "two words", [sys.executable, "-c", program, *words], Output(f"{tmp_path}/a log %j")
+        )
         state = self.submit(text, slurm)
         (log,) = tmp_path.glob("a log *")
         assert state.state == "COMPLETED", log.read_text()
@@ -452,7 +454,7 @@ class TestRealSlurm:
     def test_a_rank_that_fails_ends_the_job(self, slurm, tmp_path):
         command = ["sh", "-c", "[ $SLURM_PROCID = 1 ] && exit 3; sleep 600"]
         where = shape(asked(), "auto", every, commands.partitions())
-        text = script(asked(time_minutes=5), where, "one fails", command, f"{tmp_path}/log")
+        text = script(asked(time_minutes=5), where, "one fails", command, Output(f"{tmp_path}/log"))
         state = self.submit(text, slurm)
         assert (state.state, state.reason) == ("FAILED", "NonZeroExitCode")
 

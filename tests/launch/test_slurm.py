@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from secrets import token_hex
 
 import pytest
 
@@ -45,6 +46,12 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
         script.chmod(0o755)
 
     return make
+
+
+def script(**flags: object) -> str:
+    """A script that does nothing, with these flags."""
+    lines = "".join(f"#SBATCH {word}\n" for word in commands.options(flags))  # type: ignore[arg-type]
+    return f"#!/bin/sh\n{lines}true\n"
 
 
 def when(job: str, reached: Callable[[JobState], bool]) -> JobState:
@@ -94,7 +101,7 @@ class TestWithoutSlurm:
         [
             ("sinfo", commands.partitions),
             ("squeue", lambda: commands.queue(["1"])),
-            ("sbatch", lambda: commands.test({"nodes": 1})),
+            ("sbatch", lambda: commands.test(script())),
             ("scancel", lambda: commands.cancel(["1"])),
         ],
     )
@@ -204,7 +211,7 @@ class TestRealSlurm:
         assert job in commands.queue([job])
 
     def test_a_job_that_would_be_accepted(self, submit):
-        sentence = commands.test({"nodes": 2, "ntasks_per_node": 2, "gpus_per_node": 2, "exclusive": True})
+        sentence = commands.test(script(nodes=2, ntasks_per_node=2, gpus_per_node=2, exclusive=True))
         assert sentence.startswith("Job ")
         assert "on nodes n[1-2] in partition debug" in sentence
 
@@ -219,12 +226,36 @@ class TestRealSlurm:
     )
     def test_what_slurm_refuses_it_says_in_its_own_words(self, submit, flags, words):
         with pytest.raises(SlurmError) as caught:
-            commands.test(flags)
+            commands.test(script(**flags))
         assert str(caught.value).splitlines()[0] == words
+
+    def test_a_job_is_submitted_and_found_by_its_name(self, submit):
+        alone, array = (f"ptdbench-test-{token_hex(4)}" for _ in range(2))
+        job = commands.submit(script(job_name=alone, hold=True, output="/dev/null"))
+        elements = commands.submit(script(job_name=array, hold=True, output="/dev/null", array="0-2"))
+        try:
+            found = commands.named([alone, array, "ptdbench-nobody"])
+            assert {name: set(states) for name, states in found.items()} == {alone: {None}, array: {0, 1, 2}}
+            assert (found[alone][None].id, found[array][2].id) == (job, f"{elements}_2")
+            assert found[array][1].state == "PENDING"
+        finally:
+            cancelled = commands.cancel_named([alone, array, "ptdbench-nobody"])
+        assert set(cancelled) == {job, *(f"{elements}_{number}" for number in range(3))}
+        assert {when(identity, lambda state: state.is_over).state for identity in (job, f"{elements}_1")} == {
+            "CANCELLED"
+        }
+
+    def test_what_a_shell_says_to_sbatch_does_not_count(self, submit, monkeypatch):
+        for name, value in {"SBATCH_PARTITION": "nope", "SBATCH_ARRAY_INX": "0-5", "SLURM_NNODES": "7"}.items():
+            monkeypatch.setenv(name, value)
+        assert "in partition debug" in commands.test(script(nodes=1))
+        assert commands.unheeded({"SBATCH_PARTITION": "nope", "SBATCH_WCKEY": "x", "SLURM_CONF": "y"}) == [
+            "SBATCH_PARTITION=nope"
+        ]
 
     def test_testing_submits_nothing(self, submit, slurm):
         name = "only-a-test"
-        commands.test({"job_name": name})
+        commands.test(script(job_name=name))
         words = ["squeue", "--noheader", "--states=all", f"--name={name}"]
         assert subprocess.run(words, env=slurm, check=True, stdout=subprocess.PIPE, text=True).stdout == ""
 
@@ -262,7 +293,7 @@ class TestRealSlurm:
         array = submit("true", "--hold", "--array=0-999")
         asked = []
         run = commands._run
-        monkeypatch.setattr(commands, "_run", lambda *words: asked.append(words) or run(*words))
+        monkeypatch.setattr(commands, "_run", lambda *words, **told: asked.append(words) or run(*words, **told))
         found = commands.queue([f"{array}_{index}" for index in range(1000)])
         assert len(found) == 1000
         assert {job.state for job in found.values()} == {"PENDING"}

@@ -119,14 +119,22 @@ def test_a_sweep_without_results_has_none(tmp_path):
     assert read_results(tmp_path) == []
 
 
-def test_a_directory_is_given_once(tmp_path):
-    claimed = [claim_directory(tmp_path / "sweep", "run") for _ in range(3)]
+def first_file(folder: Path, directory: Path) -> None:
+    (folder / "first").write_text(directory.name)
+
+
+def claim(parent: Path, name: str, option: str = "hydra.run.dir") -> Path:
+    return claim_directory(parent, name, option, first_file)
+
+
+def test_a_directory_is_given_once_and_appears_with_its_first_file(tmp_path):
+    claimed = [claim(tmp_path / "sweep", "run") for _ in range(3)]
     assert [path.name for path in claimed] == ["run", "run-2", "run-3"]
-    assert all(path.is_dir() for path in claimed)
+    assert [(path / "first").read_text() for path in claimed] == ["run", "run-2", "run-3"]
 
 
 def claim_many(parent: Path) -> list[str]:
-    return [claim_directory(parent, "run").name for _ in range(20)]
+    return [claim(parent, "run").name for _ in range(20)]
 
 
 def test_processes_do_not_share_a_directory(tmp_path):
@@ -147,22 +155,22 @@ def test_processes_do_not_share_a_directory(tmp_path):
     ],
 )
 def test_names_need_no_quoting(tmp_path, name, expected):
-    assert claim_directory(tmp_path, name) == tmp_path / expected
+    assert claim(tmp_path, name) == tmp_path / expected
 
 
 def test_a_parent_that_cannot_be_written_is_one_clear_problem(tmp_path):
     (tmp_path / "file").write_text("in the way")
     for parent in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError) as caught:
-            claim_directory(parent, "run", option="hydra.sweep.dir")
+            claim(parent, "run", option="hydra.sweep.dir")
         (problem,) = caught.value.problems
         assert problem.option == "hydra.sweep.dir"
         assert problem.value == parent
-        assert "no directory can be made" in problem.rule
+        assert "nothing can be written there" in problem.rule
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_read_only_parent_is_one_clear_problem(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*Permission denied"):
-        claim_directory(tmp_path, "run")
+        claim(tmp_path, "run")

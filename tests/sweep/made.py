@@ -22,6 +22,9 @@ CONFIG = {
     "precision": "fp32",
 }
 
+#: The name of the array in the queue.
+NAME = "ptdbench-sweep-3d737b7c"
+
 #: What a run that went well adds to its record, as far as a table of a sweep shows it.
 DONE = {
     "status": "ok",
@@ -62,6 +65,15 @@ class Directory:
             raise self.queue
         return {identity: self.queue[identity] for identity in asked if identity in self.queue}
 
+    def ask_by_name(self, names: Any) -> dict[str, dict[int | None, JobState]]:
+        """Stands in for :func:`ptdbench.launch.slurm.named`."""
+        if not (asked := set(names)):
+            return {}
+        if isinstance(self.queue, SlurmError):
+            raise self.queue
+        states = {int(identity.partition("_")[2]): state for identity, state in self.queue.items()}
+        return {NAME: dict(states)} if NAME in asked else {}
+
     def begin(self, number: int) -> Path:
         """A run that has begun, and could have been killed at any time since."""
         path = self.path / f"{number}_toy_ddp"
@@ -78,12 +90,14 @@ class Directory:
             store.append_result(self.path, written)
         return written
 
-    def submit(self, count: int) -> list[ledger.Job]:
-        """Runs 0 to ``count - 1`` are submitted as elements of job 7."""
+    def submit(self, count: int, *, known: bool = True) -> list[ledger.Job]:
+        """Runs 0 to ``count - 1`` are submitted as elements of job 7, whose id is noted down if it is ``known``."""
         jobs = [
             ledger.Job(
                 number=number,
-                id=f"7_{number}",
+                name=NAME,
+                element=number,
+                id=f"7_{number}" if known else None,
                 label="toy_ddp",
                 shape="2 nodes x 2 ranks",
                 overrides=["model=toy"],
@@ -92,7 +106,7 @@ class Directory:
             )
             for number in range(count)
         ]
-        ledger.write(self.path, jobs)
+        ledger.write(self.path, ledger.Ledger(["model=toy"], jobs))
         return jobs
 
     def tell(self, number: int, progress: Mapping[str, Any]) -> None:

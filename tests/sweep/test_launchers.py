@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -11,38 +12,36 @@ import pytest
 from hydra.core.plugins import Plugins
 
 from ptdbench.compose import compose_all
-from ptdbench.launch import slurm
-from ptdbench.launch.slurm import Partition
-from ptdbench.sweep import launchers, requests
+from ptdbench.launch import local, slurm
+from ptdbench.launch.slurm import Partition, SlurmError
+from ptdbench.problems import ConfigError
+from ptdbench.records import store
+from ptdbench.sweep import launchers, ledger, requests
+from ptdbench.sweep.launchers import Agenda
+from ptdbench.sweep.submission import arrays
 from tests.conftest import ROOT
 
 
 @pytest.fixture
-def jobs(monkeypatch):
-    """The jobs of a command line, as a launcher gets them."""
+def asked(monkeypatch):
+    """The runs of a command line, as a launcher gets them."""
     monkeypatch.setattr(slurm, "available", lambda: True)
     monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 4, 60, (0,), 4)])
 
     def make(*overrides):
         found = compose_all(ROOT / "conf", "config", ["cluster=slurm", "model=toy", *overrides], multirun=True)
-        asked = requests.of_cluster(found.jobs, found.overrides)
-        return [launchers._Job(number, request, [], str(number)) for number, request in enumerate(asked)]
+        return requests.of_cluster(found.jobs, found.overrides)
 
     return make
 
 
-def arrays(jobs):
-    """The numbers of the jobs of each array."""
-    return [[job.number for job in array] for array in launchers._by_shape(jobs)]
-
-
 class TestArrays:
-    def test_jobs_of_one_shape_share_one_wherever_they_stand(self, jobs):
-        assert arrays(jobs("cluster.nodes=1,2", "parallel=ddp,fsdp")) == [[0, 1], [2, 3]]
-        assert arrays(jobs("parallel=ddp,fsdp", "cluster.nodes=1,2")) == [[0, 2], [1, 3]]
+    def test_jobs_of_one_shape_share_one_wherever_they_stand(self, asked):
+        assert arrays(asked("cluster.nodes=1,2", "parallel=ddp,fsdp")) == [[0, 1], [2, 3]]
+        assert arrays(asked("parallel=ddp,fsdp", "cluster.nodes=1,2")) == [[0, 2], [1, 3]]
 
-    def test_a_shape_is_said_or_found(self, jobs):
-        assert arrays(jobs("cluster.ranks_per_node=auto,2")) == [[0, 1]]  # two, where there is no GPU
+    def test_a_shape_is_said_or_found(self, asked):
+        assert arrays(asked("cluster.ranks_per_node=auto,2")) == [[0, 1]]  # two, where there is no GPU
 
     @pytest.mark.parametrize(
         "override",
@@ -55,33 +54,121 @@ class TestArrays:
             "+cluster.extra.nice=1,2",
         ],
     )
-    def test_what_is_told_otherwise_needs_another(self, jobs, override):
-        assert arrays(jobs(override)) == [[0], [1]]
+    def test_what_is_told_otherwise_needs_another(self, asked, override):
+        assert arrays(asked(override)) == [[0], [1]]
 
 
-class TestEnvironment:
-    def test_a_job_learns_nothing_of_the_job_that_submits_it(self, monkeypatch):
-        """From a shell on a node: its step's and its launcher's variables describe a job that the new one is not."""
-        for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_ID", "SBATCH_PARTITION"):
-            monkeypatch.setenv(name, "stale")
-        for name in ("SLURM_CONF", "SLURM_CLUSTERS", "MY_OWN"):
-            monkeypatch.setenv(name, "mine")
-        with launchers._own_environment():
-            inherited = dict(os.environ)
-        assert {name for name, value in inherited.items() if value == "mine"} == {
-            "SLURM_CONF", "SLURM_CLUSTERS", "MY_OWN",
-        }  # fmt: skip
-        assert not {"SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_ID"} & inherited.keys()
-        assert os.environ["SLURM_JOB_ID"] == "stale"  # and the submitting process keeps its own
+class TestAgenda:
+    TEMPLATE = "${hydra.job.num}_${workload.label}"
+
+    def test_a_run_appears_together_with_its_record(self, asked, tmp_path):
+        agenda = Agenda(asked("seed=0,1"))
+        job = agenda.open(tmp_path / "sweep", self.TEMPLATE, 1, ["seed=1"])
+        assert (job.number, job.subdirectory) == (1, "1_toy_ddp")
+        (path,) = (tmp_path / "sweep").rglob("*.*")
+        written = json.loads(path.read_text())
+        assert (path.name, written["overrides"], written["error"]["type"]) == ("record.json", ["seed=1"], "Unfinished")
+
+    def test_a_run_that_is_refused_is_a_row_and_not_carried_out(self, asked, tmp_path):
+        agenda = Agenda(asked("train.global_batch=15,16"))
+        assert agenda.open(tmp_path, self.TEMPLATE, 0, []) is None
+        (row,) = store.read_results(tmp_path)
+        assert (row["status"], row["error"]["type"]) == ("failed", "ConfigError")
+
+    def test_what_is_done_or_queued_or_not_meant_is_left_alone(self, asked, tmp_path):
+        runs = asked("seed=0,1,2")
+        Agenda(runs).open(tmp_path, self.TEMPLATE, 0, [])
+        done = store.load_record(tmp_path / "0_toy_ddp") | {"status": "ok", "error": None}
+        store.write_record(tmp_path / "0_toy_ddp", done)
+        agenda = Agenda(runs, queued=frozenset({"1_toy_ddp"}))
+        opened = [agenda.open(tmp_path, self.TEMPLATE, number, []) for number in range(3)]
+        assert [job and job.number for job in opened] == [None, None, 2]
+        assert store.load_record(tmp_path / "0_toy_ddp") == done
+        only = Agenda(runs, only="1_toy_ddp")
+        assert [bool(only.open(tmp_path, self.TEMPLATE, number, [])) for number in range(3)] == [False, True, False]
+
+    def test_with_more_time_a_run_that_is_done_remains_done(self, asked, tmp_path):
+        Agenda(asked("cluster.time_minutes=1")).open(tmp_path, self.TEMPLATE, 0, [])
+        done = store.load_record(tmp_path / "0_toy_ddp") | {"status": "ok", "error": None}
+        store.write_record(tmp_path / "0_toy_ddp", done)
+        assert Agenda(asked("cluster.time_minutes=50")).open(tmp_path, self.TEMPLATE, 0, []) is None
+        assert Agenda(asked("cluster.nodes=2")).open(tmp_path, self.TEMPLATE, 0, []) is not None
+
+
+class TestSubmission:
+    """A SLURM that answers as a test wants; what is noted down when, and what is taken back."""
+
+    @pytest.fixture
+    def launch(self, asked, tmp_path, monkeypatch):
+        cancelled = []
+        monkeypatch.setattr(slurm, "cancel_named", lambda names: cancelled.extend(names) or ["101"])
+        monkeypatch.setattr(launchers.SlurmLauncher, "_task", lambda self, environment: print)
+
+        def it(answer, *overrides):
+            monkeypatch.setattr(slurm, "submit", answer)
+            runs = asked("cluster.nodes=1,2,4", *overrides)
+            agenda = Agenda(runs)
+            jobs = [agenda.open(tmp_path, TestAgenda.TEMPLATE, number, []) for number in range(len(runs))]
+            launchers.SlurmLauncher(submitit_folder=str(tmp_path))._run(tmp_path, jobs)
+
+        it.cancelled = cancelled
+        return it
+
+    def test_every_job_is_noted_down_before_and_after_it_is_submitted(self, launch, tmp_path):
+        seen = []
+
+        def answer(script):
+            seen.append([job.id for job in ledger.read(tmp_path).jobs])
+            return str(100 + len(seen))
+
+        launch(answer)
+        assert seen == [[None], ["101", None], ["101", "102", None]]
+        noted = ledger.read(tmp_path).jobs
+        assert [job.id for job in noted] == ["101", "102", "103"]
+        assert len({job.name for job in noted}) == 3
+        assert [(tmp_path / "logs" / id / f"{id}_submitted.pkl").exists() for id in ("101", "102", "103")] == [True] * 3
+        assert launch.cancelled == []
+
+    def test_a_refusal_takes_back_what_was_submitted_and_says_so_in_the_records(self, launch, tmp_path, capsys):
+        answers = iter(["101"])
+
+        def answer(script):
+            if found := next(answers, None):
+                return found
+            raise SlurmError("Job violates accounting/QOS policy")
+
+        (tmp_path / "thesis.txt").write_text("mine")
+        with pytest.raises(ConfigError, match="nothing was submitted: Job violates accounting/QOS policy"):
+            launch(answer)
+        assert launch.cancelled == [f"ptdbench-toy_ddp-{name.rpartition('-')[2]}" for name in launch.cancelled]
+        assert len(launch.cancelled) == 3  # by name: SLURM may have taken one without an answer
+        assert "cancelled what SLURM had taken already: 101" in capsys.readouterr().err
+        rows = store.read_results(tmp_path)
+        assert {row["error"]["type"] for row in rows} == {"NotSubmitted"}
+        assert len(rows) == 3
+        assert (tmp_path / "thesis.txt").read_text() == "mine"
+        assert not list((tmp_path / "logs").glob("*.pkl"))
+
+    def test_a_signal_in_the_middle_of_a_submission_waits_for_the_answer(self, launch, tmp_path):
+        def answer(script):
+            os.kill(os.getpid(), signal.SIGINT)
+            return "101"
+
+        with pytest.raises(local.Stopped):
+            launch(answer)
+        assert ledger.read(tmp_path).jobs[0].id == "101"
+        assert len(launch.cancelled) == 3
 
 
 def test_hydra_finds_these_under_the_names_of_the_plugins(monkeypatch):
     plugins = Plugins.instance()
     monkeypatch.setattr(plugins, "class_name_to_class", dict(plugins.class_name_to_class))
-    launchers.install([])
+    launchers.install(Agenda())
     module = "hydra_plugins.hydra_submitit_launcher.submitit_launcher"
     assert plugins.class_name_to_class[f"{module}.SlurmLauncher"] is launchers.SlurmLauncher
     assert plugins.class_name_to_class[f"{module}.LocalLauncher"] is launchers.LocalLauncher
+    basic = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+    assert plugins.class_name_to_class[basic] is launchers.OneAfterTheOther
 
 
 @pytest.mark.ranks

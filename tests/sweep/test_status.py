@@ -9,7 +9,7 @@ import pytest
 
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import record, store
-from ptdbench.sweep import status
+from ptdbench.sweep import status, view
 from tests.sweep.made import CONFIG, DONE, failure, state
 
 #: What a run adds to its record that was asked to end.
@@ -137,9 +137,25 @@ class TestSubmitted:
         assert (run.record["status"], run.record["error"]["type"]) == ("failed", "RuntimeError")
         assert (run.record["error"]["rank"], "Traceback" in run.record["error"]["traceback"]) == (1, True)
 
+    def test_a_job_whose_id_nobody_wrote_down_is_found_by_its_name(self, sweep):
+        sweep.submit(2, known=False)
+        sweep.says(_0="RUNNING n1", _1="FAILED")
+        going, ended = status.look(sweep.path).runs
+        assert (going.job.id, going.queue.state, going.is_over) == ("7_0", "RUNNING", False)
+        assert (ended.job.id, ended.is_over, ended.record["error"]["type"]) == ("7_1", True, "FAILED")
+        assert ended.record["error"]["message"].startswith("SLURM ended job 7_1: FAILED")
+
+    def test_a_job_that_slurm_does_not_know_by_its_name_was_not_submitted(self, sweep):
+        sweep.submit(1, known=False)
+        sweep.says()
+        (run,) = status.look(sweep.path).runs
+        assert (run.job.id, run.queue, run.is_over) == (None, None, False)
+        assert view.state(run) == "not submitted"
+        assert sweep.results() == []  # it may be on its way
+
     def test_a_run_that_was_refused_has_no_job_and_its_place_among_the_others(self, sweep):
         refused, *jobs = sweep.submit(3)
-        status.ledger.write(sweep.path, jobs)
+        status.ledger.write(sweep.path, status.ledger.Ledger([], jobs))
         sweep.end(0, **failure(rank=-1, kind="ConfigError"))
         sweep.says(_1="PENDING", _2="PENDING")
         seen = status.look(sweep.path).runs
