@@ -143,7 +143,7 @@ def test_a_rehearsal_changes_nothing_else(tmp_path, name):
 
 
 def rehearsed(directory: Path, composed: DictConfig) -> list[int]:
-    """How often a run rehearses that saves nothing, one that does, and one that goes on from there and saves nothing."""
+    """How often a run rehearses that saves nothing, one that saves, and one that goes on from there without saving."""
     found = []
     for every, steps, resume in ((None, 2, None), (2, 2, None), (None, 3, str(directory))):
         for name, value in {"checkpoint.every_steps": every, "train.steps": steps, "resume": resume}.items():
