@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import threading
 import time
@@ -134,15 +133,22 @@ class Saver:
             return
         self.saved.append(step)
         self.best = step if is_best else self.best
-        try:
-            self._on_rank_0(self._tidy)
-        except Exception as error:
-            self.problems.append(f"step {step}: saved, but older checkpoints could not be deleted: {error}")
+        self._tidy(step, "the best checkpoint could not be marked", self._mark_best)
+        self._tidy(
+            step,
+            "older checkpoints could not be deleted",
+            lambda: shelf.prune(self._run_directory, self._keep, self.best),
+        )
 
-    def _tidy(self) -> None:
+    def _tidy(self, step: int, fault: str, task: Callable[[], object]) -> None:
+        try:
+            self._on_rank_0(task)
+        except Exception as error:
+            self.problems.append(f"step {step}: saved, but {fault}: {error}")
+
+    def _mark_best(self) -> None:
         if self.best is not None:
             shelf.mark_best(self._run_directory, self.best)
-        shelf.prune(self._run_directory, self._keep, self.best)
 
     def _write(self, step: int, prepared: Future[tuple[dict[str, Tensor], Facts]], model: Mapping[str, Any]) -> None:
         """From tensors to a checkpoint that counts; where one rank fails all do, and nothing is left.
@@ -162,7 +168,8 @@ class Saver:
             self._on_rank_0(lambda: _finish(partial, written))
         except _Failed:  # here nobody writes any more
             if self._rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+                with suppress(OSError):  # the next start has another try
+                    shelf.discard(partial)
             raise
 
     def _on_rank_0(self, task: Callable[[], object]) -> None:

@@ -1,10 +1,17 @@
-"""A data set that comes as an archive: fetched and unpacked once, by one process, whole or not at all."""
+"""A data set that comes as an archive: fetched and unpacked once, by one process, whole or not at all.
+
+The folder that holds it may be a person's, with more in it: no file is overwritten or deleted, and one that was changed
+is kept beside the right one.
+"""
 
 from __future__ import annotations
 
+import itertools
+import os
 import platform
 import shutil
-from collections.abc import Iterator, Sequence
+import tarfile
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
@@ -12,11 +19,12 @@ from pathlib import Path
 
 from ptdbench.data.lock import alone
 from ptdbench.problems import ConfigError, Problem
+from ptdbench.removal import remove
 
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive that holds one folder of files, all of them known by their MD5.
+    """A tar archive that holds one folder of files, all of them known by their MD5.
 
     The problems that it raises are those of an option ``root``, beside which there is one ``download``.
 
@@ -26,7 +34,7 @@ class Archive:
         md5: MD5 of the archive, in hexadecimal digits.
         url: Where it can be had.
         folder: Name of the folder in it.
-        files: Name and MD5 of each file in the folder that is needed.
+        files: Name and MD5 of each file in the folder that is needed; no others are unpacked.
     """
 
     root: Path
@@ -79,7 +87,7 @@ class Archive:
     def _download(self, archive: Path) -> None:
         from torchvision.datasets.utils import download_url
 
-        with _scratch(archive) as scratch:
+        with _scratch(archive, {self.name}) as scratch:
             try:
                 download_url(self.url, str(scratch), self.name, self.md5)
             except (OSError, RuntimeError, HTTPException) as error:  # RuntimeError: the MD5 is another
@@ -89,22 +97,31 @@ class Archive:
             (scratch / self.name).replace(archive)
 
     def _unpack(self) -> None:
-        from torchvision.datasets.utils import extract_archive
-
         target = self.root / self.folder
-        with _scratch(target) as scratch:
-            extract_archive(str(self.root / self.name), str(scratch))
+        with _scratch(target, {name for name, _ in self.files}) as scratch:
+            self._extract(scratch)
             # A lock may not reach other hosts of a network file system, and one of them may have been faster.
             if self.is_unpacked():
                 return
-            if target.exists():
-                target.rename(scratch / "broken")
-            (scratch / self.folder).rename(target)
+            if not os.path.lexists(target):
+                scratch.rename(target)
+                return
+            for name, md5 in self.files:
+                if not _is_whole(target / name, md5):
+                    _keep_aside(target / name)
+                    (scratch / name).rename(target / name)
+
+    def _extract(self, folder: Path) -> None:
+        """Put the files into ``folder``."""
+        names = {f"{self.folder}/{name}": name for name, _ in self.files}
+        with tarfile.open(self.root / self.name) as archive:
+            for member in archive:
+                if member.name in names and (content := archive.extractfile(member)):
+                    with (folder / names[member.name]).open("xb") as file:
+                        shutil.copyfileobj(content, file)
 
     def _holds_all(self, folder: Path) -> bool:
-        from torchvision.datasets.utils import check_integrity
-
-        return all(check_integrity(folder / name, md5) for name, md5 in self.files)
+        return all(_is_whole(folder / name, md5) for name, md5 in self.files)
 
     def _absent(self) -> Problem:
         broken = (self.root / self.folder).exists()
@@ -123,22 +140,38 @@ class Archive:
 _DOWNLOAD = "give data.download=true"
 
 
-@contextmanager
-def _scratch(target: Path) -> Iterator[Path]:
-    """An empty folder beside ``target``, which is gone afterwards.
+def _is_whole(path: Path, md5: str) -> bool:
+    from torchvision.datasets.utils import check_integrity
 
-    The caller holds the lock, and the folder carries the host's name, as the lock may not reach other hosts: so what
-    is found there was left by a process of this host that was killed.
+    return check_integrity(path, md5)
+
+
+def _keep_aside(path: Path) -> None:
+    """Give a file, if there is one, a name that is free."""
+    if os.path.lexists(path):
+        others = (path.with_name(f"{path.name}.broken{number or ''}") for number in itertools.count())
+        path.rename(next(other for other in others if not os.path.lexists(other)))
+
+
+@contextmanager
+def _scratch(target: Path, names: Collection[str]) -> Iterator[Path]:
+    """An empty folder beside ``target`` for files of these names, which is gone afterwards.
+
+    The caller holds the lock, and the folder carries the host's name, as the lock may not reach other hosts: so files
+    of these names that are found there were left by a process of this host that was killed.
+
+    Raises:
+        FileExistsError: Something else is there.
     """
     folder = target.with_name(f"{target.name}.{platform.node()}.partial")
-    _remove(folder)
+    _remove(folder, names)
     folder.mkdir()
     try:
         yield folder
     finally:
-        _remove(folder)
+        _remove(folder, names)
 
 
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+def _remove(folder: Path, names: Collection[str]) -> None:
+    if os.path.lexists(folder):
+        remove(folder, names.__contains__)

@@ -25,11 +25,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ptdbench.data.lock import alone
+from ptdbench.removal import in_the_way
 
 HEADER_BYTES = 4096  # a page, so that the tokens begin on one
 
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
+_FORMAT = b"ptdbench tokens "
 _FIGURES = re.compile(rb'"bytes": (\d+), "digest": "([0-9a-f]{64})"\}\n')
 
 
@@ -98,12 +100,20 @@ def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable
 
     The caller holds the lock. It may not reach other hosts of a network file system, so the unfinished file
     carries the host's name; what a killed writer left is overwritten by the next one on that host.
+
+    Raises:
+        FileExistsError: A file that no writer of tokens has left is in its place; it stays.
+        OSError: It cannot be written.
     """
     dtype = _on_disk(dtype)
     partial = path.with_name(f"{path.name}.{platform.node()}.partial")
+    for place in (path, partial):
+        if os.path.lexists(place) and not _is_ours(place):
+            raise in_the_way(place)
     text_bytes, digest = 0, hashlib.sha256()
+    unfinished = partial.open("wb")
     try:
-        with partial.open("wb") as file:
+        with unfinished as file:
             file.seek(HEADER_BYTES)  # the header names figures that are known at the end
             for piece in pieces:
                 content = piece.tokens.astype(dtype, casting="safe", copy=False).tobytes()
@@ -120,10 +130,19 @@ def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable
         partial.unlink(missing_ok=True)
 
 
+def _is_ours(path: Path) -> bool:
+    """Whether a file begins as one of tokens does, whole or not: with its header, or with room for that."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(len(_FORMAT))
+    return start == _FORMAT or not start.strip(b"\0")
+
+
 def _on_disk(dtype: npt.DTypeLike) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
 
 
 def _header(dtype: np.dtype[Any], count: int, source: str, text_bytes: int, digest: str) -> bytes:
     fields = json.dumps({"dtype": dtype.str, "count": count, "source": source, "bytes": text_bytes, "digest": digest})
-    return f"ptdbench tokens 2\n{fields}\n".encode().ljust(HEADER_BYTES)
+    return (_FORMAT + f"2\n{fields}\n".encode()).ljust(HEADER_BYTES)

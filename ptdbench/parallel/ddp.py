@@ -82,7 +82,17 @@ class DDP:
                 with replica.no_sync():
                     yield
 
-        return Accumulating(replica, setting.layout.micro_batch, bracket)
+        return Accumulating(replica, setting.layout.micro_batch, bracket, backwards_until_settled(replica))
+
+
+def backwards_until_settled(replica: DistributedDataParallel) -> int:
+    """Backward passes that DDP needs to learn in which order gradients come.
+
+    The next forward pass rebuilds its buckets in that order, once and for all. DDP watches the first backward pass,
+    under ``static_graph`` the second. Where a number lies in its bucket decides in which order three or more ranks add
+    theirs, and so how the sum is rounded.
+    """
+    return 2 if replica.static_graph else 1
 
 
 def bucket_problem(bucket_mb: float) -> Problem | None:

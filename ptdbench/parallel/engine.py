@@ -71,9 +71,11 @@ class Engine(Protocol):
 
     Attributes:
         module: What this rank trains: the model, its shards or its stage.
+        rehearsals: Calls of :meth:`gradients` after which all further ones do the same operations in the same order.
     """
 
     module: nn.Module
+    rehearsals: int
 
     def gradients(self, inputs: Tensor, targets: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:
         """Forward and backward of this replica's share of a batch; leaves averaged gradients in ``.grad``.
@@ -126,11 +128,13 @@ class Accumulating:
         micro_batch: Samples of one forward and backward.
         bracket: Context of one forward and backward, told whether it is the step's last: gradients are
             communicated in the last one only.
+        rehearsals: See :class:`Engine`.
     """
 
     module: nn.Module
     micro_batch: int
     bracket: Bracket = no_bracket
+    rehearsals: int = 0
 
     def gradients(self, inputs: Tensor, targets: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:
         """See :meth:`Engine.gradients`."""

@@ -15,7 +15,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
 from ptdbench.models.protocol import FlopsUnknown, Model
-from ptdbench.parallel.ddp import bucket_problem
+from ptdbench.parallel.ddp import backwards_until_settled, bucket_problem
 from ptdbench.parallel.engine import Engine, Setting, norm_of
 from ptdbench.parallel.handover import receive, send
 from ptdbench.parallel.layout import Layout, arrange, divisors
@@ -184,6 +184,11 @@ class Pipelined:
         twins: list[Twin],
     ) -> None:
         self.module: nn.Module = stage
+        self.rehearsals = 1  # the very first pass begins with a trial, which draws random numbers too
+        if isinstance(replica, DistributedDataParallel):
+            # DDP rebuilds its buckets in the last pass of a step, and moves into them what the passes before have
+            # added up. Such gradients it divides by the number of replicas, others it multiplies by the inverse.
+            self.rehearsals = backwards_until_settled(replica) + (where.accumulation > 1)
         self._replica = replica
         self._driven = driven
         self._schedule = schedule(driven, where.microbatches, loss_fn=self._share_of_loss, scale_grads=False)

@@ -81,17 +81,17 @@ class StepLoop:
         self.update.load_scaler(scaler)
 
     def rehearse(self) -> None:
-        """Compute one step's gradients and throw them away; nothing else changes.
+        """Compute the next step's gradients as often as the engine needs, and drop them; nothing else changes.
 
-        DistributedDataParallel puts its gradients into other buckets after its first backward pass. A sum over three or
-        more ranks is rounded by where a number lies in its bucket: a run that goes on after a checkpoint would differ
-        in the last bit of its first step from one that was never interrupted.
+        The first passes of an engine may differ from all later ones: DDP rebuilds its buckets after the first backward
+        pass, under ``static_graph`` after the second. Without this, the first steps of a resumed run would differ in
+        their last bits from the same steps of a run that was not interrupted.
         """
         buffers = [buffer.clone() for buffer in self.engine.module.buffers()]
-        chance = torch.get_rng_state()
-        self.engine.gradients(*self.feed.peek(self.done), self.update.scale)
-        self.engine.module.zero_grad()
-        torch.set_rng_state(chance)
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            for _ in range(self.engine.rehearsals):
+                self.engine.gradients(*self.feed.peek(self.done), self.update.scale)
+                self.engine.module.zero_grad()
         for buffer, before in zip(self.engine.module.buffers(), buffers, strict=True):
             buffer.copy_(before)
 

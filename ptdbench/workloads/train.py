@@ -50,7 +50,7 @@ class Train:
         evaluator = Evaluator(job, loop)
         keeper = Keeper(job, loop, evaluator)
         keeper.resume()
-        if keeper.saves and job.training.layout.data > 2:
+        if keeper.saves or keeper.history.resumed_from:
             loop.rehearse()
         job.watch.lap("build")
         curves = Curves(job, loop, keeper.history, evaluator)
@@ -117,6 +117,7 @@ def assemble(job: Job) -> StepLoop:
     require(_nothing_held_out(job))
     grid = mesh.build(training.layout, job.plan.device_type)
     engine = training.engine(grid, job.device)
+    engine.module.train()
     update = Update(
         engine,
         training.optimizer(engine.module.parameters()),
@@ -143,7 +144,6 @@ def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:
 
     The garbage collector is off until the iterator ends or is closed.
     """
-    loop.engine.module.train()
     memory.reset_peak(job.device)
     wanted = job.plan.config.train.steps
     pulse = Pulse(job, wanted)

@@ -215,6 +215,30 @@ def test_what_cannot_be_deleted_is_noted(keeper, weight, tmp_path, monkeypatch):
     assert keeper.problems == [note]
 
 
+def test_what_is_a_persons_costs_no_more_than_what_it_is_in_the_way_of(keeper, weight, tmp_path):
+    keeper.save(1, weight, {}, {})
+    keeper.wait()
+    folder = tmp_path / "checkpoints"
+    (folder / "best").write_text("mine")
+    for name in ("step-00000001", "step-00000002.partial"):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "notes.txt").write_text("mine")
+    for step in (2, 3, 4, 5):
+        keeper.save(step, weight, {}, {}, is_best=step == 4)
+    keeper.wait()
+    assert keeper.saved == [1, 3, 4, 5]
+    rule = "is not from ptdbench and in its way: move it elsewhere"
+    assert keeper.problems == [
+        f"step 2: not saved: rank 0: FileExistsError: {folder}/step-00000002.partial/notes.txt {rule}",
+        f"step 4: saved, but the best checkpoint could not be marked: rank 0: FileExistsError: {folder}/best {rule}",
+        f"step 5: saved, but the best checkpoint could not be marked: rank 0: FileExistsError: {folder}/best {rule}",
+    ]
+    kept = ["best", "step-00000001", "step-00000002.partial", "step-00000004", "step-00000005"]
+    assert names(tmp_path) == kept
+    for path in (folder / "best", *(folder / name / "notes.txt" for name in kept[1:3])):
+        assert path.read_text() == "mine"
+
+
 def test_a_directory_that_cannot_be_written_is_noted(keeper, weight, tmp_path):
     (tmp_path / "checkpoints").write_text("a file stands here")
     keeper.save(1, weight, {}, {})

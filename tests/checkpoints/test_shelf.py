@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -135,6 +134,74 @@ class TestPrune:
         shelf.prune(tmp_path, 1)
         assert names(tmp_path) == ["step-00000001", "step-00000002.partial"]
 
+    @pytest.mark.parametrize("stranger", ["notes.txt", "plots/", "__9_0.distcp", "link"])
+    def test_one_that_holds_anything_of_a_persons_stays_as_it_is(self, tmp_path, stranger):
+        for step in (1, 2):
+            put(make(tmp_path, step), stranger)
+        for step in (11, 12, 13, 14):
+            make(tmp_path, step)
+        before = contents(tmp_path)
+        shelf.prune(tmp_path, 2)
+        stay = ("step-00000001", "step-00000002", "step-00000013", "step-00000014")
+        assert contents(tmp_path) == {path: held for path, held in before.items() if Path(path).parts[0] in stay}
+
+    def test_one_that_lies_elsewhere_stays(self, tmp_path):
+        """A person has moved it to another disk, and left a link."""
+        elsewhere = make(tmp_path, 1).rename(tmp_path / "elsewhere")
+        (tmp_path / "checkpoints" / "step-00000001").symlink_to(elsewhere)
+        make(tmp_path, 2)
+        before = contents(tmp_path)
+        shelf.prune(tmp_path, 1)
+        assert contents(tmp_path) == before
+
+
+def put(directory: Path, stranger: str) -> None:
+    """Something that the saver has not written; an empty folder is one too."""
+    if stranger.endswith("/"):
+        (directory / stranger).mkdir()
+    elif stranger == "link":
+        (directory / "__8_0.distcp").symlink_to("__0_0.distcp")
+    else:
+        (directory / stranger).write_text("mine")
+
+
+def contents(run_directory: Path) -> dict[str, bytes | str | None]:
+    """Every name among the checkpoints with what is there: a file's bytes, where a link leads, nothing for a folder."""
+    folder = run_directory / "checkpoints"
+
+    def held(path: Path) -> bytes | str | None:
+        return os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+
+    return {str(path.relative_to(folder)): held(path) for path in folder.rglob("*")}
+
+
+class TestBest:
+    def test_a_link_to_a_checkpoint_is_led_elsewhere(self, tmp_path):
+        for step in (1, 2):
+            make(tmp_path, step)
+            shelf.mark_best(tmp_path, step)
+        assert os.readlink(tmp_path / "checkpoints" / "best") == "step-00000002"
+        assert names(tmp_path) == ["best", "step-00000001", "step-00000002"]
+
+    @pytest.mark.parametrize("name", ["best", "best.new"])
+    @pytest.mark.parametrize("kind", ["file", "folder", "link"])
+    def test_what_is_a_persons_is_not_replaced(self, tmp_path, name, kind):
+        make(tmp_path, 1)
+        path = tmp_path / "checkpoints" / name
+        if kind == "link":
+            path.symlink_to("../mine")
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            path.write_text("mine")
+        before = contents(tmp_path)
+        with pytest.raises(FileExistsError, match=f"{name} is not from ptdbench and in its way: move it elsewhere"):
+            shelf.mark_best(tmp_path, 1)
+        assert contents(tmp_path) == before
+
+
+STRANGERS = ["notes.txt", "plots/", "link"]
+
 
 class TestSweepPartial:
     def test_what_was_not_finished_goes_and_the_rest_stays(self, tmp_path):
@@ -150,9 +217,71 @@ class TestSweepPartial:
         shelf.sweep_partial(tmp_path)
         assert shelf.newest(tmp_path).found.path == made
 
+    @pytest.mark.parametrize("stranger", STRANGERS)
+    @pytest.mark.parametrize("end", [".partial", ".deleted"])
+    def test_what_holds_anything_of_a_persons_stays_as_it_is(self, tmp_path, end, stranger):
+        folder = tmp_path / "checkpoints"
+        put(make(tmp_path, 2).rename(folder / f"step-00000002{end}"), stranger)
+        for other in (f"step-mine{end}", f"step-3{end}"):
+            (folder / other).mkdir()
+        (folder / f"step-00000004{end}").write_text("mine")
+        make(tmp_path, 5).rename(folder / f"step-00000006{end}")
+        before = {path: held for path, held in contents(tmp_path).items() if "00006" not in path}
+        shelf.sweep_partial(tmp_path)
+        assert {path: held for path, held in contents(tmp_path).items() if "00006" not in path} == before
+        assert names(tmp_path)[-2 if end == ".partial" else -1] != f"step-00000006{end}"
+
+    def test_what_was_being_written_goes(self, tmp_path):
+        partial = shelf.partial(tmp_path, 2)
+        shelf.begin(partial)
+        for name in ("__12_0.distcp", ".metadata", ".metadata.tmp", "manifest.json", ".manifest.json.0f1e2d3c.tmp"):
+            (partial / name).write_bytes(b"half")
+        shelf.sweep_partial(tmp_path)
+        assert names(tmp_path) == []
+
     def test_without_checkpoints_there_is_nothing_to_do(self, tmp_path):
         shelf.sweep_partial(tmp_path)
         assert list(tmp_path.iterdir()) == []
+
+
+class TestInTheWay:
+    """What is a person's is neither overwritten nor emptied by the next save of the same step."""
+
+    @pytest.mark.parametrize("stranger", STRANGERS)
+    def test_a_partial_one_is_not_begun_anew(self, tmp_path, stranger):
+        shelf.begin(partial := shelf.partial(tmp_path, 1))
+        (partial / "__0_0.distcp").write_bytes(b"half")
+        put(partial, stranger)
+        before = contents(tmp_path)
+        with pytest.raises(FileExistsError, match="is not from ptdbench and in its way: move it elsewhere"):
+            shelf.begin(partial)
+        assert contents(tmp_path) == before
+
+    @pytest.mark.parametrize("place", ["step-00000001", "step-00000001.deleted"])
+    def test_one_of_the_same_step_is_not_replaced(self, tmp_path, place):
+        make(tmp_path, 1)
+        (tmp_path / "checkpoints" / place).mkdir(exist_ok=True)
+        put(tmp_path / "checkpoints" / place, "notes.txt")
+        before = contents(tmp_path)
+        with pytest.raises(FileExistsError, match=r"notes.txt is not from ptdbench and in its way"):
+            make(tmp_path, 1)
+        shelf.discard(shelf.partial(tmp_path, 1))
+        assert contents(tmp_path) == before
+
+    def test_a_file_that_comes_while_a_checkpoint_is_deleted_stays(self, tmp_path, monkeypatch):
+        make(tmp_path, 1)
+        make(tmp_path, 2)
+        unlink = Path.unlink
+
+        def and_put(path: Path) -> None:
+            put(path.parent, "notes.txt")
+            unlink(path)
+
+        monkeypatch.setattr(Path, "unlink", and_put)
+        with pytest.raises(OSError, match="not empty"):
+            shelf.prune(tmp_path, 1)
+        left = "step-00000001.deleted"
+        assert {path for path in contents(tmp_path) if "00001" in path} == {left, f"{left}/notes.txt"}
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -181,11 +310,11 @@ def _after_a_tensor() -> None:
 
 
 def _while_deleting() -> None:
-    def rmtree(path: Path, **_: Any) -> None:
+    def remove(path: Path, _: Callable[[str], bool]) -> None:
         next(iter(path.iterdir())).unlink()
         die()
 
-    shutil.rmtree = rmtree
+    shelf.remove = remove
 
 
 def _between_the_renames_of_the_same_step() -> None:

@@ -14,6 +14,7 @@ import torch
 import torchvision
 from torchvision.datasets import utils
 
+from ptdbench.data.archive import Archive
 from ptdbench.data.cifar10 import Cifar10
 from ptdbench.problems import ConfigError
 from tests.data import small_cifar10
@@ -180,12 +181,18 @@ class TestPreparing:
         assert [path.stat().st_mtime_ns for path in (root, root / FOLDER)] == before
 
     @pytest.mark.parametrize("name", ["data_batch_3", "test_batch", "batches.meta"])
-    def test_replaces_a_folder_that_is_broken(self, root, name):
+    def test_mends_a_folder_that_is_broken_and_keeps_what_is_in_it(self, root, name):
         prepared(root)
-        (root / FOLDER / name).write_bytes(b"broken")
-        (root / FOLDER / "more").touch()
+        whole = names(root / FOLDER)
+        (root / FOLDER / "notes.txt").write_text("mine")
+        for content in (b"broken", b"broken again"):
+            (root / FOLDER / name).write_bytes(content)
+            prepared(root).samples(0, 1)
+        (root / FOLDER / name).unlink()
         prepared(root).samples(0, 1)
-        assert "more" not in names(root / FOLDER)
+        kept = {f"{name}.broken": b"broken", f"{name}.broken1": b"broken again", "notes.txt": b"mine"}
+        assert names(root / FOLDER) == {*whole, *kept}
+        assert {name: (root / FOLDER / name).read_bytes() for name in kept} == kept
         assert names(root) == {ARCHIVE, FOLDER, LOCK}
 
     def test_says_what_to_do_where_there_is_nothing_to_unpack(self, root):
@@ -217,32 +224,46 @@ class TestPreparing:
     def test_removes_what_a_killed_process_has_left(self, root, monkeypatch):
         monkeypatch.setattr("platform.node", lambda: "here")
         left = root / f"{FOLDER}.here.partial"
-        (left / FOLDER).mkdir(parents=True)
-        (left / FOLDER / "data_batch_1").write_bytes(b"half")
+        left.mkdir()
+        (left / "data_batch_1").write_bytes(b"half")
         prepared(root)
         assert names(root) == {ARCHIVE, FOLDER, LOCK}
 
+    @pytest.mark.parametrize("stranger", ["notes.txt", "plots/"])
+    def test_leaves_alone_what_is_a_persons(self, root, monkeypatch, stranger):
+        monkeypatch.setattr("platform.node", lambda: "here")
+        left = root / f"{FOLDER}.here.partial"
+        left.mkdir()
+        if stranger == "plots/":
+            (left / stranger).mkdir()
+        else:
+            (left / stranger).write_text("mine")
+        (left / "data_batch_1").write_bytes(b"half")
+        problem = refused_at_prepare(small(root))
+        assert f"{(left / stranger)} is not from ptdbench and in its way: move it elsewhere" in problem.rule
+        assert names(left) == {stranger.rstrip("/"), "data_batch_1"}
+
     def test_shows_no_half_unpacked_folder_and_leaves_none(self, root, monkeypatch):
-        def breaks_off(source, target):
-            Path(target, FOLDER).mkdir()
-            Path(target, FOLDER, "data_batch_1").write_bytes(b"half")
+        def breaks_off(self, folder):
+            (folder / "data_batch_1").write_bytes(b"half")
             assert not (root / FOLDER).exists()
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(utils, "extract_archive", breaks_off)
+        monkeypatch.setattr(Archive, "_extract", breaks_off)
         problem = refused_at_prepare(small(root))
         assert problem.option == "root"
         assert "No space left" in problem.rule
         assert names(root) == {ARCHIVE, LOCK}
 
     def test_takes_what_another_host_has_unpacked_in_the_meantime(self, root, monkeypatch):
-        extract = utils.extract_archive
+        extract = Archive._extract
 
-        def slowly(source, target):
-            extract(source, target)
-            extract(source, root)
+        def slowly(self, folder):
+            extract(self, folder)
+            (root / FOLDER).mkdir()
+            extract(self, root / FOLDER)
 
-        monkeypatch.setattr(utils, "extract_archive", slowly)
+        monkeypatch.setattr(Archive, "_extract", slowly)
         monkeypatch.setattr(Path, "rename", None)
         prepared(root).samples(0, 1)
         assert names(root) == {ARCHIVE, FOLDER, LOCK}
@@ -255,15 +276,15 @@ class TestPreparing:
 
 
 def unpack(root, together, log):
-    extract = utils.extract_archive
+    extract = Archive._extract
 
-    def logged(source, target):
+    def logged(self, folder):
         with log.open("a") as file:
             file.write(f"{os.getpid()}\n")
         threading.Event().wait(1)  # keep the other at the lock for a while
-        extract(source, target)
+        extract(self, folder)
 
-    utils.extract_archive = logged
+    Archive._extract = logged
     together.wait(60)
     prepared(root)
 
@@ -298,7 +319,7 @@ class TestReading:
         for read in (lambda: small(root).samples(0, 1), lambda: small(root).held_out):
             with pytest.raises(ConfigError, match="lacks files or was changed"):
                 read()
-        prepared(root)  # replaces the folder
+        prepared(root)  # puts the right ones there
         small(root).samples(0, 1)
         assert not (tmp_path / "poisoned").exists()
 

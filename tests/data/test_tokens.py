@@ -105,6 +105,22 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(path):
     assert {file.name for file in path.parent.iterdir()} == {"text.tokens", "text.tokens.lock"}
 
 
+@pytest.mark.parametrize("end", ["", ".here.partial"])
+@pytest.mark.parametrize("content", [b"my own words", b"\1" * 10_000, None])
+def test_a_file_that_is_no_writers_is_neither_overwritten_nor_deleted(path, monkeypatch, end, content):
+    monkeypatch.setattr("platform.node", lambda: "here")
+    place = path.with_name(path.name + end)
+    place.parent.mkdir(exist_ok=True)
+    mine = place.parent / "mine" if content is None else place
+    mine.write_bytes(content or b"linked to")
+    if mine != place:
+        place.symlink_to(mine)
+    with pytest.raises(FileExistsError, match=f"{place.name} is not from ptdbench and in its way: move it elsewhere"):
+        cached_tokens(path, np.uint8, "id", one_piece)
+    assert mine.read_bytes() == (content or b"linked to")
+    assert place.is_symlink() == (content is None)
+
+
 def test_a_mapped_file_survives_being_replaced(path):
     mapped = cached_tokens(path, np.uint8, "old", one_piece)
     write_tokens(path, np.uint8, "new", [piece(TEXT[::-1])])

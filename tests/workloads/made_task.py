@@ -76,10 +76,10 @@ class Reveals(Largest):
 class Net(nn.Module):
     """A chain that every strategy can lay out."""
 
-    def __init__(self, width: int = 32, blocks: int = 3, norm: bool = True) -> None:
+    def __init__(self, width: int = 32, blocks: int = 3, norm: bool = True, dropout: float = 0.0) -> None:
         super().__init__()
         self.first = nn.Linear(CLASSES, width)
-        self.blocks = nn.ModuleList(Block(width, norm) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(width, norm, dropout) for _ in range(blocks))
         self.last = Last(width)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -110,13 +110,15 @@ class Net(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, norm: bool) -> None:
+    def __init__(self, width: int, norm: bool, dropout: float) -> None:
         super().__init__()
+        self.dropout = dropout
         self.linear = nn.Linear(width, width)
         self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + F.relu(self.norm(self.linear(x)))
+        x = x + F.relu(self.norm(self.linear(x)))
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
 class Last(nn.Linear):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptdbench.workloads.train import PROBE_STEPS, _affordable
+from ptdbench.workloads.train import PROBE_STEPS, _affordable, assemble, steps
+from tests.conftest import composed
 from tests.parallel.ranks import on_ranks
+from tests.workloads.made_job import job
 
 pytestmark = pytest.mark.ranks
 
@@ -54,22 +55,11 @@ def test_all_ranks_afford_what_the_slowest_can():
 
 
 def watch_the_collector() -> tuple[list[bool], bool]:
-    from ptdbench import config, plan
-    from ptdbench.launch.watchdog import Watchdog
-    from ptdbench.launch.world import World
-    from ptdbench.measure.stopwatch import Stopwatch
-    from ptdbench.workloads.job import Job
-    from ptdbench.workloads.train import assemble, steps
-    from tests.conftest import composed
-
-    world = World(dist.get_rank(), 2, dist.get_rank(), 2, "local")
-    planned = plan.make(config.read(composed(*TOY, "train.steps=4")), world)
-    dog = Watchdog(world, dist.HashStore(), Path(), math.inf, lambda *_: None)
-    job = Job(planned, world, [], dist.HashStore(), torch.device("cpu"), Path(), Stopwatch(0.0), dog)
-    loop = assemble(job)
+    of_rank = job(Path(), composed(*TOY, "train.steps=4"))
+    loop = assemble(of_rank)
     enabled: list[bool] = []
     loop.engine.module.register_forward_pre_hook(lambda *_: enabled.append(gc.isenabled()))
-    assert list(steps(job, loop)) == [1, 2, 3, 4]
+    assert list(steps(of_rank, loop)) == [1, 2, 3, 4]
     return enabled, gc.isenabled()
 
 
