@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def _sweep(directory: Path, others: list[str]) -> Line:
     if wrong := [override for override in others if not override.startswith("hydra.")]:
         rule = f"goes on with the sweep as it was, and {' '.join(wrong)} would change it"
         raise ConfigError([Problem(SWEEP, directory, rule, "leave it away, or start another sweep")])
-    task: Any = OmegaConf.load(path).hydra.overrides.task
+    task = _words(path, SWEEP, directory, lambda saved: saved["hydra"]["overrides"]["task"])
     return Line([*task, *others, "hydra.mode=MULTIRUN", f"hydra.sweep.dir='{directory}'"], directory)
 
 
@@ -77,11 +78,28 @@ def _earlier(directory: Path, option: str) -> list[str]:
     if not path.exists():
         rule = "there is no run (no .hydra/overrides.yaml)"
         raise ConfigError([Problem(option, directory, rule, "give the directory of a run below outputs")])
-    return [str(override) for override in OmegaConf.load(path)]
+    return _words(path, option, directory, lambda saved: saved)
+
+
+def _words(path: Path, option: str, directory: Path, find: Callable[[Any], Any]) -> list[str]:
+    """The overrides that ``find`` picks out of a file of Hydra's, as they were typed."""
+    found, reason = None, "there are no overrides in it"
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:  # the parsers of YAML raise more kinds than they say
+        saved, reason = None, " ".join(str(error).split())[:200] or type(error).__name__
+    with suppress(LookupError, TypeError):
+        found = find(saved)
+    if isinstance(found, list) and all(isinstance(word, str) for word in found):
+        return found
+    rule = f"{path.relative_to(directory)} is damaged ({reason})"
+    raise ConfigError([Problem(option, directory, rule, "type the overrides again, in a new directory")])
 
 
 def _refuse_complete(directory: Path) -> None:
-    record = store.load_record(directory) if (directory / store.RECORD).exists() else {}
+    record: Mapping[str, Any] = {}
+    with suppress(FileNotFoundError, store.Damaged):  # nothing says that it is
+        record = store.load_record(directory)
     done, wanted = len(record.get("losses") or []), ((record.get("config") or {}).get("train") or {}).get("steps")
     if record.get("status") == "ok" and done == wanted:
         rule = f"is complete, with {done} of {wanted} steps"

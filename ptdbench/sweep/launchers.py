@@ -32,6 +32,7 @@ from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import failure, record, store
 from ptdbench.sweep import ledger, watch
 from ptdbench.sweep.requests import Request
+from ptdbench.terminal import say
 
 #: What a person sets for SLURM's commands; all other variables of SLURM describe a job that this is not.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_")
@@ -112,10 +113,12 @@ class _Launcher(plugin.BaseSubmititLauncher):
                 continue  # the sweep goes on, and this run of it was ok
             directory.mkdir(parents=True, exist_ok=True)
             draft = record.begin(request.config.resolved, directory, {})
+            again = (directory / store.RECORD).exists()
+            store.earlier_record(directory)  # a damaged one must not be overwritten
             if request.refused:
                 draft = record.failed(draft, failure.describe(request.refused, rank=-1))
                 store.append_result(sweep_directory, draft)
-            elif (directory / store.RECORD).exists():  # done once more: its earlier result counts no longer
+            elif again:  # done once more: its earlier result counts no longer
                 store.append_result(sweep_directory, draft)
             store.write_record(directory, draft)
             if not request.refused:
@@ -156,7 +159,7 @@ class SlurmLauncher(_Launcher):
                 submitted += self._submit(sweep_directory, array)
         except (SlurmError, FailedJobError, FailedSubmissionError) as error:
             slurm.cancel(job.id for job in submitted)
-            print(_not_submitted(jobs[0], error), file=sys.stderr)
+            say(str(_not_submitted(jobs[0], error)), sys.stderr)
             raise SystemExit(1) from None  # Hydra would show a traceback of any other exception
         submitted.sort(key=lambda job: job.number)
         ledger.write(sweep_directory, submitted)
@@ -209,7 +212,7 @@ class LocalLauncher(_Launcher):
         executor = submitit.AutoExecutor(folder=str(sweep_directory / "logs" / "%j"), cluster="local")
         executor.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0)
         for job in jobs:
-            print(f"{job.number} {job.request.label}: started", file=sys.stderr)
+            say(f"{job.number} {job.request.label}: started", sys.stderr)
             submitted = executor.submit(task, *job.arguments)
             try:
                 submitted.wait()

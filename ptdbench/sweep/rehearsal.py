@@ -9,6 +9,7 @@ from ptdbench.launch import resources, slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.problems import Problem, require
 from ptdbench.sweep.requests import Request
+from ptdbench.terminal import say
 
 
 def show(runs: Sequence[Request]) -> int:
@@ -20,14 +21,14 @@ def show(runs: Sequence[Request]) -> int:
     refused = 0
     for run in runs:
         if run.refused:
-            print(f"{run.label}: {run.refused}", file=sys.stderr)
+            say(f"{run.label}: {run.refused}", sys.stderr)
             refused += 1
     for request, count in _shapes(runs):
         what = f"{request.shape} ({count} job{'s' * (count != 1)})"
         try:
-            print(f"{what}: {_ask(request)}")
+            say(f"{what}: {_ask(request)}")
         except SlurmError as error:
-            print(f"{what}: SLURM would refuse it: {error}", file=sys.stderr)
+            say(f"{what}: SLURM would refuse it: {error}", sys.stderr)
             refused += count
     return int(refused > 0)
 
