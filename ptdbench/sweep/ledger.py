@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ptdbench.records.store import write_json
+from ptdbench.records.store import Damaged, write_json
 
 LEDGER = "jobs.json"
 
@@ -41,8 +41,15 @@ def write(sweep_directory: Path, jobs: Sequence[Job]) -> None:
 
 
 def read(sweep_directory: Path) -> list[Job]:
-    """What was submitted; nothing where nothing was."""
+    """What was submitted; nothing where nothing was.
+
+    Raises:
+        Damaged: The file is not what was written.
+    """
     path = sweep_directory / LEDGER
     if not path.exists():
         return []
-    return [Job(**job) for job in json.loads(path.read_text())["jobs"]]
+    try:
+        return [Job(**job) for job in json.loads(path.read_bytes())["jobs"]]
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise Damaged(f"{path} is damaged: {error}") from None

@@ -59,7 +59,7 @@ class Sweep:
     Attributes:
         runs: In the order of their numbers.
         silence: Why SLURM could not be asked; empty where it could, or need not be.
-        damage: A sentence for each damaged line of its results.
+        damage: A sentence for each line of its results that is damaged, and for its list of jobs.
     """
 
     runs: Sequence[Run]
@@ -81,7 +81,12 @@ def look(directory: Path) -> Sweep:
     Raises:
         FileNotFoundError: There is no run.
     """
-    jobs, damage = ledger.read(directory), list[str]()
+    damage: list[str] = []
+    try:
+        jobs = ledger.read(directory)
+    except store.Damaged as damaged:
+        jobs = []
+        damage.append(f"{damaged}; what SLURM says of its jobs is not shown")
     results = _results(directory, damage.append)
     doubtful = [job for job in jobs if not _is_final(results.get(job.directory))]
     try:

@@ -372,6 +372,16 @@ class TestDamaged:
             f"{where} {number}" for number in (1, 2, 3, 4)
         ]
 
+    @pytest.mark.parametrize("said", [b"", b"\xff", b"5", b"{}", b'{"jobs": [{}]}', b'{"jobs": 5}'])
+    def test_a_list_of_jobs_is_told_and_the_runs_are_shown(self, sweep, said):
+        sweep.submit(2)
+        sweep.end(0)
+        (sweep.path / status.ledger.LEDGER).write_bytes(said)
+        seen = status.look(sweep.path)
+        assert [(run.is_over, run.job) for run in seen.runs] == [(True, None), (False, None)]
+        (line,) = seen.damage
+        assert line.startswith(f"{sweep.path / 'jobs.json'} is damaged: ")
+
     @pytest.mark.parametrize("said", ["", "5", "{}", '{"step": 1}', '{"step": "1", "steps": 2, "unit": "x"}', "[]"])
     def test_a_run_whose_progress_is_damaged_has_none(self, sweep, said):
         path = sweep.begin(0)
