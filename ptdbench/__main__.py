@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
 from ptdbench.problems import ConfigError
+from ptdbench.terminal import say
 
 
 def main() -> int:
@@ -23,7 +25,7 @@ def main() -> int:
     try:
         return _status(arguments.directory) if arguments.command == "status" else _sbatch(arguments.overrides)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        say(str(error), sys.stderr)
         return 1
 
 
@@ -33,9 +35,13 @@ def _status(directory: Path) -> int:
     try:
         sweep = status.look(directory)
     except FileNotFoundError:
-        print(f"{directory}: there is no run and no sweep; give a directory below outputs", file=sys.stderr)
+        say(f"{directory}: there is no run and no sweep; give a directory below outputs", sys.stderr)
         return 1
-    print(view.text(sweep))
+    except OSError as error:
+        say(f"{error.filename or directory}: cannot be read: {error.strerror or error}", sys.stderr)
+        return 1
+    width = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
+    say(view.text(sweep, width))
     return int(any(run.is_over and run.record["status"] != "ok" for run in sweep.runs))
 
 
@@ -43,9 +49,9 @@ def _sbatch(overrides: list[str]) -> int:
     from ptdbench.sweep import script
 
     text, remarks = script.write(overrides)
-    sys.stdout.write(text)
+    say(text.removesuffix("\n"))
     for remark in remarks:
-        print(remark, file=sys.stderr)
+        say(remark, sys.stderr)
     return 0
 
 

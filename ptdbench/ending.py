@@ -23,6 +23,7 @@ from ptdbench.launch.world import World
 from ptdbench.measure.hardware import environment
 from ptdbench.records import failure, record, store, tensorboard
 from ptdbench.records.figures import write_figures
+from ptdbench.terminal import say
 from ptdbench.workloads.job import Outcome
 
 #: Seconds that a rank which only lost its peers stays, so that who watches the ranks sees the culprit die first.
@@ -86,7 +87,7 @@ def report(world: World, directory: Path, error: BaseException) -> None:
         if not record.is_settled(written):
             store.write_record(directory, record.failed(written, cause))
     if world.launcher != "local" and cause.rank == world.rank:
-        print(f"rank {world.rank}: {told.traceback}", file=sys.stderr, flush=True)  # rank 0 may not come to tell it
+        say(f"rank {world.rank}: {told.traceback}", sys.stderr)  # rank 0 may not come to tell it
     if world.launcher == "srun" and cause.rank == world.rank:
         slurm.end_step(os.environ, after=5 * LINGER)  # for those whom the loss of a peer does not wake up
 

@@ -7,11 +7,12 @@ at once.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from ptdbench.launch import local, slurm
 from ptdbench.launch.world import World, discover
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import record, store, table
+from ptdbench.terminal import say
 
 
 def main(task: Callable[[], None], conf: Path) -> None:
@@ -40,10 +42,10 @@ def main(task: Callable[[], None], conf: Path) -> None:
         sys.exit(_main(task, conf))
     except ConfigError as error:
         if _speaks() or type(error) is not ConfigError:  # what only this rank may know
-            print(error, file=sys.stderr)
+            say(str(error), sys.stderr)
         sys.exit(1)
     except local.Stopped as stop:
-        print(stop, file=sys.stderr)
+        say(str(stop), sys.stderr)
         sys.exit(128 + stop.signal)
 
 
@@ -65,7 +67,7 @@ def one_run(composed: DictConfig, directory: Path) -> None:
                 _add_result(Path(HydraConfig.get().sweep.dir), directory)
     except OSError as error:  # of the run itself only what it could not write comes here
         reason = f"{directory}: its record cannot be written: {error.strerror or error}"
-        print(f"{reason}; make room, and go on with {resume.command(directory)}", file=sys.stderr)
+        say(f"{reason}; make room, and go on with {resume.command(directory)}", sys.stderr)
         raise SystemExit(1) from None
 
 
@@ -138,7 +140,7 @@ def _on_cluster(
     options = composed.first.hydra.launcher
     runs = requests.of_cluster(composed.jobs, composed.overrides)
     if ignored := slurm.unheeded(os.environ):
-        print(f"not heeded: {' '.join(ignored)}; what a job is given is said in the group cluster", file=sys.stderr)
+        say(f"not heeded: {' '.join(ignored)}; what a job is given is said in the group cluster", sys.stderr)
     if cluster.submit == "test":
         return rehearsal.show(runs, options)
     rehearsal.require_accepted(runs, options)
@@ -148,7 +150,7 @@ def _on_cluster(
     launchers.install(launchers.Agenda(runs, line.only, queued := _queued(directory, line)))
     if queued:
         count = f"{len(queued)} run{'s' * (len(queued) != 1)}"
-        print(f"{count} still in the queue, not submitted again: {', '.join(sorted(queued))}", file=sys.stderr)
+        say(f"{count} still in the queue, not submitted again: {', '.join(sorted(queued))}", sys.stderr)
     _carry_out(task, directory)
     if cluster.submit == "detach":
         return 0
@@ -252,7 +254,7 @@ PASSED_ON = ("hydra.launcher.array_parallelism", "hydra.launcher.signal_delay_s"
 def _records(directory: Path, is_sweep: bool) -> list[dict[str, Any]]:
     """What the runs left; nothing where a signal came before the first one began."""
     if is_sweep:
-        return store.read_results(directory)
+        return store.read_results(directory, lambda damage: say(damage, sys.stderr))
     return [store.load_record(directory)] if (directory / store.RECORD).exists() else []
 
 
@@ -262,11 +264,16 @@ def _count_ok(records: Sequence[Mapping[str, Any]]) -> int:
 
 def _show(task: Callable[[], None]) -> int:
     """Let Hydra show what was asked for instead of running it; 0, the exit status."""
+    shown = io.StringIO()
     try:
-        task()
+        with redirect_stdout(shown):
+            task()
     except (ValueError, OmegaConfBaseException) as error:  # flags that exclude each other, what cannot be resolved
         reason = str(error).partition("\n")[0]
         raise ConfigError([Problem("command line", " ".join(sys.argv[1:]), reason)]) from None
+    finally:
+        if shown.getvalue():
+            say(shown.getvalue().removesuffix("\n"))
     return 0
 
 
@@ -280,7 +287,7 @@ def _show_configs(task: Callable[[], None], arguments: argparse.Namespace, compo
     hydras = [word for word in arguments.overrides if word.startswith(("hydra.", "hydra/"))]
     flags = [word for word in sys.argv[1:] if word not in arguments.overrides and word not in ("-m", "--multirun")]
     for number, overrides in enumerate(composed.overrides):
-        print(f"{'---' + chr(10) if number else ''}# run {number}: {' '.join(overrides)}", flush=True)
+        say(f"{'---' + chr(10) if number else ''}# run {number}: {' '.join(overrides)}")
         sys.argv[1:] = [*overrides, *hydras, *flags]
         GlobalHydra.instance().clear()
         _show(task)
@@ -326,8 +333,8 @@ def _begin(composed: compose.Composed, folder: Path, directory: Path) -> None:
         ledger.begin(folder, composed.typed)
         return
     draft = record.begin(config.resolve(composed.jobs[0]), directory, {}, composed.typed)
-    if (folder / store.RECORD).exists():
-        draft = record.going_on(draft, store.load_record(folder))
+    if earlier := store.earlier_record(folder):
+        draft = record.going_on(draft, earlier)
     store.write_record(folder, draft)
 
 
@@ -341,8 +348,8 @@ def _output_overrides(is_sweep: bool, directory: Path, world: World | None) -> l
 
 def _tell(records: Sequence[Mapping[str, Any]], directory: Path) -> None:
     if records:
-        print(table.render(records, max(shutil.get_terminal_size((110, 24)).columns, 100)))
-        print(table.closing_lines(directory))
+        say(table.render(records, max(shutil.get_terminal_size((110, 24)).columns, 100)))
+        say(table.closing_lines(directory))
 
 
 def _speaks() -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,9 @@ def read(typed: Sequence[str], multirun: bool, world: World | None) -> Line:
 
 def _run(directory: Path, others: list[str], multirun: bool, world: World | None) -> Line:
     """Go on in the run's own directory, where it was; elsewhere or with other options it becomes a run of its own."""
-    written = store.load_record(directory) if (directory / store.RECORD).exists() else {}
+    written: Mapping[str, Any] = {}
+    with suppress(FileNotFoundError, store.Damaged):  # what was typed stands in Hydra's own file too
+        written = store.load_record(directory)
     place = [override for override in others if _is_place(override)]
     moves = world is None and any(_moves(override, written) for override in place)
     if len(others) > len(place) or multirun or moves:
@@ -105,17 +108,25 @@ def _may_change(name: str, swept: set[str]) -> bool:
 
 def _asked_of_sweep(directory: Path) -> list[str]:
     """The overrides of a sweep, as they were typed."""
-    if noted := ledger.read(directory).overrides:
+    if noted := _ledger(directory).overrides:
         return noted
     path = directory / "multirun.yaml"
     if not path.exists():
         rule = f"there is no sweep (no {ledger.LEDGER} and no multirun.yaml)"
         raise ConfigError([Problem(SWEEP, directory, rule, "give the directory of a sweep below outputs")])
-    task: Any = OmegaConf.load(path).hydra.overrides.task
-    return [str(override) for override in task]
+    return _words(path, SWEEP, directory, lambda saved: saved["hydra"]["overrides"]["task"])
 
 
-def _earlier(directory: Path, written: dict[str, Any]) -> list[str]:
+def _ledger(directory: Path) -> ledger.Ledger:
+    """What is noted down of a sweep, or a refusal: without it nobody knows which of its jobs are in the queue."""
+    try:
+        return ledger.read(directory)
+    except store.Damaged as damage:
+        remedy = f"see with squeue that none of its jobs is left, remove {ledger.LEDGER}, and try again"
+        raise ConfigError([Problem(SWEEP, directory, str(damage), remedy)]) from None
+
+
+def _earlier(directory: Path, written: Mapping[str, Any]) -> list[str]:
     """The overrides of the run in a directory, as they were typed."""
     if written.get("overrides") is not None:
         return list(written["overrides"])
@@ -123,7 +134,22 @@ def _earlier(directory: Path, written: dict[str, Any]) -> list[str]:
     if not path.exists():
         rule = f"there is no run (no {store.RECORD})"
         raise ConfigError([Problem(RUN, directory, rule, "give the directory of a run below outputs")])
-    return [str(override) for override in OmegaConf.load(path)]
+    return _words(path, RUN, directory, lambda saved: saved)
+
+
+def _words(path: Path, option: str, directory: Path, find: Callable[[Any], Any]) -> list[str]:
+    """The overrides that ``find`` picks out of a file of Hydra's, as they were typed."""
+    found, reason = None, "there are no overrides in it"
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:  # the parsers of YAML raise more kinds than they say
+        saved, reason = None, " ".join(str(error).split())[:200] or type(error).__name__
+    with suppress(LookupError, TypeError):
+        found = find(saved)
+    if isinstance(found, list) and all(isinstance(word, str) for word in found):
+        return found
+    rule = f"{path.relative_to(directory)} is damaged ({reason})"
+    raise ConfigError([Problem(option, directory, rule, "type the overrides again, in a new directory")])
 
 
 def _is_place(override: str) -> bool:
@@ -140,7 +166,7 @@ def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
     return [override for override in overrides if option(override) not in given]
 
 
-def _moves(override: str, written: dict[str, Any]) -> bool:
+def _moves(override: str, written: Mapping[str, Any]) -> bool:
     """Whether an override takes a run to another cluster than it was on."""
     name, value = option(override), override.partition("=")[2]
     was = ((written.get("config") or {}).get("cluster") or {}).get("name")
@@ -152,12 +178,12 @@ def _submitted_by(directory: Path) -> Path | None:
     place = directory.resolve()
     for parent in place.parents:
         if (parent / ledger.LEDGER).exists():
-            jobs = ledger.read(parent).jobs
+            jobs = _ledger(parent).jobs
             return parent if str(place.relative_to(parent)) in {job.directory for job in jobs} else None
     return None
 
 
-def _refuse_elsewhere(directory: Path, written: dict[str, Any]) -> None:
+def _refuse_elsewhere(directory: Path, written: Mapping[str, Any]) -> None:
     """A run of several machines does not go on as processes of this one, which is perhaps a login node."""
     launcher, nodes = written.get("launcher"), written.get("nodes") or []
     here = {socket.gethostname(), socket.gethostname().partition(".")[0]}
@@ -165,13 +191,11 @@ def _refuse_elsewhere(directory: Path, written: dict[str, Any]) -> None:
         return
     where = f" on {', '.join(nodes[:4])}{' ...' * (len(nodes) > 4)}" if nodes else ""
     rule = f"its ranks were started by {launcher}{where}, and this is no rank of a launcher"
-    remedy = (
-        f"start it as before, {launcher} ... train.py {RUN}={directory}, or give cluster=local to begin a new run there"
-    )
+    remedy = f"start it as before, {launcher} ... train.py {RUN}={directory}, or give more options for a run of its own"
     raise ConfigError([Problem(RUN, directory, rule, remedy)])
 
 
-def _refuse_complete(directory: Path, written: dict[str, Any]) -> None:
+def _refuse_complete(directory: Path, written: Mapping[str, Any]) -> None:
     done, wanted = len(written.get("losses") or []), ((written.get("config") or {}).get("train") or {}).get("steps")
     if written.get("status") == "ok" and done == wanted:
         rule = f"is complete, with {done} of {wanted} steps"

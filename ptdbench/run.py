@@ -134,8 +134,8 @@ def _work(composed: DictConfig, world: World, directory: Path, ready: float) -> 
 def _open_record(composed: DictConfig, directory: Path) -> dict[str, Any]:
     resolved = config.resolve(composed)
     draft = record.begin(resolved, directory, environment("cpu"))
-    if (directory / store.RECORD).exists():  # the run was here before, and goes on
-        draft = record.going_on(draft, store.load_record(directory))
+    if earlier := store.earlier_record(directory):  # the run was here before, and goes on
+        draft = record.going_on(draft, earlier)
     failure.forget_failures(directory)
     store.write_record(directory, draft)
     return draft

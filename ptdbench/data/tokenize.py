@@ -15,6 +15,7 @@ import numpy as np
 from ptdbench.data.corpus import Block, Part, blocks
 from ptdbench.data.tokens import Piece
 from ptdbench.problems import ConfigError, Problem, would_do
+from ptdbench.terminal import say
 
 # Encoded at once: enough blocks for some dozens of cores, and a few hundred MB of memory.
 _BATCH_BYTES = 1 << 23
@@ -154,4 +155,4 @@ def _is_terminal() -> bool:
 
 def _say(line: str) -> None:
     with suppress(OSError, ValueError, AttributeError):  # a run does not fail because nobody listens
-        print(line, file=sys.stderr, flush=True)
+        say(line, sys.stderr)

@@ -87,10 +87,14 @@ def describe(exception: BaseException, rank: int) -> Failure:
     telling = exception
     while type(telling) is RuntimeError and telling.__cause__ is not None:
         telling = telling.__cause__
+    try:
+        message = str(telling)
+    except Exception as error:  # anything: it is the code of whoever wrote the exception's class
+        message = f"(no message: the exception's own __str__ raised {type(error).__name__})"
     return Failure(
         rank=rank,
         type=type(telling).__name__,
-        message=str(telling),
+        message=message,
         traceback="".join(traceback.format_exception(exception)),
         time=time.time(),
         host=socket.gethostname(),

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from ptdbench.records import schema, store
+
 PROGRESS = "progress.json"
 
 _REDRAW_SECONDS = 0.5  # on a terminal, in place
@@ -115,9 +117,9 @@ class Progress:
 
 
 def read_progress(directory: Path) -> dict[str, Any] | None:
-    """What ``progress.json`` says: ``step`` of ``steps``, and ``unit`` ``per_second``; ``None`` before the first."""
+    """What ``progress.json`` says; ``None`` before the first time, and where it is damaged."""
     try:
-        return json.loads((directory / PROGRESS).read_text())
+        return store.parse((directory / PROGRESS).read_bytes(), schema.Progress)
     except (OSError, ValueError):
         return None
 

@@ -10,14 +10,17 @@ import itertools
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ptdbench.problems import ConfigError, Problem
+from ptdbench.records import schema
 from ptdbench.records.files import appear, strict, write_json
 from ptdbench.records.record import same_work
+from ptdbench.terminal import say
 
 RECORD = "record.json"
 RESULTS = "results.jsonl"
@@ -25,6 +28,10 @@ LOCK = ".lock"
 
 #: What a sweep's directory is known by.
 OF_SWEEPS = (RESULTS, "sweep.json", "multirun.yaml")
+
+
+class Damaged(ValueError):
+    """A file that does not hold what was written to it; the message names it and says in one line what is wrong."""
 
 
 def write_record(directory: Path, record: Mapping[str, Any]) -> Path:
@@ -43,8 +50,30 @@ def load_record(directory: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: The run has left none.
+        Damaged: It is not what a run writes.
     """
-    return json.loads((directory / RECORD).read_text())
+    path = directory / RECORD
+    try:
+        return parse(path.read_bytes(), schema.Record)
+    except (ValueError, IsADirectoryError) as error:
+        raise Damaged(f"{path} is damaged: {getattr(error, 'strerror', None) or error}") from None
+
+
+def earlier_record(directory: Path) -> dict[str, Any] | None:
+    """The record that an earlier start of the run has left, for one who is about to write another.
+
+    A damaged one counts for nothing, and is kept as ``record.json.damaged``.
+    """
+    try:
+        return load_record(directory)
+    except FileNotFoundError:
+        return None
+    except Damaged as damage:
+        names = (directory / name for name in _numbered(f"{RECORD}.damaged"))
+        aside = next(path for path in names if not os.path.lexists(path))
+        (directory / RECORD).rename(aside)
+        say(f"{damage}; it is kept as {aside.name}, and the run is done again", sys.stderr)
+        return None
 
 
 def append_result(sweep_directory: Path, record: Mapping[str, Any]) -> None:
@@ -69,20 +98,55 @@ def append_result(sweep_directory: Path, record: Mapping[str, Any]) -> None:
         os.close(descriptor)  # which also gives the lock back
 
 
-def read_results(sweep_directory: Path) -> list[dict[str, Any]]:
-    """The records of a sweep in the order in which its runs ended; a torn line is passed over.
+def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _: None) -> list[dict[str, Any]]:
+    """The records of a sweep in the order in which its runs ended.
 
     Where a run has several, as one that was interrupted and went on, the last one counts.
+
+    Args:
+        sweep_directory: The sweep's directory.
+        tell: Is given a sentence for each line that is damaged and so passed over. What a killed writer left of the
+            last line is none: its run has a record of its own.
     """
     path = sweep_directory / RESULTS
     if not path.exists():
         return []
     records: dict[str, dict[str, Any]] = {}
-    for line in path.read_bytes().splitlines():
-        with suppress(ValueError):
-            record = json.loads(line)
-            records[below(sweep_directory, record.get("directory", str(len(records))))] = record
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = parse(line, schema.Record)
+        except ValueError as error:
+            if line.strip() and number < len(lines):
+                tell(f"{path}: line {number} is damaged and passed over: {error}")
+        else:
+            records[below(sweep_directory, record["directory"])] = record
     return list(records.values())
+
+
+def parse(text: bytes, kind: Any) -> dict[str, Any]:
+    """The strict JSON in a text.
+
+    Args:
+        text: What stands in a file.
+        kind: What the value must be; see :func:`ptdbench.records.schema.fault`.
+
+    Raises:
+        ValueError: It is not JSON, or not of that type.
+    """
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from None
+    except RecursionError:
+        raise ValueError("not JSON of this program (nested too deeply)") from None
+    if wrong := schema.fault(value, kind):
+        raise ValueError(wrong)
+    return value
 
 
 def below(sweep_directory: Path, path: str) -> str:
@@ -97,10 +161,11 @@ def below(sweep_directory: Path, path: str) -> str:
 
 def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
     """Whether a run of this configuration has been ok in ``directory``."""
-    if not (directory / RECORD).exists():
+    try:
+        found = load_record(directory)
+    except (FileNotFoundError, Damaged):
         return False
-    found = load_record(directory)
-    return found["status"] == "ok" and same_work(found["config"], config)
+    return found["status"] == "ok" and same_work(found.get("config") or {}, config)
 
 
 def require_unused(directory: Path, option: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from rich import box
 from rich.table import Table
 
 from ptdbench.records import ceilings, messages, roll_call, verdict
+from ptdbench.records.differences import differences
+from ptdbench.records.reason import reason, wrap
 from ptdbench.records.store import RECORD, RESULTS
 from ptdbench.records.text import as_text
 
@@ -54,9 +55,12 @@ def _other_block(record: Mapping[str, Any], width: int) -> str:
     """What a workload that does not train found, even if that is no success, and why it is none."""
     workload = str(record.get("workload"))
     found = record.get(workload) if workload in SECTIONS else None
-    lines = [SECTIONS[workload](found, width)] if found else []
+    try:
+        lines = [SECTIONS[workload](found, width)] if found else []
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # its types are not in the schema
+        lines = [f"{workload}: what it found cannot be shown: the record in {record['directory']} is damaged"]
     if record["status"] != "ok" or not lines:
-        lines.append(_reason(record, workload, width))
+        lines.append(wrap(f"{workload}: {reason(record)}", width))
     return "\n".join(lines)
 
 
@@ -81,7 +85,10 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
             record["status"],
         )
     remarks = [
-        *(_reason(record, label, width) for record, label in zip(others, labels[len(ranked) :], strict=True)),
+        *(
+            wrap(f"{label}: {reason(record)}", width)
+            for record, label in zip(others, labels[len(ranked) :], strict=True)
+        ),
         *_mfu_remarks(ranked, width),
         *_check_remarks(records, width),
     ]
@@ -132,16 +139,16 @@ def _judgement(record: Mapping[str, Any]) -> str:
 def _labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """How each run is parallelised, with as much else as it takes to tell apart those that look the same."""
     labels = [_parallel(record) for record in records]
-    for detail in (_nodes, _precision, _microbatches, _accumulation, _directory):
-        rows = [(label, r["world_size"], r["global_batch"]) for label, r in zip(labels, records, strict=True)]
-        details = [detail(record) for record in records]
-        told_apart = [
-            len({other for other, place in zip(details, rows, strict=True) if place == row}) > 1 for row in rows
-        ]
-        labels = [
-            f"{label} {text}" if needed else label
-            for label, text, needed in zip(labels, details, told_apart, strict=True)
-        ]
+    for detail in (_nodes, _precision, _microbatches, _accumulation, None, _directory):
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for place, (label, record) in enumerate(zip(labels, records, strict=True)):
+            alike.setdefault((label, record.get("world_size"), record.get("global_batch")), []).append(place)
+        for places in alike.values():
+            same = [records[place] for place in places]
+            details = [detail(record) for record in same] if detail else differences(same)
+            if len(set(filter(None, details))) > 1:
+                for place, text in zip(places, details, strict=True):
+                    labels[place] = f"{labels[place]} {text}".rstrip()
     return labels
 
 
@@ -149,14 +156,16 @@ def _parallel(record: Mapping[str, Any]) -> str:
     """The strategy, for a pipeline with its mesh and schedule: ``pdp 2x4 1f1b`` is 2 replicas of 4 stages."""
     layout = record.get("layout") or {}
     if layout.get("pipeline", 1) == 1:
-        return record["parallel"]
+        return str(record.get("parallel"))
     schedule = ((record.get("config") or {}).get("parallel") or {}).get("schedule", "")
-    return f"{record['parallel']} {layout['data']}x{layout['pipeline']} {schedule}".rstrip()
+    return f"{record.get('parallel')} {layout.get('data')}x{layout['pipeline']} {schedule}".rstrip()
 
 
 def _nodes(record: Mapping[str, Any]) -> str:
-    nodes = len(record.get("nodes") or [])
-    return f"{nodes} node{'s' * (nodes != 1)}"
+    """How many there were, or else should have been; nothing where neither is known."""
+    asked = ((record.get("config") or {}).get("cluster") or {}).get("nodes")
+    nodes = len(record.get("nodes") or []) or asked
+    return f"{nodes} node{'s' * (nodes != 1)}" if isinstance(nodes, int) else ""
 
 
 def _precision(record: Mapping[str, Any]) -> str:
@@ -182,24 +191,15 @@ def _title(records: Sequence[Mapping[str, Any]]) -> str:
     return " · ".join(part for part in parts if part and part != _MISSING)
 
 
-def _reason(record: Mapping[str, Any], label: str, width: int) -> str:
-    """Why a run did not finish, in one line."""
-    error = record.get("error") or {}
-    rank = error.get("rank")  # negative: the process that starts the ranks
-    where = f" on rank {rank}" if rank is not None and rank >= 0 else ""
-    what = ": ".join(str(error[key]) for key in ("type", "message") if error.get(key))
-    return textwrap.shorten(f"{label}: {record['status']}{where}: {what or 'no reason on record'}", width)
-
-
 def _mfu_remarks(records: Iterable[Mapping[str, Any]], width: int) -> list[str]:
     reasons = dict.fromkeys(_figure(record, "mfu_reason") for record in records)
-    return [textwrap.shorten(f"no MFU: {reason}", width) for reason in reasons if reason]
+    return [wrap(f"no MFU: {reason}", width) for reason in reasons if reason]
 
 
 def _check_remarks(records: Iterable[Mapping[str, Any]], width: int) -> list[str]:
     """What the checks before the runs found unsound."""
     found = dict.fromkeys((record.get("remarks") or {}).get("check") for record in records)
-    return [textwrap.shorten(remark, width) for remark in found if remark]
+    return [wrap(remark, width) for remark in found if remark]
 
 
 def _figure(record: Mapping[str, Any], name: str) -> Any:

@@ -35,6 +35,7 @@ from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import failure, record, store
 from ptdbench.sweep import ledger, submission, watch
 from ptdbench.sweep.requests import Request
+from ptdbench.terminal import say
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class Agenda:
     def _write(self, sweep_directory: Path, directory: Path, request: Request, overrides: Sequence[str]) -> None:
         draft = record.begin(request.config.resolved, directory, {}, overrides)
         again = (directory / store.RECORD).exists()
+        if again and (earlier := store.earlier_record(directory)):
+            draft = record.going_on(draft, earlier)
         if request.refused:
             draft = record.failed(draft, failure.describe(request.refused, rank=-1))
         store.begin_directory(directory, draft)
@@ -245,10 +248,10 @@ def _take_back(names: Sequence[str]) -> None:
     """End what SLURM may have taken, by name: it may have taken an array without being able to say so."""
     try:
         if cancelled := slurm.cancel_named(names):
-            print(f"cancelled what SLURM had taken already: {' '.join(cancelled)}", file=sys.stderr)
+            say(f"cancelled what SLURM had taken already: {' '.join(cancelled)}", sys.stderr)
     except SlurmError as error:
         told = f"SLURM may have jobs of this command: {error}; look with squeue --name={','.join(names)}"
-        print(told, file=sys.stderr)
+        say(told, sys.stderr)
 
 
 def _write_off(sweep_directory: Path, jobs: Sequence[_Job], error: BaseException) -> None:
@@ -272,7 +275,7 @@ class LocalLauncher(_Launcher):
         executor = submitit.AutoExecutor(folder=str(sweep_directory / "logs" / "%j"), cluster="local")
         executor.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0)
         for job in jobs:
-            print(f"{job.number} {job.request.label}: started", file=sys.stderr)
+            say(f"{job.number} {job.request.label}: started", sys.stderr)
             submitted = executor.submit(task, *job.arguments)
             try:
                 submitted.wait()

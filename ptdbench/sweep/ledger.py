@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.records.files import write_json
+from ptdbench.records.store import Damaged
 
 LEDGER = "sweep.json"
 
@@ -83,19 +84,19 @@ def read(sweep_directory: Path) -> Ledger:
     """What is noted down; nothing where nothing is.
 
     Raises:
-        ValueError: The file is damaged.
+        Damaged: The file is not what was written.
     """
     path = sweep_directory / LEDGER
     try:
         written = json.loads(path.read_bytes())
     except FileNotFoundError:
         return Ledger()
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged ({error})") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise Damaged(f"{path} is damaged: {error}") from None
     try:
         return Ledger(_texts(written["overrides"]), [_job(fields) for fields in written["jobs"]])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged ({type(error).__name__}: {error})") from None
+        raise Damaged(f"{path} is damaged: {type(error).__name__}: {error}") from None
 
 
 def _job(fields: Any) -> Job:

@@ -12,6 +12,7 @@ from ptdbench.launch.slurm import SlurmError
 from ptdbench.problems import Problem, require
 from ptdbench.sweep import submission
 from ptdbench.sweep.requests import Request
+from ptdbench.terminal import say
 
 
 def show(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
@@ -27,14 +28,14 @@ def show(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
     refused = 0
     for run in runs:
         if run.refused:
-            print(f"{run.label}: {run.refused}", file=sys.stderr)
+            say(f"{run.label}: {run.refused}", sys.stderr)
             refused += 1
     for array in _arrays(runs):
         what = f"{array[0].shape} ({len(array)} job{'s' * (len(array) != 1)})"
         try:
-            print(f"{what}: {_ask(array, options)}")
+            say(f"{what}: {_ask(array, options)}")
         except SlurmError as error:
-            print(f"{what}: SLURM would refuse it: {error}", file=sys.stderr)
+            say(f"{what}: SLURM would refuse it: {error}", sys.stderr)
             refused += len(array)
     return int(refused > 0)
 

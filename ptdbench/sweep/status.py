@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,17 @@ from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.records import record, store
 from ptdbench.records.failure import Failure
 from ptdbench.records.progress import read_progress
-from ptdbench.sweep import ledger
+from ptdbench.records.reason import OUTPUT
+from ptdbench.sweep import ledger, output
 
 #: What a run's status is where SLURM ended its job; every other end is a failure.
 STATUS_OF = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "OUT_OF_MEMORY": "oom", "PREEMPTED": "preempted"}
 
 #: The signal that SLURM sends to a job ahead of its time limit.
 WARNING = "SIGUSR2"
+
+#: The status of a run whose record cannot be read; no record says so of itself.
+DAMAGED = "damaged"
 
 #: How long what a job wrote last may take to be seen from here, in seconds: network file systems remember what was.
 GRACE = 3.0
@@ -53,10 +59,12 @@ class Sweep:
     Attributes:
         runs: In the order of their numbers.
         silence: Why SLURM could not be asked; empty where it could, or need not be.
+        damage: A sentence for each line of its results that is damaged, and for its list of jobs.
     """
 
     runs: Sequence[Run]
     silence: str = ""
+    damage: Sequence[str] = ()
 
     @property
     def is_over(self) -> bool:
@@ -68,13 +76,18 @@ def look(directory: Path) -> Sweep:
     """Where the runs of a sweep, or a single run, stand.
 
     A run whose job has ended without a word gets its record here, with SLURM's state for a reason: whoever looks first
-    writes it down.
+    writes it down. A run whose record is damaged or gone stands among the others, as :data:`DAMAGED`.
 
     Raises:
         FileNotFoundError: There is no run.
     """
-    jobs = ledger.read(directory).jobs
-    results = _results(directory)
+    damage: list[str] = []
+    try:
+        jobs = ledger.read(directory).jobs
+    except store.Damaged as damaged:
+        jobs = []
+        damage.append(f"{damaged}; what SLURM says of its jobs is not shown")
+    results = _results(directory, damage.append)
     doubtful = [job for job in jobs if not _is_final(results.get(job.directory))]
     try:
         found, queue = _ask(doubtful)
@@ -86,14 +99,30 @@ def look(directory: Path) -> Sweep:
     if gone:
         _settle(directory, gone, queue)
         results = _results(directory)
-    runs = [_submitted(directory, job, queue.get(job.id or ""), results.pop(job.directory, None)) for job in jobs]
+    ended = {job.directory for job in gone}
+    runs = [
+        _submitted(directory, job, queue.get(job.id or ""), results.pop(job.directory, None), job.directory in ended)
+        for job in jobs
+    ]
     runs += [Run(name, None, None, record, is_over=True) for name, record in results.items()]
     known = {run.directory for run in runs}
     paths = sorted([*directory.glob(store.RECORD), *directory.glob(f"*/{store.RECORD}")])
     runs += [_of_machine(path.parent) for path in paths if path.parent.name not in known]
     if not runs:
         raise FileNotFoundError(directory)
-    return Sweep(sorted(runs, key=_number), silence)
+    return Sweep(sorted(runs, key=_number), silence, damage)
+
+
+def written(directory: Path) -> Mapping[str, Any]:
+    """The record of a run; where there is none that can be read, one of status :data:`DAMAGED` that says so."""
+    try:
+        return store.load_record(directory)
+    except store.Damaged as damage:
+        why = str(damage)
+    except FileNotFoundError:
+        why = f"{directory / store.RECORD} is gone"
+    error = {"rank": -1, "type": "Damaged", "message": why, "traceback": ""}
+    return {"status": DAMAGED, "workload": "-", "fingerprint": "", "directory": str(directory), "error": error}
 
 
 def _ask(jobs: Sequence[ledger.Job]) -> tuple[dict[str, ledger.Job], dict[str, JobState]]:
@@ -133,42 +162,46 @@ def conclude(sweep_directory: Path, subdirectory: str, state: str, message: str)
     return done
 
 
-def _results(directory: Path) -> dict[str, Mapping[str, Any]]:
+def _results(directory: Path, tell: Callable[[str], object] = lambda _: None) -> dict[str, Mapping[str, Any]]:
     """The results of a sweep, by the runs' directories as they are below it; it may have been moved since."""
-    return {store.below(directory, record["directory"]): record for record in store.read_results(directory)}
+    return {store.below(directory, record["directory"]): record for record in store.read_results(directory, tell)}
 
 
 def _of_machine(directory: Path) -> Run:
     """A run that was not submitted and has not ended, or is no part of a sweep."""
-    written = store.load_record(directory)
-    return Run(directory.name, None, None, written, not _is_open(written), read_progress(directory))
+    found = written(directory)
+    return Run(directory.name, None, None, found, not _is_open(found), read_progress(directory))
 
 
-def _submitted(directory: Path, job: ledger.Job, state: JobState | None, result: Mapping[str, Any] | None) -> Run:
+def _submitted(
+    directory: Path, job: ledger.Job, state: JobState | None, result: Mapping[str, Any] | None, has_ended: bool
+) -> Run:
     """A run that was submitted; one that is in the queue goes on, whatever it has said before."""
     if result and _is_gone(state):
         return Run(job.directory, job, None, result, is_over=True)
     path = directory / job.directory
-    return Run(job.directory, job, state, store.load_record(path), False, read_progress(path))
+    return Run(job.directory, job, state, written(path), has_ended, read_progress(path))
 
 
 def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, JobState]) -> None:
     """Write down how jobs ended that could not do so themselves, or heard only a signal."""
-    if any(_is_open(store.load_record(directory / job.directory)) for job in gone):
+    if any(_is_open(written(directory / job.directory)) for job in gone):
         time.sleep(GRACE)
     results = _results(directory)
     for job in gone:
         state, result = queue.get(job.id or ""), results.get(job.directory)
         if result is not None and _is_open(result):  # begun once more, and not ended by itself
             result = None
-        written = result or store.load_record(directory / job.directory)
-        if _is_open(written) or (_heard_a_signal(written) and _says_more(state)):
+        told = result or written(directory / job.directory)
+        if told["status"] == DAMAGED:
+            continue
+        if _is_open(told) or (_heard_a_signal(told) and _says_more(state)):
             kind, message = _end(job, state)
-            conclude(directory, job.directory, kind, message + _saved(written))
-        elif _heard_a_signal(written) and _reached_its_limit(written, state):
-            conclude(directory, job.directory, "TIMEOUT", _out_of_time(job, written) + _saved(written))
+            conclude(directory, job.directory, kind, message + _saved(told))
+        elif _heard_a_signal(told) and _reached_its_limit(told, state):
+            conclude(directory, job.directory, "TIMEOUT", _out_of_time(job, told) + _saved(told))
         elif result is None:
-            store.append_result(directory, written)  # the job was killed between its record and the sweep's results
+            store.append_result(directory, told)  # the job was killed between its record and the sweep's results
 
 
 def _is_gone(state: JobState | None) -> bool:
@@ -188,12 +221,16 @@ def _heard_a_signal(written: Mapping[str, Any]) -> bool:
 
 def _end(job: ledger.Job, state: JobState | None) -> tuple[str, str]:
     """State and message for a job that SLURM ended, or has forgotten."""
-    where = f"its output is in {job.log}"
+    where = f"{OUTPUT}{job.log}"
     if state is None:
-        return "Gone", f"job {job.id} is not in the queue any more and left no result; {where}"
-    reason = f" ({state.reason})" if state.reason not in ("", "None") else ""
-    nodes = f" on {state.nodes}" if state.nodes else ""
-    return state.state, f"SLURM ended job {job.id}{nodes}: {state.state}{reason}; {where}"
+        kind, message = "Gone", f"job {job.id} is not in the queue any more and left no result"
+    else:
+        reason = f" ({state.reason})" if state.reason not in ("", "None") else ""
+        nodes = f" on {state.nodes}" if state.nodes else ""
+        kind, message = state.state, f"SLURM ended job {job.id}{nodes}: {state.state}{reason}"
+    if kind in ("Gone", "FAILED") and (words := output.out_of_memory(job)):
+        return "OUT_OF_MEMORY", f"{message}; SLURM said: {words}{where}"
+    return kind, message + where
 
 
 def _is_open(written: Mapping[str, Any]) -> bool:
@@ -212,8 +249,9 @@ def _reached_its_limit(written: Mapping[str, Any], state: JobState | None) -> bo
     The warning is asked for at most a tenth of the limit ahead (see :mod:`ptdbench.sweep.launchers`), and comes up to a
     minute earlier than that (sbatch(1), ``--signal``).
     """
-    seconds = 60 * written["config"]["cluster"]["time_minutes"]
-    was_warned = WARNING in written["error"]["message"]
+    minutes = _time_minutes(written)
+    seconds = math.inf if minutes is None else 60 * minutes
+    was_warned = WARNING in (written.get("error") or {}).get("message", "")
     return was_warned and state is not None and (state.elapsed or 0) >= 0.9 * seconds - 60
 
 
@@ -224,13 +262,17 @@ def _saved(written: Mapping[str, Any]) -> str:
 
 
 def _out_of_time(job: ledger.Job, written: Mapping[str, Any]) -> str:
-    minutes = written["config"]["cluster"]["time_minutes"]
-    return f"job {job.id} was about to reach its limit, cluster.time_minutes={minutes}; its output is in {job.log}"
+    limit = f"cluster.time_minutes={_time_minutes(written)}"
+    return f"job {job.id} was about to reach its limit, {limit}{OUTPUT}{job.log}"
+
+
+def _time_minutes(written: Mapping[str, Any]) -> float | None:
+    return ((written.get("config") or {}).get("cluster") or {}).get("time_minutes")
 
 
 def _number(run: Run) -> tuple[int, str]:
     """For the order: the number in the sweep, which stands at the head of a directory's name."""
     if run.job:
         return run.job.number, ""
-    head = Path(run.directory).name.partition("_")[0]
-    return (int(head), "") if head.isdigit() else (0, run.directory)
+    head = re.match(r"\d{1,9}(?=_)", Path(run.directory).name)
+    return (int(head[0]), "") if head else (0, run.directory)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
+from rich.cells import cell_len, set_cell_size
 
+from ptdbench.records.reason import reason, wrap
 from ptdbench.sweep.status import Run, Sweep
+from ptdbench.terminal import plain
 
 #: What a run's own share of its start was spent on, as in ``metrics.startup_seconds``.
 STARTUP = ("import", "config", "rendezvous", "build", "first_step")
@@ -18,11 +18,23 @@ STARTUP = ("import", "config", "rendezvous", "build", "first_step")
 HEADINGS = ("#", "job", "run", "shape", "state", "step", "tokens/s", "startup s")
 
 
+#: Headings of figures.
+_RIGHT = ("#", "step", "tokens/s", "startup s")
+
+#: Columns that are left out where there is no room for all, the first one first.
+_SPARED = ("startup s", "shape", "tokens/s", "job", "step")
+
+#: Columns that are cut before another is left out, and to how much.
+_LEAST = {"run": 12, "state": 12}
+
+_GAP = 2
+
+
 def rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
-    """A row of cells for each run, under :data:`HEADINGS`."""
+    """A row of cells for each run, under :data:`HEADINGS`; each in one line."""
     for number, run in enumerate(sweep.runs):
         job = run.job
-        yield (
+        cells = (
             str(job.number if job else number),
             (job.id or "?") if job else "-",
             _label(run.record),
@@ -32,37 +44,72 @@ def rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
             _rate(run),
             _startup(run.record),
         )
+        yield tuple(plain(" ".join(cell.split())) for cell in cells)
 
 
-def table(sweep: Sweep, limit: int | None = None) -> Table:
-    """The rows as a table for a terminal, at most ``limit`` of them."""
-    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in HEADINGS:
-        drawn.add_column(heading, justify="right" if heading in ("#", "step", "tokens/s", "startup s") else "left")
-    for row in list(rows(sweep))[:limit]:
-        drawn.add_row(*row)
-    return drawn
+def lines(sweep: Sweep, width: int | None = None) -> list[str]:
+    """Headings, a rule and the rows, quickly also for thousands of them.
 
-
-def text(sweep: Sweep) -> str:
-    """The rows as plain text, quickly also for thousands of them, and the reasons below."""
+    Args:
+        sweep: What to show.
+        width: Columns that no line exceeds: what matters least is left out, and the rest cut; ``None``: all of it.
+    """
     cells = [HEADINGS, *rows(sweep)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(HEADINGS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-    lines.insert(1, "-" * max(map(len, lines)))
-    return "\n".join([*lines, *reasons(sweep)])
+    natural = [max(cell_len(row[column]) for row in cells) for column in range(len(HEADINGS))]
+    widths = _fitted(dict(zip(HEADINGS, natural, strict=True)), width)
+    drawn = []
+    for row in cells:
+        fitted = (
+            _cell(cell, heading, widths) for heading, cell in zip(HEADINGS, row, strict=True) if heading in widths
+        )
+        drawn.append(cropped((" " * _GAP).join(fitted).rstrip(), width))
+    return [drawn[0], "-" * max(map(cell_len, drawn)), *drawn[1:]]
+
+
+def cropped(line: str, width: int | None) -> str:
+    """The line, cut to a width."""
+    return line if width is None or cell_len(line) <= width else set_cell_size(line, width - 1) + "…"
+
+
+def text(sweep: Sweep, width: int | None = None) -> str:
+    """The rows as plain text, and below what there was no room for, and the reasons; see :func:`lines`."""
+    drawn = lines(sweep, width)
+    left_out = [heading for heading in HEADINGS if heading not in drawn[0]]
+    below = [f"left out in {width} columns: {', '.join(left_out)}"] if left_out else []
+    return "\n".join([*drawn, *(wrap(line, width) for line in (*below, *reasons(sweep)))])
 
 
 def reasons(sweep: Sweep) -> Iterator[str]:
-    """Why runs failed, and why the queue is not shown."""
+    """Why runs failed, which results are damaged, and why the queue is not shown."""
     for run in sweep.runs:
-        error = run.record.get("error") or {}
-        if run.is_over and error:
-            where = f" on rank {error['rank']}" if error["rank"] >= 0 else ""
-            message = textwrap.shorten(f"{error['type']}: {error['message']}", 300)
-            yield f"{Path(run.directory).name}: {run.record['status']}{where}: {message}"
+        if run.is_over and run.record.get("error"):
+            yield f"{Path(run.directory).name}: {reason(run.record)}"
+    yield from sweep.damage
     if sweep.silence:
         yield f"SLURM does not answer: {sweep.silence}"
+
+
+def _fitted(natural: Mapping[str, int], width: int | None) -> dict[str, int]:
+    """The widths of the columns for which there is room."""
+    if width is None:
+        return dict(natural)
+    widths = {heading: min(size, _LEAST.get(heading, size)) for heading, size in natural.items()}
+    for heading in _SPARED:
+        if _total(widths) > width:
+            del widths[heading]
+    for heading in _LEAST:
+        widths[heading] += min(natural[heading] - widths[heading], max(0, width - _total(widths)))
+    return widths
+
+
+def _total(widths: Mapping[str, int]) -> int:
+    return sum(widths.values()) + _GAP * (len(widths) - 1)
+
+
+def _cell(cell: str, heading: str, widths: Mapping[str, int]) -> str:
+    size = widths[heading]
+    padding = " " * (size - cell_len(cell))
+    return padding + cell if heading in _RIGHT and padding else set_cell_size(cropped(cell, size), size)
 
 
 def state(run: Run) -> str:
@@ -74,8 +121,8 @@ def state(run: Run) -> str:
     if run.queue is None:
         return "not submitted" if run.job and not run.job.id else "unfinished"
     if run.queue.state in ("PENDING", "SUSPENDED"):
-        reason = run.queue.reason
-        return f"{run.queue.state} ({reason})" if reason not in ("", "None") else run.queue.state
+        why = run.queue.reason
+        return f"{run.queue.state} ({why})" if why not in ("", "None") else run.queue.state
     return f"{run.queue.state} {run.queue.nodes}".rstrip()
 
 

@@ -7,16 +7,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ptdbench.records import record, store
-from ptdbench.sweep import ledger, status, view
+from ptdbench.records import record
+from ptdbench.records.reason import OUTPUT
+from ptdbench.sweep import ledger, output, status, view
 from ptdbench.sweep.status import Run, Sweep
+from ptdbench.terminal import plain, say
 
 #: Seconds between two looks at the queue: soon while a person waits for the first job, rarer later, out of courtesy.
 FIRST, LATER = 1.0, 10.0
+
+#: Lines of a table that are no rows: two of headings, one below, and one for the cursor.
+_AROUND_THE_ROWS = 4
 
 
 def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
@@ -24,10 +29,10 @@ def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
     ids = [job.id for job in jobs if job.id]
     arrays = list(dict.fromkeys(identity.partition("_")[0] for identity in ids))
     count = f"{len(jobs)} job{'s' * (len(jobs) != 1)}"
-    print(f"submitted {count}: {' '.join(ids[:20])}{' ...' * (len(ids) > 20)}")
-    print(f"status     python -m ptdbench status {sweep_directory}")
-    print(f"cancel     scancel {' '.join(arrays)}")
-    print(f"output     {sweep_directory}/logs", flush=True)
+    say(f"submitted {count}: {' '.join(ids[:20])}{' ...' * (len(ids) > 20)}")
+    say(f"status     python -m ptdbench status {sweep_directory}")
+    say(f"cancel     scancel {' '.join(arrays)}")
+    say(f"output     {sweep_directory}/logs")
 
 
 def follow(sweep_directory: Path) -> None:
@@ -47,9 +52,9 @@ def follow(sweep_directory: Path) -> None:
         how = f"The jobs go on. Look at them with: python -m ptdbench status {sweep_directory}"
         if isinstance(error, OSError):
             problem = f"{error.filename or sweep_directory}: {error.strerror or error}; make room, and look again"
-            print(f"{problem}\n{how}", file=sys.stderr)
+            say(f"{problem}\n{how}", sys.stderr)
             raise SystemExit(1) from None
-        print(how, file=sys.stderr)
+        say(how, sys.stderr)
         raise
     for run in sweep.runs:
         _show_failure(sweep_directory, run)
@@ -57,11 +62,11 @@ def follow(sweep_directory: Path) -> None:
 
 def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:
     """After a job on this machine: if it left no word, say so in its record."""
-    written = store.load_record(sweep_directory / subdirectory)
-    if (written.get("error") or {}).get("type") == record.UNFINISHED:
-        message = f"the job's process ended without a result; its output is in {log}"
+    written = status.written(sweep_directory / subdirectory)
+    if record.is_open(written):
+        message = f"the job's process ended without a result{OUTPUT}{log}"
         written = status.conclude(sweep_directory, subdirectory, "Gone", message)
-    print(f"{Path(subdirectory).name}: {written['status']}", file=sys.stderr)
+    say(f"{Path(subdirectory).name}: {written['status']}", sys.stderr)
     _show_failure(sweep_directory, Run(subdirectory, None, None, written, is_over=True))
 
 
@@ -72,16 +77,9 @@ def _show_failure(sweep_directory: Path, run: Run) -> None:
         return
     name = Path(run.directory).name
     if error["traceback"]:
-        print(f"\n{name}, rank {error['rank']}:\n{error['traceback'].rstrip()}", file=sys.stderr)
-    elif run.job and (tail := _tail(Path(run.job.log))):
-        print(f"\n{name}, the end of its output:\n{tail}", file=sys.stderr)
-
-
-def _tail(folder: Path, lines: int = 15) -> str:
-    """The last lines that the ranks of a job wrote to standard error, of the rank that wrote last."""
-    logs = sorted(folder.glob("*_log.err"), key=lambda path: path.stat().st_mtime)
-    said = [path.read_text(errors="replace").splitlines() for path in reversed(logs)]
-    return "\n".join(next((text[-lines:] for text in said if text), []))
+        say(f"\n{name}, rank {error['rank']}:\n{error['traceback'].rstrip()}", sys.stderr)
+    elif run.job and (tail := output.tail(run.job)):
+        say(f"\n{name}, the end of its output:\n{tail}", sys.stderr)
 
 
 class _Table:
@@ -98,15 +96,16 @@ class _Table:
         self._live.stop()
 
     def __call__(self, sweep: Sweep) -> None:
-        room = max(3, self._console.height - 4)
-        shown = Sweep(_first_the_open(sweep.runs)[:room], sweep.silence)
+        room = max(1, self._console.height - _AROUND_THE_ROWS)
+        shown = Sweep(_first_the_open(sweep.runs)[:room])
         hidden = len(sweep.runs) - len(shown.runs)
         below = f"{sum(run.is_over for run in sweep.runs)} of {len(sweep.runs)} have ended"
         if hidden:
             below += f"; {hidden} more are not shown"
         if sweep.silence:
-            below += f"; SLURM does not answer: {sweep.silence}"
-        self._live.update(Group(view.table(shown), Text(below)), refresh=True)
+            below += f"; SLURM does not answer: {plain(' '.join(sweep.silence.split()))}"
+        lines = [*view.lines(shown, self._console.width), view.cropped(below, self._console.width)]
+        self._live.update(Text("\n".join(lines), no_wrap=True), refresh=True)
 
 
 class _Lines:
@@ -127,7 +126,7 @@ class _Lines:
             if self._last.get(run.directory) != state:
                 self._last[run.directory] = state
                 job = f"job {run.job.id} " if run.job else ""
-                print(f"{job}{Path(run.directory).name}: {state}", file=sys.stderr, flush=True)
+                say(f"{job}{Path(run.directory).name}: {state}", sys.stderr)
 
 
 def _first_the_open(runs: Sequence[Run]) -> list[Run]:

@@ -24,6 +24,7 @@ from ptdbench.measure.products import Shape
 from ptdbench.measure.soundness import Finding
 from ptdbench.problems import Problem, at_least, require
 from ptdbench.records.files import write_json
+from ptdbench.terminal import say
 from ptdbench.workloads import collectives, matmul, point_to_point
 from ptdbench.workloads.collectives import Collectives
 from ptdbench.workloads.hello import Hello
@@ -162,7 +163,7 @@ def preliminary(job: Job) -> Figures | None:
     _give_back(job.device)
     job.watch.lap("check")
     if job.world.rank == 0 and not found["sound"]:
-        print(f"{summary(found)}; the run goes on", file=sys.stderr, flush=True)
+        say(f"{summary(found)}; the run goes on", sys.stderr)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.shelf import Found
 from ptdbench.checkpoints.together import gathered
 from ptdbench.problems import Problem, require
+from ptdbench.terminal import say
 from ptdbench.workloads import agreement
 from ptdbench.workloads.evaluation import Evaluation, Evaluator
 from ptdbench.workloads.job import Job
@@ -93,6 +95,9 @@ class Keeper:
         for source in sources:
             search = shelf.newest(source, group)
             self.history.warnings += search.warnings
+            if self._job.world.rank == 0:
+                for warning in search.warnings:
+                    say(f"warning: {warning}", sys.stderr)
             if search.found:
                 self._begin_with(search.found, group)
                 return

@@ -21,8 +21,14 @@ def strictly(text: str):
     return json.loads(text, parse_constant=refuse)
 
 
+def result(number: int) -> dict:
+    """A record as short as one can be."""
+    directory = f"outputs/sweep/{number}"
+    return {"status": "ok", "workload": "train", "fingerprint": "f" * 16, "directory": directory}
+
+
 def test_a_record_comes_back(tmp_path):
-    record = {"status": "ok", "losses": [2.5, 1 / 3], "error": None, "layout": {"data": 2}}
+    record = result(0) | {"losses": [2.5, 1 / 3], "error": None, "layout": {"data": 2}}
     path = write_record(tmp_path, record)
     assert path == tmp_path / "record.json"
     assert load_record(tmp_path) == record
@@ -50,7 +56,7 @@ def test_a_record_is_strict_json_whatever_it_holds(tmp_path):
 
 
 def test_a_write_that_fails_leaves_the_old_record_and_nothing_else(tmp_path, monkeypatch):
-    write_record(tmp_path, {"status": "ok"})
+    write_record(tmp_path, result(0))
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -58,7 +64,7 @@ def test_a_write_that_fails_leaves_the_old_record_and_nothing_else(tmp_path, mon
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_record(tmp_path, {"status": "failed"})
-    assert load_record(tmp_path) == {"status": "ok"}
+    assert load_record(tmp_path) == result(0)
     assert [entry.name for entry in tmp_path.iterdir()] == ["record.json"]
 
 
@@ -81,28 +87,30 @@ def test_results_of_writers_at_the_same_time_are_all_whole(tmp_path):
 
 
 def test_a_torn_last_line_is_passed_over_and_repaired(tmp_path):
-    append_result(tmp_path, {"run": 1})
+    append_result(tmp_path, result(1))
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write('{"run": 2, "losses": [1.0, 2')
-    assert read_results(tmp_path) == [{"run": 1}]
-    append_result(tmp_path, {"run": 3})
-    assert (tmp_path / "results.jsonl").read_text() == '{"run": 1}\n{"run": 3}\n'
-    assert read_results(tmp_path) == [{"run": 1}, {"run": 3}]
+    told = []
+    assert read_results(tmp_path, told.append) == [result(1)]
+    assert told == []  # the run that was killed there has a record of its own
+    append_result(tmp_path, result(3))
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == read_results(tmp_path) == [result(1), result(3)]
 
 
 def test_a_torn_first_line_is_repaired_too(tmp_path):
     (tmp_path / "results.jsonl").write_text('{"ru')
-    append_result(tmp_path, {"run": 1})
-    assert read_results(tmp_path) == [{"run": 1}]
+    append_result(tmp_path, result(1))
+    assert read_results(tmp_path) == [result(1)]
 
 
 def test_a_full_disk_leaves_the_results_as_they_were(tmp_path, monkeypatch):
-    append_result(tmp_path, {"run": 1})
+    append_result(tmp_path, result(1))
     before = (tmp_path / "results.jsonl").read_bytes()
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
     with pytest.raises(OSError, match=r"no room for a result in .*results\.jsonl"):
-        append_result(tmp_path, {"run": 2})
+        append_result(tmp_path, result(2))
     assert (tmp_path / "results.jsonl").read_bytes() == before
 
 
@@ -111,8 +119,8 @@ def test_results_survive_a_file_system_without_locks(tmp_path, monkeypatch):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(store.fcntl, "flock", unsupported)
-    append_result(tmp_path, {"run": 1})
-    assert read_results(tmp_path) == [{"run": 1}]
+    append_result(tmp_path, result(1))
+    assert read_results(tmp_path) == [result(1)]
 
 
 def test_a_sweep_without_results_has_none(tmp_path):

@@ -83,11 +83,15 @@ def test_a_failed_run_is_not_ranked_by_what_it_did_before():
     assert [(row[0], row[1], row[5]) for row in cells(text)] == [("1", "ddp", "1.00x"), ("-", "pdp", "-")]
 
 
-def test_the_reason_is_one_line_that_fits():
-    text = render([failed("pdp", "CUDA out of memory.\n  Tried to allocate 20 GiB " + "x " * 200, "oom")], 100)
-    (reason,) = [line for line in text.splitlines() if line.startswith("pdp:")]
+def test_the_reason_is_whole_in_lines_that_fit():
+    said = "CUDA out of memory.\n  Tried to allocate 20 GiB " + "x " * 200 + "x; its output is in /a/" + "long" * 30
+    text = render([failed("pdp", said, "oom")], 100)
+    reason = text[text.index("pdp: oom") :]
     assert reason.startswith("pdp: oom on rank 1: RuntimeError: CUDA out of memory. Tried to allocate 20 GiB")
-    assert len(reason) <= 100
+    assert reason.split() == ["pdp:", "oom", "on", "rank", "1:", "RuntimeError:", *said.split()]
+    *lines, path = reason.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert path.split() == ["/a/" + "long" * 30]
 
 
 @pytest.mark.parametrize("rank", [None, -1])
@@ -124,6 +128,15 @@ def test_models_have_tables_of_their_own():
         ([run("ddp"), run("ddp", layout={"data": 2, "accumulation": 4})], ["ddp acc1", "ddp acc4"]),
         ([run("ddp"), run("ddp", directory="outputs/sweep/ddp-2")], ["ddp [ddp]", "ddp [ddp-2]"]),
         ([run("ddp"), run("ddp", world_size=4)], ["ddp", "ddp"]),
+        ([run("ddp", nodes=["n1"]), run("ddp", nodes=["n1", "n2"])], ["ddp 1 node", "ddp 2 nodes"]),
+        (  # one that never learnt its nodes
+            [run("ddp", nodes=["n1"]), run("ddp", nodes=None, config={"cluster": {"nodes": 2}}, status="failed")],
+            ["ddp 1 node", "ddp 2 nodes"],
+        ),
+        (
+            [run("ddp", nodes=["n1"], directory="a/1"), run("ddp", nodes=None, status="failed", directory="a/2")],
+            ["ddp [1]", "ddp [2]"],
+        ),
     ],
 )
 def test_labels_say_what_tells_runs_apart(runs, labels):

@@ -113,6 +113,12 @@ class Directory:
         """A run that is going on says how far it is."""
         (self.path / f"{number}_toy_ddp" / PROGRESS).write_text(json.dumps(progress))
 
+    def log(self, job: ledger.Job, rank: int, text: str) -> None:
+        """What a rank of a job wrote to standard error."""
+        folder = Path(job.log)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{job.id}_{rank}_log.err").write_text(text)
+
     def says(self, **states: str) -> None:
         """What the queue says: ``says(_0="RUNNING n1", _1="PENDING (Priority)")``."""
         self.queue = {f"7{name}": state(f"7{name}", words) for name, words in states.items()}

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from ptdbench.records.store import Damaged
 from ptdbench.sweep import ledger
 from ptdbench.sweep.ledger import Ledger
 
@@ -66,6 +67,6 @@ def test_an_id_that_is_known_later_names_the_log_too(tmp_path):
 )  # fmt: skip
 def test_a_damaged_one_is_told_in_a_line(tmp_path, content):
     (tmp_path / ledger.LEDGER).write_bytes(content)
-    with pytest.raises(ValueError, match=r"sweep\.json is damaged \(.*\)$") as caught:
+    with pytest.raises(Damaged, match=r"sweep\.json is damaged: .") as caught:
         ledger.read(tmp_path)
     assert "\n" not in str(caught.value)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import record, store
+from ptdbench.records.progress import PROGRESS
 from ptdbench.sweep import status, view
 from tests.sweep.made import CONFIG, DONE, failure, state
 
@@ -198,6 +200,34 @@ class TestEndedByTheCluster:
         expected = f"SLURM ended job 7_0: FAILED (JobLaunchFailure); its output is in {job.log}"
         assert run.record["error"]["message"] == expected
 
+    @pytest.mark.parametrize(
+        ("said", "words", "expected"),
+        [
+            ("slurmstepd-n1: error: StepId=1.0 exceeded memory limit (147 > 104), being killed", "FAILED", "oom"),
+            ("slurmstepd-n1: error: Exceeded job memory limit", "FAILED (NonZeroExitCode)", "oom"),
+            ("slurmstepd: error: Detected 1 oom-kill event(s) in StepId=7.0.", "FAILED", "oom"),
+            ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0.", "FAILED", "oom"),
+            ("srun: error: n1: task 0: Out Of Memory", "FAILED", "oom"),
+            ("srun: error: n1: task 0: Out Of Memory", "NODE_FAIL n1", "failed"),  # SLURM has said why
+            ("the model said: exceeded memory limit", "FAILED", "failed"),
+            ("srun: error: n1: tasks 0-1: Killed", "FAILED", "failed"),
+        ],
+    )  # fmt: skip
+    def test_slurms_words_of_memory_are_read_where_its_state_says_only_failed(self, sweep, said, words, expected):
+        """OverMemoryKill, in the words of Slurm 22.05 and of others."""
+        (job,) = sweep.submit(1)
+        sweep.log(job, 0, "a warning\n")
+        sweep.log(job, 1, f"before\n{said}\nafter\n")
+        sweep.log(replace(job, id="7_1"), 0, "srun: error: n1: task 0: Out Of Memory\n")  # one folder, another job
+        sweep.says(_0=words)
+        (run,) = status.look(sweep.path).runs
+        assert run.record["status"] == expected
+        error = run.record["error"]
+        assert error["message"].endswith(f"; its output is in {job.log}")
+        if expected == "oom":
+            assert error["type"] == "OUT_OF_MEMORY"
+            assert f"SLURM ended job 7_0: {words}; SLURM said: {said}; its output" in error["message"]
+
     def test_one_that_slurm_has_forgotten(self, sweep):
         (job,) = sweep.submit(1)
         (run,) = status.look(sweep.path).runs
@@ -282,7 +312,7 @@ class TestEndedByTheCluster:
         waits, reads = [], []
         read = store.read_results
         monkeypatch.setattr(time, "sleep", waits.append)
-        monkeypatch.setattr(store, "read_results", lambda directory: reads.append(directory) or read(directory))
+        monkeypatch.setattr(store, "read_results", lambda *words: reads.append(words) or read(*words))
         assert status.look(sweep.path).is_over
         assert (waits, len(reads)) == ([status.GRACE], 3)
         assert len(sweep.results()) == 50
@@ -293,6 +323,87 @@ class TestEndedByTheCluster:
         sweep.says(_0="COMPLETED n1")
         monkeypatch.setattr(time, "sleep", lambda seconds: sweep.end(0, told=False))
         assert states(sweep) == [("0_toy_ddp", True, "ok")]
+
+
+class TestDamaged:
+    @pytest.fixture(
+        params=[b"", b"\xff\xfe\x00", b"[1]", b"{}", b"5", b'{"status": 1}', b"gone", b"[" * 100_000],
+        ids=lambda text: repr(text[:20]),
+    )
+    def damage(self, request):
+        """Leaves that in the place of a run's record."""
+
+        def do(sweep, number):
+            path = sweep.path / f"{number}_toy_ddp" / store.RECORD
+            path.unlink() if request.param == b"gone" else path.write_bytes(request.param)
+            return path
+
+        return do
+
+    def test_a_run_of_this_machine_stands_among_the_others(self, sweep, damage):
+        for number in range(3):
+            sweep.begin(number)
+        sweep.end(0)
+        path = damage(sweep, 1)
+        if not path.exists():
+            path.write_bytes(b"")
+        assert [run[1:] for run in states(sweep)] == [(True, "ok"), (True, "damaged"), (False, "failed")]
+        (single,) = status.look(path.parent).runs
+        assert single.record["error"]["message"].startswith(f"{path} is damaged: ")
+        assert "\n" not in single.record["error"]["message"]
+
+    def test_one_that_was_submitted_is_over_when_its_job_is_and_is_left_as_it_is(self, sweep, damage):
+        sweep.submit(2)
+        path = damage(sweep, 0)
+        before = path.read_bytes() if path.exists() else None
+        sweep.says(_0="RUNNING n1", _1="TIMEOUT")
+        assert [run[1:] for run in states(sweep)] == [(False, "damaged"), (True, "timeout")]
+        sweep.says(_0="FAILED")
+        assert [run[1:] for run in states(sweep)] == [(True, "damaged"), (True, "timeout")]
+        assert (path.read_bytes() if path.exists() else None) == before
+        assert len(sweep.results()) == 1
+
+    def test_nothing_is_known_of_its_end_where_slurm_does_not_answer(self, sweep, damage):
+        sweep.submit(1)
+        damage(sweep, 0)
+        sweep.queue = SlurmError("Unable to contact slurm controller")
+        assert [run[1:] for run in states(sweep)] == [(False, "damaged")]
+
+    def test_lines_of_the_results_are_told_one_by_one(self, sweep):
+        sweep.begin(0)
+        lines = [
+            b"5",
+            b"{}",
+            b'{"directory": null}',
+            b"\xff",
+            b"",
+            json.dumps(sweep.end(0, told=False)).encode(),
+            b"torn",
+        ]
+        (sweep.path / store.RESULTS).write_bytes(b"\n".join(lines))
+        seen = status.look(sweep.path)
+        assert [run.record["status"] for run in seen.runs] == ["ok"]
+        where = f"{sweep.path / store.RESULTS}: line"
+        assert [line.partition(" is damaged and passed over: ")[0] for line in seen.damage] == [
+            f"{where} {number}" for number in (1, 2, 3, 4)
+        ]
+
+    @pytest.mark.parametrize("said", [b"", b"\xff", b"5", b"{}", b'{"jobs": [{}]}', b'{"jobs": 5}'])
+    def test_a_list_of_jobs_is_told_and_the_runs_are_shown(self, sweep, said):
+        sweep.submit(2)
+        sweep.end(0)
+        (sweep.path / status.ledger.LEDGER).write_bytes(said)
+        seen = status.look(sweep.path)
+        assert [(run.is_over, run.job) for run in seen.runs] == [(True, None), (False, None)]
+        (line,) = seen.damage
+        assert line.startswith(f"{sweep.path / 'jobs.json'} is damaged: ")
+
+    @pytest.mark.parametrize("said", ["", "5", "{}", '{"step": 1}', '{"step": "1", "steps": 2, "unit": "x"}', "[]"])
+    def test_a_run_whose_progress_is_damaged_has_none(self, sweep, said):
+        path = sweep.begin(0)
+        (path / PROGRESS).write_text(said)
+        (run,) = status.look(sweep.path).runs
+        assert (run.progress, run.is_over) == (None, False)
 
 
 class TestSilence:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from rich.console import Console
+from rich.cells import cell_len
 
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.sweep import status, view
@@ -84,7 +84,8 @@ def test_a_failure_outside_of_the_ranks_names_no_rank(sweep):
     sweep.end(0, **failure(rank=-1, kind="ConfigError", message="model.width=3: must be even\n" * 100))
     (line,) = view.reasons(status.look(sweep.path))
     assert line.startswith("0_toy_ddp: failed: ConfigError: model.width=3: must be even model.width=3")
-    assert len(line) < 350
+    assert line.endswith(" ...")
+    assert 1000 < len(line) < 1100
 
 
 @pytest.mark.parametrize(
@@ -158,16 +159,61 @@ class TestText:
         assert sum(" ok " in row for row in rows) == sum("PENDING (Priority)" in row for row in rows) == 500
 
 
-class TestTable:
-    @pytest.mark.parametrize(("limit", "numbers"), [(None, ["0", "1", "2"]), (2, ["0", "1"])])
-    def test_it_shows_as_many_as_there_is_room_for(self, sweep, limit, numbers):
-        sweep.submit(3)
-        sweep.says(_0="RUNNING n1", _1="PENDING (Priority)", _2="PENDING (Priority)")
-        drawn = view.table(status.look(sweep.path), limit)
-        console = Console(width=120, color_system=None)
-        with console.capture() as capture:
-            console.print(drawn)
-        heading, _, *rows = [line.rstrip() for line in capture.get().splitlines()]
-        assert heading.split() == " ".join(view.HEADINGS).split()
-        assert [row.split()[0] for row in rows] == numbers
-        assert "RUNNING n1" in rows[0]
+class TestWidths:
+    """The lines as they come to a terminal of so many columns."""
+
+    @pytest.fixture
+    def wide(self, sweep):
+        """A sweep of which every column is full."""
+        sweep.submit(4)
+        sweep.says(
+            _0="RUNNING n[1-16,21-36,41-56,61-76]", _1="PENDING (QOSMaxJobsPerUserLimit)", _2="TIMEOUT n1",
+            _3="RUNNING n1",
+        )  # fmt: skip
+        sweep.tell(0, PROGRESS | {"unit": "samples"})
+        sweep.end(3)
+        return sweep
+
+    @pytest.mark.parametrize("width", [200, 120, 80, 60, 40, 20, 5])
+    def test_a_run_is_one_line_that_fits(self, wide, width):
+        drawn = view.lines(status.look(wide.path), width)
+        assert len(drawn) == 2 + 4
+        assert max(map(cell_len, drawn)) <= width
+        assert [line.split()[0] for line in drawn[2:]] == ["0", "1", "2", "3"]
+
+    def test_what_matters_least_goes_first_and_the_state_stays(self, wide):
+        sweep = status.look(wide.path)
+        headings = {width: view.lines(sweep, width)[0].split() for width in (200, 100, 80, 60, 40, 25)}
+        assert headings == {
+            200: " ".join(view.HEADINGS).split(),
+            100: ["#", "job", "run", "shape", "state", "step", "tokens/s"],
+            80: ["#", "job", "run", "shape", "state", "step", "tokens/s"],
+            60: ["#", "job", "run", "state", "step", "tokens/s"],
+            40: ["#", "job", "run", "state", "step"],
+            25: ["#", "run", "state"],
+        }
+        assert "  RUNNING n[1-16,21-36…  " in view.lines(sweep, 60)[2]
+
+    def test_what_was_left_out_is_said_and_the_path_of_a_log_is_whole(self, wide):
+        text = view.text(status.look(wide.path), 40)
+        assert "\nleft out in 40 columns: shape, tokens/s,\n  startup s\n" in text
+        assert f"{wide.path}/logs/7_2" in text
+        assert all(len(line) <= 40 or str(wide.path) in line for line in text.splitlines())
+
+    def test_wide_characters_count_twice(self, sweep):
+        sweep.begin(0)
+        sweep.end(0, model="模型模型模型模型模型模型")
+        assert cell_len(view.lines(status.look(sweep.path), 40)[2]) <= 40
+
+    def test_what_would_steer_a_terminal_or_break_a_row_does_not(self, sweep):
+        sweep.begin(0)
+        sweep.end(0, model="\x1b[31mred\nline")
+        assert view.lines(status.look(sweep.path))[2].split()[2:5] == ["\\x1b[31mred", "line", "ddp"]
+
+
+def test_the_path_of_a_log_never_falls_to_the_length_of_a_message(sweep):
+    (job,) = sweep.submit(1)
+    sweep.end(0, **failure(message="word " * 5000 + f"; its output is in {job.log}"))
+    (line,) = view.reasons(status.look(sweep.path))
+    assert len(line) < 1200 + len(job.log)
+    assert line.endswith(f"; its output is in {job.log}")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import re
 import time
 
 import pytest
+from rich.cells import cell_len
+from rich.console import Console
 
 from ptdbench.launch.local import Stopped
 from ptdbench.launch.slurm import SlurmError
@@ -83,10 +87,8 @@ class TestFollowing:
 
     def test_or_with_the_end_of_the_output_where_there_is_no_traceback(self, sweep, steps, capsys):
         (job,) = sweep.submit(1)
-        logs = sweep.path / "logs" / "7_0"
-        logs.mkdir(parents=True)
-        (logs / "7_0_0_log.err").write_text("".join(f"line {number}\n" for number in range(100)))
-        (logs / "7_0_1_log.err").write_text("")
+        sweep.log(job, 0, "".join(f"line {number}\n" for number in range(100)))
+        sweep.log(job, 1, "")
         sweep.says(_0="NODE_FAIL n1")
         watch.follow(sweep.path)
         said = capsys.readouterr().err
@@ -133,3 +135,25 @@ def test_where_not_all_fit_those_that_still_change_are_shown(sweep):
     sweep.says(_1="RUNNING n1", _3="PENDING")
     runs = status.look(sweep.path).runs
     assert [run.job.number for run in watch._first_the_open(runs)] == [1, 3, 0, 2]
+
+
+@pytest.mark.parametrize(("width", "height"), [(120, 24), (80, 24), (80, 10), (60, 10), (40, 8), (40, 4)])
+def test_the_table_never_grows_out_of_the_terminal_and_loses_no_line(sweep, width, height):
+    sweep.submit(12)
+    sweep.queue = SlurmError("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
+    table = watch._Table(console)
+    with table:
+        table(status.look(sweep.path))
+        sweep.says(**{f"_{number}": "PENDING (QOSMaxJobsPerUserLimit)" for number in range(12)})
+        console.file.seek(0)
+        console.file.truncate()
+        table(status.look(sweep.path))
+        drawn = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", line) for line in console.file.getvalue().split("\n")]
+    *rows, below = drawn
+    shown = min(12, height - 4) if height > 4 else 1
+    assert len(rows) == 2 + shown
+    assert max(map(cell_len, drawn)) <= width
+    assert [row.split()[0] for row in rows[2:]] == [str(number) for number in range(shown)]
+    assert below.startswith("0 of 12 have ended")
+    assert ("more are" in below) == (shown < 12)

@@ -1,0 +1,51 @@
+"""Text for a person: no reader's end stops a run, and no text that others wrote can steer the terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from errno import EPIPE
+from typing import TextIO
+
+#: What a terminal takes for a command, and halves of characters that no stream can encode.
+_CONTROL = [*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)]
+_ESCAPED = {
+    code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROL if chr(code) not in "\n\t"
+}
+
+
+def plain(text: str) -> str:
+    """The text with control characters, other than newline and tab, shown as their codes: a backslash and ``x1b``."""
+    return text.translate(_ESCAPED)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a text on a line of its own, through to whoever reads it.
+
+    A reader that is gone, as ``head -1`` soon is, ends the output and nothing else: the stream then leads to
+    /dev/null. A stream that cannot be written to for another reason is told once on standard error.
+
+    Args:
+        text: What to print; see :func:`plain`.
+        stream: Where to; standard output if ``None``.
+    """
+    stream = sys.stdout if stream is None else stream
+    if stream is None:  # this process was started without one
+        return
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    try:
+        stream.write(plain(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        stream.flush()
+    except OSError as error:
+        _silence(stream)
+        if error.errno != EPIPE and stream is not sys.stderr:
+            say(f"the output cannot be written: {error.strerror}", sys.stderr)
+
+
+def _silence(stream: TextIO) -> None:
+    """Let a stream lead nowhere, so that neither later writes nor Python's last flush fail."""
+    with suppress(OSError, ValueError):  # one without a descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)

@@ -1,0 +1,139 @@
+"""Whatever stands in the files of a run and a sweep: they are read without an exception, and shown in whole lines."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ptdbench.launch import slurm
+from ptdbench.records import record, schema, store, table
+from ptdbench.records.progress import PROGRESS
+from ptdbench.sweep import ledger, status, view
+from tests.sweep.made import CONFIG, DONE
+
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+
+#: What a run that went well has left.
+WHOLE = json.loads(json.dumps(record.begin(CONFIG, Path("outputs/sweep/0_toy_ddp"), {}) | DONE))
+
+#: Fields of records and of their parts, and those of workloads that do not train.
+NAMES = sorted(
+    {*record.FIELDS, *table.SECTIONS, "products", "shape", "groups", "median", "step_seconds", "startup_seconds"}.union(
+        *(get_type_hints(kind) for kind in vars(schema).values() if isinstance(kind, type))
+    )
+)
+
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
+    st.sampled_from(["ok", "failed", "preempted", *table.SECTIONS, "²_x", "9" * 5000, "\ud800\x1b[2J", 10**400, 1e308]),
+)  # fmt: skip
+values = st.recursive(
+    leaves,
+    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.sampled_from(NAMES), parts, max_size=4),
+    max_leaves=8,
+)
+
+
+@st.composite
+def records(draw: Any) -> Any:
+    """A record of which some fields, or fields of their parts, hold other values."""
+    made = json.loads(json.dumps(WHOLE))
+    for name in draw(st.lists(st.sampled_from(NAMES), max_size=4)):
+        place = draw(st.sampled_from([made, *(part for part in made.values() if isinstance(part, dict))]))
+        place[name] = draw(values)
+    return made
+
+
+def shown(directory: Path) -> str:
+    """What a person sees of a sweep, in the status and in the table at its end."""
+    seen = status.look(directory)
+    for width in (None, 40):
+        assert all("\n" not in line for line in view.lines(seen, width))
+    view.text(seen, 80)
+    told: list[str] = []
+    table.render(store.read_results(directory, told.append))
+    assert all("\n" not in line for line in told)
+    table.render([run.record for run in seen.runs])
+    return view.text(seen)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_in_the_queue(monkeypatch):
+    """SLURM has forgotten all jobs."""
+    monkeypatch.setattr(slurm, "queue", lambda ids: {})
+    monkeypatch.setattr(status, "GRACE", 0.0)
+
+
+def sweep_of(written: bytes, result: bytes, progress: bytes = b"") -> str:
+    """Two runs, of which one is as it should be and both were submitted."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in (("0_toy_ddp", written), ("1_toy_fsdp", json.dumps(WHOLE).encode())):
+            path = Path(folder) / "sweep" / name
+            path.mkdir(parents=True)
+            (path / store.RECORD).write_bytes(text)
+            (path / PROGRESS).write_bytes(progress)
+        jobs = [ledger.Job(0, "7_0", "", "", [], name, folder) for name in ("0_toy_ddp", "1_toy_fsdp")]
+        ledger.write(Path(folder) / "sweep", jobs)
+        (Path(folder) / "sweep" / store.RESULTS).write_bytes(result)
+        return shown(Path(folder) / "sweep")
+
+
+@QUICK
+@given(st.binary(max_size=200), st.binary(max_size=200), st.binary(max_size=50))
+def test_any_bytes(written, result, progress):
+    assert "toy ddp" in sweep_of(written, result + b"\n", progress)
+
+
+@QUICK
+@given(records(), records(), values)
+def test_any_values_in_the_fields_of_a_record(written, result, progress):
+    texts = [json.dumps(value).encode() for value in (written, result, progress)]
+    assert "toy ddp" in sweep_of(texts[0], texts[1] + b"\n", texts[2])
+
+
+@QUICK
+@given(values)
+def test_any_value_as_a_whole(value):
+    text = json.dumps(value).encode()
+    assert "toy ddp" in sweep_of(text, text + b"\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        (b"", "not JSON (Expecting value at character 0)"),
+        (b"\xff\xfe\x00", "codec can't decode"),
+        (b"[1]", "it is a list where it should be a mapping"),
+        (b"{}", "it has no directory"),
+        (b"[" * 100_000, "nested too deeply"),
+        (WHOLE | {"losses": "none"}, "losses is a text where it should be a list"),
+        (WHOLE | {"losses": [1.0, None, "x"]}, "losses[2] is a text where it should be a number"),
+        (WHOLE | {"metrics": {"mfu": True}}, "metrics.mfu is true or false where it should be a number"),
+        (WHOLE | {"metrics": {"startup_seconds": {"import": None}}}, "metrics.startup_seconds.import is null where"),
+        (WHOLE | {"error": {"rank": 0}}, "error has no message"),
+        (WHOLE | {"world_size": 10**30}, "world_size is a number where it should be a whole number"),
+        (WHOLE | {"losses": [float("nan")]}, "NaN is not JSON"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(tmp_path, text, wrong):
+    (tmp_path / store.RECORD).write_bytes(text if isinstance(text, bytes) else json.dumps(text).encode())
+    with pytest.raises(store.Damaged) as caught:
+        store.load_record(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / store.RECORD} is damaged: ")
+    assert wrong in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_field_of_a_record_has_a_type():
+    assert get_type_hints(schema.Record).keys() == set(record.FIELDS)
+
+
+def test_a_record_as_it_is_written_is_not_damaged():
+    assert schema.fault(WHOLE, schema.Record) is None
+    assert schema.fault(WHOLE | {"something": "of a later version"}, schema.Record) is None
