@@ -84,7 +84,7 @@ class TestPrograms:
     def test_a_run_that_fails_still_does(self, environ, tmp_path):
         assert without_reader(*self.TRAIN, "optimizer.lr=1e30", environ=environ, cwd=tmp_path).returncode == 1
 
-    @pytest.mark.parametrize("words", [("--cfg", "job"), ("--help",), ("-m", "seed=1,2", "--cfg", "job")], ids=" ".join)
+    @pytest.mark.parametrize("words", [("--cfg", "job"), ("-m", "seed=1,2", "--cfg", "job")], ids=" ".join)
     def test_what_hydra_shows(self, environ, tmp_path, words):
         done = without_reader(str(ROOT / "train.py"), *words, environ=environ, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
