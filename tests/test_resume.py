@@ -127,15 +127,17 @@ def test_a_run_that_was_killed_goes_on_after_its_last_checkpoint(tmp_path):
     assert kept == ["step-00000500", "step-00000600"]
 
 
-def test_a_broken_checkpoint_is_passed_over_with_a_warning(run):
-    half = run(*TOY, "train.steps=4", "checkpoint.every_steps=2")
-    newest = Path(half["directory"]) / "checkpoints" / "step-00000004" / "__0_0.distcp"
+def test_a_broken_checkpoint_is_passed_over_with_a_warning(tmp_path):
+    train_py(*TOY, "train.steps=4", "checkpoint.every_steps=2", "hydra.run.dir=half", cwd=tmp_path)
+    newest = tmp_path / "half" / "checkpoints" / "step-00000004" / "__0_0.distcp"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    rest = run(*TOY, "train.steps=6", f"resume={half['directory']}")
+    done = train_py("resume=half", "train.steps=6", "hydra.run.dir=rest", cwd=tmp_path)
+    rest = record_of(tmp_path / "rest")
     assert rest["remarks"]["resumed"].startswith("after step 2, from ")
-    assert any("step-00000004 is passed over" in note for note in rest["remarks"]["checkpoints"])
+    (warning,) = [note for note in rest["remarks"]["checkpoints"] if "step-00000004 is passed over" in note]
+    assert done.stderr.splitlines().count(f"warning: {warning}") == 1
     assert len(rest["losses"]) == 6
 
 

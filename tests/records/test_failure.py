@@ -232,3 +232,14 @@ def test_the_first_report_of_a_rank_stands(tmp_path):
 
 def test_no_reports(tmp_path):
     assert read_failures(tmp_path) == []
+
+
+def test_an_exception_that_cannot_say_what_it_is_is_still_reported():
+    class MuteError(Exception):
+        def __str__(self):
+            raise AttributeError("no words")
+
+    told = describe(MuteError(), rank=1)
+    assert (told.type, told.rank) == ("MuteError", 1)
+    assert told.message == "(no message: the exception's own __str__ raised AttributeError)"
+    assert "MuteError" in told.traceback

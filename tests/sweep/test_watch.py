@@ -14,6 +14,7 @@ from ptdbench.launch.local import Stopped
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import store
 from ptdbench.sweep import status, watch
+from ptdbench.terminal import plain
 from tests.sweep.made import failure
 
 
@@ -84,6 +85,18 @@ class TestFollowing:
         said = capsys.readouterr().err
         assert "0_toy_ddp, rank 3:\nTraceback (most recent call last):\nRuntimeError: on purpose\n" in said
         assert "1_toy_ddp, rank" not in said
+
+    def test_what_others_wrote_cannot_steer_the_terminal(self, sweep, steps, capsys):
+        sweep.submit(2)
+        sweep.end(0, **failure(message="\x1b[2J\x07 \x9b"))
+        (_, job) = status.ledger.read(sweep.path)
+        sweep.log(job, 0, "\x1b]0;title\x07")
+        sweep.says(_1="NODE_FAIL n1")
+        watch.follow(sweep.path)
+        said = capsys.readouterr().err
+        assert "RuntimeError: \\x1b[2J\\x07 \\x9b\n" in said
+        assert "\\x1b]0;title\\x07" in said
+        assert plain(said) == said
 
     def test_or_with_the_end_of_the_output_where_there_is_no_traceback(self, sweep, steps, capsys):
         (job,) = sweep.submit(1)

@@ -1,0 +1,122 @@
+"""A sweep or a run goes on although files in its directory are damaged, or says in one line that it cannot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from ptdbench import resume
+from ptdbench.compose import compose_all
+from ptdbench.problems import ConfigError
+from ptdbench.records import record, store
+from ptdbench.sweep import launchers, requests
+from tests.conftest import ROOT
+from tests.sweep.made import Directory
+
+GARBAGE = [
+    b"", b"\x00\xff", b"garbage", b"[1, 2", b"- 1", b"a: b", b"hydra: 5", b"hydra: {overrides: {task: [1]}}",
+    b"hydra: {overrides: {task: {a: b}}}", b"? [1]\n: 2", b"2001-99-99", b"a: &a [*a]",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "name"), [("sweep.resume", "multirun.yaml"), ("resume", ".hydra/overrides.yaml")], ids=["sweep", "run"]
+)
+class TestWhatHydraWrote:
+    @pytest.mark.parametrize("text", GARBAGE, ids=repr)
+    def test_garbage_is_one_line(self, tmp_path, option, name, text):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(text)
+        with pytest.raises(ConfigError) as caught:
+            resume.read([f"{option}={tmp_path}"], multirun=False)
+        (line,) = str(caught.value).splitlines()
+        assert line.startswith(f"{option}={tmp_path}: {name} is damaged (")
+
+    @settings(max_examples=50, deadline=None, database=None)
+    @given(text=st.binary(max_size=60) | st.text(alphabet="{}[]&*?:- \n'\"!<ab1$", max_size=40).map(str.encode))
+    def test_any_bytes(self, option, name, text):
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
+            (Path(folder) / name).write_bytes(text)
+            with suppress(ConfigError):
+                resume.read([f"{option}={folder}"], multirun=False)
+
+    def test_overrides_are_taken_as_they_were_typed(self, tmp_path, option, name):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        text = "['data.seed=${seed}', model=toy]"
+        (tmp_path / name).write_text(text if option == "resume" else f"hydra: {{overrides: {{task: {text}}}}}")
+        assert resume.read([f"{option}={tmp_path}"], multirun=False).overrides[:2] == ["data.seed=${seed}", "model=toy"]
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    return Directory(tmp_path / "sweep")
+
+
+def test_a_damaged_record_is_kept_aside_and_counts_for_nothing(sweep, capsys):
+    path = sweep.begin(0)
+    fingerprint = sweep.end(0)["fingerprint"]
+    assert store.is_done(path, fingerprint)
+    assert store.earlier_record(path)["status"] == "ok"
+    for number in ("", "-2"):
+        (path / store.RECORD).write_bytes(b"\x00garbage")
+        assert not store.is_done(path, fingerprint)
+        assert store.earlier_record(path) is None
+        assert (path / f"record.json.damaged{number}").read_bytes() == b"\x00garbage"
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{path / store.RECORD} is damaged: not JSON")
+        assert line.endswith(f"; it is kept as record.json.damaged{number}, and the run is done again")
+        assert store.earlier_record(path) is None  # there is none any more
+
+
+def test_a_launcher_keeps_it_aside_before_it_writes_the_next(sweep, capsys):
+    class Launcher(launchers._Launcher):
+        def _run(self, sweep_directory, jobs):
+            pass
+
+    found = compose_all(ROOT / "conf", "config", ["model=toy", "device=cpu", "seed=1,2"], multirun=True)
+    launcher = Launcher.__new__(Launcher)
+    launcher.requests = requests.of_machine(found.jobs, found.overrides, None)
+    hydra = {"sweep": {"dir": str(sweep.path), "subdir": "${hydra.job.num}_toy_ddp"}}
+    launcher.config = OmegaConf.create({"hydra": hydra})
+    path = sweep.begin(0)
+    done = sweep.end(0)
+    (path / store.RECORD).write_bytes(b"[1]")
+    launcher.launch(found.overrides, 0)
+    assert (path / "record.json.damaged").read_bytes() == b"[1]"
+    assert store.load_record(path)["error"]["type"] == record.UNFINISHED
+    assert done not in sweep.results()  # the run is not over
+
+
+@pytest.mark.ranks
+def test_the_run_is_done_again_and_the_others_are_not(tmp_path, environ):
+    def train_py(*words):
+        return subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), "-m", *words],
+            cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200, check=False,
+        )  # fmt: skip
+
+    toy = ("model=toy", "device=cpu", "train.steps=2", "parallel=ddp,single")
+    first = train_py(*toy, "hydra.sweep.dir=sweep")
+    assert first.returncode == 0, first.stderr
+    one, other = (tmp_path / "sweep" / name / store.RECORD for name in ("0_toy_ddp", "1_toy_single"))
+    before = other.stat().st_mtime_ns
+    one.write_bytes(b"[1]")
+    with (tmp_path / "sweep" / store.RESULTS).open("a") as results:
+        results.write("5\n{}\n")
+    again = train_py("sweep.resume=sweep")
+    assert again.returncode == 0, again.stderr
+    assert "Traceback" not in again.stderr
+    assert sum("is damaged and passed over" in line for line in again.stderr.splitlines()) == 2
+    assert json.loads(one.read_text())["status"] == "ok"
+    assert one.with_name("record.json.damaged").read_bytes() == b"[1]"
+    assert other.stat().st_mtime_ns == before

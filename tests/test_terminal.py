@@ -1,0 +1,101 @@
+"""What is printed for a person: its reader may go away, and what others wrote does not steer the terminal."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ptdbench.terminal import plain, say
+from tests.conftest import ROOT
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("two\nlines\tand ä·µ模…", "two\nlines\tand ä·µ模…"),
+        ("\x1b[31mred\x1b[0m\x07\r\x00", r"\x1b[31mred\x1b[0m\x07\x0d\x00"),
+        ("\x7f\x80\x9b\x9f\xa0", "\\x7f\\x80\\x9b\\x9f\xa0"),
+        ("\udcff\ud800", r"\udcff\ud800"),
+        (r"\x1b", r"\x1b"),
+    ],
+)
+def test_control_characters_are_shown_and_not_sent(text, shown):
+    assert plain(text) == plain(plain(text)) == shown
+
+
+def test_a_line_is_written_through_to_whoever_reads_it():
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="ascii")
+    say("1·2\x1b", stream)
+    assert raw.getvalue() == b"1\\xb72\\x1b\n"
+
+
+def test_nothing_is_said_where_there_is_no_stream(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    say("nobody hears it")
+
+
+def without_reader(*words, environ, cwd, both=False):
+    """What a program says on standard error, and its exit status, when nobody reads its output."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        return subprocess.run(
+            [sys.executable, *words], env={**environ, "PYTHONPATH": str(ROOT)}, cwd=cwd, stdout=writer,
+            stderr=writer if both else subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+
+
+def test_python_does_not_complain_at_its_end_either(environ, tmp_path):
+    program = "from ptdbench.terminal import say; say('a' * 100_000); say('b'); print('c'); raise SystemExit(3)"
+    done = without_reader("-c", program, environ=environ, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_a_full_disk_is_said_once(environ, tmp_path):
+    program = "from ptdbench.terminal import say; say('a'); say('b')"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program], env={**environ, "PYTHONPATH": str(ROOT)}, stdout=full,
+            stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "the output cannot be written: No space left on device\n")
+
+
+@pytest.mark.ranks
+class TestPrograms:
+    """As in ``python train.py ... | head -1``."""
+
+    TRAIN = (str(ROOT / "train.py"), "model=toy", "train.steps=2", "device=cpu", "hydra.run.dir=run")
+
+    @pytest.mark.parametrize("both", [False, True], ids=["| head", "2>&1 | head"])
+    def test_the_exit_status_is_that_of_the_run(self, environ, tmp_path, both):
+        done = without_reader(*self.TRAIN, environ=environ, cwd=tmp_path, both=both)
+        assert done.returncode == 0
+        assert all(line.startswith("toy ddp  step ") for line in (done.stderr or "").splitlines())
+        assert (tmp_path / "run" / "record.json").exists()
+
+    def test_a_run_that_fails_still_does(self, environ, tmp_path):
+        assert without_reader(*self.TRAIN, "optimizer.lr=1e30", environ=environ, cwd=tmp_path).returncode == 1
+
+    @pytest.mark.parametrize("words", [("--cfg", "job"), ("-m", "seed=1,2", "--cfg", "job")], ids=" ".join)
+    def test_what_hydra_shows(self, environ, tmp_path, words):
+        done = without_reader(str(ROOT / "train.py"), *words, environ=environ, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+
+    def test_what_a_failed_run_wrote_does_not_steer_the_terminal(self, environ, tmp_path):
+        (tmp_path / "mine.py").write_text("def Model():\n    raise ValueError('\\x1b[2Jgone\\x07')\n")
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "train.py"), "model=custom", "model._target_=mine.Model", "device=cpu"],
+            env={**environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}, cwd=tmp_path, capture_output=True, text=True,
+            timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert r"\x1b[2Jgone\x07" in done.stdout + done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
