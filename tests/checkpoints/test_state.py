@@ -121,6 +121,7 @@ def load_all(folders: dict[tuple[int, str], Path], strategy: str) -> dict[Any, A
     for saved_by, trained in pairs(layout):
         run = Run(strategy, *trained, seed=1)
         run.restore(path_of(folders[saved_by], trained), group)
+        run.loop.rehearse()  # three ranks add up in the order that they had come to when they saved
         found[saved_by, trained] = {"tensors": whole(run.tensors()), "losses": run.go(STEPS, STEPS + 1)}
     return found
 
