@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ptdbench import commandline, compose, config, resume
 from ptdbench.commandline import LAUNCHER
 from ptdbench.config import Slurm
-from ptdbench.launch import local, slurm
+from ptdbench.launch import leaving, local, slurm
 from ptdbench.launch.world import World, discover
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import record, store, table
@@ -47,6 +47,8 @@ def main(task: Callable[[], None], conf: Path) -> None:
     except local.Stopped as stop:
         print(stop, file=sys.stderr)
         sys.exit(128 + stop.signal)
+    finally:
+        leaving.soon()
 
 
 def one_run(composed: DictConfig, directory: Path) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ptdbench.records.failure import Failure, status_of
+from ptdbench.records.cause import status_of
+from ptdbench.records.failure import Failure
+from ptdbench.records.owner import Owner
 
 #: The type of error of a record that was opened and not yet closed.
 UNFINISHED = "Unfinished"
@@ -17,13 +20,15 @@ UNFINISHED = "Unfinished"
 #: Fields of every record, in the order in which they are written.
 FIELDS = (
     "status", "workload", "model", "parallel", "world_size", "global_batch", "tokens_per_sample", "precision",
-    "parameters", "fingerprint", "started", "directory", "launcher", "nodes", "layout", "warmup_steps", "metrics",
-    "error", "remarks", "environment", "config", "losses", "evaluations", "learning_rates", "gradient_norms",
-    "wait_seconds", "step_memory_bytes", "rank_step_seconds", "segments",
+    "parameters", "fingerprint", "started", "directory", "owner", "launcher", "nodes", "layout", "warmup_steps",
+    "metrics", "error", "remarks", "environment", "config", "losses", "evaluations", "learning_rates",
+    "gradient_norms", "wait_seconds", "step_memory_bytes", "rank_step_seconds", "segments",
 )  # fmt: skip
 
 
-def begin(config: Mapping[str, Any], directory: Path, environment: Mapping[str, Any]) -> dict[str, Any]:
+def begin(
+    config: Mapping[str, Any], directory: Path, environment: Mapping[str, Any], owner: Owner | None = None
+) -> dict[str, Any]:
     """What is known before a run: a record that says ``failed``, for the case that nobody can say more later.
 
     It is written before the ranks start, so that no run directory is ever without a record, not even one
@@ -33,6 +38,7 @@ def begin(config: Mapping[str, Any], directory: Path, environment: Mapping[str, 
         config: The resolved configuration.
         directory: The run's directory.
         environment: Versions and hardware.
+        owner: The process that starts the run; ``None`` where it only waits to be started.
     """
     record: dict[str, Any] = dict.fromkeys(FIELDS)
     record |= {
@@ -45,6 +51,7 @@ def begin(config: Mapping[str, Any], directory: Path, environment: Mapping[str, 
         "fingerprint": fingerprint(config),
         "started": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "directory": str(directory),
+        "owner": asdict(owner) if owner else None,
         "losses": [],
         "rank_step_seconds": [],
         "remarks": {},

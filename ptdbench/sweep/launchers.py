@@ -25,7 +25,7 @@ from hydra_plugins.hydra_submitit_launcher import submitit_launcher as plugin
 from omegaconf import DictConfig, open_dict
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from ptdbench.launch import local, resources, slurm
+from ptdbench.launch import leaving, local, resources, slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError, Problem
@@ -82,14 +82,17 @@ class Task:
             composed.hydra.sweep.subdir = subdirectory
             if world and world.rank > 0:  # all ranks share the directory, and one writes into it
                 composed.hydra.output_subdir = None
-        done = run_job(
-            hydra_context=self.hydra_context,
-            task_function=self.function,
-            config=composed,
-            job_dir_key="hydra.sweep.dir",
-            job_subdir_key="hydra.sweep.subdir",
-        )
-        _ = done.return_value  # raises what Hydra has caught
+        try:
+            done = run_job(
+                hydra_context=self.hydra_context,
+                task_function=self.function,
+                config=composed,
+                job_dir_key="hydra.sweep.dir",
+                job_subdir_key="hydra.sweep.subdir",
+            )
+            _ = done.return_value  # raises what Hydra has caught
+        finally:
+            leaving.soon()
 
 
 class _Launcher(plugin.BaseSubmititLauncher):
