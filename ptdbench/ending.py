@@ -6,9 +6,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,39 +19,51 @@ from ptdbench.launch import local, slurm
 from ptdbench.launch.peers import Peer
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.launch.watchdog import Watchdog
+from ptdbench.launch.witness import noting
 from ptdbench.launch.world import World
 from ptdbench.measure.hardware import environment
-from ptdbench.records import failure, record, store, tensorboard
+from ptdbench.records import failure, record, tensorboard
+from ptdbench.records.cause import is_stop, root_cause
 from ptdbench.records.figures import write_figures
+from ptdbench.records.owner import Attempt
 from ptdbench.terminal import say
 from ptdbench.workloads.job import Outcome
 
-#: Seconds that a rank which only lost its peers stays, so that who watches the ranks sees the culprit die first.
+#: Seconds that a rank stays whose failure may follow from another's: so that who watches the ranks sees the culprit die
+#: first, and that it learns who else was stopped.
 LINGER = 2.0
 
+#: That time under other launchers than these: mpirun sends SIGKILL a second after its SIGTERM.
+_SHORT_LINGER = 0.5
+_PATIENT = ("local", "torchrun", "srun")
 
-def close(directory: Path, planned: plan.Plan, device: torch.device, met: Sequence[Peer], outcome: Outcome) -> None:
+
+def close(attempt: Attempt, planned: plan.Plan, device: torch.device, met: Sequence[Peer], outcome: Outcome) -> None:
     """Write what came of the run: the record, and from it what TensorBoard shows."""
-    done = store.load_record(directory) | {
-        "status": "ok",
-        "error": None,
-        "environment": environment(device.type),
-        "nodes": list(dict.fromkeys(peer.node for peer in met)),
-        **outcome.fields,
-    }
-    if outcome.error:
-        done = record.failed(done, failure.describe(outcome.error, rank=0))
-    elif outcome.stopped:
-        done = record.stopped(done, outcome.stopped)
-    store.write_record(directory, done)
+
+    def finish(written: dict[str, Any]) -> Mapping[str, Any]:
+        done = written | {
+            "status": "ok",
+            "error": None,
+            "environment": environment(device.type),
+            "nodes": list(dict.fromkeys(peer.node for peer in met)),
+            **outcome.fields,
+        }
+        if outcome.error:
+            return record.failed(done, failure.describe(outcome.error, rank=0))
+        return record.stopped(done, outcome.stopped) if outcome.stopped else done
+
+    done = attempt.amend(finish)
+    if done is None:
+        return
     if done["losses"]:
-        tensorboard.write_tensorboard(directory, done, outcome.shown)
-    write_figures(directory, outcome.figures)
+        tensorboard.write_tensorboard(attempt.directory, done, outcome.shown)
+    write_figures(attempt.directory, outcome.figures)
     if outcome.stopped:
-        _requeue(directory, planned.config.cluster, done, outcome.stopped)
+        _requeue(attempt, planned.config.cluster, done, outcome.stopped)
 
 
-def _requeue(directory: Path, cluster: config.Cluster, done: Mapping[str, Any], stopped: str) -> None:
+def _requeue(attempt: Attempt, cluster: config.Cluster, done: Mapping[str, Any], stopped: str) -> None:
     """Let SLURM start the job of a run that has saved once more, if it may; the run's record then stays open.
 
     Only for the signal that SLURM sends ahead of a time limit: with SIGTERM a person cancels a job, and SLURM requeues
@@ -62,44 +74,104 @@ def _requeue(directory: Path, cluster: config.Cluster, done: Mapping[str, Any], 
     restarts = slurm.restarts(os.environ)
     if restarts >= cluster.max_requeues:
         limit = f"{stopped}; not requeued: cluster.max_requeues={cluster.max_requeues} is reached"
-        store.write_record(directory, record.stopped(done, limit))
+        attempt.amend(lambda _: record.stopped(done, limit))
         return
     # Before it is requeued: SLURM leaves no time after.
-    store.write_record(directory, record.requeued(done, restarts + 1, cluster.max_requeues))
+    attempt.amend(lambda _: record.requeued(done, restarts + 1, cluster.max_requeues))
     try:
         slurm.requeue(os.environ)
     except SlurmError as error:
-        store.write_record(directory, record.stopped(done, f"{stopped}; it could not be requeued: {error}"))
+        why = f"{stopped}; it could not be requeued: {error}"
+        attempt.amend(lambda _: record.stopped(done, why))
 
 
-def report(world: World, directory: Path, error: BaseException) -> None:
-    """Leave this rank's account of its failure; where nobody watches over the ranks, draw the conclusion too."""
-    local.ignore_signals()  # the launcher sends them to all ranks as soon as it sees that one has failed
-    told = failure.describe(error, world.rank)
+@contextmanager
+def witness(world: World, attempt: Attempt) -> Iterator[None]:
+    """Meanwhile a stop signal to this rank is reported when it arrives, even if the rank never comes to say so itself.
+
+    Local ranks have a parent, who sees how they end.
+    """
+
+    def note(number: int) -> None:
+        with suppress(OSError):
+            failure.write_failure(attempt.failures, failure.describe(local.Stopped(number), world.rank))
+
+    with nullcontext() if world.launcher == "local" else noting(note):
+        yield
+
+
+def report(world: World, attempt: Attempt, error: BaseException) -> None:
+    """Leave this rank's account of its failure; where nobody watches over the ranks, draw the conclusion too.
+
+    Each rank does: the last one knows most.
+    """
+    own = told = failure.describe(error, world.rank)
     with suppress(OSError):  # a disk that is full takes no report either
-        failure.write_failure(directory, told)
-    cause = failure.root_cause(failure.read_failures(directory) or [told], world.size)
-    if cause.rank != world.rank:
-        time.sleep(LINGER)
-        cause = failure.root_cause(failure.read_failures(directory) or [told], world.size)
-    with suppress(OSError):  # rank 0 may have died before it could open the record
-        written = store.load_record(directory)
-        if not record.is_settled(written):
-            store.write_record(directory, record.failed(written, cause))
+        own = failure.write_failure(attempt.failures, told)
+    cause = _conclude(world, attempt, own)
+    if cause.rank != world.rank or is_stop(own):
+        _hear_others(world, attempt, own)
+        cause = _conclude(world, attempt, own)
     if world.launcher != "local" and cause.rank == world.rank:
         say(f"rank {world.rank}: {told.traceback}", sys.stderr)  # rank 0 may not come to tell it
-    if world.launcher == "srun" and cause.rank == world.rank:
+    if world.launcher == "srun" and world.rank in (cause.rank, _first_to_report(attempt, own)):
         slurm.end_step(os.environ, after=5 * LINGER)  # for those whom the loss of a peer does not wake up
 
 
-def watchdog(read: config.Config, world: World, own_store: dist.Store, directory: Path) -> Watchdog:
+def _conclude(world: World, attempt: Attempt, told: failure.Failure) -> failure.Failure:
+    """Why the run failed, as far as it is known by now; written down, unless who sees more has done so."""
+    found = told
+
+    def change(written: dict[str, Any]) -> Mapping[str, Any] | None:
+        nonlocal found
+        found = root_cause(failure.read_failures(attempt.failures) or [told], world.size)
+        return None if record.is_settled(written) else record.failed(written, found)
+
+    with suppress(OSError):  # rank 0 may have died before it could open the record
+        attempt.amend(change)
+    return found
+
+
+def _hear_others(world: World, attempt: Attempt, own: failure.Failure) -> None:
+    """Give the other ranks the time to report, and note of whom a rank that was stopped has heard nothing.
+
+    Only where all have met: a rank that still starts cannot report anything.
+    """
+    until = time.monotonic() + (LINGER if world.launcher in _PATIENT else _SHORT_LINGER)
+    while (_unheard(world, attempt) or not is_stop(own)) and time.monotonic() < until:
+        time.sleep(0.1)
+    unheard = _unheard(world, attempt)
+    if is_stop(own) and unheard and dist.is_initialized():
+        with suppress(OSError):
+            failure.amend_failure(attempt.failures, replace(own, unheard=unheard))
+
+
+def _unheard(world: World, attempt: Attempt) -> list[int]:
+    return sorted(set(range(world.size)) - failure.reporters(attempt.failures))
+
+
+def _first_to_report(attempt: Attempt, told: failure.Failure) -> int:
+    return (failure.read_failures(attempt.failures) or [told])[0].rank
+
+
+def remark(attempt: Attempt, rank: int, message: str) -> None:
+    """Note in the record that a rank had to be ended after its work was done, and why."""
+
+    def add(written: dict[str, Any]) -> dict[str, Any]:
+        noted = (written["remarks"] or {}).get("leaving", [])
+        return {**written, "remarks": {**(written["remarks"] or {}), "leaving": [*noted, f"rank {rank}: {message}"]}}
+
+    attempt.amend(add)
+
+
+def watchdog(read: config.Config, world: World, own_store: dist.Store, attempt: Attempt) -> Watchdog:
     """Ends the run where a rank is stuck, and writes down which."""
 
     def tell(rank: int, message: str, stacks: str) -> None:
+        told = failure.stuck(rank, message, stacks)
         with suppress(OSError):
-            failure.write_failure(directory, failure.stuck(rank, message, stacks))
-            cause = failure.root_cause(failure.read_failures(directory), world.size)
-            store.write_record(directory, record.failed(store.load_record(directory), cause))
+            failure.write_failure(attempt.failures, told)
+        _conclude(world, attempt, told)
 
     minutes = read.general.timeout_minutes
-    return Watchdog(world, own_store, directory, math.inf if minutes is None else 60 * minutes, tell)
+    return Watchdog(world, own_store, attempt.failures, math.inf if minutes is None else 60 * minutes, tell)

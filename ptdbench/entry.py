@@ -22,10 +22,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from ptdbench import commandline, compose, config, resume
+from ptdbench import commandline, compose, config, lease, resume
 from ptdbench.commandline import LAUNCHER
 from ptdbench.config import Slurm
-from ptdbench.launch import local, slurm
+from ptdbench.launch import leaving, local, slurm
 from ptdbench.launch.world import World, discover
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import record, store, table
@@ -47,6 +47,8 @@ def main(task: Callable[[], None], conf: Path) -> None:
     except local.Stopped as stop:
         say(str(stop), sys.stderr)
         sys.exit(128 + stop.signal)
+    finally:
+        leaving.soon()
 
 
 def one_run(composed: DictConfig, directory: Path) -> None:
@@ -332,10 +334,7 @@ def _begin(composed: compose.Composed, folder: Path, directory: Path) -> None:
     if composed.is_sweep:
         ledger.begin(folder, composed.typed)
         return
-    draft = record.begin(config.resolve(composed.jobs[0]), directory, {}, composed.typed)
-    if earlier := store.earlier_record(folder):
-        draft = record.going_on(draft, earlier)
-    store.write_record(folder, draft)
+    lease.open_record(folder, record.begin(config.resolve(composed.jobs[0]), directory, {}, composed.typed))
 
 
 def _output_overrides(is_sweep: bool, directory: Path, world: World | None) -> list[str]:

@@ -11,8 +11,10 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,16 @@ import psutil
 import torch
 from omegaconf import DictConfig
 
-from ptdbench import config, ending, plan
-from ptdbench.launch import local, peers, rendezvous
+from ptdbench import config, ending, lease, plan
+from ptdbench.launch import leaving, local, peers, rendezvous
 from ptdbench.launch.world import World, discover
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.stopwatch import Stopwatch
 from ptdbench.problems import ConfigError
-from ptdbench.records import failure, record, store
+from ptdbench.records import failure, record
+from ptdbench.records.cause import root_cause
+from ptdbench.records.owner import Attempt, this_process
+from ptdbench.terminal import say
 from ptdbench.workloads.job import Job
 
 #: Seconds that ranks get to save what they have done when the run is asked to stop.
@@ -44,14 +49,16 @@ def run(composed: DictConfig, directory: Path) -> None:
         directory: The run's own directory, which exists.
 
     Raises:
-        SystemExit: This process is a rank, and the run failed here.
+        SystemExit: This process is a rank, and the run failed here; or another start of the run still goes on.
         Stopped: A signal asked this process to end; the record is written.
     """
     world = discover(os.environ)
+    attempt = Attempt(directory, rendezvous.launch_name(world) if world else uuid.uuid4().hex)
     ready = time.time() if world is None or _RUNS else psutil.Process().create_time()
     _RUNS.append(directory)
     writes = world is None or world.rank == 0
-    draft = _open_record(composed, directory) if writes else {}
+    if writes:
+        _open_record(composed, attempt)
     try:
         if world:
             rendezvous.export(world, os.environ)  # a model of the user's own may ask who it is when it is made
@@ -60,33 +67,42 @@ def run(composed: DictConfig, directory: Path) -> None:
             planned.training.prepare_data()  # what is wrong with the data shows before anything is started for them
     except ConfigError as refused:
         if writes:
-            store.write_record(directory, record.failed(draft, failure.describe(refused, rank=-1)))
+            _fail(attempt, failure.describe(refused, rank=-1))
         return
     if writes:
-        store.write_record(directory, draft | _planned(planned, world))
+        attempt.amend(lambda written: written | _planned(planned, world))
     if world:
-        take_part(composed, world, directory, ready)
+        take_part(composed, world, attempt, ready)
     else:
-        _start_ranks(composed, planned.world_size, directory, ready)
+        _start_ranks(composed, planned.world_size, attempt, ready)
 
 
-def _start_ranks(composed: DictConfig, size: int, directory: Path, ready: float) -> None:
+def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, ready: float) -> None:
     """Start local ranks, and conclude from what they left behind if one of them fails."""
     grace = SAVE_GRACE if config.read(composed).checkpoint.every_steps else 0.0
     try:
-        local.start(_as_rank, size, composed, directory, ready, grace=grace)
+        local.start(_as_rank, size, composed, attempt, ready, grace=grace)
     except local.RankDied as death:
-        reports = [*failure.read_failures(directory), failure.describe_exit(death.rank, death.exit_code)]
-        cause = failure.root_cause(reports, size)
-        store.write_record(directory, record.failed(store.load_record(directory), cause))
+        seen = [*failure.read_failures(attempt.failures), *failure.describe_exits(death.exit_codes, size)]
+        _fail(attempt, root_cause(seen, size))
+    except local.LaunchError as error:
+        _fail(attempt, failure.describe(error, rank=-1))
     except local.Stopped as stop:
-        written = store.load_record(directory)
-        if record.is_open(written):  # the ranks may have saved, and said so
-            store.write_record(directory, record.failed(written, failure.describe(stop, rank=-1)))
+        _fail_if_open(attempt, failure.describe(stop, rank=-1))  # the ranks may have saved, and said so
         raise
+    else:
+        _fail_if_open(attempt, failure.without_result())
 
 
-def _as_rank(environ: Mapping[str, str], composed: DictConfig, directory: Path, ready: float) -> None:
+def _fail(attempt: Attempt, cause: failure.Failure) -> None:
+    attempt.amend(lambda written: record.failed(written, cause))
+
+
+def _fail_if_open(attempt: Attempt, cause: failure.Failure) -> None:
+    attempt.amend(lambda written: record.failed(written, cause) if record.is_open(written) else None)
+
+
+def _as_rank(environ: Mapping[str, str], composed: DictConfig, attempt: Attempt, ready: float) -> None:
     """Where a local rank begins: what the fork server could not know is set first."""
     for number in local.STOP_SIGNALS:  # a rank has nothing to tidy up: let it go at once
         signal.signal(getattr(signal, number), signal.SIG_DFL)
@@ -95,23 +111,29 @@ def _as_rank(environ: Mapping[str, str], composed: DictConfig, directory: Path, 
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody but these ranks has to reach them
     world = discover(os.environ)
     assert world is not None  # the agent has just said who this is, in torchrun's words
-    take_part(composed, replace(world, launcher="local"), directory, ready)
+    take_part(composed, replace(world, launcher="local"), attempt, ready)
 
 
-def take_part(composed: DictConfig, world: World, directory: Path, ready: float) -> None:
+def take_part(composed: DictConfig, world: World, attempt: Attempt, ready: float) -> None:
     """One rank's run.
 
     Raises:
-        SystemExit: The run failed here; the reason lies in ``directory``.
+        SystemExit: The run failed here; the reason lies in the run's directory.
     """
+    leaving.tell(partial(ending.remark, attempt, world.rank))
     try:
-        _work(composed, world, directory, ready)
+        with ending.witness(world, attempt):
+            _work(composed, world, attempt, ready)
     except BaseException as error:
-        ending.report(world, directory, error)
+        try:
+            local.ignore_signals()  # the launcher sends them to all ranks as soon as it sees that one has failed
+        except local.Stopped:  # it had sent one already
+            local.ignore_signals()
+        ending.report(world, attempt, error)
         raise SystemExit(1) from error
 
 
-def _work(composed: DictConfig, world: World, directory: Path, ready: float) -> None:
+def _work(composed: DictConfig, world: World, attempt: Attempt, ready: float) -> None:
     """The story of a run, as every rank lives it."""
     watch = Stopwatch(ready)
     watch.lap("import")
@@ -120,25 +142,30 @@ def _work(composed: DictConfig, world: World, directory: Path, ready: float) -> 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     watch.lap("config")
-    with rendezvous.process_group(world, planned.backend, device, key=str(directory)) as own_store:
+    with rendezvous.process_group(world, planned.backend, device, key=str(attempt.directory)) as own_store:
         met = peers.meet(world, device, planned.config.cluster.cpus_per_rank)
         watch.lap("rendezvous")
-        with ending.watchdog(planned.config, world, own_store, directory) as dog:
-            outcome = planned.workload(Job(planned, world, met, own_store, device, directory, watch, dog))
+        with ending.watchdog(planned.config, world, own_store, attempt) as dog:
+            outcome = planned.workload(Job(planned, world, met, own_store, device, attempt.directory, watch, dog))
         if outcome.stopped:
             local.ignore_signals()  # it has done what it was asked for; SLURM signals once more when it requeues
         if world.rank == 0:
-            ending.close(directory, planned, device, met, outcome)
+            ending.close(attempt, planned, device, met, outcome)
 
 
-def _open_record(composed: DictConfig, directory: Path) -> dict[str, Any]:
-    resolved = config.resolve(composed)
-    draft = record.begin(resolved, directory, environment("cpu"))
-    if earlier := store.earlier_record(directory):  # the run was here before, and goes on
-        draft = record.going_on(draft, earlier)
-    failure.forget_failures(directory)
-    store.write_record(directory, draft)
-    return draft
+def _open_record(composed: DictConfig, attempt: Attempt) -> None:
+    """Take the run's directory for this start of it.
+
+    Raises:
+        SystemExit: It belongs to a start that still goes on.
+    """
+    owner = this_process(attempt.launch, os.environ)
+    draft = record.begin(config.resolve(composed), attempt.directory, environment("cpu"), owner=owner)
+    try:
+        lease.open_record(attempt.directory, draft)
+    except ConfigError as held:
+        say(str(held), sys.stderr)
+        raise SystemExit(1) from None
 
 
 def _planned(planned: plan.Plan, world: World | None) -> dict[str, Any]:

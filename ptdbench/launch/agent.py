@@ -1,8 +1,9 @@
 """torch's own elastic agent for the ranks of this machine, with somebody who looks at them before it does.
 
 The agent knows two things about its ranks, that they run and that one has failed, and once it has seen a failure or
-caught a signal it waits for half a minute for ranks that cannot hear it. Here it catches no signals, and what they
-and a failure mean is decided by whoever looks: :func:`ptdbench.launch.local.start`.
+caught a signal it waits for half a minute for ranks that cannot hear it; and it waits for what ranks return, for ever
+where one ends without. Here it catches no signals, ranks return nothing, and what their ends and signals mean is
+decided by whoever looks: :func:`ptdbench.launch.local.start`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
@@ -32,8 +33,8 @@ class Agent(LocalElasticAgent):
         entry: A function that can be pickled.
         size: How many ranks.
         arguments: Its arguments.
-        look: Called with the ranks' processes, by rank, every :data:`INTERVAL` seconds; what it raises ends the run,
-            and by then it has ended the ranks.
+        look: Called with the ranks' processes, by rank, every :data:`INTERVAL` seconds; says whether all have ended
+            well. What it raises ends the run, and by then it has ended the ranks.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Agent(LocalElasticAgent):
         entry: Callable[..., Any],
         size: int,
         arguments: Sequence[Any],
-        look: Callable[[Sequence[BaseProcess]], None],
+        look: Callable[[Sequence[BaseProcess]], bool],
     ) -> None:
         spec = WorkerSpec(
             role="rank",
@@ -65,5 +66,6 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         assert isinstance(self._pcontext, MultiprocessContext)
         assert self._pcontext._pc is not None
-        self._look(self._pcontext._pc.processes)
-        return super()._monitor_workers(worker_group)
+        if not self._look(self._pcontext._pc.processes):
+            return RunResult(WorkerState.HEALTHY)
+        return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})

@@ -11,6 +11,7 @@ import logging
 import multiprocessing.forkserver
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,12 +19,18 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from ptdbench.launch import leaving
+
 #: Signals that end a run from outside. USR2 is the one that submitit and SLURM send ahead of a time limit.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2")
 
 #: How long ranks that were told to end have for it before they are killed: to write their reports, and to wait for
 #: that of the rank that failed first.
 END_SECONDS = 5.0
+
+#: How long to wait, where a stop signal has ended a rank, for the same to happen to others: who sends it to all sends
+#: it to one after the other.
+_MOMENT = 0.5
 
 #: So many times Ctrl-C, and a person does not want to wait for the ranks any longer.
 _INSISTS = 3
@@ -34,6 +41,11 @@ _CHATTY = (
     "torch.distributed.elastic.multiprocessing.api",
     "torch.multiprocessing.spawn",
 )
+
+
+_STOP_NUMBERS = frozenset(getattr(signal, name) for name in STOP_SIGNALS)
+
+_SERVER_ENDED = "the fork server, which makes their processes, has ended (it was killed, or lacked memory or processes)"
 
 
 class Stopped(BaseException):
@@ -49,15 +61,19 @@ class RankDied(Exception):
     """A local rank ended without success.
 
     Attributes:
-        rank: The rank that the agent saw fail first.
-        exit_code: Its exit status; ``-n`` when signal ``n`` killed it.
+        exit_codes: Of the ranks that had ended by themselves when that was seen, in order; ``-n`` when signal ``n``
+            killed one. The others have been ended since.
     """
 
-    rank: int
-    exit_code: int
+    exit_codes: Mapping[int, int]
 
     def __str__(self) -> str:
-        return f"rank {self.rank} ended with exit status {self.exit_code}"
+        failed = ((rank, code) for rank, code in self.exit_codes.items() if code)
+        return "; ".join(f"rank {rank} ended with exit status {code}" for rank, code in failed)
+
+
+class LaunchError(Exception):
+    """The ranks could not be started, or what they depend on was gone. None of them is left."""
 
 
 def warm_up(modules: Iterable[str] = ()) -> None:
@@ -85,19 +101,28 @@ def start(entry: Callable[..., Any], size: int, *arguments: Any, grace: float = 
 
     Raises:
         RankDied: A rank failed; its peers have been ended.
+        LaunchError: There were not enough processes or memory to start them, or the fork server ended; the next call
+            starts another one.
         Stopped: A signal arrived; the ranks have ended or been ended, whatever else happened to them meanwhile.
     """
-    warm_up()
     from ptdbench.launch.agent import Agent
 
     for chatty in _CHATTY:
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
     overseer = _Overseer(grace)
+    others = multiprocessing.active_children()
     with handling(overseer.note):
-        result = Agent(_begin, size, (dict(os.environ), entry, *arguments), overseer.look).run()
+        try:
+            warm_up()
+            Agent(_begin, size, (dict(os.environ), entry, *arguments), overseer.look).run()
+        except (RankDied, LaunchError):
+            raise
+        except Exception as error:
+            # The agent has forgotten those that it had started by then.
+            _end([rank for rank in multiprocessing.active_children() if rank not in others], signal.SIGKILL)
+            overseer.raise_if_stopped()
+            raise LaunchError(f"the ranks could not be started: {_reason(error)}") from error
     overseer.raise_if_stopped()
-    for rank, failure in result.failures.items():  # it failed in the instant between our look and the agent's
-        raise RankDied(rank, failure.exitcode)
 
 
 @contextmanager
@@ -130,12 +155,17 @@ def ignore_signals() -> None:
 
 def stop_on_signals() -> None:
     """From now on a stop signal raises :class:`Stopped` in the main thread instead of killing the process."""
-
-    def stop(number: int, _: Any) -> None:
-        raise Stopped(number)
-
     for name in STOP_SIGNALS:
-        signal.signal(getattr(signal, name), stop)
+        signal.signal(getattr(signal, name), _stop)
+
+
+def stops(number: int) -> bool:
+    """Whether the signal of this number raises :class:`Stopped` as things are."""
+    return signal.getsignal(number) is _stop
+
+
+def _stop(number: int, _: Any) -> None:
+    raise Stopped(number)
 
 
 class _Overseer:
@@ -155,18 +185,36 @@ class _Overseer:
         if self._signals:
             raise Stopped(self._signals[0])
 
-    def look(self, ranks: Sequence[BaseProcess]) -> None:
+    def look(self, ranks: Sequence[BaseProcess]) -> bool:
         """See to it that the ranks end where one has failed, or where they were asked to.
 
         A checkpoint needs all ranks: once one has failed in the grace, the others have nothing left to save.
+
+        Returns:
+            Whether all have ended, and well.
         """
-        failed = next(((rank, process.exitcode) for rank, process in enumerate(ranks) if process.exitcode), None)
-        if failed:
+        if any(rank.exitcode for rank in ranks):
+            exit_codes = self._await_others(ranks)
+            server_ended = _server_has_ended()
             _end(ranks, signal.SIGTERM)
             self.raise_if_stopped()
-            raise RankDied(*failed)
+            if server_ended:
+                raise LaunchError(f"{_SERVER_ENDED}, and the ranks with it")
+            raise RankDied(exit_codes)
         if self._signals:
             self._stop(ranks)
+        return all(rank.exitcode == 0 for rank in ranks)
+
+    def _await_others(self, ranks: Sequence[BaseProcess]) -> dict[int, int]:
+        """The exit codes of the ranks that have ended; of as many as do, where a signal seems to have gone to all."""
+        until = time.monotonic() + _MOMENT
+        while True:
+            codes = {rank: process.exitcode for rank, process in enumerate(ranks)}
+            ended = {rank: code for rank, code in codes.items() if code is not None}
+            asked = any(-code in _STOP_NUMBERS for code in ended.values())
+            if not asked or len(ended) == len(ranks) or self._signals or time.monotonic() > until:
+                return ended
+            time.sleep(0.01)
 
     def _stop(self, ranks: Sequence[BaseProcess]) -> None:
         if not self._grace:
@@ -181,14 +229,44 @@ class _Overseer:
 
 
 def _begin(environ: Mapping[str, str], entry: Callable[..., Any], *arguments: Any) -> None:
-    """In a rank: let the kernel kill it when the fork server ends, which ends with the process that started it.
+    """In a rank: run ``entry``, and let the rank neither outlive the run nor what started it."""
+    _die_with_server()
+    try:
+        entry(environ, *arguments)
+    finally:
+        leaving.soon()
+    # Not a return: torch would let it wait until the slowest rank has returned, and wait itself for a rank that never
+    # does. An exit status says all that there is to say; None is 0, at which torch would return after all.
+    raise SystemExit(None)
 
-    torch asks for SIGINT instead, which a rank may have reason to only note (:mod:`ptdbench.launch.brake`).
+
+def _die_with_server() -> None:
+    """Let the kernel kill this rank when the fork server ends, which ends with the process that started it.
+
+    torch asks for SIGINT instead, which a rank may have reason to only note (:mod:`ptdbench.launch.brake`). Who ended
+    before the kernel was asked is not told of: the server, or its starter before the server itself could ask.
     """
     import torch.multiprocessing as mp
 
     mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
-    entry(environ, *arguments)
+    preload = sys.modules.get("ptdbench.launch.preload")  # absent where the server could not import it
+    starter = multiprocessing.parent_process()
+    if (preload and os.getppid() != preload.SERVER) or not (starter and starter.is_alive()):
+        os._exit(1)
+
+
+def _server_has_ended() -> bool:
+    """Whether the fork server, which was there, is no more; the next :func:`start` will start another one."""
+    pid = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    with suppress(ChildProcessError):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None  # left to multiprocessing
+    return True
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, EOFError | ConnectionError):  # it was to answer which process it has forked
+        return _SERVER_ENDED
+    return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _send(ranks: Sequence[BaseProcess], number: int) -> None:

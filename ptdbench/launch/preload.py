@@ -11,6 +11,9 @@ import sys
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
+#: The process that has imported this: the fork server. A rank whose parent is another one has lost it.
+SERVER = os.getpid()
+
 
 def _die_with_parent() -> None:
     """Let the kernel end the fork server when its parent ends, however that happens (SIGKILL included).

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
+import uuid
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -32,6 +34,7 @@ class NotMet(ConfigError):
 
 
 _REACHABLE = "set MASTER_ADDR to an address of rank 0's host that all nodes reach, or see why other ranks have ended"
+_RESOLVABLE = "set MASTER_ADDR to a name or an address of rank 0's host that all nodes know"
 _OTHER_PORT = "set MASTER_PORT to a free port for all ranks, or end what uses this one"
 
 
@@ -76,6 +79,18 @@ def agree(key: str, world: World, value: str | None) -> str:
     return store().get(key).decode()
 
 
+@cache
+def launch_name(world: World) -> str:
+    """What all ranks of this launch call it and those of no other launch do, fit to be a file's name.
+
+    SLURM says enough for a rank to know it alone. Other launchers do not always: then rank 0 makes it up.
+    """
+    if world.launcher == "srun":
+        step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
+        return f"slurm-{step}-{os.environ.get('SLURM_RESTART_COUNT') or 0}"
+    return agree("launch", world, uuid.uuid4().hex if world.rank == 0 else None)
+
+
 @contextmanager
 def process_group(world: World, backend: str, device: torch.device, key: str) -> Iterator[dist.Store]:
     """The default process group for the time of one run; yields a store that belongs to the run alone.
@@ -110,6 +125,7 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
 
     def attempt() -> None:
         try:
+            socket.getaddrinfo(host, port)  # torch asks for minutes, and says little
             descriptor = address.listen(host, port)[1] if world.rank == 0 else None
             opened = dist.TCPStore(
                 host,
@@ -134,6 +150,9 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
         raise NotMet([Problem("MASTER_ADDR", host, rule, _REACHABLE)]) from None
     if isinstance(result, dist.TCPStore):
         return result
+    if isinstance(result, socket.gaierror):
+        rule = f"rank {world.rank} cannot resolve this name: {result.strerror}"
+        raise NotMet([Problem("MASTER_ADDR", host, rule, _RESOLVABLE)]) from None
     raise _cannot_listen(result, host, port) if world.rank == 0 else result
 
 

@@ -71,7 +71,7 @@ def write(path: Path) -> None:
     Raises:
         OSError: The file could not be written.
     """
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         file.write(f"{text()}\n")
         file.flush()

@@ -32,7 +32,7 @@ FIRST_STEP = 3
 #: Launchers under which the store lives in the process that started the ranks, not in rank 0.
 _WITH_A_STORE = ("local", "torchrun")
 
-#: What a failing rank leaves is in this folder of the run's directory.
+#: Where a person finds the stacks, as messages say it: below this in the run's directory.
 FOLDER = "failures"
 
 
@@ -82,7 +82,7 @@ class Watchdog:
     Args:
         world: This rank's place.
         store: A store of the run's own.
-        directory: The run's directory; stacks go to ``failures/stacks-rank-N.txt`` in it.
+        folder: Where the stacks go, ``stacks-rank-N.txt``; made where it is missing.
         limit_seconds: How long a step may take, the first one :data:`FIRST_STEP` times as long.
         report: Called in every rank that gives up, in a thread, just before it ends the process with status 1: with
             the rank to blame (-1: the process that started the ranks), what a person should read, and its stacks, or
@@ -94,13 +94,13 @@ class Watchdog:
         self,
         world: World,
         store: dist.Store,
-        directory: Path,
+        folder: Path,
         limit_seconds: float,
         report: Callable[[int, str, str], None],
         group_name: str = "",
     ) -> None:
         self._world = world
-        self._folder = directory / FOLDER
+        self._folder = folder
         self._limit = limit_seconds
         self._report = report
         self._period = min(2.0, max(0.2, limit_seconds / 20))

@@ -1,49 +1,26 @@
-"""Which rank failed first, and why.
+"""How a rank failed, as the rank itself tells it and as others see it.
 
 When one rank dies, its peers fail within milliseconds because the connection to it is gone, and the launcher
-ends the rest. Every rank therefore leaves a report of its own, and the run's error is picked out of them.
+ends the rest. Every rank therefore leaves a report of its own, and the run's error is picked out of them
+(:mod:`ptdbench.records.cause`).
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import socket
 import time
 import traceback
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ptdbench.records.files import write_json
 
 #: What asks a process to end from outside: a scheduler, a time limit ahead (USR2), or a person.
-_STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2"})
-_STOPPED = _STOP_SIGNALS | {"Stopped", "SignalException", "KeyboardInterrupt"}
-
-_COMMUNICATION_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
-_TIMEOUT_TEXTS = (
-    "timed out waiting",
-    "timed out after",
-    "wait timeout",
-    "operation timeout",
-    "application timeout",
-)
-_COMMUNICATION_TEXTS = (  # gloo, TCPStore and NCCL, in lower case
-    "connection closed by peer",
-    "connection reset",
-    "connection refused",
-    "connection was likely closed",
-    "socket closed",
-    "broken pipe",
-    "remote process exited",
-    "remote process exiting",
-    "communicator was aborted",
-    *_TIMEOUT_TEXTS,
-)
-_OUT_OF_MEMORY_TEXTS = ("out of memory", "defaultcpuallocator: can't allocate memory", "alloc_failed")
+STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2"})
 
 
 @dataclass(frozen=True)
@@ -58,6 +35,8 @@ class Failure:
         time: Seconds since the epoch, by the clock of ``host``.
         host: The machine it ran on.
         exit_code: Exit status that its parent saw, ``-n`` after signal ``n``; ``None`` in its own report.
+        unheard: Of a rank that a signal stopped, the ranks that it knows nothing like it of. Where such a rank reports
+            something later, it was alive, and the signal was not for all.
     """
 
     rank: int
@@ -67,6 +46,7 @@ class Failure:
     time: float
     host: str
     exit_code: int | None = None
+    unheard: list[int] = field(default_factory=list)
 
     def as_error(self) -> dict[str, Any]:
         """The ``error`` of a record."""
@@ -116,109 +96,63 @@ def of_launcher(kind: str, message: str) -> Failure:
     return Failure(-1, kind, message, "", time.time(), socket.gethostname())
 
 
+def describe_exits(exit_codes: Mapping[int, int], world_size: int) -> list[Failure]:
+    """Failures as the parent sees them that has not yet sent a signal to any rank.
+
+    Args:
+        exit_codes: Of the ranks that had ended by then. A rank that ended well, before its time, is only silent: its
+            peers tell that they have lost it.
+        world_size: Ranks of the run.
+    """
+    found = []
+    for rank, code in exit_codes.items():
+        if code and (failure := describe_exit(rank, code)):
+            others = [other for other in range(world_size) if exit_codes.get(other) != code]
+            found.append(replace(failure, unheard=others) if failure.type in STOP_SIGNALS else failure)
+    return found
+
+
+def without_result() -> Failure:
+    """All ranks have ended as if all were well, and none of them has closed the record."""
+    message = "every rank ended with exit status 0 and without a result"
+    return replace(of_launcher("ExitStatus", message), exit_code=0)
+
+
 def stuck(rank: int, message: str, stacks: str) -> Failure:
     """A failure that the rank cannot tell itself, because it does not get on."""
     return Failure(rank, "TimeoutError", message, stacks, time.time(), socket.gethostname())
 
 
-def write_failure(directory: Path, failure: Failure) -> None:
-    """Leave a report in the run's directory. A rank's first one stands: the next is a consequence of it."""
-    folder = directory / "failures"
-    folder.mkdir(exist_ok=True)
-    path = folder / f"rank-{failure.rank}.json"
-    if not path.exists():
-        write_json(path, asdict(failure))
+def write_failure(folder: Path, failure: Failure) -> Failure:
+    """Leave a report; returns the one that stands, which is a rank's first: the next is a consequence of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if _report(folder, failure.rank).exists():
+        return _read(_report(folder, failure.rank))
+    amend_failure(folder, failure)
+    return failure
 
 
-def forget_failures(directory: Path) -> None:
-    """Remove the reports of an earlier start of the run."""
-    shutil.rmtree(directory / "failures", ignore_errors=True)
+def amend_failure(folder: Path, failure: Failure) -> None:
+    """Leave a report in the place of the one that the rank has left before."""
+    write_json(_report(folder, failure.rank), asdict(failure))
 
 
-def read_failures(directory: Path) -> list[Failure]:
-    """The reports of the run in ``directory``, in the order of time."""
-    reports = (directory / "failures").glob("rank-*.json")
-    return sorted((Failure(**json.loads(path.read_text())) for path in reports), key=lambda f: f.time)
+def read_failures(folder: Path) -> list[Failure]:
+    """The reports in a folder, in the order of time."""
+    return sorted(map(_read, folder.glob("rank-*.json")), key=lambda failure: failure.time)
 
 
-def root_cause(failures: Sequence[Failure], world_size: int) -> Failure:
-    """The failure that the others follow from.
-
-    In this order: the earliest that is not a consequence in itself, such as an exception of the model or a
-    kill by the kernel; a rank that left no report while its peers lost their connection; the earliest of all.
-
-    Args:
-        failures: Reports of the ranks and what their parent saw, at least one.
-        world_size: Ranks of the run.
-
-    Returns:
-        One of ``failures``, or one that names the silent rank and quotes its peer.
-    """
-    own_reports = _first_of_each_rank(failures)
-    independent = [failure for failure in own_reports if not _is_consequence(failure)]
-    if independent:
-        return min(independent, key=lambda f: f.time)
-    first = min(own_reports, key=lambda f: f.time)
-    silent = sorted(set(range(world_size)) - {failure.rank for failure in own_reports})
-    if silent and _is_communication(first):
-        return _silence(silent, first)
-    return first
+def reporters(folder: Path) -> set[int]:
+    """The ranks that have left a report in a folder."""
+    return {int(path.stem.removeprefix("rank-")) for path in folder.glob("rank-*.json")}
 
 
-def status_of(failure: Failure) -> str:
-    """The ``status`` of a run that ended so: ``oom``, ``diverged``, ``timeout``, ``preempted`` or ``failed``.
-
-    A rank that SIGKILL ended is ``failed``: the kernel's out-of-memory killer is one of several who send it.
-    """
-    if _is_out_of_memory(failure):
-        return "oom"
-    if failure.type == "FloatingPointError":
-        return "diverged"
-    if failure.type in _STOPPED:
-        return "preempted"
-    if failure.type == "TimeoutError" or (_is_communication(failure) and _mentions(failure, _TIMEOUT_TEXTS)):
-        return "timeout"
-    return "failed"
+def _read(path: Path) -> Failure:
+    return Failure(**json.loads(path.read_text()))
 
 
-def _first_of_each_rank(failures: Iterable[Failure]) -> list[Failure]:
-    """What a rank says of itself, else what its parent saw; the earliest where there are several."""
-    first: dict[int, Failure] = {}
-    for failure in sorted(failures, key=lambda f: (f.exit_code is not None, f.time)):
-        first.setdefault(failure.rank, failure)
-    return list(first.values())
-
-
-def _is_consequence(failure: Failure) -> bool:
-    """Whether it may follow from another rank's failure: a lost peer, or the launcher's own SIGTERM."""
-    return failure.type in _STOPPED or _is_communication(failure)
-
-
-def _is_communication(failure: Failure) -> bool:
-    if _is_out_of_memory(failure):  # NCCL reports a lack of device memory as an error of its own
-        return False
-    return failure.type in _COMMUNICATION_TYPES or _mentions(failure, _COMMUNICATION_TEXTS)
-
-
-def _is_out_of_memory(failure: Failure) -> bool:
-    return failure.type in {"OutOfMemoryError", "MemoryError"} or _mentions(failure, _OUT_OF_MEMORY_TEXTS)
-
-
-def _mentions(failure: Failure, texts: Iterable[str]) -> bool:
-    message = failure.message.lower()
-    return any(text in message for text in texts)
-
-
-def _silence(silent: Sequence[int], witness: Failure) -> Failure:
-    ranks = "rank " + str(silent[0]) if len(silent) == 1 else "ranks " + ", ".join(map(str, silent))
-    return Failure(
-        rank=silent[0],
-        type="Silent",
-        message=f"{ranks} left no report; rank {witness.rank} then saw: {witness.message}",
-        traceback=witness.traceback,
-        time=witness.time,
-        host=witness.host,
-    )
+def _report(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"
 
 
 def _signal_name(number: int) -> str:
@@ -235,4 +169,4 @@ def _signal_message(name: str) -> str:
         "SIGABRT": "killed by SIGABRT (native code gave up; NCCL's watchdog does so when a collective hangs)",
         "SIGBUS": "killed by SIGBUS (often a full /dev/shm)",
     }
-    return remarks.get(name, f"stopped by {name}" if name in _STOP_SIGNALS else f"killed by {name}")
+    return remarks.get(name, f"stopped by {name}" if name in STOP_SIGNALS else f"killed by {name}")

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ptdbench.records.failure import Failure, status_of
+from ptdbench.records import store
+from ptdbench.records.cause import status_of
+from ptdbench.records.failure import Failure
+from ptdbench.records.owner import Owner
 
 #: The type of error of a record that was opened and not yet closed.
 UNFINISHED = "Unfinished"
@@ -17,14 +21,18 @@ UNFINISHED = "Unfinished"
 #: Fields of every record, in the order in which they are written.
 FIELDS = (
     "status", "workload", "model", "parallel", "world_size", "global_batch", "tokens_per_sample", "precision",
-    "parameters", "fingerprint", "overrides", "started", "directory", "launcher", "nodes", "layout", "warmup_steps",
-    "metrics", "error", "remarks", "environment", "config", "losses", "evaluations", "learning_rates", "gradient_norms",
-    "wait_seconds", "step_memory_bytes", "rank_step_seconds", "segments",
+    "parameters", "fingerprint", "overrides", "started", "directory", "owner", "launcher", "nodes", "layout",
+    "warmup_steps", "metrics", "error", "remarks", "environment", "config", "losses", "evaluations", "learning_rates",
+    "gradient_norms", "wait_seconds", "step_memory_bytes", "rank_step_seconds", "segments",
 )  # fmt: skip
 
 
 def begin(
-    config: Mapping[str, Any], directory: Path, environment: Mapping[str, Any], overrides: Sequence[str] | None = None
+    config: Mapping[str, Any],
+    directory: Path,
+    environment: Mapping[str, Any],
+    overrides: Sequence[str] | None = None,
+    owner: Owner | None = None,
 ) -> dict[str, Any]:
     """What is known before a run: a record that says ``failed``, for the case that nobody can say more later.
 
@@ -36,6 +44,7 @@ def begin(
         directory: The run's directory.
         environment: Versions and hardware.
         overrides: What was typed for the run, for :mod:`ptdbench.resume`; ``None`` where it is not known.
+        owner: The process that starts the run; ``None`` where it only waits to be started.
     """
     record: dict[str, Any] = dict.fromkeys(FIELDS)
     record |= {
@@ -49,6 +58,7 @@ def begin(
         "overrides": None if overrides is None else list(overrides),
         "started": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "directory": str(directory),
+        "owner": asdict(owner) if owner else None,
         "losses": [],
         "rank_step_seconds": [],
         "remarks": {},
@@ -129,6 +139,15 @@ def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         return fingerprint({**config, "cluster": shape})
 
     return work(one) == work(other)
+
+
+def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
+    """Whether a run of this configuration has been ok in ``directory``."""
+    try:
+        found = store.load_record(directory)
+    except (FileNotFoundError, store.Damaged):
+        return False
+    return found["status"] == "ok" and same_work(found.get("config") or {}, config)
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:

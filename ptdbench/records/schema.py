@@ -89,6 +89,16 @@ class Config(TypedDict, total=False):
     parallel: Parallel
 
 
+class Owner(TypedDict):
+    """The process that opened a record; see :class:`ptdbench.records.owner.Owner`."""
+
+    launch: str
+    host: str
+    pid: int
+    started: float
+    job: str | None
+
+
 class Identity(TypedDict):
     """What every record has."""
 
@@ -110,6 +120,7 @@ class Record(Identity, total=False):
     parameters: int | None
     overrides: list[str] | None
     started: str
+    owner: Owner | None
     launcher: str | None
     nodes: list[str] | None
     layout: Layout | None

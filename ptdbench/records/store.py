@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import schema
 from ptdbench.records.files import appear, strict, write_json
-from ptdbench.records.record import same_work
 from ptdbench.terminal import say
 
 RECORD = "record.json"
@@ -159,15 +158,6 @@ def below(sweep_directory: Path, path: str) -> str:
     return str(Path(*parts[len(parts) - depth :]))
 
 
-def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
-    """Whether a run of this configuration has been ok in ``directory``."""
-    try:
-        found = load_record(directory)
-    except (FileNotFoundError, Damaged):
-        return False
-    return found["status"] == "ok" and same_work(found.get("config") or {}, config)
-
-
 def require_unused(directory: Path, option: str) -> None:
     """Raise a ConfigError if a directory that ``option`` names holds results: nothing finished is overwritten."""
     of_sweep = any((directory / name).exists() for name in OF_SWEEPS) or any(directory.glob(f"*/{RECORD}"))
@@ -229,16 +219,6 @@ def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, 
         return next(path for numbered in _numbered(stem) if appear(path := parent / numbered, fill))
     except OSError as error:
         raise _unwritable(parent, option, error) from None
-
-
-def begin_directory(directory: Path, record: Mapping[str, Any]) -> None:
-    """Write a run's first record; where there is no directory, it appears with the record in it.
-
-    Raises:
-        OSError: It cannot be written; nothing is left.
-    """
-    if directory.exists() or not appear(directory, lambda folder, _: write_json(folder / RECORD, record)):
-        write_record(directory, record)
 
 
 def _unwritable(directory: Path, option: str, error: OSError) -> ConfigError:

@@ -28,11 +28,13 @@ from hydra_plugins.hydra_submitit_launcher import submitit_launcher as plugin
 from omegaconf import DictConfig, open_dict
 from submitit.core.utils import DelayedSubmission
 
-from ptdbench.launch import local, slurm
+from ptdbench import lease
+from ptdbench.launch import leaving, local, slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import failure, record, store
+from ptdbench.records.files import appear, write_json
 from ptdbench.sweep import ledger, submission, watch
 from ptdbench.sweep.requests import Request
 from ptdbench.terminal import say
@@ -55,29 +57,36 @@ class Agenda:
     def open(self, sweep_directory: Path, template: str, number: int, overrides: Sequence[str]) -> _Job | None:
         """Open the record of a run; ``None`` for a run that is not to be carried out.
 
-        Runs that are ok are left as they are. One that is refused gets its row. Of several ranks one writes.
+        Runs that are ok are left as they are, and so are those of which an earlier start still goes on. One that is
+        refused gets its row. Of several ranks one writes.
 
         Raises:
+            ConfigError: An earlier start of the run still goes on, and this process is a rank of several.
             OSError: The record cannot be written.
         """
         request = self.requests[number]
         name = request.subdirectory(template, number)
         directory = sweep_directory / name
-        if name in self.queued or self.only not in (None, name) or store.is_done(directory, request.config.resolved):
+        if name in self.queued or self.only not in (None, name) or record.is_done(directory, request.config.resolved):
             return None
         world = discover(os.environ)
-        if world is None or world.rank == 0:
-            self._write(sweep_directory, directory, request, overrides)
+        try:
+            if world is None or world.rank == 0:
+                self._write(sweep_directory, directory, request, overrides)
+        except ConfigError as held:
+            if world:  # the other ranks have not asked
+                raise
+            say(f"{held}; left to it", sys.stderr)
+            return None
         return None if request.refused else _Job(number, request, list(overrides), name)
 
     def _write(self, sweep_directory: Path, directory: Path, request: Request, overrides: Sequence[str]) -> None:
         draft = record.begin(request.config.resolved, directory, {}, overrides)
-        again = (directory / store.RECORD).exists()
-        if again and (earlier := store.earlier_record(directory)):
-            draft = record.going_on(draft, earlier)
         if request.refused:
             draft = record.failed(draft, failure.describe(request.refused, rank=-1))
-        store.begin_directory(directory, draft)
+        again = not appear(directory, lambda folder, _: write_json(folder / store.RECORD, draft))
+        if again:
+            lease.open_record(directory, draft)
         if request.refused or again:  # done once more: its earlier result counts no longer
             store.append_result(sweep_directory, draft)
 
@@ -140,14 +149,17 @@ class Task:
             composed.hydra.sweep.subdir = subdirectory
             if world and world.rank > 0:  # all ranks share the directory, and one writes into it
                 composed.hydra.output_subdir = None
-        done = run_job(
-            hydra_context=self.hydra_context,
-            task_function=self.function,
-            config=composed,
-            job_dir_key="hydra.sweep.dir",
-            job_subdir_key="hydra.sweep.subdir",
-        )
-        _ = done.return_value  # raises what Hydra has caught
+        try:
+            done = run_job(
+                hydra_context=self.hydra_context,
+                task_function=self.function,
+                config=composed,
+                job_dir_key="hydra.sweep.dir",
+                job_subdir_key="hydra.sweep.subdir",
+            )
+            _ = done.return_value  # raises what Hydra has caught
+        finally:
+            leaving.soon()
 
 
 class _Launcher(plugin.BaseSubmititLauncher):

@@ -7,15 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptdbench.records.failure import (
-    Failure,
-    describe,
-    describe_exit,
-    read_failures,
-    root_cause,
-    status_of,
-    write_failure,
-)
+from ptdbench.records.cause import root_cause, status_of
+from ptdbench.records.failure import Failure, describe, describe_exit, read_failures, write_failure
 
 # As torch 2.15 words them when the peer of a gloo collective, of the store, or of an NCCL one is gone.
 GLOO_CLOSED = (
@@ -219,7 +212,7 @@ def test_reports_come_back_in_the_order_of_time(tmp_path):
     write_failure(tmp_path, late)
     write_failure(tmp_path, early)
     assert read_failures(tmp_path) == [early, late]
-    files = sorted((tmp_path / "failures").iterdir())
+    files = sorted(tmp_path.iterdir())
     assert [json.loads(path.read_text())["rank"] for path in files] == [0, 11]
 
 

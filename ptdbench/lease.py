@@ -1,0 +1,72 @@
+"""Who may write into a run's directory: one start of the run at a time.
+
+The record says who opened it. While it is open, and that process or its job lives, nobody else opens it: two jobs of
+one run would write into each other's checkpoints.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ptdbench.launch import slurm
+from ptdbench.launch.slurm import SlurmError
+from ptdbench.problems import ConfigError, Problem
+from ptdbench.records import record, store
+from ptdbench.records.owner import locked, slurm_job
+from ptdbench.terminal import say
+
+
+def open_record(directory: Path, draft: Mapping[str, Any]) -> None:
+    """Write the first record of a start of a run; what an earlier start had found stays in it.
+
+    Args:
+        directory: The run's directory, which exists.
+        draft: As :func:`ptdbench.records.record.begin` makes it.
+
+    Raises:
+        ConfigError: An earlier start still goes on.
+        OSError: The record cannot be written.
+    """
+    with locked(directory):
+        if earlier := store.earlier_record(directory):
+            _require_ended(directory, earlier, draft.get("owner"))
+            draft = record.going_on(draft, earlier)
+        store.write_record(directory, draft)
+
+
+def _require_ended(directory: Path, earlier: Mapping[str, Any], mine: Mapping[str, Any] | None) -> None:
+    owner = earlier.get("owner")
+    if not owner or not record.is_open(earlier) or (mine and owner["launch"] == mine["launch"]):
+        return
+    who = f"job {owner['job']}" if owner["job"] else f"process {owner['pid']} on {owner['host']}"
+    goes_on = _goes_on(owner)
+    if goes_on:
+        rule = f"{who} is writing its results there"
+        raise ConfigError([Problem("directory", directory, rule, "wait for it, or end it")])
+    if goes_on is None:
+        say(f"{directory}: was opened by {who}, which cannot be asked from here whether it has ended", sys.stderr)
+
+
+def _goes_on(owner: Mapping[str, Any]) -> bool | None:
+    """Whether the owner of an open record lives; ``None`` where that cannot be known from here."""
+    if owner["job"]:
+        if owner["job"] == slurm_job(os.environ):  # an earlier start of this very job, which has begun again
+            return False
+        try:
+            state = slurm.queue([owner["job"]]).get(owner["job"])
+        except SlurmError:
+            return None
+        return state is not None and state.state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
+    if owner["host"] != socket.gethostname():
+        return None
+    with suppress(psutil.Error):
+        return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 1.0
+    return False

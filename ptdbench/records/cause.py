@@ -1,0 +1,136 @@
+"""Which rank failed first, and what that makes of the run: picked out of what all ranks have left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from ptdbench.records.failure import STOP_SIGNALS, Failure
+
+_STOPPED = STOP_SIGNALS | {"Stopped", "SignalException", "KeyboardInterrupt"}
+
+_COMMUNICATION_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+_TIMEOUT_TEXTS = (
+    "timed out waiting",
+    "timed out after",
+    "wait timeout",
+    "operation timeout",
+    "application timeout",
+)
+_COMMUNICATION_TEXTS = (  # gloo, TCPStore and NCCL, in lower case
+    "connection closed by peer",
+    "connection reset",
+    "connection refused",
+    "connection was likely closed",
+    "socket closed",
+    "broken pipe",
+    "remote process exited",
+    "remote process exiting",
+    "communicator was aborted",
+    *_TIMEOUT_TEXTS,
+)
+_OUT_OF_MEMORY_TEXTS = ("out of memory", "defaultcpuallocator: can't allocate memory", "alloc_failed")
+
+
+def root_cause(failures: Sequence[Failure], world_size: int) -> Failure:
+    """The failure that the others follow from.
+
+    In this order:
+
+    1. the earliest that is not a consequence in itself, such as an exception of the model or a kill by the kernel;
+    2. a rank that its parent saw end by a signal which the others did not get;
+    3. a rank that left no report while its peers lost their connection, or were stopped because it was gone;
+    4. a rank that was stopped by a signal while others still worked, as their later reports show;
+    5. the earliest of all: where a signal stopped all ranks, nobody is to blame.
+
+    Args:
+        failures: Reports of the ranks and what their parent saw, at least one.
+        world_size: Ranks of the run.
+
+    Returns:
+        One of ``failures``, or one that says more of it, or one that names the silent rank and quotes its peer.
+    """
+    reports = sorted(_first_of_each_rank(failures), key=lambda failure: failure.time)
+    reported = {failure.rank for failure in reports}
+    silent = sorted(set(range(world_size)) - reported)
+    for failure in reports:
+        if not _is_consequence(failure):
+            return failure
+    for failure in reports:
+        if failure.exit_code is not None and failure.unheard:
+            return _singled_out(failure)
+    for failure in reports:
+        # Who lost a connection first may have lost it to a silent rank; who was stopped knows whom it missed.
+        missed = silent if failure is reports[0] and _is_communication(failure) else set(silent) & set(failure.unheard)
+        if missed:
+            return _silence(sorted(missed), failure)
+    for failure in reports:
+        if reported & set(failure.unheard):
+            return _singled_out(failure)
+    return reports[0]
+
+
+def status_of(failure: Failure) -> str:
+    """The ``status`` of a run that ended so: ``oom``, ``diverged``, ``timeout``, ``preempted`` or ``failed``.
+
+    A rank that SIGKILL ended is ``failed``: the kernel's out-of-memory killer is one of several who send it. So is one
+    that was stopped by a signal of its own: a run is preempted by what stops all of its ranks.
+    """
+    if _is_out_of_memory(failure):
+        return "oom"
+    if failure.type == "FloatingPointError":
+        return "diverged"
+    if is_stop(failure):
+        return "failed" if failure.unheard else "preempted"
+    if failure.type == "TimeoutError" or (_is_communication(failure) and _mentions(failure, _TIMEOUT_TEXTS)):
+        return "timeout"
+    return "failed"
+
+
+def is_stop(failure: Failure) -> bool:
+    """Whether a signal has asked the rank to end, which is no failure of its own."""
+    return failure.type in _STOPPED
+
+
+def _first_of_each_rank(failures: Iterable[Failure]) -> list[Failure]:
+    """What a rank says of itself, else what its parent saw; the earliest where there are several."""
+    first: dict[int, Failure] = {}
+    for failure in sorted(failures, key=lambda f: (f.exit_code is not None, f.time)):
+        first.setdefault(failure.rank, failure)
+    return list(first.values())
+
+
+def _is_consequence(failure: Failure) -> bool:
+    """Whether it may follow from another rank's failure: a lost peer, or the launcher's own SIGTERM."""
+    return is_stop(failure) or _is_communication(failure)
+
+
+def _is_communication(failure: Failure) -> bool:
+    if _is_out_of_memory(failure):  # NCCL reports a lack of device memory as an error of its own
+        return False
+    return failure.type in _COMMUNICATION_TYPES or _mentions(failure, _COMMUNICATION_TEXTS)
+
+
+def _is_out_of_memory(failure: Failure) -> bool:
+    return failure.type in {"OutOfMemoryError", "MemoryError"} or _mentions(failure, _OUT_OF_MEMORY_TEXTS)
+
+
+def _mentions(failure: Failure, texts: Iterable[str]) -> bool:
+    message = failure.message.lower()
+    return any(text in message for text in texts)
+
+
+def _singled_out(failure: Failure) -> Failure:
+    return replace(failure, message=f"rank {failure.rank} was {failure.message}, which its peers did not get")
+
+
+def _silence(silent: Sequence[int], witness: Failure) -> Failure:
+    ranks = "rank " + str(silent[0]) if len(silent) == 1 else "ranks " + ", ".join(map(str, silent))
+    return Failure(
+        rank=silent[0],
+        type="Silent",
+        message=f"{ranks} left no report; rank {witness.rank} then saw: {witness.message}",
+        traceback=witness.traceback,
+        time=witness.time,
+        host=witness.host,
+    )
