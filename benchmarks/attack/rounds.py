@@ -1,0 +1,360 @@
+"""Rounds on this machine: a command, a moment, processes that are killed, and what has to be true afterwards."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import evidence, victims
+from .victims import Process, Victim
+
+#: What may be wrong after a round, and the heading of its column.
+FAULTS = {
+    "left": "processes\nleft",
+    "record": "no valid\nrecord",
+    "torn": "files\ntorn",
+    "lost": "finished\nlost",
+    "incomplete": "resume\nincomplete",
+    "unequal": "losses\nnot equal",
+    "unknown": "jobs\nunknown",
+    "open": "no final\nstate",
+}
+
+#: Seconds after which no process may be left.
+LEFT = 15.0
+
+#: What every attack on a birth stays below, in seconds.
+BIRTH = 0.05
+
+#: A command that is not hurt may take this many times what it took undisturbed, and this many seconds more.
+PATIENCE = (3, 60)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is attacked.
+
+    Attributes:
+        name: In the table.
+        overrides: The command line.
+        moments: When processes are killed, where it is not at the first birth.
+        runs: Of a sweep; 0 for a single run.
+        resumes: Whether the command is resumed.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    moments: tuple[str, ...]
+    runs: int = 0
+    resumes: bool = False
+
+    def command(self, tree: Path, directory: str | None = None) -> list[str]:
+        """What a person would type; in a directory of the product's choice where none is named."""
+        option = "hydra.sweep.dir" if self.runs else "hydra.run.dir"
+        place = [f"{option}={directory}"] if directory else []
+        return [*train(tree), *(["-m"] if self.runs else []), *self.overrides, *place]
+
+    def resume(self, tree: Path, directory: Path) -> list[str]:
+        """What a person would type to go on."""
+        return [*train(tree), *(["-m", f"sweep.resume={directory}"] if self.runs else [f"resume={directory}"])]
+
+
+_TOY = ("model=toy", "device=cpu", "cluster.ranks_per_node=2", "train.global_batch=8", "train.max_minutes=null")
+_FED = ("data=synthetic_vectors", "data._target_=benchmarks.attack.fed.Fed")
+_SAVES = ("checkpoint.every_steps=5", "checkpoint.keep=2")
+
+SCENARIOS = (
+    Scenario("run", (*_TOY, "parallel=ddp", "train.steps=200"), ("start", "run", "run", "end")),
+    Scenario("data workers", (*_TOY, *_FED, "parallel=ddp", "train.steps=200"), ("run", "end")),
+    Scenario(
+        "sweep", (*_TOY, "parallel=ddp,fsdp,pdp", "train.steps=20"), ("start", "run", "end", "end"),
+        runs=3, resumes=True,
+    ),
+    Scenario(
+        "checkpoints", (*_TOY, *_SAVES, "parallel=ddp", "train.steps=60"), ("start", "run", "save", "save", "end"),
+        resumes=True,
+    ),
+    Scenario(
+        "sweep, checkpoints", (*_TOY, *_SAVES, "parallel=ddp,fsdp", "train.steps=40"), ("run", "save", "end"),
+        runs=2, resumes=True,
+    ),
+)  # fmt: skip
+
+#: The order in which rounds take them: what is resumed costs twice as much, and is what most can go wrong with.
+_TURNS = ("run", "sweep", "checkpoints", "run", "data workers", "checkpoints", "sweep", "run", "sweep, checkpoints")
+
+
+def of_round(number: int) -> Scenario:
+    """The scenario of a round on this machine."""
+    return next(one for one in SCENARIOS if one.name == _TURNS[number % len(_TURNS)])
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The command of a scenario, undisturbed.
+
+    Attributes:
+        birth: Seconds from its start to the first rank.
+        seconds: And to its end.
+        losses: Of each run, by the name of its directory; ``""`` for a single one.
+    """
+
+    birth: float
+    seconds: float
+    losses: Mapping[str, Sequence[float]]
+
+    @property
+    def patience(self) -> float:
+        """How long one that was not hurt may take, in seconds."""
+        return PATIENCE[0] * self.seconds + PATIENCE[1]
+
+
+@dataclass
+class Round:
+    """One attack, and what came of it.
+
+    Attributes:
+        name: To repeat it: ``--only NAME``.
+        scenario: What was attacked.
+        folder: Where.
+        moment: When the kill was due.
+        family: The victim's processes at that moment.
+        killed: Whom it hit.
+        after_birth: At most so many seconds after the first rank's birth; ``None`` if before it, or much later.
+        faults: Kind, one of :data:`FAULTS`, and what was seen.
+        notes: What is no fault and worth knowing.
+        seconds: What the round took.
+    """
+
+    name: str
+    scenario: str
+    folder: Path
+    moment: str = ""
+    family: Sequence[Process] = ()
+    killed: Sequence[Process] = ()
+    after_birth: float | None = None
+    faults: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def at_birth(self) -> bool:
+        """Whether the kill fell within 50 ms of the first birth."""
+        return self.after_birth is not None and self.after_birth <= BIRTH
+
+    def fault(self, kind: str, *seen: str) -> None:
+        """Note down what is wrong."""
+        self.faults += [(kind, one) for one in seen]
+
+    def fault_left(self, there: Sequence[Process], when: str = "") -> None:
+        """Note down processes that should have ended."""
+        roles = {process.pid: process.role for process in self.family}
+        for process in there:
+            role = roles.get(process.pid, "process")
+            self.fault("left", f"{when}{role} {process.pid}: {process.command[:100]}")
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Where the fights take place.
+
+    Attributes:
+        tree: The checkout that is attacked.
+        base: A folder for those of the rounds.
+        environ: The victims' variables.
+        session: What the marks of all victims begin with.
+        seed: Decides everything that is random.
+    """
+
+    tree: Path
+    base: Path
+    environ: Mapping[str, str]
+    session: str
+    seed: int
+
+    def start(self, command: Sequence[str], folder: Path, log: str = "victim.log") -> Victim:
+        """Start a command in a folder of its own."""
+        folder.mkdir(parents=True, exist_ok=True)
+        return Victim(command, folder, self.mark(folder), self.environ, log)
+
+    def mark(self, folder: Path) -> str:
+        """The mark of the victims in a folder."""
+        return f"{self.session}-{folder.name}."  # with an end, so that round 1 is not taken for round 17
+
+
+def train(tree: Path) -> list[str]:
+    """The words that begin every command."""
+    return [sys.executable, str(tree / "train.py")]
+
+
+def reference(ring: Ring, scenario: Scenario, patience: float = 300.0) -> Reference:
+    """Carry out the command of a scenario undisturbed.
+
+    Raises:
+        SystemExit: It fails: there is nothing to compare with.
+    """
+    folder = ring.base / f"reference-{scenario.name.replace(', ', '-').replace(' ', '-')}"
+    victim = ring.start(scenario.command(ring.tree), folder)
+    victim.await_birth()
+    birth = time.monotonic() - victim.started
+    if not victim.ends_within(patience) or victim.exit_status:
+        raise SystemExit(f"{scenario.name} fails without an attack:\n{tail(victim.log, 15)}")
+    return Reference(birth, time.monotonic() - victim.started, losses(folder, scenario))
+
+
+def losses(folder: Path, scenario: Scenario) -> dict[str, Sequence[float]]:
+    """Of each run that was ok."""
+    found = evidence.finished(folder, bool(scenario.runs))
+    return {path.name if scenario.runs else "": evidence.load(path / evidence.RECORD)["losses"] for path in found}
+
+
+def attack(ring: Ring, number: int, scenario: Scenario, known: Reference) -> Round:
+    """One round: a fresh command, a kill, all checks."""
+    name = str(number)
+    rng = random.Random(f"{ring.seed}/{name}")
+    began = time.monotonic()
+    for attempt in range(5):  # one that has ended before its moment was not attacked
+        fought = Round(name, scenario.name, ring.base / (f"{name}" if not attempt else f"{name}-{attempt + 1}"))
+        victim = ring.start(scenario.command(ring.tree, rng.choice((None, "outputs/named"))), fought.folder)
+        # Half of all rounds: those of a scenario that a turn takes at an even number of its own.
+        fought.moment = "birth" if number // len(_TURNS) % 2 == 0 else rng.choice(scenario.moments)
+        before = strike(fought, victim, rng, known, scenario)
+        if fought.killed:
+            break
+    judge(ring, fought, victim, known, scenario, before)
+    fought.seconds = time.monotonic() - began
+    return fought
+
+
+def strike(
+    fought: Round, victim: Victim, rng: random.Random, known: Reference, scenario: Scenario
+) -> dict[Path, bytes]:
+    """Wait for the round's moment and kill; the records of the runs that had finished by then."""
+    born = _await(fought.moment, victim, rng, known, scenario)
+    before = evidence.finished(victim.folder, bool(scenario.runs))
+    if family := victim.family():
+        fought.family, fought.killed = family, victims.choose(family, rng)
+        victims.kill(fought.killed)
+        fought.after_birth = born and time.monotonic() - born
+    return before
+
+
+class _Saves:
+    """Whether so many checkpoints have been begun below a folder."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self._folder, self._count = folder, count
+        self._seen: set[str] = set()
+
+    def __call__(self) -> bool:
+        self._seen.update(map(str, self._folder.glob("outputs/**/checkpoints/*.partial")))
+        return len(self._seen) >= self._count
+
+
+def _await(moment: str, victim: Victim, rng: random.Random, known: Reference, scenario: Scenario) -> float | None:
+    """Sleep until the moment; when the first rank was not there yet, where that was watched."""
+    chance = rng.random()
+    if moment == "start":
+        victim.ends_within(chance * known.birth)
+        return None
+    if moment == "save":
+        count = rng.randint(1, 8)
+        victim.awaits(_Saves(victim.folder, count))
+        victim.ends_within(0.03 * chance)
+        return None
+    if moment == "end":
+        count = rng.randint(1, scenario.runs or 1)
+        victim.awaits(lambda: len(evidence.finished(victim.folder, bool(scenario.runs))) >= count)
+        victim.ends_within(0.2 * chance)
+        return None
+    born = victim.await_birth()
+    # The rest of the 50 ms is for looking and killing.
+    victim.ends_within(chance * (0.7 * BIRTH if moment == "birth" else known.seconds - known.birth))
+    return born
+
+
+def judge(
+    ring: Ring, fought: Round, victim: Victim, known: Reference, scenario: Scenario, before: Mapping[Path, bytes]
+) -> None:
+    """Look for everything that may be wrong, resume where the scenario does, and look again."""
+    lines = results(fought.folder, scenario)
+    _see_it_end(fought, victim, known, scenario)
+    inspect(fought, scenario, known, before)
+    if scenario.resumes:
+        for directory in evidence.directories(fought.folder):
+            resume(ring, fought, scenario, known, directory)
+            inspect(fought, scenario, known, before, "after the resume, ")
+            complete(fought, scenario)
+    for name in sorted(lines - results(fought.folder, scenario)):
+        fought.fault("lost", f"{name}: its line of the results is gone")
+
+
+def _see_it_end(fought: Round, victim: Victim, known: Reference, scenario: Scenario) -> None:
+    """Wait for what has to end; what is left after that is a fault, and killed."""
+    struck = time.monotonic()
+    hurt = {process.role for process in fought.killed}
+    goes_on = "train.py" not in hurt and (scenario.runs or not hurt & {"rank", "fork server", "data worker"})
+    if goes_on and not victim.ends_within(known.patience):
+        fought.fault("left", f"train.py does not end within {known.patience:.0f} s")
+    ended = time.monotonic() if goes_on else struck
+    there = victims.survivors(victim.mark, victim.folder, ended + LEFT)
+    fought.fault_left(there)
+    victim.ends_within(LEFT)
+
+
+def inspect(fought: Round, scenario: Scenario, known: Reference, before: Mapping[Path, bytes], when: str = "") -> None:
+    """Records, files, finished runs, losses."""
+    folder, is_sweep = fought.folder, bool(scenario.runs)
+    invalid = filter(None, map(evidence.invalid, evidence.run_directories(folder, is_sweep)))
+    fought.fault("record", *(when + one for one in invalid))
+    fought.fault("torn", *(when + one for one in evidence.half_written(folder)))
+    for directory, record in before.items():
+        path = directory / evidence.RECORD
+        if not path.exists() or path.read_bytes() != record:
+            fought.fault("lost", f"{when}{path} has changed, and its run had finished before the kill")
+    for name, found in losses(folder, scenario).items():
+        if found != known.losses[name]:
+            fought.fault("unequal", f"{when}{name or 'the run'} is ok, with other losses than without an attack")
+    fought.notes += [f"{when}{name} is left" for name in evidence.leftovers(folder)]
+
+
+def resume(ring: Ring, fought: Round, scenario: Scenario, known: Reference, directory: Path) -> None:
+    """Go on with what was attacked."""
+    was_done = bool(not scenario.runs and evidence.finished(fought.folder, False))
+    place = directory.relative_to(fought.folder)
+    victim = ring.start(scenario.resume(ring.tree, place), fought.folder, "resume.log")
+    if not victim.ends_within(known.patience):
+        fought.fault("incomplete", f"the resume does not end within {known.patience:.0f} s")
+    elif victim.exit_status and not was_done:
+        fought.fault("incomplete", f"exit status {victim.exit_status}: {tail(victim.log)}")
+    there = victims.survivors(victim.mark, victim.folder, time.monotonic() + LEFT)
+    fought.fault_left(there, "after the resume, ")
+
+
+def complete(fought: Round, scenario: Scenario) -> None:
+    """Every run has to be ok now, in its record and among the results."""
+    done = losses(fought.folder, scenario)
+    if len(done) < (scenario.runs or 1):
+        fought.fault("incomplete", f"after the resume {len(done)} of {scenario.runs or 1} runs are ok")
+    if missing := sorted(set(done) - results(fought.folder, scenario)) if scenario.runs else []:
+        fought.fault("incomplete", f"after the resume the results have no line that says ok for {', '.join(missing)}")
+
+
+def results(folder: Path, scenario: Scenario) -> set[str]:
+    """The runs of a sweep whose last line of results says that they were ok."""
+    if not scenario.runs:
+        return set()
+    lines: dict[str, dict[str, Any]] = {}
+    for directory in evidence.directories(folder):
+        lines |= evidence.results(directory)
+    return {name for name, record in lines.items() if record.get("status") == "ok"}
+
+
+def tail(log: Path, lines: int = 1) -> str:
+    """The end of what a victim printed."""
+    return "\n".join(log.read_text(errors="replace").strip().splitlines()[-lines:])

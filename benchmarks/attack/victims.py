@@ -1,0 +1,201 @@
+"""Commands that are attacked: their processes, the birth of their ranks, and what is left of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+#: The variable by which a victim's processes are known: /proc shows of a fork what its program began with.
+MARK = "PTDBENCH_ATTACK"
+
+#: Set when the attack itself is asked to end: from then on nothing is started.
+STOPPED = threading.Event()
+
+#: Seconds between two looks: while nothing is expected, and while a birth is.
+IDLE, EAGER = 0.01, 0.0005
+
+
+class Interrupted(Exception):
+    """The attack ends, and its rounds with it."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a victim.
+
+    Attributes:
+        pid: Its id.
+        role: What it is to the victim: ``train.py``, ``fork server``, ``rank``, ...
+        command: Its command line, as far as a report needs it.
+    """
+
+    pid: int
+    role: str
+    command: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.pid}"
+
+
+class Victim:
+    """One command of the product.
+
+    Args:
+        command: What a person would type.
+        folder: Where; its output goes there, into ``log``.
+        mark: The value of :data:`MARK` for its processes.
+        environ: Its variables, but for that one.
+        log: The file for what it prints.
+    """
+
+    def __init__(
+        self, command: Sequence[str], folder: Path, mark: str, environ: Mapping[str, str], log: str = "victim.log"
+    ) -> None:
+        if STOPPED.is_set():
+            raise Interrupted
+        self.folder, self.mark, self.log = folder, mark, folder / log
+        with self.log.open("w") as output:
+            self.started = time.monotonic()
+            self._process = subprocess.Popen(
+                command, cwd=folder, env={**environ, MARK: mark}, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def exit_status(self) -> int | None:
+        """Of the command itself, once it has ended."""
+        return self._process.poll()
+
+    def ends_within(self, seconds: float) -> bool:
+        """Whether the command itself ends in time."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(max(0.0, seconds))
+        return self.exit_status is not None
+
+    def family(self) -> list[Process]:
+        """The command and its descendants, as long as it runs; takes well under a millisecond."""
+        if self.exit_status is not None:
+            return []
+        return [Process(self._process.pid, "train.py"), *_descendants(self._process.pid, "train.py")]
+
+    def await_birth(self) -> float | None:
+        """Wait for the first rank; the last time when it was not there yet, or ``None`` where the victim ends before.
+
+        What the fork server starts before there is a record are no ranks: it imports, and imports may start programs.
+        """
+        absent = time.monotonic()
+        while self.exit_status is None and not STOPPED.is_set():
+            now = time.monotonic()
+            opened = any(self.folder.glob("outputs/*/record.json")) or any(self.folder.glob("outputs/*/*/record.json"))
+            if opened and any(process.role == "rank" for process in self.family()):
+                return absent
+            absent = now
+            time.sleep(EAGER if opened else IDLE)
+        return None
+
+    def awaits(self, reached: Callable[[], bool]) -> bool:
+        """Wait until it is so; whether it was before the victim ended."""
+        while self.exit_status is None and not STOPPED.is_set():
+            if reached():
+                return True
+            time.sleep(EAGER)
+        return False
+
+
+def choose(family: Sequence[Process], rng: random.Random) -> list[Process]:
+    """Whom to kill: mostly one, each role as often as any other; else several or all at once."""
+    by_role = [[one for one in family if one.role == role] for role in sorted({one.role for one in family})]
+    if rng.random() < 0.75:
+        return [rng.choice(rng.choice(by_role))]
+    return sorted(rng.sample(family, rng.randint(min(2, len(family)), len(family))), key=lambda one: one.pid)
+
+
+def kill(processes: Iterable[Process]) -> None:
+    """SIGKILL to each that is still there."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def left(mark: str, folder: Path | None = None, in_jobs: bool = True) -> list[Process]:
+    """The processes that bear a mark, or one that begins so, and those that work in ``folder``.
+
+    Args:
+        mark: Value of :data:`MARK`.
+        folder: Where the victim was started.
+        in_jobs: Those of SLURM's jobs too.
+    """
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            environ = (path / "environ").read_bytes()
+            if f"{MARK}={mark}".encode() not in environ and not (folder and _works_in(path, folder)):
+                continue
+            if in_jobs or b"SLURM_JOB_ID=" not in environ:
+                found.append(Process(int(path.name), "process", _command(int(path.name))))
+    return found
+
+
+def survivors(mark: str, folder: Path, until: float, in_jobs: bool = True) -> list[Process]:
+    """Those that are still there at ``until``, a time of the monotonic clock; they are killed then."""
+    while (there := left(mark, folder, in_jobs)) and time.monotonic() < until:
+        time.sleep(0.2)
+    kill(there)
+    return there
+
+
+def sweep_away(mark: str) -> None:
+    """Kill whatever bears the mark, until there is nothing."""
+    while there := left(mark):
+        kill(there)
+        time.sleep(0.05)
+
+
+def _descendants(pid: int, role: str) -> Iterator[Process]:
+    """What a process of a role has started, and what that has."""
+    mine = _command(pid)
+    for child in _children(pid):
+        command = _command(child)
+        its = _role(role, command, is_fork=command == mine)
+        yield Process(child, its, command)
+        yield from _descendants(child, its)
+
+
+def _role(parent: str, command: str, is_fork: bool) -> str:
+    if "multiprocessing.resource_tracker" in command:
+        return "resource tracker"
+    if parent == "train.py" and "multiprocessing.forkserver" in command:
+        return "fork server"
+    forked = {"fork server": "rank", "rank": "data worker"}
+    return forked.get(parent, "helper") if is_fork else "helper"
+
+
+def _children(pid: int) -> list[int]:
+    """Of all its threads. /proc names them at once, where psutil would read every process of the machine."""
+    found: list[int] = []
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return found
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _works_in(path: Path, folder: Path) -> bool:
+    try:
+        return Path(os.readlink(path / "cwd")).is_relative_to(folder)
+    except OSError:
+        return False
