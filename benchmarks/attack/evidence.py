@@ -10,8 +10,8 @@ from typing import Any
 
 RECORD, RESULTS = "record.json", "results.jsonl"
 
-#: Hidden names that are no leftovers: Hydra's folder and the lock of a directory.
-_EXPECTED = (".hydra", ".lock")
+#: Hidden names that are no leftovers: Hydra's folder, the lock of a directory, a file of each of torch's checkpoints.
+_EXPECTED = (".hydra", ".lock", ".metadata")
 
 
 def run_directories(folder: Path, is_sweep: bool) -> list[Path]:

@@ -222,6 +222,7 @@ def _judge(
         fought.fault("left", "train.py still follows, and no job is in the queue")
     _see_ends(ring, fought)
     rounds.inspect(fought, scenario, known, before)
+    fought.notes += [f"{name} was left" for name in evidence.leftovers(fought.folder)]
     for directory in evidence.directories(fought.folder):
         rounds.resume(ring, fought, scenario, known, directory)
         _see_queue_empty(queue, fought, "after the resume, ")
