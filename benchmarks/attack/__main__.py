@@ -32,7 +32,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from . import on_slurm, rounds, victims
+from . import on_slurm, rounds, scenarios, victims
 from .rounds import FAULTS, Ring, Round
 
 ROOT = Path(__file__).parents[2]
@@ -44,31 +44,45 @@ def main() -> int:
     print(f"seed {options.seed}, attacking {options.tree}", flush=True)
     base = Path(mkdtemp(prefix="ptdbench-attack-"))
     ring = Ring(options.tree, base, _environ(options.tree), base.name, options.seed)
-    with _nothing_left(ring):
-        fought = list(_all_rounds(ring, options))
-    _show(fought, options)
-    if not any(one.faults for one in fought):
-        shutil.rmtree(base)
+    fought: list[Round] = []
+    try:
+        with _nothing_left(ring):
+            fought.extend(_all_rounds(ring, options))  # one by one: those that were fought are shown in any case
+    finally:
+        if fought:
+            _show(fought, options)
+        if not any(one.faults for one in fought):
+            shutil.rmtree(base, ignore_errors=True)
     return int(any(one.faults for one in fought))
 
 
 def _all_rounds(ring: Ring, options: argparse.Namespace) -> Iterator[Round]:
     """Those of this machine, some at a time, then those of SLURM, which have its two nodes for themselves."""
     until = time.monotonic() + 60 * options.minutes
-    chosen = [number for number in range(1, options.rounds + 1) if not options.only or str(number) in options.only]
-    yield from _local(ring, chosen, until, options.jobs)
-    chosen = [number for number in range(1, options.slurm + 1) if not options.only or f"s{number}" in options.only]
-    if chosen:
+    here, on_cluster = _chosen(options)
+    yield from _local(ring, here, until, options.jobs)
+    if on_cluster:
         with on_slurm.cluster(ROOT) as conf:
-            yield from on_slurm.all_rounds(ring, conf, chosen, until, _told)
+            yield from on_slurm.all_rounds(ring, conf, on_cluster, until, _told)
+
+
+def _chosen(options: argparse.Namespace) -> tuple[list[int], list[int]]:
+    """The numbers of the rounds on this machine, and of those on SLURM."""
+    if not options.only:
+        return list(range(1, options.rounds + 1)), list(range(1, options.slurm + 1))
+    names = sorted(set(options.only))
+    return (
+        [int(name) for name in names if not name.startswith("s")],
+        [int(name[1:]) for name in names if name.startswith("s")],
+    )
 
 
 def _local(ring: Ring, chosen: Sequence[int], until: float, jobs: int) -> Iterator[Round]:
-    wanted = {rounds.of_round(number).name for number in chosen}
-    known = {one.name: rounds.reference(ring, one) for one in rounds.SCENARIOS if one.name in wanted}
+    wanted = {scenarios.of_round(number).name for number in chosen}
+    known = {one.name: rounds.reference(ring, one) for one in scenarios.SCENARIOS if one.name in wanted}
 
     def one(number: int) -> Round | None:
-        scenario = rounds.of_round(number)
+        scenario = scenarios.of_round(number)
         return None if time.monotonic() > until else rounds.attack(ring, number, scenario, known[scenario.name])
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -87,17 +101,9 @@ def _local(ring: Ring, chosen: Sequence[int], until: float, jobs: int) -> Iterat
 
 def _told(fought: Round) -> Round:
     """Say how a round went; keep its folder only if that is worth a look."""
-    when = (
-        f"{1e3 * fought.after_birth:.0f} ms after the first birth"
-        if fought.at_birth and fought.after_birth
-        else fought.moment
-    )
     whom = ", ".join(map(str, fought.killed)) or "nobody"
-    print(
-        f"{fought.name:>4} {fought.scenario}: {whom} killed, {when}: {'FAULT' if fought.faults else 'ok'}",
-        file=sys.stderr,
-        flush=True,
-    )
+    verdict = "FAULT" if fought.faults else "ok"
+    print(f"{fought.name:>4} {fought.scenario}: {whom} killed, {fought.when}: {verdict}", file=sys.stderr, flush=True)
     for kind, seen in [*fought.faults, *(("note", note) for note in fought.notes)]:
         print(f"     {kind}: {seen}", file=sys.stderr, flush=True)
     if fought.faults:
@@ -112,6 +118,7 @@ def _nothing_left(ring: Ring) -> Iterator[None]:
     """However the attack ends, its victims end with it."""
 
     def stop(number: int, _: Any) -> None:
+        victims.STOPPED.set()
         raise SystemExit(128 + number)
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -124,23 +131,24 @@ def _nothing_left(ring: Ring) -> Iterator[None]:
 
 
 def _show(fought: Sequence[Round], options: argparse.Namespace) -> None:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("scenario", no_wrap=True)
-    for heading in ("rounds", "kills", "within 50 ms\nof a birth", *FAULTS.values()):
+    for heading in ("rounds", "kills", "50 ms of\na birth", *FAULTS.values()):
         table.add_column(heading, justify="right")
     for name in dict.fromkeys(one.scenario for one in sorted(fought, key=_order)):
         table.add_row(name, *_counts([one for one in fought if one.scenario == name]))
     table.add_section()
     table.add_row("all", *_counts(fought))
-    Console(width=max(110, shutil.get_terminal_size((110, 24)).columns)).print(table)
+    Console(width=max(120, shutil.get_terminal_size().columns)).print(table)
     for one in fought:
         if one.faults:
             print(f"{one.name}: {', '.join(dict.fromkeys(kind for kind, _ in one.faults))}: {one.folder}")
     if notes := sum(bool(one.notes) for one in fought):
         print(f"{notes} rounds left temporary files behind, or something else of note")
-    asked = options.rounds + options.slurm if not options.only else len(options.only)
+    asked = sum(map(len, _chosen(options)))
     if len(fought) < asked:
-        print(f"{asked - len(fought)} of {asked} rounds were left out: --minutes {options.minutes:g} are over")
+        why = f"interrupted, or --minutes {options.minutes:g} over"
+        print(f"{asked - len(fought)} of {asked} rounds were left out: {why}")
     failed = sum(bool(one.faults) for one in fought)
     verdict = "MISS" if failed else "PASS"
     print(f"seed {options.seed}: {failed} of {len(fought)} rounds with a fault, 0 required: {verdict}")
@@ -162,6 +170,13 @@ def _environ(tree: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}"}
 
 
+def _round(word: str) -> str:
+    """The name of a round: 17, or s3 for one on SLURM."""
+    if not word.removeprefix("s").isdecimal():
+        raise argparse.ArgumentTypeError(f"{word} is no round; give numbers such as 17, or s3 for one on SLURM")
+    return word
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.attack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -171,7 +186,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--seed", type=int, default=random.SystemRandom().randrange(10**6), help="default: another each time"
     )
-    parser.add_argument("--only", nargs="+", metavar="ROUND", help="repeat these, such as 17 or s3")
+    parser.add_argument("--only", nargs="+", type=_round, metavar="ROUND", help="repeat these, such as 17 or s3")
     parser.add_argument("--minutes", type=float, default=90, help="begin no round after that (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="rounds at a time on this machine (default: %(default)s)")
     parser.add_argument("--tree", type=Path, default=ROOT, help="attack that checkout (default: this one)")

@@ -13,7 +13,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from . import evidence, rounds, victims
-from .rounds import Reference, Ring, Round, Scenario
+from .rounds import Ring, Round
+from .scenarios import Reference, Scenario
 from .victims import Process, Victim
 
 _TOY = ("cluster=slurm", "model=toy", "device=cpu", "parallel=ddp", "train.global_batch=8", "checkpoint.every_steps=5")
@@ -156,7 +157,8 @@ def _strike_job(fought: Round, victim: Victim, number: int, rng: random.Random, 
     fought.moment = "birth" if at_birth else "run"
     absent = time.monotonic()
     there = in_jobs(victim.mark)
-    while victim.exit_status is None and not any(process.role == "rank" for process in there):
+    while victim.is_awaited and not any(process.role == "rank" for process in there):
+        time.sleep(victims.IDLE)
         absent = time.monotonic()
         there = in_jobs(victim.mark)
     time.sleep(rng.random() * (0.5 * rounds.BIRTH if at_birth else known.seconds - known.birth))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import evidence, victims
+from .scenarios import TURNS, Reference, Scenario
 from .victims import Process, Victim
 
 #: What may be wrong after a round, and the heading of its column.
@@ -19,8 +19,8 @@ FAULTS = {
     "record": "no valid\nrecord",
     "torn": "files\ntorn",
     "lost": "finished\nlost",
-    "incomplete": "resume\nincomplete",
-    "unequal": "losses\nnot equal",
+    "incomplete": "not\nresumed",
+    "unequal": "losses\ndiffer",
     "unknown": "jobs\nunknown",
     "open": "no final\nstate",
 }
@@ -30,88 +30,6 @@ LEFT = 15.0
 
 #: What every attack on a birth stays below, in seconds.
 BIRTH = 0.05
-
-#: A command that is not hurt may take this many times what it took undisturbed, and this many seconds more.
-PATIENCE = (3, 60)
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """What is attacked.
-
-    Attributes:
-        name: In the table.
-        overrides: The command line.
-        moments: When processes are killed, where it is not at the first birth.
-        runs: Of a sweep; 0 for a single run.
-        resumes: Whether the command is resumed.
-    """
-
-    name: str
-    overrides: tuple[str, ...]
-    moments: tuple[str, ...]
-    runs: int = 0
-    resumes: bool = False
-
-    def command(self, tree: Path, directory: str | None = None) -> list[str]:
-        """What a person would type; in a directory of the product's choice where none is named."""
-        option = "hydra.sweep.dir" if self.runs else "hydra.run.dir"
-        place = [f"{option}={directory}"] if directory else []
-        return [*train(tree), *(["-m"] if self.runs else []), *self.overrides, *place]
-
-    def resume(self, tree: Path, directory: Path) -> list[str]:
-        """What a person would type to go on."""
-        return [*train(tree), *(["-m", f"sweep.resume={directory}"] if self.runs else [f"resume={directory}"])]
-
-
-_TOY = ("model=toy", "device=cpu", "cluster.ranks_per_node=2", "train.global_batch=8", "train.max_minutes=null")
-_FED = ("data=synthetic_vectors", "data._target_=benchmarks.attack.fed.Fed")
-_SAVES = ("checkpoint.every_steps=5", "checkpoint.keep=2")
-
-SCENARIOS = (
-    Scenario("run", (*_TOY, "parallel=ddp", "train.steps=200"), ("start", "run", "run", "end")),
-    Scenario("data workers", (*_TOY, *_FED, "parallel=ddp", "train.steps=200"), ("run", "end")),
-    Scenario(
-        "sweep", (*_TOY, "parallel=ddp,fsdp,pdp", "train.steps=20"), ("start", "run", "end", "end"),
-        runs=3, resumes=True,
-    ),
-    Scenario(
-        "checkpoints", (*_TOY, *_SAVES, "parallel=ddp", "train.steps=60"), ("start", "run", "save", "save", "end"),
-        resumes=True,
-    ),
-    Scenario(
-        "sweep, checkpoints", (*_TOY, *_SAVES, "parallel=ddp,fsdp", "train.steps=40"), ("run", "save", "end"),
-        runs=2, resumes=True,
-    ),
-)  # fmt: skip
-
-#: The order in which rounds take them: what is resumed costs twice as much, and is what most can go wrong with.
-_TURNS = ("run", "sweep", "checkpoints", "run", "data workers", "checkpoints", "sweep", "run", "sweep, checkpoints")
-
-
-def of_round(number: int) -> Scenario:
-    """The scenario of a round on this machine."""
-    return next(one for one in SCENARIOS if one.name == _TURNS[number % len(_TURNS)])
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The command of a scenario, undisturbed.
-
-    Attributes:
-        birth: Seconds from its start to the first rank.
-        seconds: And to its end.
-        losses: Of each run, by the name of its directory; ``""`` for a single one.
-    """
-
-    birth: float
-    seconds: float
-    losses: Mapping[str, Sequence[float]]
-
-    @property
-    def patience(self) -> float:
-        """How long one that was not hurt may take, in seconds."""
-        return PATIENCE[0] * self.seconds + PATIENCE[1]
 
 
 @dataclass
@@ -141,6 +59,13 @@ class Round:
     faults: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def when(self) -> str:
+        """The moment of the kill, for people."""
+        if self.after_birth is None or (self.moment != "birth" and not self.at_birth):
+            return self.moment
+        return f"{1e3 * self.after_birth:.0f} ms after the first birth"
 
     @property
     def at_birth(self) -> bool:
@@ -187,11 +112,6 @@ class Ring:
         return f"{self.session}-{folder.name}."  # with an end, so that round 1 is not taken for round 17
 
 
-def train(tree: Path) -> list[str]:
-    """The words that begin every command."""
-    return [sys.executable, str(tree / "train.py")]
-
-
 def reference(ring: Ring, scenario: Scenario, patience: float = 300.0) -> Reference:
     """Carry out the command of a scenario undisturbed.
 
@@ -223,7 +143,7 @@ def attack(ring: Ring, number: int, scenario: Scenario, known: Reference) -> Rou
         fought = Round(name, scenario.name, ring.base / (f"{name}" if not attempt else f"{name}-{attempt + 1}"))
         victim = ring.start(scenario.command(ring.tree, rng.choice((None, "outputs/named"))), fought.folder)
         # Half of all rounds: those of a scenario that a turn takes at an even number of its own.
-        fought.moment = "birth" if number // len(_TURNS) % 2 == 0 else rng.choice(scenario.moments)
+        fought.moment = "birth" if number // len(TURNS) % 2 == 0 else rng.choice(scenario.moments)
         before = strike(fought, victim, rng, known, scenario)
         if fought.killed:
             break
@@ -263,17 +183,17 @@ def _await(moment: str, victim: Victim, rng: random.Random, known: Reference, sc
     if moment == "start":
         victim.ends_within(chance * known.birth)
         return None
+    born = victim.await_birth()
     if moment == "save":
         count = rng.randint(1, 8)
         victim.awaits(_Saves(victim.folder, count))
         victim.ends_within(0.03 * chance)
-        return None
+        return born
     if moment == "end":
         count = rng.randint(1, scenario.runs or 1)
         victim.awaits(lambda: len(evidence.finished(victim.folder, bool(scenario.runs))) >= count)
         victim.ends_within(0.2 * chance)
-        return None
-    born = victim.await_birth()
+        return born
     # The rest of the 50 ms is for looking and killing.
     victim.ends_within(chance * (0.7 * BIRTH if moment == "birth" else known.seconds - known.birth))
     return born

@@ -19,8 +19,12 @@ MARK = "PTDBENCH_ATTACK"
 #: Set when the attack itself is asked to end: from then on nothing is started.
 STOPPED = threading.Event()
 
-#: Seconds between two looks: while nothing is expected, and while a birth is.
-IDLE, EAGER = 0.01, 0.0005
+#: Seconds between two looks: while nothing is expected, while a file is, and while a birth is.
+IDLE, KEEN, EAGER = 0.01, 0.002, 0.0005
+
+
+#: Seconds that a victim gets to come to the moment of its kill; then the moment is now.
+LIMIT = 300.0
 
 
 class Interrupted(Exception):
@@ -80,6 +84,11 @@ class Victim:
             self._process.wait(max(0.0, seconds))
         return self.exit_status is not None
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it runs, and the moment of its kill may still come."""
+        return self.exit_status is None and not STOPPED.is_set() and time.monotonic() < self.started + LIMIT
+
     def family(self) -> list[Process]:
         """The command and its descendants, as long as it runs; takes well under a millisecond."""
         if self.exit_status is not None:
@@ -91,10 +100,10 @@ class Victim:
 
         What the fork server starts before there is a record are no ranks: it imports, and imports may start programs.
         """
-        absent = time.monotonic()
-        while self.exit_status is None and not STOPPED.is_set():
+        absent, opened = time.monotonic(), False
+        while self.is_awaited:
             now = time.monotonic()
-            opened = any(self.folder.glob("outputs/*/record.json")) or any(self.folder.glob("outputs/*/*/record.json"))
+            opened = opened or any(any(self.folder.glob(f"outputs/{below}/record.json")) for below in ("*", "*/*"))
             if opened and any(process.role == "rank" for process in self.family()):
                 return absent
             absent = now
@@ -103,10 +112,10 @@ class Victim:
 
     def awaits(self, reached: Callable[[], bool]) -> bool:
         """Wait until it is so; whether it was before the victim ended."""
-        while self.exit_status is None and not STOPPED.is_set():
+        while self.is_awaited:
             if reached():
                 return True
-            time.sleep(EAGER)
+            time.sleep(KEEN)
         return False
 
 

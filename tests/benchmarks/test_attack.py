@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks.attack import evidence, rounds, victims
+from benchmarks.attack import evidence, rounds, scenarios, victims
 from benchmarks.attack.__main__ import _environ
-from benchmarks.attack.rounds import Reference, Ring, Round, Scenario
+from benchmarks.attack.rounds import Ring, Round
+from benchmarks.attack.scenarios import Reference, Scenario
 from benchmarks.attack.victims import Process
 from tests.conftest import ROOT
 
-CHECKPOINTS = next(one for one in rounds.SCENARIOS if one.name == "checkpoints")
+CHECKPOINTS = next(one for one in scenarios.SCENARIOS if one.name == "checkpoints")
 
 
 @pytest.fixture
