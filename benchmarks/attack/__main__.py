@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import on_slurm, rounds, scenarios, victims
-from .rounds import FAULTS, Ring, Round
+from .rounds import FAULTS, Round, Setting
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,29 +41,30 @@ ROOT = Path(__file__).parents[2]
 def main() -> int:
     """Print the table; 1 if anything was lost."""
     options = _parse()
+    victims.hurry()
     print(f"seed {options.seed}, attacking {options.tree}", flush=True)
     base = Path(mkdtemp(prefix="ptdbench-attack-"))
-    ring = Ring(options.tree, base, _environ(options.tree), base.name, options.seed)
-    fought: list[Round] = []
+    setting = Setting(options.tree, base, _environ(options.tree), base.name, options.seed)
+    ended: list[Round] = []
     try:
-        with _nothing_left(ring):
-            fought.extend(_all_rounds(ring, options))  # one by one: those that were fought are shown in any case
+        with _nothing_left(setting):
+            ended.extend(_all_rounds(setting, options))  # one by one: those that have ended are shown in any case
     finally:
-        if fought:
-            _show(fought, options)
-        if not any(one.faults for one in fought):
+        if ended:
+            _show(ended, options)
+        if not any(one.faults for one in ended):
             shutil.rmtree(base, ignore_errors=True)
-    return int(any(one.faults for one in fought))
+    return int(any(one.faults for one in ended))
 
 
-def _all_rounds(ring: Ring, options: argparse.Namespace) -> Iterator[Round]:
+def _all_rounds(setting: Setting, options: argparse.Namespace) -> Iterator[Round]:
     """Those of this machine, some at a time, then those of SLURM, which have its two nodes for themselves."""
     until = time.monotonic() + 60 * options.minutes
     here, on_cluster = _chosen(options)
-    yield from _local(ring, here, until, options.jobs)
+    yield from _local(setting, here, until, options.jobs)
     if on_cluster:
         with on_slurm.cluster(ROOT) as conf:
-            yield from on_slurm.all_rounds(ring, conf, on_cluster, until, _told)
+            yield from on_slurm.all_rounds(setting, conf, on_cluster, until, _told)
 
 
 def _chosen(options: argparse.Namespace) -> tuple[list[int], list[int]]:
@@ -77,44 +78,44 @@ def _chosen(options: argparse.Namespace) -> tuple[list[int], list[int]]:
     )
 
 
-def _local(ring: Ring, chosen: Sequence[int], until: float, jobs: int) -> Iterator[Round]:
+def _local(setting: Setting, chosen: Sequence[int], until: float, jobs: int) -> Iterator[Round]:
     wanted = {scenarios.of_round(number).name for number in chosen}
-    known = {one.name: rounds.reference(ring, one) for one in scenarios.SCENARIOS if one.name in wanted}
+    known = {one.name: rounds.reference(setting, one) for one in scenarios.SCENARIOS if one.name in wanted}
 
     def one(number: int) -> Round | None:
         scenario = scenarios.of_round(number)
-        return None if time.monotonic() > until else rounds.attack(ring, number, scenario, known[scenario.name])
+        return None if time.monotonic() > until else rounds.attack(setting, number, scenario, known[scenario.name])
 
     with ThreadPoolExecutor(jobs) as pool:
         waiting: list[Future[Round | None]] = [pool.submit(one, number) for number in chosen]
         try:
             for done in as_completed(waiting):
-                if fought := done.result():
-                    yield _told(fought)
+                if ended := done.result():
+                    yield _told(ended)
         except BaseException:
             victims.STOPPED.set()
             while not all(future.cancel() or future.done() for future in waiting):
-                victims.sweep_away(ring.session)  # whoever waits for a victim sees it end
+                victims.sweep_away(setting.session)  # whoever waits for a victim sees it end
                 time.sleep(0.1)
             raise
 
 
-def _told(fought: Round) -> Round:
+def _told(ended: Round) -> Round:
     """Say how a round went; keep its folder only if that is worth a look."""
-    whom = ", ".join(map(str, fought.killed)) or "nobody"
-    verdict = "FAULT" if fought.faults else "ok"
-    print(f"{fought.name:>4} {fought.scenario}: {whom} killed, {fought.when}: {verdict}", file=sys.stderr, flush=True)
-    for kind, seen in [*fought.faults, *(("note", note) for note in fought.notes)]:
+    whom = ", ".join(map(str, ended.killed)) or "nobody"
+    verdict = "FAULT" if ended.faults else "ok"
+    print(f"{ended.name:>4} {ended.scenario}: {whom} killed, {ended.when}: {verdict}", file=sys.stderr, flush=True)
+    for kind, seen in [*ended.faults, *(("note", note) for note in ended.notes)]:
         print(f"     {kind}: {seen}", file=sys.stderr, flush=True)
-    if fought.faults:
-        (fought.folder / "attack.json").write_text(json.dumps(vars(fought), indent=1, default=str) + "\n")
+    if ended.faults:
+        (ended.folder / "attack.json").write_text(json.dumps(vars(ended), indent=1, default=str) + "\n")
     else:
-        shutil.rmtree(fought.folder, ignore_errors=True)
-    return fought
+        shutil.rmtree(ended.folder, ignore_errors=True)
+    return ended
 
 
 @contextmanager
-def _nothing_left(ring: Ring) -> Iterator[None]:
+def _nothing_left(setting: Setting) -> Iterator[None]:
     """However the attack ends, its victims end with it."""
 
     def stop(number: int, _: Any) -> None:
@@ -127,38 +128,38 @@ def _nothing_left(ring: Ring) -> Iterator[None]:
         yield
     finally:
         victims.STOPPED.set()
-        victims.sweep_away(ring.session)
+        victims.sweep_away(setting.session)
 
 
-def _show(fought: Sequence[Round], options: argparse.Namespace) -> None:
+def _show(ended: Sequence[Round], options: argparse.Namespace) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("scenario", no_wrap=True)
     for heading in ("rounds", "kills", "50 ms of\na birth", *FAULTS.values()):
         table.add_column(heading, justify="right")
-    for name in dict.fromkeys(one.scenario for one in sorted(fought, key=_order)):
-        table.add_row(name, *_counts([one for one in fought if one.scenario == name]))
+    for name in dict.fromkeys(one.scenario for one in sorted(ended, key=_order)):
+        table.add_row(name, *_counts([one for one in ended if one.scenario == name]))
     table.add_section()
-    table.add_row("all", *_counts(fought))
+    table.add_row("all", *_counts(ended))
     Console(width=max(120, shutil.get_terminal_size().columns)).print(table)
-    for one in fought:
+    for one in ended:
         if one.faults:
             print(f"{one.name}: {', '.join(dict.fromkeys(kind for kind, _ in one.faults))}: {one.folder}")
-    if notes := sum(bool(one.notes) for one in fought):
+    if notes := sum(bool(one.notes) for one in ended):
         print(f"{notes} rounds left temporary files behind, or something else of note")
     asked = sum(map(len, _chosen(options)))
-    if len(fought) < asked:
+    if len(ended) < asked:
         why = f"interrupted, or --minutes {options.minutes:g} over"
-        print(f"{asked - len(fought)} of {asked} rounds were left out: {why}")
-    failed = sum(bool(one.faults) for one in fought)
+        print(f"{asked - len(ended)} of {asked} rounds were left out: {why}")
+    failed = sum(bool(one.faults) for one in ended)
     verdict = "MISS" if failed else "PASS"
-    print(f"seed {options.seed}: {failed} of {len(fought)} rounds with a fault, 0 required: {verdict}")
+    print(f"seed {options.seed}: {failed} of {len(ended)} rounds with a fault, 0 required: {verdict}")
 
 
-def _counts(fought: Sequence[Round]) -> list[str]:
+def _counts(ended: Sequence[Round]) -> list[str]:
     """Rounds, kills, those at a birth, and the rounds with each kind of fault."""
-    kinds = [sum(kind in {found for found, _ in one.faults} for one in fought) for kind in FAULTS]
-    kills = sum(bool(one.killed) for one in fought)
-    return [str(number) for number in (len(fought), kills, sum(one.at_birth for one in fought), *kinds)]
+    kinds = [sum(kind in {found for found, _ in one.faults} for one in ended) for kind in FAULTS]
+    kills = sum(bool(one.killed) for one in ended)
+    return [str(number) for number in (len(ended), kills, sum(one.at_birth for one in ended), *kinds)]
 
 
 def _order(one: Round) -> tuple[bool, int]:

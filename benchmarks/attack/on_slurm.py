@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from . import evidence, rounds, victims
-from .rounds import Ring, Round
+from .rounds import Round, Setting
 from .scenarios import Reference, Scenario
 from .victims import Process, Victim
 
@@ -46,19 +46,19 @@ def cluster(root: Path) -> Iterator[Path]:
 
 
 def all_rounds(
-    ring: Ring, conf: Path, chosen: Sequence[int], until: float, told: Callable[[Round], Round]
+    setting: Setting, conf: Path, chosen: Sequence[int], until: float, told: Callable[[Round], Round]
 ) -> Iterator[Round]:
     """The chosen rounds, one after the other: each takes the whole queue for its own."""
-    queue = Queue({**ring.environ, "SLURM_CONF": str(conf)})
-    ring = replace(ring, environ=queue.environ)
+    queue = Queue({**setting.environ, "SLURM_CONF": str(conf)})
+    setting = replace(setting, environ=queue.environ)
     known: dict[str, Reference] = {}
     for number in chosen:
         scenario = (SUBMISSION, JOBS)[number % 2]
         if time.monotonic() > until:
             return
         if scenario.name not in known:
-            known[scenario.name] = rounds.reference(ring, scenario)
-        yield told(attack(ring, queue, number, scenario, known[scenario.name]))
+            known[scenario.name] = rounds.reference(setting, scenario)
+        yield told(attack(setting, queue, number, scenario, known[scenario.name]))
 
 
 @dataclass(frozen=True)
@@ -104,46 +104,46 @@ class Queue:
                 self.ask("scancel", job)
 
 
-def attack(ring: Ring, queue: Queue, number: int, scenario: Scenario, known: Reference) -> Round:
+def attack(setting: Setting, queue: Queue, number: int, scenario: Scenario, known: Reference) -> Round:
     """One round: a fresh sweep, a kill, all checks."""
     name = f"s{number}"
-    rng = random.Random(f"{ring.seed}/{name}")
+    rng = random.Random(f"{setting.seed}/{name}")
     began = time.monotonic()
-    fought = Round(name, scenario.name, ring.base / name)
-    mark = ring.mark(fought.folder)
+    this_round = Round(name, scenario.name, setting.base / name)
+    mark = setting.mark(this_round.folder)
     try:
         if scenario is SUBMISSION:
             with queue.busy(mark) as other:
-                victim = ring.start(scenario.command(ring.tree), fought.folder)
-                before = _strike_submitter(fought, victim, rng)
-                _see_jobs_known(ring, queue, fought, other)
+                victim = setting.start(scenario.command(setting.tree), this_round.folder)
+                before = _strike_submitter(this_round, victim, rng)
+                _see_jobs_known(setting, queue, this_round, other)
         else:
-            victim = ring.start(scenario.command(ring.tree), fought.folder)
-            before = _strike_job(fought, victim, number, rng, known)
-            _see_jobs_known(ring, queue, fought)
-        _judge(ring, queue, fought, victim, scenario, known, before)
+            victim = setting.start(scenario.command(setting.tree), this_round.folder)
+            before = _strike_job(this_round, victim, number, rng, known)
+            _see_jobs_known(setting, queue, this_round)
+        _judge(setting, queue, this_round, victim, scenario, known, before)
     finally:
         for job in queue.jobs():
             queue.ask("scancel", job)
         queue.empties()
         victims.sweep_away(mark)
-    fought.seconds = time.monotonic() - began
-    return fought
+    this_round.seconds = time.monotonic() - began
+    return this_round
 
 
-def _strike_submitter(fought: Round, victim: Victim, rng: random.Random) -> dict[Path, bytes]:
+def _strike_submitter(this_round: Round, victim: Victim, rng: random.Random) -> dict[Path, bytes]:
     """Kill train.py, during its submissions or soon after."""
     during = rng.random() < 0.75
-    fought.moment = "submission" if during else "following"
+    this_round.moment = "submission" if during else "following"
     victim.awaits(lambda: any(_submits(process) for process in victim.family()))
     if not during:
         victim.awaits(lambda: "submitted " in victim.log.read_text())
     victim.ends_within(rng.random() * (0.5 if during else 3.0))
     if there := victim.family():
-        fought.family, fought.killed = there, there[:1] if rng.random() < 0.75 else there
-        victims.kill(fought.killed)
+        this_round.family, this_round.killed = there, there[:1] if rng.random() < 0.75 else there
+        victims.kill(this_round.killed)
     there = victims.survivors(victim.mark, victim.folder, time.monotonic() + rounds.LEFT, in_jobs=False)
-    fought.fault_left(there)
+    this_round.fault_left(there)
     return {}
 
 
@@ -151,10 +151,12 @@ def _submits(process: Process) -> bool:
     return "sbatch" in process.command.split()[:1] and "--test-only" not in process.command
 
 
-def _strike_job(fought: Round, victim: Victim, number: int, rng: random.Random, known: Reference) -> dict[Path, bytes]:
+def _strike_job(
+    this_round: Round, victim: Victim, number: int, rng: random.Random, known: Reference
+) -> dict[Path, bytes]:
     """Kill processes of one of the jobs; half of the time at the birth of the first rank."""
     at_birth = number // 2 % 2 == 0
-    fought.moment = "birth" if at_birth else "run"
+    this_round.moment = "birth" if at_birth else "run"
     absent = time.monotonic()
     there = in_jobs(victim.mark)
     while victim.is_awaited and not any(process.role == "rank" for process in there):
@@ -164,9 +166,9 @@ def _strike_job(fought: Round, victim: Victim, number: int, rng: random.Random, 
     time.sleep(rng.random() * (0.5 * rounds.BIRTH if at_birth else known.seconds - known.birth))
     before = evidence.finished(victim.folder, is_sweep=True)
     if there := in_jobs(victim.mark):
-        fought.family, fought.killed = there, victims.choose(there, rng)
-        victims.kill(fought.killed)
-        fought.after_birth = time.monotonic() - absent
+        this_round.family, this_round.killed = there, victims.choose(there, rng)
+        victims.kill(this_round.killed)
+        this_round.after_birth = time.monotonic() - absent
     return before
 
 
@@ -192,67 +194,69 @@ def _name_and_parent(path: Path) -> tuple[str, str]:
     return name, rest.split()[1]
 
 
-def _see_jobs_known(ring: Ring, queue: Queue, fought: Round, other: str = "") -> None:
+def _see_jobs_known(setting: Setting, queue: Queue, this_round: Round, other: str = "") -> None:
     """After 15 s at most ``status`` knows every job that is in the queue."""
     end = time.monotonic() + rounds.LEFT
-    while (unknown := _unknown(ring, queue, fought, other)) and time.monotonic() < end:
+    while (unknown := _unknown(setting, queue, this_round, other)) and time.monotonic() < end:
         time.sleep(2)
-    fought.fault("unknown", *(f"job {job} is in the queue, and status does not know it" for job in sorted(unknown)))
+    this_round.fault("unknown", *(f"job {job} is in the queue, and status does not know it" for job in sorted(unknown)))
 
 
-def _unknown(ring: Ring, queue: Queue, fought: Round, other: str) -> set[str]:
-    told = "".join(_status(ring, fought, directory).stdout for directory in evidence.directories(fought.folder))
+def _unknown(setting: Setting, queue: Queue, this_round: Round, other: str) -> set[str]:
+    told = "".join(
+        _status(setting, this_round, directory).stdout for directory in evidence.directories(this_round.folder)
+    )
     return queue.jobs() - {other} - set(told.split())
 
 
-def _status(ring: Ring, fought: Round, directory: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ptdbench", "status", str(directory.relative_to(fought.folder))]
-    environ = {**ring.environ, victims.MARK: ring.mark(fought.folder)}
+def _status(setting: Setting, this_round: Round, directory: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ptdbench", "status", str(directory.relative_to(this_round.folder))]
+    environ = {**setting.environ, victims.MARK: setting.mark(this_round.folder)}
     return subprocess.run(
-        command, cwd=fought.folder, env=environ, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=this_round.folder, env=environ, capture_output=True, text=True, timeout=120, check=False
     )
 
 
 def _judge(
-    ring: Ring, queue: Queue, fought: Round, victim: Victim, scenario: Scenario, known: Reference,
+    setting: Setting, queue: Queue, this_round: Round, victim: Victim, scenario: Scenario, known: Reference,
     before: Mapping[Path, bytes],
 ) -> None:  # fmt: skip
     """When the jobs have ended: states, records, then the resume."""
-    lines = rounds.results(fought.folder, scenario)
-    _see_queue_empty(queue, fought, "")
+    lines = rounds.results(this_round.folder, scenario)
+    _see_queue_empty(queue, this_round, "")
     if not victim.ends_within(known.patience):
-        fought.fault("left", "train.py still follows, and no job is in the queue")
-    _see_ends(ring, fought)
-    rounds.inspect(fought, scenario, known, before)
-    fought.notes += [f"{name} was left" for name in evidence.leftovers(fought.folder)]
-    for directory in evidence.directories(fought.folder):
-        rounds.resume(ring, fought, scenario, known, directory)
-        _see_queue_empty(queue, fought, "after the resume, ")
-        rounds.inspect(fought, scenario, known, before, "after the resume, ")
-        rounds.complete(fought, scenario)
-    for name in sorted(lines - rounds.results(fought.folder, scenario)):
-        fought.fault("lost", f"{name}: its line of the results is gone")
+        this_round.fault("left", "train.py still follows, and no job is in the queue")
+    _see_ends(setting, this_round)
+    rounds.inspect(this_round, scenario, known, before)
+    this_round.notes += [f"{name} was left" for name in evidence.leftovers(this_round.folder)]
+    for directory in evidence.directories(this_round.folder):
+        rounds.resume(setting, this_round, scenario, known, directory)
+        _see_queue_empty(queue, this_round, "after the resume, ")
+        rounds.inspect(this_round, scenario, known, before, "after the resume, ")
+        rounds.complete(this_round, scenario)
+    for name in sorted(lines - rounds.results(this_round.folder, scenario)):
+        this_round.fault("lost", f"{name}: its line of the results is gone")
     there = victims.survivors(victim.mark, victim.folder, time.monotonic() + rounds.LEFT)
-    fought.fault_left(there)
+    this_round.fault_left(there)
 
 
-def _see_queue_empty(queue: Queue, fought: Round, when: str) -> None:
+def _see_queue_empty(queue: Queue, this_round: Round, when: str) -> None:
     if not queue.empties():
-        fought.fault("left", f"{when}after {_QUEUE:.0f} s there are jobs: {' '.join(sorted(queue.jobs()))}")
+        this_round.fault("left", f"{when}after {_QUEUE:.0f} s there are jobs: {' '.join(sorted(queue.jobs()))}")
 
 
-def _see_ends(ring: Ring, fought: Round) -> None:
+def _see_ends(setting: Setting, this_round: Round) -> None:
     """``status`` works, and every run that had a job has an end; one that was never submitted cannot have one."""
-    for directory in evidence.directories(fought.folder):
-        told = _status(ring, fought, directory)
+    for directory in evidence.directories(this_round.folder):
+        told = _status(setting, this_round, directory)
         if told.returncode not in (0, 1) or "Traceback" in told.stderr:
-            fought.fault("open", f"status ends with {told.returncode}: {told.stderr.strip()[-300:]}")
-        for run in evidence.run_directories(fought.folder, is_sweep=True):
+            this_round.fault("open", f"status ends with {told.returncode}: {told.stderr.strip()[-300:]}")
+        for run in evidence.run_directories(this_round.folder, is_sweep=True):
             if evidence.is_open(evidence.record_of(run)):
                 if _had_job(directory, run):
-                    fought.fault("open", f"{run}: its job has ended, and its record has not")
+                    this_round.fault("open", f"{run}: its job has ended, and its record has not")
                 else:
-                    fought.notes.append(f"{run.name} was not submitted")
+                    this_round.notes.append(f"{run.name} was not submitted")
 
 
 def _had_job(sweep: Path, run: Path) -> bool:

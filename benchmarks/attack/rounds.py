@@ -85,8 +85,8 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Ring:
-    """Where the fights take place.
+class Setting:
+    """What all rounds of an attack share.
 
     Attributes:
         tree: The checkout that is attacked.
@@ -112,15 +112,15 @@ class Ring:
         return f"{self.session}-{folder.name}."  # with an end, so that round 1 is not taken for round 17
 
 
-def reference(ring: Ring, scenario: Scenario, patience: float = 300.0) -> Reference:
+def reference(setting: Setting, scenario: Scenario, patience: float = 300.0) -> Reference:
     """Carry out the command of a scenario undisturbed.
 
     Raises:
         SystemExit: It fails: there is nothing to compare with.
     """
-    folder = ring.base / f"reference-{scenario.name.replace(', ', '-').replace(' ', '-')}"
+    folder = setting.base / f"reference-{scenario.name.replace(', ', '-').replace(' ', '-')}"
     for name in (folder, folder.with_name(f"{folder.name}-again")):  # a port may be somebody else's
-        victim = ring.start(scenario.command(ring.tree), name)
+        victim = setting.start(scenario.command(setting.tree), name)
         victim.await_birth()
         birth = time.monotonic() - victim.started
         if victim.ends_within(patience) and not victim.exit_status:
@@ -134,34 +134,34 @@ def losses(folder: Path, scenario: Scenario) -> dict[str, Sequence[float]]:
     return {path.name if scenario.runs else "": evidence.load(path / evidence.RECORD)["losses"] for path in found}
 
 
-def attack(ring: Ring, number: int, scenario: Scenario, known: Reference) -> Round:
+def attack(setting: Setting, number: int, scenario: Scenario, known: Reference) -> Round:
     """One round: a fresh command, a kill, all checks."""
     name = str(number)
-    rng = random.Random(f"{ring.seed}/{name}")
+    rng = random.Random(f"{setting.seed}/{name}")
     began = time.monotonic()
     for attempt in range(5):  # one that has ended before its moment was not attacked
-        fought = Round(name, scenario.name, ring.base / (f"{name}" if not attempt else f"{name}-{attempt + 1}"))
-        victim = ring.start(scenario.command(ring.tree, rng.choice((None, "outputs/named"))), fought.folder)
-        # Half of all rounds: those of a scenario that a turn takes at an even number of its own.
-        fought.moment = "birth" if number // len(TURNS) % 2 == 0 else rng.choice(scenario.moments)
-        before = strike(fought, victim, rng, known, scenario)
-        if fought.killed:
+        this_round = Round(name, scenario.name, setting.base / (f"{name}" if not attempt else f"{name}-{attempt + 1}"))
+        victim = setting.start(scenario.command(setting.tree, rng.choice((None, "outputs/named"))), this_round.folder)
+        # In every other pass through the scenarios, so that each is attacked both ways.
+        this_round.moment = "birth" if number // len(TURNS) % 2 == 0 else rng.choice(scenario.moments)
+        before = strike(this_round, victim, rng, known, scenario)
+        if this_round.killed:
             break
-    judge(ring, fought, victim, known, scenario, before)
-    fought.seconds = time.monotonic() - began
-    return fought
+    judge(setting, this_round, victim, known, scenario, before)
+    this_round.seconds = time.monotonic() - began
+    return this_round
 
 
 def strike(
-    fought: Round, victim: Victim, rng: random.Random, known: Reference, scenario: Scenario
+    this_round: Round, victim: Victim, rng: random.Random, known: Reference, scenario: Scenario
 ) -> dict[Path, bytes]:
     """Wait for the round's moment and kill; the records of the runs that had finished by then."""
-    born = _await(fought.moment, victim, rng, known, scenario)
+    born = _await(this_round.moment, victim, rng, known, scenario)
     before = evidence.finished(victim.folder, bool(scenario.runs))
     if family := victim.family():
-        fought.family, fought.killed = family, victims.choose(family, rng)
-        victims.kill(fought.killed)
-        fought.after_birth = born and time.monotonic() - born
+        this_round.family, this_round.killed = family, victims.choose(family, rng)
+        victims.kill(this_round.killed)
+        this_round.after_birth = born and time.monotonic() - born
     return before
 
 
@@ -200,70 +200,79 @@ def _await(moment: str, victim: Victim, rng: random.Random, known: Reference, sc
 
 
 def judge(
-    ring: Ring, fought: Round, victim: Victim, known: Reference, scenario: Scenario, before: Mapping[Path, bytes]
+    setting: Setting,
+    this_round: Round,
+    victim: Victim,
+    known: Reference,
+    scenario: Scenario,
+    before: Mapping[Path, bytes],
 ) -> None:
     """Look for everything that may be wrong, resume where the scenario does, and look again."""
-    lines = results(fought.folder, scenario)
-    _see_it_end(fought, victim, known, scenario)
-    inspect(fought, scenario, known, before)
-    fought.notes += [f"{name} was left" for name in evidence.leftovers(fought.folder)]
+    lines = results(this_round.folder, scenario)
+    _see_it_end(this_round, victim, known, scenario)
+    inspect(this_round, scenario, known, before)
+    this_round.notes += [f"{name} was left" for name in evidence.leftovers(this_round.folder)]
     if scenario.resumes:
-        for directory in evidence.directories(fought.folder):
-            resume(ring, fought, scenario, known, directory)
-            inspect(fought, scenario, known, before, "after the resume, ")
-            complete(fought, scenario)
-    for name in sorted(lines - results(fought.folder, scenario)):
-        fought.fault("lost", f"{name}: its line of the results is gone")
+        for directory in evidence.directories(this_round.folder):
+            resume(setting, this_round, scenario, known, directory)
+            inspect(this_round, scenario, known, before, "after the resume, ")
+            complete(this_round, scenario)
+    for name in sorted(lines - results(this_round.folder, scenario)):
+        this_round.fault("lost", f"{name}: its line of the results is gone")
 
 
-def _see_it_end(fought: Round, victim: Victim, known: Reference, scenario: Scenario) -> None:
+def _see_it_end(this_round: Round, victim: Victim, known: Reference, scenario: Scenario) -> None:
     """Wait for what has to end; what is left after that is a fault, and killed."""
     struck = time.monotonic()
-    hurt = {process.role for process in fought.killed}
+    hurt = {process.role for process in this_round.killed}
     goes_on = "train.py" not in hurt and (scenario.runs or not hurt & {"rank", "fork server", "data worker"})
     if goes_on and not victim.ends_within(known.patience):
-        fought.fault("left", f"train.py does not end within {known.patience:.0f} s")
+        this_round.fault("left", f"train.py does not end within {known.patience:.0f} s")
     ended = time.monotonic() if goes_on else struck
     there = victims.survivors(victim.mark, victim.folder, ended + LEFT)
-    fought.fault_left(there)
+    this_round.fault_left(there)
     victim.ends_within(LEFT)
 
 
-def inspect(fought: Round, scenario: Scenario, known: Reference, before: Mapping[Path, bytes], when: str = "") -> None:
+def inspect(
+    this_round: Round, scenario: Scenario, known: Reference, before: Mapping[Path, bytes], when: str = ""
+) -> None:
     """Records, files, finished runs, losses."""
-    folder, is_sweep = fought.folder, bool(scenario.runs)
+    folder, is_sweep = this_round.folder, bool(scenario.runs)
     invalid = filter(None, map(evidence.invalid, evidence.run_directories(folder, is_sweep)))
-    fought.fault("record", *(when + one for one in invalid))
-    fought.fault("torn", *(when + one for one in evidence.half_written(folder)))
+    this_round.fault("record", *(when + one for one in invalid))
+    this_round.fault("torn", *(when + one for one in evidence.half_written(folder)))
     for directory, record in before.items():
         path = directory / evidence.RECORD
         if not path.exists() or path.read_bytes() != record:
-            fought.fault("lost", f"{when}{path} has changed, and its run had finished before the kill")
+            this_round.fault("lost", f"{when}{path} has changed, and its run had finished before the kill")
     for name, found in losses(folder, scenario).items():
         if found != known.losses[name]:
-            fought.fault("unequal", f"{when}{name or 'the run'} is ok, with other losses than without an attack")
+            this_round.fault("unequal", f"{when}{name or 'the run'} is ok, with other losses than without an attack")
 
 
-def resume(ring: Ring, fought: Round, scenario: Scenario, known: Reference, directory: Path) -> None:
+def resume(setting: Setting, this_round: Round, scenario: Scenario, known: Reference, directory: Path) -> None:
     """Go on with what was attacked."""
-    was_done = bool(not scenario.runs and evidence.finished(fought.folder, False))
-    place = directory.relative_to(fought.folder)
-    victim = ring.start(scenario.resume(ring.tree, place), fought.folder, "resume.log")
+    was_done = bool(not scenario.runs and evidence.finished(this_round.folder, False))
+    place = directory.relative_to(this_round.folder)
+    victim = setting.start(scenario.resume(setting.tree, place), this_round.folder, "resume.log")
     if not victim.ends_within(known.patience):
-        fought.fault("incomplete", f"the resume does not end within {known.patience:.0f} s")
+        this_round.fault("incomplete", f"the resume does not end within {known.patience:.0f} s")
     elif victim.exit_status and not was_done:
-        fought.fault("incomplete", f"exit status {victim.exit_status}: {tail(victim.log)}")
+        this_round.fault("incomplete", f"exit status {victim.exit_status}: {tail(victim.log)}")
     there = victims.survivors(victim.mark, victim.folder, time.monotonic() + LEFT)
-    fought.fault_left(there, "after the resume, ")
+    this_round.fault_left(there, "after the resume, ")
 
 
-def complete(fought: Round, scenario: Scenario) -> None:
+def complete(this_round: Round, scenario: Scenario) -> None:
     """Every run has to be ok now, in its record and among the results."""
-    done = losses(fought.folder, scenario)
+    done = losses(this_round.folder, scenario)
     if len(done) < (scenario.runs or 1):
-        fought.fault("incomplete", f"after the resume {len(done)} of {scenario.runs or 1} runs are ok")
-    if missing := sorted(set(done) - results(fought.folder, scenario)) if scenario.runs else []:
-        fought.fault("incomplete", f"after the resume the results have no line that says ok for {', '.join(missing)}")
+        this_round.fault("incomplete", f"after the resume {len(done)} of {scenario.runs or 1} runs are ok")
+    if missing := sorted(set(done) - results(this_round.folder, scenario)) if scenario.runs else []:
+        this_round.fault(
+            "incomplete", f"after the resume the results have no line that says ok for {', '.join(missing)}"
+        )
 
 
 def results(folder: Path, scenario: Scenario) -> set[str]:

@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks.attack import evidence, rounds, scenarios, victims
 from benchmarks.attack.__main__ import _environ
-from benchmarks.attack.rounds import Ring, Round
+from benchmarks.attack.rounds import Round, Setting
 from benchmarks.attack.scenarios import Reference, Scenario
 from benchmarks.attack.victims import Process
 from tests.conftest import ROOT
@@ -28,49 +28,49 @@ CHECKPOINTS = next(one for one in scenarios.SCENARIOS if one.name == "checkpoint
 
 
 @pytest.fixture
-def ring(tmp_path: Path, environ: dict[str, str]) -> Iterator[Ring]:
+def setting(tmp_path: Path, environ: dict[str, str]) -> Iterator[Setting]:
     """The checkout under attack, and nothing left of its victims after the test."""
     session = f"pytest-{os.getpid()}-{time.monotonic_ns()}"
-    yield Ring(ROOT, tmp_path / "rounds", {**environ, "PYTHONPATH": _environ(ROOT)["PYTHONPATH"]}, session, seed=0)
+    yield Setting(ROOT, tmp_path / "rounds", {**environ, "PYTHONPATH": _environ(ROOT)["PYTHONPATH"]}, session, seed=0)
     victims.sweep_away(session)
 
 
-def fought(ring: Ring, moment: str, role: str, known: Reference, resumes: bool) -> Round:
+def fought(setting: Setting, moment: str, role: str, known: Reference, resumes: bool) -> Round:
     """A round against the checkpointing run in which all processes of a role are killed."""
     scenario = replace(CHECKPOINTS, resumes=resumes)
-    one = Round(moment, scenario.name, ring.base / moment, moment)
-    victim = ring.start(scenario.command(ring.tree, "outputs/named"), one.folder)
+    one = Round(moment, scenario.name, setting.base / moment, moment)
+    victim = setting.start(scenario.command(setting.tree, "outputs/named"), one.folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(victims, "choose", lambda family, _: [process for process in family if process.role == role])
         before = rounds.strike(one, victim, random.Random(0), known, scenario)
-    rounds.judge(ring, one, victim, known, scenario, before)
+    rounds.judge(setting, one, victim, known, scenario, before)
     assert {process.role for process in one.killed} == {role}
     return one
 
 
 @pytest.mark.ranks
-def test_kills_at_the_birth_of_the_ranks_and_during_a_save_lose_nothing(ring):
-    known = rounds.reference(ring, CHECKPOINTS)
+def test_kills_at_the_birth_of_the_ranks_and_during_a_save_lose_nothing(setting):
+    known = rounds.reference(setting, CHECKPOINTS)
     assert len(known.losses[""]) == 60
-    assert fought(ring, "birth", "train.py", known, resumes=False).faults == []
-    assert fought(ring, "save", "fork server", known, resumes=True).faults == []
+    assert fought(setting, "birth", "train.py", known, resumes=False).faults == []
+    assert fought(setting, "save", "fork server", known, resumes=True).faults == []
 
 
-def made_up(ring: Ring, tmp_path: Path, script: str, *, runs: int = 0) -> Round:
+def made_up(setting: Setting, tmp_path: Path, script: str, *, runs: int = 0) -> Round:
     """A round against a train.py that is none, killed once it has printed something."""
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "train.py").write_text(textwrap.dedent(script))
-    ring = Ring(tmp_path / "tree", ring.base, ring.environ, ring.session, ring.seed)
+    setting = Setting(tmp_path / "tree", setting.base, setting.environ, setting.session, setting.seed)
     scenario = Scenario("made up", (), ("start",), runs=runs)
-    one = Round("made-up", scenario.name, ring.base / "made-up", "start")
-    victim = ring.start(scenario.command(ring.tree), one.folder)
+    one = Round("made-up", scenario.name, setting.base / "made-up", "start")
+    victim = setting.start(scenario.command(setting.tree), one.folder)
     assert victim.awaits(lambda: "ready" in victim.log.read_text())
     known = Reference(0.0, 1.0, {"": [1.0]})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "LEFT", 0.5)
         patch.setattr(victims, "choose", lambda family, _: family[:1])
         before = rounds.strike(one, victim, random.Random(0), known, scenario)
-        rounds.judge(ring, one, victim, known, scenario, before)
+        rounds.judge(setting, one, victim, known, scenario, before)
     assert [process.role for process in one.killed] == ["train.py"]
     return one
 
@@ -79,9 +79,9 @@ def kinds(one: Round) -> list[str]:
     return [kind for kind, _ in one.faults]
 
 
-def test_a_process_that_is_left_and_a_directory_without_a_record(ring, tmp_path):
+def test_a_process_that_is_left_and_a_directory_without_a_record(setting, tmp_path):
     one = made_up(
-        ring,
+        setting,
         tmp_path,
         """
         import os, pathlib, time
@@ -92,12 +92,12 @@ def test_a_process_that_is_left_and_a_directory_without_a_record(ring, tmp_path)
         """,
     )
     assert kinds(one) == ["left", "record"]
-    until(lambda: not victims.left(ring.session))  # and it has been killed
+    until(lambda: not victims.left(setting.session))  # and it has been killed
 
 
-def test_a_finished_run_that_changes_and_files_that_are_torn(ring, tmp_path):
+def test_a_finished_run_that_changes_and_files_that_are_torn(setting, tmp_path):
     one = made_up(
-        ring,
+        setting,
         tmp_path,
         """
         import json, os, pathlib, time
