@@ -41,7 +41,6 @@ ROOT = Path(__file__).parents[2]
 def main() -> int:
     """Print the table; 1 if anything was lost."""
     options = _parse()
-    victims.hurry()
     print(f"seed {options.seed}, attacking {options.tree}", flush=True)
     base = Path(mkdtemp(prefix="ptdbench-attack-"))
     setting = Setting(options.tree, base, _environ(options.tree), base.name, options.seed)
@@ -86,7 +85,7 @@ def _local(setting: Setting, chosen: Sequence[int], until: float, jobs: int) -> 
         scenario = scenarios.of_round(number)
         return None if time.monotonic() > until else rounds.attack(setting, number, scenario, known[scenario.name])
 
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs, initializer=victims.hurry) as pool:
         waiting: list[Future[Round | None]] = [pool.submit(one, number) for number in chosen]
         try:
             for done in as_completed(waiting):

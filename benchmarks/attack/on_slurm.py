@@ -52,6 +52,7 @@ def all_rounds(
     queue = Queue({**setting.environ, "SLURM_CONF": str(conf)})
     setting = replace(setting, environ=queue.environ)
     known: dict[str, Reference] = {}
+    victims.hurry()  # not before: the daemons, and with them all jobs, would inherit it
     for number in chosen:
         scenario = (SUBMISSION, JOBS)[number % 2]
         if time.monotonic() > until:

@@ -24,7 +24,7 @@ IDLE, KEEN, EAGER = 0.01, 0.002, 0.0005
 
 
 #: The priority that this process was started with, and its victims have.
-_NICE = os.getpriority(os.PRIO_PROCESS, 0) if hasattr(os, "getpriority") else 0
+_NICE = os.getpriority(os.PRIO_PROCESS, 0)
 
 #: Seconds that a victim gets to come to the moment of its kill; then the moment is now.
 LIMIT = 300.0
@@ -125,7 +125,7 @@ class Victim:
 
 
 def hurry() -> None:
-    """Go before the victims on a machine that they keep busy, where that is allowed: 50 ms are soon over."""
+    """Let this thread go before the victims, which keep the machine busy, if it may: 50 ms are soon over."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, _NICE - 10)
 
