@@ -158,18 +158,16 @@ def _strike_job(
     """Kill processes of one of the jobs; half of the time at the birth of the first rank."""
     at_birth = number // 2 % 2 == 0
     this_round.moment = "birth" if at_birth else "run"
-    absent = time.monotonic()
-    there = in_jobs(victim.mark)
-    while victim.is_awaited and not any(process.role == "rank" for process in there):
+    born = None
+    while victim.is_awaited and not (born := victims.birth(in_jobs(victim.mark))):
         time.sleep(victims.IDLE)
-        absent = time.monotonic()
-        there = in_jobs(victim.mark)
-    time.sleep(rng.random() * (0.5 * rounds.BIRTH if at_birth else known.seconds - known.birth))
+    after = rng.random() * (0.5 * rounds.BIRTH if at_birth else known.seconds - known.birth)
+    time.sleep(max(0.0, (born or 0) + after - victims.now()))
     before = evidence.finished(victim.folder, is_sweep=True)
     if there := in_jobs(victim.mark):
         this_round.family, this_round.killed = there, victims.choose(there, rng)
         victims.kill(this_round.killed)
-        this_round.after_birth = time.monotonic() - absent
+        this_round.after_birth = born and victims.now() - born
     return before
 
 

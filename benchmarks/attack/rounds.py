@@ -43,7 +43,7 @@ class Round:
         moment: When the kill was due.
         family: The victim's processes at that moment.
         killed: Whom it hit.
-        after_birth: At most so many seconds after the first rank's birth; ``None`` if before it, or much later.
+        after_birth: Seconds after the first rank's birth; ``None`` where that was not watched.
         faults: Kind, one of :data:`FAULTS`, and what was seen.
         notes: What is no fault and worth knowing.
         seconds: What the round took.
@@ -161,7 +161,7 @@ def strike(
     if family := victim.family():
         this_round.family, this_round.killed = family, victims.choose(family, rng)
         victims.kill(this_round.killed)
-        this_round.after_birth = born and time.monotonic() - born
+        this_round.after_birth = born and victims.now() - born
     return before
 
 
@@ -178,7 +178,7 @@ class _Saves:
 
 
 def _await(moment: str, victim: Victim, rng: random.Random, known: Reference, scenario: Scenario) -> float | None:
-    """Sleep until the moment; when the first rank was not there yet, where that was watched."""
+    """Sleep until the moment; when the first rank was born, where that was watched."""
     chance = rng.random()
     if moment == "start":
         victim.ends_within(chance * known.birth)
@@ -195,7 +195,8 @@ def _await(moment: str, victim: Victim, rng: random.Random, known: Reference, sc
         victim.ends_within(0.2 * chance)
         return born
     # The rest of the 50 ms is for looking and killing.
-    victim.ends_within(chance * (0.7 * BIRTH if moment == "birth" else known.seconds - known.birth))
+    after = chance * (0.7 * BIRTH if moment == "birth" else known.seconds - known.birth)
+    victim.ends_within((born or 0) + after - victims.now())
     return born
 
 

@@ -101,17 +101,15 @@ class Victim:
         return [Process(self._process.pid, "train.py"), *_descendants(self._process.pid, "train.py")]
 
     def await_birth(self) -> float | None:
-        """Wait for the first rank; the last time when it was not there yet, or ``None`` where the victim ends before.
+        """Wait for the first rank; when it was born, or ``None`` where the victim ends before. See :func:`now`.
 
         What the fork server starts before there is a record are no ranks: it imports, and imports may start programs.
         """
-        absent, opened = time.monotonic(), False
+        opened = False
         while self.is_awaited:
-            now = time.monotonic()
             opened = opened or any(any(self.folder.glob(f"outputs/{below}/record.json")) for below in ("*", "*/*"))
-            if opened and any(process.role == "rank" for process in self.family()):
-                return absent
-            absent = now
+            if opened and (born := birth(self.family())):
+                return born
             time.sleep(EAGER if opened else IDLE)
         return None
 
@@ -122,6 +120,22 @@ class Victim:
                 return True
             time.sleep(KEEN)
         return False
+
+
+def now() -> float:
+    """The time on the clock of births, in seconds since the machine was started."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def birth(family: Iterable[Process]) -> float | None:
+    """When the first rank of a family was born, by the kernel's account, which is up to 10 ms early."""
+    born = []
+    for process in family:
+        if process.role == "rank":
+            with suppress(OSError, IndexError):
+                ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+                born.append(int(ticks) / os.sysconf("SC_CLK_TCK"))
+    return min(born, default=None)
 
 
 def hurry() -> None:
