@@ -10,7 +10,7 @@ ARGS ?=
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test test overhead train-for-real data-speed model-speed launch-time status-speed gpu-check slurm-up slurm-down clean
+.PHONY: help bench install install-test test overhead train-for-real data-speed model-speed launch-time status-speed attack gpu-check slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -48,6 +48,9 @@ launch-time: install  ## how long local ranks take to start, against torchrun
 
 status-speed: install  ## how long `ptdbench status` takes on a sweep of 1,000 runs
 	$(BIN)/python benchmarks/status_speed.py $(ARGS)
+
+attack: install  ## SIGKILL random processes of real runs 250 times: is anything lost; ARGS="--slurm 0" without SLURM
+	$(BIN)/python -m benchmarks.attack $(ARGS)
 
 gpu-check:  ## check every strategy on the GPUs here: make gpu-check PYTHON=python3 WHEELS=wheels
 	$(PYTHON) benchmarks/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)

@@ -1,0 +1,177 @@
+"""The attack in short, and that it sees what is wrong with a product that loses things."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.attack import evidence, rounds, scenarios, victims
+from benchmarks.attack.__main__ import _environ
+from benchmarks.attack.rounds import Round, Setting
+from benchmarks.attack.scenarios import Reference, Scenario
+from benchmarks.attack.victims import Process
+from tests.conftest import ROOT
+
+CHECKPOINTS = next(one for one in scenarios.SCENARIOS if one.name == "checkpoints")
+
+
+@pytest.fixture
+def setting(tmp_path: Path, environ: dict[str, str]) -> Iterator[Setting]:
+    """The checkout under attack, and nothing left of its victims after the test."""
+    session = f"pytest-{os.getpid()}-{time.monotonic_ns()}"
+    yield Setting(ROOT, tmp_path / "rounds", {**environ, "PYTHONPATH": _environ(ROOT)["PYTHONPATH"]}, session, seed=0)
+    victims.sweep_away(session)
+
+
+def fought(setting: Setting, moment: str, role: str, known: Reference, resumes: bool) -> Round:
+    """A round against the checkpointing run in which all processes of a role are killed."""
+    scenario = replace(CHECKPOINTS, resumes=resumes)
+    one = Round(moment, scenario.name, setting.base / moment, moment)
+    victim = setting.start(scenario.command(setting.tree, "outputs/named"), one.folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(victims, "choose", lambda family, _: [process for process in family if process.role == role])
+        before = rounds.strike(one, victim, random.Random(0), known, scenario)
+    rounds.judge(setting, one, victim, known, scenario, before)
+    assert {process.role for process in one.killed} == {role}
+    return one
+
+
+@pytest.mark.ranks
+def test_kills_at_the_birth_of_the_ranks_and_during_a_save_lose_nothing(setting):
+    known = rounds.reference(setting, CHECKPOINTS)
+    assert len(known.losses[""]) == 60
+    assert fought(setting, "birth", "train.py", known, resumes=False).faults == []
+    assert fought(setting, "save", "fork server", known, resumes=True).faults == []
+
+
+def made_up(setting: Setting, tmp_path: Path, script: str, *, runs: int = 0) -> Round:
+    """A round against a train.py that is none, killed once it has printed something."""
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "train.py").write_text(textwrap.dedent(script))
+    setting = Setting(tmp_path / "tree", setting.base, setting.environ, setting.session, setting.seed)
+    scenario = Scenario("made up", (), ("start",), runs=runs)
+    one = Round("made-up", scenario.name, setting.base / "made-up", "start")
+    victim = setting.start(scenario.command(setting.tree), one.folder)
+    assert victim.awaits(lambda: "ready" in victim.log.read_text())
+    known = Reference(0.0, 1.0, {"": [1.0]})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds, "LEFT", 0.5)
+        patch.setattr(victims, "choose", lambda family, _: family[:1])
+        before = rounds.strike(one, victim, random.Random(0), known, scenario)
+        rounds.judge(setting, one, victim, known, scenario, before)
+    assert [process.role for process in one.killed] == ["train.py"]
+    return one
+
+
+def kinds(one: Round) -> list[str]:
+    return [kind for kind, _ in one.faults]
+
+
+def test_a_process_that_is_left_and_a_directory_without_a_record(setting, tmp_path):
+    one = made_up(
+        setting,
+        tmp_path,
+        """
+        import os, pathlib, time
+        pathlib.Path("outputs/one/.hydra").mkdir(parents=True)
+        if os.fork():
+            print("ready", flush=True)
+        time.sleep(60)
+        """,
+    )
+    assert kinds(one) == ["left", "record"]
+    until(lambda: not victims.left(setting.session))  # and it has been killed
+
+
+def test_a_finished_run_that_changes_and_files_that_are_torn(setting, tmp_path):
+    one = made_up(
+        setting,
+        tmp_path,
+        """
+        import json, os, pathlib, time
+        run = pathlib.Path("outputs/one")
+        run.mkdir(parents=True)
+        (run / "record.json").write_text(json.dumps({"status": "ok", "config": {}, "losses": [2.0]}))
+        (run / "progress.json").write_text('{"step":')
+        parent = os.getpid()
+        if os.fork():
+            print("ready", flush=True)
+            time.sleep(60)
+        while os.getppid() == parent:
+            time.sleep(0.01)
+        (run / "record.json").write_text(json.dumps({"status": "ok", "config": {}, "losses": [2.0], "more": 1}))
+        """,
+    )
+    assert kinds(one) == ["torn", "lost", "unequal"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ('{"status": "ok", "config": {}}', ""),
+        ("", "is no JSON"),
+        ('{"status": "ok", "config": {}', "is no JSON"),
+        ('{"status": "ok", "config": {"a": NaN}}', "NaN is no JSON"),
+        ("[1]", "has no status"),
+        ('{"status": "ok"}', "or no config"),
+    ],
+)
+def test_what_is_a_valid_record(tmp_path, text, wrong):
+    (tmp_path / "record.json").write_text(text)
+    said = evidence.invalid(tmp_path)
+    assert wrong in said
+    assert bool(said) == bool(wrong)
+
+
+def test_lines_of_results(tmp_path):
+    sweep = tmp_path / "outputs" / "sweep"
+    sweep.mkdir(parents=True)
+    line = json.dumps({"directory": "x/0_toy", "status": "ok"})
+    (sweep / "results.jsonl").write_text(f"{line}\n{line[:9]}")  # the last one is torn, which counts for nothing
+    assert list(evidence.half_written(tmp_path)) == []
+    assert set(evidence.results(sweep)) == {"0_toy"}
+    (sweep / "results.jsonl").write_text(f"{line[:9]}\n{line}\n")
+    (torn,) = evidence.half_written(tmp_path)
+    assert torn.endswith("line 1 does not parse")
+
+
+def test_each_role_is_killed_as_often_as_any_other():
+    family = [Process(1, "train.py"), Process(2, "fork server"), *(Process(pid, "rank") for pid in range(3, 9))]
+    rng = random.Random(0)
+    alone = [chosen[0].role for chosen in (victims.choose(family, rng) for _ in range(600)) if len(chosen) == 1]
+    assert len(alone) > 400
+    assert all(alone.count(role) > 100 for role in ("train.py", "fork server", "rank"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the attack looks at processes in /proc")
+def test_interrupted_it_leaves_nothing(tmp_path, environ):
+    environ |= {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "benchmarks.attack", "--rounds", "2", "--slurm", "0", "--seed", "0"]
+    attack = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
+    assert attack.stdout
+    assert attack.stdout.readline().startswith("seed 0, ")
+    (base,) = until(lambda: list(tmp_path.glob("ptdbench-attack-*")))
+    until(lambda: victims.left(base.name))
+    attack.send_signal(signal.SIGINT)
+    assert attack.wait(30) == 128 + signal.SIGINT
+    assert victims.left(base.name) == []
+
+
+def until(reached: Any) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := reached()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
