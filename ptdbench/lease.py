@@ -24,12 +24,15 @@ from ptdbench.records.owner import locked, slurm_job
 from ptdbench.terminal import say
 
 
-def open_record(directory: Path, draft: Mapping[str, Any]) -> None:
+def open_record(directory: Path, draft: Mapping[str, Any]) -> Mapping[str, Any]:
     """Write the first record of a start of a run; what an earlier start had found stays in it.
 
     Args:
         directory: The run's directory, which exists.
         draft: As :func:`ptdbench.records.record.begin` makes it.
+
+    Returns:
+        What was written.
 
     Raises:
         ConfigError: An earlier start still goes on.
@@ -40,6 +43,7 @@ def open_record(directory: Path, draft: Mapping[str, Any]) -> None:
             _require_ended(directory, earlier, draft.get("owner"))
             draft = record.going_on(draft, earlier)
         store.write_record(directory, draft)
+    return draft
 
 
 def _require_ended(directory: Path, earlier: Mapping[str, Any], mine: Mapping[str, Any] | None) -> None:

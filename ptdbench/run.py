@@ -58,7 +58,7 @@ def run(composed: DictConfig, directory: Path) -> None:
     _RUNS.append(directory)
     writes = world is None or world.rank == 0
     if writes:
-        _open_record(composed, attempt)
+        attempt = _open_record(composed, attempt)
     try:
         if world:
             rendezvous.export(world, os.environ)  # a model of the user's own may ask who it is when it is made
@@ -70,7 +70,7 @@ def run(composed: DictConfig, directory: Path) -> None:
             _fail(attempt, failure.describe(refused, rank=-1))
         return
     if writes:
-        attempt.amend(lambda written: written | _planned(planned, world))
+        attempt = replace(attempt, draft=attempt.amend(lambda written: written | _planned(planned, world)))
     if world:
         take_part(composed, world, attempt, ready)
     else:
@@ -153,8 +153,8 @@ def _work(composed: DictConfig, world: World, attempt: Attempt, ready: float) ->
             ending.close(attempt, planned, device, met, outcome)
 
 
-def _open_record(composed: DictConfig, attempt: Attempt) -> None:
-    """Take the run's directory for this start of it.
+def _open_record(composed: DictConfig, attempt: Attempt) -> Attempt:
+    """Take the run's directory for this start of it, which knows then what it has written there.
 
     Raises:
         SystemExit: It belongs to a start that still goes on.
@@ -162,7 +162,7 @@ def _open_record(composed: DictConfig, attempt: Attempt) -> None:
     owner = this_process(attempt.launch, os.environ)
     draft = record.begin(config.resolve(composed), attempt.directory, environment("cpu"), owner=owner)
     try:
-        lease.open_record(attempt.directory, draft)
+        return replace(attempt, draft=lease.open_record(attempt.directory, draft))
     except ConfigError as held:
         say(str(held), sys.stderr)
         raise SystemExit(1) from None

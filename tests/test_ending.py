@@ -10,7 +10,11 @@ from ptdbench.records import record, store
 from ptdbench.records.failure import Failure
 from ptdbench.records.owner import Attempt
 
-OPEN = {"status": "failed", "error": {"rank": -1, "type": record.UNFINISHED, "message": "", "traceback": ""}}
+CONFIG = {
+    "workload": {"name": "train"}, "model": {"name": "toy"}, "parallel": {"name": "ddp"},
+    "train": {"global_batch": 8}, "precision": "fp32",
+}  # fmt: skip
+OPEN = record.begin(CONFIG, Path("run"), {})
 NODE_LOST = Failure(rank=-1, type="NODE_FAIL", message="n2 is down", traceback="", time=0.0, host="")
 
 

@@ -70,10 +70,12 @@ class Attempt:
     Attributes:
         directory: The run's directory.
         launch: The name of the start, the same in all its processes; fit to be a file's name.
+        draft: The record as this start opened it, if this process knows: it counts where the file is gone or damaged.
     """
 
     directory: Path
     launch: str
+    draft: Mapping[str, Any] | None = None
 
     @property
     def failures(self) -> Path:
@@ -99,13 +101,18 @@ class Attempt:
             OSError: There is no record, or it cannot be written.
         """
         with locked(self.directory):
-            written = store.load_record(self.directory)
+            written = self._written()
             if not self.owns(written):
                 say(f"{self.directory}: the run was started again; its record is left alone", sys.stderr)
                 return None
             if (changed := change(written)) is not None:
                 store.write_record(self.directory, changed)
             return changed
+
+    def _written(self) -> dict[str, Any]:
+        if self.draft is None:
+            return store.load_record(self.directory)
+        return store.earlier_record(self.directory) or dict(self.draft)
 
 
 @contextmanager

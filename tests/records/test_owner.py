@@ -22,7 +22,7 @@ CONFIG = {
 
 def opened(directory: Path, launch: str | None) -> Path:
     owner = this_process(launch, {}) if launch else None
-    store.write_record(directory, record.begin(CONFIG, directory, {}, owner))
+    store.write_record(directory, record.begin(CONFIG, directory, {}, owner=owner))
     return directory
 
 
@@ -53,6 +53,18 @@ def test_its_own_record_is_amended(tmp_path, owner):
     assert attempt.amend(lambda written: {**written, "status": "ok"}) == store.load_record(tmp_path)
     assert store.load_record(tmp_path)["status"] == "ok"
     assert os.listdir(tmp_path) == ["record.json"]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"{"])
+def test_a_record_that_was_taken_away_or_damaged_meanwhile_is_written_from_what_was_opened(tmp_path, content):
+    draft = store.load_record(opened(tmp_path, "one"))
+    (tmp_path / "record.json").unlink()
+    if content is not None:
+        (tmp_path / "record.json").write_bytes(content)
+    attempt = Attempt(tmp_path, "one", draft)
+    attempt.amend(lambda written: {**written, "status": "ok"})
+    assert store.load_record(tmp_path) == {**draft, "status": "ok"}
+    assert (tmp_path / "record.json.damaged").exists() == (content is not None)
 
 
 def test_the_record_of_a_later_start_is_left_alone(tmp_path, capsys):

@@ -78,8 +78,9 @@ def sweep_of(written: bytes, result: bytes, progress: bytes = b"") -> str:
             path.mkdir(parents=True)
             (path / store.RECORD).write_bytes(text)
             (path / PROGRESS).write_bytes(progress)
-        jobs = [ledger.Job(0, "7_0", "", "", [], name, folder) for name in ("0_toy_ddp", "1_toy_fsdp")]
-        ledger.write(Path(folder) / "sweep", jobs)
+        names = ("0_toy_ddp", "1_toy_fsdp")
+        jobs = [ledger.Job(0, "ptdbench-x", None, "7", "", "", [], name, folder) for name in names]
+        ledger.write(Path(folder) / "sweep", ledger.Ledger([], jobs))
         (Path(folder) / "sweep" / store.RESULTS).write_bytes(result)
         return shown(Path(folder) / "sweep")
 

@@ -396,7 +396,7 @@ class TestDamaged:
         seen = status.look(sweep.path)
         assert [(run.is_over, run.job) for run in seen.runs] == [(True, None), (False, None)]
         (line,) = seen.damage
-        assert line.startswith(f"{sweep.path / 'jobs.json'} is damaged: ")
+        assert line.startswith(f"{sweep.path / 'sweep.json'} is damaged: ")
 
     @pytest.mark.parametrize("said", ["", "5", "{}", '{"step": 1}', '{"step": "1", "steps": 2, "unit": "x"}', "[]"])
     def test_a_run_whose_progress_is_damaged_has_none(self, sweep, said):

@@ -89,7 +89,7 @@ class TestFollowing:
     def test_what_others_wrote_cannot_steer_the_terminal(self, sweep, steps, capsys):
         sweep.submit(2)
         sweep.end(0, **failure(message="\x1b[2J\x07 \x9b"))
-        (_, job) = status.ledger.read(sweep.path)
+        (_, job) = status.ledger.read(sweep.path).jobs
         sweep.log(job, 0, "\x1b]0;title\x07")
         sweep.says(_1="NODE_FAIL n1")
         watch.follow(sweep.path)
