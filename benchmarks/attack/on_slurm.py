@@ -261,5 +261,5 @@ def _see_ends(setting: Setting, this_round: Round) -> None:
 def _had_job(sweep: Path, run: Path) -> bool:
     """Whether SLURM made a folder for the output of a job that is this run's, or the ledger names one."""
     with suppress(OSError, ValueError):
-        return f'"{run.name}"' in (sweep / "jobs.json").read_text()
+        return f'"{run.name}"' in (sweep / "sweep.json").read_text()
     return False
