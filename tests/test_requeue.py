@@ -82,8 +82,20 @@ def test_a_job_that_is_cancelled_saves_and_is_not_requeued(tmp_path, slurm):
     ask(slurm, "scancel", job)
     stopped = until(lambda: (found := record_of(directory))["status"] == "preempted" and found)
     assert stopped["error"]["message"].startswith("stopped by SIGTERM after step ")
-    state = until(lambda: ask(slurm, "squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}").strip())
-    assert state in ("CANCELLED", "COMPLETING", "COMPLETED", "FAILED")
+    over = ("CANCELLED", "COMPLETED", "FAILED")
+    until(lambda: ask(slurm, "squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}").strip() in over)
+
+    assert f"it has saved: python train.py resume={directory}" in stopped["error"]["message"]
+    again = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), f"resume={directory}", "cluster.time_minutes=5"],
+        cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.startswith("submitted 1 job: ")  # where the run was, and not on the login node
+    finished = until(lambda: (found := record_of(directory))["status"] == "ok" and found)
+    assert (len(finished["losses"]), finished["launcher"]) == (1000, "srun")
+    assert finished["losses"][: len(stopped["losses"])] == stopped["losses"]
+    assert finished["config"]["cluster"]["time_minutes"] == 5
 
 
 @pytest.mark.parametrize("options", [["cluster.requeue=true", "checkpoint.every_steps=null"]])

@@ -31,10 +31,19 @@ class Layout(TypedDict, total=False):
     accumulation: int
 
 
+class StepSeconds(TypedDict, total=False):
+    """Location and spread of the timed steps."""
+
+    median: float | None
+    p5: float | None
+    p95: float | None
+    ci95: list[float] | None
+
+
 class Metrics(TypedDict, total=False):
     """Figures of the timed steps; ``None`` is what cannot be known."""
 
-    step_seconds: dict[str, float | None] | None
+    step_seconds: StepSeconds | None
     tokens_per_second: float | None
     samples_per_second: float | None
     model_flops_per_second: float | None
@@ -78,7 +87,7 @@ class Train(TypedDict, total=False):
 class Parallel(TypedDict, total=False):
     """The options of ``parallel`` that readers use."""
 
-    schedule: str
+    schedule: str | None
 
 
 class Config(TypedDict, total=False):

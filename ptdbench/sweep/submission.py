@@ -81,6 +81,8 @@ def make_folders(requests: Sequence[Request]) -> None:
         try:
             staging.mkdir(parents=True, exist_ok=True)
             reason = "" if os.access(staging, os.W_OK) else "you may not write to it"
+        except FileExistsError:
+            reason = f"{staging} is no folder"
         except OSError as error:
             reason = f"it cannot be made: {error.strerror}"
         if reason:

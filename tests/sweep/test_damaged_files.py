@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 from ptdbench.launch import slurm
 from ptdbench.records import record, schema, store, table
 from ptdbench.records.progress import PROGRESS
+from ptdbench.records.metrics import metrics
 from ptdbench.sweep import ledger, status, view
+from tests.records.test_metrics import MEASURED
 from tests.sweep.made import CONFIG, DONE
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
@@ -138,3 +141,11 @@ def test_every_field_of_a_record_has_a_type():
 def test_a_record_as_it_is_written_is_not_damaged():
     assert schema.fault(WHOLE, schema.Record) is None
     assert schema.fault(WHOLE | {"something": "of a later version"}, schema.Record) is None
+
+
+def test_the_figures_of_a_run_are_not_damaged():
+    """Of enough steps that each figure is known."""
+    measured = replace(MEASURED, rank_step_seconds=[[0.5 + step % 7 for step in range(60)]] * 2)
+    figures = metrics(measured)[1]
+    assert figures["step_seconds"]["ci95"]
+    assert schema.fault(WHOLE | {"metrics": figures}, schema.Record) is None
