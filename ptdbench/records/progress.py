@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from ptdbench.records import schema, store
+from ptdbench.records import schema
 
 PROGRESS = "progress.json"
 
@@ -119,7 +119,7 @@ class Progress:
 def read_progress(directory: Path) -> dict[str, Any] | None:
     """What ``progress.json`` says; ``None`` before the first time, and where it is damaged."""
     try:
-        return store.parse((directory / PROGRESS).read_bytes(), schema.Progress)
+        return schema.parse((directory / PROGRESS).read_bytes(), schema.Progress)
     except (OSError, ValueError):
         return None
 

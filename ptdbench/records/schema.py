@@ -6,10 +6,11 @@ has the type that is stated here, so that readers need not ask.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, TypedDict, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypedDict, Union, get_args, get_origin, get_type_hints
 
 
 class Error(TypedDict):
@@ -160,6 +161,31 @@ class Progress(TypedDict):
 
 #: Larger ones cannot be shown as a figure: no quantity of a run comes near.
 _LARGEST = 2**63
+
+
+def parse(text: bytes, kind: Any) -> dict[str, Any]:
+    """The strict JSON in a text.
+
+    Args:
+        text: What stands in a file.
+        kind: What the value must be; see :func:`fault`.
+
+    Raises:
+        ValueError: It is not JSON, or not of that type.
+    """
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        value = json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from None
+    except RecursionError:
+        raise ValueError("not JSON of this program (nested too deeply)") from None
+    if wrong := fault(value, kind):
+        raise ValueError(wrong)
+    return value
 
 
 def fault(value: object, kind: Any, name: str = "") -> str | None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import schema
@@ -53,7 +53,7 @@ def load_record(directory: Path) -> dict[str, Any]:
     """
     path = directory / RECORD
     try:
-        return parse(path.read_bytes(), schema.Record)
+        return schema.parse(path.read_bytes(), schema.Record)
     except (ValueError, IsADirectoryError) as error:
         raise Damaged(f"{path} is damaged: {getattr(error, 'strerror', None) or error}") from None
 
@@ -114,38 +114,13 @@ def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            record = parse(line, schema.Record)
+            record = schema.parse(line, schema.Record)
         except ValueError as error:
             if line.strip() and number < len(lines):
                 tell(f"{path}: line {number} is damaged and passed over: {error}")
         else:
             records[below(sweep_directory, record["directory"])] = record
     return list(records.values())
-
-
-def parse(text: bytes, kind: Any) -> dict[str, Any]:
-    """The strict JSON in a text.
-
-    Args:
-        text: What stands in a file.
-        kind: What the value must be; see :func:`ptdbench.records.schema.fault`.
-
-    Raises:
-        ValueError: It is not JSON, or not of that type.
-    """
-
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        value = json.loads(text, parse_constant=refuse)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from None
-    except RecursionError:
-        raise ValueError("not JSON of this program (nested too deeply)") from None
-    if wrong := schema.fault(value, kind):
-        raise ValueError(wrong)
-    return value
 
 
 def below(sweep_directory: Path, path: str) -> str:
