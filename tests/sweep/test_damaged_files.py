@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ptdbench.launch import slurm
 from ptdbench.records import record, schema, store, table
-from ptdbench.records.progress import PROGRESS
 from ptdbench.records.metrics import metrics
+from ptdbench.records.progress import PROGRESS
 from ptdbench.sweep import ledger, status, view
 from tests.records.test_metrics import MEASURED
 from tests.sweep.made import CONFIG, DONE
