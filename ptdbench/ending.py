@@ -82,7 +82,7 @@ def report(world: World, directory: Path, error: BaseException) -> None:
     if cause.rank != world.rank:
         time.sleep(LINGER)
         cause = failure.root_cause(failure.read_failures(directory) or [told], world.size)
-    with suppress(OSError):  # rank 0 may have died before it could open the record
+    with suppress(OSError, store.Damaged):  # rank 0 may have died before it could open the record
         written = store.load_record(directory)
         if not record.is_settled(written):
             store.write_record(directory, record.failed(written, cause))

@@ -7,7 +7,13 @@ from ptdbench.launch.world import World
 from ptdbench.records import record, store
 from ptdbench.records.failure import Failure
 
-OPEN = {"status": "failed", "error": {"rank": -1, "type": record.UNFINISHED, "message": "", "traceback": ""}}
+OPEN = {
+    "workload": "train",
+    "fingerprint": "",
+    "directory": "outputs/run",
+    "status": "failed",
+    "error": {"rank": -1, "type": record.UNFINISHED, "message": "", "traceback": ""},
+}
 NODE_LOST = Failure(rank=-1, type="NODE_FAIL", message="n2 is down", traceback="", time=0.0, host="")
 
 
