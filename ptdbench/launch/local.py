@@ -43,6 +43,9 @@ _CHATTY = (
 )
 
 
+#: What the fork server imports, beside what it always does.
+_modules: dict[str, None] = {}
+
 _STOP_NUMBERS = frozenset(getattr(signal, name) for name in STOP_SIGNALS)
 
 _SERVER_ENDED = "the fork server, which makes their processes, has ended (it was killed, or lacked memory or processes)"
@@ -80,9 +83,11 @@ def warm_up(modules: Iterable[str] = ()) -> None:
     """Start the fork server in the background, so that it imports while this process goes on.
 
     Args:
-        modules: What the ranks will need beside torch and the package's own modules.
+        modules: What the ranks will need beside torch and the package's own modules; remembered, for a server that has
+            to be started again.
     """
-    multiprocessing.set_forkserver_preload(["ptdbench.launch.preload", *modules])
+    _modules.update(dict.fromkeys(modules))
+    multiprocessing.set_forkserver_preload(["ptdbench.launch.preload", *_modules])
     multiprocessing.forkserver.ensure_running()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import multiprocessing.forkserver
 import os
 import signal
 import subprocess
@@ -11,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -245,3 +249,103 @@ def test_a_signal_to_train_py_leaves_no_process_and_a_record(endless, tmp_path, 
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert (record["status"], record["error"]["type"]) == (status, kind)
     assert record["world_size"] == 2
+
+
+def server_pid() -> int:
+    """The fork server of this process."""
+    return multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+
+
+def lose_the_server(environ: dict[str, str], folder: Path, server: int) -> None:
+    """In a rank: rank 1 ends the process that both were forked from; nothing else would end them."""
+    (folder / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    while len(list(folder.glob("*.pid"))) < 2:
+        time.sleep(0.01)
+    if os.environ["RANK"] == "1":
+        os.kill(server, signal.SIGKILL)
+    time.sleep(3600)
+
+
+class TestTheForkServerEnds:
+    def test_while_ranks_run_and_they_go_with_it(self, tmp_path):
+        local.start(tell, 1, tmp_path)
+        with pytest.raises(local.LaunchError, match=r"the fork server, .* has ended .*, and the ranks with it"):
+            local.start(lose_the_server, 2, tmp_path, server_pid())
+        assert_gone(tmp_path)
+        local.start(tell, 1, tmp_path)  # from another one
+
+    def test_between_two_runs_which_neither_notices(self, tmp_path):
+        local.start(tell, 1, tmp_path)
+        os.kill(server_pid(), signal.SIGKILL)
+        while psutil.Process(server_pid()).status() != psutil.STATUS_ZOMBIE:  # it is reaped by multiprocessing
+            time.sleep(0.01)
+        local.start(tell, 2, tmp_path)
+        assert (tmp_path / "1.json").exists()
+
+    def test_while_it_makes_the_second_rank(self, tmp_path, monkeypatch):
+        local.start(tell, 1, tmp_path)
+        server = server_pid()
+
+        read, count = multiprocessing.forkserver.read_signed, itertools.count()
+
+        def read_once(pipe: int) -> int:
+            if next(count) == 0:  # the process id of rank 0
+                return read(pipe)
+            os.kill(server, signal.SIGKILL)
+            raise EOFError("unexpected EOF")
+
+        monkeypatch.setattr(multiprocessing.forkserver, "read_signed", read_once)
+        with pytest.raises(local.LaunchError, match=r"could not be started: the fork server, .* has ended"):
+            local.start(wait_alone, 2, tmp_path)
+        monkeypatch.undo()
+        assert_gone(tmp_path)
+        local.start(tell, 1, tmp_path)
+
+
+def wait_alone(environ: dict[str, str], folder: Path) -> None:
+    """In a rank: wait for a peer that never comes."""
+    (folder / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    time.sleep(3600)
+
+
+def assert_gone(folder: Path) -> None:
+    """Ranks that got as far as to write down their process ids are no more."""
+    pids = [int(text) for text in (path.read_text() for path in folder.glob("*.pid")) if text]
+    until = time.monotonic() + 30
+    while alive := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < until, alive
+        time.sleep(0.05)
+
+
+def test_ranks_that_were_started_end_where_another_cannot_be(tmp_path, monkeypatch):
+    start, count = multiprocessing.process.BaseProcess.start, itertools.count()
+
+    def refuse(process: multiprocessing.process.BaseProcess) -> None:
+        if next(count) == 1:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        start(process)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+    message = "^the ranks could not be started: Resource temporarily unavailable$"
+    with pytest.raises(local.LaunchError, match=message):
+        local.start(wait_alone, 2, tmp_path)
+    assert multiprocessing.active_children() == []
+    assert_gone(tmp_path)
+
+
+def test_a_rank_whose_server_or_starter_has_ended_before_it_could_ask_ends_itself(monkeypatch):
+    ended: list[int] = []
+    monkeypatch.setattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", lambda _: None)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    preload = SimpleNamespace(SERVER=os.getppid())
+    monkeypatch.setitem(sys.modules, "ptdbench.launch.preload", preload)
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(is_alive=lambda: True))
+    local._die_with_server()
+    assert ended == []
+    preload.SERVER = 2**22
+    local._die_with_server()
+    assert ended == [1]
+    preload.SERVER = os.getppid()
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(is_alive=lambda: False))
+    local._die_with_server()
+    assert ended == [1, 1]
