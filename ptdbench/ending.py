@@ -26,6 +26,7 @@ from ptdbench.records import failure, record, tensorboard
 from ptdbench.records.cause import is_stop, root_cause
 from ptdbench.records.figures import write_figures
 from ptdbench.records.owner import Attempt
+from ptdbench.records.store import Damaged
 from ptdbench.terminal import say
 from ptdbench.workloads.job import Outcome
 
@@ -127,7 +128,7 @@ def _conclude(world: World, attempt: Attempt, told: failure.Failure) -> failure.
         found = root_cause(failure.read_failures(attempt.failures) or [told], world.size)
         return None if record.is_settled(written) else record.failed(written, found)
 
-    with suppress(OSError):  # rank 0 may have died before it could open the record
+    with suppress(OSError, Damaged):  # rank 0 may have died before it could open the record
         attempt.amend(change)
     return found
 

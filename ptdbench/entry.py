@@ -69,7 +69,8 @@ def one_run(composed: DictConfig, directory: Path) -> None:
                 _add_result(Path(HydraConfig.get().sweep.dir), directory)
     except OSError as error:  # of the run itself only what it could not write comes here
         reason = f"{directory}: its record cannot be written: {error.strerror or error}"
-        say(f"{reason}; make room, and go on with {resume.command(directory)}", sys.stderr)
+        whole = Path(HydraConfig.get().sweep.dir) if is_sweep else directory
+        say(f"{reason}; make room, and go on with {resume.command(whole)}", sys.stderr)
         raise SystemExit(1) from None
 
 

@@ -13,6 +13,11 @@ from typing import Any
 
 import pytest
 
+from ptdbench import resume
+from ptdbench.launch.world import World
+from ptdbench.problems import ConfigError
+from ptdbench.records import record, store
+from ptdbench.sweep import ledger
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.ranks
@@ -170,6 +175,82 @@ class TestRefused:
         assert done.returncode == 1
         assert "hydra.run.dir=run: there are results already; would do: resume=run" in done.stderr
         assert (tmp_path / "run" / "record.json").read_bytes() == before
+
+
+class TestLine:
+    """What a command line stands for, without running it."""
+
+    def begun(self, directory: Path, overrides: list[str], **changes: Any) -> Path:
+        config = {
+            "workload": {"name": "train"}, "model": {"name": "toy"}, "parallel": {"name": "ddp"}, "precision": "fp32",
+            "train": {"global_batch": 8, "steps": 9}, "cluster": {"name": "local"}, **changes.pop("config", {}),
+        }  # fmt: skip
+        directory.mkdir(parents=True)
+        store.write_record(directory, record.begin(config, directory, {}, overrides) | changes)
+        return directory
+
+    def submitted(self, tmp_path: Path, *overrides: str) -> Path:
+        """A sweep on SLURM with one run."""
+        cluster = {"cluster": {"name": "slurm", "submit": "wait"}}
+        run = self.begun(tmp_path / "sweep" / "0_toy_ddp", ["cluster=slurm", "model=toy"], config=cluster)
+        job = ledger.Job(0, "ptdbench-x", None, "7", "toy_ddp", "1 node", [], "0_toy_ddp", "logs/7")
+        ledger.write(tmp_path / "sweep", ledger.Ledger(["cluster=slurm", "model=toy", *overrides], [job]))
+        return run
+
+    def test_a_run_goes_on_as_it_was_typed_whatever_happened_to_the_files_of_hydra(self, tmp_path):
+        run = self.begun(tmp_path / "run", ["model=toy", "+model.how='a b'", "cluster.ranks_per_node=3"])
+        line = resume.read([f"resume={run}", "cluster.ranks_per_node=2"], False, None)
+        assert line == resume.Line(
+            ["model=toy", "+model.how='a b'", "cluster.ranks_per_node=2", f"hydra.run.dir='{run}'"], run
+        )
+
+    @pytest.mark.parametrize("extra", ["+cluster.extra.nice=5", "++cluster.extra.nice=5", "cluster=site_gpu"])
+    def test_what_was_said_of_the_cluster_does_not_travel(self, tmp_path, extra):
+        run = self.begun(tmp_path / "run", ["model=toy", extra])
+        assert resume.read([f"resume={run}"], False, None).overrides == ["model=toy", f"hydra.run.dir='{run}'"]
+
+    def test_a_run_of_a_job_is_submitted_again_in_its_sweep(self, tmp_path):
+        run = self.submitted(tmp_path, "parallel=ddp,fsdp", "cluster.time_minutes=5")
+        line = resume.read([f"resume={run}", "cluster.time_minutes=60"], False, None)
+        assert (line.goes_on, line.only) == (tmp_path / "sweep", "0_toy_ddp")
+        assert line.overrides == [
+            "cluster=slurm", "model=toy", "parallel=ddp,fsdp", "cluster.time_minutes=60", "hydra.mode=MULTIRUN",
+            f"hydra.sweep.dir='{tmp_path / 'sweep'}'",
+        ]  # fmt: skip
+
+    def test_inside_of_a_job_it_goes_on_in_this_job(self, tmp_path):
+        run = self.submitted(tmp_path)
+        line = resume.read([f"resume={run}"], False, World(0, 2, 0, 2, "srun", 1))
+        assert (line.goes_on, line.only) == (run, None)
+        assert "cluster=slurm" not in line.overrides
+
+    @pytest.mark.parametrize("place", ["cluster=slurm", "cluster=site_gpu", "hydra/launcher=submitit_slurm"])
+    def test_on_another_cluster_it_is_a_run_of_its_own_that_begins_there(self, tmp_path, place):
+        run = self.begun(tmp_path / "run", ["model=toy"])
+        line = resume.read([f"resume={run}", place], False, None)
+        assert line == resume.Line(["model=toy", place, f"resume='{run}'"], None)
+
+    @pytest.mark.parametrize(("launcher", "nodes"), [("srun", None), ("srun", ["n1"]), ("torchrun", ["n1", "n2"])])
+    def test_a_run_of_a_launcher_does_not_become_processes_of_a_login_node(self, tmp_path, launcher, nodes):
+        run = self.begun(tmp_path / "run", ["model=toy"], launcher=launcher, nodes=nodes)
+        with pytest.raises(ConfigError, match=f"its ranks were started by {launcher}"):
+            resume.read([f"resume={run}"], False, None)
+
+    def test_a_sweep_may_get_more_time_and_nothing_else(self, tmp_path):
+        self.submitted(tmp_path, "cluster.nodes=1,2", "cluster.mem_gb=1,2")
+        sweep = tmp_path / "sweep"
+        line = resume.read([f"sweep.resume={sweep}", "cluster.time_minutes=60", "+cluster.extra.nice=5"], False, None)
+        assert line.overrides[-4:-2] == ["cluster.time_minutes=60", "+cluster.extra.nice=5"]
+        for wrong in ("cluster.nodes=4", "cluster.mem_gb=8", "model=gpt_tiny", "cluster=local"):
+            with pytest.raises(ConfigError, match=f"goes on with the sweep as it was, and {wrong} would change it"):
+                resume.read([f"sweep.resume={sweep}", wrong], False, None)
+
+    def test_a_damaged_list_of_jobs_is_refused(self, tmp_path):
+        run = self.submitted(tmp_path)
+        (tmp_path / "sweep" / "sweep.json").write_text("{")
+        for words in ([f"resume={run}"], [f"sweep.resume={tmp_path / 'sweep'}"]):
+            with pytest.raises(ConfigError, match=r"sweep\.json is damaged: .*; see with squeue that none of its jobs"):
+                resume.read(words, False, None)
 
 
 def re_line(text: str) -> str:

@@ -169,6 +169,21 @@ def test_a_disk_that_is_full_is_said_in_one_line(tmp_path, tmpfs, ended):
     assert (disk / "run" / "record.json").read_bytes() == before  # the old one, whole
 
 
+def test_a_sweep_on_a_disk_that_is_full_ends_with_one_message_and_nothing_half_made(tmp_path, tmpfs, ended):
+    disk = tmpfs("size=512k")
+    process = start("-m", *LONG, "train.steps=3000", "seed=0,1,2", f"hydra.sweep.dir={disk}/sweep", cwd=tmp_path)
+    ended.append(process)
+    progress_of(process)
+    fill(disk)
+    output, errors = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert errors.count("No space left on device") == 1, errors
+    assert f"make room, and go on with python train.py sweep.resume={disk}/sweep" in errors
+    assert "Traceback" not in output + errors
+    for run in (path for path in (disk / "sweep").iterdir() if path.is_dir()):
+        assert record_of(run)["error"]["type"] == "Unfinished"
+
+
 def test_outputs_that_are_read_only_are_refused_before_anything_starts(tmp_path, tmpfs):
     disk = tmpfs("ro")
     done = subprocess.run(
@@ -177,7 +192,7 @@ def test_outputs_that_are_read_only_are_refused_before_anything_starts(tmp_path,
     )  # fmt: skip
     assert done.returncode == 1
     assert done.stderr.strip() == (
-        f"hydra.run.dir={disk}/run: no directory can be made there (Read-only file system); "
+        f"hydra.run.dir={disk}/run: nothing can be written there (Read-only file system); "
         "give one that you may write to"
     )
 

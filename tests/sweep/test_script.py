@@ -37,6 +37,13 @@ def test_the_command_asks_for_the_world_of_the_shape():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("sign", ["+", "++"])
+def test_flags_for_sbatch_stay_out_of_the_command(sign):
+    text, _ = script.write(["workload=hello", "device=cpu", f"{sign}cluster.extra.nice=100", "cluster.nodes=2"])
+    assert "#SBATCH --nice=100" in text.splitlines()
+    assert "cluster.extra" not in text.splitlines()[-1]
+
+
 def test_what_auto_came_to_is_stated():
     flags, command = written()
     assert {"--nodes=1", "--ntasks-per-node=2"} <= set(flags)
