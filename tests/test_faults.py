@@ -25,6 +25,7 @@ FAULTY = (
     [
         ("raise", "failed", "RuntimeError", "this one is on purpose"),
         ("kill", "failed", "SIGKILL", "killed by SIGKILL"),
+        ("term", "failed", "SIGTERM", "was stopped by SIGTERM, which its peers did not get"),
         ("oom", "oom", "RuntimeError", "allocate memory"),
     ],
 )
@@ -33,7 +34,7 @@ def test_the_first_failing_rank_and_its_reason_are_recorded(run, strategy, rank,
     error = record["error"]
     assert (record["status"], error["rank"], error["type"]) == (status, rank, kind)
     assert message in error["message"]
-    assert ("faulty.py" in error["traceback"]) == (how != "kill")
+    assert ("faulty.py" in error["traceback"]) == (how not in ("kill", "term"))
     assert record["world_size"] == 2
 
 

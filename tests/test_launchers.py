@@ -9,6 +9,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -186,6 +187,67 @@ class TestFailure:
     def test_mpirun(self, tmp_path, mpirun, environ):
         command = [*mpirun, "-np", "2", *TRAIN, *FAULTY, "+model.rank=1"]
         self.failed(alone(command, tmp_path, environ), tmp_path, 1)
+
+
+class TestSignals:
+    """Whom a signal reached first is to blame, unless it reached all; whatever the launcher sends because of it."""
+
+    ALONE = (*FAULTY[:-1], "train.steps=1000", "+model.rank=1", "hydra.run.dir=run")
+
+    @pytest.mark.parametrize("how", ["kill", "term"])
+    def test_srun_and_the_last_rank(self, tmp_path, slurm, how):
+        command = [
+            "srun",
+            "-N2",
+            "--ntasks-per-node=1",
+            "--kill-on-bad-exit=1",
+            *TRAIN,
+            *self.ALONE,
+            f"+model.how={how}",
+        ]
+        self.blamed(alone(command, tmp_path, slurm), tmp_path, how)
+
+    @pytest.mark.parametrize("how", ["kill", "term"])
+    def test_mpirun_and_the_last_rank(self, tmp_path, mpirun, environ, how):
+        self.blamed(
+            alone([*mpirun, "-np", "2", *TRAIN, *self.ALONE, f"+model.how={how}"], tmp_path, environ), tmp_path, how
+        )
+
+    @pytest.mark.parametrize("how", ["kill", "term"])
+    def test_torchrun_and_the_last_rank(self, tmp_path, environ, how):
+        command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN[1], *self.ALONE, f"+model.how={how}"]
+        self.blamed(alone(command, tmp_path, environ), tmp_path, how)
+
+    def blamed(self, done: Done, cwd: Path, how: str) -> None:
+        assert done.returncode != 0
+        record = json.loads((cwd / "run" / "record.json").read_text())
+        error = record["error"]
+        assert (record["status"], error["rank"]) == ("failed", 1), error
+        if how == "kill":
+            assert error["message"].startswith("rank 1 left no report; rank 0 then saw: ")
+        else:
+            assert error["message"] == "rank 1 was stopped by SIGTERM, which its peers did not get"
+
+    def test_scancel_stops_all(self, tmp_path, slurm):
+        endless = (*TOY, "parallel=ddp", "train.steps=1000000", "train.max_minutes=null", "hydra.run.dir=run")
+        running = subprocess.Popen(
+            ["srun", "-N2", "--ntasks-per-node=1", *TRAIN, *endless], cwd=tmp_path, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**slurm, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        try:
+            until = time.monotonic() + 120
+            while not (tmp_path / "run" / "progress.json").exists():
+                assert running.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            job = json.loads((tmp_path / "run" / "record.json").read_text())["owner"]["job"]
+            subprocess.run(["scancel", job], env=slurm, timeout=60, check=True)
+            running.wait(60)
+        finally:
+            running.kill()
+        record = json.loads((tmp_path / "run" / "record.json").read_text())
+        assert (record["status"], record["error"]["type"]) == ("preempted", "Stopped")
+        assert record["error"]["message"] == "stopped by SIGTERM"
 
 
 class TestRefused:

@@ -16,7 +16,8 @@ class Faulty(nn.Module):
     """A linear layer that fails in its third forward pass, on one rank.
 
     Args:
-        how: ``raise``, ``kill`` (SIGKILL), ``oom``, ``limit`` (its address space), ``diverge``, ``hang`` or ``none``.
+        how: ``raise``, ``kill`` (SIGKILL), ``term`` (SIGTERM), ``oom``, ``limit`` (its address space), ``diverge``,
+            ``hang`` or ``none``.
         rank: On which rank.
     """
 
@@ -35,6 +36,8 @@ class Faulty(nn.Module):
                 raise RuntimeError("this one is on purpose")
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "term":
+                os.kill(os.getpid(), signal.SIGTERM)
             if self.how == "oom":
                 torch.empty(2**60)
             if self.how == "limit":

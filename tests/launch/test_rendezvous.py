@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -189,6 +190,25 @@ def test_a_port_that_is_taken(started, job, taken):
             f"refused: MASTER_PORT={taken}: rank 0 cannot listen on localhost:{taken}: the port is taken; "
             "set MASTER_PORT to a free port for all ranks, or end what uses this one\n"
         )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_does_not_resolve(started, job, rank):
+    with started(srun(job, rank) | {"MASTER_ADDR": "nowhere.invalid"}) as process:
+        refused = process.communicate(timeout=PATIENCE)[1]
+    assert refused.startswith(f"refused: MASTER_ADDR=nowhere.invalid: rank {rank} cannot resolve this name: ")
+    assert refused.endswith("; set MASTER_ADDR to a name or an address of rank 0's host that all nodes know\n")
+
+
+def test_a_launch_is_called_by_one_name_in_all_its_ranks_and_by_another_after_a_requeue(job, monkeypatch):
+    names = []
+    for rank, requeued in ((0, {}), (1, {}), (0, {"SLURM_RESTART_COUNT": "1"})):
+        for name, value in (srun(job, rank) | requeued).items():
+            monkeypatch.setenv(name, value)
+        rendezvous.launch_name.cache_clear()
+        names.append(rendezvous.launch_name(discover(os.environ)))
+    rendezvous.launch_name.cache_clear()
+    assert names == [f"slurm-{job}.0-0", f"slurm-{job}.0-0", f"slurm-{job}.0-1"]
 
 
 def test_somebody_else_at_the_port_who_says_nothing(started, job, taken):
