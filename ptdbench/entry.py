@@ -116,11 +116,12 @@ def _here(
     if world is None:
         local.warm_up(_own_modules(composed.jobs))
     from ptdbench.sweep import launchers, requests
+    from ptdbench.sweep.agenda import Agenda
 
     runs = requests.of_machine(composed.jobs, composed.overrides, world)
     directory = _claim(composed, arguments.overrides, world, line.goes_on)
     commandline.insert(arguments.overrides, _output_overrides(composed.is_sweep, directory, world))
-    launchers.install(launchers.Agenda(runs, line.only))
+    launchers.install(Agenda(runs, line.only))
     if world and world.rank > 0:
         _carry_out(task, directory)
         return 0
@@ -137,6 +138,7 @@ def _on_cluster(
 ) -> int:
     """Runs that SLURM carries out as jobs."""
     from ptdbench.sweep import launchers, rehearsal, requests, submission, watch
+    from ptdbench.sweep.agenda import Agenda
 
     cluster = _cluster(composed)
     assert isinstance(cluster, Slurm)
@@ -150,7 +152,7 @@ def _on_cluster(
     submission.make_folders(runs)
     directory = _claim(composed, arguments.overrides, None, line.goes_on).resolve()  # a job may start elsewhere
     commandline.insert(arguments.overrides, _output_overrides(composed.is_sweep, directory, None))
-    launchers.install(launchers.Agenda(runs, line.only, queued := _queued(directory, line)))
+    launchers.install(Agenda(runs, line.only, queued := _queued(directory, line)))
     if queued:
         count = f"{len(queued)} run{'s' * (len(queued) != 1)}"
         say(f"{count} still in the queue, not submitted again: {', '.join(sorted(queued))}", sys.stderr)

@@ -28,67 +28,14 @@ from hydra_plugins.hydra_submitit_launcher import submitit_launcher as plugin
 from omegaconf import DictConfig, open_dict
 from submitit.core.utils import DelayedSubmission
 
-from ptdbench import lease
 from ptdbench.launch import leaving, local, slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import failure, record, store
-from ptdbench.records.files import appear, write_json
 from ptdbench.sweep import ledger, submission, watch
-from ptdbench.sweep.requests import Request
+from ptdbench.sweep.agenda import Agenda, Opened
 from ptdbench.terminal import say
-
-
-@dataclass(frozen=True)
-class Agenda:
-    """The runs of a command line, and which of them are to be carried out.
-
-    Attributes:
-        requests: In the order in which Hydra will ask for them.
-        only: The directory of the one run that is meant, below the sweep's; ``None`` for all.
-        queued: Directories of runs whose jobs are still in the queue: they are left to these.
-    """
-
-    requests: Sequence[Request] = ()
-    only: str | None = None
-    queued: frozenset[str] = frozenset()
-
-    def open(self, sweep_directory: Path, template: str, number: int, overrides: Sequence[str]) -> _Job | None:
-        """Open the record of a run; ``None`` for a run that is not to be carried out.
-
-        Runs that are ok are left as they are, and so are those of which an earlier start still goes on. One that is
-        refused gets its row. Of several ranks one writes.
-
-        Raises:
-            ConfigError: An earlier start of the run still goes on, and this process is a rank of several.
-            OSError: The record cannot be written.
-        """
-        request = self.requests[number]
-        name = request.subdirectory(template, number)
-        directory = sweep_directory / name
-        if name in self.queued or self.only not in (None, name) or record.is_done(directory, request.config.resolved):
-            return None
-        world = discover(os.environ)
-        try:
-            if world is None or world.rank == 0:
-                self._write(sweep_directory, directory, request, overrides)
-        except ConfigError as held:
-            if world:  # the other ranks have not asked
-                raise
-            say(f"{held}; left to it", sys.stderr)
-            return None
-        return None if request.refused else _Job(number, request, list(overrides), name)
-
-    def _write(self, sweep_directory: Path, directory: Path, request: Request, overrides: Sequence[str]) -> None:
-        draft = record.begin(request.config.resolved, directory, {}, overrides)
-        if request.refused:
-            draft = record.failed(draft, failure.describe(request.refused, rank=-1))
-        again = not appear(directory, lambda folder, _: write_json(folder / store.RECORD, draft))
-        if again:
-            lease.open_record(directory, draft)
-        if request.refused or again:  # done once more: its earlier result counts no longer
-            store.append_result(sweep_directory, draft)
 
 
 def install(agenda: Agenda) -> None:
@@ -179,7 +126,7 @@ class _Launcher(plugin.BaseSubmititLauncher):
         return [_silent() for _ in job_overrides]
 
     @abstractmethod
-    def _run(self, sweep_directory: Path, jobs: Sequence[_Job]) -> None:
+    def _run(self, sweep_directory: Path, jobs: Sequence[Opened]) -> None:
         """Carry out the jobs that were not refused."""
 
     def _task(self, environment: Mapping[str, str | None]) -> Task:
@@ -189,22 +136,10 @@ class _Launcher(plugin.BaseSubmititLauncher):
         return Task(self.hydra_context, self.config, self.task_function, Singleton.get_state(), environment)
 
 
-@dataclass(frozen=True)
-class _Job:
-    number: int
-    request: Request
-    overrides: list[str]
-    subdirectory: str
-
-    @property
-    def arguments(self) -> tuple[list[str], str, int]:
-        return self.overrides, self.subdirectory, self.number
-
-
 class SlurmLauncher(_Launcher):
     """Submits one array for each shape; nothing stays in the queue unless all were taken."""
 
-    def _run(self, sweep_directory: Path, jobs: Sequence[_Job]) -> None:
+    def _run(self, sweep_directory: Path, jobs: Sequence[Opened]) -> None:
         arrays = [[jobs[place] for place in places] for places in submission.arrays([job.request for job in jobs])]
         names = [f"ptdbench-{_label(array)}-{secrets.token_hex(4)}" for array in arrays]
         submitted: list[ledger.Job] = []
@@ -221,7 +156,7 @@ class SlurmLauncher(_Launcher):
         if submitted:
             watch.announce(sweep_directory, sorted(submitted, key=lambda job: job.number))
 
-    def _submit(self, sweep_directory: Path, name: str, array: Sequence[_Job]) -> list[ledger.Job]:
+    def _submit(self, sweep_directory: Path, name: str, array: Sequence[Opened]) -> list[ledger.Job]:
         """Submit the jobs of one shape; they are noted down before and after."""
         requests = [job.request for job in array]
         folder = submission.folder(requests[0], sweep_directory)
@@ -251,7 +186,7 @@ class SlurmLauncher(_Launcher):
         return noted
 
 
-def _label(array: Sequence[_Job]) -> str:
+def _label(array: Sequence[Opened]) -> str:
     """What the queue shows of an array."""
     return array[0].request.label if len(array) == 1 else "sweep"
 
@@ -266,7 +201,7 @@ def _take_back(names: Sequence[str]) -> None:
         say(told, sys.stderr)
 
 
-def _write_off(sweep_directory: Path, jobs: Sequence[_Job], error: BaseException) -> None:
+def _write_off(sweep_directory: Path, jobs: Sequence[Opened], error: BaseException) -> None:
     """Let the records of runs whose submission was given up say so."""
     words = str(error).strip().splitlines() or [type(error).__name__]
     told = failure.of_launcher("NotSubmitted", f"nothing was submitted: {words[-1]}")
@@ -281,7 +216,7 @@ def _write_off(sweep_directory: Path, jobs: Sequence[_Job], error: BaseException
 class LocalLauncher(_Launcher):
     """Runs one job after the other, each in a process of its own that starts its ranks itself."""
 
-    def _run(self, sweep_directory: Path, jobs: Sequence[_Job]) -> None:
+    def _run(self, sweep_directory: Path, jobs: Sequence[Opened]) -> None:
         # submitit hides every GPU that it was not asked for.
         task = self._task({"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")})
         executor = submitit.AutoExecutor(folder=str(sweep_directory / "logs" / "%j"), cluster="local")
@@ -307,7 +242,7 @@ def _place(config: DictConfig) -> tuple[Path, str]:
     return Path(config.hydra.sweep.dir), config.hydra.sweep._get_node("subdir")._value()
 
 
-def _not_submitted(job: _Job, error: Exception) -> ConfigError:
+def _not_submitted(job: Opened, error: Exception) -> ConfigError:
     words = str(error).strip().splitlines()
     return ConfigError([Problem("cluster", job.request.cluster.name, f"nothing was submitted: {words[-1]}")])
 

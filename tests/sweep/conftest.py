@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from ptdbench.compose import compose_all
 from ptdbench.launch import slurm
-from ptdbench.sweep import status
+from ptdbench.launch.slurm import Partition
+from ptdbench.sweep import requests, status
+from tests.conftest import ROOT
 from tests.sweep.made import Directory
 
 
@@ -19,3 +22,16 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Directory:
     monkeypatch.setattr(slurm, "named", directory.ask_by_name)
     monkeypatch.setattr(status, "GRACE", 0.0)
     return directory
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The runs of a command line, as a launcher gets them."""
+    monkeypatch.setattr(slurm, "available", lambda: True)
+    monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 4, 60, (0,), 4)])
+
+    def make(*overrides):
+        found = compose_all(ROOT / "conf", "config", ["cluster=slurm", "model=toy", *overrides], multirun=True)
+        return requests.of_cluster(found.jobs, found.overrides)
+
+    return make

@@ -11,28 +11,16 @@ import sys
 import pytest
 from hydra.core.plugins import Plugins
 
-from ptdbench.compose import compose_all
 from ptdbench.launch import local, slurm
-from ptdbench.launch.slurm import Partition, SlurmError
+from ptdbench.launch.slurm import SlurmError
 from ptdbench.problems import ConfigError
 from ptdbench.records import store
-from ptdbench.sweep import launchers, ledger, requests
-from ptdbench.sweep.launchers import Agenda
+from ptdbench.sweep import launchers, ledger
+from ptdbench.sweep.agenda import Agenda
 from ptdbench.sweep.submission import arrays
 from tests.conftest import ROOT
 
-
-@pytest.fixture
-def asked(monkeypatch):
-    """The runs of a command line, as a launcher gets them."""
-    monkeypatch.setattr(slurm, "available", lambda: True)
-    monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 4, 60, (0,), 4)])
-
-    def make(*overrides):
-        found = compose_all(ROOT / "conf", "config", ["cluster=slurm", "model=toy", *overrides], multirun=True)
-        return requests.of_cluster(found.jobs, found.overrides)
-
-    return make
+TEMPLATE = "${hydra.job.num}_${workload.label}"
 
 
 class TestArrays:
@@ -58,43 +46,6 @@ class TestArrays:
         assert arrays(asked(override)) == [[0], [1]]
 
 
-class TestAgenda:
-    TEMPLATE = "${hydra.job.num}_${workload.label}"
-
-    def test_a_run_appears_together_with_its_record(self, asked, tmp_path):
-        agenda = Agenda(asked("seed=0,1"))
-        job = agenda.open(tmp_path / "sweep", self.TEMPLATE, 1, ["seed=1"])
-        assert (job.number, job.subdirectory) == (1, "1_toy_ddp")
-        (path,) = (tmp_path / "sweep").rglob("*.*")
-        written = json.loads(path.read_text())
-        assert (path.name, written["overrides"], written["error"]["type"]) == ("record.json", ["seed=1"], "Unfinished")
-
-    def test_a_run_that_is_refused_is_a_row_and_not_carried_out(self, asked, tmp_path):
-        agenda = Agenda(asked("train.global_batch=15,16"))
-        assert agenda.open(tmp_path, self.TEMPLATE, 0, []) is None
-        (row,) = store.read_results(tmp_path)
-        assert (row["status"], row["error"]["type"]) == ("failed", "ConfigError")
-
-    def test_what_is_done_or_queued_or_not_meant_is_left_alone(self, asked, tmp_path):
-        runs = asked("seed=0,1,2")
-        Agenda(runs).open(tmp_path, self.TEMPLATE, 0, [])
-        done = store.load_record(tmp_path / "0_toy_ddp") | {"status": "ok", "error": None}
-        store.write_record(tmp_path / "0_toy_ddp", done)
-        agenda = Agenda(runs, queued=frozenset({"1_toy_ddp"}))
-        opened = [agenda.open(tmp_path, self.TEMPLATE, number, []) for number in range(3)]
-        assert [job and job.number for job in opened] == [None, None, 2]
-        assert store.load_record(tmp_path / "0_toy_ddp") == done
-        only = Agenda(runs, only="1_toy_ddp")
-        assert [bool(only.open(tmp_path, self.TEMPLATE, number, [])) for number in range(3)] == [False, True, False]
-
-    def test_with_more_time_a_run_that_is_done_remains_done(self, asked, tmp_path):
-        Agenda(asked("cluster.time_minutes=1")).open(tmp_path, self.TEMPLATE, 0, [])
-        done = store.load_record(tmp_path / "0_toy_ddp") | {"status": "ok", "error": None}
-        store.write_record(tmp_path / "0_toy_ddp", done)
-        assert Agenda(asked("cluster.time_minutes=50")).open(tmp_path, self.TEMPLATE, 0, []) is None
-        assert Agenda(asked("cluster.nodes=2")).open(tmp_path, self.TEMPLATE, 0, []) is not None
-
-
 class TestSubmission:
     """A SLURM that answers as a test wants; what is noted down when, and what is taken back."""
 
@@ -108,7 +59,7 @@ class TestSubmission:
             monkeypatch.setattr(slurm, "submit", answer)
             runs = asked("cluster.nodes=1,2,4", *overrides)
             agenda = Agenda(runs)
-            jobs = [agenda.open(tmp_path, TestAgenda.TEMPLATE, number, []) for number in range(len(runs))]
+            jobs = [agenda.open(tmp_path, TEMPLATE, number, []) for number in range(len(runs))]
             launchers.SlurmLauncher(submitit_folder=str(tmp_path))._run(tmp_path, jobs)
 
         it.cancelled = cancelled

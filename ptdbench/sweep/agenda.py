@@ -1,0 +1,90 @@
+"""Which runs of a command line are carried out, and their records, which are there before they begin."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ptdbench import lease
+from ptdbench.launch.world import discover
+from ptdbench.problems import ConfigError
+from ptdbench.records import failure, record, store
+from ptdbench.records.files import appear, write_json
+from ptdbench.sweep.requests import Request
+from ptdbench.terminal import say
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A run whose record is open, to be carried out.
+
+    Attributes:
+        number: Its number in the sweep.
+        request: What was asked for.
+        overrides: What was typed for it.
+        subdirectory: Its directory, below the sweep's.
+    """
+
+    number: int
+    request: Request
+    overrides: list[str]
+    subdirectory: str
+
+    @property
+    def arguments(self) -> tuple[list[str], str, int]:
+        """What the job is called with."""
+        return self.overrides, self.subdirectory, self.number
+
+
+@dataclass(frozen=True)
+class Agenda:
+    """The runs of a command line, and which of them are to be carried out.
+
+    Attributes:
+        requests: In the order in which Hydra will ask for them.
+        only: The directory of the one run that is meant, below the sweep's; ``None`` for all.
+        queued: Directories of runs whose jobs are still in the queue: they are left to these.
+    """
+
+    requests: Sequence[Request] = ()
+    only: str | None = None
+    queued: frozenset[str] = frozenset()
+
+    def open(self, sweep_directory: Path, template: str, number: int, overrides: Sequence[str]) -> Opened | None:
+        """Open the record of a run; ``None`` for a run that is not to be carried out.
+
+        Runs that are ok are left as they are, and so are those of which an earlier start still goes on. One that is
+        refused gets its row. Of several ranks one writes.
+
+        Raises:
+            ConfigError: An earlier start of the run still goes on, and this process is a rank of several.
+            OSError: The record cannot be written.
+        """
+        request = self.requests[number]
+        name = request.subdirectory(template, number)
+        directory = sweep_directory / name
+        if name in self.queued or self.only not in (None, name) or record.is_done(directory, request.config.resolved):
+            return None
+        world = discover(os.environ)
+        try:
+            if world is None or world.rank == 0:
+                self._write(sweep_directory, directory, request, overrides)
+        except ConfigError as held:
+            if world:  # the other ranks have not asked
+                raise
+            say(f"{held}; left to it", sys.stderr)
+            return None
+        return None if request.refused else Opened(number, request, list(overrides), name)
+
+    def _write(self, sweep_directory: Path, directory: Path, request: Request, overrides: Sequence[str]) -> None:
+        draft = record.begin(request.config.resolved, directory, {}, overrides)
+        if request.refused:
+            draft = record.failed(draft, failure.describe(request.refused, rank=-1))
+        again = not appear(directory, lambda folder, _: write_json(folder / store.RECORD, draft))
+        if again:
+            lease.open_record(directory, draft)
+        if request.refused or again:  # done once more: its earlier result counts no longer
+            store.append_result(sweep_directory, draft)
