@@ -93,7 +93,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_ends(tmp_path, ended):
     assert record["status"] == "timeout"
     rank = record["error"]["rank"]
     assert record["error"]["message"].startswith(f"rank {rank} has not finished step ")
-    assert (tmp_path / "run" / "failures" / f"stacks-rank-{1 - rank}.txt").exists()
+    assert (tmp_path / "run" / "failures" / record["owner"]["launch"] / f"stacks-rank-{1 - rank}.txt").exists()
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children.values())
 
 
