@@ -163,6 +163,9 @@ def _on_cluster(
         watch.follow(directory)
     finally:
         _tell(records := _records(directory, is_sweep=True), directory)
+    if line.only:  # what became of the sweep's other runs is not what was asked
+        meant = [record for record in records if store.below(directory, record["directory"]) == line.only]
+        return int(_count_ok(meant) < 1)
     return int(_count_ok(records) < len(composed.jobs))
 
 
