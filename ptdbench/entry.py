@@ -44,6 +44,9 @@ def main(task: Callable[[], None], conf: Path) -> None:
         if _speaks() or type(error) is not ConfigError:  # what only this rank may know
             say(str(error), sys.stderr)
         sys.exit(1)
+    except store.Damaged as damage:  # by somebody, while this process was going on
+        say(str(damage), sys.stderr)
+        sys.exit(1)
     except local.Stopped as stop:
         say(str(stop), sys.stderr)
         sys.exit(128 + stop.signal)
