@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from multiprocessing.process import BaseProcess
 
 import pytest
 
@@ -76,3 +79,15 @@ def test_a_failing_rank_under_torchrun_is_recorded_too(tmp_path):
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert (record["status"], record["error"]["rank"]) == ("failed", 1)
     assert record["error"]["message"] == "this one is on purpose"
+
+
+def test_ranks_that_cannot_be_started_are_a_failed_run_and_the_next_one_goes_on(run, monkeypatch):
+    def refuse(_: BaseProcess) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BaseProcess, "start", refuse)
+        record = run("model=toy", "train.steps=2")
+    assert (record["status"], record["error"]["rank"], record["error"]["type"]) == ("failed", -1, "LaunchError")
+    assert record["error"]["message"] == "the ranks could not be started: Cannot allocate memory"
+    assert run("model=toy", "train.steps=2")["status"] == "ok"
