@@ -95,7 +95,7 @@ def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, ready: float
 
 
 def _fail(attempt: Attempt, cause: failure.Failure) -> None:
-    attempt.amend(lambda written: record.failed(written, cause))
+    attempt.amend(lambda written: None if record.is_settled(written) else record.failed(written, cause))
 
 
 def _fail_if_open(attempt: Attempt, cause: failure.Failure) -> None:

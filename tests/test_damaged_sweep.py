@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from ptdbench import resume
 from ptdbench.compose import compose_all
 from ptdbench.problems import ConfigError
 from ptdbench.records import record, store
-from ptdbench.sweep import launchers, requests
+from ptdbench.sweep import requests
+from ptdbench.sweep.agenda import Agenda
 from tests.conftest import ROOT
 from tests.sweep.made import Directory
 
@@ -37,7 +37,7 @@ class TestWhatHydraWrote:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(text)
         with pytest.raises(ConfigError) as caught:
-            resume.read([f"{option}={tmp_path}"], multirun=False)
+            resume.read([f"{option}={tmp_path}"], multirun=False, world=None)
         (line,) = str(caught.value).splitlines()
         assert line.startswith(f"{option}={tmp_path}: {name} is damaged (")
 
@@ -48,13 +48,16 @@ class TestWhatHydraWrote:
             (Path(folder) / name).parent.mkdir(exist_ok=True)
             (Path(folder) / name).write_bytes(text)
             with suppress(ConfigError):
-                resume.read([f"{option}={folder}"], multirun=False)
+                resume.read([f"{option}={folder}"], multirun=False, world=None)
 
     def test_overrides_are_taken_as_they_were_typed(self, tmp_path, option, name):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         text = "['data.seed=${seed}', model=toy]"
         (tmp_path / name).write_text(text if option == "resume" else f"hydra: {{overrides: {{task: {text}}}}}")
-        assert resume.read([f"{option}={tmp_path}"], multirun=False).overrides[:2] == ["data.seed=${seed}", "model=toy"]
+        assert resume.read([f"{option}={tmp_path}"], multirun=False, world=None).overrides[:2] == [
+            "data.seed=${seed}",
+            "model=toy",
+        ]
 
 
 @pytest.fixture
@@ -64,12 +67,12 @@ def sweep(tmp_path):
 
 def test_a_damaged_record_is_kept_aside_and_counts_for_nothing(sweep, capsys):
     path = sweep.begin(0)
-    fingerprint = sweep.end(0)["fingerprint"]
-    assert store.is_done(path, fingerprint)
+    config = sweep.end(0)["config"]
+    assert record.is_done(path, config)
     assert store.earlier_record(path)["status"] == "ok"
     for number in ("", "-2"):
         (path / store.RECORD).write_bytes(b"\x00garbage")
-        assert not store.is_done(path, fingerprint)
+        assert not record.is_done(path, config)
         assert store.earlier_record(path) is None
         assert (path / f"record.json.damaged{number}").read_bytes() == b"\x00garbage"
         (line,) = capsys.readouterr().err.splitlines()
@@ -78,20 +81,13 @@ def test_a_damaged_record_is_kept_aside_and_counts_for_nothing(sweep, capsys):
         assert store.earlier_record(path) is None  # there is none any more
 
 
-def test_a_launcher_keeps_it_aside_before_it_writes_the_next(sweep, capsys):
-    class Launcher(launchers._Launcher):
-        def _run(self, sweep_directory, jobs):
-            pass
-
+def test_it_is_kept_aside_before_the_next_is_written(sweep, capsys):
     found = compose_all(ROOT / "conf", "config", ["model=toy", "device=cpu", "seed=1,2"], multirun=True)
-    launcher = Launcher.__new__(Launcher)
-    launcher.requests = requests.of_machine(found.jobs, found.overrides, None)
-    hydra = {"sweep": {"dir": str(sweep.path), "subdir": "${hydra.job.num}_toy_ddp"}}
-    launcher.config = OmegaConf.create({"hydra": hydra})
+    agenda = Agenda(requests.of_machine(found.jobs, found.overrides, None))
     path = sweep.begin(0)
     done = sweep.end(0)
     (path / store.RECORD).write_bytes(b"[1]")
-    launcher.launch(found.overrides, 0)
+    assert agenda.open(sweep.path, "${hydra.job.num}_toy_ddp", 0, found.overrides[0])
     assert (path / "record.json.damaged").read_bytes() == b"[1]"
     assert store.load_record(path)["error"]["type"] == record.UNFINISHED
     assert done not in sweep.results()  # the run is not over

@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 
 from ptdbench import ending
+from ptdbench import run as product
+from ptdbench.launch import local
 from ptdbench.launch.world import World
 from ptdbench.records import record, store
 from ptdbench.records.failure import Failure
 from ptdbench.records.owner import Attempt
+from tests.conftest import composed
 
 CONFIG = {
     "workload": {"name": "train"}, "model": {"name": "toy"}, "parallel": {"name": "ddp"},
@@ -56,3 +59,20 @@ def test_a_rank_that_fails_on_its_way_out_does_not_undo_that_the_run_has_saved(d
     ending.report(world(1), attempt(directory), RuntimeError("Connection closed by peer"))
     assert store.load_record(directory)["status"] == "preempted"
     assert "it has saved" in store.load_record(directory)["error"]["message"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), ValueError("in an exit handler")])
+def test_what_happens_to_a_rank_after_the_run_was_ok_does_not_undo_that(directory, error):
+    store.write_record(directory, {**OPEN, "status": "ok", "error": None})
+    ending.report(world(1), attempt(directory), error)
+    assert store.load_record(directory)["status"] == "ok"
+
+
+def test_nor_does_what_happens_to_the_launcher(directory, monkeypatch):
+    def start(*_, **__):
+        store.write_record(directory, store.load_record(directory) | {"status": "ok", "error": None})
+        raise local.LaunchError("the fork server has ended")
+
+    monkeypatch.setattr(local, "start", start)
+    product.run(composed("model=toy", "device=cpu"), directory)
+    assert store.load_record(directory)["status"] == "ok"

@@ -117,10 +117,11 @@ def is_open(record: Mapping[str, Any]) -> bool:
 def is_settled(record: Mapping[str, Any]) -> bool:
     """Whether its end was written down by one who sees more than a rank: the queue, or all ranks together.
 
-    A rank on a node that was lost lives on for a while, and must not have the last word.
+    A rank on a node that was lost lives on for a while, and must not have the last word. Nor does what happens to a
+    rank after the run was ok, on its way out.
     """
     error = record.get("error") or {}
-    return error.get("rank") == -1 and not is_open(record)
+    return record["status"] == "ok" or (error.get("rank") == -1 and not is_open(record))
 
 
 #: What of a cluster's options is part of what a run is; the rest says how its job is queued.
