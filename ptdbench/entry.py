@@ -321,9 +321,7 @@ def _claim(composed: compose.Composed, overrides: Sequence[str], world: World | 
     def claim() -> str:
         if not any(override.startswith(f"{option}=") for override in overrides):
             return str(store.claim_directory(wish.parent, wish.name, option, fill))
-        if not goes_on and not slurm.restarts(os.environ):
-            store.require_unused(wish, option)
-        store.occupy(wish, option, fill)
+        store.occupy(wish, option, fill, again=bool(goes_on or slurm.restarts(os.environ)))
         return str(wish)
 
     def fill(folder: Path, name: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -259,7 +260,8 @@ def _see_ends(setting: Setting, this_round: Round) -> None:
 
 
 def _had_job(sweep: Path, run: Path) -> bool:
-    """Whether SLURM made a folder for the output of a job that is this run's, or the ledger names one."""
+    """Whether SLURM took a job for the run; without an id it was noted down, and never came to be one."""
     with suppress(OSError, ValueError):
-        return f'"{run.name}"' in (sweep / "sweep.json").read_text()
+        jobs = json.loads((sweep / "sweep.json").read_text())["jobs"]
+        return any(job["id"] and job["directory"] == run.name for job in jobs)
     return False

@@ -133,7 +133,7 @@ def below(sweep_directory: Path, path: str) -> str:
     return str(Path(*parts[len(parts) - depth :]))
 
 
-def require_unused(directory: Path, option: str) -> None:
+def _require_unused(directory: Path, option: str) -> None:
     """Raise a ConfigError if a directory that ``option`` names holds results: nothing finished is overwritten."""
     of_sweep = any((directory / name).exists() for name in OF_SWEEPS) or any(directory.glob(f"*/{RECORD}"))
     if of_sweep or (directory / RECORD).exists():
@@ -143,16 +143,17 @@ def require_unused(directory: Path, option: str) -> None:
         raise ConfigError([Problem(option, directory, "there are results already", remedy)])
 
 
-def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None]) -> None:
+def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], again: bool) -> None:
     """Take a directory until this process ends, and write its first files.
 
     Args:
         directory: It may exist already, and hold other things.
         option: The option that it came from, for the message.
         fill: As for :func:`claim_directory`.
+        again: Whether results that are there already are gone on with; else they are a reason to refuse.
 
     Raises:
-        ConfigError: Another process is writing there, or nobody may.
+        ConfigError: Another process is writing there, nobody may, or there are results already.
     """
     try:
         is_new = appear(directory, fill)
@@ -168,6 +169,8 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None]) -> 
     except OSError:  # some cluster file systems have no locks
         os.close(descriptor)
     if not is_new:
+        if not again:
+            _require_unused(directory, option)
         try:
             fill(directory, directory)
         except OSError as error:

@@ -83,8 +83,9 @@ class Agenda:
         draft = record.begin(request.config.resolved, directory, {}, overrides)
         if request.refused:
             draft = record.failed(draft, failure.describe(request.refused, rank=-1))
-        again = not appear(directory, lambda folder, _: write_json(folder / store.RECORD, draft))
-        if again:
+        again, earlier = (directory / store.RECORD).exists(), store.earlier_record(directory)
+        if not appear(directory, lambda folder, _: write_json(folder / store.RECORD, draft)):
             lease.open_record(directory, draft)
-        if request.refused or again:  # done once more: its earlier result counts no longer
+        had_ended = again and not (earlier and record.is_open(earlier))
+        if request.refused or had_ended:  # done once more: its earlier result counts no longer
             store.append_result(sweep_directory, draft)
