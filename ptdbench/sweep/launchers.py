@@ -205,9 +205,9 @@ def _write_off(sweep_directory: Path, jobs: Sequence[Opened], error: BaseExcepti
     """Let the records of runs whose submission was given up say so."""
     words = str(error).strip().splitlines() or [type(error).__name__]
     told = failure.of_launcher("NotSubmitted", f"nothing was submitted: {words[-1]}")
-    with suppress(OSError):  # where the disk is full the records stay open, which is no lie
-        for job in jobs:
-            directory = sweep_directory / job.subdirectory
+    for job in jobs:
+        directory = sweep_directory / job.subdirectory
+        with suppress(OSError, store.Damaged):  # where the disk is full the records stay open, which is no lie
             done = record.failed(store.load_record(directory), told)
             store.write_record(directory, done)
             store.append_result(sweep_directory, done)

@@ -193,8 +193,9 @@ def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, Job
         if result is not None and _is_open(result):  # begun once more, and not ended by itself
             result = None
         told = result or written(directory / job.directory)
-        if told["status"] == DAMAGED:
-            continue
+        owner = (told.get("owner") or {}).get("job")
+        if told["status"] == DAMAGED or (_is_open(told) and owner not in (None, job.id)):
+            continue  # nobody can say more; or another job has the run, and this one was refused it
         if _is_open(told) or (_heard_a_signal(told) and _says_more(state)):
             kind, message = _end(job, state)
             conclude(directory, job.directory, kind, message + _saved(told))

@@ -147,6 +147,17 @@ class TestSubmitted:
         assert (ended.job.id, ended.is_over, ended.record["error"]["type"]) == ("7_1", True, "FAILED")
         assert ended.record["error"]["message"].startswith("SLURM ended job 7_1: FAILED")
 
+    @pytest.mark.parametrize(("owner", "concluded"), [("7_0", True), (None, True), ("6", False)])
+    def test_a_job_that_was_refused_a_run_says_nothing_of_how_it_ends(self, sweep, owner, concluded):
+        """The run is another job's, which goes on."""
+        sweep.submit(1)
+        path = sweep.path / "0_toy_ddp"
+        at = {"launch": "x", "host": "n1", "pid": 1, "started": 1.0, "job": owner}
+        store.write_record(path, store.load_record(path) | {"owner": at})
+        sweep.says(_0="FAILED")
+        status.look(sweep.path)
+        assert record.is_open(store.load_record(path)) is not concluded
+
     def test_a_job_that_slurm_does_not_know_by_its_name_was_not_submitted(self, sweep):
         sweep.submit(1, known=False)
         sweep.says()
