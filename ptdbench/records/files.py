@@ -4,8 +4,8 @@ Whoever is killed while writing leaves the old file or the new one, never half o
 strict JSON: JSON has no NaN and no infinity, so a number that is not finite becomes ``null`` (the status and
 the error of the record say what happened), and a value of another type becomes its text.
 
-The program deletes only what the very process has created in the same call, file by file, and never a directory that
-existed before or holds anything else: so it is here, and wherever else something is deleted.
+What is deleted here this very process has made in the same call; the rule for all deletions is in
+:mod:`ptdbench.removal`.
 """
 
 from __future__ import annotations
