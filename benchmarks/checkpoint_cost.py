@@ -28,16 +28,16 @@ import numpy as np
 from omegaconf import DictConfig
 from torch import Tensor
 
-from ptdbench import config, plan
 from ptdbench.checkpoints import state
 from ptdbench.checkpoints.saver import Saver
-from ptdbench.compose import compose_all
+from ptdbench.job import Job
 from ptdbench.launch import local, peers, rendezvous
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import discover
 from ptdbench.measure.statistics import Ratio
 from ptdbench.measure.stopwatch import Stopwatch
-from ptdbench.workloads.job import Job
+from ptdbench.setup import config, run_spec
+from ptdbench.setup.compose import compose_all
 from ptdbench.workloads.train import assemble
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -93,12 +93,12 @@ def _measure(environ: Mapping[str, str], composed: DictConfig, directory: str, p
     os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
     world = discover(os.environ)
     assert world is not None  # the agent has just said who this is
-    planned = plan.make(config.read(composed), world)
-    device = planned.device(world.local_rank)
-    with rendezvous.process_group(world, planned.backend, device, key=directory) as store:
-        met = peers.meet(world, device, planned.config.cluster.cpus_per_rank)
+    spec = run_spec.specify(config.read(composed), world)
+    device = spec.device(world.local_rank)
+    with rendezvous.process_group(world, spec.backend, device, key=directory) as store:
+        met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
         dog = Watchdog(world, store, Path(directory), math.inf, lambda *_: None)
-        bench = Bench(Job(planned, world, met, store, device, Path(directory), Stopwatch(time.time()), dog))
+        bench = Bench(Job(spec, world, met, store, device, Path(directory), Stopwatch(time.time()), dog))
         Path(directory, "seconds.json").write_text(json.dumps(bench.seconds(pairs, every)))
 
 

@@ -28,15 +28,15 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from ptdbench import config, plan
-from ptdbench.compose import compose_all
+from ptdbench.communication.operations import OPERATIONS, Place
+from ptdbench.communication.patterns import DTYPES, REDUCTIONS
 from ptdbench.launch import local, rendezvous
 from ptdbench.launch.world import discover
+from ptdbench.measure import timing
 from ptdbench.measure.statistics import median_of_ratios
-from ptdbench.workloads import timing
-from ptdbench.workloads.operations import OPERATIONS, Place
-from ptdbench.workloads.patterns import DTYPES, REDUCTIONS
-from ptdbench.workloads.timing import Effort
+from ptdbench.measure.timing import Effort
+from ptdbench.setup import config, run_spec
+from ptdbench.setup.compose import compose_all
 
 CONF = Path(__file__).parents[1] / "conf"
 
@@ -60,7 +60,7 @@ def main() -> int:
     """Print the pairs; 1 if one of them misses."""
     options = _parse()
     composed = compose_all(CONF, "config", ["workload=collectives"], multirun=False).jobs[0]
-    ranks = plan.make(config.read(composed), None).world_size
+    ranks = run_spec.specify(config.read(composed), None).world_size
     with TemporaryDirectory() as directory:
         local.start(_take_turns, ranks, composed, directory, options.rounds)
         found = json.loads(Path(directory, "seconds.json").read_text())
@@ -87,11 +87,11 @@ def _take_turns(environ: Mapping[str, str], composed: DictConfig, directory: str
     os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
     world = discover(os.environ)
     assert world is not None  # the agent has just said who this is
-    planned = plan.make(config.read(composed), world)
-    device = planned.device(world.local_rank)
+    spec = run_spec.specify(config.read(composed), world)
+    device = spec.device(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with rendezvous.process_group(world, planned.backend, device, key=directory):
+    with rendezvous.process_group(world, spec.backend, device, key=directory):
         found = {}
         for size, count in SIZES.items():
             sides = {"product": _product(size, device), "bare": _bare(size, device), "again": _bare(size, device)}

@@ -25,11 +25,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from ptdbench import config, plan
-from ptdbench.compose import compose_all
 from ptdbench.data.feed import Feed
 from ptdbench.launch.world import World
 from ptdbench.records import store
+from ptdbench.setup import config, run_spec
+from ptdbench.setup.compose import compose_all
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for the archive that the tests make
@@ -102,7 +102,7 @@ def _delivered(overrides: Sequence[str], ranks: int, seconds: float) -> list[flo
 def _make(overrides: list[str], rank: int, ranks: int, seconds: float, ready, results) -> None:  # type: ignore[no-untyped-def]
     torch.set_num_threads(1)
     composed = compose_all(ROOT / "conf", "config", overrides, multirun=False).jobs[0]
-    training = plan.make(config.read(composed), World(rank, ranks, rank, ranks, "benchmark")).training
+    training = run_spec.specify(config.read(composed), World(rank, ranks, rank, ranks, "benchmark")).training
     assert training
     rows = partial(training.layout.rows, replica=rank)
     feed = Feed(training.data, rows, torch.device("cpu"))

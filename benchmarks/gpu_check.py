@@ -80,8 +80,8 @@ def _installed(name: str) -> bool:
 
 
 def _check(options: argparse.Namespace, ranks: int) -> int:
-    from ptdbench.records import store, table
-    from ptdbench.sweep import ledger
+    from ptdbench.records import ledger, store
+    from ptdbench.report import table
 
     name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_gpu-check"
     directory = store.claim_directory(options.outputs, name, "outputs", lambda folder, _: ledger.begin(folder, []))
@@ -171,10 +171,10 @@ class Runs:
         return record
 
     def _run(self, name: str, *overrides: str) -> Record:
-        from ptdbench import config
         from ptdbench import run as product
-        from ptdbench.compose import compose_all
         from ptdbench.records import record, store
+        from ptdbench.setup import config
+        from ptdbench.setup.compose import compose_all
 
         if "parallel=single" in overrides:  # it holds no more samples at a time than a rank of the others
             shape = f"train.micro_batch={self.global_batch // self._ranks}"

@@ -4,7 +4,7 @@
     python benchmarks/launch_time.py --ranks 4 --runs 20
 
 The run is empty: its ranks join a gloo process group, pass one barrier and report when they did. Under ptdbench the
-time goes from "run ready" (the plan is made, nothing is started) to the last rank's report, through the functions that
+time goes from "run ready" (it is specified, nothing started) to the last rank's report, through the functions that
 ``train.py`` uses; it is told for the first run of a sweep, which still waits for the fork server's imports, and for
 the following ones. ``torchrun`` starts an equally empty script, which imports torch and no ptdbench; its time goes from
 the command. The following runs and ``torchrun`` take turns, so that what disturbs the machine disturbs both.
@@ -48,7 +48,7 @@ def main() -> int:
     """Print the figures; 1 if they miss the requirement."""
     options = _parse()
     local.warm_up(MODULES)  # as train.py does, which then reads and checks the configuration
-    import ptdbench.run  # noqa: F401 - the rest of what train.py imports before it has a plan
+    import ptdbench.run  # noqa: F401 - the rest of what train.py imports before it has specified a run
 
     first = _ours(options.ranks)
     turns = [(_ours(options.ranks), _torchrun(options.ranks)) for _ in range(options.runs)]

@@ -32,8 +32,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ptdbench import config, plan
-from ptdbench.compose import compose_all
+from ptdbench.job import Job
 from ptdbench.launch import local, peers, rendezvous
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import discover
@@ -42,7 +41,8 @@ from ptdbench.measure.stopwatch import Stopwatch
 from ptdbench.models.materialise import materialise
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel.precision import DTYPES
-from ptdbench.workloads.job import Job
+from ptdbench.setup import config, run_spec
+from ptdbench.setup.compose import compose_all
 from ptdbench.workloads.train import assemble, steps
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -61,7 +61,7 @@ def main() -> int:
     """Print both ratios; 1 if the harness costs more than it may."""
     options = _parse()
     composed = compose_all(CONF, "config", _overrides(options), multirun=False).jobs[0]
-    ranks = plan.make(config.read(composed), None).world_size
+    ranks = run_spec.specify(config.read(composed), None).world_size
     with TemporaryDirectory() as directory:
         local.start(_take_turns, ranks, composed, directory)
         seconds = json.loads(Path(directory, "seconds.json").read_text())
@@ -83,20 +83,20 @@ def _take_turns(environ: Mapping[str, str], composed: DictConfig, directory: str
     os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
     world = discover(os.environ)
     assert world is not None  # the agent has just said who this is
-    planned = plan.make(config.read(composed), world)
-    device = planned.device(world.local_rank)
+    spec = run_spec.specify(config.read(composed), world)
+    device = spec.device(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with rendezvous.process_group(world, planned.backend, device, key=directory) as store:
-        met = peers.meet(world, device, planned.config.cluster.cpus_per_rank)
+    with rendezvous.process_group(world, spec.backend, device, key=directory) as store:
+        met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
         dog = Watchdog(world, store, Path(directory), math.inf, lambda *_: None)
-        job = Job(planned, world, met, store, device, Path(directory), Stopwatch(time.time()), dog)
+        job = Job(spec, world, met, store, device, Path(directory), Stopwatch(time.time()), dog)
         sides = {
             "product": _product(job),
             "bare": _bare(job),
             "again": _bare(job),
         }
-        seconds = _alternate(sides, planned.config.train.steps, device)
+        seconds = _alternate(sides, spec.config.train.steps, device)
         gathered: list[Any] = [None] * world.size
         dist.all_gather_object(gathered, seconds)
         if world.rank == 0:
@@ -142,20 +142,20 @@ def _product(job: Job) -> Step:
 def _bare(job: Job) -> Step:
     """The same training as one would write it by hand."""
     world, device = job.world, job.device
-    planned = plan.make(job.plan.config, world).training  # a model of its own
-    assert planned
-    model = module_of(planned.model)
-    materialise(planned.model, model, device=device, seed=planned.config.general.seed)
-    optimizer = planned.optimizer(model.parameters())
+    spec = run_spec.specify(job.spec.config, world).training  # a model of its own
+    assert spec
+    model = module_of(spec.model)
+    materialise(spec.model, model, device=device, seed=spec.config.general.seed)
+    optimizer = spec.optimizer(model.parameters())
     forward: nn.Module = model
     if world.size > 1:
         # conf/parallel/ddp.yaml; a bucket size that is given, be it torch's own, does away with a smaller first bucket.
         forward = DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True, static_graph=True)
-    rows = (planned.layout.rows(number, world.rank) for number in range(planned.config.train.steps))
-    precision = planned.config.general.precision
+    rows = (spec.layout.rows(number, world.rank) for number in range(spec.config.train.steps))
+    precision = spec.config.general.precision
 
     def step() -> Tensor:
-        inputs, targets = (tensor.to(device) for tensor in planned.data.samples(*next(rows)))
+        inputs, targets = (tensor.to(device) for tensor in spec.data.samples(*next(rows)))
         with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
             loss = forward(inputs, targets)
         loss.backward()

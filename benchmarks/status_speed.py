@@ -20,11 +20,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ptdbench import config
-from ptdbench.compose import compose_all
 from ptdbench.measure.hardware import environment
-from ptdbench.records import record, store
-from ptdbench.sweep import ledger
+from ptdbench.records import ledger, record, store
+from ptdbench.setup import config
+from ptdbench.setup.compose import compose_all
 
 ROOT = Path(__file__).parents[1]
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from ptdbench import config, plan
-from ptdbench.compose import compose_all
 from ptdbench.data.text import Text
 from ptdbench.records import store
+from ptdbench.setup import config, run_spec
+from ptdbench.setup.compose import compose_all
 
 ROOT = Path(__file__).parents[1]
 
@@ -93,7 +93,7 @@ def bigram_bits_per_byte(*overrides: str) -> float:
     probability too.
     """
     composed = compose_all(ROOT / "conf", "config", ["experiment=stdlib_gpt_tiny", *overrides], multirun=False).jobs[0]
-    training = plan.make(config.read(composed), None).training
+    training = run_spec.specify(config.read(composed), None).training
     assert training
     data = training.data
     assert isinstance(data, Text)

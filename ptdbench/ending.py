@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptdbench import config, plan
+from ptdbench.job import Outcome
 from ptdbench.launch import local, slurm
 from ptdbench.launch.peers import Peer
 from ptdbench.launch.slurm import SlurmError
@@ -22,13 +22,14 @@ from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.witness import noting
 from ptdbench.launch.world import World
 from ptdbench.measure.hardware import environment
-from ptdbench.records import failure, record, tensorboard
+from ptdbench.records import failure, record
 from ptdbench.records.cause import is_stop, root_cause
-from ptdbench.records.figures import write_figures
 from ptdbench.records.owner import Attempt
 from ptdbench.records.store import Damaged
+from ptdbench.report import tensorboard
+from ptdbench.report.figures import write_figures
+from ptdbench.setup import config, run_spec
 from ptdbench.terminal import say
-from ptdbench.workloads.job import Outcome
 
 #: Seconds that a rank stays whose failure may follow from another's: so that who watches the ranks sees the culprit die
 #: first, and that it learns who else was stopped.
@@ -39,7 +40,9 @@ _SHORT_LINGER = 0.5
 _PATIENT = ("local", "torchrun", "srun")
 
 
-def close(attempt: Attempt, planned: plan.Plan, device: torch.device, met: Sequence[Peer], outcome: Outcome) -> None:
+def close(
+    attempt: Attempt, spec: run_spec.RunSpec, device: torch.device, met: Sequence[Peer], outcome: Outcome
+) -> None:
     """Write what came of the run: the record, and from it what TensorBoard shows."""
 
     def finish(written: dict[str, Any]) -> Mapping[str, Any]:
@@ -61,7 +64,7 @@ def close(attempt: Attempt, planned: plan.Plan, device: torch.device, met: Seque
         tensorboard.write_tensorboard(attempt.directory, done, outcome.shown)
     write_figures(attempt.directory, outcome.figures)
     if outcome.stopped:
-        _requeue(attempt, planned.config.cluster, done, outcome.stopped)
+        _requeue(attempt, spec.config.cluster, done, outcome.stopped)
 
 
 def _requeue(attempt: Attempt, cluster: config.Cluster, done: Mapping[str, Any], stopped: str) -> None:

@@ -22,13 +22,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from ptdbench import commandline, compose, config, lease, resume
-from ptdbench.commandline import LAUNCHER
-from ptdbench.config import Slurm
 from ptdbench.launch import leaving, local, slurm
 from ptdbench.launch.world import World, discover
 from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.records import record, store, table
+from ptdbench.records import lease, record, store
+from ptdbench.report import table
+from ptdbench.setup import commandline, compose, config, resume
+from ptdbench.setup.commandline import LAUNCHER
+from ptdbench.setup.config import Slurm
 from ptdbench.terminal import say
 
 
@@ -336,7 +337,7 @@ def _claim(composed: compose.Composed, overrides: Sequence[str], world: World | 
 
 def _begin(composed: compose.Composed, folder: Path, directory: Path) -> None:
     """The first file of a run or a sweep: what it is, for whoever finds it after the program was killed."""
-    from ptdbench.sweep import ledger
+    from ptdbench.records import ledger
 
     if composed.is_sweep:
         ledger.begin(folder, composed.typed)

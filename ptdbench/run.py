@@ -22,17 +22,18 @@ import psutil
 import torch
 from omegaconf import DictConfig
 
-from ptdbench import config, ending, lease, plan
+from ptdbench import ending
+from ptdbench.job import Job
 from ptdbench.launch import leaving, local, peers, rendezvous
 from ptdbench.launch.world import World, discover
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.stopwatch import Stopwatch
 from ptdbench.problems import ConfigError
-from ptdbench.records import failure, record
+from ptdbench.records import failure, lease, record
 from ptdbench.records.cause import root_cause
 from ptdbench.records.owner import Attempt, this_process
+from ptdbench.setup import config, run_spec
 from ptdbench.terminal import say
-from ptdbench.workloads.job import Job
 
 #: Seconds that ranks get to save what they have done when the run is asked to stop.
 SAVE_GRACE = 120.0
@@ -62,19 +63,19 @@ def run(composed: DictConfig, directory: Path) -> None:
     try:
         if world:
             rendezvous.export(world, os.environ)  # a model of the user's own may ask who it is when it is made
-        planned = plan.make(config.read(composed), world)
-        if world is None and planned.training:
-            planned.training.prepare_data()  # what is wrong with the data shows before anything is started for them
+        spec = run_spec.specify(config.read(composed), world)
+        if world is None and spec.training:
+            spec.training.prepare_data()  # what is wrong with the data shows before anything is started for them
     except ConfigError as refused:
         if writes:
             _fail(attempt, failure.describe(refused, rank=-1))
         return
     if writes:
-        attempt = replace(attempt, draft=attempt.amend(lambda written: written | _planned(planned, world)))
+        attempt = replace(attempt, draft=attempt.amend(lambda written: written | _specified(spec, world)))
     if world:
         take_part(composed, world, attempt, ready)
     else:
-        _start_ranks(composed, planned.world_size, attempt, ready)
+        _start_ranks(composed, spec.world_size, attempt, ready)
 
 
 def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, ready: float) -> None:
@@ -137,20 +138,20 @@ def _work(composed: DictConfig, world: World, attempt: Attempt, ready: float) ->
     """The story of a run, as every rank lives it."""
     watch = Stopwatch(ready)
     watch.lap("import")
-    planned = plan.make(config.read(composed), world)
-    device = planned.device(world.local_rank)
+    spec = run_spec.specify(config.read(composed), world)
+    device = spec.device(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     watch.lap("config")
-    with rendezvous.process_group(world, planned.backend, device, key=str(attempt.directory)) as own_store:
-        met = peers.meet(world, device, planned.config.cluster.cpus_per_rank)
+    with rendezvous.process_group(world, spec.backend, device, key=str(attempt.directory)) as own_store:
+        met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
         watch.lap("rendezvous")
-        with ending.watchdog(planned.config, world, own_store, attempt) as dog:
-            outcome = planned.workload(Job(planned, world, met, own_store, device, attempt.directory, watch, dog))
+        with ending.watchdog(spec.config, world, own_store, attempt) as dog:
+            outcome = spec.workload(Job(spec, world, met, own_store, device, attempt.directory, watch, dog))
         if outcome.stopped:
             local.ignore_signals()  # it has done what it was asked for; SLURM signals once more when it requeues
         if world.rank == 0:
-            ending.close(attempt, planned, device, met, outcome)
+            ending.close(attempt, spec, device, met, outcome)
 
 
 def _open_record(composed: DictConfig, attempt: Attempt) -> Attempt:
@@ -168,12 +169,12 @@ def _open_record(composed: DictConfig, attempt: Attempt) -> Attempt:
         raise SystemExit(1) from None
 
 
-def _planned(planned: plan.Plan, world: World | None) -> dict[str, Any]:
-    """What a plan adds to a record."""
-    known = {"world_size": planned.world_size, "launcher": world.launcher if world else "local"}
-    if planned.training is None:
+def _specified(spec: run_spec.RunSpec, world: World | None) -> dict[str, Any]:
+    """What the specification of a run adds to its record."""
+    known = {"world_size": spec.world_size, "launcher": world.launcher if world else "local"}
+    if spec.training is None:
         return known | dict.fromkeys(("model", "parallel", "global_batch", "precision"))
-    training = planned.training
+    training = spec.training
     return known | {
         "parameters": training.parameters,
         "tokens_per_sample": training.data.tokens_per_sample,

@@ -14,9 +14,9 @@ import pytest
 from omegaconf import DictConfig
 
 from ptdbench import run as product
-from ptdbench.compose import compose_all
 from ptdbench.launch import local
 from ptdbench.records import store
+from ptdbench.setup.compose import compose_all
 from tests import slurm_cluster
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ import pytest
 from ptdbench import run as product
 from ptdbench.records import store
 from tests.conftest import composed
-from tests.workloads.test_evaluation import TASK
+from tests.training.test_evaluation import TASK
 
 pytestmark = pytest.mark.ranks
 

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptdbench import resume
-from ptdbench.compose import compose_all
 from ptdbench.problems import ConfigError
 from ptdbench.records import record, store
+from ptdbench.setup import resume
+from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests
 from ptdbench.sweep.agenda import Agenda
 from tests.conftest import ROOT

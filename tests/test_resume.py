@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from ptdbench import resume
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
-from ptdbench.records import record, store
-from ptdbench.sweep import ledger
+from ptdbench.records import ledger, record, store
+from ptdbench.setup import resume
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.ranks

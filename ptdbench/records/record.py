@@ -43,7 +43,7 @@ def begin(
         config: The resolved configuration.
         directory: The run's directory.
         environment: Versions and hardware.
-        overrides: What was typed for the run, for :mod:`ptdbench.resume`; ``None`` where it is not known.
+        overrides: What was typed for the run, for :mod:`ptdbench.setup.resume`; ``None`` where it is not known.
         owner: The process that starts the run; ``None`` where it only waits to be started.
     """
     record: dict[str, Any] = dict.fromkeys(FIELDS)

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ptdbench import lease
 from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError
-from ptdbench.records import failure, record, store
+from ptdbench.records import failure, lease, record, store
 from ptdbench.records.files import appear, write_json
 from ptdbench.sweep.requests import Request
 from ptdbench.terminal import say

@@ -32,8 +32,8 @@ from ptdbench.launch import leaving, local, slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import failure, record, store
-from ptdbench.sweep import ledger, submission, watch
+from ptdbench.records import failure, ledger, record, store
+from ptdbench.sweep import submission, watch
 from ptdbench.sweep.agenda import Agenda, Opened
 from ptdbench.terminal import say
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ptdbench.sweep import ledger
+from ptdbench.records import ledger
 
 #: Bytes at the end of a file that are looked at.
 _LOOKED_AT = 65536

@@ -9,14 +9,15 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from ptdbench import choices, config, plan
 from ptdbench.checkpoints import shelf
-from ptdbench.config import Config, Slurm
-from ptdbench.launch import resources, slurm
-from ptdbench.launch.resources import Shape
+from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError, Findings, Problem, require
+from ptdbench.setup import choices, config, run_spec
+from ptdbench.setup.config import Config, Slurm
+from ptdbench.sweep import resources
+from ptdbench.sweep.resources import Shape
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def _partitions(cluster: config.Cluster) -> list[Partition]:
 def _planned(job: DictConfig, words: Sequence[str], shape: Shape | None, world: World | None) -> Request:
     gpus = shape.gpus_per_node if shape else None
     try:
-        plan.make(config.read(job), world, gpus)
+        run_spec.specify(config.read(job), world, gpus)
         _check_beginning(config.read(job))
     except ConfigError as error:
         return Request(job, words, shape, error)

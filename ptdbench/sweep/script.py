@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ptdbench import commandline, compose, config
-from ptdbench.config import Config, Slurm
-from ptdbench.launch import resources, slurm
-from ptdbench.launch.resources import Shape
+from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.sweep import requests
+from ptdbench.setup import commandline, compose, config
+from ptdbench.setup.config import Config, Slurm
+from ptdbench.sweep import requests, resources
+from ptdbench.sweep.resources import Shape
 
 #: ``train.py`` and ``conf`` lie beside the package.
 ROOT = Path(__file__).parents[2]

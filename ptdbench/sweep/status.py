@@ -12,11 +12,11 @@ from typing import Any
 
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
-from ptdbench.records import record, store
+from ptdbench.records import ledger, record, store
 from ptdbench.records.failure import Failure
-from ptdbench.records.progress import read_progress
-from ptdbench.records.reason import OUTPUT
-from ptdbench.sweep import ledger, output
+from ptdbench.report.progress import read_progress
+from ptdbench.report.reason import OUTPUT
+from ptdbench.sweep import output
 
 #: What a run's status is where SLURM ended its job; every other end is a failure.
 STATUS_OF = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "OUT_OF_MEMORY": "oom", "PREEMPTED": "preempted"}

@@ -11,10 +11,11 @@ from typing import Any
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from ptdbench.launch import resources, slurm
-from ptdbench.launch.resources import Output
+from ptdbench.launch import slurm
 from ptdbench.problems import Problem, require
+from ptdbench.sweep import resources
 from ptdbench.sweep.requests import Request
+from ptdbench.sweep.resources import Output
 
 #: Options of Hydra's launcher that say nothing of resources, and what they are where nobody gives them.
 OPTIONS = {"array_parallelism": 256, "signal_delay_s": 120}

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
-from ptdbench.records.reason import reason, wrap
+from ptdbench.report.reason import reason, wrap
 from ptdbench.sweep.status import Run, Sweep
 from ptdbench.terminal import plain
 

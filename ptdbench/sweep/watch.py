@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ptdbench.records import record
-from ptdbench.records.reason import OUTPUT
-from ptdbench.sweep import ledger, output, status, view
+from ptdbench.records import ledger, record
+from ptdbench.report.reason import OUTPUT
+from ptdbench.sweep import output, status, view
 from ptdbench.sweep.status import Run, Sweep
 from ptdbench.terminal import plain, say
 

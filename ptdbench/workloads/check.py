@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ptdbench.job import Job, Outcome
 from ptdbench.measure import soundness, topology
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.products import Shape
@@ -28,7 +29,6 @@ from ptdbench.terminal import say
 from ptdbench.workloads import collectives, matmul, point_to_point
 from ptdbench.workloads.collectives import Collectives
 from ptdbench.workloads.hello import Hello
-from ptdbench.workloads.job import Job, Outcome
 from ptdbench.workloads.point_to_point import PointToPoint
 
 T = TypeVar("T", bound=Hashable)
@@ -157,7 +157,7 @@ def preliminary(job: Job) -> Figures | None:
     Returns:
         What :meth:`Check.examine` found; ``None`` where the run asks for no check.
     """
-    if not job.plan.config.general.check:
+    if not job.spec.config.general.check:
         return None
     found = Check().examine(job)
     _give_back(job.device)

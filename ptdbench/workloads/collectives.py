@@ -9,15 +9,14 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from ptdbench.communication.operations import OPERATIONS, Message, Place, lacking, verify
+from ptdbench.communication.patterns import DTYPES, REDUCTIONS
+from ptdbench.job import Job, Outcome
 from ptdbench.launch.world import World
-from ptdbench.measure import bandwidth
+from ptdbench.measure import bandwidth, timing
 from ptdbench.measure.statistics import summary
+from ptdbench.measure.timing import Effort
 from ptdbench.problems import Problem, nearest, require, would_do
-from ptdbench.workloads import timing
-from ptdbench.workloads.job import Job, Outcome
-from ptdbench.workloads.operations import OPERATIONS, Message, Place, lacking, verify
-from ptdbench.workloads.patterns import DTYPES, REDUCTIONS
-from ptdbench.workloads.timing import Effort
 
 MODES = ("blocking", "async")
 
@@ -136,7 +135,7 @@ def measure(job: Job, options: Collectives) -> dict[str, Any]:
     timing.require_memory(job, _COPIES * options.max_bytes, "workload.max_bytes", options.max_bytes)
     groups = groups_of(options.group, job.world.size, options.pipeline_size)
     own = _join(groups, job.world)
-    left_out = lacking(job.plan.backend, job.device.type)
+    left_out = lacking(job.spec.backend, job.device.type)
     results: list[dict[str, Any]] = []
     fits, cut = [], []
     for series in options.series(left_out):

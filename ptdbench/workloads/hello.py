@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ptdbench.job import Job, Outcome
 from ptdbench.launch.address import meeting_point
-from ptdbench.workloads.job import Job, Outcome
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Hello:
             {
                 "hello": {
                     "launcher": job.world.launcher,
-                    "backend": job.plan.backend,
+                    "backend": job.spec.backend,
                     "address": address,
                     "port": port,
                     "ranks": [peer.as_dict() for peer in job.peers],

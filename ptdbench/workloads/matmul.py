@@ -14,12 +14,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ptdbench.measure import ceiling, products
+from ptdbench.job import Job, Outcome
+from ptdbench.measure import ceiling, products, timing
 from ptdbench.measure.hardware import dense_peak, environment
 from ptdbench.measure.products import DTYPES, Shape
 from ptdbench.problems import Problem, require, would_do
-from ptdbench.workloads import timing
-from ptdbench.workloads.job import Job, Outcome
 
 #: What is measured where nothing is said, by the type of the device: dtypes, and shapes that suit them.
 AUTO_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
@@ -144,7 +143,7 @@ def known_ceiling(job: Job, dtype: str) -> tuple[float | None, str | None]:
     command = ["python train.py workload=matmul"]
     if job.device.type == "cpu":  # how many threads a rank has follows from how many ranks share the cores
         command.append(f"cluster.ranks_per_node={job.world.local_size}")
-        asked = job.plan.config.cluster.cpus_per_rank
+        asked = job.spec.config.cluster.cpus_per_rank
         command += [] if asked == "auto" else [f"cluster.cpus_per_rank={asked}"]
     command += [] if dtype in AUTO_DTYPES[job.device.type] else [f"workload.dtypes=[{dtype}]"]
     return None, f"no ceiling on record for {of}; would do: {' '.join(command)}"

@@ -21,15 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ptdbench.measure import bandwidth
+from ptdbench.communication.operations import compare
+from ptdbench.communication.patterns import DTYPES, sent
+from ptdbench.job import Job, Outcome
+from ptdbench.measure import bandwidth, timing
 from ptdbench.measure.statistics import summary
+from ptdbench.measure.timing import Effort
 from ptdbench.problems import Problem, at_least, require
-from ptdbench.records import heat_map
-from ptdbench.workloads import timing
-from ptdbench.workloads.job import Job, Outcome
-from ptdbench.workloads.operations import compare
-from ptdbench.workloads.patterns import DTYPES, sent
-from ptdbench.workloads.timing import Effort
+from ptdbench.report import heat_map
 
 #: Bytes of the answer to a message.
 ANSWER = 8

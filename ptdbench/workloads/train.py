@@ -13,21 +13,21 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.data.feed import Feed
+from ptdbench.job import Job, Outcome
 from ptdbench.launch.brake import Brake
 from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel import mesh
 from ptdbench.problems import Problem, require
-from ptdbench.records import samples
-from ptdbench.workloads import agreement
+from ptdbench.report import samples
+from ptdbench.training import agreement
+from ptdbench.training.curves import Curves
+from ptdbench.training.evaluation import Evaluator
+from ptdbench.training.keeper import Keeper
+from ptdbench.training.loop import StepLoop, collect_garbage
+from ptdbench.training.pulse import Pulse
+from ptdbench.training.update import Update
 from ptdbench.workloads.check import preliminary, with_check
-from ptdbench.workloads.curves import Curves
-from ptdbench.workloads.evaluation import Evaluator
-from ptdbench.workloads.job import Job, Outcome
-from ptdbench.workloads.keeper import Keeper
-from ptdbench.workloads.loop import StepLoop, collect_garbage
-from ptdbench.workloads.pulse import Pulse
-from ptdbench.workloads.update import Update
 
 #: The steps after which ``train.max_minutes`` is applied: the first compiles, the second allocates.
 PROBE_STEPS = 3
@@ -73,7 +73,7 @@ class Train:
 
 def _outcome(job: Job, loop: StepLoop, keeper: Keeper, evaluator: Evaluator, stopped: str | None) -> Outcome:
     """What came of it, and why there is no more."""
-    asked = job.plan.config.train
+    asked = job.spec.config.train
     remarks: dict[str, Any] = {}
     if loop.done < asked.steps and not stopped:
         limit = f"train.max_minutes={asked.max_minutes}"
@@ -115,16 +115,16 @@ def assemble(job: Job) -> StepLoop:
         dist.barrier()
         training.prepare_data()  # finds it done, and looks at what is there before worker processes copy this one
     require(_nothing_held_out(job))
-    grid = mesh.build(training.layout, job.plan.device_type)
+    grid = mesh.build(training.layout, job.spec.device_type)
     engine = training.engine(grid, job.device)
     engine.module.train()
     update = Update(
         engine,
         training.optimizer(engine.module.parameters()),
         training.schedule,
-        job.plan.config.train,
+        job.spec.config.train,
         job.device,
-        scale=job.plan.config.general.precision == "fp16",
+        scale=job.spec.config.general.precision == "fp16",
     )
     replica = grid["data"].get_local_rank()
     feed = Feed(training.data, partial(training.layout.rows, replica=replica), job.device)
@@ -132,10 +132,10 @@ def assemble(job: Job) -> StepLoop:
 
 
 def _nothing_held_out(job: Job) -> Problem | None:
-    every = job.plan.config.eval.every
+    every = job.spec.config.eval.every
     if every is None or job.training.data.held_out is not None:
         return None
-    rule = f"data={job.plan.config.call('data').name} keeps nothing from training"
+    rule = f"data={job.spec.config.call('data').name} keeps nothing from training"
     return Problem("eval.every", every, rule, "would do: null, or data with a part that is held out")
 
 
@@ -145,7 +145,7 @@ def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:
     The garbage collector is off until the iterator ends or is closed.
     """
     memory.reset_peak(job.device)
-    wanted = job.plan.config.train.steps
+    wanted = job.spec.config.train.steps
     pulse = Pulse(job, wanted)
     collect_garbage()
     gc.disable()
@@ -169,7 +169,7 @@ def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:
 
 def _affordable(job: Job, loop: StepLoop) -> int:
     """How many steps ``train.max_minutes`` leaves; every rank comes to the same number."""
-    asked = job.plan.config.train
+    asked = job.spec.config.train
     if asked.max_minutes is None:
         return asked.steps
     seconds = torch.tensor(min(loop.clock.seconds()), dtype=torch.float64, device=job.device)

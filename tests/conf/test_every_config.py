@@ -10,10 +10,10 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from ptdbench import config, plan
-from ptdbench.compose import compose_all
 from ptdbench.launch.slurm import Partition
 from ptdbench.launch.world import World
+from ptdbench.setup import config, run_spec
+from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests
 from tests.conftest import ROOT, composed
 from tests.data import tiny_tokenizer
@@ -70,14 +70,14 @@ def texts(tmp_path_factory) -> Path:
     return folder
 
 
-def planned(job: DictConfig) -> plan.Plan:
-    """The plan of a run: on this machine, or in a job of the shape that it would be given."""
+def spec(job: DictConfig) -> run_spec.RunSpec:
+    """A run, specified: on this machine, or in a job of the shape that it would be given."""
     read = config.read(job)
     if not isinstance(read.cluster, config.Slurm):
-        return plan.make(read, None)
+        return run_spec.specify(read, None)
     shape = requests.shape_of(read, PARTITIONS)
     world = World(0, shape.world_size, 0, shape.ranks_per_node, "SLURM", nodes=shape.nodes)
-    return plan.make(read, world, shape.gpus_per_node)
+    return run_spec.specify(read, world, shape.gpus_per_node)
 
 
 def test_the_groups_are_those_the_program_knows():
@@ -103,7 +103,7 @@ class TestFile:
     def test_can_run(self, path, images, texts):
         group, name = path.parent.name, path.stem
         companions = [word.format(images=images, texts=texts) for word in COMPANIONS.get(identity(path), ())]
-        made = planned(composed(f"{group}={name}", *companions, "device=cpu"))
+        made = spec(composed(f"{group}={name}", *companions, "device=cpu"))
         if group != "experiment":
             assert made.config.resolved[group]["name"] == name
         assert made.world_size in (1, 2)
@@ -111,7 +111,9 @@ class TestFile:
 
 def test_numbers_are_numbers():
     """Plain YAML reads 1e-3 as text; the loader of Hydra does not."""
-    adamw, sgd = (plan.make(config.read(composed(f"optimizer={o}")), None).training.optimizer for o in ("adamw", "sgd"))
+    adamw, sgd = (
+        run_spec.specify(config.read(composed(f"optimizer={o}")), None).training.optimizer for o in ("adamw", "sgd")
+    )
     weight = [torch.nn.Parameter(torch.ones(1))]
     assert (adamw(weight).defaults["lr"], adamw(weight).defaults["weight_decay"]) == (1e-3, 0.1)
     assert (sgd(weight).defaults["lr"], sgd(weight).defaults["weight_decay"]) == (0.1, 1e-4)
@@ -133,7 +135,7 @@ def test_commands_that_are_shown_compose(command):
     assert found.jobs
     if not re.search(r"my_package|\bmy/|/data/", command):  # examples of what only the reader has
         for job in found.jobs:
-            planned(job)
+            spec(job)
 
 
 def test_the_primary_config_explains_every_option_it_sets():

@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ptdbench import config, plan
 from ptdbench.optim.groups import decay_groups
+from ptdbench.setup import config, run_spec
 from tests.conftest import composed
 
 
@@ -24,7 +24,7 @@ def test_frozen_weights_are_left_out_and_empty_groups_too():
 
 
 def optimizer_of(*overrides: str) -> torch.optim.Optimizer:
-    training = plan.make(config.read(composed("model=toy", *overrides)), None).training
+    training = run_spec.specify(config.read(composed("model=toy", *overrides)), None).training
     assert training
     return training.optimizer(nn.Linear(2, 3).parameters())
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ptdbench.compose import compose_all
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition
+from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests, status
 from tests.conftest import ROOT
 from tests.sweep.made import Directory

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.launch.slurm import JobState, SlurmError
-from ptdbench.records import record, store
+from ptdbench.records import ledger, record, store
 from ptdbench.records.failure import Failure
-from ptdbench.records.progress import PROGRESS
-from ptdbench.sweep import ledger
+from ptdbench.report.progress import PROGRESS
 
 CONFIG = {
     "workload": {"name": "train", "label": "toy_ddp"},

@@ -13,11 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ptdbench.launch import slurm
-from ptdbench.records import record, schema, store, table
-from ptdbench.records.metrics import metrics
-from ptdbench.records.progress import PROGRESS
-from ptdbench.sweep import ledger, status, view
-from tests.records.test_metrics import MEASURED
+from ptdbench.measure.metrics import metrics
+from ptdbench.records import ledger, record, schema, store
+from ptdbench.report import table
+from ptdbench.report.progress import PROGRESS
+from ptdbench.sweep import status, view
+from tests.measure.test_metrics import MEASURED
 from tests.sweep.made import CONFIG, DONE
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)

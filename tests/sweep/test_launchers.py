@@ -14,8 +14,8 @@ from hydra.core.plugins import Plugins
 from ptdbench.launch import local, slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.problems import ConfigError
-from ptdbench.records import store
-from ptdbench.sweep import launchers, ledger
+from ptdbench.records import ledger, store
+from ptdbench.sweep import launchers
 from ptdbench.sweep.agenda import Agenda
 from ptdbench.sweep.submission import arrays
 from tests.conftest import ROOT

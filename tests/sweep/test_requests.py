@@ -6,11 +6,11 @@ from dataclasses import astuple
 
 import pytest
 
-from ptdbench.compose import compose_all
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
+from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests
 from tests.conftest import ROOT
 

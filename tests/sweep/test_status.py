@@ -10,7 +10,7 @@ import pytest
 
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import record, store
-from ptdbench.records.progress import PROGRESS
+from ptdbench.report.progress import PROGRESS
 from ptdbench.sweep import status, view
 from tests.sweep.made import CONFIG, DONE, failure, state
 

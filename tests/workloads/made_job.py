@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from ptdbench import config, plan
+from ptdbench.job import Job
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import World
 from ptdbench.measure.stopwatch import Stopwatch
-from ptdbench.workloads.job import Job
+from ptdbench.setup import config, run_spec
 
 
 def job(directory: Path, composed: DictConfig) -> Job:
     """This rank's part of a run on the CPU, in a group of ranks of one host; its watchdog sleeps."""
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), "local")
-    planned = plan.make(config.read(composed), world)
+    spec = run_spec.specify(config.read(composed), world)
     store = dist.PrefixStore(str(directory), dist.distributed_c10d._get_default_store())
     dog = Watchdog(world, store, directory, math.inf, lambda *_: None)
-    return Job(planned, world, [], store, torch.device("cpu"), directory, Stopwatch(0.0), dog)
+    return Job(spec, world, [], store, torch.device("cpu"), directory, Stopwatch(0.0), dog)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptdbench.config import Train
 from ptdbench.data.feed import Feed
 from ptdbench.data.protocol import Data
 from ptdbench.optim.schedules import Constant, Schedule
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.layout import Layout
-from ptdbench.workloads.loop import StepLoop
-from ptdbench.workloads.update import Update
+from ptdbench.setup.config import Train
+from ptdbench.training.loop import StepLoop
+from ptdbench.training.update import Update
 
 CPU = torch.device("cpu")
 TRAIN = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ptdbench.job import Job
 from ptdbench.workloads.check import Check
-from ptdbench.workloads.job import Job
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ptdbench import config, plan
+from ptdbench.job import Outcome
 from ptdbench.problems import ConfigError
+from ptdbench.setup import config, run_spec
 from ptdbench.workloads import check
 from ptdbench.workloads.check import Check
-from ptdbench.workloads.job import Outcome
 from tests.conftest import ROOT, composed
 
 WIDE = ("workload=check", "device=cpu", "workload.tolerance=0.9999")
@@ -98,7 +98,7 @@ def test_without_being_asked_nothing_is_checked(run):
 class TestRefused:
     def problems(self, *overrides: str) -> str:
         with pytest.raises(ConfigError) as found:
-            plan.make(config.read(composed("workload=check", "device=cpu", *overrides)), None)
+            run_spec.specify(config.read(composed("workload=check", "device=cpu", *overrides)), None)
         return str(found.value)
 
     @pytest.mark.parametrize("value", ["0", "1", "-0.1", "5"])
@@ -150,7 +150,7 @@ def test_it_is_said_at_once_on_rank_0(monkeypatch, capsys):
     monkeypatch.setattr(Check, "examine", lambda self, job: UNSOUND)
     for rank, said in ((0, "unsound: rank 1 is slow; torch differs; the run goes on\n"), (1, "")):
         job = SimpleNamespace(
-            plan=SimpleNamespace(config=SimpleNamespace(general=SimpleNamespace(check=True))),
+            spec=SimpleNamespace(config=SimpleNamespace(general=SimpleNamespace(check=True))),
             watch=SimpleNamespace(lap=lambda name: None), world=SimpleNamespace(rank=rank), device=torch.device("cpu"),
         )  # fmt: skip
         assert check.preliminary(job) is UNSOUND

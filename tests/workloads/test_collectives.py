@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from ptdbench import config, plan
+from ptdbench.communication.operations import OPERATIONS
 from ptdbench.problems import ConfigError
+from ptdbench.setup import config, run_spec
 from ptdbench.workloads.collectives import Collectives, groups_of
-from ptdbench.workloads.operations import OPERATIONS
 from tests.conftest import ROOT, composed
 
 #: Quick figures, for tests that do not look at them.
@@ -29,7 +29,7 @@ def refusal(*overrides, ranks=2):
     """What is said before any rank starts."""
     job = composed("workload=collectives", "device=cpu", f"cluster.ranks_per_node={ranks}", *overrides)
     with pytest.raises(ConfigError) as refused:
-        plan.make(config.read(job), None)
+        run_spec.specify(config.read(job), None)
     return str(refused.value)
 
 
@@ -162,7 +162,7 @@ def test_what_the_backend_lacks_is_refused_where_it_is_asked_for():
 
 def test_one_rank_may_talk_to_itself():
     job = composed("workload=collectives", "device=cpu", "cluster.ranks_per_node=1")
-    assert plan.make(config.read(job), None).world_size == 1
+    assert run_spec.specify(config.read(job), None).world_size == 1
 
 
 def test_the_options_and_their_defaults_are_said_twice_and_alike():

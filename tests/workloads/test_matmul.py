@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from ptdbench import config, plan
 from ptdbench.measure.products import Shape
 from ptdbench.problems import ConfigError
+from ptdbench.setup import config, run_spec
 from ptdbench.workloads import matmul
 from tests.conftest import composed
 
@@ -26,7 +26,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 def problems(*overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as found:
-        plan.make(config.read(composed("workload=matmul", "device=cpu", *overrides)), None)
+        run_spec.specify(config.read(composed("workload=matmul", "device=cpu", *overrides)), None)
     return str(found.value).splitlines()
 
 

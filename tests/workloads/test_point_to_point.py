@@ -9,8 +9,8 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from ptdbench import config, plan
 from ptdbench.problems import ConfigError
+from ptdbench.setup import config, run_spec
 from ptdbench.workloads.point_to_point import PointToPoint, hidden, ordered_pairs, unordered_pairs
 from tests.conftest import ROOT, composed
 
@@ -107,7 +107,7 @@ def test_two_nodes(slurm, tmp_path):
 )
 def test_bad_input_is_refused_before_any_rank_starts(overrides, message):
     with pytest.raises(ConfigError) as refused:
-        plan.make(config.read(composed("workload=p2p", "device=cpu", *overrides)), None)
+        run_spec.specify(config.read(composed("workload=p2p", "device=cpu", *overrides)), None)
     assert str(refused.value).startswith(message)
 
 

@@ -14,13 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ptdbench.workloads.loop import StepLoop
+from ptdbench.training.loop import StepLoop
+from ptdbench.training.update import Update
 from ptdbench.workloads.train import Train, assemble
-from ptdbench.workloads.update import Update
 from tests.conftest import composed
 from tests.parallel.ranks import on_ranks
+from tests.training.test_evaluation import TASK
 from tests.workloads.made_job import job
-from tests.workloads.test_evaluation import TASK
 
 pytestmark = pytest.mark.ranks
 

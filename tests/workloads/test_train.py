@@ -45,7 +45,7 @@ def affordable() -> list[int]:
 
     def job(steps: int, max_minutes: float | None) -> Any:
         asked = SimpleNamespace(steps=steps, max_minutes=max_minutes)
-        return SimpleNamespace(plan=SimpleNamespace(config=SimpleNamespace(train=asked)), device=torch.device("cpu"))
+        return SimpleNamespace(spec=SimpleNamespace(config=SimpleNamespace(train=asked)), device=torch.device("cpu"))
 
     return [_affordable(job(*case), loop) for case in ((100, 1), (10, 1), (100, 0.01), (100, None))]
 

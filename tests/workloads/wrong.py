@@ -6,8 +6,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from ptdbench.job import Job, Outcome
 from ptdbench.workloads.collectives import Collectives
-from ptdbench.workloads.job import Job, Outcome
 from ptdbench.workloads.point_to_point import PointToPoint
 
 

@@ -1,0 +1,145 @@
+"""How messages are timed: how often, by whom, and what lies between two readings of the clock.
+
+As in nccl-tests, the ranks meet at a barrier before a block of repetitions and not between them, so that one
+repetition may begin while another rank still ends the last; nothing else stands in the block. Every repetition is
+timed on every rank, and costs what its slowest rank took: the ranks compare their lists once, when the block is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from ptdbench.job import Job
+from ptdbench.measure import clock
+from ptdbench.problems import ConfigError, Problem, at_least
+
+#: The clock's resolution, about: what took no time at all still divides.
+_TICK = 1e-9
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is spent on one figure.
+
+    Attributes:
+        seconds: Repetitions are chosen to fill so much time.
+        min_repetitions: At least so many are timed.
+        max_repetitions: At most so many.
+        warmup: So many are done before, at least one; the fastest of them says how many will fit.
+        max_seconds: A size whose fewest repetitions would take longer is left out, and all above it.
+    """
+
+    seconds: float = 0.03
+    min_repetitions: int = 5
+    max_repetitions: int = 1000
+    warmup: int = 2
+    max_seconds: float = 1.0
+
+    def repetitions(self, once: float) -> int:
+        """How many are timed of what takes ``once`` seconds."""
+        return max(self.min_repetitions, min(self.max_repetitions, int(self.seconds / max(once, _TICK))))
+
+    def affords(self, once: float) -> bool:
+        """Whether the fewest repetitions of what takes ``once`` seconds fit into ``max_seconds``."""
+        return self.min_repetitions * once <= self.max_seconds
+
+
+def problems(options: Mapping[str, Any]) -> list[Problem]:
+    """What is wrong with the sizes and the effort among a workload's options."""
+    counts = ("warmup", "min_bytes", "max_bytes", "min_repetitions", "max_repetitions")
+    found = at_least(1, **{name: options[name] for name in counts})
+    found += at_least(2, factor=options["factor"])
+    for name in ("seconds", "max_seconds"):
+        if options[name] <= 0:
+            found.append(Problem(name, options[name], "must be greater than 0"))
+    for low, high in (("min_bytes", "max_bytes"), ("min_repetitions", "max_repetitions")):
+        if options[low] > options[high]:
+            found.append(Problem(high, options[high], f"must not be below {low}, {options[low]}"))
+    return found
+
+
+def sizes(min_bytes: int, max_bytes: int, factor: int) -> list[int]:
+    """``min_bytes``, times ``factor`` each, up to ``max_bytes``, which is the last in any case."""
+    found = []
+    size = min_bytes
+    while size < max_bytes:
+        found.append(size)
+        size *= factor
+    return [*found, max_bytes]
+
+
+def require_memory(job: Job, need: int, option: str, value: object) -> None:
+    """Refuse what does not fit, on all ranks at once, so that none waits for one that has failed.
+
+    Args:
+        job: Every rank calls this.
+        need: Bytes that each rank will take.
+        option: What asks for so much, as it is typed.
+        value: What it says.
+
+    Raises:
+        ConfigError: On every rank, naming the one that has the least room.
+    """
+    if job.device.type == "cuda":
+        free, what = torch.cuda.mem_get_info(job.device)[0], "its GPU"
+    else:
+        free, what = psutil.virtual_memory().available // job.world.local_size, "its share of the node"
+    told: list[Any] = [None] * job.world.size
+    dist.all_gather_object(told, (free, what))
+    rank = min(range(job.world.size), key=lambda number: told[number][0])
+    least, place = told[rank]
+    if need > least:
+        rule = f"takes {need / 2**30:.3g} GiB of memory on a rank, and rank {rank} has {least / 2**30:.3g} GiB: {place}"
+        raise ConfigError([Problem(option, value, rule, "would do: less")])
+
+
+def repeat(step: Callable[[], object] | None, device: torch.device, effort: Effort) -> list[float]:
+    """Seconds of every timed repetition, as its slowest rank saw it; every rank calls this and gets the same.
+
+    Args:
+        step: One repetition; ``None`` on ranks that have no part in it, and only wait.
+        device: This rank's device.
+        effort: How often.
+
+    Returns:
+        Nothing where the fewest repetitions would take too long.
+    """
+    return repeat_in_turns([step], device, effort)[0]
+
+
+def repeat_in_turns(
+    steps: Sequence[Callable[[], object] | None], device: torch.device, effort: Effort
+) -> list[list[float]]:
+    """:func:`repeat` for several steps that are to be compared: what slows the machine down meets all of them."""
+    dist.barrier()
+    warmup = [slowest(seconds, device) for seconds in timed(steps, effort.warmup, device)]
+    once = max(min(seconds) for seconds in warmup)
+    if not effort.affords(once):
+        return [[] for _ in steps]
+    dist.barrier()
+    return [slowest(seconds, device) for seconds in timed(steps, effort.repetitions(once), device)]
+
+
+def timed(steps: Sequence[Callable[[], object] | None], count: int, device: torch.device) -> list[list[float]]:
+    """Seconds of each of ``count`` repetitions of each step on this rank; zeros where it has no part."""
+    turns = [(step, clock.for_device(device)) for step in steps if step]
+    for _ in range(count):
+        for step, watch in turns:
+            watch.start()
+            step()
+            watch.stop()
+    seconds = iter([watch.seconds() for _, watch in turns])
+    return [next(seconds) if step else [0.0] * count for step in steps]
+
+
+def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
+    """The largest of the ranks' values, one by one; every rank has equally many and gets the same."""
+    values = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return values.tolist()

@@ -1,0 +1,86 @@
+"""The tables of ``workload=matmul``: what the ranks' devices reach, and the ceiling that follows from it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from ptdbench.report.text import as_text
+
+
+def render(matmul: Mapping[str, Any], width: int) -> str:
+    """What all ranks measured at once, as plain text.
+
+    Args:
+        matmul: The ``matmul`` of a record.
+        width: Columns to fit into, where figures allow.
+    """
+    ranks = matmul["ranks"]
+    names = ", ".join(dict.fromkeys(rank["device"] for rank in ranks))
+    count = f"{len(ranks)} rank{'s' * (len(ranks) != 1)}"
+    blocks = [
+        f"matrix products on {count} at once ({names}): TFLOP/s of a rank",
+        as_text(_products(ranks, matmul["ceilings"]), width),
+    ]
+    if ranks[0]["copies"]:
+        blocks += [f"copies of memory on {count} at once: GB/s of a rank", as_text(_copies(ranks), width)]
+    return "\n".join([*blocks, *_ceilings(matmul["ceilings"]), *filter(None, [matmul.get("kept")])])
+
+
+def _products(ranks: Sequence[Mapping[str, Any]], ceilings: Sequence[Mapping[str, Any]]) -> Table:
+    table = _empty("dtype", "shape")
+    best = {(ceiling["dtype"], ceiling["shape"]) for ceiling in ceilings}
+    for number, product in enumerate(ranks[0]["products"]):
+        dtype, shape = product["dtype"], product["shape"]
+        mark = " (best)" if (dtype, shape) in best else ""
+        table.add_row(dtype, f"{shape}{mark}", *_cells([rank["products"][number] for rank in ranks], 1e12))
+    return table
+
+
+def _copies(ranks: Sequence[Mapping[str, Any]]) -> Table:
+    table = _empty("copy", "size")
+    for number, copy in enumerate(ranks[0]["copies"]):
+        size = f"{copy['bytes'] / 2**20:,.0f} MiB"
+        table.add_row(copy["kind"], size, *_cells([rank["copies"][number] for rank in ranks], 1e9))
+    return table
+
+
+def _empty(*labels: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in labels:
+        table.add_column(heading)
+    for heading in ("mean", "median", "maximum", "slowest rank", "repeated"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _cells(of_ranks: Sequence[Mapping[str, Any]], unit: float) -> list[str]:
+    """Median over the ranks of each rank's mean, median and maximum, and which rank has the lowest median."""
+    over_ranks = [statistics.median(rank[name] for rank in of_ranks) for name in ("mean", "median", "maximum")]
+    slowest = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["median"])
+    least = min(rank["repetitions"] for rank in of_ranks)
+    return [
+        *(_digits(rate / unit) for rate in over_ranks),
+        f"{_digits(of_ranks[slowest]['median'] / unit)} (rank {slowest})",
+        f"{least}x",
+    ]
+
+
+def _ceilings(ceilings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for ceiling in ceilings:
+        share = ceiling["share_of_peak"]
+        of_peak = f"no share of a peak: {ceiling['peak_reason']}" if share is None else f"{share:.1%} of the peak"
+        threads = ceiling["threads"]
+        where = ceiling["device"] + ("" if threads is None else f", {threads} thread{'s' * (threads != 1)}")
+        rate = _digits(ceiling["flops_per_second"] / 1e12)
+        yield f"ceiling of {where}: {rate} TFLOP/s in {ceiling['dtype']} ({ceiling['shape']}), {of_peak}"
+
+
+def _digits(value: float) -> str:
+    """To three significant digits, all digits before the point kept."""
+    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
+    return f"{value:,.{decimals}f}"

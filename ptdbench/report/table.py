@@ -1,0 +1,231 @@
+"""What a person reads at the end: the ranked table of the runs that trained, and what other workloads found."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from ptdbench.records.store import RECORD, RESULTS
+from ptdbench.report import ceilings, messages, roll_call, verdict
+from ptdbench.report.differences import differences
+from ptdbench.report.reason import reason, wrap
+from ptdbench.report.text import as_text
+
+_MISSING = "-"
+
+#: workload → shows what it has left in the record's field of that name, in so many columns.
+SECTIONS: dict[str, Callable[[Mapping[str, Any], int], str]] = {
+    "hello": roll_call.render,
+    "matmul": ceilings.render,
+    "check": verdict.render,
+    "p2p": messages.render_p2p,
+    "collectives": messages.render_collectives,
+}
+
+
+def render(records: Sequence[Mapping[str, Any]], width: int = 100) -> str:
+    """The runs of each model, fastest first and those that did not finish last, as plain text.
+
+    Text folds to fit ``width`` columns; a figure is never cut, so that many digits may make it wider.
+    """
+    trained = [record for record in records if record.get("model")]
+    models = dict.fromkeys(record["model"] for record in trained)
+    blocks = [_model_block([r for r in trained if r["model"] == model], width) for model in models]
+    blocks += [_other_block(record, width) for record in records if not record.get("model")]
+    return "\n\n".join(blocks)
+
+
+def closing_lines(directory: Path) -> str:
+    """Where the records of a run or a sweep are, and how to look at them in TensorBoard."""
+    shown = shlex.quote(os.path.relpath(directory))
+    is_sweep = (directory / RESULTS).exists()
+    lines = [f"records      {shown}/{RESULTS if is_sweep else RECORD}"]
+    if any(directory.glob("events.*")) or any(directory.glob("*/events.*")):
+        lines.append(f"TensorBoard  tensorboard --logdir {shown}    (the HPARAMS tab ranks the runs)")
+    return "\n".join(lines)
+
+
+def _other_block(record: Mapping[str, Any], width: int) -> str:
+    """What a workload that does not train found, even if that is no success, and why it is none."""
+    workload = str(record.get("workload"))
+    found = record.get(workload) if workload in SECTIONS else None
+    try:
+        lines = [SECTIONS[workload](found, width)] if found else []
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # its types are not in the schema
+        lines = [f"{workload}: what it found cannot be shown: the record in {record['directory']} is damaged"]
+    if record["status"] != "ok" or not lines:
+        lines.append(wrap(f"{workload}: {reason(record)}", width))
+    return "\n".join(lines)
+
+
+def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
+    """Title, table and remarks for the runs of one model."""
+    unit = "tokens" if any(_figure(record, "tokens_per_second") for record in records) else "samples"
+    rate = f"{unit}_per_second"
+    finished = [record for record in records if record["status"] == "ok" and _figure(record, rate)]
+    ranked = sorted(finished, key=lambda record: -_figure(record, rate))
+    others = [record for record in records if not any(record is one for one in finished)]
+    labels = _labels([*ranked, *others])
+    best = _figure(ranked[0], rate) if ranked else None
+
+    against_ceiling = any(_figure(record, "share_of_ceiling") for record in records)
+    judged = any(record.get("evaluations") for record in records)
+    table = _empty_table(unit, against_ceiling, judged)
+    for rank, (record, label) in enumerate(zip([*ranked, *others], labels, strict=True), start=1):
+        table.add_row(
+            str(rank) if rank <= len(ranked) else _MISSING,
+            *_cells(record, label, rate, best, against_ceiling),
+            *([_judgement(record)] if judged else []),
+            record["status"],
+        )
+    remarks = [
+        *(
+            wrap(f"{label}: {reason(record)}", width)
+            for record, label in zip(others, labels[len(ranked) :], strict=True)
+        ),
+        *_mfu_remarks(ranked, width),
+        *_check_remarks(records, width),
+    ]
+    return "\n".join([_title(records), as_text(table, width, foldable=1), *remarks])
+
+
+def _empty_table(unit: str, against_ceiling: bool, judged: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("parallel")
+    optional = [*["of ceiling"] * against_ceiling, "loss", *["held out"] * judged]
+    for heading in ("ranks", "batch", f"{unit}/s", "vs best", "step ms (p5-p95)", "memory", "MFU", *optional):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    return table
+
+
+def _cells(record: Mapping[str, Any], label: str, rate: str, best: float | None, against_ceiling: bool) -> list[str]:
+    """The cells of one run after its rank, up to its loss."""
+    names = (rate, "mfu", "share_of_ceiling", "peak_memory_bytes")
+    throughput, mfu, share, memory = (_figure(record, name) for name in names)
+    ratio = throughput / best if best and throughput and record["status"] == "ok" else None
+    loss = next((loss for loss in reversed(record.get("losses") or [])), None)
+    return [
+        label,
+        _text(record.get("world_size")),
+        _text(record.get("global_batch")),
+        _text(throughput, ",.0f" if (throughput or 0) >= 100 else ",.1f"),
+        _text(ratio, ".2f", "x"),
+        _step_time(_figure(record, "step_seconds")),
+        _bytes(memory),
+        _text(mfu and 100 * mfu, ".1f", "%"),
+        *([_text(share and 100 * share, ".1f", "%")] if against_ceiling else []),
+        _text(loss, ".3f"),
+    ]
+
+
+def _judgement(record: Mapping[str, Any]) -> str:
+    """What the last evaluation said of the model: its accuracy, its bits per byte of text, or its loss."""
+    last: Mapping[str, Any] = next(reversed(record.get("evaluations") or [{}]))
+    if last.get("top1") is not None:
+        return f"{100 * last['top1']:.1f}%"
+    if last.get("bits_per_byte") is not None:
+        return f"{last['bits_per_byte']:.3f} b/B"
+    return _text(last.get("loss"), ".3f")
+
+
+def _labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How each run is parallelised, with as much else as it takes to tell apart those that look the same."""
+    labels = [_parallel(record) for record in records]
+    for detail in (_nodes, _precision, _microbatches, _accumulation, None, _directory):
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for place, (label, record) in enumerate(zip(labels, records, strict=True)):
+            alike.setdefault((label, record.get("world_size"), record.get("global_batch")), []).append(place)
+        for places in alike.values():
+            same = [records[place] for place in places]
+            details = [detail(record) for record in same] if detail else differences(same)
+            if len(set(filter(None, details))) > 1:
+                for place, text in zip(places, details, strict=True):
+                    labels[place] = f"{labels[place]} {text}".rstrip()
+    return labels
+
+
+def _parallel(record: Mapping[str, Any]) -> str:
+    """The strategy, for a pipeline with its mesh and schedule: ``pdp 2x4 1f1b`` is 2 replicas of 4 stages."""
+    layout = record.get("layout") or {}
+    if layout.get("pipeline", 1) == 1:
+        return str(record.get("parallel"))
+    schedule = ((record.get("config") or {}).get("parallel") or {}).get("schedule", "")
+    return f"{record.get('parallel')} {layout.get('data')}x{layout['pipeline']} {schedule}".rstrip()
+
+
+def _nodes(record: Mapping[str, Any]) -> str:
+    """How many there were, or else should have been; nothing where neither is known."""
+    asked = ((record.get("config") or {}).get("cluster") or {}).get("nodes")
+    nodes = len(record.get("nodes") or []) or asked
+    return f"{nodes} node{'s' * (nodes != 1)}" if isinstance(nodes, int) else ""
+
+
+def _precision(record: Mapping[str, Any]) -> str:
+    return str(record.get("precision"))
+
+
+def _microbatches(record: Mapping[str, Any]) -> str:
+    return f"m{(record.get('layout') or {}).get('microbatches', 1)}"
+
+
+def _accumulation(record: Mapping[str, Any]) -> str:
+    return f"acc{(record.get('layout') or {}).get('accumulation', 1)}"
+
+
+def _directory(record: Mapping[str, Any]) -> str:
+    return f"[{Path(record['directory']).name}]"
+
+
+def _title(records: Sequence[Mapping[str, Any]]) -> str:
+    parameters = next((r["parameters"] for r in records if r.get("parameters")), None)
+    precisions = dict.fromkeys(str(r["precision"]) for r in records if r.get("precision"))
+    parts = [records[0]["model"], _text(parameters, ",", " parameters"), ", ".join(precisions)]
+    return " · ".join(part for part in parts if part and part != _MISSING)
+
+
+def _mfu_remarks(records: Iterable[Mapping[str, Any]], width: int) -> list[str]:
+    reasons = dict.fromkeys(_figure(record, "mfu_reason") for record in records)
+    return [wrap(f"no MFU: {reason}", width) for reason in reasons if reason]
+
+
+def _check_remarks(records: Iterable[Mapping[str, Any]], width: int) -> list[str]:
+    """What the checks before the runs found unsound."""
+    found = dict.fromkeys((record.get("remarks") or {}).get("check") for record in records)
+    return [wrap(remark, width) for remark in found if remark]
+
+
+def _figure(record: Mapping[str, Any], name: str) -> Any:
+    return (record.get("metrics") or {}).get(name)
+
+
+def _text(value: float | None, form: str = "", unit: str = "") -> str:
+    return _MISSING if value is None else f"{value:{form}}{unit}"
+
+
+def _step_time(step_seconds: Mapping[str, float | None] | None) -> str:
+    """``{"median": 0.1986, "p5": 0.19, "p95": 0.2052}`` becomes ``199 (190-205)``, in milliseconds."""
+    median, p5, p95 = ((step_seconds or {}).get(name) for name in ("median", "p5", "p95"))
+    if median is None or p5 is None or p95 is None:
+        return _MISSING
+    return f"{_three_digits(1e3 * median)} ({_three_digits(1e3 * p5)}-{_three_digits(1e3 * p95)})"
+
+
+def _three_digits(value: float) -> str:
+    """A positive figure to three significant digits, all digits before the point kept."""
+    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:,.{decimals}f}"
+
+
+def _bytes(value: int | None) -> str:
+    """``1288490188`` becomes ``1.2 GiB``."""
+    if value is None:
+        return _MISSING
+    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"

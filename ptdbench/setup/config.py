@@ -1,0 +1,266 @@
+"""The options that belong to no group: their names, types and rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.setup import signature
+
+T = TypeVar("T")
+
+#: Groups whose choice is a call: ``_target_`` and its arguments. Each also has a ``name`` for people, a workload a
+#: ``label`` for directories.
+CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "workload")
+GROUPS = ("cluster", "train", "eval", "checkpoint", "sweep", *CALLS)
+
+#: The smallest whole number that an option may be.
+LEAST = {
+    "global_batch": 1,
+    "micro_batch": 1,
+    "steps": 1,
+    "warmup_steps": 0,
+    "nodes": 1,
+    "ranks_per_node": 1,
+    "cpus_per_rank": 1,
+    "gpus_per_node": 0,
+    "time_minutes": 1,
+    "max_requeues": 0,
+    "every_steps": 1,
+    "keep": 1,
+    "seed": 0,
+    "every": 1,
+}
+
+#: Ranks on a node without GPUs: the fewest that have something to say to each other.
+RANKS_WITHOUT_GPU = 2
+
+
+@dataclass(frozen=True)
+class Train:
+    """How much is trained; see ``conf/config.yaml`` for what each option means."""
+
+    global_batch: int
+    micro_batch: int | Literal["auto"]
+    steps: int
+    warmup_steps: int
+    max_minutes: float | None
+    clip_norm: float | None
+    decay: Literal["all", "matrices"]
+    ema: float | None
+
+
+@dataclass(frozen=True)
+class Eval:
+    """When what is trained is judged by samples that it is not trained on."""
+
+    every: int | None
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is kept of a run while it goes on."""
+
+    every_steps: int | None
+    keep: int
+    asynchronous: bool
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Options of a sweep as a whole."""
+
+    resume: str | None
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where the ranks are; ``auto`` is what is found there."""
+
+    name: str
+    nodes: int | Literal["auto"]
+    ranks_per_node: int | Literal["auto"]
+    cpus_per_rank: int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Slurm(Cluster):
+    """Ranks that a SLURM job will start; see ``conf/cluster/slurm.yaml`` for what each option means."""
+
+    submit: Literal["wait", "detach", "test"]
+    log: str | None
+    chdir: str | None
+    gpus_per_node: int | Literal["auto"]
+    partition: str | None
+    account: str | None
+    qos: str | None
+    constraint: str | None
+    gres: str | None
+    time_minutes: int
+    mem_gb: float | None
+    exclusive: bool
+    requeue: bool
+    max_requeues: int
+    mail_user: str | None
+    mail_type: str | None
+    dependency: str | None
+    modules: list[str]
+    setup: list[str]
+    srun_args: list[str]
+    extra: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class General:
+    """What stands at the root of the configuration."""
+
+    precision: Literal["fp32", "bf16", "fp16"]
+    compile: bool
+    activation_checkpointing: Literal["none", "full"]
+    seed: int
+    device: Literal["auto", "cpu", "cuda"]
+    backend: Literal["auto", "gloo", "nccl"]
+    resume: str | None
+    timeout_minutes: float | None
+    check: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """One choice of a group: what is called, and with what."""
+
+    name: str
+    target: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run's configuration; :mod:`ptdbench.setup.run_spec` checks that its parts fit each other.
+
+    Each part is typed when it is asked for, and raises a ConfigError with all that is wrong in it, so that the
+    other parts can be judged all the same.
+
+    Attributes:
+        resolved: The configuration as plain containers, for the record.
+    """
+
+    resolved: Mapping[str, Any]
+
+    @cached_property
+    def general(self) -> General:
+        """The options at the root."""
+        return _typed(General, "", {name: value for name, value in self.resolved.items() if name not in GROUPS})
+
+    @cached_property
+    def train(self) -> Train:
+        """How much is trained."""
+        return _typed(Train, "train", self._group("train"))
+
+    @cached_property
+    def eval(self) -> Eval:
+        """When what is trained is judged."""
+        return _typed(Eval, "eval", self._group("eval"))
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """What is kept of a run while it goes on."""
+        return _typed(Checkpoint, "checkpoint", self._group("checkpoint"))
+
+    @cached_property
+    def sweep(self) -> Sweep:
+        """Options of a sweep as a whole."""
+        return _typed(Sweep, "sweep", self._group("sweep"))
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """Where the ranks are; a :class:`Slurm` where a job has to be submitted for them."""
+        options = self._group("cluster")
+        return _typed(Slurm if "submit" in options else Cluster, "cluster", options)
+
+    def call(self, group: str) -> Call:
+        """The choice of a group."""
+        options = dict(self._group(group))
+        name, target = options.pop("name", None), options.pop("_target_", None)
+        for own in ("label", "_partial_"):
+            options.pop(own, None)
+        if not isinstance(target, str) or target == MISSING:
+            rule = "must name a class or a function, as in my_package.MyModel"
+            raise ConfigError([Problem(f"{group}._target_", target, rule)])
+        require(*_unset(group, options))
+        return Call(str(name), target, options)
+
+    def _group(self, name: str) -> Mapping[str, Any]:
+        options = self.resolved.get(name)
+        if not isinstance(options, Mapping):
+            rule = f"is a group of options; look at them with python train.py --cfg job --package {name}"
+            raise ConfigError([Problem(name, options, rule)])
+        return options
+
+
+def read(composed: DictConfig) -> Config:
+    """A composed configuration, ready to be typed."""
+    return Config(resolve(composed))
+
+
+def resolve(composed: DictConfig) -> dict[str, Any]:
+    """A composed configuration as plain containers, with interpolations replaced by their values.
+
+    What leads nowhere stays as it is written, ``${model.sequence_length}``: a record must hold it too.
+    """
+    written = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(written, dict)
+
+    def value_of(key: str) -> Any:
+        try:
+            value = composed.get(key, written[key])
+            if isinstance(value, DictConfig):
+                return resolve(value)
+            return OmegaConf.to_container(value, resolve=True) if isinstance(value, ListConfig) else value
+        except OmegaConfBaseException:
+            return written[key]
+
+    return {str(key): value_of(str(key)) for key in written}
+
+
+def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
+    """A problem for every option of a group that has no value: required, or to be taken from where there is none."""
+    for option, value in options.items():
+        if value == MISSING:
+            yield Problem(f"{group}.{option}", value, "must be given")
+        elif isinstance(value, str) and value.startswith("${"):
+            remedy = f"give {group}.{option} a value, or choose another {group}"
+            yield Problem(f"{group}.{option}", value, "leads to an option that is not there", remedy)
+
+
+def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> T:
+    """The options as an object of ``schema``; raises ConfigError where names, types or ranges are wrong."""
+    found = signature.problems(schema, options) or _out_of_range(options)
+    if found:
+        raise ConfigError(found).under(group) if group else ConfigError(found)
+    return schema(**options)
+
+
+def _out_of_range(options: Mapping[str, Any]) -> list[Problem]:
+    """Numbers that cannot be right, whatever the rest says."""
+    found = [
+        Problem(option, value, f"must be at least {LEAST[option]}")
+        for option, value in options.items()
+        if option in LEAST and isinstance(value, int) and value < LEAST[option]
+    ]
+    for limit in ("max_minutes", "timeout_minutes"):
+        minutes = options.get(limit)
+        if minutes is not None and minutes <= 0:
+            found.append(Problem(limit, minutes, "must be greater than 0, or null for no limit"))
+    if (norm := options.get("clip_norm")) is not None and norm <= 0:
+        found.append(Problem("clip_norm", norm, "must be greater than 0, or null for no clipping"))
+    if (decay := options.get("ema")) is not None and not 0 < decay < 1:
+        found.append(Problem("ema", decay, "must be between 0 and 1, or null for no average", "would do: 0.999"))
+    return found

@@ -1,0 +1,209 @@
+"""Command lines that go on with what an earlier one began: ``resume=<run>`` and ``sweep.resume=<sweep>``."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from ptdbench.launch.world import World
+from ptdbench.problems import ConfigError, Problem
+from ptdbench.records import ledger, store
+from ptdbench.setup.commandline import is_cluster, option
+
+RUN, SWEEP = "resume", "sweep.resume"
+
+#: What makes a run another one than it was; the cluster's other options say how its job is queued.
+_SHAPE = ("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node", "cluster.cpus_per_rank")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command line with what it takes over from an earlier one.
+
+    Attributes:
+        overrides: All overrides.
+        goes_on: The directory of the run or sweep that goes on in its place; ``None`` for a new one.
+        only: The directory of the one run of that sweep that goes on; ``None`` for all of them.
+    """
+
+    overrides: list[str]
+    goes_on: Path | None
+    only: str | None = None
+
+
+def command(directory: Path) -> str:
+    """What to type to go on with a run or a sweep."""
+    is_sweep = any((directory / name).exists() for name in store.OF_SWEEPS)
+    return f"python train.py {SWEEP if is_sweep else RUN}={directory}"
+
+
+def read(typed: Sequence[str], multirun: bool, world: World | None) -> Line:
+    """What a command line stands for.
+
+    Args:
+        typed: Its overrides.
+        multirun: Whether it is a sweep.
+        world: The ranks that a launcher has started, which this process is one of.
+
+    Raises:
+        ConfigError: There is nothing to go on with, or not from here.
+    """
+    given = {option(override): override.partition("=")[2] for override in typed}
+    others = [override for override in typed if option(override) not in (RUN, SWEEP)]
+    if (sweep := _path(given.get(SWEEP))) is not None:
+        return _sweep(sweep, others, SWEEP)
+    if (run := _path(given.get(RUN))) is not None:
+        return _run(run, others, multirun, world)
+    return Line(list(typed), None)
+
+
+def _run(directory: Path, others: list[str], multirun: bool, world: World | None) -> Line:
+    """Go on in the run's own directory, where it was; elsewhere or with other options it becomes a run of its own."""
+    written: Mapping[str, Any] = {}
+    with suppress(FileNotFoundError, store.Damaged):  # what was typed stands in Hydra's own file too
+        written = store.load_record(directory)
+    place = [override for override in others if _is_place(override)]
+    moves = world is None and any(_moves(override, written) for override in place)
+    if len(others) > len(place) or multirun or moves:
+        if moves and len(others) == len(place):
+            _refuse_complete(directory, written)
+        kept = _without(_without_place(_earlier(directory, written)), others)
+        return Line([*kept, *others, f"{RUN}='{directory.resolve()}'"], None)
+    _refuse_complete(directory, written)
+    if world is None and (sweep := _submitted_by(directory)):
+        return _sweep(sweep, others, RUN, only=str(directory.resolve().relative_to(sweep.resolve())))
+    if world is None:
+        _refuse_elsewhere(directory, written)
+    earlier = _without(_without_place(_earlier(directory, written)), place)
+    return Line([*earlier, *place, f"hydra.run.dir='{directory}'"], directory)
+
+
+def _sweep(directory: Path, others: list[str], asked: str, only: str | None = None) -> Line:
+    """The same sweep in the same directory: runs that are ok will be skipped.
+
+    How its jobs are queued may change, since one that has reached its time limit must be able to get more.
+    """
+    task = _asked_of_sweep(directory)
+    swept = {option(override) for override in task if "," in override.partition("=")[2]}
+    wrong = [override for override in others if not _may_change(option(override), swept)]
+    if wrong:
+        rule = f"goes on with the sweep as it was, and {' '.join(wrong)} would change it"
+        raise ConfigError([Problem(asked, directory, rule, "omit it, or start another sweep")])
+    kept = _without(task, others)
+    return Line([*kept, *others, "hydra.mode=MULTIRUN", f"hydra.sweep.dir='{directory}'"], directory, only)
+
+
+def _may_change(name: str, swept: set[str]) -> bool:
+    if name.startswith("hydra."):
+        return True
+    return name.startswith("cluster.") and name not in _SHAPE and name not in swept
+
+
+def _asked_of_sweep(directory: Path) -> list[str]:
+    """The overrides of a sweep, as they were typed."""
+    if noted := _ledger(directory).overrides:
+        return noted
+    path = directory / "multirun.yaml"
+    if not path.exists():
+        rule = f"there is no sweep (no {ledger.LEDGER} and no multirun.yaml)"
+        raise ConfigError([Problem(SWEEP, directory, rule, "give the directory of a sweep below outputs")])
+    return _words(path, SWEEP, directory, lambda saved: saved["hydra"]["overrides"]["task"])
+
+
+def _ledger(directory: Path) -> ledger.Ledger:
+    """What is noted down of a sweep, or a refusal: without it nobody knows which of its jobs are in the queue."""
+    try:
+        return ledger.read(directory)
+    except store.Damaged as damage:
+        remedy = f"see with squeue that none of its jobs is left, remove {ledger.LEDGER}, and try again"
+        raise ConfigError([Problem(SWEEP, directory, str(damage), remedy)]) from None
+
+
+def _earlier(directory: Path, written: Mapping[str, Any]) -> list[str]:
+    """The overrides of the run in a directory, as they were typed."""
+    if written.get("overrides") is not None:
+        return list(written["overrides"])
+    path = directory / ".hydra" / "overrides.yaml"
+    if not path.exists():
+        rule = f"there is no run (no {store.RECORD})"
+        raise ConfigError([Problem(RUN, directory, rule, "give the directory of a run below outputs")])
+    return _words(path, RUN, directory, lambda saved: saved)
+
+
+def _words(path: Path, option: str, directory: Path, find: Callable[[Any], Any]) -> list[str]:
+    """The overrides that ``find`` picks out of a file of Hydra's, as they were typed."""
+    found, reason = None, "there are no overrides in it"
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:  # the parsers of YAML raise more kinds than they say
+        saved, reason = None, " ".join(str(error).split())[:200] or type(error).__name__
+    with suppress(LookupError, TypeError):
+        found = find(saved)
+    if isinstance(found, list) and all(isinstance(word, str) for word in found):
+        return found
+    rule = f"{path.relative_to(directory)} is damaged ({reason})"
+    raise ConfigError([Problem(option, directory, rule, "type the overrides again, in a new directory")])
+
+
+def _is_place(override: str) -> bool:
+    return is_cluster(override) or option(override).startswith(("hydra.", "hydra/"))
+
+
+def _without_place(overrides: Iterable[str]) -> list[str]:
+    return [override for override in overrides if not _is_place(override) and option(override) != RUN]
+
+
+def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
+    """The overrides whose options the others do not give."""
+    given = {option(override) for override in others}
+    return [override for override in overrides if option(override) not in given]
+
+
+def _moves(override: str, written: Mapping[str, Any]) -> bool:
+    """Whether an override takes a run to another cluster than it was on."""
+    name, value = option(override), override.partition("=")[2]
+    was = ((written.get("config") or {}).get("cluster") or {}).get("name")
+    return (name == "cluster" and value != was) or (name == "hydra/launcher" and value.startswith("submitit"))
+
+
+def _submitted_by(directory: Path) -> Path | None:
+    """The sweep whose job on SLURM the run in a directory is, if it is one."""
+    place = directory.resolve()
+    for parent in place.parents:
+        if (parent / ledger.LEDGER).exists():
+            jobs = _ledger(parent).jobs
+            return parent if str(place.relative_to(parent)) in {job.directory for job in jobs} else None
+    return None
+
+
+def _refuse_elsewhere(directory: Path, written: Mapping[str, Any]) -> None:
+    """A run of several machines does not go on as processes of this one, which is perhaps a login node."""
+    launcher, nodes = written.get("launcher"), written.get("nodes") or []
+    here = {socket.gethostname(), socket.gethostname().partition(".")[0]}
+    if launcher in (None, "local") or (launcher != "srun" and set(nodes) <= here):
+        return
+    where = f" on {', '.join(nodes[:4])}{' ...' * (len(nodes) > 4)}" if nodes else ""
+    rule = f"its ranks were started by {launcher}{where}, and this is no rank of a launcher"
+    remedy = f"start it as before, {launcher} ... train.py {RUN}={directory}, or give more options for a run of its own"
+    raise ConfigError([Problem(RUN, directory, rule, remedy)])
+
+
+def _refuse_complete(directory: Path, written: Mapping[str, Any]) -> None:
+    done, wanted = len(written.get("losses") or []), ((written.get("config") or {}).get("train") or {}).get("steps")
+    if written.get("status") == "ok" and done == wanted:
+        rule = f"is complete, with {done} of {wanted} steps"
+        raise ConfigError([Problem(RUN, directory, rule, f"would do: train.steps={2 * done}, to train on from there")])
+
+
+def _path(value: str | None) -> Path | None:
+    """The path that was typed, in quotes or not."""
+    if value in (None, "", "null"):
+        return None
+    assert value is not None
+    return Path(value.strip("'\""))

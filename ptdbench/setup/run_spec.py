@@ -1,0 +1,169 @@
+"""What one run will do: every object that its configuration names, built and checked against the others.
+
+Specifying a run starts no process and writes nothing. The process that a person starts does it to find what is wrong
+before anything happens; every rank does the same again to carry the run out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ptdbench.launch.world import World
+from ptdbench.problems import Findings, Problem, require
+from ptdbench.setup import choices, training_spec
+from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
+from ptdbench.setup.training_spec import TrainingSpec
+
+if TYPE_CHECKING:
+    from ptdbench.job import Workload
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run.
+
+    Attributes:
+        config: Where it all comes from.
+        device_type: ``cpu`` or ``cuda``.
+        backend: ``gloo`` or ``nccl``.
+        world_size: How many ranks there are.
+        workload: What is done.
+        training: What it is done with; ``None`` for a workload that does not train.
+    """
+
+    config: Config
+    device_type: str
+    backend: str
+    world_size: int
+    workload: Workload
+    training: TrainingSpec | None
+
+    @property
+    def label(self) -> str:
+        """The run in a word or two, for people."""
+        return self.training.label if self.training else self.config.call("workload").name
+
+    def device(self, local_rank: int) -> torch.device:
+        """The device of a rank: the GPU of its number, or the only one that its launcher lets it see."""
+        if self.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
+
+
+def specify(config: Config, world: World | None, gpus: int | None = None) -> RunSpec:
+    """Specify a run.
+
+    Args:
+        config: The run's configuration.
+        world: This process's place among ranks that a launcher started or will start, or ``None`` where the run
+            will start its own.
+        gpus: GPUs of a node; ``None`` for those that torch finds here.
+
+    Raises:
+        ConfigError: With everything that is wrong, as far as one thing can be judged while another is wrong.
+    """
+    gpus = torch.cuda.device_count() if gpus is None else gpus
+    device_type = _device_type(config, gpus)
+
+    def world_size(rule: Callable[[int], int]) -> int:
+        return _world_size(config, world, rule, gpus if device_type == "cuda" else RANKS_WITHOUT_GPU)
+
+    found = Findings()
+    found.of(lambda: config.general)
+    found.of(lambda: config.cluster)
+    found.of(lambda: config.checkpoint)
+    found.of(lambda: config.sweep)
+    found.of(lambda: _check_devices(config, world, gpus))
+    workload: Workload | None = found.of(lambda: choices.build(config, "workload"))
+    trains = workload is not None and workload.trains
+    found.of(lambda: _check_requeue(config))
+    if workload and not workload.trains:
+        found.of(lambda: _check_check(config))
+    trained = found.of(lambda: training_spec.specify(config, world_size)) if trains else None
+    size = trained.layout.world_size if trained else found.of(lambda: world_size(lambda available: available))
+    backend = str(config.resolved.get("backend"))
+    backend = {"cpu": "gloo", "cuda": "nccl"}[device_type] if backend == "auto" else backend
+    if workload and size:
+        found.of(lambda: workload.check(size, device_type, backend))
+    found.close()
+    assert workload and size  # noqa: PT018 - one fact
+    return RunSpec(
+        config=config,
+        device_type=device_type,
+        backend=backend,
+        world_size=size,
+        workload=workload,
+        training=trained,
+    )
+
+
+def _device_type(config: Config, gpus: int) -> str:
+    """Not from ``config.general``: ranks can be counted while another option at the root is wrong."""
+    return "cpu" if config.resolved.get("device") == "cpu" or gpus == 0 else "cuda"
+
+
+def _check_devices(config: Config, world: World | None, gpus: int) -> None:
+    """Refuse what is asked of hardware that is not there."""
+    general = config.general
+    device_type, ranks = _device_type(config, gpus), config.cluster.ranks_per_node
+    found = []
+    if general.device == "cuda" and gpus == 0:
+        found.append(Problem("device", "cuda", "this machine has no GPU that torch can use", "would do: auto, cpu"))
+    if general.backend == "nccl" and device_type == "cpu":
+        rule = "NCCL moves data between GPUs, and the ranks of this run have none"
+        found.append(Problem("backend", "nccl", rule, "would do: auto, gloo"))
+    if device_type == "cuda" and ranks != "auto" and ranks > gpus and not (world and gpus == 1):
+        rule = f"must not exceed the number of GPUs, {gpus}: one rank, one GPU"
+        found.append(Problem("cluster.ranks_per_node", ranks, rule, f"would do: auto, {gpus}, or device=cpu"))
+    require(*found)
+
+
+def _check_check(config: Config) -> None:
+    """``check=true`` is for runs that train."""
+    if config.general.check:
+        rule = f"comes before training, and workload={config.call('workload').name} does not train"
+        require(Problem("check", True, rule, "would do: workload=check"))
+
+
+def _check_requeue(config: Config) -> None:
+    """A job that queues up again must find where it was."""
+    cluster = config.cluster
+    if isinstance(cluster, Slurm) and cluster.requeue and config.checkpoint.every_steps is None:
+        rule = "a run that is requeued goes on after its last checkpoint, and this one makes none"
+        require(Problem("cluster.requeue", True, rule, "give checkpoint.every_steps"))
+
+
+def _world_size(config: Config, world: World | None, rule: Callable[[int], int], available: int) -> int:
+    """How many ranks there are or will be.
+
+    Args:
+        config: Says how many are asked for.
+        world: The ranks that exist; they must be those that are asked for.
+        rule: How many of the available devices are taken where nothing is said.
+        available: Devices of this machine.
+    """
+    nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
+    if world:
+        _check_world(config, world)
+        return world.size
+    if nodes not in ("auto", 1):
+        remedy = "would do: 1, cluster=slurm, or srun, mpirun or torchrun on every node"
+        require(Problem("cluster.nodes", nodes, "this machine is one node", remedy))
+    return rule(available) if ranks == "auto" else ranks
+
+
+def _check_world(config: Config, world: World) -> None:
+    """The world that was found must be the world that was asked for, where it was."""
+    nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
+    found = []
+    if ranks not in ("auto", world.local_size):
+        rule = f"{world.launcher} started {world.local_size} ranks on this node"
+        found.append(Problem("cluster.ranks_per_node", ranks, rule, f"would do: auto, {world.local_size}"))
+    if nodes != "auto" and world.nodes not in (None, nodes):
+        rule = f"{world.launcher} started ranks on {world.nodes} node{'s' * (world.nodes != 1)}"
+        found.append(Problem("cluster.nodes", nodes, rule, f"would do: auto, {world.nodes}"))
+    require(*found)

@@ -1,0 +1,201 @@
+"""What a run that trains is made of: model, data, optimizer and strategy, built and checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ptdbench.data.protocol import Data
+from ptdbench.models import foreign
+from ptdbench.models.materialise import parameter_count
+from ptdbench.models.protocol import FlopsUnknown, Model, module_of
+from ptdbench.optim.groups import decay_groups
+from ptdbench.optim.schedules import Schedule
+from ptdbench.parallel.engine import Engine, Setting
+from ptdbench.parallel.layout import Layout
+from ptdbench.problems import ConfigError, Findings, Problem
+from ptdbench.setup import choices
+from ptdbench.setup.config import Call, Config
+
+
+class Strategy(Protocol):
+    """What ``parallel.<name>`` is: an object that lays a model out over the ranks."""
+
+    def ranks(self, available: int) -> int:
+        """How many of the available devices a run takes where its config does not say."""
+        ...
+
+    def layout(self, world_size: int, global_batch: int, micro_batch: int | Literal["auto"]) -> Layout:
+        """How the batch falls onto the ranks; raises ConfigError where it cannot."""
+        ...
+
+    def check(self, model: Model, where: Layout) -> None:
+        """Raises ConfigError for a model that it cannot lay out so."""
+        ...
+
+    def __call__(self, model: Model, setting: Setting) -> Engine:
+        """Lay the model out; called in every rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class TrainingSpec:
+    """What is trained, and how it falls onto the ranks.
+
+    Attributes:
+        config: Where it all comes from.
+        layout: How the global batch falls onto the ranks.
+        strategy: Lays the model out.
+        model: On the meta device, or whole in host memory where it can only be built so.
+        data: Where the samples come from.
+        optimizer: Makes an optimizer of parameters.
+        schedule: How its learning rate changes.
+        parameters: How many numbers the model has.
+        flops_per_sample: FLOPs of forward and backward for one sample, or ``None`` for the reason beside it.
+        flops_reason: Why they are not known.
+    """
+
+    config: Config
+    layout: Layout
+    strategy: Strategy
+    model: Model
+    data: Data
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    schedule: Schedule
+    parameters: int
+    flops_per_sample: float | None
+    flops_reason: str | None
+
+    @property
+    def label(self) -> str:
+        """What is trained in two words, for people."""
+        return f"{self.config.call('model').name} {self.config.call('parallel').name}"
+
+    def prepare_data(self) -> None:
+        """Do what the data need once a node, or find it done; raises ConfigError where they turn out to be unusable."""
+        try:
+            self.data.prepare()
+        except ConfigError as error:
+            raise error.under("data") from None
+
+    def engine(self, mesh: DeviceMesh, device: torch.device) -> Engine:
+        """The model, laid out over the mesh; called in every rank."""
+        general, image = self.config.general, self.data.example()[0]
+        setting = Setting(
+            mesh=mesh,
+            layout=self.layout,
+            device=device,
+            precision=general.precision,
+            compile=general.compile,
+            activation_checkpointing=general.activation_checkpointing,
+            seed=general.seed,
+            channels_last=image.dim() == 4 and not image.is_contiguous(),
+        )
+        return self.strategy(self.model, setting)
+
+
+def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -> TrainingSpec:
+    """Specify what is trained.
+
+    Args:
+        config: The run's configuration.
+        world_size: Says how many ranks there are, given the strategy's own rule of how many it takes.
+
+    Raises:
+        ConfigError: With everything that is wrong, as far as one thing can be judged while another is wrong.
+    """
+    found = Findings()
+    found.of(lambda: config.train)
+    found.of(lambda: config.eval)
+    strategy: Strategy | None = found.of(lambda: choices.build(config, "parallel"))
+    data: Data | None = found.of(lambda: choices.build(config, "data"))
+    optimizer = found.of(lambda: _optimizer(config))
+    schedule: Schedule | None = found.of(lambda: choices.build(config, "lr_schedule"))
+
+    def example() -> tuple[Tensor, Tensor]:
+        assert data  # nobody asks before every part of the plan stands
+        return data.example()
+
+    def layout() -> Layout:
+        assert strategy
+        size = world_size(strategy.ranks)
+        return strategy.layout(size, config.train.global_batch, config.train.micro_batch)
+
+    model = found.of(lambda: _model(config, example))
+    if model and data:
+        found.of(lambda: _check_data(config, model, data))
+    where = found.of(layout) if strategy else None
+    if strategy and model and where:
+        found.of(lambda: strategy.check(model, where))
+    found.close()
+    assert strategy and data and model and where and optimizer and schedule  # noqa: PT018 - one fact
+
+    flops, reason = _flops(model)
+    return TrainingSpec(
+        config=config,
+        layout=where,
+        strategy=strategy,
+        model=model,
+        data=data,
+        optimizer=optimizer,
+        schedule=schedule,
+        parameters=parameter_count(module_of(model)),
+        flops_per_sample=flops,
+        flops_reason=reason,
+    )
+
+
+def _optimizer(config: Config) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """The optimizer, tried on one number: torch checks the values of its options when it makes one."""
+    optimizer = choices.bound(config, "optimizer", "params")
+    choices.guarded(lambda: optimizer([nn.Parameter(torch.zeros(1))]), "optimizer")
+    if config.resolved["train"].get("decay") == "all" or not config.call("optimizer").options.get("weight_decay"):
+        return optimizer
+    return lambda parameters: optimizer(decay_groups(parameters))
+
+
+def _model(config: Config, example: Callable[[], tuple[Tensor, Tensor]]) -> Model:
+    call = config.call("model")
+    try:
+        choices.check(call, "model")
+    except ConfigError as error:
+        raise _meant_for_another(call, error) from None
+    description: Mapping[str, Any] = {"_target_": call.target, "_convert_": "all", **call.options}
+    # The seed not from config.general, as above.
+    return choices.guarded(lambda: foreign.build(description, seed=config.resolved["seed"], example=example), "model")
+
+
+def _check_data(config: Config, model: Model, data: Data) -> None:
+    """Try one sample on the meta device, where it costs nothing; a model that lives elsewhere cannot be tried."""
+    module = module_of(model)
+    if not all(parameter.is_meta for parameter in module.parameters()):
+        return
+    try:
+        with torch.no_grad():
+            module.eval()(*data.example())
+    except Exception as error:  # whatever a model may raise
+        name, reason = config.call("model").name, str(error).partition("\n")[0]
+        raise ConfigError(
+            [Problem("data", config.call("data").name, f"does not suit model={name}: {reason}")]
+        ) from None
+
+
+def _meant_for_another(call: Call, error: ConfigError) -> ConfigError:
+    """Say what is behind the problems of a model of the user's own that was put under another model's options."""
+    if call.target.startswith("ptdbench.") or call.name == "custom":
+        return error
+    rule = f"does not go with the options of model={call.name}"
+    remedy = f"would do: model=custom model._target_={call.target}, which has no options but those you add"
+    return ConfigError([*error.problems, Problem("model._target_", call.target, rule, remedy)])
+
+
+def _flops(model: Model) -> tuple[float | None, str | None]:
+    try:
+        return sum(model.train_flops().values()), None
+    except FlopsUnknown as error:
+        return None, str(error)

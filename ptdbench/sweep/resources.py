@@ -1,0 +1,364 @@
+"""What a ``cluster`` config asks of SLURM: the shape of a job, what is wrong with it, and sbatch's flags.
+
+Nothing here asks SLURM. What it has to say (:func:`ptdbench.launch.slurm.partitions`) is passed in; on a machine
+without SLURM that is an empty list, and the rules that need it do not apply.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ptdbench.launch.slurm import Partition, gpu_count, options
+from ptdbench.problems import ConfigError, Problem, nearest, require, would_do
+from ptdbench.setup.config import RANKS_WITHOUT_GPU, Slurm
+
+#: Flags of sbatch that ``cluster.extra`` may not give, and what gives them.
+GIVEN_BY = {
+    "account": "cluster.account",
+    "array": "-m and lists of values: each run of a sweep is a job of its own",
+    "chdir": "cluster.chdir",
+    "constraint": "cluster.constraint",
+    "cpus_per_gpu": "cluster.cpus_per_rank",
+    "cpus_per_task": "cluster.cpus_per_rank",
+    "dependency": "cluster.dependency",
+    "error": "cluster.log",
+    "exclusive": "cluster.exclusive",
+    "gpus": "cluster.gpus_per_node",
+    "gpus_per_node": "cluster.gpus_per_node",
+    "gpus_per_task": "cluster.gpus_per_node",
+    "gres": "cluster.gres",
+    "mail_type": "cluster.mail_type",
+    "mail_user": "cluster.mail_user",
+    "mem": "cluster.mem_gb",
+    "nodes": "cluster.nodes",
+    "ntasks": "cluster.nodes and cluster.ranks_per_node",
+    "ntasks_per_gpu": "cluster.ranks_per_node",
+    "ntasks_per_node": "cluster.ranks_per_node",
+    "output": "cluster.log",
+    "partition": "cluster.partition",
+    "qos": "cluster.qos",
+    "time": "cluster.time_minutes",
+}
+
+#: Three ways to say how much memory; SLURM takes one of them.
+MEMORY = ("cluster.mem_gb", "cluster.extra.mem_per_cpu", "cluster.extra.mem_per_gpu")
+
+#: Makes the command ``module``, which belongs to login shells, wherever sites keep it.
+MODULE_COMMAND = [
+    "if ! type module > /dev/null 2>&1; then",
+    '  for init in "${MODULESHOME:-}/init/bash" /etc/profile.d/{z00_lmod,lmod,modules}.sh \\',
+    "      /usr/share/{lmod/lmod,modules,Modules}/init/bash; do",
+    '    if [ -r "$init" ]; then source "$init" || true; break; fi',
+    "  done",
+    "fi",
+]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The nodes of a job and what it uses of each.
+
+    Attributes:
+        nodes: How many.
+        ranks_per_node: Processes on each.
+        gpus_per_node: GPUs asked for on each.
+        cpus_per_rank: Cores asked for with each rank, or ``None`` for what the cluster gives.
+    """
+
+    nodes: int
+    ranks_per_node: int
+    gpus_per_node: int
+    cpus_per_rank: int | None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.ranks_per_node
+
+    def __str__(self) -> str:
+        return f"{_count(self.nodes, 'node')} x {_count(self.ranks_per_node, 'rank')}"
+
+
+def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Sequence[Partition]) -> Shape:
+    """The shape of a job, with every ``auto`` replaced by what it stands for.
+
+    Args:
+        cluster: What is asked for.
+        device: The option ``device``; on ``cpu`` no GPU is asked for unless the config gives a number.
+        ranks: How many of a node's devices the strategy takes where the config does not say.
+        known: SLURM's partitions, or nothing where it cannot be asked.
+
+    Raises:
+        ConfigError: How many GPUs a node has cannot be known, or there are none for ``device=cuda``.
+    """
+    gpus = _gpus(cluster, device, known)
+    if device == "cuda" and gpus == 0:
+        rule = "the nodes that this job would get have no GPU, or none is asked for"
+        raise ConfigError([Problem("device", device, rule, "would do: auto, cpu, or another cluster.partition")])
+    per_node = cluster.ranks_per_node
+    if per_node == "auto":
+        per_node = ranks(gpus) if gpus and device != "cpu" else ranks(RANKS_WITHOUT_GPU)
+        if cluster.gpus_per_node == "auto" and not gpu_count(cluster.gres or ""):
+            gpus = min(gpus, per_node)  # more would be kept from others, and idle
+    return Shape(
+        nodes=1 if cluster.nodes == "auto" else cluster.nodes,
+        ranks_per_node=per_node,
+        gpus_per_node=gpus,
+        cpus_per_rank=None if cluster.cpus_per_rank == "auto" else cluster.cpus_per_rank,
+    )
+
+
+def check(cluster: Slurm, shape: Shape, known: Sequence[Partition]) -> list[Problem]:
+    """What SLURM would refuse, keep waiting for ever or understand otherwise than it is meant.
+
+    Args:
+        cluster: What is asked for.
+        shape: The shape that it comes to.
+        known: SLURM's partitions, or nothing where it cannot be asked.
+    """
+    found = [*_contradictions(cluster, shape), *_memory_problems(cluster), *_extra(cluster)]
+    found += _unknown_partitions(cluster, known)
+    if chosen := _chosen(cluster, known):
+        found += _too_much(cluster, shape, chosen)
+    return found
+
+
+def flags(cluster: Slurm, shape: Shape, name: str) -> dict[str, str | int | bool]:
+    """The flags of sbatch, with underscores for hyphens; ``True`` is a flag without a value.
+
+    Args:
+        cluster: What is asked for.
+        shape: The shape that it comes to.
+        name: The job's name.
+    """
+    gres = _gres(cluster, shape)
+    wanted = {
+        "job_name": name,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "nodes": shape.nodes,
+        "ntasks_per_node": shape.ranks_per_node,
+        "cpus_per_task": shape.cpus_per_rank,
+        "gpus_per_node": None if gpu_count(gres or "") else shape.gpus_per_node or None,
+        "gres": gres,
+        "constraint": cluster.constraint,
+        "mem": _memory(cluster.mem_gb),
+        "time": cluster.time_minutes,
+        "exclusive": cluster.exclusive or None,
+        "dependency": cluster.dependency,
+        "mail_user": cluster.mail_user,
+        "mail_type": cluster.mail_type,
+        "chdir": cluster.chdir,
+        "requeue": cluster.requeue or None,
+        "no_requeue": None if cluster.requeue else True,  # SLURM would start it anew after the failure of a node
+    }
+    extra = {_flag(flag): value for flag, value in cluster.extra.items() if value is not False}
+    return {flag: value for flag, value in (wanted | extra).items() if value is not None}
+
+
+def setup_lines(cluster: Slurm, shape: Shape) -> list[str]:
+    """Shell commands that a job runs before its ranks start; the first that fails ends the job."""
+    lines = ["set -e"]
+    if cluster.modules:
+        lines += [*MODULE_COMMAND, f"module load {shlex.join(cluster.modules)}"]
+    lines.append("export SLURM_KILL_BAD_EXIT=1")  # a rank that fails ends all of them
+    if shape.cpus_per_rank:
+        # srun does not take --cpus-per-task over from sbatch since Slurm 22.05.
+        lines += [f"export {name}={shape.cpus_per_rank}" for name in ("SRUN_CPUS_PER_TASK", "OMP_NUM_THREADS")]
+    return [*lines, *cluster.setup]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a script's output goes and how it is submitted, beside what the cluster's options say.
+
+    Attributes:
+        job: The file of the batch script's own output, ``%j`` in it being the job's id; sbatch makes no folder for it.
+        flags: More flags for sbatch.
+        srun: More flags for srun, before the cluster's.
+        setup: Lines before the cluster's own.
+    """
+
+    job: str
+    flags: Mapping[str, str | int] = field(default_factory=dict)
+    srun: Sequence[str] = ()
+    setup: Sequence[str] = ()
+
+
+def script(cluster: Slurm, shape: Shape, name: str, command: Sequence[str], output: Output) -> str:
+    """A script for sbatch that runs a command in every rank.
+
+    Args:
+        cluster: What is asked for.
+        shape: The shape that it comes to.
+        name: The job's name.
+        command: The command and its arguments.
+        output: Where its output goes.
+    """
+    wanted = options({**flags(cluster, shape, name), "output": output.job, **output.flags})
+    srun = ["srun", "--kill-on-bad-exit=1", *output.srun, *cluster.srun_args]
+    return "\n".join([
+        "#!/bin/bash",
+        f"# {shape}",
+        *(f"#SBATCH {_quoted(option)}" for option in wanted),
+        "",
+        *output.setup,
+        *setup_lines(cluster, shape),
+        "",
+        f"{shlex.join(srun)} {shlex.join(command)}",
+        "",
+    ])  # fmt: skip
+
+
+def _gpus(cluster: Slurm, device: str, known: Sequence[Partition]) -> int:
+    """GPUs to ask for on each node."""
+    if cluster.gpus_per_node != "auto":
+        return cluster.gpus_per_node
+    if device == "cpu":
+        return 0
+    if typed := gpu_count(cluster.gres or ""):
+        return typed
+    require(*_unknown_partitions(cluster, known))
+    if known and not _chosen(cluster, known):
+        names = would_do(partition.name for partition in known)
+        raise ConfigError([Problem("cluster.partition", None, "this cluster has no default partition", names)])
+    counts = sorted({count for partition in _chosen(cluster, known) for count in partition.gpus})
+    if cluster.ranks_per_node != "auto" and any(counts):
+        return cluster.ranks_per_node
+    if len(counts) == 1:
+        return counts[0]
+    name = cluster.partition or "the default partition"
+    if counts:
+        rule = f"nodes of {name} have {', '.join(map(str, counts[:-1]))} or {counts[-1]} GPUs"
+        raise ConfigError([Problem("cluster.gpus_per_node", "auto", rule, would_do(reversed(counts)))])
+    rule = f"it cannot be found out here how many GPUs a node of {name} has"
+    raise ConfigError([Problem("cluster.gpus_per_node", "auto", rule, "give the number, or 0 for none")])
+
+
+def _chosen(cluster: Slurm, known: Sequence[Partition]) -> list[Partition]:
+    """The partitions that the job may start in: SLURM takes several names, and the first that is free."""
+    if cluster.partition is None:
+        return [partition for partition in known if partition.is_default]
+    names = cluster.partition.split(",")
+    return [partition for partition in known if partition.name in names]
+
+
+def _unknown_partitions(cluster: Slurm, known: Sequence[Partition]) -> list[Problem]:
+    names = [partition.name for partition in known]
+    asked = cluster.partition.split(",") if cluster.partition and known else []
+    return [
+        Problem(
+            "cluster.partition",
+            name,
+            f"there is no such partition; SLURM has {', '.join(names)}",
+            would_do(nearest(name, names)),
+        )
+        for name in asked
+        if name not in names
+    ]
+
+
+def _contradictions(cluster: Slurm, shape: Shape) -> Iterator[Problem]:
+    """What cannot be meant, on whatever cluster."""
+    gpus, typed = shape.gpus_per_node, gpu_count(cluster.gres or "")
+    if cluster.gpus_per_node != "auto" and typed and cluster.gpus_per_node != typed:
+        rule = f"cluster.gres={cluster.gres} asks for {_count(typed, 'GPU')} a node"
+        yield Problem("cluster.gpus_per_node", cluster.gpus_per_node, rule, f"would do: auto, {typed}")
+    if gpus and shape.ranks_per_node > gpus:
+        rule = f"must not exceed the GPUs of a node that are asked for, {gpus}: one rank, one GPU"
+        remedy = f"would do: auto, {gpus}, or cluster.gpus_per_node=0 for ranks without GPUs"
+        yield Problem("cluster.ranks_per_node", cluster.ranks_per_node, rule, remedy)
+
+
+def _memory_problems(cluster: Slurm) -> Iterator[Problem]:
+    """Memory that is less than none, or asked for in two ways."""
+    if cluster.mem_gb is not None and cluster.mem_gb < 0:
+        yield Problem("cluster.mem_gb", cluster.mem_gb, "must be at least 0, and 0 is all that a node has")
+    given = {f"cluster.extra.{_flag(flag)}": value for flag, value in cluster.extra.items()}
+    given["cluster.mem_gb"] = cluster.mem_gb
+    first, *others = [option for option in MEMORY if given.get(option) is not None] or [""]
+    for option in others:
+        rule = f"excludes {first}={given[first]}: SLURM takes memory per node, per CPU or per GPU"
+        yield Problem(option, given[option], rule, "leave one of them out")
+
+
+def _extra(cluster: Slurm) -> Iterator[Problem]:
+    """Flags that the group has an option for, and values that are none."""
+    for flag, value in cluster.extra.items():
+        option = f"cluster.extra.{flag}"
+        if _flag(flag) in GIVEN_BY:
+            yield Problem(
+                option, value, "would contradict what ptdbench passes to sbatch", f"use {GIVEN_BY[_flag(flag)]}"
+            )
+        elif not (value is None or isinstance(value, str | int | float)) or "\n" in str(value):
+            yield Problem(option, value, "must be text, a number, or true for a flag without a value")
+
+
+def _too_much(cluster: Slurm, shape: Shape, chosen: Sequence[Partition]) -> Iterator[Problem]:
+    """What none of the partitions has."""
+    where = f"partition {' or '.join(partition.name for partition in chosen)}"
+    nodes, gpus = (max(p.nodes for p in chosen), max(max(p.gpus, default=0) for p in chosen))
+    if shape.nodes > nodes:
+        yield Problem("cluster.nodes", shape.nodes, f"{where} has {_count(nodes, 'node')}", f"would do: {nodes}")
+    limits = [p.minutes for p in chosen if p.minutes is not None]
+    # A quality of service may be allowed more than the partition; SLURM knows.
+    if len(limits) == len(chosen) and cluster.time_minutes > max(limits) and not cluster.qos:
+        rule = f"{where} allows {_count(max(limits), 'minute')}"
+        yield Problem("cluster.time_minutes", cluster.time_minutes, rule, f"would do: {max(limits)}")
+    if shape.gpus_per_node > gpus:
+        yield _too_many_gpus(cluster, shape, f"a node of {where} has {_count(gpus, 'GPU')}", gpus)
+    else:  # ranks that come from too many GPUs are not a second problem
+        yield from _too_many_cpus(cluster, shape, where, max(p.cpus for p in chosen))
+
+
+def _too_many_gpus(cluster: Slurm, shape: Shape, rule: str, most: int) -> Problem:
+    """The option that the number of GPUs came from, and what would do."""
+    if cluster.gpus_per_node != "auto":
+        return Problem("cluster.gpus_per_node", shape.gpus_per_node, rule, f"would do: auto, {most}")
+    if gpu_count(cluster.gres or ""):
+        return Problem("cluster.gres", cluster.gres, rule, "would do: null")
+    remedy = f"would do: auto, {most}, or device=cpu"
+    return Problem("cluster.ranks_per_node", shape.ranks_per_node, f"{rule}: one rank, one GPU", remedy)
+
+
+def _too_many_cpus(cluster: Slurm, shape: Shape, where: str, most: int) -> Iterator[Problem]:
+    """SLURM gives every rank one core at least, unless it is told to share them."""
+    cores, ranks = shape.cpus_per_rank or 1, shape.ranks_per_node
+    if cores * ranks <= most or cluster.extra.get("overcommit"):
+        return
+    rule = f"{_count(ranks, 'rank')} a node need {_count(cores * ranks, 'core')}, and a node of {where} has {most}"
+    if ranks <= most and shape.cpus_per_rank:
+        yield Problem("cluster.cpus_per_rank", cores, rule, f"would do: auto, {most // ranks}")
+    else:
+        yield Problem("cluster.ranks_per_node", cluster.ranks_per_node, rule, f"would do: {most // cores or most}")
+
+
+def _gres(cluster: Slurm, shape: Shape) -> str | None:
+    """The generic resources; without the GPUs among them where the job uses none."""
+    entries = (cluster.gres or "").split(",")
+    return ",".join(entry for entry in entries if shape.gpus_per_node or not gpu_count(entry)) or None
+
+
+def _memory(gib: float | None) -> str | None:
+    """Memory of a node as sbatch reads it, in MiB; 0 is all that the node has."""
+    return None if gib is None else f"{math.ceil(gib * 1024)}M"
+
+
+def _flag(name: str) -> str:
+    """One spelling of a flag: people write ``mem-per-cpu`` and ``mem_per_cpu``."""
+    return name.lstrip("-").replace("-", "_")
+
+
+def _quoted(option: str) -> str:
+    """An option for a line of ``#SBATCH``: read as a shell would, but a backslash escapes even between quotes."""
+    flag, equals, value = option.partition("=")
+    escaped = value.replace("\\", "\\\\")
+    return f"{flag}={shlex.quote(escaped)}" if equals else flag
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,172 @@
+"""What outlives a run's processes: its checkpoints, and the steps that earlier processes have done."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ptdbench.checkpoints import shelf, state
+from ptdbench.checkpoints.saver import Saver
+from ptdbench.checkpoints.shelf import Found
+from ptdbench.checkpoints.together import gathered
+from ptdbench.job import Job
+from ptdbench.problems import Problem, require
+from ptdbench.terminal import say
+from ptdbench.training import agreement
+from ptdbench.training.evaluation import Evaluation, Evaluator
+from ptdbench.training.loop import StepLoop
+
+
+@dataclass
+class History:
+    """The steps before those of this process.
+
+    Attributes:
+        series: What :data:`ptdbench.training.agreement.SERIES` names, for each of them.
+        segments: What each earlier start of the run has done; see :func:`ptdbench.training.agreement.segment`.
+        resumed_from: The checkpoint that this process began with.
+        warnings: Checkpoints that were passed over, and why.
+    """
+
+    series: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in agreement.SERIES})
+    segments: list[dict[str, Any]] = field(default_factory=list)
+    resumed_from: str | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        """What of it goes into the next checkpoint."""
+        return {**self.series, "segments": self.segments}
+
+
+class Keeper:
+    """Begins a run where its last checkpoint ends, and makes the next ones.
+
+    Attributes:
+        history: The steps before those of this process.
+
+    Args:
+        job: The run.
+        loop: Its step loop, before the first step.
+        evaluator: What it finds is kept too.
+    """
+
+    def __init__(self, job: Job, loop: StepLoop, evaluator: Evaluator) -> None:
+        self._job = job
+        self._loop = loop
+        self._evaluator = evaluator
+        self._every = job.spec.config.checkpoint.every_steps
+        self._saver: Saver | None = None
+        self._saved = -1
+        self.history = History()
+        if self._every:
+            if job.world.rank == 0:
+                with suppress(OSError):  # a directory that cannot be written to is reported when it matters
+                    shelf.sweep_partial(job.directory)
+            dist.barrier()  # the others may look for a checkpoint whose name rank 0 has just put right
+            options = job.spec.config.checkpoint
+            self._saver = Saver(job.directory, keep=options.keep, asynchronous=options.asynchronous)
+
+    @property
+    def saves(self) -> bool:
+        """Whether this run makes checkpoints."""
+        return self._saver is not None
+
+    @property
+    def problems(self) -> list[str]:
+        """Checkpoints that could not be written, and why."""
+        return self._saver.problems if self._saver else []
+
+    def resume(self) -> None:
+        """Take the place of whoever was here before: of this run itself, else of the one that ``resume`` names.
+
+        Raises:
+            ConfigError: The run that ``resume`` names has no checkpoint that this one could begin with.
+        """
+        named = self._job.spec.config.general.resume
+        sources = [self._job.directory, *([Path(named)] if named else [])]
+        if not any((source / shelf.FOLDER).exists() for source in sources):
+            return
+        group: Any = self._saver.group if self._saver else dist.new_group(backend="gloo")
+        for source in sources:
+            search = shelf.newest(source, group)
+            self.history.warnings += search.warnings
+            if self._job.world.rank == 0:
+                for warning in search.warnings:
+                    say(f"warning: {warning}", sys.stderr)
+            if search.found:
+                self._begin_with(search.found, group)
+                return
+
+    def after_step(self, is_best: bool = False) -> None:
+        """Between two steps: save if it is time to, or if the weights are the best so far."""
+        if self._saver and self._every and (is_best or self._loop.done % self._every == 0):
+            with self._job.watchdog.paused():
+                self._save(self._saver, is_best)
+
+    def finish(self) -> None:
+        """Save what has not been saved, and wait until it is on the disk."""
+        if self._saver:
+            with self._job.watchdog.paused():
+                if self._saved != self._loop.done:
+                    self._save(self._saver)
+                self._saver.close()
+
+    def _begin_with(self, found: Found, group: dist.ProcessGroup) -> None:
+        facts = found.manifest.facts
+        require(self._same_data(found, group))
+        state.restore(
+            found.path,
+            self._loop.engine.module,
+            self._loop.update.optimizer,
+            self._job.training.model.tied(),
+            rank=self._job.world.rank,
+            world_size=self._job.world.size,
+            group=group,
+        )
+        self._loop.go_on(found.manifest.step, facts["scaler"])
+        self._saved = found.manifest.step if found.path.parent.parent == self._job.directory else -1
+        self.history.series = {name: [_number(value) for value in facts.get(name, [])] for name in agreement.SERIES}
+        self.history.segments = list(facts["segments"])
+        self.history.resumed_from = str(found.path)
+        self._evaluator.done = [Evaluation.of(fields) for fields in facts.get("evaluations", [])]
+        if self._saver and self._evaluator.best and self._saved >= 0:
+            self._saver.best = self._evaluator.best.step
+
+    def _same_data(self, found: Found, group: dist.ProcessGroup) -> Problem | None:
+        """Samples are numbered: in data that have changed the same numbers are other samples."""
+        data, identity = self._job.spec.config.call("data").name, found.manifest.facts.get("data")
+        if identity is None or identity == gathered(self._identity(), group)[0]:
+            return None
+        rule = f"was trained on other data than data={data} holds now: they were changed, or are another choice"
+        return Problem("resume", found.path, rule, "resume with the data as they were, or begin anew without resume")
+
+    def _identity(self) -> str | None:
+        """What the data are; on rank 0, as others need not ask the file system for every file once more."""
+        return self._job.training.data.identity if self._job.world.rank == 0 else None
+
+    def _save(self, saver: Saver, is_best: bool = False) -> None:
+        tensors = state.collect(
+            self._loop.engine.module,
+            self._loop.update.optimizer,
+            self._job.training.model.tied(),
+            rank=self._job.world.rank,
+            with_buffers=self._loop.replica == 0,
+        )
+        agreed = agreement.reach(self._job, self._loop)
+        facts = agreement.joined(self.history.facts(), self._job, agreed) | {
+            "scaler": self._loop.update.scaler_state(),
+            "evaluations": [evaluation.as_dict() for evaluation in self._evaluator.done],
+            "data": self._identity(),
+        }
+        saver.save(self._loop.done, tensors, self._job.spec.config.resolved["model"], facts, is_best)
+        self._saved = self._loop.done
+
+
+def _number(value: float | None) -> float:
+    """JSON has no NaN: there it is null."""
+    return float("nan") if value is None else value

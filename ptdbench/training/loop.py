@@ -1,0 +1,109 @@
+"""The step loop: one optimizer step after another, each under the clock, and nothing else under it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ptdbench.data.feed import Feed
+from ptdbench.measure import clock, memory
+from ptdbench.parallel.engine import Engine
+from ptdbench.training.update import Update
+
+#: Steps between two collections of garbage. The collector is off inside steps, where it would strike at random.
+COLLECT_EVERY = 100
+
+
+def collect_garbage() -> None:
+    """Collect garbage, and exempt what survives from later collections, until ``gc.unfreeze()``.
+
+    A collection that goes through everything torch has imported takes as long as a step of a small model.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+class StepLoop:
+    """Trains step by step.
+
+    Attributes:
+        engine: Turns a batch into gradients.
+        update: Turns gradients into new weights.
+        feed: Gives the batches.
+        replicas: The ranks that hold replicas of what this rank holds, if there are more.
+        replica: This rank's number among them: which share of the batch is its own.
+        first_step: Steps that were done before this loop: it goes on after a checkpoint.
+        losses: This rank's share of each step's loss, on the device: reading one waits for it.
+        memory_bytes: Memory in use after each step.
+        clock: Holds the steps' times.
+        remark: What a person who watches the steps should read beside the loss.
+
+    Args:
+        engine: Turns a batch into gradients.
+        update: Turns gradients into new weights.
+        feed: Gives this rank's batches.
+        device: This rank's device.
+        replicas: The ranks that hold replicas of what this rank holds; without them it is the only one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        update: Update,
+        feed: Feed,
+        device: torch.device,
+        replicas: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.engine = engine
+        self.update = update
+        self.feed = feed
+        self.replicas = replicas
+        self.replica = dist.get_rank(replicas) if replicas else 0
+        self._device = device
+        self.first_step = 0
+        self.clock = clock.for_device(device)
+        self.losses: list[Tensor] = []
+        self.memory_bytes: list[int] = []
+        self.remark = ""
+
+    @property
+    def done(self) -> int:
+        """Steps of the run that are done, those before this loop included."""
+        return self.first_step + len(self.losses)
+
+    def go_on(self, first_step: int, scaler: dict[str, Any]) -> None:
+        """Begin after ``first_step`` steps, whose weights and optimizer state are in place."""
+        self.first_step = first_step
+        self.update.load_scaler(scaler)
+
+    def rehearse(self) -> None:
+        """Compute the next step's gradients as often as the engine needs, and drop them; nothing else changes.
+
+        The first passes of an engine may differ from all later ones: DDP rebuilds its buckets after the first backward
+        pass, under ``static_graph`` after the second. Without this, the first steps of a resumed run would differ in
+        their last bits from the same steps of a run that was not interrupted.
+        """
+        buffers = [buffer.clone() for buffer in self.engine.module.buffers()]
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            for _ in range(self.engine.rehearsals):
+                self.engine.gradients(*self.feed.peek(self.done), self.update.scale)
+                self.engine.module.zero_grad()
+        for buffer, before in zip(self.engine.module.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+
+    def step(self) -> None:
+        """One optimizer step; on a GPU its work is queued when this returns."""
+        number = self.done
+        self.clock.start()
+        inputs, targets = self.feed(number)
+        loss = self.engine.gradients(inputs, targets, self.update.scale)
+        self.update(number)
+        self.clock.stop()
+        self.losses.append(loss)
+        self.memory_bytes.append(memory.current_bytes(self._device))
+        if len(self.losses) % COLLECT_EVERY == 0:
+            collect_garbage()

@@ -1,0 +1,101 @@
+from dataclasses import replace
+
+import pytest
+
+from ptdbench.measure.metrics import Measurement, metrics
+
+# Two ranks, the first step slow; then the slower rank takes 0.5, 0.25, 0.25, 1.0 s: 2.0 s in all.
+MEASURED = Measurement(
+    rank_step_seconds=[[9.0, 0.5, 0.2, 0.25, 0.1], [8.0, 0.3, 0.25, 0.25, 1.0]],
+    samples_per_step=16,
+    tokens_per_sample=128,
+    flops_per_sample=3e12,
+    flops_reason=None,
+    world_size=2,
+    device_name="NVIDIA A100-SXM4-80GB",
+    dtype="bf16",
+    peak_memory_bytes=[100, 300],
+    first_step_seconds=9.5,
+    startup_seconds={"launch": 1.0},
+    minimum_warmup=1,
+)
+
+
+def test_figures_by_hand():
+    warmup_steps, found = metrics(MEASURED)
+    assert warmup_steps == 1
+    assert found["samples_per_second"] == pytest.approx(4 * 16 / 2.0)
+    assert found["tokens_per_second"] == pytest.approx(4096)
+    assert found["samples_per_second_per_device"] == pytest.approx(16)
+    assert found["tokens_per_second_per_device"] == pytest.approx(2048)
+    assert found["model_flops_per_second"] == pytest.approx(96e12)
+    assert found["mfu"] == pytest.approx(48 / 312)  # per device, of an A100's dense bf16 peak
+    assert found["mfu_reason"] is None
+    assert found["peak_memory_bytes"] == 300
+    assert found["first_step_seconds"] == 9.5
+    assert found["startup_seconds"] == {"launch": 1.0}
+    assert found["step_seconds"]["median"] == pytest.approx(0.375)
+    assert found["step_seconds"]["mean"] == pytest.approx(0.5)
+
+
+def test_throughput_is_not_a_mean_of_rates():
+    uneven = replace(MEASURED, rank_step_seconds=[[1.0, 9.0, 1.0, 9.0]], world_size=1, minimum_warmup=0)
+    warmup_steps, found = metrics(uneven)
+    assert warmup_steps == 0
+    assert found["samples_per_second"] == pytest.approx(4 * 16 / 20.0)
+
+
+def test_images_have_no_tokens():
+    _, found = metrics(replace(MEASURED, tokens_per_sample=None))
+    assert found["tokens_per_second"] is None
+    assert found["tokens_per_second_per_device"] is None
+    assert found["samples_per_second"] == pytest.approx(32)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device_name": "cpu"}, "CPU"),
+        ({"device_name": "NVIDIA Unheard Of"}, "NVIDIA Unheard Of"),
+        ({"dtype": "fp64"}, "fp64"),
+        ({"flops_per_sample": None, "flops_reason": "a model of one's own"}, "a model of one's own"),
+        ({"flops_per_sample": None}, "states no FLOPs"),
+        ({"rank_step_seconds": [[], []]}, "no step"),
+    ],
+)
+def test_mfu_is_null_with_its_reason(change, reason):
+    _, found = metrics(replace(MEASURED, **change))
+    assert found["mfu"] is None
+    assert reason in found["mfu_reason"]
+
+
+def test_a_run_without_a_step_has_all_names_and_no_rates():
+    warmup_steps, found = metrics(replace(MEASURED, rank_step_seconds=[], peak_memory_bytes=[]))
+    assert warmup_steps == 0
+    assert set(found) == set(metrics(MEASURED)[1])
+    assert found["samples_per_second"] is None
+    assert found["peak_memory_bytes"] is None
+    assert found["step_seconds"]["median"] is None
+
+
+def test_steps_that_only_some_ranks_finished_are_left_out():
+    cut = replace(MEASURED, rank_step_seconds=[[1.0, 1.0, 1.0], [2.0, 2.0]], minimum_warmup=0)
+    assert metrics(cut)[1]["samples_per_second"] == pytest.approx(8)
+
+
+def test_the_share_of_the_ceiling_by_hand():
+    _, found = metrics(replace(MEASURED, ceiling=(240e12, None)))
+    # 48 TFLOP/s on each device, see above.
+    assert (found["ceiling_flops_per_second"], found["ceiling_reason"]) == (240e12, None)
+    assert found["share_of_ceiling"] == pytest.approx(0.2)
+
+
+def test_without_a_ceiling_there_is_a_reason():
+    _, found = metrics(replace(MEASURED, ceiling=(None, "nobody has measured it")))
+    assert (found["ceiling_flops_per_second"], found["share_of_ceiling"]) == (None, None)
+    assert found["ceiling_reason"] == "nobody has measured it"
+
+
+def test_a_model_without_flops_has_no_share_of_a_known_ceiling():
+    _, found = metrics(replace(MEASURED, flops_per_sample=None, flops_reason="it states none", ceiling=(240e12, None)))
+    assert (found["ceiling_flops_per_second"], found["share_of_ceiling"]) == (240e12, None)

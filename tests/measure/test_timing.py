@@ -1,0 +1,95 @@
+"""How messages are timed: sizes, how often, and whose time counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ptdbench.measure import timing
+from ptdbench.measure.timing import Effort
+from ptdbench.problems import ConfigError
+from ptdbench.workloads.collectives import Collectives
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("asked", "sizes"),
+    [
+        ((8, 64, 2), [8, 16, 32, 64]),
+        ((8, 100, 4), [8, 32, 100]),
+        ((8, 8, 2), [8]),
+        ((1, 1000, 1000), [1, 1000]),
+    ],
+)
+def test_sizes_end_with_the_largest(asked, sizes):
+    assert timing.sizes(*asked) == sizes
+
+
+def test_repetitions_fill_the_time_within_bounds():
+    effort = Effort(seconds=0.1, min_repetitions=5, max_repetitions=200)
+    assert [effort.repetitions(once) for once in (0.001, 0.01, 0.02, 3.0, 1e-5, 0.0)] == [100, 10, 5, 5, 200, 200]
+
+
+def test_what_takes_too_long_is_not_afforded():
+    effort = Effort(min_repetitions=5, max_seconds=1.0)
+    assert effort.affords(0.2)
+    assert not effort.affords(0.21)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """One rank: it is always the slowest."""
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "all_reduce", lambda values, op: None)
+
+
+def test_a_step_is_called_for_warmup_and_each_repetition(alone):
+    calls = []
+    effort = Effort(seconds=1e-12, min_repetitions=7, max_repetitions=9, warmup=3, max_seconds=1e9)
+    seconds = timing.repeat(lambda: calls.append(1), CPU, effort)
+    assert (len(calls), len(seconds)) == (10, 7)
+    assert all(second > 0 for second in seconds)
+
+
+def test_steps_that_are_compared_take_turns(alone):
+    calls = []
+    effort = Effort(seconds=1e-12, min_repetitions=2, max_repetitions=2, warmup=1, max_seconds=1e9)
+    seconds = timing.repeat_in_turns([lambda: calls.append("a"), None, lambda: calls.append("b")], CPU, effort)
+    assert "".join(calls) == "ababab"
+    assert [len(of_step) for of_step in seconds] == [2, 2, 2]
+    assert seconds[1] == [0.0, 0.0]
+
+
+def test_nothing_is_timed_where_it_would_take_too_long(alone):
+    calls = []
+    assert timing.repeat(lambda: calls.append(1), CPU, Effort(warmup=2, max_seconds=1e-12)) == []
+    assert len(calls) == 2
+
+
+def test_the_slowest_rank_counts_for_each_repetition(monkeypatch):
+    def all_reduce(values, op):
+        assert op is dist.ReduceOp.MAX
+        values.copy_(torch.maximum(values, torch.tensor([2.0, 2.0, 2.0], dtype=torch.float64)))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    assert timing.slowest([1.0, 3.0, 2.5], CPU) == [2.0, 3.0, 2.5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_bytes": 0}, "min_bytes=0: must be a whole number of at least 1"),
+        ({"factor": 1}, "factor=1: must be a whole number of at least 2"),
+        ({"warmup": 0}, "warmup=0: must be a whole number of at least 1"),
+        ({"min_bytes": 64, "max_bytes": 8}, "max_bytes=8: must not be below min_bytes, 64"),
+        ({"min_repetitions": 9, "max_repetitions": 8}, "max_repetitions=8: must not be below min_repetitions, 9"),
+        ({"seconds": 0}, "seconds=0: must be greater than 0"),
+        ({"max_seconds": -1.0}, "max_seconds=-1.0: must be greater than 0"),
+    ],
+)
+def test_numbers_that_cannot_be_right_are_refused(options, message):
+    with pytest.raises(ConfigError) as refused:
+        Collectives(**options)
+    assert str(refused.value) == message

@@ -1,0 +1,61 @@
+"""What runs are called that look alike otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptdbench.report.differences import differences
+from ptdbench.report.table import render
+from tests.report.test_table import cells, run
+
+CONFIG = {
+    "activation_checkpointing": "none",
+    "compile": False,
+    "seed": 0,
+    "resume": None,
+    "sweep": {"resume": None},
+    "data": {"name": "text", "seed": 0},
+    "optimizer": {"name": "adamw", "_target_": "torch.optim.AdamW", "lr": 0.001, "betas": [0.9, 0.95]},
+    "parallel": {"name": "ddp", "bucket_mb": 25},
+    "workload": {"name": "train", "label": "toy_ddp"},
+}
+
+
+def changed(**groups):
+    """The configuration with other options: ``parallel={"bucket_mb": 50}``."""
+    return CONFIG | {name: {**CONFIG[name], **of} if isinstance(of, dict) else of for name, of in groups.items()}
+
+
+@pytest.mark.parametrize(
+    ("configs", "expected"),
+    [
+        ([CONFIG, CONFIG], ["", ""]),
+        (
+            [CONFIG, changed(activation_checkpointing="full")],
+            ["activation_checkpointing=none", "activation_checkpointing=full"],
+        ),
+        ([CONFIG, changed(compile=True), CONFIG], ["compile=false", "compile=true", "compile=false"]),
+        ([CONFIG, changed(optimizer={"betas": [0.9, 0.99]})], ["betas=[0.9, 0.95]", "betas=[0.9, 0.99]"]),
+        ([CONFIG, changed(compile=None, parallel={"bucket_mb": 1e-9})],
+         ["compile=false bucket_mb=25", "compile=null bucket_mb=1e-09"]),
+        ([CONFIG, changed(optimizer={"name": "sgd", "_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9})],
+         ["optimizer=adamw", "optimizer=sgd"]),  # what else differs follows
+        ([CONFIG, changed(seed=1, data={"seed": 1})], ["seed=0", "seed=1"]),  # data.seed is ${seed}
+        ([CONFIG, changed(seed=1, data={"seed": 2})], ["seed=0 data.seed=0", "seed=1 data.seed=2"]),
+        ([CONFIG, changed(resume="a", sweep={"resume": "b"}, workload={"label": "other"})], ["", ""]),
+        ([CONFIG, {**CONFIG, "extra": {"flag": "x" * 100}}], ["", f"flag={'x' * 40}…"]),
+        ([{}, {"a": {}}], ["", "a={}"]),
+    ],
+)  # fmt: skip
+def test_options_that_differ_are_named_and_no_others(configs, expected):
+    assert differences([{"config": config} for config in configs]) == expected
+
+
+def test_they_stand_in_the_rows_that_would_look_alike():
+    runs = [
+        run("ddp", 100.0, config=CONFIG),
+        run("ddp", 90.0, config=changed(activation_checkpointing="full")),
+        run("fsdp", 80.0, config=changed(activation_checkpointing="full")),
+    ]
+    labels = ["ddp activation_checkpointing=none", "ddp activation_checkpointing=full", "fsdp"]
+    assert [row[1] for row in cells(render(runs, 200))] == labels

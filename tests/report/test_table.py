@@ -1,0 +1,218 @@
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from ptdbench.records.store import append_result, write_record
+from ptdbench.report.table import closing_lines, render
+
+
+def run(parallel="ddp", tokens_per_second=1000.0, **changes):
+    record = {
+        "status": "ok",
+        "model": "gpt_tiny",
+        "parallel": parallel,
+        "world_size": 2,
+        "global_batch": 16,
+        "precision": "fp32",
+        "parameters": 1234567,
+        "layout": {"data": 2, "pipeline": 1, "microbatches": 1, "accumulation": 1},
+        "config": {"parallel": {"schedule": "1f1b"}},
+        "losses": [3.0, 2.51349],
+        "metrics": {
+            "tokens_per_second": tokens_per_second,
+            "samples_per_second": 250.0,
+            "step_seconds": {"median": 0.1986, "p5": 0.01234, "p95": 1.2345},
+            "mfu": 0.41868,
+            "mfu_reason": None,
+            "peak_memory_bytes": 3 * 2**29,
+        },
+        "error": None,
+        "directory": f"outputs/sweep/{parallel}",
+    }
+    return {**record, **changes}
+
+
+def failed(parallel, message, status="failed", rank=1):
+    error = {"rank": rank, "type": "RuntimeError", "message": message, "traceback": ""}
+    return run(parallel, status=status, metrics=None, losses=[], error=error)
+
+
+def cells(text: str) -> list[list[str]]:
+    """The rows of the table below its heading, split where two spaces or more stand."""
+    lines = text.splitlines()
+    rule = next(number for number, line in enumerate(lines) if line.startswith("──"))
+    rows = [re.split(r"\s{2,}", line.strip()) for line in lines[rule + 1 :]]
+    return [row for row in rows if row[0].isdigit() or row[0] == "-"]
+
+
+def test_the_figures_of_a_row():
+    (row,) = cells(render([run(tokens_per_second=41234.5)]))
+    assert row == [
+        *("1", "ddp", "2", "16", "41,234", "1.00x", "199 (12.3-1,234)", "1.5 GiB", "41.9%", "2.513", "ok"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("judged", "shown"),
+    [
+        ({"top1": 0.97222, "bits_per_byte": None, "loss": 0.5}, "97.2%"),
+        ({"top1": None, "bits_per_byte": 2.21349, "loss": 0.5}, "2.213 b/B"),
+        ({"top1": None, "bits_per_byte": None, "loss": 0.51249}, "0.512"),
+    ],
+)
+def test_what_an_evaluation_found_last_stands_beside_the_loss(judged, shown):
+    text = render([run(evaluations=[{"top1": 0.1, "bits_per_byte": 9.9, "loss": 9.9}, judged]), run("pdp", 10.0)])
+    assert "loss  held out  status" in re.sub(r" {2,}", "  ", text)
+    assert [row[-2:] for row in cells(text)] == [[shown, "ok"], ["-", "ok"]]
+
+
+def test_the_fastest_comes_first_and_what_failed_last():
+    text = render([run("fsdp", 500.0), failed("single", "broken"), run("pdp", 2000.0), run("ddp", 1000.0)])
+    assert [(row[0], row[1], row[5], row[-1]) for row in cells(text)] == [
+        ("1", "pdp", "1.00x", "ok"),
+        ("2", "ddp", "0.50x", "ok"),
+        ("3", "fsdp", "0.25x", "ok"),
+        ("-", "single", "-", "failed"),
+    ]
+
+
+def test_a_failed_run_is_not_ranked_by_what_it_did_before():
+    text = render([run("ddp", 100.0), run("pdp", 900.0, status="diverged")])
+    assert [(row[0], row[1], row[5]) for row in cells(text)] == [("1", "ddp", "1.00x"), ("-", "pdp", "-")]
+
+
+def test_the_reason_is_whole_in_lines_that_fit():
+    said = "CUDA out of memory.\n  Tried to allocate 20 GiB " + "x " * 200 + "x; its output is in /a/" + "long" * 30
+    text = render([failed("pdp", said, "oom")], 100)
+    reason = text[text.index("pdp: oom") :]
+    assert reason.startswith("pdp: oom on rank 1: RuntimeError: CUDA out of memory. Tried to allocate 20 GiB")
+    assert reason.split() == ["pdp:", "oom", "on", "rank", "1:", "RuntimeError:", *said.split()]
+    *lines, path = reason.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert path.split() == ["/a/" + "long" * 30]
+
+
+@pytest.mark.parametrize("rank", [None, -1])
+def test_a_refused_run_has_no_rank_to_blame(rank):
+    text = render([failed("pdp", "model=resnet18 has no stages", rank=rank)])
+    assert "pdp: failed: RuntimeError: model=resnet18 has no stages" in text
+
+
+def test_models_have_tables_of_their_own():
+    images = run("ddp", None, model="resnet18")
+    text = render([run("fsdp"), images, run("ddp")])
+    first, second = text.split("\n\n")
+    assert first.startswith("gpt_tiny · 1,234,567 parameters · fp32\n")
+    assert "tokens/s" in first
+    assert len(cells(first)) == 2
+    assert second.startswith("resnet18 ·")
+    assert "samples/s" in second
+    assert cells(second)[0][4] == "250"
+
+
+@pytest.mark.parametrize(
+    ("runs", "labels"),
+    [
+        ([run("pdp", layout={"data": 2, "pipeline": 4, "microbatches": 8})], ["pdp 2x4 1f1b"]),
+        ([run("ddp"), run("ddp", precision="bf16")], ["ddp fp32", "ddp bf16"]),
+        ([run("ddp"), run("fsdp", precision="bf16")], ["ddp", "fsdp"]),
+        (
+            [
+                run("pdp", layout={"data": 1, "pipeline": 2, "microbatches": 4}),
+                run("pdp", layout={"data": 1, "pipeline": 2, "microbatches": 8}),
+            ],
+            ["pdp 1x2 1f1b m4", "pdp 1x2 1f1b m8"],
+        ),
+        ([run("ddp"), run("ddp", layout={"data": 2, "accumulation": 4})], ["ddp acc1", "ddp acc4"]),
+        ([run("ddp"), run("ddp", directory="outputs/sweep/ddp-2")], ["ddp [ddp]", "ddp [ddp-2]"]),
+        ([run("ddp"), run("ddp", world_size=4)], ["ddp", "ddp"]),
+        ([run("ddp", nodes=["n1"]), run("ddp", nodes=["n1", "n2"])], ["ddp 1 node", "ddp 2 nodes"]),
+        (  # one that never learnt its nodes
+            [run("ddp", nodes=["n1"]), run("ddp", nodes=None, config={"cluster": {"nodes": 2}}, status="failed")],
+            ["ddp 1 node", "ddp 2 nodes"],
+        ),
+        (
+            [run("ddp", nodes=["n1"], directory="a/1"), run("ddp", nodes=None, status="failed", directory="a/2")],
+            ["ddp [1]", "ddp [2]"],
+        ),
+    ],
+)
+def test_labels_say_what_tells_runs_apart(runs, labels):
+    assert [row[1] for row in cells(render(runs, 120))] == labels
+
+
+def test_a_missing_mfu_is_explained_once():
+    reason = "a CPU has no data-sheet peak"
+    metrics = {**run()["metrics"], "mfu": None, "mfu_reason": reason}
+    text = render([run("ddp", metrics=metrics), run("fsdp", metrics=metrics)])
+    assert [row[8] for row in cells(text)] == ["-", "-"]
+    assert text.count(reason) == 1
+
+
+LARGE = run(
+    "pdp",
+    123456789.0,
+    world_size=1024,
+    global_batch=16384,
+    layout={"data": 128, "pipeline": 8, "microbatches": 64},
+)
+
+
+@pytest.mark.parametrize("width", [40, 80, 100, 200])
+def test_figures_are_whole_at_any_width(width):
+    text = render([LARGE, run("ddp")], width)
+    for figure in ("123,456,789", "199 (12.3-1,234)", "1.5 GiB", "41.9%", "2.513", "1024", "16384", "status"):
+        assert figure in text
+    assert "…" not in text
+
+
+def test_usual_runs_fit_a_hundred_columns():
+    pipeline = run("pdp", 41234.5, layout={"data": 1, "pipeline": 2, "microbatches": 4})
+    text = render([pipeline, run("ddp"), failed("fsdp", "word " * 100, "preempted")], 100)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "pdp 1x2 1f1b" in text
+
+
+def test_output_is_plain_text(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b" not in render([run(), failed("pdp", "[bold]not markup[/bold]")])
+
+
+def test_text_is_not_taken_for_markup():
+    text = render([run("ddp"), run("ddp", directory="outputs/sweep/red")])
+    assert "ddp [red]" in text
+
+
+def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sweep = tmp_path / "out puts"
+    single = sweep / "0"
+    single.mkdir(parents=True)
+    write_record(single, run())
+    assert "records      'out puts/0'/record.json" in closing_lines(single)
+    append_result(sweep, run())
+    assert "tensorboard" not in closing_lines(sweep)  # nothing is there for it to show
+    (single / "events.out.tfevents.1").touch()
+    records, board = closing_lines(sweep).splitlines()
+    path = records.removeprefix("records").strip()
+    if shutil.which("sh"):
+        listed = subprocess.run(["sh", "-c", f"cat {path}"], cwd=tmp_path, capture_output=True, check=True)
+        assert listed.stdout == (sweep / "results.jsonl").read_bytes()
+    assert "tensorboard --logdir 'out puts'" in board
+
+
+def test_the_share_of_the_ceiling_is_a_column_where_any_run_has_one():
+    known = run("fsdp", 500.0)
+    known["metrics"] = {**known["metrics"], "share_of_ceiling": 0.5249}
+    assert "of ceiling" not in render([run("ddp")])
+    text = render([run("ddp", 1000.0), known], 120)
+    assert "MFU  of ceiling   loss" in text
+    assert [row[8:10] for row in cells(text)] == [["41.9%", "-"], ["41.9%", "52.5%"]]
+
+
+def test_an_unsound_check_before_a_run_is_told_once():
+    remark = {"check": "unsound: rank 1 is slow"}
+    text = render([run("ddp", remarks=remark), run("fsdp", remarks=remark), run("pdp", remarks={})])
+    assert text.splitlines().count("unsound: rank 1 is slow") == 1

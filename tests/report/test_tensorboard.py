@@ -1,0 +1,215 @@
+import pytest
+from tensorboard.backend.event_processing import plugin_event_multiplexer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+from ptdbench.report.tensorboard import Live, write_tensorboard
+
+RECORD = {
+    "status": "ok",
+    "model": "gpt_tiny",
+    "parallel": "pdp",
+    "world_size": 2,
+    "global_batch": 16,
+    "tokens_per_sample": 128,
+    "precision": "fp32",
+    "parameters": 1234567,
+    "started": "2026-01-02T03:04:05+00:00",
+    "losses": [5.0, 4.0, 3.5],
+    "rank_step_seconds": [[2.0, 0.5, 0.25], [1.0, 0.25, 0.5]],  # slowest: 2.0, 0.5, 0.5
+    "step_memory_bytes": [100, 300, 200],
+    "layout": {"data": 1, "pipeline": 2, "micro_batch": 4, "microbatches": 4, "accumulation": 1},
+    "metrics": {
+        "step_seconds": {"median": 0.5, "mean": 0.5, "p5": 0.5, "p95": 0.5, "ci95": None},
+        "tokens_per_second": 4096.0,
+        "samples_per_second": 32.0,
+        "model_flops_per_second": 1e12,
+        "mfu": None,
+        "mfu_reason": "a CPU has no data-sheet peak",
+        "peak_memory_bytes": 400,
+        "first_step_seconds": 2.5,
+    },
+    "error": None,
+}
+FAILED = {
+    **RECORD,
+    "status": "failed",
+    "losses": [],
+    "rank_step_seconds": [],
+    "step_memory_bytes": [],
+    "layout": {},
+    "metrics": None,
+}
+
+
+def written(directory, record) -> EventAccumulator:
+    write_tensorboard(directory, record)
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return events
+
+
+def plugin_data(events: EventAccumulator, tag: str) -> plugin_data_pb2.HParamsPluginData:
+    content = events.SummaryMetadata(tag).plugin_data.content
+    return plugin_data_pb2.HParamsPluginData.FromString(content)
+
+
+def values(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_curves_over_the_steps(tmp_path):
+    events = written(tmp_path, RECORD)
+    assert values(events, "step/loss") == [(0, 5.0), (1, 4.0), (2, 3.5)]
+    assert values(events, "step/seconds") == [(0, 2.0), (1, 0.5), (2, 0.5)]
+    assert values(events, "step/tokens_per_second") == [(0, 1024.0), (1, 4096.0), (2, 4096.0)]
+    assert values(events, "step/memory_bytes") == [(0, 100.0), (1, 300.0), (2, 200.0)]
+
+
+def test_curves_have_the_steps_own_wall_times(tmp_path):
+    events = written(tmp_path, RECORD)
+    started = 1767323045  # date -u -d 2026-01-02T03:04:05 +%s
+    assert [event.wall_time for event in events.Scalars("step/loss")] == [
+        started + 2.0,
+        started + 2.5,
+        started + 3.0,
+    ]
+
+
+def test_images_are_counted_in_samples(tmp_path):
+    events = written(tmp_path, {**RECORD, "tokens_per_sample": None})
+    assert values(events, "step/samples_per_second") == [(0, 8.0), (1, 32.0), (2, 32.0)]
+    assert "step/tokens_per_second" not in events.Tags()["scalars"]
+
+
+def test_a_loss_that_is_not_finite_does_not_end_the_curve(tmp_path):
+    assert values(written(tmp_path, {**RECORD, "losses": [5.0, None, 3.0]}), "step/loss") == [
+        (0, 5.0),
+        (2, 3.0),
+    ]
+
+
+def test_the_run_is_one_session_with_its_hparams_and_metrics(tmp_path):
+    events = written(tmp_path, RECORD)
+    hparams = plugin_data(events, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
+    assert {name: hparams[name].string_value for name in ("model", "parallel", "precision", "x_status")} == {
+        "model": "gpt_tiny",
+        "parallel": "pdp",
+        "precision": "fp32",
+        "x_status": "ok",
+    }
+    assert {name: hparams[name].number_value for name in ("world_size", "global_batch", "x_pipeline")} == {
+        "world_size": 2,
+        "global_batch": 16,
+        "x_pipeline": 2,
+    }
+    assert values(events, "summary/tokens_per_second") == [(2, 4096.0)]
+    assert values(events, "summary/step_seconds_median") == [(2, 0.5)]
+    assert values(events, "summary/peak_memory_bytes") == [(2, 400.0)]
+    assert values(events, "summary/last_loss") == [(2, 3.5)]
+    assert "summary/mfu" not in events.Tags()["scalars"]
+    end = plugin_data(events, metadata.SESSION_END_INFO_TAG).session_end_info
+    assert end.status == api_pb2.STATUS_SUCCESS
+
+
+def test_one_run_is_one_directory(tmp_path):
+    write_tensorboard(tmp_path / "sweep" / "0", RECORD)
+    write_tensorboard(tmp_path / "sweep" / "1", {**RECORD, "parallel": "ddp"})
+    multiplexer = plugin_event_multiplexer.EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "sweep"))
+    assert sorted(multiplexer.Runs()) == ["0", "1"]
+
+
+def test_a_failed_run_has_its_status_and_no_success(tmp_path):
+    events = written(tmp_path, FAILED)
+    hparams = plugin_data(events, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
+    assert hparams["x_status"].string_value == "failed"
+    assert events.Tags()["scalars"] == []
+    with pytest.raises(KeyError):
+        events.SummaryMetadata(metadata.SESSION_END_INFO_TAG)
+
+
+def test_all_runs_declare_the_same_columns(tmp_path):
+    """TensorBoard reads the columns of the HPARAMS tab from one run, whichever comes first."""
+
+    def columns(directory, record):
+        experiment = plugin_data(written(directory, record), metadata.EXPERIMENT_TAG).experiment
+        return (
+            {(info.name, info.type) for info in experiment.hparam_infos},
+            {(info.name.group, info.name.tag) for info in experiment.metric_infos},
+        )
+
+    of_success, of_failure = columns(tmp_path / "0", RECORD), columns(tmp_path / "1", FAILED)
+    assert of_success == of_failure
+    assert ("", "summary/tokens_per_second") in of_success[1]
+
+
+TRAINED = {
+    **RECORD,
+    "learning_rates": [0.5, 0.25, 0.125],
+    "gradient_norms": [3.0, 2.0, 1.0],
+    "wait_seconds": [0.5, 0.25, 0.0],
+    "evaluations": [
+        {
+            "step": step,
+            "samples": 10,
+            "loss": 1.5 / step,
+            "top1": step / 4,
+            "top5": 1.0,
+            "bits_per_byte": None,
+            "seconds": 1,
+        }
+        for step in (1, 3)
+    ],
+}
+
+
+def test_curves_of_real_training(tmp_path):
+    events = written(tmp_path, TRAINED)
+    assert values(events, "step/learning_rate") == [(0, 0.5), (1, 0.25), (2, 0.125)]
+    assert values(events, "step/gradient_norm") == [(0, 3.0), (1, 2.0), (2, 1.0)]
+    assert values(events, "step/data_wait_share") == [(0, 0.25), (1, 0.5), (2, 0.0)]
+    assert values(events, "eval/top1") == [(1, 0.25), (3, 0.75)]
+    assert values(events, "eval/loss") == [(1, 1.5), (3, 0.5)]
+    assert "eval/bits_per_byte" not in events.Tags()["scalars"]
+    assert values(events, "summary/top1") == [(2, 0.75)]
+
+
+def test_an_evaluation_stands_at_the_time_of_its_step(tmp_path):
+    events = written(tmp_path, TRAINED)
+    steps, looks = events.Scalars("step/loss"), events.Scalars("eval/top1")
+    assert [look.wall_time for look in looks] == [steps[0].wall_time, steps[2].wall_time]
+
+
+def test_what_was_shown_on_the_way_is_there_once(tmp_path):
+    live = Live(tmp_path)
+    first = {name: value[:1] for name, value in TRAINED.items() if name in ("losses", "wait_seconds", "evaluations")}
+    live.show({**TRAINED, **first, "rank_step_seconds": [[2.0], [1.0]], "metrics": None})
+    assert live.shown == 1
+    on_the_way = EventAccumulator(str(tmp_path))
+    on_the_way.Reload()
+    assert values(on_the_way, "step/tokens_per_second") == [(0, 1024.0)]
+    assert values(on_the_way, "eval/top1") == [(1, 0.25)]
+
+    live.close()
+    write_tensorboard(tmp_path, TRAINED, live.shown)
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert values(events, "step/tokens_per_second") == [(0, 1024.0), (1, 4096.0), (2, 4096.0)]
+    assert values(events, "eval/top1") == [(1, 0.25), (3, 0.75)]
+
+
+def test_what_a_killed_start_had_shown_beyond_its_checkpoint_is_replaced(tmp_path):
+    killed = Live(tmp_path)
+    killed.show({**TRAINED, "losses": [5.0, 9.0, 9.0], "evaluations": []})
+    killed.close()
+    going_on = Live(tmp_path)  # after step 1
+    going_on.show({**TRAINED, "rank_step_seconds": [[0.5, 0.5]], "evaluations": []})
+    going_on.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert values(events, "step/loss") == [(0, 5.0), (1, 4.0), (2, 3.5)]
+
+
+def test_a_run_that_shows_nothing_on_the_way_writes_nothing(tmp_path):
+    Live(tmp_path).close()
+    assert not list(tmp_path.iterdir())

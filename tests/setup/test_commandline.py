@@ -1,0 +1,38 @@
+"""Words that are added to a command line before Hydra reads it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import pytest
+
+from ptdbench.setup import commandline
+
+
+def test_overrides_are_added_beside_those_of_the_command_line(monkeypatch):
+    """Argparse takes positional arguments in one place only."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "a=1", "b=2", "--config-name", "config"])
+    commandline.insert(["a=1", "b=2"], ["c=3"])
+    assert sys.argv == ["train.py", "-m", "a=1", "b=2", "c=3", "--config-name", "config"]
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m"])
+    commandline.insert([], ["c=3"])
+    assert sys.argv == ["train.py", "-m", "c=3"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "added"),
+    [
+        (["hydra/launcher=submitit_slurm", "parallel=ddp"], ["cluster=slurm"]),
+        (["hydra/launcher=submitit_slurm", "cluster=site_gpu"], []),
+        (["hydra/launcher=submitit_local"], ["hydra.mode=MULTIRUN"]),
+        (["parallel=ddp"], []),
+        ([], []),
+    ],
+)
+def test_what_a_launcher_means_by_itself(monkeypatch, typed, added):
+    monkeypatch.setattr(sys, "argv", ["train.py", *typed, "--config-name", "config"])
+    arguments = argparse.Namespace(overrides=list(typed))
+    commandline.imply(arguments)
+    assert arguments.overrides == [*typed, *added]
+    assert sys.argv == ["train.py", *typed, *added, "--config-name", "config"]

@@ -1,0 +1,170 @@
+"""What one command line asks for, and how misspellings are answered."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from ptdbench.problems import ConfigError
+from ptdbench.setup.compose import Composed, compose_all
+from tests.conftest import ROOT
+
+CONF = ROOT / "conf"
+
+
+def compose(*overrides: str, multirun: bool = False) -> Composed:
+    return compose_all(CONF, "config", overrides, multirun)
+
+
+def refused(*overrides: str, multirun: bool = False) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compose(*overrides, multirun=multirun)
+    assert not GlobalHydra.instance().is_initialized()  # or the next run in this process could not compose
+    return str(caught.value).splitlines()
+
+
+def labels(composed: Composed) -> list[tuple[str, str, int]]:
+    return [(job.model.name, job.parallel.name, job.train.steps) for job in composed.jobs]
+
+
+class TestJobs:
+    def test_one_run(self):
+        composed = compose("model=toy", "train.steps=5")
+        assert labels(composed) == [("toy", "ddp", 5)]
+        assert not composed.is_sweep
+        assert composed.first.hydra.run.dir.endswith("_toy_ddp")
+        assert "hydra" not in composed.jobs[0]
+
+    def test_a_sweep_is_every_combination_the_last_list_running_fastest(self):
+        composed = compose("model=toy,gpt_tiny", "parallel=ddp,pdp", "train.steps=5", multirun=True)
+        assert labels(composed) == [
+            ("toy", "ddp", 5), ("toy", "pdp", 5), ("gpt_tiny", "ddp", 5), ("gpt_tiny", "pdp", 5),
+        ]  # fmt: skip
+        assert composed.is_sweep
+
+    @pytest.mark.parametrize(
+        ("override", "steps"),
+        [("train.steps=1,2,3", [1, 2, 3]), ("train.steps=range(1,4)", [1, 2, 3]), ("train.steps=choice(4,2)", [4, 2])],
+    )
+    def test_every_form_of_a_list(self, override, steps):
+        assert [job.train.steps for job in compose(override, multirun=True).jobs] == steps
+
+    def test_a_glob_is_every_choice_there_is(self):
+        found = {job.parallel.name for job in compose("parallel=glob(*)", multirun=True).jobs}
+        assert found == {path.stem for path in (CONF / "parallel").iterdir()} >= {"single", "ddp", "fsdp", "pdp"}
+
+    def test_options_of_hydra_do_not_multiply_runs(self):
+        composed = compose("hydra.sweep.dir=here", "train.steps=1,2", multirun=True)
+        assert composed.first.hydra.sweep.dir == "here"
+        assert len(composed.jobs) == 2
+
+    def test_models_bring_the_data_that_suit_them_and_the_command_line_wins(self):
+        assert compose("model=resnet18").jobs[0].data.name == "synthetic_images"
+        assert compose("model=toy", "data=text").jobs[0].data.name == "text"
+
+
+class TestMisspellings:
+    @pytest.mark.parametrize(
+        ("override", "meant"),
+        [
+            ("model.tie_weight=false", "model.tie_weights"),
+            ("parralel=ddp", "parallel"),
+            ("Precision=bf16", "precision"),
+            ("lr=1e-4", "optimizer.lr"),
+            ("train.lr=1e-4", "optimizer.lr"),
+            ("steps=3", "train.steps"),
+            ("model.n_layer=3", "model.layers"),
+            ("n_layers=3", "model.layers"),
+            ("batch_size=8", "train.global_batch"),
+            ("optimiser.lr=1", "optimizer.lr"),
+            ("checkpointing=full", "checkpoint.keep, activation_checkpointing"),
+        ],
+    )
+    def test_an_option(self, override, meant):
+        (line,) = refused(override)
+        assert line.startswith(f"{override}: there is no such option; would do: {meant}")
+
+    @pytest.mark.parametrize(
+        ("override", "meant"),
+        [
+            ("model=gpt_tyny", "gpt_tiny"),
+            ("model=resnet", "resnet50"),
+            ("parallel=DDP", "ddp"),
+            ("optimizer=adam", "adamw"),
+            ("data=txt", "text"),
+        ],
+    )
+    def test_a_choice_of_a_group(self, override, meant):
+        (line,) = refused(override)
+        assert re.fullmatch(rf"{override}: there is no such choice; would do: (\w+, )*{meant}(, \w+)*", line)
+
+    def test_all_choices_are_offered_where_none_is_near(self):
+        assert refused("parallel=quantum") == [
+            "parallel=quantum: there is no such choice; would do: ddp, fsdp, pdp, single"
+        ]
+
+    def test_an_option_like_none_leads_to_the_list_of_options(self):
+        assert refused("qqqq=1") == ["qqqq=1: there is no such option; see python train.py --cfg job"]
+
+    def test_parts_that_a_person_does_not_set_are_not_offered(self):
+        for override in ("model.nam=x", "optimizer.partial=true", "parallel.target=x"):
+            assert not re.search(r"name\b|_target_|_partial_", refused(override)[0].partition(": ")[2])
+
+    @pytest.mark.parametrize("multirun", [False, True])
+    def test_an_option_of_another_choice_says_whose_it_is(self, multirun):
+        overrides = ("parallel.schedule=gpipe", *(["parallel=ddp,pdp"] if multirun else []))
+        assert refused(*overrides, multirun=multirun) == [
+            "parallel.schedule=gpipe: there is no such option; it belongs to parallel=pdp"
+        ]
+
+    def test_all_at_once(self):
+        found = refused("model=gpt_tyny", "parallel=pddp", "train.stepz=3", "precision=bf16")
+        assert [line.partition(":")[0] for line in found] == ["model=gpt_tyny", "parallel=pddp", "train.stepz=3"]
+
+    def test_in_the_middle_of_a_sweep(self):
+        found = refused("model=toy,gpt_tyny,gpt_tiny", "parallel=ddp,pdpp", multirun=True)
+        assert [line.partition(":")[0] for line in found] == ["model=gpt_tyny", "parallel=pdpp"]
+
+    def test_a_glob_that_matches_nothing(self):
+        assert refused("parallel=glob(x*)", multirun=True) == [
+            "parallel=glob(x*): there is no such choice; would do: ddp, fsdp, pdp, single"
+        ]
+
+
+class TestSyntax:
+    def test_a_list_without_the_flag(self):
+        assert refused("model=toy,gpt_tiny", "train.steps=1,2") == [
+            "model=toy,gpt_tiny: is a list of values, each a run of its own; add -m to sweep",
+            "train.steps=1,2: is a list of values, each a run of its own; add -m to sweep",
+        ]
+
+    @pytest.mark.parametrize("multirun", [False, True])
+    def test_choices_in_brackets(self, multirun):
+        assert refused("parallel=[ddp,pdp]", multirun=multirun) == [
+            "parallel=[ddp,pdp]: is more than one choice in one run; would do: -m parallel=ddp,pdp"
+        ]
+
+    @pytest.mark.parametrize("words", [["train.steps"], ["train.steps", "=", "3"]])
+    def test_spaces_or_no_value(self, words):
+        assert refused(*words)[0] == "train.steps=(no value): options are written NAME=VALUE, without spaces"
+
+    def test_each_override_that_cannot_be_read_is_named(self):
+        found = refused("model=[toy", "seed=1", "train.steps={")
+        assert [line.partition(": cannot be read (")[0] for line in found] == ["model=[toy", "train.steps={"]
+
+    @pytest.mark.parametrize("override", ["parallel=null", "parallel=5", "model="])
+    def test_a_group_wants_a_name(self, override):
+        assert refused(override)[0].startswith(f"{override}: there is no such choice; would do: ")
+
+    @pytest.mark.parametrize("override", ["model@foo=toy", "~model=toy", "hydra.foo=1", "hydra/launcher=foo"])
+    def test_what_only_hydra_understands_is_told_in_its_words(self, override):
+        (line,) = refused(override)
+        assert line.startswith(f"command line={override}: ")
+
+    def test_configurations_that_are_not_there(self, tmp_path):
+        for conf, name in ((CONF, "nothing"), (tmp_path / "nowhere", "config")):
+            with pytest.raises(ConfigError, match="config"):
+                compose_all(Path(conf), name, (), multirun=False)

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ptdbench.problems import ConfigError
+from ptdbench.setup import config
+from tests.conftest import composed
+
+
+def problems_of(part: str, *overrides: str) -> list[str]:
+    """What is told when a part of the configuration is asked for."""
+    read = config.read(composed(*overrides))
+    with pytest.raises(ConfigError) as caught:
+        read.call(part) if part in config.CALLS else getattr(read, part)
+    return str(caught.value).splitlines()
+
+
+def test_the_defaults_are_typed():
+    read = config.read(composed())
+    assert read.train == config.Train(16, "auto", 60, 3, 10, clip_norm=None, decay="matrices", ema=None)
+    assert read.eval == config.Eval(every=None, micro_batch=64)
+    assert read.cluster == config.Cluster("local", "auto", "auto", "auto")
+    assert read.general == config.General("fp32", False, "none", 0, "auto", "auto", None, 10, False)
+    assert read.checkpoint == config.Checkpoint(None, 3, True)
+    call = read.call("parallel")
+    assert (call.name, call.target) == ("ddp", "ptdbench.parallel.ddp.DDP")
+    assert set(call.options) == {"bucket_mb", "gradient_as_bucket_view", "static_graph", "sync_batchnorm"}
+
+
+@pytest.mark.parametrize("group", config.CALLS)
+def test_what_makes_a_choice_what_it_is_is_not_passed_on(group):
+    assert not {"name", "_target_", "_partial_"} & set(config.read(composed()).call(group).options)
+
+
+def test_overrides_arrive_with_their_types():
+    read = config.read(composed("train.micro_batch=4", "train.max_minutes=null", "compile=true", "optimizer.lr=1e-4"))
+    assert read.train.micro_batch == 4
+    assert read.train.max_minutes is None
+    assert read.general.compile is True
+    assert read.call("optimizer").options["lr"] == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("part", "override", "message"),
+    [
+        ("general", "precision=fp8", "precision=fp8: must be fp32, bf16 or fp16"),
+        ("general", "compile=yes", "compile=yes: must be true or false"),
+        ("general", "compile=1", "compile=1: must be true or false"),
+        ("general", "activation_checkpointing=true", "activation_checkpointing=true: must be none or full"),
+        ("general", "seed=-1", "seed=-1: must be at least 0"),
+        ("general", "seed=1e3", "seed=1000.0: must be a whole number"),
+        ("general", "device=gpu", "device=gpu: must be auto, cpu or cuda"),
+        ("general", "backend=mpi", "backend=mpi: must be auto, gloo or nccl"),
+        ("general", "+unknown.option=1", "unknown={'option': 1}: there is no such option"),
+        ("general", "+precission=bf16", "precission=bf16: there is no such option; would do: precision"),
+        ("train", "train.steps=abc", "train.steps=abc: must be a whole number"),
+        ("train", "train.steps=null", "train.steps=null: must be a whole number"),
+        ("train", "train.steps=true", "train.steps=true: must be a whole number"),
+        ("train", "train.steps=0", "train.steps=0: must be at least 1"),
+        ("train", "train.global_batch=-8", "train.global_batch=-8: must be at least 1"),
+        ("train", "train.micro_batch=half", "train.micro_batch=half: must be a whole number or auto"),
+        ("train", "train.warmup_steps=-1", "train.warmup_steps=-1: must be at least 0"),
+        ("train", "train.max_minutes=0", "train.max_minutes=0: must be greater than 0, or null for no limit"),
+        ("train", "train.max_minutes=soon", "train.max_minutes=soon: must be a number or null"),
+        ("train", "train.clip_norm=0", "train.clip_norm=0: must be greater than 0, or null for no clipping"),
+        ("train", "train.ema=1", "train.ema=1: must be between 0 and 1, or null for no average; would do: 0.999"),
+        ("train", "train.decay=vectors", "train.decay=vectors: must be all or matrices"),
+        ("eval", "eval.every=0", "eval.every=0: must be at least 1"),
+        ("eval", "eval.micro_batch=0", "eval.micro_batch=0: must be at least 1"),
+        ("train", "+train.stepz=3", "train.stepz=3: there is no such option; would do: steps"),
+        ("train", "~train.steps", "train.steps=(not set): must be given"),
+        ("cluster", "cluster.ranks_per_node=0", "cluster.ranks_per_node=0: must be at least 1"),
+        ("cluster", "cluster.cpus_per_rank=many", "cluster.cpus_per_rank=many: must be a whole number or auto"),
+        (
+            "model",
+            "model._target_=???",
+            "model._target_=???: must name a class or a function, as in my_package.MyModel",
+        ),
+        ("model", "model._target_=5", "model._target_=5: must name a class or a function, as in my_package.MyModel"),
+        ("model", "model.heads=???", "model.heads=???: must be given"),
+    ],
+)
+def test_one_wrong_value_is_one_message(part, override, message):
+    assert problems_of(part, override) == [message]
+
+
+def test_all_that_is_wrong_in_a_part_comes_at_once():
+    found = problems_of("train", "train.steps=1.5", "train.global_batch=big", "train.max_minutes=true")
+    assert [line.partition("=")[0] for line in found] == ["train.global_batch", "train.steps", "train.max_minutes"]
+    found = problems_of("train", "train.steps=0", "train.global_batch=0")
+    assert [line.partition("=")[0] for line in found] == ["train.global_batch", "train.steps"]
+
+
+def test_a_part_is_judged_while_another_is_wrong():
+    read = config.read(composed("precision=fp8", "train.steps=7"))
+    assert read.train.steps == 7
+
+
+@pytest.mark.parametrize("override", ["train=5", "~train", "train=null"])
+def test_a_group_that_is_not_one_is_explained(override):
+    (line,) = problems_of("train", override)
+    assert re.fullmatch(r"train=\w+: is a group of options; .* --cfg job --package train", line)
+
+
+class TestResolve:
+    def test_interpolations_become_values(self):
+        data = config.resolve(composed("model=toy", "model.inputs=5", "seed=3"))["data"]
+        assert (data["inputs"], data["outputs"], data["seed"]) == (5, 8, 3)
+
+    def test_containers_are_plain_and_values_keep_their_types(self):
+        optimizer = config.resolve(composed())["optimizer"]
+        assert type(optimizer) is dict
+        assert optimizer["betas"] == [0.9, 0.95]
+        assert type(optimizer["betas"]) is list
+
+    def test_what_leads_nowhere_stays_as_it_is_written(self):
+        """A run that is refused has a record too, and that holds the configuration."""
+        resolved = config.resolve(composed("seed=${sead}", "optimizer.betas=['${nowhere}',1]", "model.heads=???"))
+        assert resolved["seed"] == "${sead}"
+        assert resolved["data"]["seed"] == "${seed}"  # which is there, and leads on to nowhere
+        assert resolved["optimizer"]["betas"] == ["${nowhere}", 1]
+        assert resolved["model"]["heads"] == "???"
+
+    def test_every_option_that_leads_nowhere_is_told(self):
+        assert problems_of("data", "data.vocabulary=${model.vocabulry}", "data.sequence_length=${length}") == [
+            "data.sequence_length=${length}: leads to an option that is not there; "
+            "give data.sequence_length a value, or choose another data",
+            "data.vocabulary=${model.vocabulry}: leads to an option that is not there; "
+            "give data.vocabulary a value, or choose another data",
+        ]

@@ -1,0 +1,248 @@
+"""What a run will be, and everything that forbids it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from ptdbench.launch.world import World
+from ptdbench.problems import ConfigError
+from ptdbench.setup import config, run_spec
+from tests.conftest import composed
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+
+
+def make(*overrides: str, world: World | None = None) -> run_spec.RunSpec:
+    return run_spec.specify(config.read(composed("device=cpu", *overrides)), world)
+
+
+def refused(*overrides: str, world: World | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        make(*overrides, world=world)
+    return str(caught.value).splitlines()
+
+
+def rank_of(size: int, local_size: int | None = None) -> World:
+    return World(0, size, 0, local_size or size, "torchrun")
+
+
+class TestSound:
+    def test_the_defaults_are_two_replicas_over_gloo(self):
+        made = make()
+        assert (made.device_type, made.backend, made.label) == ("cpu", "gloo", "gpt_tiny ddp")
+        assert (made.training.layout.data, made.training.layout.pipeline, made.training.layout.micro_batch) == (2, 1, 8)
+        assert made.device(1) == torch.device("cpu")
+
+    def test_the_model_costs_nothing_yet(self):
+        made = make("model=gpt_1t")
+        assert made.training.parameters > 1e12
+        assert all(tensor.is_meta for tensor in made.training.model.state_dict().values())
+
+    def test_flops_are_the_models_own(self):
+        made = make("model=toy", "model.inputs=6", "model.width=5", "model.outputs=4", "model.layers=3")
+        assert made.training.flops_per_sample == 4 * 6 * 5 + 6 * 5 * 5 + 6 * 5 * 4
+        assert made.training.flops_reason is None
+
+    def test_flops_that_nobody_knows_have_a_reason(self):
+        made = make(
+            "model=custom", "model._target_=tests.setup.test_run_spec.Unfathomable", "data=synthetic_vectors",
+            "data.inputs=4", "data.outputs=4",
+        )  # fmt: skip
+        assert made.training.flops_per_sample is None
+        assert "meta" in made.training.flops_reason
+
+    def test_the_ranks_of_a_launcher_are_taken_as_they_are(self):
+        assert make(world=rank_of(4)).training.layout.data == 4
+        assert make("cluster.ranks_per_node=2", world=rank_of(4, local_size=2)).training.layout.data == 4
+
+    @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("pdp", 2)])
+    def test_ranks_without_a_gpu(self, strategy, ranks):
+        assert make(f"parallel={strategy}").world_size == ranks
+
+    def test_optimizer_and_options_arrive(self):
+        optimizer = make("optimizer=sgd", "optimizer.lr=0.25").training.optimizer([nn.Parameter(torch.ones(2))])
+        assert isinstance(optimizer, torch.optim.SGD)
+        assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.25, 0.9)
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["model.heads=3"], "model.heads=3: must divide width=128; would do: 1, 2, 4"),
+            (
+                ["train.global_batch=17"],
+                "train.global_batch=17: must be a multiple of the number of data-parallel replicas, 2; "
+                "would do: 16, 18",
+            ),
+            (
+                ["train.micro_batch=3"],
+                "train.micro_batch=3: must divide a replica's share of the batch, 8; would do: 1, 2, 4",
+            ),
+            (
+                ["parallel=pdp", "cluster.ranks_per_node=8", "parallel.pipeline_size=8"],
+                "parallel.pipeline_size=8: must not exceed the number of the model's layers, 4; would do: 2, 4",
+            ),
+            (
+                ["parallel=pdp", "cluster.ranks_per_node=4", "parallel.pipeline_size=3"],
+                "parallel.pipeline_size=3: must divide the world size, 4; would do: 2, 4",
+            ),
+            (
+                ["parallel=single", "cluster.ranks_per_node=2"],
+                "parallel=single: runs on one rank, and there are 2; "
+                "would do: cluster.ranks_per_node=1, or parallel=ddp",
+            ),
+            (["data.path=/no/such/books"], "data.path=/no/such/books: there is no such file or folder"),
+            (["model.vocabulary=100"], "data.vocabulary=100: must be a whole number of at least 256"),
+            (["optimizer.lr=fast"], "optimizer.lr=fast: must be a number"),
+            (["optimizer.lr=-1"], "optimizer=(its options): cannot be built: Invalid learning rate: -1"),
+            (["parallel.bucket_mb=0"], "parallel.bucket_mb=0: must be greater than 0 (MiB); would do: 25"),
+            (
+                ["cluster.nodes=2"],
+                "cluster.nodes=2: this machine is one node; "
+                "would do: 1, cluster=slurm, or srun, mpirun or torchrun on every node",
+            ),
+            (
+                ["data.sequence_length=${model.length}"],
+                "data.sequence_length=${model.length}: leads to an option that is not there; "
+                "give data.sequence_length a value, or choose another data",
+            ),
+            (["+model.unknown=1"], "model.unknown=1: there is no such option"),
+            (["~model.heads"], "model.heads=(not set): must be given"),
+        ],
+        ids=lambda value: value[-1] if isinstance(value, list) else "message",
+    )
+    def test_one_problem_is_one_message(self, overrides, message):
+        assert refused(*overrides) == [message]
+
+    @without_gpu
+    def test_what_only_a_gpu_can_do(self):
+        assert refused("device=cuda", "backend=nccl") == [
+            "device=cuda: this machine has no GPU that torch can use; would do: auto, cpu",
+            "backend=nccl: NCCL moves data between GPUs, and the ranks of this run have none; would do: auto, gloo",
+        ]
+
+    def test_nccl_between_cpus(self):
+        assert refused("backend=nccl")[0].startswith("backend=nccl: NCCL moves data between GPUs")
+
+    def test_more_ranks_than_gpus(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        with pytest.raises(ConfigError) as caught:
+            run_spec.specify(config.read(composed("cluster.ranks_per_node=4")), None)
+        assert str(caught.value) == (
+            "cluster.ranks_per_node=4: must not exceed the number of GPUs, 2: one rank, one GPU; "
+            "would do: auto, 2, or device=cpu"
+        )
+        assert run_spec.specify(config.read(composed()), None).world_size == 2
+        assert run_spec.specify(config.read(composed()), None).backend == "nccl"
+
+    def test_another_number_of_ranks_than_the_launcher_started(self):
+        assert refused("cluster.ranks_per_node=3", world=rank_of(4)) == [
+            "cluster.ranks_per_node=3: torchrun started 4 ranks on this node; would do: auto, 4"
+        ]
+
+    def test_a_world_that_no_layout_divides(self):
+        (line,) = refused("parallel=pdp", "parallel.pipeline_size=2", world=rank_of(3))
+        assert line == "parallel.pipeline_size=2: must divide the world size, 3; would do: 3"
+
+    @pytest.mark.parametrize("data", ["synthetic_vectors", "synthetic_images"])
+    def test_data_that_do_not_suit_the_model(self, data):
+        (line,) = refused(f"data={data}")
+        assert line.startswith(f"data={data}: does not suit model=gpt_tiny: ")
+
+    def test_everything_at_once_across_all_parts(self):
+        found = refused(
+            "precision=fp8", "train.global_batch=17", "model.heads=3", "optimizer.lr=-1", "data.path=/no/such/books",
+            "train.steps=3", "cluster.cpus_per_rank=0",
+        )  # fmt: skip
+        assert [line.partition("=")[0] for line in found] == [
+            "precision", "cluster.cpus_per_rank", "data.path", "optimizer", "model.heads",
+        ]  # fmt: skip
+        found = refused("precision=fp8", "train.global_batch=17", "model.heads=3")
+        assert [line.partition("=")[0] for line in found] == ["precision", "model.heads", "train.global_batch"]
+
+    @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+    def test_what_is_offered_really_would_do(self, strategy):
+        (line,) = refused(f"parallel={strategy}", "train.global_batch=15")
+        offered = re.findall(r"\d+", line.rpartition("would do:")[2])
+        assert offered == ["14", "16"]
+        for batch in offered:
+            make(f"parallel={strategy}", f"train.global_batch={batch}")
+
+
+class TestModelsOfTheUser:
+    def test_one_that_cannot_be_imported(self):
+        (line,) = refused("model=custom", "model._target_=no_such_package.Net", *VECTORS)
+        assert line == (
+            "model._target_=no_such_package.Net: cannot be imported: No module named 'no_such_package'; "
+            "it is looked for beside train.py, in PYTHONPATH and among what is installed"
+        )
+
+    def test_one_that_its_module_has_not(self):
+        (line,) = refused("model=custom", "model._target_=torch.nn.Linearr", *VECTORS)
+        assert line.startswith("model._target_=torch.nn.Linearr: cannot be imported: ")
+        assert "Linearr" in line.partition("imported")[2]
+
+    def test_one_that_raises_while_it_is_imported(self, tmp_path, monkeypatch):
+        (tmp_path / "broken_package.py").write_text("raise OSError('no licence')")
+        monkeypatch.syspath_prepend(tmp_path)
+        (line,) = refused("model=custom", "model._target_=broken_package.Net", *VECTORS)
+        assert "no licence" in line
+
+    @pytest.mark.parametrize("target", ["no_such_package.Net", "torch.nn.Linear"])
+    def test_one_under_the_options_of_another(self, target):
+        """What a person tries first: the class without ``model=custom``."""
+        assert refused("model=toy", f"model._target_={target}")[-1] == (
+            f"model._target_={target}: does not go with the options of model=toy; "
+            f"would do: model=custom model._target_={target}, which has no options but those you add"
+        )
+
+    def test_one_that_needs_options(self):
+        found = refused("model=custom", "model._target_=torch.nn.Linear", "+model.in_feature=4", *VECTORS)
+        assert found == [
+            "model.in_feature=4: there is no such option; would do: in_features, out_features",
+            "model.in_features=(not set): must be given",
+            "model.out_features=(not set): must be given",
+        ]
+
+    def test_one_whose_constructor_raises(self):
+        (line,) = refused("model=custom", "model._target_=tests.setup.test_run_spec.Moody", *VECTORS)
+        assert line == "model=(its options): cannot be built: not today"
+
+    @pytest.mark.parametrize("target", ["math.pi", "os"])
+    def test_what_is_no_class(self, target):
+        (line,) = refused("model=custom", f"model._target_={target}", *VECTORS)
+        assert line.startswith(f"model._target_={target}: ")
+
+    def test_one_without_parts_cannot_be_a_pipeline(self):
+        (line,) = refused(
+            "model=custom", "model._target_=torch.nn.Linear", "+model.in_features=4", "+model.out_features=4",
+            "parallel=pdp", *VECTORS,
+        )  # fmt: skip
+        assert line == (
+            "parallel=pdp: the model has no parts(), so it cannot be cut into stages; "
+            "would do: parallel=ddp, parallel=fsdp"
+        )
+
+
+VECTORS = ("data=synthetic_vectors", "data.inputs=4", "data.outputs=4")
+
+
+class Unfathomable(nn.Linear):
+    """Looks at its inputs' values, which the meta device has not."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) * (2 if inputs.sum().item() > 0 else 1)
+
+
+class Moody(nn.Module):
+    def __init__(self) -> None:
+        raise RuntimeError("not today")

@@ -1,0 +1,496 @@
+"""From the options of a cluster to the shape of a job and the flags of sbatch; the last word has a real SLURM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptdbench.launch import slurm as commands
+from ptdbench.launch.slurm import Partition, SlurmError
+from ptdbench.problems import ConfigError
+from ptdbench.setup import config
+from ptdbench.setup.compose import compose_all
+from ptdbench.setup.config import Slurm
+from ptdbench.sweep.resources import Output, Shape, check, flags, script, setup_lines, shape
+from tests.conftest import ROOT, composed
+
+#: The test cluster's partitions and two more kinds.
+KNOWN = [
+    Partition("debug", True, 2, 60, (2,), 4),
+    Partition("short", False, 1, 5, (2,), 4),
+    Partition("gpu", False, 4, None, (8,), 96),
+    Partition("mixed", False, 6, 60, (0, 4), 8),
+    Partition("cpu", False, 9, 60, (0,), 64),
+]
+
+ONE_EACH = Shape(1, 2, 2, None)
+
+
+@cache
+def defaults() -> Slurm:
+    found = config.read(composed("cluster=slurm")).cluster
+    assert isinstance(found, Slurm)
+    return found
+
+
+def asked(**options: Any) -> Slurm:
+    """The options of ``conf/cluster/slurm.yaml`` with some of them changed."""
+    return replace(defaults(), **options)
+
+
+def every(available: int) -> int:
+    """What ddp, fsdp and pdp take."""
+    return available
+
+
+def one(available: int) -> int:
+    """What parallel=single takes."""
+    return 1
+
+
+def shape_of(device: str = "auto", ranks: Callable[[int], int] = every, **options: Any) -> Shape:
+    return shape(asked(**options), device, ranks, KNOWN)
+
+
+def refused(device: str = "auto", known: list[Partition] = KNOWN, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        shape(asked(**options), device, every, known)
+    return str(caught.value)
+
+
+def problems(known: list[Partition] = KNOWN, **options: Any) -> list[str]:
+    """What is wrong with these options, at the shape that they come to."""
+    cluster = asked(**options)
+    return [str(problem) for problem in check(cluster, shape(cluster, "auto", every, known), known)]
+
+
+class TestShape:
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            ({}, Shape(1, 2, 2, None)),
+            ({"nodes": 2}, Shape(2, 2, 2, None)),
+            ({"nodes": "auto"}, Shape(1, 2, 2, None)),
+            ({"partition": "gpu"}, Shape(1, 8, 8, None)),
+            ({"partition": "gpu", "ranks_per_node": 3}, Shape(1, 3, 3, None)),
+            ({"partition": "gpu", "gpus_per_node": 4}, Shape(1, 4, 4, None)),
+            ({"partition": "gpu", "gpus_per_node": 4, "ranks_per_node": 2}, Shape(1, 2, 4, None)),
+            ({"partition": "mixed", "ranks_per_node": 2}, Shape(1, 2, 2, None)),
+            ({"partition": "debug,short"}, Shape(1, 2, 2, None)),
+            ({"partition": "cpu"}, Shape(1, 2, 0, None)),
+            ({"partition": "cpu", "ranks_per_node": 16, "cpus_per_rank": 4}, Shape(1, 16, 0, 4)),
+            ({"gpus_per_node": 0}, Shape(1, 2, 0, None)),
+            ({"gpus_per_node": 0, "ranks_per_node": 4}, Shape(1, 4, 0, None)),
+            ({"gres": "gpu:volta:2"}, Shape(1, 2, 2, None)),
+            ({"gres": "gpu:1", "partition": "gpu"}, Shape(1, 1, 1, None)),
+            ({"gres": "lscratch:100", "partition": "gpu"}, Shape(1, 8, 8, None)),
+        ],
+    )
+    def test_auto_becomes_what_is_there(self, options, expected):
+        assert shape_of(**options) == expected
+
+    @pytest.mark.parametrize("options", [{}, {"gres": "gpu:volta:2"}, {"partition": "mixed"}])
+    def test_on_cpus_no_gpu_is_asked_for(self, options):
+        assert shape_of(device="cpu", **options) == Shape(1, 2, 0, None)
+
+    def test_what_is_stated_stands_on_cpus_too(self):
+        """A partition may take no job that does not ask for a GPU."""
+        assert shape_of(device="cpu", gpus_per_node=1, ranks_per_node=1) == Shape(1, 1, 1, None)
+
+    def test_a_strategy_that_takes_fewer_devices_leaves_the_others_to_others(self):
+        assert shape_of(ranks=one, partition="gpu") == Shape(1, 1, 1, None)
+        assert shape_of(ranks=one, partition="gpu", gpus_per_node=8) == Shape(1, 1, 8, None)
+        assert shape_of(ranks=one, gres="gpu:volta:2") == Shape(1, 1, 2, None)
+
+    def test_nodes_that_differ_have_no_auto(self):
+        assert refused(partition="mixed") == (
+            "cluster.gpus_per_node=auto: nodes of mixed have 0 or 4 GPUs; would do: 4, 0"
+        )
+
+    def test_an_unknown_partition_has_no_gpus_to_count(self):
+        assert refused(partition="gpux").startswith("cluster.partition=gpux: there is no such partition")
+
+    def test_a_cluster_without_a_default_partition(self):
+        found = refused(known=KNOWN[1:3])
+        assert found == "cluster.partition=null: this cluster has no default partition; would do: short, gpu"
+
+    def test_a_gpu_that_nobody_has(self):
+        assert refused(device="cuda", partition="cpu").startswith("device=cuda: the nodes that this job would get")
+        assert refused(device="cuda", gpus_per_node=0).startswith("device=cuda: ")
+
+    def test_where_slurm_cannot_be_asked_a_number_is_needed(self):
+        assert "give the number, or 0 for none" in refused(known=[])
+        assert "give the number, or 0 for none" in refused(known=[], ranks_per_node=2)
+        for options in ({"gpus_per_node": 4}, {"gres": "gpu:4"}):
+            assert shape(asked(**options), "auto", every, []) == Shape(1, 4, 4, None)
+        assert shape(asked(), "cpu", every, []) == Shape(1, 2, 0, None)
+
+    def test_people_read_it(self):
+        assert str(Shape(2, 2, 0, None)) == "2 nodes x 2 ranks"
+        assert str(Shape(1, 1, 0, None)) == "1 node x 1 rank"
+        assert Shape(3, 2, 0, None).world_size == 6
+
+
+class TestCheck:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"nodes": 2, "time_minutes": 60},
+            {"partition": "gpu", "time_minutes": 100000},
+            {"partition": "short,gpu", "nodes": 4, "time_minutes": 600, "gpus_per_node": 8},
+            {"partition": "short", "qos": "long", "time_minutes": 60},
+            {"gpus_per_node": 2, "gres": "gpu:volta:2"},
+            {"gpus_per_node": 0, "ranks_per_node": 4},
+            {"mail_type": "END"},
+            {"mem_gb": 0},
+            {"mem_gb": None, "extra": {"mem-per-cpu": "2G"}},
+            {"extra": {"reservation": "friday", "nice": 100, "requeue": True, "hold": False}},
+            {"gpus_per_node": 0, "ranks_per_node": 8, "extra": {"overcommit": True}},
+        ],
+    )
+    def test_what_fits_is_not_refused(self, options):
+        assert problems(**options) == []
+
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            (
+                {"partition": "gpus", "gpus_per_node": 0},
+                "cluster.partition=gpus: there is no such partition; SLURM has debug, short, gpu, mixed, cpu; "
+                "would do: gpu",
+            ),
+            ({"nodes": 3}, "cluster.nodes=3: partition debug has 2 nodes; would do: 2"),
+            (
+                {"partition": "short", "nodes": 2, "time_minutes": 5},
+                "cluster.nodes=2: partition short has 1 node; would do: 1",
+            ),
+            (
+                {"partition": "short"},
+                "cluster.time_minutes=60: partition short allows 5 minutes; would do: 5",
+            ),
+            (
+                {"gpus_per_node": 4},
+                "cluster.gpus_per_node=4: a node of partition debug has 2 GPUs; would do: auto, 2",
+            ),
+            ({"gres": "gpu:a100:4"}, "cluster.gres=gpu:a100:4: a node of partition debug has 2 GPUs; would do: null"),
+            (
+                {"ranks_per_node": 4},
+                "cluster.ranks_per_node=4: a node of partition debug has 2 GPUs: one rank, one GPU; "
+                "would do: auto, 2, or device=cpu",
+            ),
+            (
+                {"ranks_per_node": 2, "gpus_per_node": 1},
+                "cluster.ranks_per_node=2: must not exceed the GPUs of a node that are asked for, 1: one rank, one "
+                "GPU; would do: auto, 1, or cluster.gpus_per_node=0 for ranks without GPUs",
+            ),
+            (
+                {"gpus_per_node": 1, "gres": "gpu:volta:2", "ranks_per_node": 1},
+                "cluster.gpus_per_node=1: cluster.gres=gpu:volta:2 asks for 2 GPUs a node; would do: auto, 2",
+            ),
+            (
+                {"mem_gb": 8.0, "extra": {"mem-per-cpu": "2G"}},
+                "cluster.extra.mem_per_cpu=2G: excludes cluster.mem_gb=8.0: SLURM takes memory per node, per CPU or "
+                "per GPU; leave one of them out",
+            ),
+            (
+                {"extra": {"mem_per_gpu": "9G", "mem_per_cpu": "2G"}},
+                "cluster.extra.mem_per_gpu=9G: excludes cluster.extra.mem_per_cpu=2G: SLURM takes memory per node, per "
+                "CPU or per GPU; leave one of them out",
+            ),
+            ({"mem_gb": -1}, "cluster.mem_gb=-1: must be at least 0, and 0 is all that a node has"),
+            (
+                {"cpus_per_rank": 3},
+                "cluster.cpus_per_rank=3: 2 ranks a node need 6 cores, and a node of partition debug has 4; "
+                "would do: auto, 2",
+            ),
+            (
+                {"gpus_per_node": 0, "ranks_per_node": 8},
+                "cluster.ranks_per_node=8: 8 ranks a node need 8 cores, and a node of partition debug has 4; "
+                "would do: 4",
+            ),
+        ],
+    )
+    def test_what_cannot_be_had_is_refused_once(self, options, problem):
+        assert problems(**options) == [problem]
+
+    @pytest.mark.parametrize(
+        ("flag", "option"),
+        [
+            ("partition", "cluster.partition"),
+            ("nodes", "cluster.nodes"),
+            ("ntasks-per-node", "cluster.ranks_per_node"),
+            ("time", "cluster.time_minutes"),
+            ("mem", "cluster.mem_gb"),
+            ("output", "cluster.log"),
+            ("array", "-m and lists of values"),
+        ],
+    )
+    def test_a_flag_that_has_an_option_is_not_extra(self, flag, option):
+        (found,) = problems(extra={flag: 1})
+        assert found.startswith(f"cluster.extra.{flag}=1: ")
+        assert f"; use {option}" in found
+
+    @pytest.mark.parametrize("value", [["n1", "n2"], {"a": 1}, "two\nlines"])
+    def test_a_flag_has_one_value(self, value):
+        (found,) = problems(extra={"comment": value})
+        assert "must be text, a number, or true" in found
+
+    def test_everything_that_is_wrong_is_said_at_once(self):
+        found = problems(nodes=9, time_minutes=999, gpus_per_node=7, extra={"time": 1})
+        options = {problem.partition("=")[0] for problem in found}
+        assert options == {"cluster.nodes", "cluster.time_minutes", "cluster.gpus_per_node", "cluster.extra.time"}
+
+    def test_without_slurm_only_contradictions_are_found(self):
+        assert problems(known=[], partition="nowhere", nodes=99, gpus_per_node=8, time_minutes=10**6) == []
+        assert len(problems(known=[], gpus_per_node=1, ranks_per_node=2)) == 1
+
+
+class TestFlags:
+    def test_what_is_not_asked_for_is_not_passed(self):
+        cluster = asked(gpus_per_node=0)
+        assert flags(cluster, Shape(2, 4, 0, None), "a run") == {
+            "job_name": "a run",
+            "nodes": 2,
+            "ntasks_per_node": 4,
+            "time": 60,
+            "no_requeue": True,  # else SLURM starts it anew when a node fails
+        }
+
+    def test_every_option_has_its_flag(self):
+        options = {
+            "partition": "gpu", "account": "me", "qos": "high", "constraint": "a100&ib", "dependency": "afterok:1",
+            "mail_user": "me@example.org", "mail_type": "END", "chdir": "/data",
+        }  # fmt: skip
+        more = {"exclusive": True, "requeue": True, "mem_gb": 1.5, "time_minutes": 90}
+        cluster = asked(**options, **more, extra={"nice": 5, "mem-bind": "local"})
+        assert flags(cluster, Shape(1, 2, 2, 3), "x") == {
+            "job_name": "x", "nodes": 1, "ntasks_per_node": 2, "cpus_per_task": 3, "gpus_per_node": 2, "time": 90,
+            "mem": "1536M", "exclusive": True, "requeue": True, "nice": 5, "mem_bind": "local", **options,
+        }  # fmt: skip
+
+    def test_typed_gpus_replace_the_number(self):
+        found = flags(asked(gres="gpu:volta:2,lscratch:9"), ONE_EACH, "x")
+        assert found["gres"] == "gpu:volta:2,lscratch:9"
+        assert "gpus_per_node" not in found
+
+    def test_other_resources_do_not(self):
+        found = flags(asked(gres="lscratch:9"), ONE_EACH, "x")
+        assert (found["gres"], found["gpus_per_node"]) == ("lscratch:9", 2)
+
+    def test_a_job_without_gpus_leaves_the_sites_gpus_alone(self):
+        without = Shape(1, 2, 0, None)
+        assert "gres" not in flags(asked(gres="gpu:volta:2"), without, "x")
+        assert flags(asked(gres="gpu:volta:2,lscratch:9"), without, "x")["gres"] == "lscratch:9"
+
+    def test_memory_is_rounded_up_to_what_slurm_counts(self):
+        """Down would turn the least memory into all of it."""
+        assert flags(asked(mem_gb=0.0001), ONE_EACH, "x")["mem"] == "1M"
+        assert flags(asked(mem_gb=0), ONE_EACH, "x")["mem"] == "0M"
+
+    def test_extra_flags_that_are_off_are_left_out(self):
+        assert not {"hold", "nice"} & flags(asked(extra={"hold": False, "nice": None}), ONE_EACH, "x").keys()
+
+
+class TestSetup:
+    def shell(self, cluster: Slurm, home: Path, shape: Shape = ONE_EACH) -> subprocess.CompletedProcess[str]:
+        """Run the lines in a shell that has no ``module`` yet, and then ``env``."""
+        lines = [*setup_lines(cluster, shape), "echo reached", "env"]
+        environ = {"PATH": "/usr/bin:/bin", "MODULESHOME": str(home)}
+        return subprocess.run(
+            ["bash", "-c", "\n".join(lines)], env=environ, check=False, capture_output=True, text=True
+        )
+
+    @pytest.fixture
+    def modules(self, tmp_path: Path) -> Path:
+        """A site's modules, of which only gcc/12 and "cuda 12" can be loaded; the init file ends with a failure."""
+        init = tmp_path / "init" / "bash"
+        init.parent.mkdir()
+        init.write_text(
+            'module() { shift; for name; do case $name in gcc/12|"cuda 12") echo "loaded $name";; *) return 1;; '
+            "esac; done; }\nfalse\n"
+        )
+        return tmp_path
+
+    def test_modules_are_loaded_in_a_shell_that_is_no_login_shell(self, modules):
+        done = self.shell(asked(modules=["gcc/12", "cuda 12"], setup=["echo then me"]), modules)
+        assert done.stdout.splitlines()[:4] == ["loaded gcc/12", "loaded cuda 12", "then me", "reached"]
+
+    def test_a_module_that_does_not_load_ends_the_job(self, modules):
+        done = self.shell(asked(modules=["gcc/12", "nvhpc"], setup=["echo then me"]), modules)
+        assert done.returncode != 0
+        assert done.stdout == "loaded gcc/12\n"
+
+    def test_modules_where_there_are_none_end_the_job(self, tmp_path):
+        done = self.shell(asked(modules=["gcc/12"]), tmp_path)
+        assert done.returncode != 0
+        assert "reached" not in done.stdout
+
+    def test_a_setup_command_that_fails_ends_the_job(self, tmp_path):
+        done = self.shell(asked(setup=["source /nowhere/bin/activate"]), tmp_path)
+        assert done.returncode != 0
+        assert "reached" not in done.stdout
+
+    def test_cores_of_a_rank_reach_srun_and_its_threads(self, tmp_path):
+        told = self.shell(asked(), tmp_path, Shape(1, 2, 0, 3)).stdout.splitlines()
+        assert {"SLURM_KILL_BAD_EXIT=1", "SRUN_CPUS_PER_TASK=3", "OMP_NUM_THREADS=3"} <= set(told)
+
+    def test_cores_that_nobody_asked_for_are_not_counted(self, tmp_path):
+        told = self.shell(asked(), tmp_path, Shape(1, 2, 0, None)).stdout
+        assert "SLURM_KILL_BAD_EXIT=1" in told
+        assert "SRUN_CPUS_PER_TASK" not in told
+        assert "OMP_NUM_THREADS" not in told
+
+    def test_setup_may_say_otherwise(self, tmp_path):
+        told = self.shell(asked(setup=["export OMP_NUM_THREADS=1"]), tmp_path, Shape(1, 2, 0, 3)).stdout.splitlines()
+        assert "OMP_NUM_THREADS=1" in told
+
+
+class TestScript:
+    def test_a_script_that_a_person_can_read(self):
+        cluster = asked(partition="gpu", exclusive=True, srun_args=["--cpu-bind=cores"], setup=["ulimit -l unlimited"])
+        command = ["python", "train.py", "model=gpt_small"]
+        assert script(cluster, Shape(4, 8, 8, 12), "gpt_small ddp", command, Output("logs/%j.log")) == (
+            "#!/bin/bash\n"
+            "# 4 nodes x 8 ranks\n"
+            "#SBATCH --job-name='gpt_small ddp'\n"
+            "#SBATCH --partition=gpu\n"
+            "#SBATCH --nodes=4\n"
+            "#SBATCH --ntasks-per-node=8\n"
+            "#SBATCH --cpus-per-task=12\n"
+            "#SBATCH --gpus-per-node=8\n"
+            "#SBATCH --time=60\n"
+            "#SBATCH --exclusive\n"
+            "#SBATCH --no-requeue\n"
+            "#SBATCH --output=logs/%j.log\n"
+            "\n"
+            "set -e\n"
+            "export SLURM_KILL_BAD_EXIT=1\n"
+            "export SRUN_CPUS_PER_TASK=12\n"
+            "export OMP_NUM_THREADS=12\n"
+            "ulimit -l unlimited\n"
+            "\n"
+            "srun --kill-on-bad-exit=1 --cpu-bind=cores python train.py model=gpt_small\n"
+        )
+
+
+class TestRealSlurm:
+    @pytest.fixture(autouse=True)
+    def _there(self, slurm, monkeypatch, tmp_path):
+        monkeypatch.setenv("SLURM_CONF", slurm["SLURM_CONF"])
+        monkeypatch.chdir(tmp_path)
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {},
+            {"nodes": 2, "cpus_per_rank": 2},
+            {"nodes": 2, "ranks_per_node": 1},
+            {"gres": "gpu:2"},
+            {"gpus_per_node": 0, "ranks_per_node": 4},
+            {"partition": "short", "time_minutes": 5, "mem_gb": 1.5, "exclusive": True},
+            {"partition": "debug,gpu", "mail_type": "END", "mem_gb": 0},
+            {"extra": {"mem-per-cpu": "100M", "nice": 5, "requeue": True}},
+        ],
+    )
+    def test_what_passes_the_check_is_accepted(self, options):
+        cluster, known = asked(**options), commands.partitions()
+        where = shape(cluster, "auto", every, known)
+        assert check(cluster, where, known) == []
+        assert " to start at " in commands.test(script(cluster, where, "accepted", ["true"], Output("log")))
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"nodes": 3},
+            {"partition": "gpux", "gpus_per_node": 0},
+            {"gpus_per_node": 4},
+            {"ranks_per_node": 4, "gpus_per_node": 0, "cpus_per_rank": 2},
+            {"mem_gb": 1, "extra": {"mem_per_cpu": "1G"}},
+        ],
+    )
+    def test_what_slurm_refuses_does_not_pass_the_check(self, options):
+        cluster, known = asked(**options), commands.partitions()
+        where = shape(cluster, "auto", every, known)
+        with pytest.raises(SlurmError):
+            commands.test(script(cluster, where, "refused", ["true"], Output("log")))
+        assert len(check(cluster, where, known)) == 1
+
+    def submit(self, text: str, slurm: dict[str, str]) -> commands.JobState:
+        """Submit a script and wait until it is over; the patience only bounds a test that fails."""
+        words = ["sbatch", "--parsable"]
+        done = subprocess.run(words, input=text, env=slurm, check=True, stdout=subprocess.PIPE, text=True)
+        job, deadline = done.stdout.strip(), time.monotonic() + 120
+        while not (state := commands.queue([job])[job]).is_over:
+            assert time.monotonic() < deadline, state
+            time.sleep(0.2)
+        return state
+
+    def test_the_script_starts_every_rank_with_the_words_it_was_given(self, slurm, tmp_path):
+        words = ["model=gpt small", "x=[a,'b']", 'say="$HOME"', "#4", "a\\b", "*"]
+        program = "import os, sys; print(os.environ['SLURM_PROCID'], os.environ['OMP_NUM_THREADS'], sys.argv[1:])"
+        cluster = asked(nodes=2, cpus_per_rank=2, extra={"comment": """it's #1 "of" a \\ kind"""})
+        where = shape(cluster, "auto", every, commands.partitions())
+        text = script(
+            cluster, where, "two words", [sys.executable, "-c", program, *words], Output(f"{tmp_path}/a log %j")
+        )
+        state = self.submit(text, slurm)
+        (log,) = tmp_path.glob("a log *")
+        assert state.state == "COMPLETED", log.read_text()
+        assert log.name == f"a log {state.id}"
+        assert sorted(log.read_text().splitlines()) == [f"{rank} 2 {words}" for rank in range(4)]
+        told = subprocess.run(["scontrol", "show", "job", state.id], check=True, stdout=subprocess.PIPE, text=True)
+        assert "JobName=two words" in told.stdout
+        assert """Comment=it's #1 "of" a \\ kind""" in told.stdout
+
+    def test_a_rank_that_fails_ends_the_job(self, slurm, tmp_path):
+        command = ["sh", "-c", "[ $SLURM_PROCID = 1 ] && exit 3; sleep 600"]
+        where = shape(asked(), "auto", every, commands.partitions())
+        text = script(asked(time_minutes=5), where, "one fails", command, Output(f"{tmp_path}/log"))
+        state = self.submit(text, slurm)
+        assert (state.state, state.reason) == ("FAILED", "NonZeroExitCode")
+
+
+class TestSiteFiles:
+    """The examples of conf/cluster: each is the file it inherits, with what the site states."""
+
+    @pytest.mark.parametrize("site", ["site_gpu", "site_modules"])
+    def test_a_cluster_to_submit_to(self, site):
+        found = compose_all(ROOT / "conf", "config", [f"cluster={site}"], multirun=False)
+        assert found.is_sweep
+        assert found.first.hydra.runtime.choices["hydra/launcher"] == "submitit_slurm"
+        cluster = config.read(found.jobs[0]).cluster
+        assert isinstance(cluster, Slurm)
+        assert cluster.name == site
+
+    def test_eight_gpus_on_each_of_four_nodes(self):
+        cluster = config.read(composed("cluster=site_gpu", "cluster.nodes=4")).cluster
+        known = [Partition("gpu", True, 4, None, (8,), 96)]
+        where = shape(cluster, "auto", every, known)
+        assert check(cluster, where, known) == []
+        assert where == Shape(4, 8, 8, 12)
+
+    def test_modules_an_account_and_typed_gpus(self):
+        cluster = config.read(composed("cluster=site_modules")).cluster
+        known = [Partition("volta", True, 4, None, (2,), 40)]
+        where = shape(cluster, "auto", every, known)
+        assert check(cluster, where, known) == []
+        found = flags(cluster, where, "x")
+        assert (found["account"], found["gres"]) == ("my_project", "gpu:volta:2")
+        assert "module load gcc/12.2 cuda/12.8" in setup_lines(cluster, where)
+
+    def test_a_session_submits_nothing(self):
+        found = compose_all(ROOT / "conf", "config", ["cluster=site_interactive"], multirun=False)
+        assert not found.is_sweep
+        assert found.first.hydra.runtime.choices["hydra/launcher"] == "basic"
+        cluster = config.read(found.jobs[0]).cluster
+        assert not isinstance(cluster, Slurm)
+        assert (cluster.nodes, cluster.ranks_per_node) == ("auto", "auto")

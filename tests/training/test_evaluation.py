@@ -1,0 +1,163 @@
+"""Evaluation on several ranks against what one process makes of the same weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ptdbench import run as product
+from ptdbench.checkpoints import manifest, reading
+from ptdbench.records import store
+from ptdbench.training.evaluation import Evaluation
+from tests.conftest import Record, composed
+from tests.workloads import made_task
+
+TASK = (
+    "data=synthetic_vectors", "~data.inputs", "~data.outputs", "data._target_=tests.workloads.made_task.Largest",
+    "model=custom", "model._target_=tests.workloads.made_task.Net", "device=cpu", "cluster.cpus_per_rank=1",
+    "train.global_batch=24", "optimizer.lr=1e-2",
+)  # fmt: skip
+#: Every strategy on every number of ranks up to three that it takes; ``single`` is what the others are held against.
+LAYOUTS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pdp", 2), ("pdp", 3), ("pdp", 4)]
+
+
+def looked(**changes) -> Evaluation:
+    fields = {"step": 1, "samples": 10, "loss": 1.0, "top1": None, "top5": None, "bits_per_byte": None, "seconds": 0.1}
+    return Evaluation(**{**fields, **changes})
+
+
+class TestBetter:
+    def test_by_accuracy_where_there_is_one(self):
+        assert looked(top1=0.9, loss=2.0).better_than(looked(top1=0.8, loss=1.0))
+        assert not looked(top1=0.8, loss=0.5).better_than(looked(top1=0.8, loss=1.0))
+
+    def test_else_by_loss(self):
+        assert looked(loss=0.9).better_than(looked())
+        assert not looked().better_than(looked())
+
+    def test_a_model_that_has_diverged_is_worse_than_any(self):
+        diverged = Evaluation.of({**looked(top1=0.9).as_dict(), "loss": None})  # as JSON has it
+        assert math.isnan(diverged.loss)
+        assert looked(top1=0.1).better_than(diverged)
+        assert not diverged.better_than(looked(top1=0.1))
+        assert not diverged.better_than(diverged)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has trained for some steps and has not looked at what is held out."""
+    directory = tmp_path_factory.mktemp("trained")
+    steps = ("train.steps=20", "checkpoint.every_steps=20", "train.ema=0.8")
+    product.run(composed(*TASK, *steps, "parallel=single"), directory)
+    assert store.load_record(directory)["status"] == "ok"
+    return directory
+
+
+def judged(run: Callable[..., Record], trained: Path, *overrides: str) -> dict[str, Any]:
+    """What a run says that begins there and has no step left to do."""
+    record = run(*TASK, "train.steps=20", "train.ema=0.8", "eval.every=7", f"resume={trained}", *overrides)
+    assert record["status"] == "ok", record["error"]
+    (evaluation,) = record["evaluations"]
+    assert evaluation.pop("seconds") > 0
+    return evaluation
+
+
+@pytest.fixture(scope="module")
+def expected(trained: Path) -> dict[str, Any]:
+    """The same, from the checkpoint and all samples at once, as one would write it by hand."""
+    model = made_task.Net()
+    averages = {name: torch.empty_like(weight) for name, weight in model.named_parameters()}
+    buffers = {f"model.{name}": buffer for name, buffer in model.named_buffers()}
+    wanted = {f"optimizer.{name}.average": average for name, average in averages.items()}
+    reading.load(trained / "checkpoints" / "step-00000020", {**buffers, **wanted}, None)
+    model.load_state_dict(averages, strict=False)
+    inputs, targets = made_task.Kept().samples(0, made_task.HELD_OUT)
+    with torch.no_grad():
+        outputs = model.eval()(inputs)
+    in_order = outputs.argsort(dim=1, descending=True)
+    return {
+        "step": 20,
+        "samples": made_task.HELD_OUT,
+        "loss": pytest.approx(F.cross_entropy(outputs.double(), targets).item(), rel=1e-6),
+        "top1": (in_order[:, 0] == targets).sum().item() / made_task.HELD_OUT,
+        "top5": (in_order[:, :5] == targets[:, None]).any(1).sum().item() / made_task.HELD_OUT,
+        "bits_per_byte": None,
+    }
+
+
+@pytest.mark.ranks
+class TestOnRanks:
+    def test_one_rank_says_what_a_plain_loop_says(self, run, trained, expected):
+        found = judged(run, trained, "parallel=single", "eval.micro_batch=1000")
+        assert found == expected
+        assert 0.3 < found["top1"] < found["top5"]  # it has learned, and makes mistakes
+
+    @pytest.mark.parametrize(("strategy", "ranks"), LAYOUTS)
+    def test_every_layout_comes_to_the_same_number(self, run, trained, expected, strategy, ranks):
+        layout = (f"parallel={strategy}", f"cluster.ranks_per_node={ranks}")
+        assert judged(run, trained, *layout, "eval.micro_batch=10") == expected
+
+    def test_a_rank_for_which_no_sample_is_left_takes_part(self, run, trained, expected):
+        found = judged(run, trained, "parallel=fsdp", "cluster.ranks_per_node=3", "eval.micro_batch=60")
+        assert found == expected
+
+
+@pytest.mark.ranks
+def test_it_comes_every_so_many_steps_and_at_the_end(run):
+    record = run(*TASK, "parallel=ddp", "train.steps=5", "eval.every=2")
+    assert [evaluation["step"] for evaluation in record["evaluations"]] == [2, 4, 5]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp parallel.reshard_after_forward=false", "pdp"])
+def test_training_goes_on_as_if_nobody_had_looked(run, strategy):
+    # With averages, which take the weights' place for as long, and checkpoints, which need them as they are laid out.
+    layout = f"parallel={strategy}".split()
+    options = (*TASK, *layout, "train.steps=5", "train.ema=0.5", "checkpoint.every_steps=2")
+    quiet, looked_at = (run(*options, f"eval.every={n}") for n in ("null", "2"))
+    assert looked_at["status"] == "ok", looked_at["error"]
+    assert quiet["losses"] == looked_at["losses"]
+    assert not quiet["evaluations"]
+    again = run(*options, "train.steps=7", "eval.every=2", f"resume={looked_at['directory']}")
+    assert again["status"] == "ok", again["error"]
+    assert again["losses"] == run(*options, "train.steps=7")["losses"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_what_is_said_of_the_last_weights_is_what_one_rank_says_of_their_checkpoint(run, strategy):
+    # Replicas' batch norms have seen different samples: all must judge with those that are saved.
+    steps = ("train.steps=5", "eval.every=5", "eval.micro_batch=10")
+    there = run(*TASK, *steps, f"parallel={strategy}", "checkpoint.every_steps=5")
+    (evaluation,) = there["evaluations"]
+    checkpoint = Path(there["directory"]) / "checkpoints" / "step-00000005"
+    written = manifest.read(checkpoint)
+    assert written.facts["evaluations"] == [evaluation]
+    manifest.write(checkpoint, replace(written, facts={**written.facts, "evaluations": []}))
+    here = run(*TASK, *steps, "parallel=single", f"resume={there['directory']}")
+    (again,) = here["evaluations"]
+    assert (again["top1"], again["loss"]) == (evaluation["top1"], pytest.approx(evaluation["loss"], rel=1e-6))
+
+
+@pytest.mark.ranks
+def test_the_average_of_the_weights_is_judged_whatever_the_layout(run):
+    options = (*TASK, "+model.norm=false", "train.steps=6", "eval.every=6")
+    single, plain = (run(*options, "parallel=single", f"train.ema={decay}") for decay in ("0.9", "null"))
+    assert abs(single["evaluations"][0]["loss"] / plain["evaluations"][0]["loss"] - 1) > 1e-2
+    for strategy in ("ddp", "fsdp", "pdp"):
+        record = run(*options, f"parallel={strategy}", "cluster.ranks_per_node=2", "train.ema=0.9")
+        assert record["evaluations"][0]["loss"] == pytest.approx(single["evaluations"][0]["loss"], rel=1e-5)
+
+
+@pytest.mark.ranks
+def test_data_that_keep_nothing_are_refused(run):
+    record = run(*TASK, "+data.keeps=false", "train.steps=5", "eval.every=2")
+    assert record["status"] == "failed"
+    assert "eval.every=2: data=synthetic_vectors keeps nothing from training" in record["error"]["message"]

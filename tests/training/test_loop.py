@@ -1,0 +1,124 @@
+"""The step loop against the few lines that anybody would write by hand."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from ptdbench.data.protocol import Data
+from ptdbench.data.synthetic import SyntheticVectors
+from ptdbench.models.materialise import materialise
+from ptdbench.models.toy import Toy
+from ptdbench.parallel.engine import Accumulating
+from ptdbench.parallel.layout import Layout, arrange
+from ptdbench.training import loop as module
+from ptdbench.training.loop import StepLoop
+from tests.workloads.made_loop import step_loop
+
+CPU = torch.device("cpu")
+
+
+def toy() -> Toy:
+    with torch.device("meta"):
+        model = Toy(inputs=6, width=8, outputs=4, layers=3)
+    materialise(model, model, device="cpu", seed=0)
+    return model
+
+
+def data() -> SyntheticVectors:
+    return SyntheticVectors(inputs=6, outputs=4, seed=0)
+
+
+def loop_over(model: Toy, where: Layout, replica: int = 0, source: Data | None = None) -> StepLoop:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return step_loop(Accumulating(model, where.micro_batch), optimizer, source or data(), where, replica)
+
+
+def by_hand(steps: int, batch: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses and weights of plain training on samples 0, 1, 2, ..."""
+    model = toy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(steps):
+        loss = model(*data().samples(step * batch, (step + 1) * batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, list(model.parameters())
+
+
+@pytest.mark.parametrize("micro_batch", ["auto", 2])
+def test_it_trains_as_a_loop_by_hand_does(micro_batch):
+    model = toy()
+    loop = loop_over(model, arrange(1, 8, micro_batch))
+    for _ in range(5):
+        loop.step()
+    losses, weights = by_hand(5, 8)
+    torch.testing.assert_close(loop.losses, losses)
+    torch.testing.assert_close(list(model.parameters()), weights)
+    assert losses[0] > losses[-1] * 1.01  # it learned something, so that wrong steps would show
+
+
+def test_each_step_leaves_a_loss_a_time_and_the_memory_in_use(monkeypatch):
+    in_use = iter([100, 300, 200])
+    monkeypatch.setattr(module.memory, "current_bytes", lambda device: next(in_use))
+    loop = loop_over(toy(), arrange(1, 8))
+    for _ in range(3):
+        loop.step()
+    assert len(loop.losses) == len(loop.clock.seconds()) == 3
+    assert all(seconds > 0 for seconds in loop.clock.seconds())
+    assert loop.memory_bytes == [100, 300, 200]
+
+
+def test_losses_stay_on_the_device_and_hold_no_graph():
+    loop = loop_over(toy(), arrange(1, 8))
+    loop.step()
+    assert isinstance(loop.losses[0], Tensor)
+    assert loop.losses[0].grad_fn is None
+
+
+def test_each_replica_takes_its_own_rows():
+    taken = []
+
+    class Watched(SyntheticVectors):
+        def samples(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+            taken.append((start, stop))
+            return super().samples(start, stop)
+
+    where = arrange(2, 8)
+    for replica in (0, 1):
+        loop = loop_over(toy(), where, replica, Watched(inputs=6, outputs=4, seed=0))
+        loop.step()
+        loop.step()
+    assert taken == [(0, 4), (8, 12), (4, 8), (12, 16)]
+
+
+def test_gradients_do_not_live_on_after_a_step():
+    model = toy()
+    loop_over(model, arrange(1, 8)).step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_garbage_is_collected_between_steps_now_and_then_and_never_inside_one(monkeypatch):
+    monkeypatch.setattr(module, "COLLECT_EVERY", 3)
+    loop = loop_over(toy(), arrange(1, 8))
+    stopped_before_collecting = []
+
+    def watch(phase: str, _: dict) -> None:
+        if phase == "start":
+            stopped_before_collecting.append(len(loop.clock.seconds()))
+
+    gc.disable()
+    gc.callbacks.append(watch)
+    try:
+        for _ in range(7):
+            loop.step()
+    finally:
+        gc.callbacks.remove(watch)
+        gc.enable()
+        gc.unfreeze()
+    assert stopped_before_collecting == [3, 6]
