@@ -31,9 +31,8 @@ def composed(*overrides: str) -> DictConfig:
 @pytest.fixture(scope="session", autouse=True)
 def _preload() -> None:
     """Let the server that ranks are forked from import what they need, or each rank of each test would."""
-    strategies = (f"ptdbench.parallel.{name}" for name in ("single", "ddp", "fsdp", "pdp"))
     models = (f"ptdbench.models.{name}" for name in ("gpt", "resnet", "toy"))
-    local.warm_up(["ptdbench.run", "ptdbench.workloads.train", *strategies, *models])
+    local.warm_up(["ptdbench.run", "ptdbench.workloads.train", "ptdbench.parallel.strategy", *models])
 
 
 @pytest.fixture
