@@ -234,7 +234,7 @@ def _check_launcher(composed: compose.Composed, cluster: config.Cluster, world: 
     launcher, submits = _launcher(composed), isinstance(cluster, Slurm)
     if submits != (launcher == "submitit_slurm"):
         rule = f"does not go with cluster={cluster.name}"
-        remedy = "leave it away" if submits else "would do: cluster=slurm, or basic or submitit_local for this machine"
+        remedy = "leave it away" if submits else "try cluster=slurm, or basic or submitit_local for this machine"
         require(Problem(LAUNCHER, launcher, rule, remedy))
     if submits and not composed.is_sweep:
         require(Problem("hydra.mode", "RUN", f"cluster={cluster.name} submits jobs, which is a sweep", "leave it away"))

@@ -23,7 +23,7 @@ class Problem:
         option: The option as it is typed on the command line, for example ``train.global_batch``.
         value: Its value.
         rule: What the value must satisfy, with the numbers that the rule refers to.
-        remedy: What would do, for example ``"would do: 4, 8"``; empty when the rule says it all.
+        remedy: What to do instead, for example ``"try 4, 8"``; empty when the rule says it all.
     """
 
     option: str
@@ -88,10 +88,10 @@ def at_least(minimum: int, **options: object) -> list[Problem]:
     ]
 
 
-def would_do(values: Iterable[object]) -> str:
-    """``[4, 8]`` becomes ``"would do: 4, 8"``, and nothing becomes nothing."""
+def try_these(values: Iterable[object]) -> str:
+    """``[4, 8]`` becomes ``"try 4, 8"``, and nothing becomes nothing."""
     text = ", ".join(str(value) for value in values)
-    return f"would do: {text}" if text else ""
+    return f"try {text}" if text else ""
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:

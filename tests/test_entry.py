@@ -50,11 +50,11 @@ class TestRefusals:
     def test_misspelt(self, tmp_path):
         found = refused("parralel=ddp", "model=gpt_tyny", "train.stepz=3", cwd=tmp_path)
         assert len(found) == 3
-        assert all("would do: " in line for line in found)
+        assert all("try " in line for line in found)
 
     def test_a_value_misspelt_in_the_middle_of_a_sweep(self, tmp_path):
         (line,) = refused("-m", "model=toy,toyy,gpt_tiny", "parallel=ddp,fsdp", cwd=tmp_path)
-        assert line == "model=toyy: there is no such choice; would do: toy"
+        assert line == "model=toyy: there is no such choice; try toy"
 
     def test_a_sweep_of_which_nothing_can_run(self, tmp_path):
         found = refused("-m", "parallel=ddp,fsdp", "train.global_batch=15,17", cwd=tmp_path)
@@ -94,7 +94,7 @@ class TestHelp:
         assert "hydra.cc" not in done.stdout  # written for a person, not by the framework
 
     def test_help_with_a_misspelling_says_so(self, tmp_path):
-        assert refused("--help", "model=toyy", cwd=tmp_path) == ["model=toyy: there is no such choice; would do: toy"]
+        assert refused("--help", "model=toyy", cwd=tmp_path) == ["model=toyy: there is no such choice; try toy"]
 
     def test_the_composed_config_can_be_read_and_has_nothing_of_the_framework(self, tmp_path):
         done = train_py("model=toy", "parallel=pdp", "train.steps=7", "--cfg", "job", cwd=tmp_path)
@@ -129,7 +129,7 @@ class TestRuns:
         asked = [(r["parallel"], r["global_batch"], r["status"]) for r in records]
         assert asked == [("ddp", 15, "failed"), ("ddp", 16, "ok"), ("single", 15, "ok"), ("single", 16, "ok")]
         assert records[0]["error"]["message"] == (
-            "train.global_batch=15: must be a multiple of the number of data-parallel replicas, 2; would do: 14, 16"
+            "train.global_batch=15: must be a multiple of the number of data-parallel replicas, 2; try 14, 16"
         )
         assert done.returncode == 1  # not all were ok
         assert "must be a multiple" in done.stdout

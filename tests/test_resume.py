@@ -112,7 +112,7 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path, sign
     complete = train_py("resume=run", cwd=tmp_path)
     assert complete.returncode == 1
     assert complete.stderr.strip() == (
-        "resume=run: is complete, with 1200 of 1200 steps; would do: train.steps=2400, to train on from there"
+        "resume=run: is complete, with 1200 of 1200 steps; try train.steps=2400, to train on from there"
     )
 
 
@@ -172,7 +172,7 @@ class TestRefused:
         before = (tmp_path / "run" / "record.json").read_bytes()
         done = train_py(*TOY, "train.steps=3", "hydra.run.dir=run", cwd=tmp_path)
         assert done.returncode == 1
-        assert "hydra.run.dir=run: there are results already; would do: resume=run" in done.stderr
+        assert "hydra.run.dir=run: there are results already; try resume=run" in done.stderr
         assert (tmp_path / "run" / "record.json").read_bytes() == before
 
 

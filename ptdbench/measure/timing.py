@@ -96,7 +96,7 @@ def require_memory(job: Job, need: int, option: str, value: object) -> None:
     least, place = told[rank]
     if need > least:
         rule = f"takes {need / 2**30:.3g} GiB of memory on a rank, and rank {rank} has {least / 2**30:.3g} GiB: {place}"
-        raise ConfigError([Problem(option, value, rule, "would do: less")])
+        raise ConfigError([Problem(option, value, rule, "try less")])
 
 
 def repeat(step: Callable[[], object] | None, device: torch.device, effort: Effort) -> list[float]:

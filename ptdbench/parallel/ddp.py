@@ -47,7 +47,7 @@ class DDP:
         found = arrange(world_size, global_batch, micro_batch)
         if self.static_graph is True and found.accumulation > 1:
             rule = f"is not sound with gradient accumulation, and there are {found.accumulation} passes a step"
-            require(Problem("parallel.static_graph", "true", rule, "would do: auto, false, or train.micro_batch=auto"))
+            require(Problem("parallel.static_graph", "true", rule, "try auto, false, or train.micro_batch=auto"))
         return found
 
     def check(self, model: Model, where: Layout) -> None:
@@ -99,4 +99,4 @@ def bucket_problem(bucket_mb: float) -> Problem | None:
     """What is wrong with the size of a bucket, here and in a pipeline's replicas."""
     if bucket_mb > 0:
         return None
-    return Problem("bucket_mb", bucket_mb, "must be greater than 0 (MiB)", "would do: 25")
+    return Problem("bucket_mb", bucket_mb, "must be greater than 0 (MiB)", "try 25")

@@ -69,7 +69,7 @@ class FSDP:
             other, other_unit = first.setdefault(weight, (name, unit))
             if unit != other_unit:
                 rule = f"{other} and {name} are one weight, and fully_shard wants it in one layer"
-                require(Problem("parallel", "fsdp", rule, "would do: parallel=ddp"))
+                require(Problem("parallel", "fsdp", rule, "try parallel=ddp"))
 
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Shard the model over the mesh, layer by layer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from ptdbench.problems import Problem, nearest_numbers, require, would_do
+from ptdbench.problems import Problem, nearest_numbers, require, try_these
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _divides(option: str, value: int, total: int, what: str, least: int = 1) -> 
     if value >= 1 and total % value == 0:
         return None
     close = nearest_numbers(value, [number for number in divisors(total) if number >= least])
-    return Problem(option, value, f"must divide {what}, {total}", would_do(close))
+    return Problem(option, value, f"must divide {what}, {total}", try_these(close))
 
 
 def _is_multiple(option: str, value: int, factor: int, what: str) -> Problem | None:
@@ -115,4 +115,4 @@ def _is_multiple(option: str, value: int, factor: int, what: str) -> Problem | N
         return None
     below = value // factor * factor
     close = [number for number in (below, below + factor) if number > 0]
-    return Problem(option, value, f"must be a multiple of {what}, {factor}", would_do(close))
+    return Problem(option, value, f"must be a multiple of {what}, {factor}", try_these(close))

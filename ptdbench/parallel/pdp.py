@@ -22,7 +22,7 @@ from ptdbench.parallel.layout import Layout, arrange, divisors
 from ptdbench.parallel.partition import balance
 from ptdbench.parallel.precision import autocast_forward
 from ptdbench.parallel.stage import Stage
-from ptdbench.problems import ConfigError, Problem, require, would_do
+from ptdbench.problems import ConfigError, Problem, require, try_these
 
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -60,7 +60,7 @@ class PDP:
             stages = divisors(world_size)[1] if world_size > 1 else 1
         if stages == 1 < world_size:
             rule = f"one stage on {world_size} ranks is plain data parallelism"
-            sizes = would_do(divisors(world_size)[1:4])
+            sizes = try_these(divisors(world_size)[1:4])
             require(Problem("parallel.pipeline_size", 1, rule, f"{sizes}, or parallel=ddp"))
         found = arrange(world_size, global_batch, micro_batch, pipeline=stages, microbatches=self.microbatches)
         if self.schedule == "1f1b" and found.microbatches < found.pipeline:
@@ -71,7 +71,7 @@ class PDP:
                 other = f"a smaller train.micro_batch than {micro_batch}"
             else:
                 other = f"a train.global_batch of at least {found.world_size}"
-            remedy = f"would do: {other}, or parallel.schedule=gpipe"
+            remedy = f"try {other}, or parallel.schedule=gpipe"
             require(Problem("parallel.microbatches", found.microbatches, rule, remedy))
         return found
 
@@ -80,12 +80,12 @@ class PDP:
         parts = model.parts()
         if parts is None:
             rule = "the model has no parts(), so it cannot be cut into stages"
-            raise ConfigError([Problem("parallel", "pdp", rule, "would do: parallel=ddp, parallel=fsdp")])
+            raise ConfigError([Problem("parallel", "pdp", rule, "try parallel=ddp, parallel=fsdp")])
         layers = len(model.layers() or parts)
         if where.pipeline > layers:
             rule = f"must not exceed the number of the model's layers, {layers}"
             close = [size for size in divisors(where.world_size) if 1 < size <= layers][-3:]
-            remedy = would_do(close) or "would do: another cluster.ranks_per_node, or parallel=ddp"
+            remedy = try_these(close) or "try another cluster.ranks_per_node, or parallel=ddp"
             require(Problem("parallel.pipeline_size", where.pipeline, rule, remedy))
 
     def __call__(self, model: Model, setting: Setting) -> Engine:

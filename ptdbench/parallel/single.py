@@ -28,7 +28,7 @@ class Single:
         """
         if world_size != 1:
             rule = f"runs on one rank, and there are {world_size}"
-            require(Problem("parallel", "single", rule, "would do: cluster.ranks_per_node=1, or parallel=ddp"))
+            require(Problem("parallel", "single", rule, "try cluster.ranks_per_node=1, or parallel=ddp"))
         return arrange(1, global_batch, micro_batch)
 
     def check(self, model: Model, where: Layout) -> None:

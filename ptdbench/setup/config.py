@@ -262,5 +262,5 @@ def _out_of_range(options: Mapping[str, Any]) -> list[Problem]:
     if (norm := options.get("clip_norm")) is not None and norm <= 0:
         found.append(Problem("clip_norm", norm, "must be greater than 0, or null for no clipping"))
     if (decay := options.get("ema")) is not None and not 0 < decay < 1:
-        found.append(Problem("ema", decay, "must be between 0 and 1, or null for no average", "would do: 0.999"))
+        found.append(Problem("ema", decay, "must be between 0 and 1, or null for no average", "try 0.999"))
     return found

@@ -198,7 +198,7 @@ def _refuse_complete(directory: Path, written: Mapping[str, Any]) -> None:
     done, wanted = len(written.get("losses") or []), ((written.get("config") or {}).get("train") or {}).get("steps")
     if written.get("status") == "ok" and done == wanted:
         rule = f"is complete, with {done} of {wanted} steps"
-        raise ConfigError([Problem(RUN, directory, rule, f"would do: train.steps={2 * done}, to train on from there")])
+        raise ConfigError([Problem(RUN, directory, rule, f"try train.steps={2 * done}, to train on from there")])
 
 
 def _path(value: str | None) -> Path | None:

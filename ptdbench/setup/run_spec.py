@@ -112,13 +112,13 @@ def _check_devices(config: Config, world: World | None, gpus: int) -> None:
     device_type, ranks = _device_type(config, gpus), config.cluster.ranks_per_node
     found = []
     if general.device == "cuda" and gpus == 0:
-        found.append(Problem("device", "cuda", "this machine has no GPU that torch can use", "would do: auto, cpu"))
+        found.append(Problem("device", "cuda", "this machine has no GPU that torch can use", "try auto, cpu"))
     if general.backend == "nccl" and device_type == "cpu":
         rule = "NCCL moves data between GPUs, and the ranks of this run have none"
-        found.append(Problem("backend", "nccl", rule, "would do: auto, gloo"))
+        found.append(Problem("backend", "nccl", rule, "try auto, gloo"))
     if device_type == "cuda" and ranks != "auto" and ranks > gpus and not (world and gpus == 1):
         rule = f"must not exceed the number of GPUs, {gpus}: one rank, one GPU"
-        found.append(Problem("cluster.ranks_per_node", ranks, rule, f"would do: auto, {gpus}, or device=cpu"))
+        found.append(Problem("cluster.ranks_per_node", ranks, rule, f"try auto, {gpus}, or device=cpu"))
     require(*found)
 
 
@@ -126,7 +126,7 @@ def _check_check(config: Config) -> None:
     """``check=true`` is for runs that train."""
     if config.general.check:
         rule = f"comes before training, and workload={config.call('workload').name} does not train"
-        require(Problem("check", True, rule, "would do: workload=check"))
+        require(Problem("check", True, rule, "try workload=check"))
 
 
 def _check_requeue(config: Config) -> None:
@@ -151,7 +151,7 @@ def _world_size(config: Config, world: World | None, rule: Callable[[int], int],
         _check_world(config, world)
         return world.size
     if nodes not in ("auto", 1):
-        remedy = "would do: 1, cluster=slurm, or srun, mpirun or torchrun on every node"
+        remedy = "try 1, cluster=slurm, or srun, mpirun or torchrun on every node"
         require(Problem("cluster.nodes", nodes, "this machine is one node", remedy))
     return rule(available) if ranks == "auto" else ranks
 
@@ -162,8 +162,8 @@ def _check_world(config: Config, world: World) -> None:
     found = []
     if ranks not in ("auto", world.local_size):
         rule = f"{world.launcher} started {world.local_size} ranks on this node"
-        found.append(Problem("cluster.ranks_per_node", ranks, rule, f"would do: auto, {world.local_size}"))
+        found.append(Problem("cluster.ranks_per_node", ranks, rule, f"try auto, {world.local_size}"))
     if nodes != "auto" and world.nodes not in (None, nodes):
         rule = f"{world.launcher} started ranks on {world.nodes} node{'s' * (world.nodes != 1)}"
-        found.append(Problem("cluster.nodes", nodes, rule, f"would do: auto, {world.nodes}"))
+        found.append(Problem("cluster.nodes", nodes, rule, f"try auto, {world.nodes}"))
     require(*found)

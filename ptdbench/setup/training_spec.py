@@ -190,7 +190,7 @@ def _meant_for_another(call: Call, error: ConfigError) -> ConfigError:
     if call.target.startswith("ptdbench.") or call.name == "custom":
         return error
     rule = f"does not go with the options of model={call.name}"
-    remedy = f"would do: model=custom model._target_={call.target}, which has no options but those you add"
+    remedy = f"try model=custom model._target_={call.target}, which has no options but those you add"
     return ConfigError([*error.problems, Problem("model._target_", call.target, rule, remedy)])
 
 

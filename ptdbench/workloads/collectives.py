@@ -16,7 +16,7 @@ from ptdbench.launch.world import World
 from ptdbench.measure import bandwidth, timing
 from ptdbench.measure.statistics import summary
 from ptdbench.measure.timing import Effort
-from ptdbench.problems import Problem, nearest, require, would_do
+from ptdbench.problems import Problem, nearest, require, try_these
 
 MODES = ("blocking", "async")
 
@@ -81,7 +81,7 @@ class Collectives:
         lacks = [name for name in lacking(backend, device_type) if self.ops != "all" and name in _listed(self.ops, ())]
         has = [name for name in OPERATIONS if name not in lacking(backend, device_type)]
         rule = f"{backend} cannot do this on a GPU's tensors: {', '.join(lacks)}"
-        remedy = f"would do: {', '.join(has)}, or backend=nccl"
+        remedy = f"try {', '.join(has)}, or backend=nccl"
         require(
             Problem("workload.ops", self.ops, rule, remedy) if lacks else None,
             *_group_problems(self.group, self.pipeline_size, world_size),
@@ -202,7 +202,7 @@ def _join(groups: Sequence[Sequence[int]], world: World) -> Group | None:
     return own
 
 
-_GROUPS = "would do: all, data, pipeline, or ranks as in [0,2]"
+_GROUPS = "try all, data, pipeline, or ranks as in [0,2]"
 
 
 def _stages(pipeline_size: int | Literal["auto"], world_size: int) -> int:
@@ -221,10 +221,10 @@ def _group_problems(
         if group != "all" and (stages < 1 or world_size % stages):
             rule = f"must divide the number of ranks, {world_size}"
             sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-            yield Problem("workload.pipeline_size", pipeline_size, rule, would_do(sizes))
+            yield Problem("workload.pipeline_size", pipeline_size, rule, try_these(sizes))
         elif group != "all" and len(groups_of(group, world_size, pipeline_size)[0]) < 2:
             rule = f"{world_size} ranks with {stages} in a pipeline leave one rank to each of these groups"
-            yield Problem("workload.group", group, rule, "would do: all, or another workload.pipeline_size")
+            yield Problem("workload.group", group, rule, "try all, or another workload.pipeline_size")
         return
     missing = [rank for rank in group if not isinstance(rank, int) or not 0 <= rank < world_size]
     if missing:
@@ -324,9 +324,9 @@ def _unknown(option: str, asked: str | Sequence[str], known: Iterable[str]) -> l
     """A problem for each name that is not known, and one where there is none at all."""
     names = _listed(asked, known)
     if not names:
-        return [Problem(option, asked, "must name at least one", would_do(["all", *known]))]
+        return [Problem(option, asked, "must name at least one", try_these(["all", *known]))]
     return [
-        Problem(option, asked, f"there is no {name}", would_do(nearest(str(name), known) or ["all", *known]))
+        Problem(option, asked, f"there is no {name}", try_these(nearest(str(name), known) or ["all", *known]))
         for name in names
         if name not in known
     ]

@@ -18,7 +18,7 @@ from ptdbench.job import Job, Outcome
 from ptdbench.measure import ceiling, products, timing
 from ptdbench.measure.hardware import dense_peak, environment
 from ptdbench.measure.products import DTYPES, Shape
-from ptdbench.problems import Problem, require, would_do
+from ptdbench.problems import Problem, require, try_these
 
 #: What is measured where nothing is said, by the type of the device: dtypes, and shapes that suit them.
 AUTO_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
@@ -56,7 +56,7 @@ class Matmul:
         found = []
         if device_type == "cpu" and "tf32" in dtypes:
             rule = "TF32 is a format of GPUs"
-            found.append(Problem("workload.dtypes", self._typed(dtypes), rule, "would do: fp32, bf16, fp16"))
+            found.append(Problem("workload.dtypes", self._typed(dtypes), rule, "try fp32, bf16, fp16"))
         if device_type == "cpu":  # of a GPU's memory, and of what others leave of it, only its rank knows
             found += _too_large(shapes, dtypes, psutil.virtual_memory().total)
         require(*found)
@@ -87,7 +87,7 @@ class Matmul:
 
     def _wrong_dtypes(self) -> list[Problem]:
         if self.dtypes != "auto" and (not self.dtypes or set(map(str, self.dtypes)) - set(DTYPES)):
-            return [Problem("dtypes", self._typed(self.dtypes), "must be formats of products", would_do(DTYPES))]
+            return [Problem("dtypes", self._typed(self.dtypes), "must be formats of products", try_these(DTYPES))]
         return []
 
     @staticmethod
@@ -146,7 +146,7 @@ def known_ceiling(job: Job, dtype: str) -> tuple[float | None, str | None]:
         asked = job.spec.config.cluster.cpus_per_rank
         command += [] if asked == "auto" else [f"cluster.cpus_per_rank={asked}"]
     command += [] if dtype in AUTO_DTYPES[job.device.type] else [f"workload.dtypes=[{dtype}]"]
-    return None, f"no ceiling on record for {of}; would do: {' '.join(command)}"
+    return None, f"no ceiling on record for {of}; try {' '.join(command)}"
 
 
 def _product(job: Job, shape: Shape, dtype: str, seconds: float) -> Figures:

@@ -61,7 +61,7 @@ class PointToPoint:
         """Raises ConfigError for what no ranks can make right."""
         found = timing.problems(asdict(self))
         if self.pairs not in ("all", "ring"):
-            found.append(Problem("pairs", self.pairs, "there are no such pairs", "would do: all, ring"))
+            found.append(Problem("pairs", self.pairs, "there are no such pairs", "try all, ring"))
         for size in self.overlap_bytes:
             found += at_least(1, overlap_bytes=size)
         require(*found)
@@ -70,11 +70,11 @@ class PointToPoint:
         """Raises ConfigError for a single rank, and for a backend that cannot send."""
         found = []
         if world_size < 2:
-            remedy = "would do: cluster.ranks_per_node=2, or more nodes"
+            remedy = "try cluster.ranks_per_node=2, or more nodes"
             found.append(Problem("workload", "p2p", "a pair takes two ranks, and there is one", remedy))
         if (backend, device_type) == ("gloo", "cuda"):
             rule = "gloo cannot send a GPU's tensors"
-            found.append(Problem("backend", backend, rule, "would do: backend=nccl, or device=cpu"))
+            found.append(Problem("backend", backend, rule, "try backend=nccl, or device=cpu"))
         require(*found)
 
     def __call__(self, job: Job) -> Outcome:

@@ -86,27 +86,27 @@ def test_without_a_pipeline_there_is_one_micro_batch_of_everything():
     [
         (
             {"world_size": 4, "global_batch": 17},
-            "train.global_batch=17: must be a multiple of the number of data-parallel replicas, 4; would do: 16, 20",
+            "train.global_batch=17: must be a multiple of the number of data-parallel replicas, 4; try 16, 20",
         ),
         (
             {"world_size": 4, "global_batch": 3},
-            "train.global_batch=3: must be a multiple of the number of data-parallel replicas, 4; would do: 4",
+            "train.global_batch=3: must be a multiple of the number of data-parallel replicas, 4; try 4",
         ),
         (
             {"world_size": 2, "global_batch": 24, "micro_batch": 5},
-            "train.micro_batch=5: must divide a replica's share of the batch, 12; would do: 3, 4, 6",
+            "train.micro_batch=5: must divide a replica's share of the batch, 12; try 3, 4, 6",
         ),
         (
             {"world_size": 6, "global_batch": 24, "pipeline": 4},
-            "parallel.pipeline_size=4: must divide the world size, 6; would do: 2, 3, 6",
+            "parallel.pipeline_size=4: must divide the world size, 6; try 2, 3, 6",
         ),
         (
             {"world_size": 2, "global_batch": 12, "pipeline": 2, "microbatches": 5},
-            "parallel.microbatches=5: must divide a replica's share of the batch, 12; would do: 3, 4, 6",
+            "parallel.microbatches=5: must divide a replica's share of the batch, 12; try 3, 4, 6",
         ),
         (
             {"world_size": 2, "global_batch": 12, "micro_batch": 2, "pipeline": 2, "microbatches": 4},
-            "parallel.microbatches=4: must divide the micro-batches of a replica's step, 6; would do: 2, 3, 6",
+            "parallel.microbatches=4: must divide the micro-batches of a replica's step, 6; try 2, 3, 6",
         ),
     ],
 )

@@ -187,7 +187,7 @@ class TestStaticGraph:
     def test_with_accumulation_it_is_refused_where_it_was_asked_for(self):
         assert refused(DDP(static_graph=True).layout, 2, 16, 2) == (
             "parallel.static_graph=true: is not sound with gradient accumulation, and there are 4 passes a step; "
-            "would do: auto, false, or train.micro_batch=auto"
+            "try auto, false, or train.micro_batch=auto"
         )
 
     @pytest.mark.parametrize("static_graph", ["auto", False])
@@ -208,7 +208,7 @@ class TestPipeline:
 
     def test_one_stage_on_several_ranks_is_ddp(self):
         assert refused(PDP(pipeline_size=1).layout, 4, 16, "auto") == (
-            "parallel.pipeline_size=1: one stage on 4 ranks is plain data parallelism; would do: 2, 4, or parallel=ddp"
+            "parallel.pipeline_size=1: one stage on 4 ranks is plain data parallelism; try 2, 4, or parallel=ddp"
         )
 
     @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ class TestPipeline:
     def test_1f1b_wants_a_micro_batch_for_every_stage(self, strategy, batch, micro_batch, remedy):
         assert refused(strategy.layout, 2, batch, micro_batch) == (
             "parallel.microbatches=1: must be at least the number of stages, 2, under 1f1b; "
-            f"would do: {remedy}, or parallel.schedule=gpipe"
+            f"try {remedy}, or parallel.schedule=gpipe"
         )
         gpipe = PDP(schedule="gpipe", microbatches=strategy.microbatches)
         assert gpipe.layout(2, batch, micro_batch).microbatches == 1
@@ -230,18 +230,16 @@ class TestPipeline:
     @pytest.mark.parametrize(("world", "batch", "offered"), [(4, 3, 4), (8, 2, 8)])
     def test_the_offered_batch_would_do(self, world, batch, offered):
         strategy = PDP(pipeline_size=4)
-        assert f"would do: a train.global_batch of at least {offered}," in refused(
-            strategy.layout, world, batch, "auto"
-        )
+        assert f"try a train.global_batch of at least {offered}," in refused(strategy.layout, world, batch, "auto")
         assert strategy.layout(world, offered, "auto").microbatches == 4
 
     def test_more_stages_than_layers(self):
         where = arrange(8, 16, pipeline=8, microbatches="auto")
         assert refused(PDP().check, gpt(), where) == (
-            "parallel.pipeline_size=8: must not exceed the number of the model's layers, 4; would do: 2, 4"
+            "parallel.pipeline_size=8: must not exceed the number of the model's layers, 4; try 2, 4"
         )
         where = arrange(5, 20, pipeline=5, microbatches="auto")
-        assert refused(PDP().check, gpt(), where).endswith("would do: another cluster.ranks_per_node, or parallel=ddp")
+        assert refused(PDP().check, gpt(), where).endswith("try another cluster.ranks_per_node, or parallel=ddp")
 
     @pytest.mark.parametrize("build", [gpt, lambda: on_meta(Toy), lambda: on_meta(ResNet, depth=18, image_size=32)])
     def test_every_chain_can_be_cut(self, build):

@@ -85,7 +85,7 @@ class TestMisspellings:
     )
     def test_an_option(self, override, meant):
         (line,) = refused(override)
-        assert line.startswith(f"{override}: there is no such option; would do: {meant}")
+        assert line.startswith(f"{override}: there is no such option; try {meant}")
 
     @pytest.mark.parametrize(
         ("override", "meant"),
@@ -99,12 +99,10 @@ class TestMisspellings:
     )
     def test_a_choice_of_a_group(self, override, meant):
         (line,) = refused(override)
-        assert re.fullmatch(rf"{override}: there is no such choice; would do: (\w+, )*{meant}(, \w+)*", line)
+        assert re.fullmatch(rf"{override}: there is no such choice; try (\w+, )*{meant}(, \w+)*", line)
 
     def test_all_choices_are_offered_where_none_is_near(self):
-        assert refused("parallel=quantum") == [
-            "parallel=quantum: there is no such choice; would do: ddp, fsdp, pdp, single"
-        ]
+        assert refused("parallel=quantum") == ["parallel=quantum: there is no such choice; try ddp, fsdp, pdp, single"]
 
     def test_an_option_like_none_leads_to_the_list_of_options(self):
         assert refused("qqqq=1") == ["qqqq=1: there is no such option; see python train.py --cfg job"]
@@ -130,7 +128,7 @@ class TestMisspellings:
 
     def test_a_glob_that_matches_nothing(self):
         assert refused("parallel=glob(x*)", multirun=True) == [
-            "parallel=glob(x*): there is no such choice; would do: ddp, fsdp, pdp, single"
+            "parallel=glob(x*): there is no such choice; try ddp, fsdp, pdp, single"
         ]
 
 
@@ -144,7 +142,7 @@ class TestSyntax:
     @pytest.mark.parametrize("multirun", [False, True])
     def test_choices_in_brackets(self, multirun):
         assert refused("parallel=[ddp,pdp]", multirun=multirun) == [
-            "parallel=[ddp,pdp]: is more than one choice in one run; would do: -m parallel=ddp,pdp"
+            "parallel=[ddp,pdp]: is more than one choice in one run; try -m parallel=ddp,pdp"
         ]
 
     @pytest.mark.parametrize("words", [["train.steps"], ["train.steps", "=", "3"]])
@@ -157,7 +155,7 @@ class TestSyntax:
 
     @pytest.mark.parametrize("override", ["parallel=null", "parallel=5", "model="])
     def test_a_group_wants_a_name(self, override):
-        assert refused(override)[0].startswith(f"{override}: there is no such choice; would do: ")
+        assert refused(override)[0].startswith(f"{override}: there is no such choice; try ")
 
     @pytest.mark.parametrize("override", ["model@foo=toy", "~model=toy", "hydra.foo=1", "hydra/launcher=foo"])
     def test_what_only_hydra_understands_is_told_in_its_words(self, override):
