@@ -7,6 +7,7 @@ in test_compose.py and test_plan.py.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,41 @@ class TestRuns:
         assert done.returncode == 1  # not all were ok
         assert "must be a multiple" in done.stdout
         assert "Traceback" not in done.stdout + done.stderr
+
+    def test_a_model_without_reset_is_built_once_in_each_process_and_is_gone_from_the_one_that_waits(
+        self, tmp_path, monkeypatch
+    ):
+        monkeypatch.setenv("EVENTS", str(tmp_path / "events"))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        (tmp_path / "counted.py").write_text(COUNTED)
+        custom = ("model=custom", "model._target_=counted.Model", "data.inputs=8", "data.outputs=8", "parallel=ddp")
+        done = train_py("-m", *custom, "device=cpu", "train.steps=1,2", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        events = [tuple(line.split()) for line in (tmp_path / "events").read_text().splitlines()]
+        parent = events[0][1]
+        assert events[:4] == [("made", parent), ("gone", parent)] * 2  # the check of both runs
+        ranks = [process for event, process in events[4:] if event == "made"]
+        assert len(set(ranks)) == len(ranks) == 4
+        assert parent not in {process for _, process in events[4:]}
+
+
+#: Notes when it is built and when it is freed, which its reference to itself leaves to the garbage collector.
+COUNTED = """
+import os
+import weakref
+
+from torch import nn
+
+
+def note(event):
+    with open(os.environ["EVENTS"], "a") as file:
+        print(event, os.getpid(), file=file)
+
+
+class Model(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.itself = [self]
+        note("made")
+        weakref.finalize(self, note, "gone").atexit = False
+"""

@@ -272,7 +272,7 @@ class TestRefused:
         done = alone(["srun", "--ntasks=2", *TRAIN, *TOY, "cluster=slurm"], tmp_path, slurm)
         assert self.refused(done, tmp_path) == (
             "cluster=slurm: this is rank 0 of 2 that srun started; each would submit the jobs again; "
-            "start it with plain python, or leave cluster and launcher away to run on these ranks"
+            "start it with plain python, or omit cluster and launcher to run on these ranks"
         )
         assert len(jobs() - before) == 1  # the srun itself
 

@@ -252,7 +252,7 @@ class TestRefused:
             (["cluster=slurm,local", "model=toy"], "cluster=slurm,local: "),
             (
                 [*TOY, "hydra.launcher.nodes=2"],
-                "hydra.launcher.nodes=2: what a job is given is said in the group cluster",
+                "hydra.launcher.nodes=2: the resources of a job are given in the group cluster only",
             ),
             (
                 ["-m", "cluster=local", "hydra/launcher=submitit_slurm", "model=toy"],
@@ -278,7 +278,7 @@ class TestRefused:
         assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
         assert done.stderr.splitlines() == [
             "cluster=slurm: there is no sbatch on PATH; "
-            "log in to a machine that submits jobs, or leave cluster away to run here"
+            "log in to a machine that submits jobs, or omit cluster to run here"
         ]
 
 

@@ -165,7 +165,7 @@ class TestRefused:
         train_py(*TOY, "train.steps=2", "hydra.run.dir=run", cwd=tmp_path)
         done = train_py("resume=run", "train.steps=4", cwd=tmp_path)
         assert done.returncode == 1
-        assert "run: holds no complete checkpoint; leave it away to start anew" in done.stderr
+        assert "run: holds no complete checkpoint; omit it to start anew" in done.stderr
 
     def test_results_are_not_overwritten(self, tmp_path):
         train_py(*TOY, "train.steps=2", "hydra.run.dir=run", cwd=tmp_path)

@@ -161,6 +161,15 @@ def discover(environ: Mapping[str, str]) -> World | None:
     return None
 
 
+def is_first_rank(environ: Mapping[str, str]) -> bool:
+    """Whether this process says what concerns all ranks: it is rank 0, or no rank at all."""
+    try:
+        world = discover(environ)
+    except ConfigError:
+        return True
+    return world is None or world.rank == 0
+
+
 def _place(environ: Mapping[str, str], name: str, launcher: Launcher) -> World:
     rank, size, local_rank = (
         _number(environ, variable, name) for variable in (launcher.rank, launcher.size, launcher.local_rank)

@@ -1,18 +1,20 @@
 """What one run will do: every object that its configuration names, built and checked against the others.
 
-Specifying a run starts no process and writes nothing. The process that a person starts does it to find what is wrong
-before anything happens; every rank does the same again to carry the run out.
+Specifying a run starts no process and writes nothing. The process that a person starts does it once to find what is
+wrong before anything happens, and keeps a :class:`Summary`; every rank does it once to carry the run out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ptdbench.launch.world import World
+from ptdbench.models.protocol import module_of
 from ptdbench.problems import Findings, Problem, require
 from ptdbench.setup import choices, training_spec
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
@@ -20,6 +22,21 @@ from ptdbench.setup.training_spec import TrainingSpec
 
 if TYPE_CHECKING:
     from ptdbench.job import Workload
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is known of a run once it is specified, and costs nothing to keep.
+
+    Attributes:
+        world_size: How many ranks there are.
+        trains: Whether it trains, and its data have to be prepared.
+        fields: What its record gains.
+    """
+
+    world_size: int
+    trains: bool
+    fields: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,6 +63,20 @@ class RunSpec:
     def label(self) -> str:
         """The run in a word or two, for people."""
         return self.training.label if self.training else self.config.call("workload").name
+
+    @property
+    def summary(self) -> Summary:
+        """What who carries out none of the ranks keeps."""
+        fields: dict[str, Any] = {"world_size": self.world_size}
+        if self.training is None:
+            fields |= dict.fromkeys(("model", "parallel", "global_batch", "precision"))
+        else:
+            fields |= {
+                "parameters": self.training.parameters,
+                "tokens_per_sample": self.training.data.tokens_per_sample,
+                "layout": self.training.layout.as_dict(),
+            }
+        return Summary(self.world_size, self.training is not None, fields)
 
     def device(self, local_rank: int) -> torch.device:
         """The device of a rank: the GPU of its number, or the only one that its launcher lets it see."""
@@ -99,6 +130,20 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         workload=workload,
         training=trained,
     )
+
+
+def summarize(config: Config, world: World | None, gpus: int | None = None) -> Summary:
+    """Specify a run, and keep no more than its summary; the arguments and errors are those of :func:`specify`.
+
+    A model without ``reset`` was built whole in host memory, which the ranks need, and is gone when this returns.
+    """
+    spec = specify(config, world, gpus)
+    summary = spec.summary
+    in_memory = spec.training and any(not p.is_meta for p in module_of(spec.training.model).parameters())
+    del spec
+    if in_memory:
+        gc.collect()  # such a model may hold references to itself, and this process is about to do nothing but wait
+    return summary
 
 
 def _device_type(config: Config, gpus: int) -> str:

@@ -78,10 +78,7 @@ class TrainingSpec:
 
     def prepare_data(self) -> None:
         """Do what the data need once a node, or find it done; raises ConfigError where they turn out to be unusable."""
-        try:
-            self.data.prepare()
-        except ConfigError as error:
-            raise error.under("data") from None
+        _prepare(self.data)
 
     def engine(self, mesh: DeviceMesh, device: torch.device) -> Engine:
         """The model, laid out over the mesh; called in every rank."""
@@ -148,6 +145,18 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
         flops_per_sample=flops,
         flops_reason=reason,
     )
+
+
+def prepare_data(config: Config) -> None:
+    """Do what the data of a configuration need once a node; see :meth:`TrainingSpec.prepare_data`."""
+    _prepare(choices.build(config, "data"))
+
+
+def _prepare(data: Data) -> None:
+    try:
+        data.prepare()
+    except ConfigError as error:
+        raise error.under("data") from None
 
 
 def _optimizer(config: Config) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
