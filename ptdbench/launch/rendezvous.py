@@ -46,7 +46,7 @@ def store() -> dist.Store:
         ConfigError: The ranks do not find each other where they should meet.
     """
     world = discover(os.environ)
-    if world is None or world.launcher == "torchrun":  # the store's place is the launcher's choice, even its own
+    if world is None or world.started_by.has_agent:  # the store's place is the launcher's choice, even its own
         found, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
         return found
     host, port = address.meeting_point(world, os.environ)
@@ -58,7 +58,7 @@ def store() -> dist.Store:
 
 def export(world: World, environ: MutableMapping[str, str]) -> None:
     """Tell libraries and models of other people what torchrun would have told them; stale values give way."""
-    if world.launcher == "torchrun":
+    if world.started_by.has_agent:
         return
     host, port = address.meeting_point(world, environ)
     told: Mapping[str, object] = {
@@ -85,7 +85,7 @@ def launch_name(world: World) -> str:
 
     SLURM says enough for a rank to know it alone. Other launchers do not always: then rank 0 makes it up.
     """
-    if world.launcher == "srun":
+    if world.started_by.has_step:
         step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
         return f"slurm-{step}-{os.environ.get('SLURM_RESTART_COUNT') or 0}"
     return agree("launch", world, uuid.uuid4().hex if world.rank == 0 else None)

@@ -29,9 +29,6 @@ from ptdbench.launch.world import World
 #: suits the steps after it would end runs that are well.
 FIRST_STEP = 3
 
-#: Launchers under which the store lives in the process that started the ranks, not in rank 0.
-_WITH_A_STORE = ("local", "torchrun")
-
 #: Where a person finds the stacks, as messages say it: below this in the run's directory.
 FOLDER = "failures"
 
@@ -195,14 +192,14 @@ class Watchdog:
         return verdict(heard, self._allowed())
 
     def _silent_store(self) -> tuple[int, str]:
-        with_ranks = self._world.launcher not in _WITH_A_STORE
-        who = "rank 0" if with_ranks else "the process that started the ranks"
+        with_agent = self._world.started_by.has_agent
+        who = "the process that started the ranks" if with_agent else "rank 0"
         step = _step_name(self._mine.step)
         message = (
             f"{who} does not answer: {_gone(1)} (rank {self._world.rank} has not finished {step} for "
             f"{self._allowed():g} s: {_where(self._mine)}); stacks in {FOLDER}/"
         )
-        return (0 if with_ranks else -1), message
+        return (-1 if with_agent else 0), message
 
     def _give_up(self, culprit: int, message: str) -> None:
         """Leave the stacks, wait until the others have left theirs, report, and end the process.

@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hydra.utils import get_object
 from rich import box
 from rich.table import Table
 
 from ptdbench.records.store import RECORD, RESULTS
-from ptdbench.report import ceilings, messages, roll_call, verdict
 from ptdbench.report.differences import differences
 from ptdbench.report.reason import reason, wrap
 from ptdbench.report.text import as_text
 
 _MISSING = "-"
-
-#: workload → shows what it has left in the record's field of that name, in so many columns.
-SECTIONS: dict[str, Callable[[Mapping[str, Any], int], str]] = {
-    "hello": roll_call.render,
-    "matmul": ceilings.render,
-    "check": verdict.render,
-    "p2p": messages.render_p2p,
-    "collectives": messages.render_collectives,
-}
 
 
 def render(records: Sequence[Mapping[str, Any]], width: int = 100) -> str:
@@ -54,14 +45,20 @@ def closing_lines(directory: Path) -> str:
 def _other_block(record: Mapping[str, Any], width: int) -> str:
     """What a workload that does not train found, even if that is no success, and why it is none."""
     workload = str(record.get("workload"))
-    found = record.get(workload) if workload in SECTIONS else None
     try:
-        lines = [SECTIONS[workload](found, width)] if found else []
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # its types are not in the schema
-        lines = [f"{workload}: what it found cannot be shown: the record in {record['directory']} is damaged"]
+        lines = list(_shown_by_workload(record, width))
+    except Exception as error:  # its types are not in the schema, and its code may be a stranger's or gone
+        cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+        lines = [f"{workload}: the results in {record['directory']} cannot be shown: {cause}"]
     if record["status"] != "ok" or not lines:
         lines.append(wrap(f"{workload}: {reason(record)}", width))
     return "\n".join(lines)
+
+
+def _shown_by_workload(record: Mapping[str, Any], width: int) -> Iterator[str]:
+    """What the workload's class makes of what it left in the record's field of its name."""
+    if found := record.get(str(record.get("workload"))):
+        yield get_object(record["config"]["workload"]["_target_"]).show(found, width)
 
 
 def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:

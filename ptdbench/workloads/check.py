@@ -25,6 +25,7 @@ from ptdbench.measure.products import Shape
 from ptdbench.measure.soundness import Finding
 from ptdbench.problems import Problem, at_least, require
 from ptdbench.records.files import write_json
+from ptdbench.report import verdict
 from ptdbench.terminal import say
 from ptdbench.workloads import collectives, matmul, point_to_point
 from ptdbench.workloads.collectives import Collectives
@@ -63,6 +64,7 @@ class Check:
     attempts: int = 5
 
     trains = False
+    show = staticmethod(verdict.render)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what makes no sense anywhere."""

@@ -17,6 +17,7 @@ from ptdbench.measure import bandwidth, timing
 from ptdbench.measure.statistics import summary
 from ptdbench.measure.timing import Effort
 from ptdbench.problems import Problem, nearest, require, try_these
+from ptdbench.report import messages
 
 MODES = ("blocking", "async")
 
@@ -66,6 +67,7 @@ class Collectives:
     max_seconds: float = 1.0
 
     trains = False
+    show = staticmethod(messages.render_collectives)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what no ranks can make right."""

@@ -19,6 +19,7 @@ from ptdbench.measure import ceiling, products, timing
 from ptdbench.measure.hardware import dense_peak, environment
 from ptdbench.measure.products import DTYPES, Shape
 from ptdbench.problems import Problem, require, try_these
+from ptdbench.report import ceilings
 
 #: What is measured where nothing is said, by the type of the device: dtypes, and shapes that suit them.
 AUTO_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
@@ -45,6 +46,7 @@ class Matmul:
     seconds: float = 0.5
 
     trains = False
+    show = staticmethod(ceilings.render)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what no device can do."""

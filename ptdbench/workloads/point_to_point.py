@@ -28,7 +28,7 @@ from ptdbench.measure import bandwidth, timing
 from ptdbench.measure.statistics import summary
 from ptdbench.measure.timing import Effort
 from ptdbench.problems import Problem, at_least, require
-from ptdbench.report import heat_map
+from ptdbench.report import heat_map, messages
 
 #: Bytes of the answer to a message.
 ANSWER = 8
@@ -56,6 +56,7 @@ class PointToPoint:
     max_seconds: float = 1.0
 
     trains = False
+    show = staticmethod(messages.render_p2p)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what no ranks can make right."""
