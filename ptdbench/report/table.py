@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_object
-from rich import box
-from rich.table import Table
 
 from ptdbench.records.store import RECORD, RESULTS
 from ptdbench.report.differences import differences
 from ptdbench.report.reason import reason, wrap
-from ptdbench.report.text import as_text
+from ptdbench.report.text import as_text, empty_table, three_digits
+from ptdbench.terminal import plural
 
 _MISSING = "-"
 
@@ -73,7 +72,9 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
 
     against_ceiling = any(_figure(record, "share_of_ceiling") for record in records)
     judged = any(record.get("evaluations") for record in records)
-    table = _empty_table(unit, against_ceiling, judged)
+    optional = [*["of ceiling"] * against_ceiling, "loss", *["held out"] * judged]
+    headings = ("ranks", "batch", f"{unit}/s", "vs best", "step ms (p5-p95)", "memory", "MFU", *optional)
+    table = empty_table("#", "parallel", *headings, "status", words=["status"], folding="parallel")
     for rank, (record, label) in enumerate(zip([*ranked, *others], labels, strict=True), start=1):
         table.add_row(
             str(rank) if rank <= len(ranked) else _MISSING,
@@ -89,18 +90,7 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
         *_mfu_remarks(ranked, width),
         *_check_remarks(records, width),
     ]
-    return "\n".join([_title(records), as_text(table, width, foldable=1), *remarks])
-
-
-def _empty_table(unit: str, against_ceiling: bool, judged: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("#", justify="right", no_wrap=True)
-    table.add_column("parallel")
-    optional = [*["of ceiling"] * against_ceiling, "loss", *["held out"] * judged]
-    for heading in ("ranks", "batch", f"{unit}/s", "vs best", "step ms (p5-p95)", "memory", "MFU", *optional):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("status", no_wrap=True)
-    return table
+    return "\n".join([_title(records), as_text(table, width), *remarks])
 
 
 def _cells(record: Mapping[str, Any], label: str, rate: str, best: float | None, against_ceiling: bool) -> list[str]:
@@ -162,7 +152,7 @@ def _nodes(record: Mapping[str, Any]) -> str:
     """How many there were, or else should have been; nothing where neither is known."""
     asked = ((record.get("config") or {}).get("cluster") or {}).get("nodes")
     nodes = len(record.get("nodes") or []) or asked
-    return f"{nodes} node{'s' * (nodes != 1)}" if isinstance(nodes, int) else ""
+    return plural(nodes, "node") if isinstance(nodes, int) else ""
 
 
 def _precision(record: Mapping[str, Any]) -> str:
@@ -212,13 +202,7 @@ def _step_time(step_seconds: Mapping[str, float | None] | None) -> str:
     median, p5, p95 = ((step_seconds or {}).get(name) for name in ("median", "p5", "p95"))
     if median is None or p5 is None or p95 is None:
         return _MISSING
-    return f"{_three_digits(1e3 * median)} ({_three_digits(1e3 * p5)}-{_three_digits(1e3 * p95)})"
-
-
-def _three_digits(value: float) -> str:
-    """A positive figure to three significant digits, all digits before the point kept."""
-    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:,.{decimals}f}"
+    return f"{three_digits(1e3 * median)} ({three_digits(1e3 * p5)}-{three_digits(1e3 * p95)})"
 
 
 def _bytes(value: int | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ptdbench.report import ceilings, roll_call
+from ptdbench.terminal import plural
 
 
 def render(check: Mapping[str, Any], width: int) -> str:
@@ -27,8 +28,7 @@ def render(check: Mapping[str, Any], width: int) -> str:
 
 def remark(check: Mapping[str, Any]) -> str:
     """The verdict in a few words."""
-    count = len(check["findings"])
-    return "sound" if check["sound"] else f"unsound, {count} finding{'s' * (count != 1)}"
+    return "sound" if check["sound"] else f"unsound, {plural(len(check['findings']), 'finding')}"
 
 
 def _figures(check: Mapping[str, Any]) -> Iterator[str]:

@@ -19,6 +19,7 @@ from ptdbench.problems import Findings, Problem, require
 from ptdbench.setup import choices, training_spec
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
+from ptdbench.terminal import plural
 
 if TYPE_CHECKING:
     from ptdbench.job import Workload
@@ -209,6 +210,6 @@ def _check_world(config: Config, world: World) -> None:
         rule = f"{world.launcher} started {world.local_size} ranks on this node"
         found.append(Problem("cluster.ranks_per_node", ranks, rule, f"try auto, {world.local_size}"))
     if nodes != "auto" and world.nodes not in (None, nodes):
-        rule = f"{world.launcher} started ranks on {world.nodes} node{'s' * (world.nodes != 1)}"
+        rule = f"{world.launcher} started ranks on {plural(world.nodes or 0, 'node')}"
         found.append(Problem("cluster.nodes", nodes, rule, f"try auto, {world.nodes}"))
     require(*found)

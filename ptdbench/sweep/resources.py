@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from ptdbench.launch.slurm import Partition, gpu_count, options
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Slurm
+from ptdbench.terminal import plural
 
 #: Flags of sbatch that ``cluster.extra`` may not give, and what gives them.
 GIVEN_BY = {
@@ -79,7 +80,7 @@ class Shape:
         return self.nodes * self.ranks_per_node
 
     def __str__(self) -> str:
-        return f"{_count(self.nodes, 'node')} x {_count(self.ranks_per_node, 'rank')}"
+        return f"{plural(self.nodes, 'node')} x {plural(self.ranks_per_node, 'rank')}"
 
 
 def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Sequence[Partition]) -> Shape:
@@ -266,7 +267,7 @@ def _contradictions(cluster: Slurm, shape: Shape) -> Iterator[Problem]:
     """What cannot be meant, on whatever cluster."""
     gpus, typed = shape.gpus_per_node, gpu_count(cluster.gres or "")
     if cluster.gpus_per_node != "auto" and typed and cluster.gpus_per_node != typed:
-        rule = f"cluster.gres={cluster.gres} asks for {_count(typed, 'GPU')} a node"
+        rule = f"cluster.gres={cluster.gres} asks for {plural(typed, 'GPU')} a node"
         yield Problem("cluster.gpus_per_node", cluster.gpus_per_node, rule, f"try auto, {typed}")
     if gpus and shape.ranks_per_node > gpus:
         rule = f"must not exceed the GPUs of a node that are asked for, {gpus}: one rank, one GPU"
@@ -303,14 +304,14 @@ def _too_much(cluster: Slurm, shape: Shape, chosen: Sequence[Partition]) -> Iter
     where = f"partition {' or '.join(partition.name for partition in chosen)}"
     nodes, gpus = (max(p.nodes for p in chosen), max(max(p.gpus, default=0) for p in chosen))
     if shape.nodes > nodes:
-        yield Problem("cluster.nodes", shape.nodes, f"{where} has {_count(nodes, 'node')}", f"try {nodes}")
+        yield Problem("cluster.nodes", shape.nodes, f"{where} has {plural(nodes, 'node')}", f"try {nodes}")
     limits = [p.minutes for p in chosen if p.minutes is not None]
     # A quality of service may be allowed more than the partition; SLURM knows.
     if len(limits) == len(chosen) and cluster.time_minutes > max(limits) and not cluster.qos:
-        rule = f"{where} allows {_count(max(limits), 'minute')}"
+        rule = f"{where} allows {plural(max(limits), 'minute')}"
         yield Problem("cluster.time_minutes", cluster.time_minutes, rule, f"try {max(limits)}")
     if shape.gpus_per_node > gpus:
-        yield _too_many_gpus(cluster, shape, f"a node of {where} has {_count(gpus, 'GPU')}", gpus)
+        yield _too_many_gpus(cluster, shape, f"a node of {where} has {plural(gpus, 'GPU')}", gpus)
     else:  # ranks that come from too many GPUs are not a second problem
         yield from _too_many_cpus(cluster, shape, where, max(p.cpus for p in chosen))
 
@@ -330,7 +331,7 @@ def _too_many_cpus(cluster: Slurm, shape: Shape, where: str, most: int) -> Itera
     cores, ranks = shape.cpus_per_rank or 1, shape.ranks_per_node
     if cores * ranks <= most or cluster.extra.get("overcommit"):
         return
-    rule = f"{_count(ranks, 'rank')} a node need {_count(cores * ranks, 'core')}, and a node of {where} has {most}"
+    rule = f"{plural(ranks, 'rank')} a node need {plural(cores * ranks, 'core')}, and a node of {where} has {most}"
     if ranks <= most and shape.cpus_per_rank:
         yield Problem("cluster.cpus_per_rank", cores, rule, f"try auto, {most // ranks}")
     else:
@@ -358,7 +359,3 @@ def _quoted(option: str) -> str:
     flag, equals, value = option.partition("=")
     escaped = value.replace("\\", "\\\\")
     return f"{flag}={shlex.quote(escaped)}" if equals else flag
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -10,7 +10,7 @@ from rich.cells import cell_len, set_cell_size
 
 from ptdbench.report.reason import reason, wrap
 from ptdbench.sweep.status import Run, Sweep
-from ptdbench.terminal import plain
+from ptdbench.terminal import plain, plural
 
 #: What a run's own share of its start was spent on, as in ``metrics.startup_seconds``.
 STARTUP = ("import", "config", "rendezvous", "build", "first_step")
@@ -132,7 +132,7 @@ def _label(record: Mapping[str, Any]) -> str:
 
 def _shape(record: Mapping[str, Any]) -> str:
     nodes, size = len(record.get("nodes") or []), record.get("world_size")
-    return f"{nodes} node{'s' * (nodes != 1)}, {size} ranks" if nodes and size else "-"
+    return f"{plural(nodes, 'node')}, {size} ranks" if nodes and size else "-"
 
 
 def _step(run: Run) -> str:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ptdbench.job import Job, Outcome
+from ptdbench.launch.peers import gather
 from ptdbench.measure import soundness, topology
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.products import Shape
@@ -92,11 +92,11 @@ class Check:
             ArithmeticError: A sum, a product or a message is wrong, so that nothing here can be trusted.
         """
         hello = Hello()(job).fields["hello"]
-        facts: list[Figures] = gathered(job, _facts(job))
+        facts: list[Figures] = gather(_facts(job))
         products, slow_ranks, product_attempts = self._until_sound(lambda: self.products(job), _product_rates(job))
         links, slow_links, link_attempts = self._until_sound(lambda: self.messages(job), _link_rates(job, facts))
         together = collectives.measure(job, _short_collectives()) if job.world.size > 1 else None
-        warm: list[Figures] = gathered(job, _facts(job))  # what heat and load have done
+        warm: list[Figures] = gather(_facts(job))  # what heat and load have done
         findings = [
             *soundness.different_versions([of["environment"] for of in facts]),
             *_gpu_findings(job, facts, warm),
@@ -196,13 +196,6 @@ def _give_back(device: torch.device) -> None:
     else:
         with suppress(OSError, AttributeError):  # a C library of another kind than GNU's
             ctypes.CDLL(None).malloc_trim(0)
-
-
-def gathered(job: Job, value: Any) -> list[Any]:
-    """What every rank says, by rank."""
-    said: list[Any] = [None] * job.world.size
-    dist.all_gather_object(said, value)
-    return said
 
 
 def _facts(job: Job) -> Figures:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.job import Job, Outcome
+from ptdbench.launch.peers import gather
 from ptdbench.measure import ceiling, products, timing
 from ptdbench.measure.hardware import dense_peak, environment
 from ptdbench.measure.products import DTYPES, Shape
@@ -126,8 +127,7 @@ def measure(job: Job, shapes: Sequence[Shape], dtypes: Sequence[str], seconds: f
         "products": [_product(job, shape, dtype, seconds) for dtype in dtypes for shape in shapes],
         "copies": _copies(job, seconds) if copies else [],
     }
-    ranks: list[Figures] = [{}] * job.world.size
-    dist.all_gather_object(ranks, mine)
+    ranks: list[Figures] = gather(mine)
     found = _ceilings(ranks)
     return {"ranks": [{name: of[name] for name in of if name != "keys"} for of in ranks], "ceilings": found}
 
