@@ -131,7 +131,7 @@ def _conclude(world: World, attempt: Attempt, own: failure.Failure) -> failure.F
 
 
 def _await_reports(world: World, attempt: Attempt, own: failure.Failure) -> None:
-    """Give the other ranks the time to report, and note of whom a rank that was stopped has heard nothing.
+    """Give the other ranks time to report, and note who has not reported to a rank that was stopped.
 
     Only where all have met: a rank that still starts cannot report anything.
     """

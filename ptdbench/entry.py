@@ -147,7 +147,7 @@ def _on_cluster(
     assert isinstance(cluster, Slurm)
     options = composed.first.hydra.launcher
     runs = requests.of_cluster(composed.jobs, composed.overrides)
-    if ignored := slurm.unheeded(os.environ):
+    if ignored := slurm.ignored_variables(os.environ):
         say(f"ignored: {' '.join(ignored)}; the resources of a job are given in the group cluster", sys.stderr)
     if cluster.submit == "test":
         return rehearsal.show(runs, options)

@@ -133,7 +133,7 @@ def take_part(specified: Callable[[], RunSpec], world: World, attempt: Attempt, 
     Raises:
         SystemExit: The run failed here; the reason lies in the run's directory.
     """
-    leaving.tell(partial(ending.remark, attempt, world.rank))
+    leaving.on_forced_end(partial(ending.remark, attempt, world.rank))
     try:
         with ending.witness(world, attempt):
             _work(specified(), world, attempt, watch)

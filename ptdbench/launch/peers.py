@@ -61,8 +61,8 @@ def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
         Every rank, in order.
     """
     on_node: list[tuple[str, cores.Cores]] = gather((node(os.environ), cores.mine()))
-    neighbours = [rank for rank, (name, _) in enumerate(on_node) if name == on_node[world.rank][0]]
-    cores.bind(*cores.share([on_node[rank][1] for rank in neighbours], neighbours.index(world.rank), wanted))
+    neighbors = [rank for rank, (name, _) in enumerate(on_node) if name == on_node[world.rank][0]]
+    cores.bind(*cores.share([on_node[rank][1] for rank in neighbors], neighbors.index(world.rank), wanted))
     return gather(_self(world, device))
 
 

@@ -57,11 +57,11 @@ def store() -> dist.Store:
 
 
 def export(world: World, environ: MutableMapping[str, str]) -> None:
-    """Tell libraries and models of other people what torchrun would have told them; stale values give way."""
+    """Tell libraries and models of other people what torchrun would tell them; stale values give way."""
     if world.started_by.has_agent:
         return
     host, port = address.meeting_point(world, environ)
-    told: Mapping[str, object] = {
+    described: Mapping[str, object] = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
         "LOCAL_RANK": world.local_rank,
@@ -69,7 +69,7 @@ def export(world: World, environ: MutableMapping[str, str]) -> None:
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
     }
-    environ.update({name: str(value) for name, value in told.items()})
+    environ.update({name: str(value) for name, value in described.items()})
 
 
 def agree(key: str, world: World, value: str | None) -> str:

@@ -1,6 +1,6 @@
 """Who this process is among the ranks: a pure function of the environment that its launcher left.
 
-No guessing: a launcher is recognised by variables that only it sets, and a process that none of them
+No guessing: a launcher is recognized by variables that only it sets, and a process that none of them
 describes is not a rank (it starts the local ranks itself, see :mod:`ptdbench.launch.local`).
 """
 

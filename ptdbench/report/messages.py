@@ -105,8 +105,8 @@ def _exchanges(both: Sequence[Mapping[str, Any]], width: int) -> str:
     table = empty_table("ranks", "size", "time", "GB/s", words=["ranks"])
     last = [(pair["ranks"], pair["sizes"][-1]) for pair in both if pair["sizes"]]
     for ranks, size in sorted(last, key=lambda one: one[1]["bandwidth"])[:_SLOWEST]:
-        told = size_text(size["bytes"]), time_text(size["seconds"]["median"]), _rate(size["bandwidth"])
-        table.add_row(_pair(ranks), *told)
+        cells = size_text(size["bytes"]), time_text(size["seconds"]["median"]), _rate(size["bandwidth"])
+        table.add_row(_pair(ranks), *cells)
     of_many = f", the {_SLOWEST} slowest of {len(last)} pairs" if len(last) > _SLOWEST else ""
     return f"both directions at once{of_many}\n{as_text(table, width)}"
 
@@ -154,13 +154,14 @@ def _inverse(beta: float) -> float | None:
 
 def _definitions(collectives: Mapping[str, Any], width: int) -> Iterator[str]:
     """How the bandwidths of the operations shown are computed, operations of one formula together."""
-    told = collectives["definitions"]
+    definitions = collectives["definitions"]
     shown = dict.fromkeys(row["op"] for row in collectives["results"] if row["algbw"] is not None)
     formulas: dict[str, list[str]] = {}
     for op in shown:
-        formulas.setdefault(told["busbw"][op], []).append(op)
+        formulas.setdefault(definitions["busbw"][op], []).append(op)
     if shown:
-        yield f"algbw = {told['algbw']}, after {told['source']}; n = {len(collectives['groups'][0])} ranks"
+        ranks = len(collectives["groups"][0])
+        yield f"algbw = {definitions['algbw']}, after {definitions['source']}; n = {ranks} ranks"
     for formula, ops in formulas.items():
         yield textwrap.shorten(f"busbw = {formula}: {', '.join(ops)}", width)
 

@@ -71,15 +71,15 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
     best = _figure(ranked[0], rate) if ranked else None
 
     against_ceiling = any(_figure(record, "share_of_ceiling") for record in records)
-    judged = any(record.get("evaluations") for record in records)
-    optional = [*["of ceiling"] * against_ceiling, "loss", *["held out"] * judged]
+    evaluated = any(record.get("evaluations") for record in records)
+    optional = [*["of ceiling"] * against_ceiling, "loss", *["held out"] * evaluated]
     headings = ("ranks", "batch", f"{unit}/s", "vs best", "step ms (p5-p95)", "memory", "MFU", *optional)
     table = empty_table("#", "parallel", *headings, "status", words=["status"], folding="parallel")
     for rank, (record, label) in enumerate(zip([*ranked, *others], labels, strict=True), start=1):
         table.add_row(
             str(rank) if rank <= len(ranked) else _MISSING,
             *_cells(record, label, rate, best, against_ceiling),
-            *([_judgement(record)] if judged else []),
+            *([_evaluation(record)] if evaluated else []),
             record["status"],
         )
     remarks = [
@@ -113,7 +113,7 @@ def _cells(record: Mapping[str, Any], label: str, rate: str, best: float | None,
     ]
 
 
-def _judgement(record: Mapping[str, Any]) -> str:
+def _evaluation(record: Mapping[str, Any]) -> str:
     """What the last evaluation said of the model: its accuracy, its bits per byte of text, or its loss."""
     last: Mapping[str, Any] = next(reversed(record.get("evaluations") or [{}]))
     if last.get("top1") is not None:
@@ -124,7 +124,7 @@ def _judgement(record: Mapping[str, Any]) -> str:
 
 
 def _labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How each run is parallelised, with as much else as it takes to tell apart those that look the same."""
+    """How each run is parallelized, with as much else as it takes to tell apart those that look the same."""
     labels = [_parallel(record) for record in records]
     for detail in (_nodes, _precision, _microbatches, _accumulation, None, _directory):
         alike: dict[tuple[Any, ...], list[int]] = {}

@@ -54,8 +54,8 @@ def _named(pair: Mapping[str, Any]) -> str:
 
 
 def _versions(versions: Mapping[str, Any], width: int) -> list[str]:
-    told = ", ".join(f"{name} {str(version)[:20]}" for name, version in versions.items() if version is not None)
-    return [textwrap.fill(f"versions      {told}", width, subsequent_indent=" " * 14)]
+    text = ", ".join(f"{name} {str(version)[:20]}" for name, version in versions.items() if version is not None)
+    return [textwrap.fill(f"versions      {text}", width, subsequent_indent=" " * 14)]
 
 
 def _remarks(check: Mapping[str, Any], width: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from ptdbench.problems import Problem, nearest, try_these
 
-#: What a configuration can hold, by annotation: the types of the values that will do.
+#: What a configuration can hold, by annotation: the types of its values.
 KINDS: dict[Any, Any] = {float: (int, float), int: int, bool: bool, str: str, type(None): type(None)}
 
 

@@ -52,7 +52,7 @@ def write(overrides: Sequence[str]) -> tuple[str, list[str]]:
 
 def _variables() -> list[str]:
     """What the shell's own variables would change in the script, if it is submitted from there."""
-    found = slurm.unheeded(os.environ)
+    found = slurm.ignored_variables(os.environ)
     return [f"sbatch prefers these variables of this shell to the script's lines: {' '.join(found)}"] if found else []
 
 

@@ -154,9 +154,9 @@ def conclude(sweep_directory: Path, subdirectory: str, state: str, message: str)
     Returns:
         The record.
     """
-    told = Failure(rank=-1, type=state, message=message, traceback="", time=time.time(), host="")
+    cause = Failure(rank=-1, type=state, message=message, traceback="", time=time.time(), host="")
     written = store.load_record(sweep_directory / subdirectory)
-    done = {**written, "status": STATUS_OF.get(state, "failed"), "error": told.as_error()}
+    done = {**written, "status": STATUS_OF.get(state, "failed"), "error": cause.as_error()}
     store.write_record(sweep_directory / subdirectory, done)
     store.append_result(sweep_directory, done)
     return done
@@ -184,7 +184,7 @@ def _submitted(
 
 
 def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, JobState]) -> None:
-    """Write down how jobs ended that could not do so themselves, or heard only a signal."""
+    """Write down how jobs ended that could not do so themselves, or only noted a signal."""
     if any(_is_open(written(directory / job.directory)) for job in gone):
         time.sleep(GRACE)
     results = _results(directory)
@@ -192,17 +192,17 @@ def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, Job
         state, result = queue.get(job.id or ""), results.get(job.directory)
         if result is not None and _is_open(result):  # begun once more, and not ended by itself
             result = None
-        told = result or written(directory / job.directory)
-        owner = (told.get("owner") or {}).get("job")
-        if told["status"] == DAMAGED or (_is_open(told) and owner not in (None, job.id)):
+        known = result or written(directory / job.directory)
+        owner = (known.get("owner") or {}).get("job")
+        if known["status"] == DAMAGED or (_is_open(known) and owner not in (None, job.id)):
             continue  # nobody can say more; or another job has the run, and this one was refused it
-        if _is_open(told) or (_heard_a_signal(told) and _says_more(state)):
+        if _is_open(known) or (_was_signaled(known) and _says_more(state)):
             kind, message = _end(job, state)
-            conclude(directory, job.directory, kind, message + _saved(told))
-        elif _heard_a_signal(told) and _reached_its_limit(told, state):
-            conclude(directory, job.directory, "TIMEOUT", _out_of_time(job, told) + _saved(told))
+            conclude(directory, job.directory, kind, message + _saved(known))
+        elif _was_signaled(known) and _reached_its_limit(known, state):
+            conclude(directory, job.directory, "TIMEOUT", _out_of_time(job, known) + _saved(known))
         elif result is None:
-            store.append_result(directory, told)  # the job was killed between its record and the sweep's results
+            store.append_result(directory, known)  # the job was killed between its record and the sweep's results
 
 
 def _is_gone(state: JobState | None) -> bool:
@@ -212,10 +212,10 @@ def _is_gone(state: JobState | None) -> bool:
 
 def _is_final(result: Mapping[str, Any] | None) -> bool:
     """Whether there is nothing that SLURM could add to a result."""
-    return result is not None and not _is_open(result) and not _heard_a_signal(result)
+    return result is not None and not _is_open(result) and not _was_signaled(result)
 
 
-def _heard_a_signal(written: Mapping[str, Any]) -> bool:
+def _was_signaled(written: Mapping[str, Any]) -> bool:
     """Whether a run was asked to end, and cannot know why: a time limit and ``scancel`` send what preemption sends."""
     return written["status"] == "preempted" and (written.get("error") or {}).get("type") not in slurm.OVER
 
@@ -258,8 +258,8 @@ def _reached_its_limit(written: Mapping[str, Any], state: JobState | None) -> bo
 
 def _saved(written: Mapping[str, Any]) -> str:
     """What a run that has saved says of how to go on."""
-    told = (written.get("error") or {}).get("message", "")
-    return f"; {told}" if "it has saved" in told else ""
+    message = (written.get("error") or {}).get("message", "")
+    return f"; {message}" if "it has saved" in message else ""
 
 
 def _out_of_time(job: ledger.Job, written: Mapping[str, Any]) -> str:

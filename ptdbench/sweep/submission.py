@@ -24,15 +24,15 @@ OPTIONS = {"array_parallelism": 256, "signal_delay_s": 120}
 def arrays(requests: Sequence[Request]) -> list[list[int]]:
     """The runs that may share an array, by their places in ``requests``; those that are refused are in none.
 
-    They have the same nodes, the same ranks, and all else that sbatch is told.
+    They have the same nodes, the same ranks, and all else that sbatch is given.
     """
     alike: dict[str, list[int]] = {}
     for place, request in enumerate(requests):
         if not request.refused:
             assert request.shape is not None
             cluster, shape = request.cluster, request.shape
-            told = (shape, resources.flags(cluster, shape, ""), resources.setup_lines(cluster, shape))
-            alike.setdefault(repr((told, cluster.srun_args, cluster.log)), []).append(place)
+            given = (shape, resources.flags(cluster, shape, ""), resources.setup_lines(cluster, shape))
+            alike.setdefault(repr((given, cluster.srun_args, cluster.log)), []).append(place)
     return list(alike.values())
 
 

@@ -116,8 +116,8 @@ def state(run: Run) -> str:
     """Where a run stands, in a few words: the queue's while it is there, then the record's."""
     if run.is_over:
         error = run.record.get("error") or {}
-        told = error.get("type", "")
-        return f"{run.record['status']} ({told})" if told.isupper() else run.record["status"]
+        kind = error.get("type", "")
+        return f"{run.record['status']} ({kind})" if kind.isupper() else run.record["status"]
     if run.queue is None:
         return "not submitted" if run.job and not run.job.id else "unfinished"
     if run.queue.state in ("PENDING", "SUSPENDED"):
