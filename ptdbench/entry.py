@@ -131,8 +131,7 @@ def _here(
     try:
         _carry_out(task, directory)
     finally:
-        records = _records(directory, composed.is_sweep)
-        _print_results(records, directory)
+        records = _print_results(directory, composed.is_sweep)
     return int(_count_ok(records) < len(composed.jobs))
 
 
@@ -165,11 +164,10 @@ def _on_cluster(
     try:
         watch.follow(directory)
     finally:
-        _print_results(records := _records(directory, is_sweep=True), directory)
+        records = _print_results(directory, is_sweep=True)
     if line.only:  # what became of the sweep's other runs is not what was asked
-        meant = [record for record in records if store.below(directory, record["directory"]) == line.only]
-        return int(_count_ok(meant) < 1)
-    return int(_count_ok(records) < len(composed.jobs))
+        records = [record for record in records if store.below(directory, record["directory"]) == line.only]
+    return int(_count_ok(records) < (1 if line.only else len(composed.jobs)))
 
 
 def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
@@ -223,13 +221,6 @@ def _cluster(composed: compose.Composed) -> config.Cluster:
     return config.read(composed.jobs[0]).cluster
 
 
-def _records(directory: Path, is_sweep: bool) -> list[dict[str, Any]]:
-    """What the runs left; nothing where a signal came before the first one began."""
-    if is_sweep:
-        return store.read_results(directory, lambda damage: say(damage, sys.stderr))
-    return [store.load_record(directory)] if (directory / store.RECORD).exists() else []
-
-
 def _count_ok(records: Sequence[Mapping[str, Any]]) -> int:
     return sum(record["status"] == "ok" for record in records)
 
@@ -241,7 +232,13 @@ def _own_modules(jobs: Sequence[DictConfig]) -> list[str]:
     return sorted(target.rpartition(".")[0] for target in targets if target.startswith("ptdbench."))
 
 
-def _print_results(records: Sequence[Mapping[str, Any]], directory: Path) -> None:
+def _print_results(directory: Path, is_sweep: bool) -> list[dict[str, Any]]:
+    """Print the table of what the runs left; nothing where a signal came before the first one began."""
+    if is_sweep:
+        records = store.read_results(directory, lambda damage: say(damage, sys.stderr))
+    else:
+        records = [store.load_record(directory)] if (directory / store.RECORD).exists() else []
     if records:
         say(table.render(records, max(shutil.get_terminal_size((110, 24)).columns, 100)))
         say(table.closing_lines(directory))
+    return records

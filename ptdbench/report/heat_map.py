@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ptdbench.report.messages import size_text
+from ptdbench.report.text import size_text
 
 #: Up to so many ranks each cell also shows its number.
 _LEGIBLE = 16

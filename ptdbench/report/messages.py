@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from ptdbench.report.text import as_text, empty_table, three_digits
+from ptdbench.report.text import as_text, empty_table, size_text, three_digits, time_text
 from ptdbench.terminal import plural
 
 _MISSING = "-"
@@ -60,22 +60,6 @@ def render_collectives(collectives: Mapping[str, Any], width: int) -> str:
     if collectives["left_out"]:
         remarks.append(textwrap.shorten(f"left out, not in this backend: {', '.join(collectives['left_out'])}", width))
     return "\n\n".join([*blocks, "\n".join(remarks)])
-
-
-def size_text(size: int) -> str:
-    """``1536`` bytes become ``1.5 KiB``."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size >= 2**power:
-            return f"{size / 2**power:.4g} {unit}"
-    return f"{size} B"
-
-
-def time_text(seconds: float) -> str:
-    """Three digits and a unit: ``0.00123`` becomes ``1.23 ms``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 0.9995:
-            return f"{three_digits(seconds * scale)} {unit}"
-    return f"{three_digits(seconds * 1e6)} µs"
 
 
 def _rate(bytes_per_second: float | None) -> str:

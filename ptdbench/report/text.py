@@ -48,6 +48,22 @@ def three_digits(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
+def size_text(size: int) -> str:
+    """``1536`` bytes become ``1.5 KiB``."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 2**power:
+            return f"{size / 2**power:.4g} {unit}"
+    return f"{size} B"
+
+
+def time_text(seconds: float) -> str:
+    """Three digits and a unit: ``0.00123`` becomes ``1.23 ms``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 0.9995:
+            return f"{three_digits(seconds * scale)} {unit}"
+    return f"{three_digits(seconds * 1e6)} µs"
+
+
 def _slack(column: Column) -> int:
     """By how much a column can shrink before a word of it would be cut."""
     texts = [str(column.header), *map(str, column.cells)]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ptdbench.report import ceilings, roll_call
+from ptdbench.report.text import size_text
 from ptdbench.terminal import plural
 
 
@@ -43,8 +44,8 @@ def _figures(check: Mapping[str, Any]) -> Iterator[str]:
             f"{max(pair['latency'] for pair in pairs) * 1e6:,.0f} us"
         )
     for row in (check["collectives"] or {}).get("results", []):
-        size = f"{row['bytes'] / 2**20:g} MiB" if row["bytes"] >= 2**20 else f"{row['bytes'] / 2**10:g} KiB"
-        lines.append(f"{row['op']:<13} {size}: {row['seconds']['median'] * 1e6:,.0f} us, its result checked")
+        size, seconds = size_text(row["bytes"]), row["seconds"]["median"]
+        lines.append(f"{row['op']:<13} {size}: {seconds * 1e6:,.0f} us, its result checked")
     if lines:
         yield "\n".join(lines)
 

@@ -8,8 +8,8 @@ from ptdbench.setup.commandline import LAUNCHER
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Cluster, Slurm
 
-#: Options of the launcher that say nothing of resources.
-PASSED_ON = ("hydra.launcher.array_parallelism", "hydra.launcher.signal_delay_s")
+#: Options of the launcher that say nothing of resources, and what they are where nobody gives them.
+OPTIONS = {"array_parallelism": 256, "signal_delay_s": 120}
 
 
 def check(composed: Composed, cluster: Cluster, world: World | None) -> None:
@@ -38,5 +38,6 @@ def _given_twice(composed: Composed) -> list[Problem]:
     rule = "the resources of a job are given in the group cluster only"
     remedy = "see python train.py cluster=slurm --cfg job --package cluster"
     typed = dict(override.partition("=")[::2] for override in composed.first.hydra.overrides.hydra)
-    names = [name for name in typed if name.startswith("hydra.launcher.") and name not in PASSED_ON]
+    passed_on = {f"hydra.launcher.{option}" for option in OPTIONS}
+    names = [name for name in typed if name.startswith("hydra.launcher.") and name not in passed_on]
     return [Problem(name, typed[name], rule, remedy) for name in names]

@@ -151,7 +151,8 @@ class SlurmLauncher(_Launcher):
             _take_back(names)
             _write_off(sweep_directory, jobs, error)
             if isinstance(error, SlurmError):
-                raise _not_submitted(jobs[0], error) from None
+                rule = f"nothing was submitted: {str(error).strip().splitlines()[-1]}"
+                raise ConfigError([Problem("cluster", jobs[0].request.cluster.name, rule)]) from None
             raise
         if submitted:
             watch.announce(sweep_directory, sorted(submitted, key=lambda job: job.number))
@@ -240,11 +241,6 @@ _YEAR_MINUTES = 60 * 24 * 365
 def _place(config: DictConfig) -> tuple[Path, str]:
     """The sweep's directory, and the template of the names of its runs' directories."""
     return Path(config.hydra.sweep.dir), config.hydra.sweep._get_node("subdir")._value()
-
-
-def _not_submitted(job: Opened, error: Exception) -> ConfigError:
-    words = str(error).strip().splitlines()
-    return ConfigError([Problem("cluster", job.request.cluster.name, f"nothing was submitted: {words[-1]}")])
 
 
 def _silent() -> JobReturn:

@@ -251,16 +251,9 @@ def _chosen(cluster: Slurm, known: Sequence[Partition]) -> list[Partition]:
 def _unknown_partitions(cluster: Slurm, known: Sequence[Partition]) -> list[Problem]:
     names = [partition.name for partition in known]
     asked = cluster.partition.split(",") if cluster.partition and known else []
-    return [
-        Problem(
-            "cluster.partition",
-            name,
-            f"there is no such partition; SLURM has {', '.join(names)}",
-            try_these(nearest(name, names)),
-        )
-        for name in asked
-        if name not in names
-    ]
+    rule = f"there is no such partition; SLURM has {', '.join(names)}"
+    unknown = [name for name in asked if name not in names]
+    return [Problem("cluster.partition", name, rule, try_these(nearest(name, names))) for name in unknown]
 
 
 def _contradictions(cluster: Slurm, shape: Shape) -> Iterator[Problem]:
@@ -292,9 +285,8 @@ def _extra(cluster: Slurm) -> Iterator[Problem]:
     for flag, value in cluster.extra.items():
         option = f"cluster.extra.{flag}"
         if _flag(flag) in GIVEN_BY:
-            yield Problem(
-                option, value, "would contradict what ptdbench passes to sbatch", f"use {GIVEN_BY[_flag(flag)]}"
-            )
+            rule = "would contradict what ptdbench passes to sbatch"
+            yield Problem(option, value, rule, f"use {GIVEN_BY[_flag(flag)]}")
         elif not (value is None or isinstance(value, str | int | float)) or "\n" in str(value):
             yield Problem(option, value, "must be text, a number, or true for a flag without a value")
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
-from ptdbench.records import ledger, record, store
+from ptdbench.records import ledger, store
 from ptdbench.records.failure import Failure
+from ptdbench.records.record import is_open
 from ptdbench.report.progress import read_progress
 from ptdbench.report.reason import OUTPUT
 from ptdbench.sweep import output
@@ -170,7 +171,7 @@ def _results(directory: Path, tell: Callable[[str], object] = lambda _: None) ->
 def _of_machine(directory: Path) -> Run:
     """A run that was not submitted and has not ended, or is no part of a sweep."""
     found = written(directory)
-    return Run(directory.name, None, None, found, not _is_open(found), read_progress(directory))
+    return Run(directory.name, None, None, found, not is_open(found), read_progress(directory))
 
 
 def _submitted(
@@ -185,18 +186,18 @@ def _submitted(
 
 def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, JobState]) -> None:
     """Write down how jobs ended that could not do so themselves, or only noted a signal."""
-    if any(_is_open(written(directory / job.directory)) for job in gone):
+    if any(is_open(written(directory / job.directory)) for job in gone):
         time.sleep(GRACE)
     results = _results(directory)
     for job in gone:
         state, result = queue.get(job.id or ""), results.get(job.directory)
-        if result is not None and _is_open(result):  # begun once more, and not ended by itself
+        if result is not None and is_open(result):  # begun once more, and not ended by itself
             result = None
         known = result or written(directory / job.directory)
         owner = (known.get("owner") or {}).get("job")
-        if known["status"] == DAMAGED or (_is_open(known) and owner not in (None, job.id)):
+        if known["status"] == DAMAGED or (is_open(known) and owner not in (None, job.id)):
             continue  # nobody can say more; or another job has the run, and this one was refused it
-        if _is_open(known) or (_was_signaled(known) and _says_more(state)):
+        if is_open(known) or (_was_signaled(known) and _says_more(state)):
             kind, message = _end(job, state)
             conclude(directory, job.directory, kind, message + _saved(known))
         elif _was_signaled(known) and _reached_its_limit(known, state):
@@ -212,7 +213,7 @@ def _is_gone(state: JobState | None) -> bool:
 
 def _is_final(result: Mapping[str, Any] | None) -> bool:
     """Whether there is nothing that SLURM could add to a result."""
-    return result is not None and not _is_open(result) and not _was_signaled(result)
+    return result is not None and not is_open(result) and not _was_signaled(result)
 
 
 def _was_signaled(written: Mapping[str, Any]) -> bool:
@@ -232,11 +233,6 @@ def _end(job: ledger.Job, state: JobState | None) -> tuple[str, str]:
     if kind in ("Gone", "FAILED") and (words := output.out_of_memory(job)):
         return "OUT_OF_MEMORY", f"{message}; SLURM said: {words}{where}"
     return kind, message + where
-
-
-def _is_open(written: Mapping[str, Any]) -> bool:
-    """Whether a record still says what it said before the run."""
-    return (written.get("error") or {}).get("type") == record.UNFINISHED
 
 
 def _says_more(state: JobState | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -48,7 +48,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Collectives:
+class Collectives(Effort):
     """Time collective operations; see ``conf/workload/collectives.yaml`` for what each option means."""
 
     ops: str | list[str] = "all"
@@ -60,11 +60,6 @@ class Collectives:
     modes: str | list[str] = "all"
     group: str | list[int] = "all"
     pipeline_size: int | Literal["auto"] = "auto"
-    seconds: float = 0.03
-    min_repetitions: int = 5
-    max_repetitions: int = 1000
-    warmup: int = 2
-    max_seconds: float = 1.0
 
     trains = False
     show = staticmethod(messages.render_collectives)
@@ -97,11 +92,6 @@ class Collectives:
             ConfigError: The messages do not fit into memory.
         """
         return Outcome({"collectives": measure(job, self)})
-
-    @property
-    def effort(self) -> Effort:
-        """How much is spent on one figure."""
-        return Effort(**{field.name: getattr(self, field.name) for field in fields(Effort)})
 
     def series(self, without: Sequence[str] = ()) -> Iterator[Series]:
         """All that is to be measured.
@@ -258,7 +248,7 @@ def _measure_series(
         size = operation.bytes(count, ranks, item)
         name = f"{series.name} of {size} bytes over ranks {own.ranks if own else []}"
         message = operation.prepare(place, count) if place else None
-        seconds, posted = _time(job, message, place, name, series.mode == "async", options.effort)
+        seconds, posted = _time(job, message, place, name, series.mode == "async", options)
         if not seconds:
             rule = f"{options.min_repetitions} repetitions would take more than workload.max_seconds"
             return rows, [{**asdict(series), "from_bytes": size, "reason": rule}]
