@@ -237,7 +237,7 @@ def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(f"{group}.{option}", value, "must be given")
         elif isinstance(value, str) and value.startswith("${"):
             remedy = f"give {group}.{option} a value, or choose another {group}"
-            yield Problem(f"{group}.{option}", value, "leads to an option that is not there", remedy)
+            yield Problem(f"{group}.{option}", value, "refers to an option that does not exist", remedy)
 
 
 def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> T:

@@ -190,7 +190,7 @@ def _refuse_elsewhere(directory: Path, written: Mapping[str, Any]) -> None:
     if known and (known.has_parent or (not known.has_step and set(nodes) <= here)):
         return
     where = f" on {', '.join(nodes[:4])}{' ...' * (len(nodes) > 4)}" if nodes else ""
-    rule = f"its ranks were started by {launcher}{where}, and this is no rank of a launcher"
+    rule = f"its ranks were started by {launcher}{where}, and this process is not a rank of a launcher"
     remedy = f"start it as before, {launcher} ... train.py {RUN}={directory}, or give more options for a run of its own"
     raise ConfigError([Problem(RUN, directory, rule, remedy)])
 

@@ -236,7 +236,7 @@ def _gpus(cluster: Slurm, device: str, known: Sequence[Partition]) -> int:
     if counts:
         rule = f"nodes of {name} have {', '.join(map(str, counts[:-1]))} or {counts[-1]} GPUs"
         raise ConfigError([Problem("cluster.gpus_per_node", "auto", rule, try_these(reversed(counts)))])
-    rule = f"it cannot be found out here how many GPUs a node of {name} has"
+    rule = f"how many GPUs a node of {name} has is not known here"
     raise ConfigError([Problem("cluster.gpus_per_node", "auto", rule, "give the number, or 0 for none")])
 
 
@@ -277,7 +277,7 @@ def _memory_problems(cluster: Slurm) -> Iterator[Problem]:
     first, *others = [option for option in MEMORY if given.get(option) is not None] or [""]
     for option in others:
         rule = f"excludes {first}={given[first]}: SLURM takes memory per node, per CPU or per GPU"
-        yield Problem(option, given[option], rule, "leave one of them out")
+        yield Problem(option, given[option], rule, "omit one of them")
 
 
 def _extra(cluster: Slurm) -> Iterator[Problem]:

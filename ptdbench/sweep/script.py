@@ -37,7 +37,7 @@ def write(overrides: Sequence[str]) -> tuple[str, list[str]]:
     composed = compose.compose_all(ROOT / "conf", "config", [*overrides, *chosen], multirun=True)
     cluster = config.read(composed.jobs[0]).cluster
     if not isinstance(cluster, Slurm):
-        raise ConfigError([Problem("cluster", cluster.name, "is no SLURM cluster", "try slurm, or omit it")])
+        raise ConfigError([Problem("cluster", cluster.name, "is not a SLURM cluster", "try slurm, or omit it")])
     shapes, remarks = _shapes([config.read(job) for job in composed.jobs])
     if len(shapes) != 1:
         rule = "one script has one shape, and these runs have several: " + ", ".join(sorted(map(str, shapes)))

@@ -125,8 +125,8 @@ class TestResolve:
 
     def test_every_option_that_leads_nowhere_is_told(self):
         assert problems_of("data", "data.vocabulary=${model.vocabulry}", "data.sequence_length=${length}") == [
-            "data.sequence_length=${length}: leads to an option that is not there; "
+            "data.sequence_length=${length}: refers to an option that does not exist; "
             "give data.sequence_length a value, or choose another data",
-            "data.vocabulary=${model.vocabulry}: leads to an option that is not there; "
+            "data.vocabulary=${model.vocabulry}: refers to an option that does not exist; "
             "give data.vocabulary a value, or choose another data",
         ]

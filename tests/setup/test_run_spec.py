@@ -106,7 +106,7 @@ class TestRefused:
             ),
             (
                 ["data.sequence_length=${model.length}"],
-                "data.sequence_length=${model.length}: leads to an option that is not there; "
+                "data.sequence_length=${model.length}: refers to an option that does not exist; "
                 "give data.sequence_length a value, or choose another data",
             ),
             (["+model.unknown=1"], "model.unknown=1: there is no such option"),

@@ -196,12 +196,12 @@ class TestCheck:
             (
                 {"mem_gb": 8.0, "extra": {"mem-per-cpu": "2G"}},
                 "cluster.extra.mem_per_cpu=2G: excludes cluster.mem_gb=8.0: SLURM takes memory per node, per CPU or "
-                "per GPU; leave one of them out",
+                "per GPU; omit one of them",
             ),
             (
                 {"extra": {"mem_per_gpu": "9G", "mem_per_cpu": "2G"}},
                 "cluster.extra.mem_per_gpu=9G: excludes cluster.extra.mem_per_cpu=2G: SLURM takes memory per node, per "
-                "CPU or per GPU; leave one of them out",
+                "CPU or per GPU; omit one of them",
             ),
             ({"mem_gb": -1}, "cluster.mem_gb=-1: must be at least 0, and 0 is all that a node has"),
             (

@@ -82,7 +82,7 @@ def test_a_site_is_a_cluster_too_and_leaves_nothing_in_the_command():
             "sbatch=model=toy device=cpu cluster.nodes=1,2: one script has one shape, and these runs have several: "
             "1 node x 2 ranks, 2 nodes x 2 ranks; write one for each, or python train.py cluster=slurm",
         ),
-        (["cluster=local"], "cluster=local: is no SLURM cluster; try slurm, or omit it"),
+        (["cluster=local"], "cluster=local: is not a SLURM cluster; try slurm, or omit it"),
         (["model=toyy"], "model=toyy: there is no such choice; try toy"),
     ],
 )
