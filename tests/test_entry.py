@@ -152,6 +152,39 @@ class TestRuns:
         assert len(set(ranks)) == len(ranks) == 4
         assert parent not in {process for _, process in events[4:]}
 
+    def test_a_workload_of_ones_own_is_one_module_and_one_yaml_file(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        (tmp_path / "guest.py").write_text(GUEST)
+        (tmp_path / "conf" / "workload").mkdir(parents=True)
+        (tmp_path / "conf" / "workload" / "guest.yaml").write_text(
+            "name: guest\nlabel: guest\n_target_: guest.Guest\nanswer: 42\n"
+        )
+        done = train_py("--config-dir", "conf", "workload=guest", "device=cpu", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.splitlines()[0] == "2 ranks say 42"
+
+
+GUEST = """
+from dataclasses import dataclass
+
+from ptdbench.job import Outcome
+
+
+@dataclass(frozen=True)
+class Guest:
+    answer: int
+    trains = False
+
+    def check(self, world_size, device_type, backend):
+        pass
+
+    def __call__(self, job):
+        return Outcome({"guest": {"ranks": job.world.size, "answer": self.answer}})
+
+    @staticmethod
+    def show(found, width):
+        return f"{found['ranks']} ranks say {found['answer']}"
+"""
 
 #: Notes when it is built and when it is freed, which its reference to itself leaves to the garbage collector.
 COUNTED = """
