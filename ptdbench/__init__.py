@@ -1,1 +1,1 @@
-"""ptdbench: which way of parallelising a PyTorch model is fastest on the machine at hand."""
+"""ptdbench: which way of parallelizing a PyTorch model is fastest on the machine at hand."""

@@ -112,7 +112,7 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path, sign
     complete = train_py("resume=run", cwd=tmp_path)
     assert complete.returncode == 1
     assert complete.stderr.strip() == (
-        "resume=run: is complete, with 1200 of 1200 steps; would do: train.steps=2400, to train on from there"
+        "resume=run: is complete, with 1200 of 1200 steps; try train.steps=2400, to train on from there"
     )
 
 
@@ -165,14 +165,14 @@ class TestRefused:
         train_py(*TOY, "train.steps=2", "hydra.run.dir=run", cwd=tmp_path)
         done = train_py("resume=run", "train.steps=4", cwd=tmp_path)
         assert done.returncode == 1
-        assert "run: holds no complete checkpoint; leave it away to start anew" in done.stderr
+        assert "run: holds no complete checkpoint; omit it to start anew" in done.stderr
 
     def test_results_are_not_overwritten(self, tmp_path):
         train_py(*TOY, "train.steps=2", "hydra.run.dir=run", cwd=tmp_path)
         before = (tmp_path / "run" / "record.json").read_bytes()
         done = train_py(*TOY, "train.steps=3", "hydra.run.dir=run", cwd=tmp_path)
         assert done.returncode == 1
-        assert "hydra.run.dir=run: there are results already; would do: resume=run" in done.stderr
+        assert "hydra.run.dir=run: there are results already; try resume=run" in done.stderr
         assert (tmp_path / "run" / "record.json").read_bytes() == before
 
 

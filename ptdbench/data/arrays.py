@@ -15,7 +15,7 @@ import torch
 from ptdbench.data import augment
 from ptdbench.data.epochs import Epochs
 from ptdbench.data.protocol import Data, HeldOut
-from ptdbench.problems import Problem, would_do
+from ptdbench.problems import Problem, try_these
 
 
 class Labelled(NamedTuple):
@@ -98,7 +98,7 @@ class ImageArrays(Data):
         asked = {"classes": (classes, self.classes), "image_size": (image_size, self.image_size)}
         return [
             Problem(
-                option, value, f"the model's must be that of these images, {own}", would_do([f"model.{option}={own}"])
+                option, value, f"the model's must be that of these images, {own}", try_these([f"model.{option}={own}"])
             )
             for option, (value, own) in asked.items()
             if value != own

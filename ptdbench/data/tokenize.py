@@ -14,7 +14,7 @@ import numpy as np
 
 from ptdbench.data.corpus import Block, Part, blocks
 from ptdbench.data.tokens import Piece
-from ptdbench.problems import ConfigError, Problem, would_do
+from ptdbench.problems import ConfigError, Problem, try_these
 from ptdbench.terminal import say
 
 # Encoded at once: enough blocks for some dozens of cores, and a few hundred MB of memory.
@@ -96,7 +96,7 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except IsADirectoryError:
         inside = path / "tokenizer.json"
-        rule, remedy = "is a folder", would_do([inside] if inside.is_file() else [])
+        rule, remedy = "is a folder", try_these([inside] if inside.is_file() else [])
     except OSError as error:
         rule, remedy = str(error), "it is the path of a tokenizer.json, not the name of a model"
     raise ConfigError([Problem("tokenizer", path, rule, remedy)])

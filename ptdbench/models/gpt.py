@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from ptdbench.models.linear_cross_entropy import linear_cross_entropy
 from ptdbench.models.protocol import Cut
-from ptdbench.problems import Problem, at_least, nearest_numbers, require, would_do
+from ptdbench.problems import Problem, at_least, nearest_numbers, require, try_these
 
 
 class GPT(nn.Module):
@@ -269,6 +269,6 @@ def _problems(layers: int, heads: int, width: int, sequence_length: int, vocabul
     comparable = not {"heads", "width"} & {problem.option for problem in found}
     if comparable and width % heads:
         divisors = [number for number in range(1, width + 1) if width % number == 0]
-        remedy = would_do(nearest_numbers(heads, divisors))
+        remedy = try_these(nearest_numbers(heads, divisors))
         found.append(Problem("heads", heads, f"must divide width={width}", remedy))
     return found

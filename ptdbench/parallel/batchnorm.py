@@ -32,7 +32,7 @@ class _Total(torch.autograd.Function):
 class HostSyncBatchNorm(_BatchNorm):
     """Batch normalisation whose mean and variance are those of all ranks' samples together.
 
-    Every rank must bring equally many samples, as :class:`ptdbench.parallel.layout.Layout` arranges.
+    Every rank must bring equally many samples, as :class:`ptdbench.parallel.batch.Layout` arranges.
     """
 
     group: dist.ProcessGroup

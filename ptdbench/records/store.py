@@ -137,9 +137,7 @@ def _require_unused(directory: Path, option: str) -> None:
     """Raise a ConfigError if a directory that ``option`` names holds results: nothing finished is overwritten."""
     of_sweep = any((directory / name).exists() for name in OF_SWEEPS) or any(directory.glob(f"*/{RECORD}"))
     if of_sweep or (directory / RECORD).exists():
-        remedy = (
-            f"would do: {'sweep.resume' if of_sweep else 'resume'}={directory} to go on with it, or another directory"
-        )
+        remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to go on with it, or another directory"
         raise ConfigError([Problem(option, directory, "there are results already", remedy)])
 
 

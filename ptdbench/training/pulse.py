@@ -42,7 +42,7 @@ class Pulse:
             label=job.spec.label,
             now=now,
             stream=sys.stderr if self._draws else io.StringIO(),
-            directory=job.directory if self._draws and job.world.launcher != "local" else None,
+            directory=job.directory if self._draws and not job.world.started_by.has_parent else None,
         )
 
     def beat(self, loop: StepLoop, steps: int) -> None:

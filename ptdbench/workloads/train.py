@@ -136,7 +136,7 @@ def _nothing_held_out(job: Job) -> Problem | None:
     if every is None or job.training.data.held_out is not None:
         return None
     rule = f"data={job.spec.config.call('data').name} keeps nothing from training"
-    return Problem("eval.every", every, rule, "would do: null, or data with a part that is held out")
+    return Problem("eval.every", every, rule, "try null, or data with a part that is held out")
 
 
 def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:

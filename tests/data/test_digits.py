@@ -149,7 +149,7 @@ def test_the_least_and_the_most_will_do(held_out):
 def test_the_model_must_be_made_for_them(option, value, own):
     (problem,) = refusals(**{option: value})
     assert str(problem) == (
-        f"{option}={value}: the model's must be that of these images, {own}; would do: model.{option}={own}"
+        f"{option}={value}: the model's must be that of these images, {own}; try model.{option}={own}"
     )
 
 

@@ -219,7 +219,7 @@ class TestOptions:
             (problem,) = refusals(root=root)
             assert (problem.option, problem.value) == ("root", root)
             assert rule in problem.rule
-            assert problem.remedy == "would do: data.root=FOLDER with train/CLASS/IMAGE.jpg in it"
+            assert problem.remedy == "try data.root=FOLDER with train/CLASS/IMAGE.jpg in it"
 
     def test_a_constructor_is_light(self, tmp_path):
         (tmp_path / "train").mkdir()
@@ -244,7 +244,7 @@ class TestOptions:
         problem = refused_at_prepare(images(collection, classes=classes))
         assert (problem.option, problem.value) == ("classes", classes)
         assert f"{collection / 'train'} has 3 folders" in problem.rule
-        assert problem.remedy == "would do: model.classes=3"
+        assert problem.remedy == "try model.classes=3"
 
     def test_held_out_classes_must_be_those_that_are_trained(self, root):
         (root / "val" / "dog").rename(root / "val" / "cod")

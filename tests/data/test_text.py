@@ -177,7 +177,7 @@ def test_a_share_is_a_number_from_0_to_below_1(share):
 def test_a_missing_path_names_what_may_have_been_meant(file):
     (problem,) = refusals(path=str(file.with_name("bok.txt")))
     assert problem.option == "path"
-    assert problem.remedy == f"would do: {file}"
+    assert problem.remedy == f"try {file}"
 
 
 def test_a_path_below_a_missing_folder_is_refused(tmp_path):
@@ -194,7 +194,7 @@ def test_a_text_shorter_than_a_sample_is_refused_at_prepare(tmp_path, cache):
     file = tmp_path / "short.txt"
     file.write_bytes(b"abcd")
     problem = refused_at_prepare(text(file, sequence_length=5))
-    assert (problem.option, problem.value, problem.remedy) == ("sequence_length", 5, "would do: 4")
+    assert (problem.option, problem.value, problem.remedy) == ("sequence_length", 5, "try 4")
     assert refused_at_prepare(text(file, sequence_length=5)) == problem, "also where its tokens are there"
     assert not list(cache.glob("*.partial"))
     text(file, sequence_length=4).prepare()
@@ -261,7 +261,7 @@ class TestTokenizer:
         (problem,) = refusals(vocabulary=999, tokenizer=str(path))
         assert (problem.option, problem.value) == ("vocabulary", 999)
         assert "1000 tokens" in problem.rule
-        assert problem.remedy == "would do: model.vocabulary=1024"
+        assert problem.remedy == "try model.vocabulary=1024"
         Text(sequence_length=16, vocabulary=1000, seed=3, tokenizer=str(path))
 
     @pytest.mark.parametrize("vocabulary", [0, None, 2.5])
@@ -410,11 +410,11 @@ class TestHeldOut:
         problem = refused_at_prepare(text(folder, held_out=1e-9, sequence_length=12))
         assert (problem.option, problem.value) == ("held_out", 1e-9)
         assert "12 tokens" in problem.rule
-        assert problem.remedy == "would do: a larger share, sequence_length=11"
+        assert problem.remedy == "try a larger share, sequence_length=11"
 
     def test_what_is_left_to_train_on_may_be_too_short(self, folder):
         problem = refused_at_prepare(text(folder, held_out=1 - 1e-9, sequence_length=12))
-        assert (problem.option, problem.remedy) == ("sequence_length", "would do: 11")
+        assert (problem.option, problem.remedy) == ("sequence_length", "try 11")
         assert problem.rule.startswith("what is not held out has 12 tokens")
 
     def test_a_single_document_is_refused(self, file, cache):

@@ -126,7 +126,7 @@ def test_for_a_folder_the_file_in_it_is_named(tmp_path):
     assert refused(tmp_path).remedy == ""
     tiny_tokenizer.words(tmp_path / "tokenizer.json", NUMBERS)
     problem = refused(tmp_path)
-    assert (problem.rule, problem.remedy) == ("is a folder", f"would do: {tmp_path / 'tokenizer.json'}")
+    assert (problem.rule, problem.remedy) == ("is a folder", f"try {tmp_path / 'tokenizer.json'}")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"no JSON", json.dumps({"model_type": "gpt2"}).encode()])

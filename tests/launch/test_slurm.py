@@ -249,7 +249,7 @@ class TestRealSlurm:
         for name, value in {"SBATCH_PARTITION": "nope", "SBATCH_ARRAY_INX": "0-5", "SLURM_NNODES": "7"}.items():
             monkeypatch.setenv(name, value)
         assert "in partition debug" in commands.test(script(nodes=1))
-        assert commands.unheeded({"SBATCH_PARTITION": "nope", "SBATCH_WCKEY": "x", "SLURM_CONF": "y"}) == [
+        assert commands.ignored_variables({"SBATCH_PARTITION": "nope", "SBATCH_WCKEY": "x", "SLURM_CONF": "y"}) == [
             "SBATCH_PARTITION=nope"
         ]
 

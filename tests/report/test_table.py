@@ -219,3 +219,35 @@ def test_an_unsound_check_before_a_run_is_told_once():
     remark = {"check": "unsound: rank 1 is slow"}
     text = render([run("ddp", remarks=remark), run("fsdp", remarks=remark), run("pdp", remarks={})])
     assert text.splitlines().count("unsound: rank 1 is slow") == 1
+
+
+class Guest:
+    """A workload that brings its own way of being shown."""
+
+    @staticmethod
+    def show(found, width):
+        return f"{found['answer']} in {width} columns"
+
+
+def guest(target, found, **changes):
+    config = {"workload": {"name": "guest", "_target_": target}}
+    return run(model=None, workload="guest", config=config, guest=found, directory="outputs/guest", **changes)
+
+
+class TestOtherWorkloads:
+    def test_each_is_shown_by_its_own_class(self):
+        assert render([guest(f"{__name__}.Guest", {"answer": 42})], 90) == "42 in 90 columns"
+
+    @pytest.mark.parametrize(
+        ("target", "found", "why"),
+        [
+            (f"{__name__}.Guest", {}, "guest: failed on rank 1: RuntimeError: no answer"),
+            (f"{__name__}.Guest", {"question": 1}, "cannot be shown: KeyError: 'answer'"),
+            ("gone.away.Guest", {"answer": 42}, "cannot be shown: "),
+        ],
+    )
+    def test_what_cannot_be_shown_hides_no_reason(self, target, found, why):
+        error = {"rank": 1, "type": "RuntimeError", "message": "no answer", "traceback": ""}
+        first, *rest = render([guest(target, found, status="failed", error=error)], 100).splitlines()
+        assert why in first
+        assert "\n".join([first, *rest]).endswith("guest: failed on rank 1: RuntimeError: no answer")

@@ -26,16 +26,19 @@ QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(Heal
 #: What a run that went well has left.
 WHOLE = json.loads(json.dumps(record.begin(CONFIG, Path("outputs/sweep/0_toy_ddp"), {}) | DONE))
 
+#: Workloads that do not train.
+WORKLOADS = ("hello", "matmul", "check", "p2p", "collectives")
+
 #: Fields of records and of their parts, and those of workloads that do not train.
 NAMES = sorted(
-    {*record.FIELDS, *table.SECTIONS, "products", "shape", "groups", "median", "step_seconds", "startup_seconds"}.union(
+    {*record.FIELDS, *WORKLOADS, "products", "shape", "groups", "median", "step_seconds", "startup_seconds"}.union(
         *(get_type_hints(kind) for kind in vars(schema).values() if isinstance(kind, type))
     )
 )
 
 leaves = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8),
-    st.sampled_from(["ok", "failed", "preempted", *table.SECTIONS, "²_x", "9" * 5000, "\ud800\x1b[2J", 10**400, 1e308]),
+    st.sampled_from(["ok", "failed", "preempted", *WORKLOADS, "²_x", "9" * 5000, "\ud800\x1b[2J", 10**400, 1e308]),
 )  # fmt: skip
 values = st.recursive(
     leaves,

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ptdbench.launch.world import World
 from ptdbench.training import pulse as module
 from ptdbench.training.pulse import Pulse
 from tests.conftest import ROOT
@@ -31,7 +32,7 @@ class Loop:
 def pulse(store: dist.Store, rank: int, pipeline: int, steps: int = 3) -> Pulse:
     layout = SimpleNamespace(global_batch=4)
     training = SimpleNamespace(data=SimpleNamespace(tokens_per_sample=None), layout=layout)
-    spec, world = SimpleNamespace(label="toy pdp"), SimpleNamespace(rank=rank, launcher="local")
+    spec, world = SimpleNamespace(label="toy pdp"), World(rank, 2, rank, 2, "local")
     job: Any = SimpleNamespace(spec=spec, training=training, world=world, store=store, directory=None)
     return Pulse(job, steps, knows=rank == pipeline - 1)
 
