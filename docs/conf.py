@@ -20,6 +20,8 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "ptdbench"
 html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"

@@ -228,4 +228,4 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _escaped(text: str) -> str:
     """Plain text as Markdown; what stands in backticks is code."""
     parts = CODE.split(text)
-    return "".join(p if p.startswith("`") else re.sub(r"([*<\[\]])", r"\\\1", p) for p in parts)
+    return "".join(p if p.startswith("`") else re.sub(r"([*_<\[\]])", r"\\\1", p) for p in parts)

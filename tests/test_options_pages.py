@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +17,7 @@ from tests.conftest import ROOT
 FILES = sorted((ROOT / "conf").glob("[!h]*/*.yaml"))
 SLURM = """\
 # @package _global_
-# Jobs of a *cluster*.
+# Jobs of a *cluster*, without _target_.
 #
 #   python train.py cluster=made parallel=ddp
 #
@@ -50,6 +51,7 @@ def options() -> ModuleType:
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
+    sys.modules["options"] = module  # where its dataclasses look for it
     spec.loader.exec_module(module)
     return module
 
@@ -78,7 +80,7 @@ def test_what_is_read(options, tmp_path: Path):
     assert (choice.name, choice.target) == ("made", "")
     assert (choice.inherits, choice.chooses) == (("local",), ("data=digits",))
     assert choice.header.split("\n\n") == [
-        "Jobs of a \\*cluster\\*.",
+        "Jobs of a \\*cluster\\*, without \\_target\\_.",
         "```sh\npython train.py cluster=made parallel=ddp\n```",
         "Both lines\nare one paragraph.",
     ]
