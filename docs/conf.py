@@ -44,7 +44,7 @@ def _expand(app: Any, name: str, source: list[str]) -> None:
     if "<!-- options: " in source[0]:
         source[0] = options.expand(source[0])
         for path in options.CONF.glob("**/*.yaml"):
-            app.env.note_dependency(str(path), docname=name)
+            app.env.note_dependency(str(path))
 
 
 def setup(app: Any) -> None:
