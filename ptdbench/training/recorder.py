@@ -137,25 +137,23 @@ class Recorder:
         return series.copy(source / series.NAME, self.path, steps)
 
     def _gathered(self) -> np.ndarray:
-        """The rows of the steps since the last time, complete on rank 0."""
+        """The rows of the steps since the last time, the same on every rank."""
         job, noted = self._job, self._loop.drain()
         losses = torch.stack(noted.losses).flatten().double()
         dist.all_reduce(losses)
-        losses /= job.training.layout.data  # after the sum, which is exact: its order does not matter
         most = torch.tensor([noted.wait_seconds, noted.memory_bytes], dtype=torch.float64, device=job.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        seconds = torch.tensor(noted.seconds, dtype=torch.float64, device=job.device)
-        of_ranks = [torch.empty_like(seconds) for _ in range(job.world.size)] if job.world.rank == 0 else None
-        dist.gather(seconds, of_ranks)
+        seconds = torch.zeros(len(losses), job.world.size, dtype=torch.float64, device=job.device)
+        seconds[:, job.world.rank] = torch.tensor(noted.seconds, dtype=torch.float64)
+        dist.all_reduce(seconds)  # gloo gathers no tensors of GPUs
 
-        rows = series.unknown(len(noted.losses), job.world.size)
-        rows["loss"] = _finite(losses)
+        rows = series.unknown(len(losses), job.world.size)
+        rows["loss"] = _finite(losses / job.training.layout.data)  # after the sum, whose order does not matter then
         rows["learning_rate"] = noted.learning_rates
         if noted.gradient_norms:
             rows["gradient_norm"] = _finite(torch.stack(noted.gradient_norms))
         rows["wait_seconds"], rows["memory_bytes"] = most.cpu().numpy()
-        if of_ranks:
-            rows["step_seconds"] = torch.stack(of_ranks, dim=1).cpu().numpy()
+        rows["step_seconds"] = seconds.cpu().numpy()
         return rows
 
     def _write(self) -> None:
