@@ -63,7 +63,7 @@ class Live:
             record: The run's record so far.
             first: The step of the first row.
             rows: Those of the steps since the last call, as :func:`ptdbench.records.series.unknown` makes them.
-            evaluations: All so far; those of these steps are new.
+            evaluations: Those of these steps.
         """
         from torch.utils.tensorboard import SummaryWriter
 

@@ -22,7 +22,7 @@ from ptdbench.report.tensorboard import Live
 from ptdbench.terminal import say
 from ptdbench.training.loop import StepLoop
 
-#: Steps after which the ranks drain what they hold, where neither a save nor an evaluation does it.
+#: Steps after which what the ranks hold is drained and shown, where no evaluation does it.
 DRAIN_EVERY = 1000
 
 
@@ -47,6 +47,7 @@ class Recorder:
         self._startup: dict[str, float] | None = None
         self._unwritten: list[np.ndarray] = []
         self._unshown: list[np.ndarray] = []
+        self._shown = 0
         shows = job.world.rank == 0 and job.spec.config.eval.every is not None
         self._live = Live(job.directory) if shows else None
 
@@ -70,6 +71,11 @@ class Recorder:
             self.warnings.append(lost)
             say(f"warning: {lost}", sys.stderr)
 
+    @property
+    def due(self) -> bool:
+        """Whether :meth:`show` was not called for :data:`DRAIN_EVERY` steps."""
+        return self._loop.taken - self._shown >= DRAIN_EVERY
+
     def drain(self) -> None:
         """Bring together the steps since the last time; called in all ranks, between two steps."""
         if not self._loop.losses:
@@ -85,8 +91,9 @@ class Recorder:
             dist.barrier()  # else the others would wait for rank 0 within their next step, under its clock
 
     def show(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
-        """Let TensorBoard show all steps that are done, and ``evaluations``; called in all ranks, between two steps."""
+        """Let TensorBoard show new steps and these ``evaluations``; called in all ranks, between two steps."""
         self.drain()
+        self._shown = self._loop.taken
         if self._live and self._unshown:
             rows, self._unshown = np.concatenate(self._unshown), []
             with suppress(OSError):  # nobody stops training because curves cannot be written

@@ -25,7 +25,7 @@ from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.keeper import Keeper
 from ptdbench.training.loop import StepLoop, collect_garbage
 from ptdbench.training.pulse import Pulse
-from ptdbench.training.recorder import DRAIN_EVERY, Recorder
+from ptdbench.training.recorder import Recorder
 from ptdbench.training.update import Update
 from ptdbench.workloads.check import preliminary, with_check
 
@@ -58,12 +58,10 @@ class Train:
         advancing = steps(job, loop, lambda: evaluator.remark)
         with Brake() if keeper.saves else nullcontext() as brake, closing(advancing) as advance:
             for _ in advance:
-                if evaluator.due():
-                    evaluator()
-                    recorder.show(evaluator.as_dicts())
+                evaluations = [evaluator().as_dict()] if evaluator.due() else []
+                if evaluations or recorder.due:
+                    recorder.show(evaluations)
                 keeper.after_step(evaluator.is_best)
-                if len(loop.losses) >= DRAIN_EVERY:
-                    recorder.drain()
                 if brake and (stopped := brake.pressed(loop.taken)):
                     break
             if not stopped and evaluator.due(at_end=True):

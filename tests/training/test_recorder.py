@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 import ptdbench
 from ptdbench import run as product
 from ptdbench.records import series
+from ptdbench.training import recorder
 from ptdbench.training.loop import StepLoop
 from ptdbench.workloads import train
 from tests.conftest import composed, record_of
@@ -41,7 +42,7 @@ def drained(directory: Path, composed: DictConfig) -> tuple[list[int], int, list
         held = max(held, len(self.clock.seconds()), *map(len, noted))
 
     take = StepLoop.step
-    with mock.patch.object(train, "DRAIN_EVERY", 3), mock.patch.object(StepLoop, "step", step):
+    with mock.patch.object(recorder, "DRAIN_EVERY", 3), mock.patch.object(StepLoop, "step", step):
         outcome = train.Train()(job(directory, composed))
     assert outcome.error is None
     blocks = list(series.blocks(directory / series.NAME))
@@ -75,7 +76,7 @@ def with_full_disk(directory: Path, composed: DictConfig, times: int) -> tuple[l
             raise OSError(28, "No space left on device")
         append(path, rows)
 
-    with mock.patch.object(train, "DRAIN_EVERY", 3), mock.patch.object(series, "append", full):
+    with mock.patch.object(recorder, "DRAIN_EVERY", 3), mock.patch.object(series, "append", full):
         try:
             train.Train()(job(directory, composed))
         except OSError as error:
