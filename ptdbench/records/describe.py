@@ -28,11 +28,11 @@ record in `{series.NAME}`. Programs and notebooks read all of it through `ptdben
 ```python
 import ptdbench
 
-run = ptdbench.load("outputs/my_run")         # a run's directory: one record
+run = ptdbench.load("outputs/my_run")  # a run's directory: one record
 run["metrics"]["tokens_per_second"]
-run.series("losses")                          # NumPy, a number for each step
+run.series("losses")  # NumPy, a number for each step
 
-for run in ptdbench.load("outputs/my_sweep"): # a sweep, a folder of them, or a results.jsonl: a list
+for run in ptdbench.load("outputs/my_sweep"):  # a sweep, a folder of them, or a results.jsonl: a list
     print(run["parallel"], run["status"], run["final_loss"])
 ```
 """
