@@ -10,7 +10,7 @@ ARGS ?=
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test test docs overhead train-for-real data-speed model-speed launch-time status-speed attack gpu-check slurm-up slurm-down clean
+.PHONY: help bench install install-test test docs overhead train-for-real data-speed model-speed launch-time status-speed long-run attack gpu-check slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -51,6 +51,9 @@ launch-time: install  ## how long local ranks take to start, against torchrun
 
 status-speed: install  ## how long `ptdbench status` takes on a sweep of 1,000 runs
 	$(BIN)/python benchmarks/status_speed.py $(ARGS)
+
+long-run: install  ## 50,000 steps of toy: do memory, saves and evaluations stay as they began
+	$(BIN)/python -m benchmarks.long_run $(ARGS)
 
 attack: install  ## SIGKILL random processes of real runs 250 times: is anything lost; ARGS="--slurm 0" without SLURM
 	$(BIN)/python -m benchmarks.attack $(ARGS)

@@ -52,7 +52,7 @@ def close(
     done = attempt.amend(finish)
     if done is None:
         return
-    if done["losses"]:
+    if done.get("steps"):
         tensorboard.write_tensorboard(attempt.directory, done, outcome.shown)
     write_figures(attempt.directory, outcome.figures)
     if outcome.stopped:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from ptdbench import run as product
-from ptdbench.records import store
-from tests.conftest import composed
+from tests.conftest import composed, record_of
 from tests.training.test_evaluation import TASK
 
 pytestmark = pytest.mark.ranks
@@ -27,14 +26,14 @@ def kept(directory: Path) -> dict[str, str]:
 
 def test_the_best_and_the_last_stay(tmp_path):
     product.run(composed(*UNLEARNS, "train.steps=8"), tmp_path)
-    first = store.load_record(tmp_path)
+    first = record_of(tmp_path)
     assert first["status"] == "ok", first["error"]
     accuracy = {evaluation["step"]: evaluation["top1"] for evaluation in first["evaluations"]}
     assert accuracy[4] > max(accuracy[step] for step in (2, 6, 8))
     assert kept(tmp_path) == {"best": "step-00000004", "step-00000004": "", "step-00000008": ""}
 
     product.run(composed(*UNLEARNS, "train.steps=12"), tmp_path)  # goes on where it was
-    second = store.load_record(tmp_path)
+    second = record_of(tmp_path)
     assert second["status"] == "ok", second["error"]
     assert [evaluation["step"] for evaluation in second["evaluations"]] == [2, 4, 6, 8, 10, 12]
     assert second["losses"][:8] == first["losses"]

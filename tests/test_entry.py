@@ -120,7 +120,7 @@ class TestRuns:
         (directory,) = (tmp_path / "outputs").iterdir()
         assert directory.name.endswith("_toy_ddp")
         record = json.loads((directory / "record.json").read_text())
-        assert (record["status"], len(record["losses"])) == ("ok", 4)
+        assert (record["status"], record["steps"]) == ("ok", 4)
         assert f"tensorboard --logdir {Path('outputs') / directory.name}" in done.stdout
 
     def test_a_pair_of_a_sweep_that_is_refused_is_a_row_and_the_others_run(self, tmp_path):

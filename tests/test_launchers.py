@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ptdbench.launch import cores
-from tests.conftest import ROOT
+from tests.conftest import ROOT, record_of
 
 pytestmark = pytest.mark.ranks
 
@@ -70,7 +70,7 @@ def agents(*arguments: str) -> list[list[str]]:
 def the_record(cwd: Path) -> dict[str, Any]:
     """The record of the only run that there was."""
     (path,) = [*cwd.glob("outputs/*/record.json"), *cwd.glob("outputs/*/*/record.json")]
-    return json.loads(path.read_text())
+    return record_of(path.parent)
 
 
 def said_hello(done: Done, cwd: Path, ranks: int, launcher: str) -> list[dict[str, Any]]:

@@ -94,7 +94,7 @@ class TestSweep:
             spent = record["metrics"]["startup_seconds"]
             assert set(spent) == {"import", "config", "rendezvous", "build", "first_step"}
             assert all(seconds >= 0 for seconds in spent.values())
-            assert record["losses"][-1] is not None
+            assert record["final_loss"] is not None
         assert done.stdout.count("step ms") == 1  # one table
         first, *_ = done.stdout.splitlines()
         (array,) = {word.partition("_")[0] for word in first.removeprefix("submitted 2 jobs: ").split()}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, record_of
 
 RUN = (
     "cluster=slurm", "model=toy", "train.steps=1000", "train.max_minutes=null", "checkpoint.every_steps=100",
@@ -41,10 +41,6 @@ def submitted(cwd: Path, env: dict[str, str], *options: str) -> tuple[str, Path]
 
 def ask(env: dict[str, str], *command: str) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
-
-
-def record_of(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "record.json").read_text())
 
 
 def test_the_signal_ahead_of_the_time_limit_requeues_the_job_and_it_goes_on(tmp_path, slurm):

@@ -17,7 +17,7 @@ from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, record, store
 from ptdbench.setup import resume
-from tests.conftest import ROOT
+from tests.conftest import ROOT, record_of
 
 pytestmark = pytest.mark.ranks
 
@@ -33,10 +33,6 @@ def train_py(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, str(ROOT / "train.py"), *arguments],
         cwd=cwd, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
-
-
-def record_of(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "record.json").read_text())
 
 
 @pytest.mark.parametrize(

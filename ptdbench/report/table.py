@@ -98,7 +98,6 @@ def _cells(record: Mapping[str, Any], label: str, rate: str, best: float | None,
     names = (rate, "mfu", "share_of_ceiling", "peak_memory_bytes")
     throughput, mfu, share, memory = (_figure(record, name) for name in names)
     ratio = throughput / best if best and throughput and record["status"] == "ok" else None
-    loss = next((loss for loss in reversed(record.get("losses") or [])), None)
     return [
         label,
         _text(record.get("world_size")),
@@ -109,7 +108,7 @@ def _cells(record: Mapping[str, Any], label: str, rate: str, best: float | None,
         _bytes(memory),
         _text(mfu and 100 * mfu, ".1f", "%"),
         *([_text(share and 100 * share, ".1f", "%")] if against_ceiling else []),
-        _text(loss, ".3f"),
+        _text(record.get("final_loss"), ".3f"),
     ]
 
 

@@ -196,7 +196,7 @@ def _refuse_elsewhere(directory: Path, written: Mapping[str, Any]) -> None:
 
 
 def _refuse_complete(directory: Path, written: Mapping[str, Any]) -> None:
-    done, wanted = len(written.get("losses") or []), ((written.get("config") or {}).get("train") or {}).get("steps")
+    done, wanted = written.get("steps") or 0, ((written.get("config") or {}).get("train") or {}).get("steps")
     if written.get("status") == "ok" and done == wanted:
         rule = f"is complete, with {done} of {wanted} steps"
         raise ConfigError([Problem(RUN, directory, rule, f"try train.steps={2 * done}, to train on from there")])

@@ -137,7 +137,7 @@ def _shape(record: Mapping[str, Any]) -> str:
 
 def _step(run: Run) -> str:
     if run.is_over:
-        return str(len(run.record.get("losses") or [])) if run.record.get("losses") else "-"
+        return str(run.record.get("steps") or "-")
     return f"{run.progress['step']}/{run.progress['steps']}" if run.progress else "-"
 
 

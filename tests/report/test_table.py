@@ -19,7 +19,7 @@ def run(parallel="ddp", tokens_per_second=1000.0, **changes):
         "parameters": 1234567,
         "layout": {"data": 2, "pipeline": 1, "microbatches": 1, "accumulation": 1},
         "config": {"parallel": {"schedule": "1f1b"}},
-        "losses": [3.0, 2.51349],
+        "final_loss": 2.51349,
         "metrics": {
             "tokens_per_second": tokens_per_second,
             "samples_per_second": 250.0,
@@ -36,7 +36,7 @@ def run(parallel="ddp", tokens_per_second=1000.0, **changes):
 
 def failed(parallel, message, status="failed", rank=1):
     error = {"rank": rank, "type": "RuntimeError", "message": message, "traceback": ""}
-    return run(parallel, status=status, metrics=None, losses=[], error=error)
+    return run(parallel, status=status, metrics=None, final_loss=None, error=error)
 
 
 def cells(text: str) -> list[list[str]]:
