@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, record, store
 from ptdbench.setup import resume
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run_on_shared_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -39,15 +41,31 @@ def record_of(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "record.json").read_text())
 
 
+Layout = tuple[str, int]
+
+
+def on(layout: Layout) -> tuple[str, ...]:
+    strategy, ranks = layout
+    return (*GPT, f"parallel={strategy}", f"cluster.ranks_per_node={ranks}", "checkpoint.every_steps=3")
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout, int], dict[str, Any]]:
+    """The record of a run of a layout that stopped after so many steps; each is run once."""
+
+    @cache
+    def begin(layout: Layout, steps: int) -> dict[str, Any]:
+        return run_on_shared_ranks(tmp_path_factory.mktemp("begun"), *on(layout), f"train.steps={steps}")
+
+    return begin
+
+
 @pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pdp", 2), ("pdp", 3)],
+    "layout", [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pdp", 2), ("pdp", 3)]
 )
-def test_the_losses_are_those_of_a_run_that_was_not_interrupted(run, strategy, ranks):
-    layout = (*GPT, f"parallel={strategy}", f"cluster.ranks_per_node={ranks}", "checkpoint.every_steps=3")
-    whole = run(*layout, "train.steps=6")
-    half = run(*layout, "train.steps=3")
-    rest = run(*layout, "train.steps=6", f"resume={half['directory']}")
+def test_the_losses_are_those_of_a_run_that_was_not_interrupted(shared_run, begun, layout):
+    whole, half = begun(layout, 6), begun(layout, 3)
+    rest = shared_run(*on(layout), "train.steps=6", f"resume={half['directory']}")
     assert rest["error"] is None
     assert half["losses"] == whole["losses"][:3]
     assert rest["losses"] == whole["losses"]  # bit for bit
@@ -59,13 +77,9 @@ def test_the_losses_are_those_of_a_run_that_was_not_interrupted(run, strategy, r
     ("first", "then"),
     [(("ddp", 2), ("fsdp", 2)), (("fsdp", 2), ("ddp", 1)), (("ddp", 2), ("pdp", 3)), (("pdp", 2), ("fsdp", 3))],
 )
-def test_another_strategy_and_another_world_go_on_with_the_same_numbers(run, first, then):
-    def on(strategy: str, ranks: int) -> tuple[str, ...]:
-        return (*GPT, f"parallel={strategy}", f"cluster.ranks_per_node={ranks}", "checkpoint.every_steps=3")
-
-    whole = run(*on("single", 1), "train.steps=6")
-    half = run(*on(*first), "train.steps=3")
-    rest = run(*on(*then), "train.steps=6", f"resume={half['directory']}")
+def test_another_strategy_and_another_world_go_on_with_the_same_numbers(shared_run, begun, first, then):
+    whole, half = begun(("single", 1), 6), begun(first, 3)
+    rest = shared_run(*on(then), "train.steps=6", f"resume={half['directory']}")
     assert rest["error"] is None
     assert rest["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert rest["world_size"] == then[1]
