@@ -6,6 +6,7 @@ import io
 import multiprocessing
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
@@ -80,7 +81,7 @@ class _Launch:
         self._ranks = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            place = {**os.environ, **environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            place = {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             self._ours.append(ours)
             self._ranks.append(context.Process(target=_serve, args=(place, theirs), daemon=True))
             self._ranks[-1].start()
@@ -88,7 +89,7 @@ class _Launch:
 
     def call(self, body: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
         for ours in self._ours:
-            ours.send((body, arguments))
+            ours.send((dict(os.environ), sys.path, body, arguments))
         results: dict[Connection, Any] = {}
         while len(results) < len(self._ours):
             for ours in wait([ours for ours in self._ours if ours not in results]):
@@ -119,17 +120,19 @@ def _free_port() -> str:
         return str(listener.getsockname()[1])
 
 
-def _serve(environ: Mapping[str, str], jobs: Connection) -> None:
+def _serve(place: Mapping[str, str], jobs: Connection) -> None:
     """In a rank: do jobs until one fails here or nobody has another."""
     local._die_with_server()
-    os.environ.update(environ)
     everywhere = cores.mine()
     while True:
         try:
-            body, arguments = jobs.recv()
+            present, sys.path[:], body, arguments = jobs.recv()
         except EOFError:
             return
-        cores.bind(max(1, len(everywhere) // int(environ["WORLD_SIZE"])), everywhere)  # not as the last job left it
+        for name in os.environ.keys() - present.keys():
+            del os.environ[name]
+        os.environ.update({**present, **place})
+        cores.bind(max(1, len(everywhere) // int(place["WORLD_SIZE"])), everywhere)  # not as the last job left it
         value = io.BytesIO()
         try:
             torch.save(body(*arguments), value)

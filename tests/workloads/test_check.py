@@ -28,8 +28,8 @@ SLOW = ("workload._target_=tests.workloads.made_slow.MadeSlow", "workload.attemp
 @pytest.mark.ranks
 class TestRun:
     @pytest.mark.parametrize("ranks", [2, 3])
-    def test_sound_ranks(self, run, ranks):
-        record = run(*WIDE, f"cluster.ranks_per_node={ranks}")
+    def test_sound_ranks(self, shared_run, ranks):
+        record = shared_run(*WIDE, f"cluster.ranks_per_node={ranks}")
         assert (record["status"], record["error"]) == ("ok", None)
         found = record["check"]
         assert (found["sound"], found["findings"], found["tolerance"]) == (True, [], 0.9999)
@@ -39,8 +39,8 @@ class TestRun:
         assert found["versions"]["torch"] == record["environment"]["torch"]
         assert json.loads((ROOT / record["directory"] / "check.json").read_text()) == found
 
-    def test_one_rank_has_no_links(self, run):
-        record = run(*WIDE, "cluster.ranks_per_node=1")
+    def test_one_rank_has_no_links(self, shared_run):
+        record = shared_run(*WIDE, "cluster.ranks_per_node=1")
         found = record["check"]
         assert (record["status"], found["p2p"], found["collectives"]) == ("ok", None, None)
         assert "one rank has no links" in found["remarks"]
@@ -77,11 +77,11 @@ class TestRun:
 
 
 @pytest.mark.ranks
-def test_a_training_run_goes_on_after_its_check(run):
+def test_a_training_run_goes_on_after_its_check(shared_run):
     toy = ("model=toy", "train.steps=3", "device=cpu", "cluster.ranks_per_node=2")
-    record = run(*toy, "check=true")
+    record = shared_run(*toy, "check=true")
     assert (record["status"], len(record["losses"])) == ("ok", 3)
-    assert record["losses"] == run(*toy)["losses"]  # it draws from no generator of the training's
+    assert record["losses"] == shared_run(*toy)["losses"]  # it draws from no generator of the training's
     found = record["check"]
     assert len(found["matmul"]["ranks"]) == 2
     assert ("check" in record["remarks"]) == (not found["sound"])
@@ -89,8 +89,8 @@ def test_a_training_run_goes_on_after_its_check(run):
 
 
 @pytest.mark.ranks
-def test_without_being_asked_nothing_is_checked(run):
-    record = run("model=toy", "train.steps=3", "device=cpu")
+def test_without_being_asked_nothing_is_checked(shared_run):
+    record = shared_run("model=toy", "train.steps=3", "device=cpu")
     assert "check" not in record
     assert "check" not in record["metrics"]["startup_seconds"]
 

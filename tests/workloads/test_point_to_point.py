@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -22,8 +23,8 @@ QUICK = (
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_pair_is_measured(run, tmp_path, ranks):
-    record = run("workload=p2p", "device=cpu", f"cluster.ranks_per_node={ranks}", *QUICK)
+def test_every_pair_is_measured(shared_run, ranks):
+    record = shared_run("workload=p2p", "device=cpu", f"cluster.ranks_per_node={ranks}", *QUICK)
     assert (record["status"], record["error"]) == ("ok", None)
     found = record["p2p"]
     pairs = [(pair["source"], pair["target"]) for pair in found["pairs"]]
@@ -46,8 +47,8 @@ def test_every_pair_is_measured(run, tmp_path, ranks):
         (list(pair), 4096) for pair in unordered_pairs(ranks, ring=False)
     ]
     assert found["cut"] == []
-    assert (tmp_path / "0" / "p2p.png").read_bytes().startswith(b"\x89PNG")
-    assert list((tmp_path / "0").glob("events.*"))
+    assert (Path(record["directory"]) / "p2p.png").read_bytes().startswith(b"\x89PNG")
+    assert list(Path(record["directory"]).glob("events.*"))
 
 
 def test_pairs():
@@ -67,8 +68,8 @@ def test_the_share_that_is_hidden(times, share):
 
 
 @pytest.mark.ranks
-def test_what_takes_too_long_is_left_out_and_said(run):
-    record = run("workload=p2p", "device=cpu", *QUICK[:3], *QUICK[4:], "workload.max_seconds=1e-9")
+def test_what_takes_too_long_is_left_out_and_said(shared_run):
+    record = shared_run("workload=p2p", "device=cpu", *QUICK[:3], *QUICK[4:], "workload.max_seconds=1e-9")
     assert record["status"] == "ok"
     found = record["p2p"]
     assert [(pair["latency"], pair["bandwidth"], pair["sizes"]) for pair in found["pairs"]] == [(None, None, [])] * 2
