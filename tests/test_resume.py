@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from ptdbench.checkpoints import manifest
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, record, store
@@ -86,6 +88,21 @@ def test_another_strategy_and_another_world_go_on_with_the_same_numbers(shared_r
     assert rest["error"] is None
     assert rest["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert rest["world_size"] == then[1]
+
+
+def test_the_loss_scale_goes_on_where_it_was(shared_run):
+    """Its value shows in no loss: the one in the checkpoint is exchanged for another."""
+    scaled = (*TOY, "parallel=ddp", "precision=fp16", "checkpoint.every_steps=2")
+    half = shared_run(*scaled, "train.steps=2")
+    checkpoint = Path(half["directory"]) / "checkpoints" / "step-00000002"
+    written = manifest.read(checkpoint)
+    scaler = {**written.facts["scaler"], "scale": 512.0}
+    assert scaler != written.facts["scaler"]
+    manifest.write(checkpoint, replace(written, facts={**written.facts, "scaler": scaler}))
+    rest = shared_run(*scaled, "train.steps=4", f"resume={half['directory']}")
+    assert rest["error"] is None
+    last = manifest.read(Path(rest["directory"]) / "checkpoints" / "step-00000004")
+    assert last.facts["scaler"]["scale"] == 512.0
 
 
 def started(directory: Path, done: int, *arguments: str) -> subprocess.Popen[str]:

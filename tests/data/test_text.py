@@ -316,7 +316,7 @@ class TestTokenizer:
         assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
     def test_of_processes_that_come_at_once_one_tokenises(self, counting, numbers, tmp_path):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")  # others import torch anew
         log = tmp_path / "log"
         arguments = (counting, numbers, context.Barrier(2), log, context.Event())
         processes = [context.Process(target=prepare_logging, args=arguments) for _ in range(2)]
