@@ -66,7 +66,9 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout, int], d
 
 
 @pytest.mark.parametrize(
-    "layout", [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pdp", 2), ("pdp", 3)]
+    "layout",
+    [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pdp", 2), ("pdp", 3)],
+    ids=lambda layout: f"{layout[0]}-{layout[1]}",
 )
 def test_the_losses_are_those_of_a_run_that_was_not_interrupted(shared_run, begun, layout):
     whole, half = begun(layout, 6), begun(layout, 3)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,7 @@ from omegaconf import OmegaConf
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.workloads.point_to_point import PointToPoint, hidden, ordered_pairs, unordered_pairs
-from tests.conftest import ROOT, composed
+from tests.conftest import composed
 
 QUICK = (
     "workload.seconds=0.0001", "workload.min_repetitions=2", "workload.warmup=1", "workload.max_seconds=60",
@@ -85,16 +82,6 @@ def test_a_message_that_arrives_wrong_is_a_failed_run_that_names_it(run):
     error = record["error"]
     assert (error["rank"], error["type"]) == (1, "ArithmeticError")
     assert error["message"].startswith("1024 bytes from rank 0 to rank 1: rank 1 has 0 at element 1023 and not ")
-
-
-@pytest.mark.slurm
-def test_two_nodes(slurm, tmp_path):
-    words = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "train.py", "workload=p2p", "device=cpu", *QUICK]
-    words += [f"hydra.run.dir={tmp_path / 'run'}"]
-    done = subprocess.run(words, cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads((tmp_path / "run" / "record.json").read_text())
-    assert (record["status"], record["nodes"], len(record["p2p"]["pairs"])) == ("ok", ["n1", "n2"], 2)
 
 
 @pytest.mark.parametrize(
