@@ -92,6 +92,8 @@ def places(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 class TestHello:
+    """Where ranks of srun, mpirun and torchrun find themselves is tested in tests/launch/test_rendezvous.py too."""
+
     def test_plain_python(self, tmp_path, environ):
         """Whatever the shell says of an earlier session and of threads: the config is what the record shows."""
         stale = {"RANK": "3", "LOCAL_RANK": "1", "MASTER_PORT": "29500", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}
@@ -100,25 +102,12 @@ class TestHello:
         assert places(ranks) == [(socket.gethostname(), 0, 2), (socket.gethostname(), 1, 2)]
         assert_bound(ranks)
 
-    def test_srun(self, tmp_path, slurm):
-        done = alone(["srun", "-N2", "--ntasks-per-node=2", *TRAIN, *HELLO], tmp_path, slurm)
-        ranks = said_hello(done, tmp_path, 4, "srun")
-        assert places(ranks) == [("n1", 0, 2), ("n1", 1, 2), ("n2", 0, 2), ("n2", 1, 2)]
-
     def test_torchrun_in_an_srun(self, tmp_path, slurm):
         rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=n1:{free_port()}"]
         launcher = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=2", *rendezvous]
         done = alone(["srun", "-N2", "--ntasks-per-node=1", *launcher, TRAIN[1], *HELLO], tmp_path, slurm)
         ranks = said_hello(done, tmp_path, 4, "torchrun")
         assert sorted(places(ranks)) == [("n1", 0, 2), ("n1", 1, 2), ("n2", 0, 2), ("n2", 1, 2)]
-
-    def test_mpirun(self, tmp_path, mpirun, environ):
-        ranks = said_hello(alone([*mpirun, "-np", "2", *TRAIN, *HELLO], tmp_path, environ), tmp_path, 2, "openmpi")
-        assert [(rank["local_rank"], rank["local_size"]) for rank in ranks] == [(0, 2), (1, 2)]
-
-    def test_two_agents_of_torchrun(self, tmp_path, environ):
-        ranks = said_hello(together(agents(*HELLO), tmp_path, environ), tmp_path, 2, "torchrun")
-        assert [(rank["local_rank"], rank["local_size"]) for rank in ranks] == [(0, 1), (0, 1)]
 
     def test_submitit_here(self, tmp_path, environ):
         done = alone([*TRAIN, *HELLO, "hydra/launcher=submitit_local"], tmp_path, environ)
