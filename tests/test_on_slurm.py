@@ -203,7 +203,7 @@ class TestWithoutWaiting:
         assert process.stdout
         assert process.stdout.readline().startswith("submitted 1 job: ")
         assert process.stderr
-        assert "PENDING" in process.stderr.readline()  # it follows the job now
+        assert process.stderr.readline().startswith("job ")  # it follows the job now
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGINT
