@@ -107,7 +107,7 @@ class Bench:
 
     def __init__(self, job: Job) -> None:
         self._loop = assemble(job)
-        self._tied = job.training.model.tied()
+        self._tied = job.training.tied
         self._asynchronous = Saver(job.directory / "asynchronous", keep=1)
         self._blocking = Saver(job.directory / "blocking", keep=1, asynchronous=False)
 

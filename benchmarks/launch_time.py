@@ -29,7 +29,7 @@ from ptdbench.launch.world import discover
 LIMIT = 1 / 5
 
 #: What the ranks of ``python train.py`` need, so that the fork server has as much to import as in a real sweep.
-MODULES = ("ptdbench.workloads.train", "ptdbench.parallel.ddp", "ptdbench.models.gpt", "ptdbench.data.text")
+MODULES = ("ptdbench.workloads.train", "ptdbench.parallel.strategy", "ptdbench.models.gpt", "ptdbench.data.text")
 
 EMPTY_SCRIPT = """
 import sys, time

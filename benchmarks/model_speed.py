@@ -27,7 +27,7 @@ from torch import Tensor
 from ptdbench.measure.memory import peak_bytes
 from ptdbench.measure.statistics import median_interval
 from ptdbench.models.gpt import GPT
-from ptdbench.models.materialise import materialise
+from ptdbench.models.materialize import materialize
 
 CONF = Path(__file__).parents[1] / "conf" / "model"
 Step = Callable[[], Tensor]
@@ -130,7 +130,7 @@ def _ours(sizes: dict, text: Tensor, device: torch.device) -> tuple[torch.nn.Mod
     shape = {key: value for key, value in sizes.items() if key not in ("name", "_target_")}
     with torch.device("meta"):
         model = GPT(**shape)
-    materialise(model, model, device=device, seed=0)
+    materialize(model, model, device=device, seed=0)
     inputs, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     return model, lambda: model(inputs, targets)
 

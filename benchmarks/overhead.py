@@ -38,7 +38,7 @@ from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import discover
 from ptdbench.measure.statistics import paired_ratio
 from ptdbench.measure.stopwatch import Stopwatch
-from ptdbench.models.materialise import materialise
+from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.setup import config, run_spec
@@ -145,7 +145,7 @@ def _bare(job: Job) -> Step:
     spec = run_spec.specify(job.spec.config, world).training  # a model of its own
     assert spec
     model = module_of(spec.model)
-    materialise(spec.model, model, device=device, seed=spec.config.general.seed)
+    materialize(spec.model, model, device=device, seed=spec.config.general.seed)
     optimizer = spec.optimizer(model.parameters())
     forward: nn.Module = model
     if world.size > 1:

@@ -56,6 +56,14 @@ def require(*problems: Problem | None) -> None:
         raise ConfigError(found)
 
 
+def under(group: str, step: Callable[[], T]) -> T:
+    """What ``step`` returns; a ConfigError of it names its options from the root: ``heads`` becomes ``model.heads``."""
+    try:
+        return step()
+    except ConfigError as error:
+        raise error.under(group) from None
+
+
 class Findings:
     """Collects problems: a step that fails adds its own, and the next step is tried all the same.
 

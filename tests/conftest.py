@@ -36,9 +36,8 @@ def _preload(request: pytest.FixtureRequest) -> None:
     """Let the server that ranks are forked from import what they need, or each rank of each test would."""
     if not any(item.get_closest_marker("ranks") for item in request.session.items):
         return
-    strategies = (f"ptdbench.parallel.{name}" for name in ("single", "ddp", "fsdp", "pdp"))
     models = (f"ptdbench.models.{name}" for name in ("gpt", "resnet", "toy"))
-    local.warm_up(["ptdbench.run", "ptdbench.workloads.train", *strategies, *models])
+    local.warm_up(["ptdbench.run", "ptdbench.workloads.train", "ptdbench.parallel.strategy", *models])
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ptdbench.checkpoints import reading
 from ptdbench.checkpoints.together import gathered
@@ -109,18 +108,12 @@ def _trained(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, wi
 
 def _weights(module: nn.Module, tied: Tied) -> Iterable[tuple[str, nn.Parameter]]:
     first = {other: one for one, other in tied}
-    return ((first.get(name, name), weight) for name, weight in _undressed(module).named_parameters())
+    return ((first.get(name, name), weight) for name, weight in module.named_parameters())
 
 
 def _buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    inner = _undressed(module)
-    persistent = inner.state_dict().keys()
-    return ((f"model.{name}", buffer) for name, buffer in inner.named_buffers() if name in persistent)
-
-
-def _undressed(module: nn.Module) -> nn.Module:
-    """Without DDP, which puts ``module.`` before every name."""
-    return module.module if isinstance(module, DistributedDataParallel) else module
+    persistent = module.state_dict().keys()
+    return ((f"model.{name}", buffer) for name, buffer in module.named_buffers() if name in persistent)
 
 
 def _device(module: nn.Module) -> torch.device:

@@ -15,6 +15,9 @@ optional:
     then takes ``targets``, and so does the last part. Default: none, and the module cannot be pipelined.
 ``tied()``
     Pairs of full parameter names in different parts that are one weight. Default: none.
+``tensor_plan()``
+    Linear layers that tensor parallelism may cut, a dict from full name to ``outputs`` or ``inputs``; see
+    :meth:`ptdbench.models.protocol.Model.tensor_plan`. Default: none.
 ``train_flops()``
     FLOPs of forward and backward for one sample, a dict by part. Default: counted on the meta device.
 ``reset(name, tensor, generator)``
@@ -36,7 +39,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ptdbench.models.protocol import FlopsUnknown, Model, default_loss
+from ptdbench.models.protocol import Cut, FlopsUnknown, Model, default_loss
 
 Example = tuple[Tensor, Tensor]
 
@@ -96,6 +99,12 @@ class Adapted(nn.Module):
         """The module's chain, or ``None``: then it cannot be pipelined."""
         parts = self._method("parts")
         return None if parts is None else _prefixed(parts())
+
+    def tensor_plan(self) -> dict[str, Cut] | None:
+        """The module's plan, or ``None``: then it cannot be cut."""
+        plan = self._method("tensor_plan")
+        found = None if plan is None else plan()
+        return None if found is None else _prefixed(found)
 
     def train_flops(self) -> dict[str, float]:
         """What the module says; else what PyTorch counts for one sample, under the key ``module``.

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from ptdbench.models.linear_cross_entropy import linear_cross_entropy
+from ptdbench.models.protocol import Cut
 from ptdbench.problems import Problem, at_least, nearest_numbers, require, would_do
 
 
@@ -49,21 +50,23 @@ class GPT(nn.Module):
         self.embedding = Embedding(vocabulary, sequence_length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.head = Head(width, vocabulary)
+        self.tie_weights = tie_weights
         if tie_weights:
             self.head.projection.weight = self.embedding.token.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         """Predict the next token at every position.
 
         Args:
             tokens: ``[batch, length]``, int64, ``length <= sequence_length``.
             targets: ``[batch, length]``, int64: the token that follows each one of ``tokens``.
+            positions: ``[length]``, int64: where in its sequence each of ``tokens`` stands; ``None``: from 0 on.
 
         Returns:
             Logits ``[batch, length, vocabulary]``, or with ``targets`` the mean cross entropy, an fp32
             scalar.
         """
-        x = self.embedding(tokens)
+        x = self.embedding(tokens, positions)
         for block in self.blocks:
             x = block(x)
         return self.head(x, targets)
@@ -99,11 +102,19 @@ class GPT(nn.Module):
         head = 3.0 * T * 2 * D * V
         return {"embedding": 0.0, **{f"blocks.{i}": block for i in range(len(self.blocks))}, "head": head}
 
+    def tensor_plan(self) -> dict[str, Cut]:
+        """The two matrix products of attention and of the MLP, cut so that one all-reduce each puts them together."""
+        cuts: dict[str, Cut] = {
+            "attention.query_key_value": "outputs",
+            "attention.output": "inputs",
+            "mlp.up": "outputs",
+            "mlp.down": "inputs",
+        }
+        return {f"blocks.{i}.{name}": cut for i in range(len(self.blocks)) for name, cut in cuts.items()}
+
     def tied(self) -> list[tuple[str, str]]:
         """The token embedding and the head's projection, if they are one weight."""
-        if self.head.projection.weight is not self.embedding.token.weight:
-            return []
-        return [("embedding.token.weight", "head.projection.weight")]
+        return [("embedding.token.weight", "head.projection.weight")] if self.tie_weights else []
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
         """Initialise as GPT-2 does (Radford et al. 2019, section 2.3).
@@ -129,9 +140,10 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(sequence_length, width)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """``[batch, length]`` in int64 to ``[batch, length, width]``."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """``[batch, length]`` and ``[length]``, both in int64, to ``[batch, length, width]``."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         return self.token(tokens) + self.position(positions)
 
 
@@ -152,18 +164,23 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with several heads."""
+    """Causal self-attention with several heads.
+
+    The rows of the first matrix are laid out head by head, the queries, keys and values of one head together, so that a
+    cut by heads is a cut of the matrix: with ``1/n`` of its rows, and of the columns of the second matrix, this module
+    computes ``1/n`` of the heads.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.qkv = nn.Linear(width, 3 * width)
+        self.head_width = width // heads
+        self.query_key_value = nn.Linear(width, 3 * width)
         self.output = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, length, width]`` to the same."""
         # [batch, length, 3 * width] -> three of [batch, heads, length, width / heads]
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        q, k, v = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4).unbind()
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
@@ -202,7 +219,7 @@ GPT2_NAMES = {
     "wpe": "embedding.position",
     "h": "blocks",
     "ln_1": "attention_norm",
-    "attn.c_attn": "attention.qkv",
+    "attn.c_attn": "attention.query_key_value",
     "attn.c_proj": "attention.output",
     "ln_2": "mlp_norm",
     "mlp.c_fc": "mlp.up",
@@ -212,11 +229,13 @@ GPT2_NAMES = {
 }
 
 
-def from_gpt2(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_gpt2(state: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
     """The weights of a ``transformers`` ``GPT2LMHeadModel``, for :meth:`GPT.load_state_dict`.
 
     Args:
-        state: Its state dict. Its linear layers are stored ``[inputs, outputs]`` and come out transposed.
+        state: Its state dict. Its linear layers are stored ``[inputs, outputs]`` and come out transposed; queries, keys
+            and values of all heads, which stand one after the other, come out head by head.
+        heads: Attention heads of a block.
 
     Raises:
         KeyError: If the state holds a tensor that GPT-2 has not.
@@ -227,8 +246,14 @@ def from_gpt2(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if modules[-1] == "attn":
             continue  # causal masks, which old checkpoints carry as buffers: attn.bias, attn.masked_bias
         is_linear = modules[-1].startswith("c_") and kind == "weight"
-        weights[f"{_renamed(modules)}.{kind}"] = tensor.t() if is_linear else tensor
+        turned = tensor.t() if is_linear else tensor
+        weights[f"{_renamed(modules)}.{kind}"] = _by_head(turned, heads) if modules[-1] == "c_attn" else turned
     return weights
+
+
+def _by_head(tensor: Tensor, heads: int) -> Tensor:
+    """``[3 * width, ...]`` from the order (query, key or value; head; feature) to (head; query, key or value; ...)."""
+    return tensor.unflatten(0, (3, heads, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def _renamed(modules: list[str]) -> str:

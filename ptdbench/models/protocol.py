@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast, runtime_checkable
+from typing import Literal, Protocol, cast, runtime_checkable
 
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
+
+#: Along which features the matrix of a linear layer is cut among ranks: ``outputs``: each computes some of the outputs,
+#: from all inputs. ``inputs``: each takes some of the inputs; the ranks' outputs are added up, and the bias once.
+Cut = Literal["outputs", "inputs"]
 
 
 class FlopsUnknown(Exception):
@@ -14,10 +18,10 @@ class FlopsUnknown(Exception):
 
 @runtime_checkable
 class Model(Protocol):
-    """A plain ``nn.Module`` with six methods; it knows nothing of ranks, devices or sharding.
+    """A plain ``nn.Module`` with seven methods; it knows nothing of ranks, devices or sharding.
 
     Models are built on the meta device, so that a trillion parameters cost nothing until they have been
-    split, and get their values from :func:`ptdbench.models.materialise.materialise`.
+    split, and get their values from :func:`ptdbench.models.materialize.materialize`.
     """
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -33,6 +37,14 @@ class Model(Protocol):
 
         ``forward(x, t)`` equals feeding ``x`` through each part in turn, where the last is called as
         ``last(x, t)``. Pipeline stages are runs of neighbouring parts. ``None`` if the model is no chain.
+        """
+        ...
+
+    def tensor_plan(self) -> dict[str, Cut] | None:
+        """Linear layers that tensor parallelism may cut, by full name, and how; all others stay whole.
+
+        Cut so among any number of ranks that divides their features, and their ranks' outputs added up, the model
+        computes what it computes whole. ``None`` if it cannot be cut.
         """
         ...
 

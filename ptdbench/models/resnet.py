@@ -91,6 +91,9 @@ class ResNet(torchvision.models.ResNet):
         stem = {name: self.get_submodule(name) for name in ("conv1", "bn1", "relu", "maxpool")}
         return {**stem, **self._blocks(), "avgpool": self.avgpool, "fc": self.fc}
 
+    def tensor_plan(self) -> None:
+        """Convolutions and their batch norms are not cut."""
+
     def train_flops(self) -> dict[str, float]:
         """FLOPs of forward and backward for one image, by part: those of the convolutions and of ``fc``.
 

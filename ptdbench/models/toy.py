@@ -7,7 +7,7 @@ import math
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from ptdbench.models.protocol import default_loss
+from ptdbench.models.protocol import Cut, default_loss
 from ptdbench.problems import at_least, require
 
 
@@ -54,6 +54,11 @@ class Toy(nn.Module):
     def parts(self) -> dict[str, nn.Module]:
         """``chain.0``, ``chain.1``, ...: one for each layer."""
         return {f"chain.{i}": layer for i, layer in enumerate(self.chain)}
+
+    def tensor_plan(self) -> dict[str, Cut]:
+        """Layers in pairs; the last one of an odd number stays whole."""
+        cuts: tuple[Cut, Cut] = ("outputs", "inputs")
+        return {f"chain.{i}.linear": cuts[i % 2] for i in range(len(self.chain) // 2 * 2)}
 
     def train_flops(self) -> dict[str, float]:
         """2 FLOPs a weight forward, 4 backward; the first layer's inputs need no gradient, which saves 2."""

@@ -1,83 +1,62 @@
-"""What a strategy makes of a model: something that turns a batch into gradients."""
+"""What turns a batch into gradients, whatever the layout."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
-from ptdbench.models.materialise import materialise
-from ptdbench.models.protocol import Model
-from ptdbench.parallel.layers import compile_each, recompute
-from ptdbench.parallel.layout import Layout
-from ptdbench.parallel.precision import Name
+#: Multiplies a loss by the loss scale before its backward pass.
+Scale = Callable[[Tensor], Tensor]
+
+#: Makes an optimizer of parameters.
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def _nothing() -> None:
+    """A module whose weights lie where they belong."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Where and how a model is laid out.
+class Part:
+    """A model, or one stage of it, as :func:`ptdbench.parallel.apply.apply` lays it out.
 
     Attributes:
-        mesh: The ranks, as :func:`ptdbench.parallel.mesh.build` arranges them.
-        layout: How the batch falls onto them.
-        device: This rank's device.
-        precision: Format of the arithmetic.
-        compile: Whether the layers are compiled.
-        activation_checkpointing: ``full``: layers keep only their inputs and are run again in the backward pass.
-        seed: What the weights are drawn from.
-        channels_last: Whether images come with their channels last in memory.
+        module: The bare module: its parameters have the names that they have in the whole model.
+        runner: What is called in its place: the module itself, or DDP around it.
+        deferred: Context of a forward and a backward pass after which gradients are not communicated yet.
+        settles_after: Backward passes after which all further ones do the same operations in the same order.
+        release: Frees what a forward pass without a backward pass has gathered.
     """
 
-    mesh: DeviceMesh
-    layout: Layout
-    device: torch.device
-    precision: Name = "fp32"
-    compile: bool = False
-    activation_checkpointing: Literal["none", "full"] = "none"
-    seed: int = 0
-    channels_last: bool = False
-
-    def fill(self, model: Model, module: nn.Module, prefix: str = "") -> None:
-        """Give ``module``, whose names in ``model`` begin with ``prefix``, its weights on this rank's device."""
-        materialise(model, module, prefix=prefix, device=self.device, seed=self.seed)
-
-    def fit(self, module: nn.Module) -> None:
-        """Let the kernels of a module that has its weights lie in memory as the images do.
-
-        Else their gradients would come in another order than they have, and DDP would copy each into its bucket. Shards
-        have to be contiguous, and so do the messages of a pipeline.
-        """
-        if self.channels_last:
-            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-    def dress(self, layers: list[nn.Module]) -> None:
-        """Recomputation first, so that the compiler sees it and can choose what to keep."""
-        if self.activation_checkpointing == "full":
-            recompute(layers)
-        if self.compile:
-            compile_each(layers)
+    module: nn.Module
+    runner: nn.Module
+    deferred: Callable[[], AbstractContextManager[object]] = nullcontext
+    settles_after: int = 0
+    release: Callable[[], None] = _nothing
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """One rank's share of the work of a step.
 
     Attributes:
-        module: What this rank trains: the model, its shards or its stage.
+        module: What this rank trains, bare: the model, its shards or its stages.
+        owns_loss: Whether this rank's loss is the one that counts for its replica; one rank of each replica owns it.
         rehearsals: Calls of :meth:`gradients` after which all further ones do the same operations in the same order.
     """
 
     module: nn.Module
+    owns_loss: bool
     rehearsals: int
 
-    def gradients(self, inputs: Tensor, targets: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:
+    @abstractmethod
+    def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:
         """Forward and backward of this replica's share of a batch; leaves averaged gradients in ``.grad``.
 
         Args:
@@ -86,17 +65,17 @@ class Engine(Protocol):
             scale: Multiplies a loss by the loss scale before its backward pass.
 
         Returns:
-            The replica's mean loss as a detached fp32 scalar; zero on a rank that does not compute the loss.
+            The replica's mean loss as a detached fp32 scalar; zero on a rank that does not own it.
         """
-        ...
 
+    @abstractmethod
     def gradient_norm(self) -> Tensor:
         """The Euclidean norm of the gradient of all weights of the model, on every rank; a scalar.
 
         Called in all ranks, after :meth:`gradients`.
         """
-        ...
 
+    @abstractmethod
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
         """The forward pass alone, without gradients; all ranks call it equally often.
 
@@ -105,44 +84,58 @@ class Engine(Protocol):
             targets: Their targets, or ``None``.
 
         Returns:
-            What the model returns: its outputs, or with targets their mean loss, a scalar; ``None`` on a rank that
-            does not hold the model's end.
+            On a rank that owns the loss what the model returns: its outputs, or with targets their mean loss, a scalar;
+            else ``None``.
         """
-        ...
+
+    def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
+        """The optimizer of what this rank trains."""
+        return make(self.module.parameters())
+
+    def rehearse(self, inputs: Tensor, targets: Tensor, scale: Scale) -> None:
+        """Compute gradients until the engine has settled, and drop them; nothing else changes.
+
+        The first passes of an engine may differ from all later ones: DDP rebuilds its buckets after the first backward
+        pass, under ``static_graph`` after the second. Without this, the first steps of a resumed run would differ in
+        their last bits from the same steps of a run that was not interrupted.
+
+        Args:
+            inputs: As for :meth:`gradients`.
+            targets: As for :meth:`gradients`.
+            scale: As for :meth:`gradients`.
+        """
+        buffers = [buffer.clone() for buffer in self.module.buffers()]
+        with torch.random.fork_rng(devices=[inputs.device] if inputs.device.type == "cuda" else []):
+            for _ in range(self.rehearsals):
+                self.gradients(inputs, targets, scale)
+                self.module.zero_grad()
+        for buffer, before in zip(self.module.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
 
-Bracket = Callable[[bool], AbstractContextManager[None]]
+class Accumulating(Engine):
+    """The engine of a rank that runs the whole model: micro-batch after micro-batch.
 
-
-def no_bracket(last: bool) -> AbstractContextManager[None]:
-    """For a model whose gradients nobody else waits for."""
-    return nullcontext()
-
-
-@dataclass
-class Accumulating:
-    """The engine of every strategy that holds the whole model: micro-batch after micro-batch.
-
-    Attributes:
-        module: Called as ``module(inputs, targets)``, it returns a mean loss.
-        micro_batch: Samples of one forward and backward.
-        bracket: Context of one forward and backward, told whether it is the step's last: gradients are
-            communicated in the last one only.
-        rehearsals: See :class:`Engine`.
+    Args:
+        part: The model; its runner is called as ``runner(inputs, targets)`` and returns a mean loss.
+        micro_batch: Samples of one forward and backward pass.
     """
 
-    module: nn.Module
-    micro_batch: int
-    bracket: Bracket = no_bracket
-    rehearsals: int = 0
+    owns_loss = True
 
-    def gradients(self, inputs: Tensor, targets: Tensor, scale: Callable[[Tensor], Tensor]) -> Tensor:
+    def __init__(self, part: Part, micro_batch: int) -> None:
+        self.module = part.module
+        self.rehearsals = part.settles_after
+        self._part = part
+        self._micro_batch = micro_batch
+
+    def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:
         """See :meth:`Engine.gradients`."""
-        pieces = list(zip(inputs.split(self.micro_batch), targets.split(self.micro_batch), strict=True))
+        pieces = list(zip(inputs.split(self._micro_batch), targets.split(self._micro_batch), strict=True))
         total = torch.zeros((), device=inputs.device)
         for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
-            with self.bracket(number == len(pieces)):
-                loss = self.module(some_inputs, some_targets) / len(pieces)
+            with nullcontext() if number == len(pieces) else self._part.deferred():
+                loss = self._part.runner(some_inputs, some_targets) / len(pieces)
                 scale(loss).backward()
             total += loss.detach()
         return total
@@ -153,10 +146,11 @@ class Accumulating:
 
     @torch.no_grad()
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
-        """See :meth:`Engine.outputs`."""
-        # Not through DDP, which would let the replicas wait for each other.
-        module = self.module.module if isinstance(self.module, DistributedDataParallel) else self.module
-        return module(inputs) if targets is None else module(inputs, targets)
+        """See :meth:`Engine.outputs`; not through DDP, which would let the replicas wait for each other."""
+        try:
+            return self.module(inputs) if targets is None else self.module(inputs, targets)
+        finally:
+            self._part.release()
 
 
 def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:

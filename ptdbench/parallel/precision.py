@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ptdbench.parallel.layers import wrap_forward
+from ptdbench.parallel.activations import wrap_forward
 
 Name = Literal["fp32", "bf16", "fp16"]
 

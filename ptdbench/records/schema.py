@@ -26,7 +26,12 @@ class Layout(TypedDict, total=False):
     """How a global batch falls onto the ranks."""
 
     data: int
+    replicate: int
+    shard: int
+    context: int
+    tensor: int
     pipeline: int
+    global_batch: int
     micro_batch: int
     microbatches: int
     accumulation: int

@@ -153,12 +153,18 @@ def _labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _parallel(record: Mapping[str, Any]) -> str:
-    """The strategy, for a pipeline with its mesh and schedule: ``pdp 2x4 1f1b`` is 2 replicas of 4 stages."""
-    layout = record.get("layout") or {}
-    if layout.get("pipeline", 1) == 1:
-        return str(record.get("parallel"))
-    schedule = ((record.get("config") or {}).get("parallel") or {}).get("schedule", "")
-    return f"{record.get('parallel')} {layout.get('data')}x{layout['pipeline']} {schedule}".rstrip()
+    """The preset, with its degrees if there are several and its schedule if there is one.
+
+    ``pdp 2x4 1f1b`` is 2 replicas of 4 stages, ``hsdp 2x8`` 2 replicas in 8 shards each.
+    """
+    name, layout = str(record.get("parallel")), record.get("layout") or {}
+    shard, pipeline = layout.get("shard", 1), layout.get("pipeline", 1)
+    replicas = layout.get("data", 1) // shard
+    if pipeline == 1 and 1 in (replicas, shard):
+        return name
+    schedule = ((record.get("config") or {}).get("parallel") or {}).get("schedule", "") if pipeline > 1 else ""
+    degrees = [replicas, *[shard] * (shard > 1), *[pipeline] * (pipeline > 1)]
+    return f"{name} {'x'.join(map(str, degrees))} {schedule}".rstrip()
 
 
 def _nodes(record: Mapping[str, Any]) -> str:

@@ -73,3 +73,13 @@ def insert(overrides: Sequence[str], extra: Sequence[str]) -> None:
     """Add overrides to the command line, beside those it has: argparse takes them in one place only."""
     place = sys.argv.index(overrides[-1]) + 1 if overrides else len(sys.argv)
     sys.argv[place:place] = extra
+
+
+#: Options that were called otherwise once, by their old names.
+RENAMED = {"parallel.pipeline_size": "parallel.pipeline"}
+
+
+def renamed(override: str) -> str:
+    """An override that an earlier version of this package wrote down, under its option's name of today."""
+    name = option(override)
+    return override.replace(name, RENAMED.get(name, name), 1)

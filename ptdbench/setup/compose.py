@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, would_do
+from ptdbench.setup.commandline import RENAMED
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,10 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
         return found or [unclear]
     for override in overrides:
         name = override.key_or_group
-        if not (name in options or _is_hydras(override) or override.is_add()):
+        if name in RENAMED:
+            remedy = would_do([_line(override).replace(name, RENAMED[name], 1)])
+            found.append(Problem(name, _typed_value(override), f"is called {RENAMED[name]} now", remedy))
+        elif not (name in options or _is_hydras(override) or override.is_add()):
             free = f"would do: +{_line(override)}" if _takes_any(compose(config_name, sound), name) else ""
             remedy = would_do(_similar(name, options)) or "see python train.py --cfg job"
             remedy = free or _owners(config_name, name) or remedy

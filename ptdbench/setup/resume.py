@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, store
-from ptdbench.setup.commandline import is_cluster, option
+from ptdbench.setup.commandline import is_cluster, option, renamed
 
 RUN, SWEEP = "resume", "sweep.resume"
 
@@ -108,7 +108,7 @@ def _may_change(name: str, swept: set[str]) -> bool:
 def _asked_of_sweep(directory: Path) -> list[str]:
     """The overrides of a sweep, as they were typed."""
     if noted := _ledger(directory).overrides:
-        return noted
+        return [renamed(override) for override in noted]
     path = directory / "multirun.yaml"
     if not path.exists():
         rule = f"there is no sweep (no {ledger.LEDGER} and no multirun.yaml)"
@@ -128,7 +128,7 @@ def _ledger(directory: Path) -> ledger.Ledger:
 def _earlier(directory: Path, written: Mapping[str, Any]) -> list[str]:
     """The overrides of the run in a directory, as they were typed."""
     if written.get("overrides") is not None:
-        return list(written["overrides"])
+        return [renamed(override) for override in written["overrides"]]
     path = directory / ".hydra" / "overrides.yaml"
     if not path.exists():
         rule = f"there is no run (no {store.RECORD})"
@@ -146,7 +146,7 @@ def _words(path: Path, option: str, directory: Path, find: Callable[[Any], Any])
     with suppress(LookupError, TypeError):
         found = find(saved)
     if isinstance(found, list) and all(isinstance(word, str) for word in found):
-        return found
+        return [renamed(override) for override in found]
     rule = f"{path.relative_to(directory)} is damaged ({reason})"
     raise ConfigError([Problem(option, directory, rule, "type the overrides again, in a new directory")])
 

@@ -84,7 +84,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     if workload and not workload.trains:
         found.of(lambda: _check_check(config))
     trained = found.of(lambda: training_spec.specify(config, world_size)) if trains else None
-    size = trained.layout.world_size if trained else found.of(lambda: world_size(lambda available: available))
+    size = trained.layout.dims.world_size if trained else found.of(lambda: world_size(lambda available: available))
     backend = str(config.resolved.get("backend"))
     backend = {"cpu": "gloo", "cuda": "nccl"}[device_type] if backend == "auto" else backend
     if workload and size:

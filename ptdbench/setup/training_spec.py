@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ptdbench.data.protocol import Data
 from ptdbench.models import foreign
-from ptdbench.models.materialise import parameter_count
+from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import FlopsUnknown, Model, module_of
 from ptdbench.optim.groups import decay_groups
 from ptdbench.optim.schedules import Schedule
-from ptdbench.parallel.engine import Engine, Setting
-from ptdbench.parallel.layout import Layout
-from ptdbench.problems import ConfigError, Findings, Problem
+from ptdbench.parallel import batch
+from ptdbench.parallel.apply import Setting
+from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.dims import Mesh
+from ptdbench.parallel.engine import Engine
+from ptdbench.parallel.strategy import Strategy
+from ptdbench.problems import ConfigError, Findings, Problem, under
 from ptdbench.setup import choices
 from ptdbench.setup.config import Call, Config
-
-
-class Strategy(Protocol):
-    """What ``parallel.<name>`` is: an object that lays a model out over the ranks."""
-
-    def ranks(self, available: int) -> int:
-        """How many of the available devices a run takes where its config does not say."""
-        ...
-
-    def layout(self, world_size: int, global_batch: int, micro_batch: int | Literal["auto"]) -> Layout:
-        """How the batch falls onto the ranks; raises ConfigError where it cannot."""
-        ...
-
-    def check(self, model: Model, where: Layout) -> None:
-        """Raises ConfigError for a model that it cannot lay out so."""
-        ...
-
-    def __call__(self, model: Model, setting: Setting) -> Engine:
-        """Lay the model out; called in every rank."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -55,6 +38,7 @@ class TrainingSpec:
         data: Where the samples come from.
         optimizer: Makes an optimizer of parameters.
         schedule: How its learning rate changes.
+        tied: Pairs of full parameter names that are one weight.
         parameters: How many numbers the model has.
         flops_per_sample: FLOPs of forward and backward for one sample, or ``None`` for the reason beside it.
         flops_reason: Why they are not known.
@@ -67,6 +51,7 @@ class TrainingSpec:
     data: Data
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     schedule: Schedule
+    tied: Sequence[tuple[str, str]]
     parameters: int
     flops_per_sample: float | None
     flops_reason: str | None
@@ -83,7 +68,7 @@ class TrainingSpec:
         except ConfigError as error:
             raise error.under("data") from None
 
-    def engine(self, mesh: DeviceMesh, device: torch.device) -> Engine:
+    def engine(self, mesh: Mesh, device: torch.device) -> Engine:
         """The model, laid out over the mesh; called in every rank."""
         general, image = self.config.general, self.data.example()[0]
         setting = Setting(
@@ -123,15 +108,17 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
 
     def layout() -> Layout:
         assert strategy
-        size = world_size(strategy.ranks)
-        return strategy.layout(size, config.train.global_batch, config.train.micro_batch)
+        asked, size = config.train, world_size(strategy.ranks)
+        dims = under("parallel", lambda: strategy.dims(size))
+        under("train", lambda: batch.share(dims.batch, asked.global_batch, asked.micro_batch))
+        return under("parallel", lambda: strategy.layout(dims, asked.global_batch, asked.micro_batch))
 
     model = found.of(lambda: _model(config, example))
     if model and data:
         found.of(lambda: _check_data(config, model, data))
     where = found.of(layout) if strategy else None
     if strategy and model and where:
-        found.of(lambda: strategy.check(model, where))
+        found.of(lambda: under("parallel", lambda: strategy.check(model, where)))
     found.close()
     assert strategy and data and model and where and optimizer and schedule  # noqa: PT018 - one fact
 
@@ -144,6 +131,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
         data=data,
         optimizer=optimizer,
         schedule=schedule,
+        tied=model.tied(),
         parameters=parameter_count(module_of(model)),
         flops_per_sample=flops,
         flops_reason=reason,

@@ -49,9 +49,8 @@ class Agreement:
 
 def reach(job: Job, loop: StepLoop) -> Agreement:
     """Bring together what every rank saw; called in all of them."""
-    losses = (
-        torch.stack(loop.losses or [torch.zeros(0, device=job.device)]).flatten().double() / job.training.layout.data
-    )
+    losses = torch.stack(loop.losses or [torch.zeros(0, device=job.device)]).flatten().double()
+    losses = losses * loop.engine.owns_loss / job.training.layout.replicas  # one rank of each replica knows it
     dist.all_reduce(losses)
     mine = (
         loop.clock.seconds(),

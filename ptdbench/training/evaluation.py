@@ -141,7 +141,7 @@ class Evaluator:
 
     def _sums(self, held_out: HeldOut) -> Tensor:
         """``[blocks, 3]`` in float64: the sum of a block's losses, and how many of it are right in one and in five."""
-        size, replicas = self._job.spec.config.eval.micro_batch, self._job.training.layout.data
+        size, replicas = self._job.spec.config.eval.micro_batch, self._job.training.layout.replicas
         blocks = math.ceil(len(held_out) / size)
         sums = torch.zeros(blocks, 3, dtype=torch.float64, device=self._job.device)
         for first in range(0, blocks, replicas):

@@ -123,7 +123,7 @@ class Keeper:
             found.path,
             self._loop.engine.module,
             self._loop.update.optimizer,
-            self._job.training.model.tied(),
+            self._job.training.tied,
             rank=self._job.world.rank,
             world_size=self._job.world.size,
             group=group,
@@ -153,7 +153,7 @@ class Keeper:
         tensors = state.collect(
             self._loop.engine.module,
             self._loop.update.optimizer,
-            self._job.training.model.tied(),
+            self._job.training.tied,
             rank=self._job.world.rank,
             with_buffers=self._loop.replica == 0,
         )

@@ -81,19 +81,8 @@ class StepLoop:
         self.update.load_scaler(scaler)
 
     def rehearse(self) -> None:
-        """Compute the next step's gradients as often as the engine needs, and drop them; nothing else changes.
-
-        The first passes of an engine may differ from all later ones: DDP rebuilds its buckets after the first backward
-        pass, under ``static_graph`` after the second. Without this, the first steps of a resumed run would differ in
-        their last bits from the same steps of a run that was not interrupted.
-        """
-        buffers = [buffer.clone() for buffer in self.engine.module.buffers()]
-        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            for _ in range(self.engine.rehearsals):
-                self.engine.gradients(*self.feed.peek(self.done), self.update.scale)
-                self.engine.module.zero_grad()
-        for buffer, before in zip(self.engine.module.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        """Let the engine settle on the next step's batch; nothing else changes."""
+        self.engine.rehearse(*self.feed.peek(self.done), self.update.scale)
 
     def step(self) -> None:
         """One optimizer step; on a GPU its work is queued when this returns."""

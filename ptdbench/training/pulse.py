@@ -28,9 +28,8 @@ class Pulse:
     every now and then: no rank waits for another before the last step is over, and no step is disturbed.
     """
 
-    def __init__(self, job: Job, steps: int) -> None:
+    def __init__(self, job: Job, steps: int, knows: bool) -> None:
         per_sample = job.training.data.tokens_per_sample
-        knows = job.world.rank == job.training.layout.pipeline - 1  # the last stage of the first replica
         self._draws = job.world.rank == 0
         self._knows, self._tells = knows, knows and not self._draws
         self._store = job.store

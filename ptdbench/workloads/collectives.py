@@ -169,8 +169,8 @@ def groups_of(group: str | Sequence[int], world_size: int, pipeline_size: int | 
     """The ranks of each group that works.
 
     ``data`` and ``pipeline`` are the dimensions of the mesh that ``parallel=pdp`` makes of so many ranks
-    (:mod:`ptdbench.parallel.mesh`): neighbours are the stages of one replica, and the ranks that hold the same stage
-    are one data-parallel group.
+    (:class:`ptdbench.parallel.dims.Mesh`): neighbors are the stages of one replica, and the ranks that hold the same
+    stage are one data-parallel group.
     """
     if group == "all":
         return [list(range(world_size))]

@@ -17,7 +17,7 @@ from ptdbench.job import Job, Outcome
 from ptdbench.launch.brake import Brake
 from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
-from ptdbench.parallel import mesh
+from ptdbench.parallel.dims import Mesh
 from ptdbench.problems import Problem, require
 from ptdbench.report import samples
 from ptdbench.training import agreement
@@ -115,20 +115,20 @@ def assemble(job: Job) -> StepLoop:
         dist.barrier()
         training.prepare_data()  # finds it done, and looks at what is there before worker processes copy this one
     require(_nothing_held_out(job))
-    grid = mesh.build(training.layout, job.spec.device_type)
-    engine = training.engine(grid, job.device)
+    mesh = Mesh(training.layout.dims, job.spec.device_type)
+    engine = training.engine(mesh, job.device)
     engine.module.train()
     update = Update(
         engine,
-        training.optimizer(engine.module.parameters()),
+        engine.optimizer(training.optimizer),
         training.schedule,
         job.spec.config.train,
         job.device,
         scale=job.spec.config.general.precision == "fp16",
     )
-    replica = grid["data"].get_local_rank()
+    replica = mesh.batch.get_local_rank()
     feed = Feed(training.data, partial(training.layout.rows, replica=replica), job.device)
-    return StepLoop(engine, update, feed, job.device, grid["data"].get_group())
+    return StepLoop(engine, update, feed, job.device, mesh.batch.get_group())
 
 
 def _nothing_held_out(job: Job) -> Problem | None:
@@ -146,7 +146,7 @@ def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:
     """
     memory.reset_peak(job.device)
     wanted = job.spec.config.train.steps
-    pulse = Pulse(job, wanted)
+    pulse = Pulse(job, wanted, knows=loop.engine.owns_loss and loop.replica == 0)
     collect_garbage()
     gc.disable()
     try:

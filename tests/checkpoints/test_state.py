@@ -17,12 +17,10 @@ from ptdbench.checkpoints.saver import Saver
 from ptdbench.data.synthetic import SyntheticTokens, SyntheticVectors
 from ptdbench.models.gpt import GPT
 from ptdbench.models.toy import Toy
-from ptdbench.parallel import mesh
-from ptdbench.parallel.ddp import DDP
-from ptdbench.parallel.engine import Engine, Setting
-from ptdbench.parallel.fsdp import FSDP
-from ptdbench.parallel.pdp import PDP
-from ptdbench.parallel.single import Single
+from ptdbench.parallel.apply import Setting
+from ptdbench.parallel.dims import Mesh
+from ptdbench.parallel.engine import Engine
+from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from tests.parallel.ranks import on_ranks
 from tests.workloads.made_loop import step_loop
@@ -51,24 +49,32 @@ TRAINED = [("gpt", "adamw"), ("gpt", "momentum"), ("toy", "adamw not fused")]
 #: How: a number of ranks and a strategy.
 LAYOUTS: list[tuple[int, str]] = [
     (1, "single"), (2, "ddp"), (2, "fsdp"), (2, "pdp"), (3, "ddp"), (3, "fsdp"), (3, "pdp"), (4, "pdp"),
+    (4, "hsdp"), (4, "stages in shards"),
 ]  # fmt: skip
-STRATEGIES = {"single": Single(), "ddp": DDP(), "fsdp": FSDP(), "pdp": PDP(schedule="gpipe")}
+STRATEGIES = {
+    "single": Strategy(),
+    "ddp": Strategy(replicate="auto"),
+    "fsdp": Strategy(shard="auto"),
+    "pdp": Strategy(replicate="auto", pipeline="auto", schedule="gpipe"),
+    "hsdp": Strategy(replicate=2, shard="auto"),
+    "stages in shards": Strategy(shard="auto", pipeline=2, schedule="gpipe"),
+}
 
 
 class Run:
     """A small run of one rank."""
 
     def __init__(self, strategy: str, model: str, optimizer: str, seed: int = 0, **changes: Any) -> None:
-        where = STRATEGIES[strategy].layout(dist.get_world_size(), BATCH, "auto")
-        grid = mesh.build(where, "cpu")
+        layout = STRATEGIES[strategy].layout(STRATEGIES[strategy].dims(dist.get_world_size()), BATCH, "auto")
+        mesh = Mesh(layout.dims, "cpu")
         with torch.device("meta"):
             built = MODELS[model](**changes)
         self.tied = built.tied()
-        self.engine: Engine = STRATEGIES[strategy](built, Setting(grid, where, torch.device("cpu"), seed=seed))
-        self.optimizer = OPTIMIZERS[optimizer](self.engine.module.parameters())
-        replica = grid["data"].get_local_rank()
+        self.engine: Engine = STRATEGIES[strategy](built, Setting(mesh, layout, torch.device("cpu"), seed=seed))
+        self.optimizer = self.engine.optimizer(OPTIMIZERS[optimizer])
+        replica = mesh.batch.get_local_rank()
         self.first_replica = replica == 0
-        self.loop = step_loop(self.engine, self.optimizer, DATA[model], where, replica)
+        self.loop = step_loop(self.engine, self.optimizer, DATA[model], layout, replica)
 
     def go(self, *numbers: int) -> list[float]:
         """The losses of this rank in the steps of these numbers."""
@@ -266,17 +272,18 @@ class Normalised(nn.Module):
 def buffers(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
     """The averages of this rank before they are saved, and after they are loaded."""
     rank = dist.get_rank()
-    replica = DistributedDataParallel(Normalised(), broadcast_buffers=False)
-    optimizer = torch.optim.SGD(replica.parameters(), lr=0.1)
+    module = Normalised()
+    replica = DistributedDataParallel(module, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     replica(torch.full((2, 4), float(rank)) + torch.arange(8).reshape(2, 4)).backward()
-    before = {name: buffer.clone() for name, buffer in replica.module.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     saver = Saver(folder, keep=1)
-    saver.save(1, state.collect(replica, optimizer, [], rank=rank, with_buffers=rank == 0), {}, {})
+    saver.save(1, state.collect(module, optimizer, [], rank=rank, with_buffers=rank == 0), {}, {})
     saver.wait()
     path = shelf.newest(folder).found.path
-    state.restore(path, replica, optimizer, [], rank=rank, world_size=2, group=saver.group)
+    state.restore(path, module, optimizer, [], rank=rank, world_size=2, group=saver.group)
     saver.close()
-    return before, dict(replica.module.named_buffers()), set(reading.names(path))
+    return before, dict(module.named_buffers()), set(reading.names(path))
 
 
 @pytest.mark.ranks

@@ -7,7 +7,7 @@ from hydra.errors import InstantiationException
 from torch import nn
 
 from ptdbench.models.foreign import Adapted, adapt, build
-from ptdbench.models.materialise import materialise, parameter_count
+from ptdbench.models.materialize import materialize, parameter_count
 from ptdbench.models.protocol import FlopsUnknown, Model
 from ptdbench.problems import ConfigError
 
@@ -151,7 +151,7 @@ def test_without_reset_the_seed_gives_the_values():
     assert not weights[0].is_meta
     assert torch.equal(weights[0], weights[1])
     assert not torch.equal(weights[0], weights[2])
-    materialise(first, first, device="cpu", seed=9)
+    materialize(first, first, device="cpu", seed=9)
     assert torch.equal(weights[0], weights[1])
 
 
@@ -159,7 +159,7 @@ def test_with_reset_it_is_built_on_the_meta_device():
     model = build({"_target_": target(Talkative)}, seed=1, example=example)
     assert isinstance(model, Adapted)
     assert all(parameter.is_meta for parameter in model.parameters())
-    materialise(model, model, device="cpu", seed=1)
+    materialize(model, model, device="cpu", seed=1)
     assert (model.module.layers[0].weight == len("layers.0.weight")).all()
     assert (model.module.layers[1].running_var == len("layers.1.running_var")).all()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ptdbench.models.gpt import GPT, from_gpt2
-from ptdbench.models.materialise import materialise, parameter_count
+from ptdbench.models.materialize import materialize, parameter_count
 from ptdbench.problems import ConfigError
 
 SIZES = {"layers": 2, "heads": 4, "width": 32, "sequence_length": 24, "vocabulary": 60}
@@ -13,7 +13,7 @@ SIZES = {"layers": 2, "heads": 4, "width": 32, "sequence_length": 24, "vocabular
 def gpt(**options):
     with torch.device("meta"):
         model = GPT(**SIZES | options)
-    materialise(model, model, device="cpu", seed=0)
+    materialize(model, model, device="cpu", seed=0)
     return model
 
 
@@ -29,7 +29,7 @@ def test_gpt2_weights_give_the_logits_of_transformers(tie_weights):
         for parameter in theirs.parameters():  # at the initial values biases and norms would hide mistakes
             parameter.add_(0.2 * torch.randn_like(parameter))
     ours = gpt(tie_weights=tie_weights)
-    ours.load_state_dict(from_gpt2(theirs.state_dict()))
+    ours.load_state_dict(from_gpt2(theirs.state_dict(), heads=4))
     tokens = torch.randint(60, (3, 24))
     expected = theirs(tokens).logits
     error = (ours(tokens) - expected).abs().max() / expected.abs().max()
@@ -39,9 +39,9 @@ def test_gpt2_weights_give_the_logits_of_transformers(tie_weights):
 
 def test_gpt2_weights_may_hold_masks_but_nothing_unknown():
     masks = {"transformer.h.0.attn.bias": torch.ones(1), "transformer.h.0.attn.masked_bias": torch.ones(1)}
-    assert from_gpt2(masks) == {}
+    assert from_gpt2(masks, heads=4) == {}
     with pytest.raises(KeyError):
-        from_gpt2({"transformer.h.0.attn.c_other.weight": torch.ones(1)})
+        from_gpt2({"transformer.h.0.attn.c_other.weight": torch.ones(1)}, heads=4)
 
 
 def test_a_token_sees_only_those_before_it():
@@ -52,6 +52,15 @@ def test_a_token_sees_only_those_before_it():
     before, after = model(tokens), model(changed)
     torch.testing.assert_close(after[:, :10], before[:, :10], rtol=0, atol=0)
     assert (after[:, 10:] - before[:, 10:]).abs().amax(dim=-1).min() > 0
+
+
+def test_tokens_may_stand_elsewhere_than_at_the_beginning():
+    """A rank that holds the end of a sequence says so."""
+    model, tokens = gpt(), torch.randint(60, (2, 24))
+    whole, end = model.embedding(tokens), model.embedding(tokens[:, 16:], torch.arange(16, 24))
+    assert torch.equal(end, whole[:, 16:])
+    backwards = torch.arange(23, -1, -1)
+    assert not torch.equal(model(tokens, positions=backwards), model(tokens))
 
 
 def test_a_shorter_sequence_is_the_start_of_a_longer_one():

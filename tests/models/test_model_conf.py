@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ptdbench.models.materialise import parameter_count
+from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import Model
 
 FILES = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))

@@ -2,21 +2,25 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models.gpt import GPT
-from ptdbench.models.materialise import materialise
+from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model, default_loss
 from ptdbench.models.resnet import ResNet
 from ptdbench.models.toy import Toy
+from tests.parallel.ranks import on_ranks
 
 
 def filled(family, **options):
     with torch.device("meta"):
         model = family(**options)
-    materialise(model, model, device="cpu", seed=1)
+    materialize(model, model, device="cpu", seed=1)
     return model
 
 
@@ -40,11 +44,11 @@ def bottleneck_resnet():
 
 
 def toy_of_numbers():
-    return filled(Toy, inputs=6, width=5, outputs=4, layers=3), torch.randn(3, 6), torch.randn(3, 4)
+    return filled(Toy, inputs=6, width=4, outputs=4, layers=3), torch.randn(3, 6), torch.randn(3, 4)
 
 
 def toy_of_classes():
-    return filled(Toy, inputs=6, width=5, outputs=4, layers=3), torch.randn(3, 6), torch.randint(4, (3,))
+    return filled(Toy, inputs=6, width=4, outputs=4, layers=3), torch.randn(3, 6), torch.randint(4, (3,))
 
 
 FAMILIES = [gpt, untied_gpt, resnet, bottleneck_resnet, toy_of_numbers, toy_of_classes]
@@ -170,3 +174,31 @@ class TestDefaultLoss:
 
 def test_a_plain_module_is_no_model():
     assert not isinstance(nn.Linear(2, 2), Model)
+
+
+def cut_among_ranks() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """What each model that has a plan computes whole, and cut as it says by torch's own tensor parallelism."""
+    styles = {"outputs": ColwiseParallel, "inputs": RowwiseParallel}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = {}
+    for family in FAMILIES:
+        torch.manual_seed(0)
+        model, inputs, targets = family()
+        plan = model.tensor_plan()
+        if plan is None:
+            continue
+        whole = model(inputs).detach(), model(inputs, targets).detach()
+        parallelize_module(model, mesh, {name: styles[cut]() for name, cut in plan.items()})
+        assert all(model.get_submodule(name).weight.to_local().numel() * 2 == model.get_submodule(name).weight.numel()
+                   for name in plan)  # fmt: skip
+        found[family.__name__] = [*zip(whole, (model(inputs).detach(), model(inputs, targets).detach()), strict=True)]
+    return found
+
+
+@pytest.mark.ranks
+def test_cut_by_its_tensor_plan_it_computes_the_same():
+    for of_rank in on_ranks(2, cut_among_ranks):
+        assert set(of_rank) == {"gpt", "untied_gpt", "toy_of_numbers", "toy_of_classes"}
+        for pairs in of_rank.values():
+            for whole, cut in pairs:
+                torch.testing.assert_close(cut, whole)

@@ -5,7 +5,7 @@ import torch
 import torchvision
 from torch.utils.flop_counter import FlopCounterMode
 
-from ptdbench.models.materialise import materialise
+from ptdbench.models.materialize import materialize
 from ptdbench.models.resnet import ResNet
 from ptdbench.problems import ConfigError
 
@@ -13,7 +13,7 @@ from ptdbench.problems import ConfigError
 def resnet(depth=18, **options):
     with torch.device("meta"):
         model = ResNet(depth=depth, **options)
-    materialise(model, model, device="cpu", seed=0)
+    materialize(model, model, device="cpu", seed=0)
     return model
 
 

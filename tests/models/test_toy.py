@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ptdbench.models.materialise import materialise, parameter_count
+from ptdbench.models.materialize import materialize, parameter_count
 from ptdbench.models.toy import Toy
 from ptdbench.problems import ConfigError
 
@@ -12,7 +12,7 @@ from ptdbench.problems import ConfigError
 def toy(**options):
     with torch.device("meta"):
         model = Toy(**options)
-    materialise(model, model, device="cpu", seed=0)
+    materialize(model, model, device="cpu", seed=0)
     return model
 
 

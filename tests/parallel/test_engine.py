@@ -6,16 +6,20 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ptdbench.models.materialise import materialise
+from ptdbench.models.materialize import materialize
 from ptdbench.models.toy import Toy
-from ptdbench.parallel.engine import Accumulating
+from ptdbench.parallel.engine import Accumulating, Part
 
 
 def toy() -> Toy:
     with torch.device("meta"):
         model = Toy(inputs=4, width=6, outputs=2, layers=3)
-    materialise(model, model, device="cpu", seed=0)
+    materialize(model, model, device="cpu", seed=0)
     return model
+
+
+def engine(model: Toy, micro_batch: int, **options) -> Accumulating:
+    return Accumulating(Part(model, model, **options), micro_batch)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 12])
@@ -24,7 +28,7 @@ def test_gradients_and_loss_are_those_of_the_whole_batch(micro_batch):
     whole, split = toy(), toy()
     expected = whole(inputs, targets)
     expected.backward()
-    loss = Accumulating(split, micro_batch).gradients(inputs, targets, lambda loss: loss)
+    loss = engine(split, micro_batch).gradients(inputs, targets, lambda loss: loss)
     torch.testing.assert_close(loss, expected.detach())
     assert loss.dtype == torch.float32
     assert not loss.requires_grad
@@ -35,23 +39,55 @@ def test_gradients_and_loss_are_those_of_the_whole_batch(micro_batch):
 def test_the_scale_reaches_the_gradients_and_not_the_loss():
     inputs, targets = torch.randn(4, 4), torch.randn(4, 2)
     plain, scaled = toy(), toy()
-    loss = Accumulating(plain, 2).gradients(inputs, targets, lambda loss: loss)
-    assert torch.equal(Accumulating(scaled, 2).gradients(inputs, targets, lambda loss: loss * 1024), loss)
+    loss = engine(plain, 2).gradients(inputs, targets, lambda loss: loss)
+    assert torch.equal(engine(scaled, 2).gradients(inputs, targets, lambda loss: loss * 1024), loss)
     for ours, theirs in zip(scaled.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad * 1024)
 
 
-def test_each_pass_is_told_whether_it_is_the_last_for_forward_and_backward():
+def test_forward_and_backward_of_all_passes_but_the_last_defer_communication():
     told, model = [], toy()
 
     @contextmanager
-    def bracket(last: bool) -> Iterator[None]:
-        told.append(("begin", last))
+    def deferred() -> Iterator[None]:
+        told.append("begin")
         yield
-        told.append(("end", last))
+        told.append("end")
 
     model.register_forward_hook(lambda *_: told.append("forward"))
     next(model.parameters()).register_post_accumulate_grad_hook(lambda _: told.append("backward"))
-    Accumulating(model, 2, bracket).gradients(torch.randn(6, 4), torch.randn(6, 2), lambda loss: loss)
-    passes = [[("begin", last), "forward", "backward", ("end", last)] for last in (False, False, True)]
-    assert told == [event for one in passes for event in one]
+    engine(model, 2, deferred=deferred).gradients(torch.randn(6, 4), torch.randn(6, 2), lambda loss: loss)
+    assert told == 2 * ["begin", "forward", "backward", "end"] + ["forward", "backward"]
+
+
+def test_what_was_gathered_is_released_after_outputs_even_if_the_forward_pass_fails():
+    released, model = [], toy()
+    whole = engine(model, 2, release=lambda: released.append(True))
+    inputs, targets = torch.randn(6, 4), torch.randn(6, 2)
+    torch.testing.assert_close(whole.outputs(inputs, targets), model(inputs, targets))
+    assert not whole.outputs(inputs).requires_grad
+    with pytest.raises(RuntimeError):
+        whole.outputs(torch.randn(6, 5))
+    assert len(released) == 3
+
+
+def test_a_rehearsal_leaves_nothing_behind_but_a_settled_engine():
+    """Neither gradients nor buffers nor random numbers; the passes are those that the part asks for."""
+    model = toy()
+    model.register_buffer("count", torch.zeros(1))
+    model.register_forward_pre_hook(lambda *_: model.count.add_(torch.rand(1)) and None)
+    passes = []
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: passes.append(True))
+    inputs, targets = torch.randn(6, 4), torch.randn(6, 2)
+    before = torch.get_rng_state()
+    engine(model, 3, settles_after=2).rehearse(inputs, targets, lambda loss: loss)
+    assert len(passes) == 2 * 2
+    assert model.count == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_engine_makes_the_optimizer_of_what_it_trains():
+    model = toy()
+    optimizer = engine(model, 1).optimizer(lambda weights: torch.optim.SGD(weights, lr=1))
+    assert optimizer.param_groups[0]["params"] == list(model.parameters())

@@ -103,7 +103,7 @@ class TestMisspellings:
 
     def test_all_choices_are_offered_where_none_is_near(self):
         assert refused("parallel=quantum") == [
-            "parallel=quantum: there is no such choice; would do: ddp, fsdp, pdp, single"
+            "parallel=quantum: there is no such choice; would do: ddp, fsdp, hsdp, pdp, single"
         ]
 
     def test_an_option_like_none_leads_to_the_list_of_options(self):
@@ -115,9 +115,14 @@ class TestMisspellings:
 
     @pytest.mark.parametrize("multirun", [False, True])
     def test_an_option_of_another_choice_says_whose_it_is(self, multirun):
-        overrides = ("parallel.schedule=gpipe", *(["parallel=ddp,pdp"] if multirun else []))
+        overrides = ("optimizer.momentum=0.5", *(["optimizer=adamw,sgd"] if multirun else []))
         assert refused(*overrides, multirun=multirun) == [
-            "parallel.schedule=gpipe: there is no such option; it belongs to parallel=pdp"
+            "optimizer.momentum=0.5: there is no such option; it belongs to optimizer=sgd"
+        ]
+
+    def test_an_option_that_was_called_otherwise_says_its_name_of_today(self):
+        assert refused("parallel=pdp", "parallel.pipeline_size=4") == [
+            "parallel.pipeline_size=4: is called parallel.pipeline now; would do: parallel.pipeline=4"
         ]
 
     def test_all_at_once(self):
@@ -130,7 +135,7 @@ class TestMisspellings:
 
     def test_a_glob_that_matches_nothing(self):
         assert refused("parallel=glob(x*)", multirun=True) == [
-            "parallel=glob(x*): there is no such choice; would do: ddp, fsdp, pdp, single"
+            "parallel=glob(x*): there is no such choice; would do: ddp, fsdp, hsdp, pdp, single"
         ]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ptdbench.launch.world import World
+from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from tests.conftest import composed
@@ -34,7 +35,7 @@ class TestSound:
     def test_the_defaults_are_two_replicas_over_gloo(self):
         made = make()
         assert (made.device_type, made.backend, made.label) == ("cpu", "gloo", "gpt_tiny ddp")
-        assert (made.training.layout.data, made.training.layout.pipeline, made.training.layout.micro_batch) == (2, 1, 8)
+        assert (made.training.layout.dims, made.training.layout.micro_batch) == (Dims(replicate=2), 8)
         assert made.device(1) == torch.device("cpu")
 
     def test_the_model_costs_nothing_yet(self):
@@ -56,8 +57,8 @@ class TestSound:
         assert "meta" in made.training.flops_reason
 
     def test_the_ranks_of_a_launcher_are_taken_as_they_are(self):
-        assert make(world=rank_of(4)).training.layout.data == 4
-        assert make("cluster.ranks_per_node=2", world=rank_of(4, local_size=2)).training.layout.data == 4
+        assert make(world=rank_of(4)).training.layout.replicas == 4
+        assert make("cluster.ranks_per_node=2", world=rank_of(4, local_size=2)).training.layout.replicas == 4
 
     @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp", 2), ("pdp", 2)])
     def test_ranks_without_a_gpu(self, strategy, ranks):
@@ -84,17 +85,17 @@ class TestRefused:
                 "train.micro_batch=3: must divide a replica's share of the batch, 8; would do: 1, 2, 4",
             ),
             (
-                ["parallel=pdp", "cluster.ranks_per_node=8", "parallel.pipeline_size=8"],
-                "parallel.pipeline_size=8: must not exceed the number of the model's layers, 4; would do: 2, 4",
+                ["parallel=pdp", "cluster.ranks_per_node=8", "parallel.pipeline=8"],
+                "parallel.pipeline=8: must not exceed the number of the model's layers, 4; would do: 2, 4",
             ),
             (
-                ["parallel=pdp", "cluster.ranks_per_node=4", "parallel.pipeline_size=3"],
-                "parallel.pipeline_size=3: must divide the world size, 4; would do: 2, 4",
+                ["parallel=pdp", "cluster.ranks_per_node=4", "parallel.pipeline=3"],
+                "parallel.pipeline=3: replicate(auto) x pipeline(3) must be the number of ranks, 4; would do: 2, 4",
             ),
             (
                 ["parallel=single", "cluster.ranks_per_node=2"],
-                "parallel=single: runs on one rank, and there are 2; "
-                "would do: cluster.ranks_per_node=1, or parallel=ddp",
+                "parallel.replicate=1: all degrees of parallelism are 1, and there are 2 ranks; "
+                "would do: 2, auto, or cluster.ranks_per_node=1",
             ),
             (["data.path=/no/such/books"], "data.path=/no/such/books: there is no such file or folder"),
             (["model.vocabulary=100"], "data.vocabulary=100: must be a whole number of at least 256"),
@@ -147,8 +148,8 @@ class TestRefused:
         ]
 
     def test_a_world_that_no_layout_divides(self):
-        (line,) = refused("parallel=pdp", "parallel.pipeline_size=2", world=rank_of(3))
-        assert line == "parallel.pipeline_size=2: must divide the world size, 3; would do: 3"
+        (line,) = refused("parallel=pdp", "parallel.pipeline=2", world=rank_of(3))
+        assert line == "parallel.pipeline=2: replicate(auto) x pipeline(2) must be the number of ranks, 3; would do: 3"
 
     @pytest.mark.parametrize("data", ["synthetic_vectors", "synthetic_images"])
     def test_data_that_do_not_suit_the_model(self, data):
@@ -225,7 +226,7 @@ class TestModelsOfTheUser:
             "parallel=pdp", *VECTORS,
         )  # fmt: skip
         assert line == (
-            "parallel=pdp: the model has no parts(), so it cannot be cut into stages; "
+            "parallel.pipeline=auto: the model has no parts(), so it cannot be cut into stages; "
             "would do: parallel=ddp, parallel=fsdp"
         )
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from ptdbench.data.protocol import Data
 from ptdbench.data.synthetic import SyntheticVectors
-from ptdbench.models.materialise import materialise
+from ptdbench.models.materialize import materialize
 from ptdbench.models.toy import Toy
-from ptdbench.parallel.engine import Accumulating
-from ptdbench.parallel.layout import Layout, arrange
+from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.engine import Accumulating, Part
 from ptdbench.training import loop as module
 from ptdbench.training.loop import StepLoop
 from tests.workloads.made_loop import step_loop
@@ -24,7 +25,7 @@ CPU = torch.device("cpu")
 def toy() -> Toy:
     with torch.device("meta"):
         model = Toy(inputs=6, width=8, outputs=4, layers=3)
-    materialise(model, model, device="cpu", seed=0)
+    materialize(model, model, device="cpu", seed=0)
     return model
 
 
@@ -34,7 +35,7 @@ def data() -> SyntheticVectors:
 
 def loop_over(model: Toy, where: Layout, replica: int = 0, source: Data | None = None) -> StepLoop:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return step_loop(Accumulating(model, where.micro_batch), optimizer, source or data(), where, replica)
+    return step_loop(Accumulating(Part(model, model), where.micro_batch), optimizer, source or data(), where, replica)
 
 
 def by_hand(steps: int, batch: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -54,7 +55,7 @@ def by_hand(steps: int, batch: int) -> tuple[list[Tensor], list[Tensor]]:
 @pytest.mark.parametrize("micro_batch", ["auto", 2])
 def test_it_trains_as_a_loop_by_hand_does(micro_batch):
     model = toy()
-    loop = loop_over(model, arrange(1, 8, micro_batch))
+    loop = loop_over(model, Layout(Dims(), 8, micro_batch, 1, 8 // micro_batch))
     for _ in range(5):
         loop.step()
     losses, weights = by_hand(5, 8)
@@ -66,7 +67,7 @@ def test_it_trains_as_a_loop_by_hand_does(micro_batch):
 def test_each_step_leaves_a_loss_a_time_and_the_memory_in_use(monkeypatch):
     in_use = iter([100, 300, 200])
     monkeypatch.setattr(module.memory, "current_bytes", lambda device: next(in_use))
-    loop = loop_over(toy(), arrange(1, 8))
+    loop = loop_over(toy(), Layout(Dims(), 8, 8))
     for _ in range(3):
         loop.step()
     assert len(loop.losses) == len(loop.clock.seconds()) == 3
@@ -75,7 +76,7 @@ def test_each_step_leaves_a_loss_a_time_and_the_memory_in_use(monkeypatch):
 
 
 def test_losses_stay_on_the_device_and_hold_no_graph():
-    loop = loop_over(toy(), arrange(1, 8))
+    loop = loop_over(toy(), Layout(Dims(), 8, 8))
     loop.step()
     assert isinstance(loop.losses[0], Tensor)
     assert loop.losses[0].grad_fn is None
@@ -89,7 +90,7 @@ def test_each_replica_takes_its_own_rows():
             taken.append((start, stop))
             return super().samples(start, stop)
 
-    where = arrange(2, 8)
+    where = Layout(Dims(replicate=2), 8, 4)
     for replica in (0, 1):
         loop = loop_over(toy(), where, replica, Watched(inputs=6, outputs=4, seed=0))
         loop.step()
@@ -99,13 +100,13 @@ def test_each_replica_takes_its_own_rows():
 
 def test_gradients_do_not_live_on_after_a_step():
     model = toy()
-    loop_over(model, arrange(1, 8)).step()
+    loop_over(model, Layout(Dims(), 8, 8)).step()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_garbage_is_collected_between_steps_now_and_then_and_never_inside_one(monkeypatch):
     monkeypatch.setattr(module, "COLLECT_EVERY", 3)
-    loop = loop_over(toy(), arrange(1, 8))
+    loop = loop_over(toy(), Layout(Dims(), 8, 8))
     stopped_before_collecting = []
 
     def watch(phase: str, _: dict) -> None:

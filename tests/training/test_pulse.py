@@ -29,11 +29,11 @@ class Loop:
 
 
 def pulse(store: dist.Store, rank: int, pipeline: int, steps: int = 3) -> Pulse:
-    layout = SimpleNamespace(global_batch=4, pipeline=pipeline)
+    layout = SimpleNamespace(global_batch=4)
     training = SimpleNamespace(data=SimpleNamespace(tokens_per_sample=None), layout=layout)
     spec, world = SimpleNamespace(label="toy pdp"), SimpleNamespace(rank=rank, launcher="local")
     job: Any = SimpleNamespace(spec=spec, training=training, world=world, store=store, directory=None)
-    return Pulse(job, steps)
+    return Pulse(job, steps, knows=rank == pipeline - 1)
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ptdbench.data.feed import Feed
 from ptdbench.data.protocol import Data
 from ptdbench.optim.schedules import Constant, Schedule
+from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.engine import Engine
-from ptdbench.parallel.layout import Layout
 from ptdbench.setup.config import Train
 from ptdbench.training.loop import StepLoop
 from ptdbench.training.update import Update

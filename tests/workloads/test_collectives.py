@@ -79,16 +79,16 @@ def test_groups_are_those_of_the_mesh_that_trains(data, pipeline):
     code = (
         "import json, torch.distributed as dist\n"
         "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
-        "from ptdbench.parallel import mesh\n"
-        "from ptdbench.parallel.layout import Layout\n"
+        "from ptdbench.parallel.dims import Dims, Mesh\n"
         f"dist.init_process_group('fake', store=FakeStore(), rank=0, world_size={data * pipeline})\n"
-        f"print(json.dumps(mesh.build(Layout({data}, {pipeline}, 1, 1, 1, 1), 'cpu').mesh.tolist()))\n"
+        f"mesh = Mesh(Dims(replicate={data}, pipeline={pipeline}), 'cpu')\n"
+        "ranks = lambda mesh: dist.get_process_group_ranks(mesh.get_group())\n"
+        "print(json.dumps([ranks(mesh.batch), ranks(mesh.pipeline) if mesh.pipeline else [0]]))\n"
     )
     told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    grid = json.loads(told.stdout)
-    rows = grid if pipeline > 1 else [[rank] for rank in grid]
-    assert groups_of("pipeline", data * pipeline, pipeline) == rows
-    assert groups_of("data", data * pipeline, pipeline) == [list(column) for column in zip(*rows, strict=True)]
+    replicas, stages = json.loads(told.stdout)
+    assert groups_of("data", data * pipeline, pipeline)[0] == replicas
+    assert groups_of("pipeline", data * pipeline, pipeline)[0] == stages
 
 
 @pytest.mark.ranks

@@ -67,7 +67,7 @@ class HostSyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(variance * count / (count - 1), weight)
 
 
-def synchronise_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
+def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
     """Let every BatchNorm layer of ``model`` normalise over the ranks of ``group``; names stay as they are."""
     if device.type == "cuda":
         nn.SyncBatchNorm.convert_sync_batchnorm(model, group)

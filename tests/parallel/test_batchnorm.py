@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptdbench.parallel.sync_batchnorm import HostSyncBatchNorm, synchronise_batchnorm
+from ptdbench.parallel.batchnorm import HostSyncBatchNorm, synchronize_batchnorm
 from tests.parallel.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -61,7 +61,7 @@ def in_rank() -> dict[str, dict[str, Any]]:
     rank, seen = dist.get_rank(), {}
     for name, options in LAYERS.items():
         model = nn.Sequential(layer(options))
-        synchronise_batchnorm(model, dist.group.WORLD, torch.device("cpu"))
+        synchronize_batchnorm(model, dist.group.WORLD, torch.device("cpu"))
         assert isinstance(model[0], HostSyncBatchNorm)
         seen[name] = trained(model[0], slice(2 * rank, 2 * rank + 2))
     return seen
@@ -101,7 +101,7 @@ def test_the_halves_alone_would_give_something_else():
 def test_names_stay_and_only_batch_norms_change():
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Sequential(nn.BatchNorm2d(3), nn.LayerNorm(3)))
     names = list(model.state_dict())
-    synchronise_batchnorm(model, None, torch.device("cpu"))
+    synchronize_batchnorm(model, None, torch.device("cpu"))
     assert list(model.state_dict()) == names
     assert [type(module) for module in model.modules() if "Norm" in type(module).__name__] == [
         HostSyncBatchNorm, HostSyncBatchNorm, nn.LayerNorm,

@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from ptdbench.parallel.partition import balance
+from ptdbench.parallel.pipeline.partition import balance
 
 
 def slowest(costs: list[float], cuts: list[range]) -> float:

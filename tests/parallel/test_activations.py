@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ptdbench.parallel.layers import compile_each, recompute, wrap_forward
+from ptdbench.parallel.activations import compile_each, recompute, wrap_forward
 
 
 class Counted(nn.Linear):

@@ -16,7 +16,7 @@ from ptdbench.models.protocol import Model
 
 
 @torch.no_grad()
-def materialise(model: Model, module: nn.Module, *, prefix: str = "", device: torch.device | str, seed: int) -> None:
+def materialize(model: Model, module: nn.Module, *, prefix: str = "", device: torch.device | str, seed: int) -> None:
     """Put ``module`` on ``device``, and give every tensor of it that is still on the meta device its value.
 
     A parameter keeps its identity, so that whatever shares it still does. May be called for parts of a model

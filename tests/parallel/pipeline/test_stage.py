@@ -4,20 +4,22 @@ import pytest
 import torch
 
 from ptdbench.models.gpt import GPT
-from ptdbench.models.materialise import materialise
+from ptdbench.models.materialize import materialize
 from ptdbench.models.resnet import ResNet
-from ptdbench.parallel.stage import Stage
+from ptdbench.parallel.pipeline import stage as stages
+from ptdbench.parallel.pipeline.stage import Stage
 
 
 def gpt() -> GPT:
     model = GPT(layers=3, heads=2, width=8, sequence_length=6, vocabulary=11, tie_weights=False)
-    materialise(model, model, device="cpu", seed=0)
+    materialize(model, model, device="cpu", seed=0)
     return model
 
 
 def cut(model, *ends: int) -> list[Stage]:
     parts = list(model.parts().items())
-    return [Stage(dict(parts[start:stop])) for start, stop in zip((0, *ends), (*ends, len(parts)), strict=True)]
+    cuts = zip((0, *ends), (*ends, len(parts)), strict=True)
+    return [Stage(dict(parts[start:stop]), is_last=stop == len(parts)) for start, stop in cuts]
 
 
 @pytest.mark.parametrize("build", [gpt, lambda: ResNet(depth=18, classes=3, image_size=32)])
@@ -39,6 +41,20 @@ def test_a_chain_of_stages_computes_what_the_whole_does():
     loss = last(hidden, targets)
     assert loss.shape == (1,)  # what a schedule can join
     torch.testing.assert_close(loss, model(tokens, targets).reshape(1))
+
+
+def test_a_stage_that_is_not_the_last_passes_over_the_targets():
+    first = cut(gpt(), 2)[0]
+    tokens = torch.randint(11, (4, 6))
+    assert torch.equal(first(tokens, tokens), first(tokens))
+
+
+def test_a_cut_says_which_rank_has_what():
+    where = stages.cut(gpt(), [0, 1, 0])
+    assert [name for stage in where.stages for name in stage] == list(gpt().parts())
+    assert (where.of(0), where.of(1)) == ([0, 2], [1])
+    assert where.owner("embedding.token.weight") == 0
+    assert where.owner("head.norm.bias") == 2
 
 
 def test_modules_of_a_stage_are_listed_once():

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from ptdbench.models.gpt import GPT
-from ptdbench.models.materialise import materialise, parameter_count
+from ptdbench.models.materialize import materialize, parameter_count
 from ptdbench.models.resnet import ResNet
 
 
@@ -14,7 +14,7 @@ def meta_gpt():
 
 def whole(seed=0):
     model = meta_gpt()
-    materialise(model, model, device="cpu", seed=seed)
+    materialize(model, model, device="cpu", seed=seed)
     return model
 
 
@@ -28,7 +28,7 @@ def assert_same(got, want):
 def test_part_by_part_in_any_order_is_the_whole(order):
     model = meta_gpt()
     for name, part in list(model.parts().items())[::order]:
-        materialise(model, part, prefix=f"{name}.", device="cpu", seed=0)
+        materialize(model, part, prefix=f"{name}.", device="cpu", seed=0)
     assert_same(model.state_dict(), whole().state_dict())
     assert model.head.projection.weight is model.embedding.token.weight
 
@@ -36,8 +36,8 @@ def test_part_by_part_in_any_order_is_the_whole(order):
 def test_a_twin_alone_in_its_stage_has_the_value_of_the_first():
     """Each rank of a pipeline has a model of its own and fills its own stage only."""
     first, last = meta_gpt(), meta_gpt()
-    materialise(first, first.embedding, prefix="embedding.", device="cpu", seed=0)
-    materialise(last, last.head, prefix="head.", device="cpu", seed=0)
+    materialize(first, first.embedding, prefix="embedding.", device="cpu", seed=0)
+    materialize(last, last.head, prefix="head.", device="cpu", seed=0)
     twins = first.embedding.token.weight, last.head.projection.weight
     torch.testing.assert_close(*twins, rtol=0, atol=0)
     assert last.blocks[0].mlp.up.weight.is_meta  # of another rank
@@ -46,7 +46,7 @@ def test_a_twin_alone_in_its_stage_has_the_value_of_the_first():
 def test_a_part_cut_off_from_its_model_is_filled_by_name():
     model = meta_gpt()
     stage = nn.ModuleDict({"mine": model.blocks[1]})
-    materialise(meta_gpt(), stage["mine"], prefix="blocks.1.", device="cpu", seed=0)
+    materialize(meta_gpt(), stage["mine"], prefix="blocks.1.", device="cpu", seed=0)
     assert_same(stage["mine"].state_dict(), whole().blocks[1].state_dict())
 
 
@@ -70,14 +70,14 @@ def test_a_second_call_changes_nothing():
     model = whole()
     with torch.no_grad():
         model.head.norm.weight.fill_(7)
-    materialise(model, model, device="cpu", seed=1)
+    materialize(model, model, device="cpu", seed=1)
     assert (model.head.norm.weight == 7).all()
 
 
 def test_parameters_stay_parameters_and_frozen_stay_frozen():
     model = meta_gpt()
     model.embedding.requires_grad_(False)
-    materialise(model, model, device="cpu", seed=0)
+    materialize(model, model, device="cpu", seed=0)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, nn.Parameter)
         assert parameter.is_leaf
@@ -87,7 +87,7 @@ def test_parameters_stay_parameters_and_frozen_stay_frozen():
 def test_buffers_too():
     with torch.device("meta"):
         model = ResNet(depth=18)
-    materialise(model, model, device="cpu", seed=0)
+    materialize(model, model, device="cpu", seed=0)
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     assert model.bn1.num_batches_tracked.dtype == torch.int64
     assert model.bn1.num_batches_tracked == 0

@@ -1,4 +1,4 @@
-"""What is done to a model's repeated layers one by one, under every strategy alike."""
+"""What of a layer's activations is kept for the backward pass, and how a layer is compiled: layer by layer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def wrap_forward(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Call
 
 
 def recompute(layers: Sequence[nn.Module]) -> None:
-    """Activation checkpointing: keep only each layer's input, and run the layer again in the backward pass."""
+    """Apply activation checkpointing: keep each layer's input only, and run the layer again in the backward pass."""
     for layer in layers:
         wrap_forward(layer, lambda forward: partial(checkpoint, forward, use_reentrant=False))
 
@@ -28,8 +28,8 @@ def recompute(layers: Sequence[nn.Module]) -> None:
 def compile_each(layers: Sequence[nn.Module]) -> None:
     """Compile layer by layer.
 
-    Identical layers share one compiled graph, so it takes as long for 96 of them as for one, and the
-    strategies' communication stays between the graphs, where it can overlap.
+    Identical layers share one compiled graph, so it takes as long for 96 of them as for one, and the communication
+    between layers stays between the graphs, where it can overlap.
     """
     for layer in layers:
         wrap_forward(layer, torch.compile)

@@ -1,0 +1,82 @@
+"""How a global batch falls onto the ranks: the numbers, and the rules they must satisfy."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from ptdbench.parallel.dims import Dims, divisors
+from ptdbench.problems import Problem, nearest_numbers, require, would_do
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One factorization of ranks and batch.
+
+    ``dims.batch * accumulation * microbatches * micro_batch`` is the global batch.
+
+    Attributes:
+        dims: How many ranks take part in what.
+        global_batch: Samples of one optimizer step over all ranks.
+        micro_batch: Samples of one forward and backward through one stage.
+        microbatches: Micro-batches that one pass of a pipeline schedule works on; 1 without a pipeline.
+        accumulation: Passes whose gradients are added up before the optimizer steps.
+    """
+
+    dims: Dims
+    global_batch: int
+    micro_batch: int
+    microbatches: int = 1
+    accumulation: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Equal shares that the global batch is divided into."""
+        return self.dims.batch
+
+    @property
+    def replica_batch(self) -> int:
+        """Samples of one step that one replica works on."""
+        return self.global_batch // self.replicas
+
+    def rows(self, step: int, replica: int) -> tuple[int, int]:
+        """The samples, numbered over the whole run, that a replica takes at a step: ``(start, stop)``."""
+        start = step * self.global_batch + replica * self.replica_batch
+        return start, start + self.replica_batch
+
+    def as_dict(self) -> dict[str, int]:
+        """The numbers by name, as they stand in a record; ``data`` is the number of replicas."""
+        numbers = asdict(self)
+        return {"data": self.replicas, **numbers.pop("dims"), **numbers}
+
+
+def share(replicas: int, global_batch: int, micro_batch: int | Literal["auto"]) -> int:
+    """Samples of one step that each replica works on.
+
+    Args:
+        replicas: Equal shares that the global batch is divided into.
+        global_batch: Samples of one optimizer step.
+        micro_batch: Samples of one forward and backward, or ``auto``.
+
+    Raises:
+        ConfigError: The batch cannot be divided so.
+    """
+    require(_is_multiple("global_batch", global_batch, replicas, "the number of data-parallel replicas"))
+    if micro_batch != "auto":
+        require(divides("micro_batch", micro_batch, global_batch // replicas, "a replica's share of the batch"))
+    return global_batch // replicas
+
+
+def divides(option: str, value: int, total: int, what: str) -> Problem | None:
+    """What is wrong with a number that must divide another."""
+    if value >= 1 and total % value == 0:
+        return None
+    return Problem(option, value, f"must divide {what}, {total}", would_do(nearest_numbers(value, divisors(total))))
+
+
+def _is_multiple(option: str, value: int, factor: int, what: str) -> Problem | None:
+    if value >= 1 and value % factor == 0:
+        return None
+    below = value // factor * factor
+    close = [number for number in (below, below + factor) if number > 0]
+    return Problem(option, value, f"must be a multiple of {what}, {factor}", would_do(close))

@@ -1,0 +1,133 @@
+"""The degrees of parallelism, and the ranks as a grid of so many dimensions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from torch.distributed.device_mesh import init_device_mesh
+
+from ptdbench.problems import Problem, require, would_do
+
+Degree = int | Literal["auto"]
+
+#: From the dimension whose neighbors may be far apart to the one whose neighbors talk most. Stages stand inside of
+#: copies, so that activations stay inside a node.
+ORDER = ("replicate", "pipeline", "shard", "context", "tensor")
+
+#: In which order degrees that are not given are derived.
+_DERIVED = ("pipeline", "shard", "replicate")
+
+
+@dataclass(frozen=True)
+class Dims:
+    """How many ranks take part in what; the degrees multiply to the world size.
+
+    Attributes:
+        replicate: Copies of the model.
+        shard: Ranks that share the weights of one copy; each takes a share of its batch.
+        context: Ranks that share a sequence.
+        tensor: Ranks that share each matrix product.
+        pipeline: Stages that a copy is cut into.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return math.prod(asdict(self).values())
+
+    @property
+    def batch(self) -> int:
+        """Shares that the global batch is divided into."""
+        return self.replicate * self.shard
+
+
+def derive(world_size: int, wanted: Mapping[str, Degree]) -> Dims:
+    """The degrees of a run.
+
+    Of several degrees that are ``auto``, the first one in the order pipeline, shard, replicate is the smallest divisor
+    above 1 of what the others leave, and the last one is all that is left.
+
+    Args:
+        world_size: Ranks in all.
+        wanted: Each degree, or ``auto``.
+
+    Raises:
+        ConfigError: The degrees do not multiply to the world size; with the equation and what fits.
+    """
+    given = {name: degree for name, degree in wanted.items() if degree != "auto"}
+    waiting = [name for name in _DERIVED if wanted[name] == "auto"]
+    rest, odd = divmod(world_size, math.prod(given.values()))
+    if odd or (rest != 1 and not waiting):
+        require(_unequal(world_size, wanted))
+    derived = dict(given)
+    for name in waiting:
+        is_last = name == waiting[-1]
+        derived[name] = rest if is_last or rest == 1 else divisors(rest)[1]
+        rest //= derived[name]
+    return Dims(**derived)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _unequal(world_size: int, wanted: Mapping[str, Degree]) -> Problem:
+    """The equation that does not hold, for a degree that can be changed, and the values of it that fit."""
+    product = math.prod(degree for degree in wanted.values() if degree != "auto")
+    factors = " x ".join(f"{name}({degree})" for name, degree in wanted.items() if degree != 1)
+    relation = factors if "auto" in wanted.values() else f"{factors} = {product}"
+    rule = f"{relation} must be the number of ranks, {world_size}"
+    given = [name for name, degree in wanted.items() if degree not in (1, "auto")]
+    if not given:
+        rule = f"all degrees of parallelism are 1, and there are {world_size} ranks"
+        return Problem("replicate", 1, rule, would_do([world_size, "auto", "or cluster.ranks_per_node=1"]))
+    fits = {name: _fitting(world_size, wanted, name) for name in given}
+    name = next((name for name in reversed(given) if fits[name]), given[-1])
+    remedy = would_do(fits[name]) or would_do([f"a number of ranks of {product}", "or auto for one of the degrees"])
+    return Problem(name, wanted[name], rule, remedy)
+
+
+def _fitting(world_size: int, wanted: Mapping[str, Degree], name: str) -> list[int]:
+    """Values of one degree above 1 that go with the others as they are."""
+    others = math.prod(degree for other, degree in wanted.items() if degree != "auto" and other != name)
+    rest, odd = divmod(world_size, others)
+    if odd or rest == 1:
+        return []
+    return divisors(rest)[1:] if "auto" in wanted.values() else [rest]
+
+
+class Mesh:
+    """The ranks as a grid, seen from one of them.
+
+    Attributes:
+        dims: The degrees.
+        batch: The ranks that hold the same part of the model and work on other samples.
+        replicate: Those of them that hold the same weights; ``None`` where there are none but shards.
+        shard: Those over which the weights are cut, with copies as a first dimension of two where there are several.
+        pipeline: The ranks that hold the stages of one copy; ``None`` for one stage.
+
+    Args:
+        dims: The degrees.
+        device_type: ``cpu`` or ``cuda``.
+    """
+
+    def __init__(self, dims: Dims, device_type: str) -> None:
+        self.dims = dims
+        # One of the two dimensions of the batch is always there, if only with one rank in it.
+        names = tuple(name for name in ORDER if getattr(dims, name) > 1 or (name == "replicate" and dims.batch == 1))
+        grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)
+        copies = tuple(name for name in ("replicate", "shard") if name in names)
+        self.shard = grid[copies]
+        self.batch = self.shard._flatten("batch") if len(copies) > 1 else self.shard
+        self.replicate = grid["replicate"] if "replicate" in names else None
+        self.pipeline = grid["pipeline"] if "pipeline" in names else None

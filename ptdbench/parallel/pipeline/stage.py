@@ -1,0 +1,95 @@
+"""The stages of a model: which parts each of them has, and which rank has which of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ptdbench.models.protocol import FlopsUnknown, Model
+from ptdbench.parallel.pipeline.partition import balance
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model's parts in stages.
+
+    Attributes:
+        stages: The names of each stage's parts, in the model's order.
+        ranks: Each stage's rank in the pipeline.
+    """
+
+    stages: Sequence[Sequence[str]]
+    ranks: Sequence[int]
+
+    def of(self, rank: int) -> list[int]:
+        """The stages of a rank, in order."""
+        return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
+
+    def owner(self, weight: str) -> int:
+        """The stage that holds a weight, by its full name."""
+        return next(
+            number for number, parts in enumerate(self.stages) if any(weight.startswith(f"{part}.") for part in parts)
+        )
+
+
+def cut(model: Model, ranks: Sequence[int]) -> Cut:
+    """Cut a model that is a chain of parts into stages of nearly equal cost.
+
+    By cost and not by number: the head of a small model with a large vocabulary can outweigh several layers.
+
+    Args:
+        model: Its :meth:`~ptdbench.models.protocol.Model.parts` are not ``None``.
+        ranks: Each stage's rank in the pipeline.
+    """
+    parts = model.parts() or {}
+    names = list(parts)
+    return Cut([names[run.start : run.stop] for run in balance(costs(model, parts), len(ranks))], ranks)
+
+
+def costs(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
+    """What each part costs: its FLOPs where the model tells them by part, else its parameters."""
+    try:
+        flops = model.train_flops()
+    except FlopsUnknown:
+        flops = {}
+    if parts.keys() <= flops.keys():
+        return [flops[name] for name in parts]
+    return [sum(weight.numel() for weight in part.parameters()) for part in parts.values()]
+
+
+class Stage(nn.Module):
+    """Consecutive parts of a model.
+
+    Args:
+        parts: The parts by their dotted names in the whole model, so that weights, checkpoints and gradients
+            carry the same names whatever the number of stages.
+        is_last: Whether the model ends here; other stages pass over the targets.
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Module], is_last: bool = False) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            *path, leaf = name.split(".")
+            holder: nn.Module = self
+            for step in path:
+                if step not in holder._modules:
+                    holder.add_module(step, nn.Module())
+                holder = holder.get_submodule(step)
+            holder.add_module(leaf, part)
+        self._chain = list(parts.values())
+        self._is_last = is_last
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Activations for the next stage; with targets, on the last stage, the mean loss as ``(1,)``.
+
+        The schedule joins what micro-batches return along the first dimension, which a scalar does not have.
+        """
+        for part in self._chain[:-1]:
+            inputs = part(inputs)
+        last = self._chain[-1]
+        if targets is not None and self._is_last:
+            return last(inputs, targets).reshape(1).clone()  # FSDP wants no view
+        # A stage hands its outputs on, and messages are contiguous: images may come with their channels last.
+        return last(inputs).contiguous()

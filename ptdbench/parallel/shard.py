@@ -1,0 +1,100 @@
+"""FSDP2: weights, gradients and optimizer state in shards; each layer is gathered just before it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from ptdbench.models.protocol import Model, module_of
+from ptdbench.parallel.engine import Part
+from ptdbench.parallel.precision import DTYPES, Name
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How weights are gathered and gradients reduced.
+
+    Attributes:
+        reshard_after_forward: Free a layer's gathered weights after its forward pass and gather them again for the
+            backward pass (ZeRO-3); false keeps them in between (ZeRO-2): more memory, less traffic.
+        precision: Format of the arithmetic.
+        reduce_dtype: Format in which gradients are reduced where the arithmetic is narrower than fp32.
+    """
+
+    reshard_after_forward: bool
+    precision: Name
+    reduce_dtype: Name
+
+
+def shard(
+    module: nn.Module,
+    layers: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    how: Sharding,
+    fill: Callable[[nn.Module, str], None],
+) -> Part:
+    """Cut a module up over the ranks, layer by layer.
+
+    Args:
+        module: A model, or a stage of one, on the meta device or with its weights.
+        layers: Those of its modules that are gathered one by one.
+        mesh: The ranks; of two dimensions, the first are copies and the second the shards of each.
+        how: Formats, and when to free.
+        fill: Gives a module its weights, whose names in ``module`` begin as it is told.
+    """
+    narrow = how.precision != "fp32"
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[how.precision] if narrow else None,
+        reduce_dtype=DTYPES[how.reduce_dtype] if narrow else None,
+    )
+
+    def cut(part: nn.Module) -> FSDPModule:
+        return fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=how.reshard_after_forward)
+
+    names = {part: name for name, part in module.named_modules()}
+    # One layer after the other is given its weights and cut up, so that never more than one is whole here.
+    for layer in layers:
+        fill(layer, f"{names[layer]}.")
+        cut(layer)
+    # What is left, embedding and head, forms one group of its own: it is gathered first and freed last.
+    fill(module, "")
+    root = cut(module)
+
+    @contextmanager
+    def deferred() -> Iterator[None]:
+        root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+
+    return Part(module, module, deferred, release=lambda: _reshard(module))
+
+
+def _reshard(module: nn.Module) -> None:
+    """Free all gathered weights.
+
+    With ``reshard_after_forward=False`` a backward pass would see to that. Where there is none, the next step or
+    checkpoint would meet whole weights that nobody brings up to date.
+    """
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def shared_between_layers(model: Model) -> tuple[str, str] | None:
+    """Two names of one weight in different layers, which cannot be cut up with either; no layers are one layer."""
+    layers = set(model.layers())
+    units = [f"{name}." for name, part in module_of(model).named_modules() if part in layers]
+    first: dict[nn.Parameter, tuple[str, str | None]] = {}
+    for name, weight in module_of(model).named_parameters(remove_duplicate=False):
+        unit = next((unit for unit in units if name.startswith(unit)), None)
+        other, other_unit = first.setdefault(weight, (name, unit))
+        if unit != other_unit:
+            return other, name
+    return None

@@ -1,0 +1,220 @@
+"""What ``parallel=<preset>`` is: the degrees of parallelism, and how each is carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from ptdbench.models.protocol import Model, module_of
+from ptdbench.parallel.apply import Setting, Transforms, apply
+from ptdbench.parallel.batch import Layout, divides
+from ptdbench.parallel.dims import Degree, Dims, derive, divisors
+from ptdbench.parallel.engine import Accumulating, Engine
+from ptdbench.parallel.pipeline import schedules
+from ptdbench.parallel.pipeline.engine import pipelined
+from ptdbench.parallel.precision import Name
+from ptdbench.parallel.replicate import Replication
+from ptdbench.parallel.shard import Sharding, shared_between_layers
+from ptdbench.problems import Problem, at_least, require, would_do
+
+DEGREES = ("replicate", "shard", "context", "tensor", "pipeline")
+
+#: Which options say something only where a degree is not 1, and the presets where it is not.
+_OPTIONS_OF = {
+    "replicate": ("bucket_mb", "gradient_as_bucket_view", "static_graph"),
+    "shard": ("reshard_after_forward", "reduce_dtype"),
+    "pipeline": ("schedule", "microbatches"),
+}
+_PRESETS = {"replicate": "parallel=ddp,pdp", "shard": "parallel=fsdp,hsdp", "pipeline": "parallel=pdp"}
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a model is laid out over the ranks.
+
+    Attributes:
+        replicate: Copies of the model, each with its share of the batch. ``auto``, here and below: derived from the
+            number of ranks, see :func:`ptdbench.parallel.dims.derive`.
+        shard: Ranks that share the weights of one copy, and its share of the batch.
+        context: Ranks that share a sequence; 1.
+        tensor: Ranks that share each matrix product; 1.
+        pipeline: Stages that a copy is cut into.
+        bucket_mb: DDP all-reduces gradients in buckets of this many MiB: smaller ones start earlier, larger ones use
+            the links better.
+        gradient_as_bucket_view: Let ``.grad`` point into DDP's buckets, which saves one copy of all gradients.
+        static_graph: Tell DDP that every step uses the same parameters in the same order. ``auto``: where it is sound,
+            that is without accumulation (with it torch fails an internal assertion) and without a pipeline (under 1F1B
+            it silently gives wrong gradients).
+        reshard_after_forward: Free a layer's gathered weights after its forward pass and gather them again for the
+            backward pass (ZeRO-3); false keeps them in between (ZeRO-2): more memory, less traffic.
+        reduce_dtype: Format in which FSDP reduces gradients; ``auto``: fp32, also where the arithmetic is narrower.
+        schedule: ``gpipe``: all forward passes, then all backward passes. ``1f1b``: alternating as early as possible,
+            which holds at most ``pipeline`` micro-batches in memory.
+        microbatches: Micro-batches of one pass of the schedule; ``auto``: from ``train.micro_batch`` where that is set,
+            else at least two a stage.
+        sync_batchnorm: Normalize over the whole global batch instead of over each rank's share.
+
+    Raises:
+        ConfigError: With every option that cannot stand.
+    """
+
+    replicate: Degree = 1
+    shard: Degree = 1
+    context: Degree = 1
+    tensor: Degree = 1
+    pipeline: Degree = 1
+    bucket_mb: float = 25
+    gradient_as_bucket_view: bool = True
+    static_graph: bool | Literal["auto"] = "auto"
+    reshard_after_forward: bool = True
+    reduce_dtype: Name | Literal["auto"] = "auto"
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    microbatches: int | Literal["auto"] = "auto"
+    sync_batchnorm: bool = False
+
+    def __post_init__(self) -> None:
+        given = {name: degree for name, degree in self._degrees().items() if degree != "auto"}
+        require(
+            *at_least(1, **given),
+            *(Problem(name, degree, "is not available yet; it must be 1") for name in ("context", "tensor")
+              if (degree := getattr(self, name)) not in (1, 0)),
+            None if self.bucket_mb > 0 else
+            Problem("bucket_mb", self.bucket_mb, "must be greater than 0 (MiB)", would_do([25])),
+            *self._without_effect(),
+        )  # fmt: skip
+
+    def ranks(self, available: int) -> int:
+        """How many ranks a run has where its config does not say: as many of the available devices as fit."""
+        fixed = Dims(**{name: degree for name, degree in self._degrees().items() if degree != "auto"}).world_size
+        return max(available // fixed, 1) * fixed if self._derived() else fixed
+
+    def dims(self, world_size: int) -> Dims:
+        """The degrees on so many ranks.
+
+        Raises:
+            ConfigError: They do not multiply to the world size.
+        """
+        return derive(world_size, self._degrees())
+
+    def layout(self, dims: Dims, global_batch: int, micro_batch: int | Literal["auto"]) -> Layout:
+        """How a global batch falls onto the ranks.
+
+        Args:
+            dims: What :meth:`dims` gave.
+            global_batch: Samples of one optimizer step, which the replicas divide equally.
+            micro_batch: Samples of one forward and backward pass, which divides a replica's share; ``auto``: no
+                accumulation.
+
+        Raises:
+            ConfigError: An option does not go with the batch.
+        """
+        share = global_batch // dims.batch
+        if self._applies("pipeline", dims):
+            found = self._pipeline_layout(dims, global_batch, share, micro_batch)
+            require(self._too_few_microbatches(found, micro_batch))
+        else:
+            size = share if micro_batch == "auto" else micro_batch
+            found = Layout(dims, global_batch, size, accumulation=share // size)
+        require(self._static_graph(found))
+        return found
+
+    def check(self, model: Model, layout: Layout) -> None:
+        """Raises ConfigError for a model that cannot be laid out so."""
+        dims = layout.dims
+        if self._applies("pipeline", dims):
+            require(_cannot_be_cut(model, dims, self.pipeline))
+        if self._applies("shard", dims) and (names := shared_between_layers(model)):
+            rule = f"{names[0]} and {names[1]} are one weight, and fully_shard wants it in one layer"
+            require(Problem("shard", self.shard, rule, would_do(["parallel=ddp"])))
+
+    def __call__(self, model: Model, setting: Setting) -> Engine:
+        """Lay the model out; called in every rank."""
+        transforms = self._transforms(setting)
+        if self._applies("pipeline", setting.layout.dims):
+            return pipelined(model, setting, transforms, schedules.SCHEDULES[self.schedule])
+        part = apply(model, module_of(model), setting, transforms)
+        return Accumulating(part, setting.layout.micro_batch)
+
+    def _transforms(self, setting: Setting) -> Transforms:
+        layout, dims = setting.layout, setting.layout.dims
+        if self._applies("shard", dims):
+            reduce_dtype = "fp32" if self.reduce_dtype == "auto" else self.reduce_dtype
+            sharding = Sharding(self.reshard_after_forward, setting.precision, reduce_dtype)
+            return Transforms(sharding=sharding, sync_batchnorm=self.sync_batchnorm)
+        if not self._applies("replicate", dims):
+            return Transforms()
+        sound = layout.accumulation == 1 and not self._applies("pipeline", dims)
+        static_graph = sound if self.static_graph == "auto" else self.static_graph
+        replication = Replication(self.bucket_mb, self.gradient_as_bucket_view, static_graph)
+        return Transforms(replication=replication, sync_batchnorm=self.sync_batchnorm)
+
+    def _degrees(self) -> dict[str, Degree]:
+        return {name: getattr(self, name) for name in DEGREES}
+
+    def _derived(self) -> list[str]:
+        """The degrees that are derived, the first of them first."""
+        return [name for name in ("pipeline", "shard", "replicate") if getattr(self, name) == "auto"]
+
+    def _applies(self, degree: str, dims: Dims) -> bool:
+        """Whether what a degree stands for is done.
+
+        On one rank nothing is divided, but what was asked for is applied all the same, so that its cost can be seen.
+        """
+        return getattr(dims, degree) > 1 or (dims.world_size == 1 and self._derived()[:1] == [degree])
+
+    def _without_effect(self) -> Iterator[Problem]:
+        """Options that were given a value although their degree is 1; FSDP leaves nothing to DDP."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for degree, options in _OPTIONS_OF.items():
+            if getattr(self, degree) == 1 or (degree == "replicate" and self.shard != 1):
+                rule = "has no effect under these degrees of parallelism"
+                for option in options:
+                    if getattr(self, option) != defaults[option]:
+                        yield Problem(option, getattr(self, option), rule, f"it belongs to {_PRESETS[degree]}")
+
+    def _static_graph(self, layout: Layout) -> Problem | None:
+        if self.static_graph is not True:
+            return None
+        if self._applies("pipeline", layout.dims):
+            return Problem("static_graph", True, "gives wrong gradients under a pipeline", would_do(["auto", "false"]))
+        if layout.accumulation == 1:
+            return None
+        rule = f"is not sound with gradient accumulation, and there are {layout.accumulation} passes a step"
+        return Problem("static_graph", True, rule, would_do(["auto", "false, or train.micro_batch=auto"]))
+
+    def _pipeline_layout(self, dims: Dims, global_batch: int, share: int, micro_batch: int | Literal["auto"]) -> Layout:
+        if micro_batch == "auto":
+            count = schedules.busy(share, dims.pipeline) if self.microbatches == "auto" else self.microbatches
+            require(divides("microbatches", count, share, "a replica's share of the batch"))
+            return Layout(dims, global_batch, share // count, count)
+        total = share // micro_batch
+        count = total if self.microbatches == "auto" else self.microbatches
+        require(divides("microbatches", count, total, "the micro-batches of a replica's step"))
+        return Layout(dims, global_batch, micro_batch, count, total // count)
+
+    def _too_few_microbatches(self, layout: Layout, micro_batch: int | Literal["auto"]) -> Problem | None:
+        if self.schedule != "1f1b" or layout.microbatches >= layout.dims.pipeline:
+            return None
+        if self.microbatches != "auto":
+            other = "auto"
+        elif micro_batch != "auto":
+            other = f"a smaller train.micro_batch than {micro_batch}"
+        else:
+            other = f"a train.global_batch of at least {layout.dims.world_size}"
+        rule = f"must be at least the number of stages, {layout.dims.pipeline}, under 1f1b"
+        return Problem("microbatches", layout.microbatches, rule, would_do([other, "or parallel.schedule=gpipe"]))
+
+
+def _cannot_be_cut(model: Model, dims: Dims, wanted: Degree) -> Problem | None:
+    """A model that is not a chain of parts, or has fewer layers than stages."""
+    parts = model.parts()
+    if parts is None:
+        rule = "the model has no parts(), so it cannot be cut into stages"
+        return Problem("pipeline", wanted, rule, would_do(["parallel=ddp", "parallel=fsdp"]))
+    layers = len(model.layers() or parts)
+    if dims.pipeline <= layers:
+        return None
+    close = [size for size in divisors(dims.world_size) if 1 < size <= layers][-3:]
+    remedy = would_do(close) or would_do(["another cluster.ranks_per_node, or parallel=ddp"])
+    return Problem("pipeline", dims.pipeline, f"must not exceed the number of the model's layers, {layers}", remedy)

@@ -1,0 +1,112 @@
+"""How a batch falls onto the ranks, over many worlds and batches."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from ptdbench.parallel.batch import Layout, share
+from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.strategy import Strategy
+from ptdbench.problems import ConfigError
+
+WORLDS = range(1, 9)
+BATCHES = range(1, 25)
+MICRO_BATCHES = ("auto", 1, 2, 3, 4, 6)
+MICROBATCHES = ("auto", 1, 2, 3, 4)
+
+
+def arrange(world, batch, micro_batch="auto", *, pipeline=1, microbatches="auto"):
+    options = {} if pipeline == 1 else {"microbatches": microbatches, "schedule": "gpipe"}
+    strategy = Strategy(replicate="auto", pipeline=pipeline, **options)
+    dims = strategy.dims(world)
+    share(dims.batch, batch, micro_batch)
+    return strategy.layout(dims, batch, micro_batch)
+
+
+def exists(world: int, batch: int, pipeline: int, micro_batch: object, microbatches: object) -> bool:
+    """Whether numbers can be found by trying: replicas * accumulation * microbatches * micro_batch = batch."""
+    if world % pipeline:
+        return False
+    replicas = world // pipeline
+    accumulations = range(1, batch + 1) if "auto" not in (micro_batch, microbatches) else [1]
+    sizes = range(1, batch + 1) if micro_batch == "auto" else [micro_batch]
+    counts = range(1, batch + 1) if microbatches == "auto" else [microbatches]
+    return any(replicas * a * m * s == batch for a, m, s in product(accumulations, counts, sizes))
+
+
+def test_a_layout_is_found_exactly_where_there_is_one_and_its_factors_multiply_to_the_batch():
+    found = refused = 0
+    for world, batch, pipeline, size, count in product(WORLDS, BATCHES, (2, 3, 4), MICRO_BATCHES, MICROBATCHES):
+        case = (world, batch, pipeline, size, count)
+        try:
+            layout = arrange(world, batch, size, pipeline=pipeline, microbatches=count)
+        except ConfigError:
+            refused += 1
+            assert not exists(*case), case
+            continue
+        found += 1
+        assert layout.dims == Dims(replicate=world // pipeline, pipeline=pipeline), case
+        factors = layout.replicas * layout.accumulation * layout.microbatches * layout.micro_batch
+        assert factors == layout.global_batch == batch, case
+        assert size in ("auto", layout.micro_batch), case
+        assert count in ("auto", layout.microbatches), case
+        if "auto" in (size, count):
+            assert layout.accumulation == 1, case
+    assert found > 1000
+    assert refused > 1000
+
+
+def test_without_a_pipeline_what_does_not_fit_at_once_is_accumulated():
+    for world, batch, size in product(WORLDS, BATCHES, MICRO_BATCHES):
+        possible = batch % world == 0 and (size == "auto" or batch // world % size == 0)
+        try:
+            layout = arrange(world, batch, size)
+        except ConfigError:
+            assert not possible
+            continue
+        assert possible
+        expected = batch // world if size == "auto" else size
+        assert layout == Layout(Dims(replicate=world), batch, expected, 1, batch // world // expected)
+
+
+def test_the_rows_of_all_replicas_are_every_sample_exactly_once():
+    for replicate, shard, pipeline, multiple in product((1, 2, 3), (1, 2), (1, 2), (1, 2, 5)):
+        replicas = replicate * shard
+        layout = Layout(Dims(replicate=replicate, shard=shard, pipeline=pipeline), replicas * multiple, 1, multiple)
+        taken = [
+            sample
+            for step in range(3)
+            for replica in range(layout.replicas)
+            for sample in range(*layout.rows(step, replica))
+        ]
+        assert taken == list(range(3 * layout.global_batch))
+
+
+def test_the_samples_of_a_step_do_not_depend_on_the_layout():
+    for layout in (arrange(1, 12), arrange(4, 12), arrange(6, 12, 1, pipeline=2)):
+        rows = [layout.rows(5, replica) for replica in range(layout.replicas)]
+        assert (rows[0][0], rows[-1][1]) == (60, 72)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((4, 17, "auto"), "global_batch=17: must be a multiple of the number of data-parallel replicas, 4; "
+         "would do: 16, 20"),
+        ((4, 3, "auto"), "global_batch=3: must be a multiple of the number of data-parallel replicas, 4; would do: 4"),
+        ((2, 24, 5), "micro_batch=5: must divide a replica's share of the batch, 12; would do: 3, 4, 6"),
+    ],
+)  # fmt: skip
+def test_a_refusal_names_numbers_that_fit(arguments, message):
+    with pytest.raises(ConfigError) as caught:
+        share(*arguments)
+    assert str(caught.value) == message
+
+
+def test_a_record_holds_the_numbers_by_name():
+    assert Layout(Dims(replicate=2, shard=3, pipeline=2), 24, 2, 2, 1).as_dict() == {
+        "data": 6, "replicate": 2, "shard": 3, "context": 1, "tensor": 1, "pipeline": 2,
+        "global_batch": 24, "micro_batch": 2, "microbatches": 2, "accumulation": 1,
+    }  # fmt: skip

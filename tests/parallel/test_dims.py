@@ -1,0 +1,111 @@
+"""Degrees of parallelism: which are derived, and which do not fit."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+
+from ptdbench.parallel.dims import Dims, derive, divisors
+from ptdbench.problems import ConfigError
+
+NAMES = ("replicate", "shard", "context", "tensor", "pipeline")
+
+
+def wanted(**degrees):
+    return dict.fromkeys(NAMES, 1) | degrees
+
+
+def refused(world_size, **degrees):
+    with pytest.raises(ConfigError) as caught:
+        derive(world_size, wanted(**degrees))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degrees", "found"),
+    [
+        (1, {}, Dims()),
+        (1, {"replicate": "auto"}, Dims()),
+        (8, {"replicate": "auto"}, Dims(replicate=8)),
+        (8, {"shard": "auto"}, Dims(shard=8)),
+        (8, {"replicate": 2, "shard": "auto"}, Dims(replicate=2, shard=4)),
+        (8, {"replicate": "auto", "shard": "auto"}, Dims(replicate=4, shard=2)),
+        (2, {"replicate": "auto", "pipeline": "auto"}, Dims(pipeline=2)),
+        (6, {"replicate": "auto", "pipeline": "auto"}, Dims(replicate=3, pipeline=2)),
+        (9, {"replicate": "auto", "pipeline": "auto"}, Dims(replicate=3, pipeline=3)),
+        (5, {"replicate": "auto", "pipeline": "auto"}, Dims(pipeline=5)),
+        (8, {"replicate": 2, "pipeline": "auto"}, Dims(replicate=2, pipeline=4)),
+        (8, {"replicate": 2, "shard": 2, "pipeline": 2}, Dims(2, 2, 1, 1, 2)),
+    ],
+)
+def test_degrees_that_are_not_given_are_derived(world_size, degrees, found):
+    assert derive(world_size, wanted(**degrees)) == found
+
+
+def test_degrees_are_found_exactly_where_they_can_multiply_to_the_world_size():
+    found = refusals = 0
+    degrees = (1, 2, 3, "auto")
+    for world_size, *values in product(range(1, 13), degrees, degrees, degrees):
+        asked = dict(zip(("replicate", "shard", "pipeline"), values, strict=True))
+        fixed = math.prod(value for value in values if value != "auto")
+        possible = world_size % fixed == 0 if "auto" in values else world_size == fixed
+        try:
+            dims = derive(world_size, wanted(**asked))
+        except ConfigError:
+            refusals += 1
+            assert not possible, (world_size, asked)
+            continue
+        found += 1
+        assert possible, (world_size, asked)
+        assert dims.world_size == world_size
+        assert all(value in ("auto", getattr(dims, name)) for name, value in asked.items())
+    assert found > 100
+    assert refusals > 100
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degrees", "message"),
+    [
+        (
+            4,
+            {"replicate": "auto", "pipeline": 3},
+            "pipeline=3: replicate(auto) x pipeline(3) must be the number of ranks, 4; would do: 2, 4",
+        ),
+        (
+            8,
+            {"replicate": 2, "shard": 3},
+            "shard=3: replicate(2) x shard(3) = 6 must be the number of ranks, 8; would do: 4",
+        ),
+        (
+            8,
+            {"replicate": 3, "shard": 4},
+            "replicate=3: replicate(3) x shard(4) = 12 must be the number of ranks, 8; would do: 2",
+        ),
+        (
+            8,
+            {"replicate": 3, "shard": 3},
+            "shard=3: replicate(3) x shard(3) = 9 must be the number of ranks, 8; "
+            "would do: a number of ranks of 9, or auto for one of the degrees",
+        ),
+        (
+            2,
+            {},
+            "replicate=1: all degrees of parallelism are 1, and there are 2 ranks; "
+            "would do: 2, auto, or cluster.ranks_per_node=1",
+        ),
+        (
+            3,
+            {"replicate": 2, "shard": "auto"},
+            "replicate=2: replicate(2) x shard(auto) must be the number of ranks, 3; would do: 3",
+        ),
+    ],
+)
+def test_a_refusal_states_the_equation_and_what_fits(world_size, degrees, message):
+    assert refused(world_size, **degrees) == message
+
+
+def test_divisors():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]

@@ -1,0 +1,427 @@
+"""Layouts by their degrees: what they ask of a batch and a model, and the gradients they leave on real ranks."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ptdbench.data.synthetic import SyntheticTokens
+from ptdbench.models.foreign import Adapted
+from ptdbench.models.gpt import GPT
+from ptdbench.models.materialize import materialize
+from ptdbench.models.resnet import ResNet
+from ptdbench.models.toy import Toy
+from ptdbench.parallel.apply import Setting, Transforms
+from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.dims import Dims, Mesh
+from ptdbench.parallel.engine import Accumulating, Engine
+from ptdbench.parallel.pipeline.engine import Pipelined, pipelined
+from ptdbench.parallel.pipeline.stage import costs
+from ptdbench.parallel.strategy import Strategy
+from ptdbench.problems import ConfigError
+from tests.parallel.ranks import on_ranks
+
+SHAPE = {"layers": 4, "heads": 2, "width": 16, "sequence_length": 8, "vocabulary": 40}
+BATCH, MICRO_BATCH = 16, 1
+STRATEGIES = {
+    "ddp": Strategy(replicate="auto"),
+    "ddp in small buckets": Strategy(replicate="auto", bucket_mb=0.001, gradient_as_bucket_view=False),
+    "fsdp": Strategy(shard="auto"),
+    "fsdp without resharding": Strategy(shard="auto", reshard_after_forward=False),
+    "hsdp": Strategy(replicate=2, shard="auto"),
+    "1f1b": Strategy(replicate="auto", pipeline=2, schedule="1f1b", microbatches=4),
+    "gpipe": Strategy(replicate="auto", pipeline=2, schedule="gpipe", microbatches=4),
+    "1f1b on 4 stages": Strategy(replicate="auto", pipeline=4, schedule="1f1b", microbatches=8),
+    "stages in shards": Strategy(shard="auto", pipeline=2, schedule="1f1b", microbatches=4),
+}
+#: On eight ranks.
+PRODUCTS = {
+    "all three": Strategy(replicate=2, shard=2, pipeline=2, microbatches=2),
+    "all three, kept whole": Strategy(replicate=2, shard=2, pipeline=2, schedule="gpipe", reshard_after_forward=False),
+}
+
+
+def refused(call: Any, *arguments: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+def on_meta(build: Any, **options: Any) -> Any:
+    with torch.device("meta"):
+        return build(**options)
+
+
+def gpt() -> GPT:
+    """On four stages the head, for all its vocabulary, must share one; its weight is the embedding's."""
+    return on_meta(GPT, **SHAPE)
+
+
+def data() -> SyntheticTokens:
+    return SyntheticTokens(sequence_length=8, vocabulary=40, seed=0)
+
+
+class TestOnRanks:
+    """Gradients of one step with accumulation, by parameter, against those of the plain model on the whole batch."""
+
+    pytestmark = pytest.mark.ranks
+
+    @pytest.mark.parametrize("name", STRATEGIES)
+    def test_gradients_are_those_of_one_process(self, of_ranks, name):
+        check([of_rank[name] for of_rank in of_ranks])
+
+    @pytest.mark.parametrize("name", PRODUCTS)
+    def test_so_they_are_under_every_product_of_degrees(self, of_eight, name):
+        check([of_rank[name] for of_rank in of_eight])
+
+    def test_ranks_that_own_the_loss_are_one_a_replica(self, of_ranks, of_eight):
+        for seen in (of_ranks, of_eight):
+            for name in seen[0]:
+                owners = [of_rank[name]["owns_loss"] for of_rank in seen]
+                assert sum(owners) == seen[0][name]["layout"].replicas, name
+                assert all(of_rank[name]["owns_loss"] or of_rank[name]["loss"] == 0 for of_rank in seen), name
+
+    @pytest.mark.parametrize("name", ["1f1b", "gpipe", "1f1b on 4 stages", "stages in shards"])
+    def test_both_copies_of_a_shared_weight_have_its_whole_gradient(self, of_ranks, name):
+        seen = [of_rank[name]["gradients"] for of_rank in of_ranks]
+        embedding = [gradients["embedding.token.weight"] for gradients in seen if "embedding.token.weight" in gradients]
+        head = [gradients["head.projection.weight"] for gradients in seen if "head.projection.weight" in gradients]
+        assert len(embedding) == len(head) == of_ranks[0][name]["layout"].replicas
+        for first, last in zip(embedding, head, strict=True):
+            torch.testing.assert_close(first, last)
+
+    @pytest.mark.parametrize("name", ["1f1b", "gpipe", "1f1b on 4 stages"])
+    def test_only_the_last_stage_knows_the_loss(self, of_ranks, name):
+        losses = [of_rank[name]["loss"].item() for of_rank in of_ranks]
+        stages = of_ranks[0][name]["layout"].dims.pipeline
+        assert [loss > 0 for loss in losses] == [rank % stages == stages - 1 for rank in range(4)]
+
+    @pytest.mark.parametrize(
+        ("name", "collectives"),
+        [
+            ("ddp", 1),  # one bucket holds it all
+            ("1f1b", 1),
+            ("gpipe", 1),
+            ("1f1b on 4 stages", 0),  # one replica
+            # 4 layers and the rest are gathered in each of 4 passes, with resharding twice, and reduced once.
+            ("fsdp", 2 * 5 * 4 + 5),
+            ("fsdp without resharding", 5 * 4 + 5),
+        ],
+    )
+    def test_gradients_are_communicated_in_the_last_pass_only(self, of_ranks, name, collectives):
+        assert [of_rank[name]["collectives"] for of_rank in of_ranks] == [collectives] * 4
+
+    def test_neighboring_ranks_are_stages_of_one_copy_or_its_shards(self, of_ranks, of_eight):
+        assert [of_rank["1f1b"]["place"] for of_rank in of_ranks] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert [of_rank["ddp"]["place"] for of_rank in of_ranks] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+        assert [of_rank["hsdp"]["place"] for of_rank in of_ranks] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+        places = [of_rank["all three"]["place"] for of_rank in of_eight]
+        assert places == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)]
+
+    def test_a_rank_of_fsdp_holds_a_share_of_every_weight(self, of_ranks):
+        whole = sum(parameter.numel() for parameter in gpt().parameters())
+        held = [of_rank["fsdp"]["held"] for of_rank in of_ranks]
+        assert sum(held) == whole
+        assert max(held) < 0.5 * whole
+
+    def test_a_copy_of_hybrid_sharding_holds_every_weight_once(self, of_ranks):
+        whole = sum(parameter.numel() for parameter in gpt().parameters())
+        held = [of_rank["hsdp"]["held"] for of_rank in of_ranks]
+        assert held[0] + held[1] == held[2] + held[3] == whole
+
+    def test_stages_that_take_turns_on_a_rank(self):
+        seen = on_ranks(2, interleaved)
+        check(seen)
+        assert [of_rank["owns_loss"] for of_rank in seen] == [False, True]
+        for outputs in (of_rank["outputs"] for of_rank in seen if of_rank["owns_loss"]):
+            torch.testing.assert_close(outputs, seen[1]["expected"])
+
+
+def check(seen: list[dict[str, Any]]) -> None:
+    """The gradients of all ranks are the plain model's, and so is the mean of the replicas' losses."""
+    loss, expected = reference()
+    names = set()
+    for gradients in (of_rank["gradients"] for of_rank in seen):
+        assert gradients
+        names |= set(gradients)
+        for parameter, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-6, msg=parameter)
+    assert names - {"head.projection.weight"} == set(expected) - {"head.projection.weight"}
+    replicas = seen[0]["layout"].replicas
+    assert sum(of_rank["loss"].item() for of_rank in seen) / replicas == pytest.approx(loss, rel=1e-5)
+    norm = torch.stack([gradient.norm() for name, gradient in expected.items() if name != "head.projection.weight"])
+    for of_rank in seen:
+        torch.testing.assert_close(of_rank["norm"], norm.norm(), rtol=1e-4, atol=0)
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> list[dict[str, dict[str, Any]]]:
+    return on_ranks(4, in_rank, STRATEGIES)
+
+
+@pytest.fixture(scope="module")
+def of_eight() -> list[dict[str, dict[str, Any]]]:
+    return on_ranks(8, in_rank, PRODUCTS)
+
+
+@cache
+def reference() -> tuple[float, dict[str, Tensor]]:
+    model = gpt()
+    materialize(model, model, device="cpu", seed=0)
+    loss = model(*data().samples(0, BATCH))
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return loss.item(), gradients | {"head.projection.weight": gradients["embedding.token.weight"]}
+
+
+def in_rank(strategies: dict[str, Strategy]) -> dict[str, dict[str, Any]]:
+    return {name: step_of(strategy) for name, strategy in strategies.items()}
+
+
+def step_of(strategy: Strategy) -> dict[str, Any]:
+    """The last of three steps: DDP arranges its buckets anew in the second, and nothing may be left of either."""
+    layout = strategy.layout(strategy.dims(dist.get_world_size()), BATCH, MICRO_BATCH)
+    mesh = Mesh(layout.dims, "cpu")
+    model = gpt()
+    strategy.check(model, layout)
+    engine = strategy(model, Setting(mesh=mesh, layout=layout, device=torch.device("cpu")))
+    return last_of_three(engine, mesh, layout)
+
+
+def last_of_three(engine: Engine, mesh: Mesh, layout: Layout) -> dict[str, Any]:
+    group, replica = mesh.batch.get_group(), mesh.batch.get_local_rank()
+    for step in (2, 1, 0):
+        engine.module.zero_grad()
+        before = group._get_sequence_number_for_group()
+        loss = engine.gradients(*data().samples(*layout.rows(step, replica)), lambda loss: loss)
+    collectives = group._get_sequence_number_for_group() - before
+    parameters = dict(engine.module.named_parameters())
+    return {
+        "loss": loss, "layout": layout, "owns_loss": engine.owns_loss, "norm": engine.gradient_norm(),
+        "place": (replica, mesh.pipeline.get_local_rank() if mesh.pipeline else 0), "collectives": collectives,
+        "held": sum(local(parameter).numel() for parameter in parameters.values()),
+        "gradients": {name: whole(parameter.grad) for name, parameter in parameters.items()},
+    }  # fmt: skip
+
+
+def interleaved() -> dict[str, Any]:
+    """Two stages a rank: no preset asks for them, but the engine is made for them."""
+    layout = Layout(Dims(pipeline=2), BATCH, 2, 8)
+    mesh = Mesh(layout.dims, "cpu")
+    setting = Setting(mesh=mesh, layout=layout, device=torch.device("cpu"))
+    engine = pipelined(gpt(), setting, Transforms(), ScheduleInterleaved1F1B, stages_per_rank=2)
+    plain = gpt()
+    materialize(plain, plain, device="cpu", seed=0)
+    inputs = data().samples(0, 3)[0]
+    with torch.no_grad():
+        expected = plain(inputs)
+    return {"outputs": engine.outputs(inputs), "expected": expected} | last_of_three(engine, mesh, layout)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class TestRanks:
+    @pytest.mark.parametrize(
+        ("strategy", "available", "ranks"),
+        [
+            (Strategy(), 8, 1),
+            (Strategy(replicate="auto"), 8, 8),
+            (Strategy(shard="auto"), 8, 8),
+            (Strategy(replicate="auto", pipeline="auto"), 8, 8),
+            (Strategy(replicate=2, shard="auto"), 8, 8),
+            (Strategy(replicate=3, shard="auto"), 8, 6),
+            (Strategy(replicate=3, shard="auto"), 2, 3),
+            (Strategy(replicate=2, pipeline=2), 8, 4),
+        ],
+    )
+    def test_a_run_takes_as_many_of_the_devices_as_fit(self, strategy, available, ranks):
+        assert strategy.ranks(available) == ranks
+
+    @pytest.mark.parametrize("strategy", [Strategy(replicate="auto"), Strategy(shard="auto")])
+    def test_replicas_share_the_batch(self, strategy):
+        assert layout_of(strategy, 4, 16, 2) == Layout(strategy.dims(4), 16, 2, 1, 2)
+
+    def test_one_rank_accumulates(self):
+        assert layout_of(Strategy(), 1, 12, 3) == Layout(Dims(), 12, 3, 1, 4)
+
+    @pytest.mark.ranks
+    def test_on_one_rank_what_was_asked_for_is_applied_all_the_same(self):
+        (kinds,) = on_ranks(1, kinds_on_one_rank)
+        assert kinds == {
+            "single": (False, False, False), "ddp": (True, False, False),
+            "fsdp": (False, True, False), "pdp": (False, False, True),
+        }  # fmt: skip
+
+
+def kinds_on_one_rank() -> dict[str, tuple[bool, bool, bool]]:
+    """Whether there is DDP, FSDP and a pipeline, by what stands in the presets."""
+    presets = {
+        "single": Strategy(), "ddp": Strategy(replicate="auto"), "fsdp": Strategy(shard="auto"),
+        "pdp": Strategy(replicate="auto", pipeline="auto"),
+    }  # fmt: skip
+    found = {}
+    for name, strategy in presets.items():
+        layout = layout_of(strategy, 1, 4)
+        engine = strategy(gpt(), Setting(mesh=Mesh(layout.dims, "cpu"), layout=layout, device=torch.device("cpu")))
+        part = engine._part if isinstance(engine, Accumulating) else next(iter(engine._parts.values()))
+        found[name] = (
+            isinstance(part.runner, DistributedDataParallel), isinstance(part.module, FSDPModule),
+            isinstance(engine, Pipelined),
+        )  # fmt: skip
+    return found
+
+
+def layout_of(strategy: Strategy, world_size: int, global_batch: int, micro_batch: Any = "auto") -> Layout:
+    return strategy.layout(strategy.dims(world_size), global_batch, micro_batch)
+
+
+class TestStaticGraph:
+    def test_with_accumulation_it_is_refused_where_it_was_asked_for(self):
+        assert refused(layout_of, Strategy(replicate="auto", static_graph=True), 2, 16, 2) == (
+            "static_graph=true: is not sound with gradient accumulation, and there are 4 passes a step; "
+            "would do: auto, false, or train.micro_batch=auto"
+        )
+
+    def test_under_a_pipeline_too(self):
+        strategy = Strategy(replicate="auto", pipeline=2, static_graph=True)
+        assert refused(layout_of, strategy, 4, 16) == (
+            "static_graph=true: gives wrong gradients under a pipeline; would do: auto, false"
+        )
+
+    @pytest.mark.parametrize("static_graph", ["auto", False])
+    def test_else_it_is_left_out(self, static_graph):
+        assert layout_of(Strategy(replicate="auto", static_graph=static_graph), 2, 16, 2).accumulation == 4
+
+    def test_without_accumulation_it_may_be_asked_for(self):
+        assert layout_of(Strategy(replicate="auto", static_graph=True), 2, 16).accumulation == 1
+
+
+def pipeline(**options: Any) -> Strategy:
+    return Strategy(replicate="auto", **{"pipeline": "auto", **options})
+
+
+class TestPipeline:
+    def test_stages_come_first_and_replicas_from_what_is_left(self):
+        assert layout_of(pipeline(pipeline=2, microbatches=4), 4, 16) == Layout(Dims(replicate=2, pipeline=2), 16, 2, 4)
+
+    @pytest.mark.parametrize(("share", "stages"), [(16, 2), (16, 4), (12, 3), (7, 2), (6, 4), (100, 4)])
+    def test_automatic_micro_batches_keep_the_stages_busy(self, share, stages):
+        layout = layout_of(pipeline(pipeline=stages), stages, share)
+        enough = [number for number in range(2 * stages, share + 1) if share % number == 0]
+        assert layout.microbatches == (enough[0] if enough else share)
+
+    @pytest.mark.parametrize(
+        ("strategy", "batch", "micro_batch", "remedy"),
+        [
+            (pipeline(microbatches=1), 16, "auto", "auto"),
+            (pipeline(), 16, 16, "a smaller train.micro_batch than 16"),
+            (pipeline(), 1, "auto", "a train.global_batch of at least 2"),
+        ],
+    )
+    def test_1f1b_wants_a_micro_batch_for_every_stage(self, strategy, batch, micro_batch, remedy):
+        assert refused(layout_of, strategy, 2, batch, micro_batch) == (
+            "microbatches=1: must be at least the number of stages, 2, under 1f1b; "
+            f"would do: {remedy}, or parallel.schedule=gpipe"
+        )
+        gpipe = pipeline(schedule="gpipe", microbatches=strategy.microbatches)
+        assert layout_of(gpipe, 2, batch, micro_batch).microbatches == 1
+
+    @pytest.mark.parametrize(("world", "batch", "offered"), [(4, 3, 4), (8, 2, 8)])
+    def test_the_offered_batch_fits(self, world, batch, offered):
+        strategy = pipeline(pipeline=4)
+        assert f"a train.global_batch of at least {offered}," in refused(layout_of, strategy, world, batch)
+        assert layout_of(strategy, world, offered).microbatches == 4
+
+    @pytest.mark.parametrize(
+        ("micro_batch", "count", "message"),
+        [
+            ("auto", 5, "microbatches=5: must divide a replica's share of the batch, 12; would do: 3, 4, 6"),
+            (2, 4, "microbatches=4: must divide the micro-batches of a replica's step, 6; would do: 2, 3, 6"),
+        ],
+    )
+    def test_micro_batches_divide_what_there_is(self, micro_batch, count, message):
+        assert refused(layout_of, pipeline(microbatches=count), 2, 12, micro_batch) == message
+
+    def test_more_stages_than_layers(self):
+        strategy = pipeline(pipeline=8)
+        assert refused(strategy.check, gpt(), layout_of(strategy, 8, 16)) == (
+            "pipeline=8: must not exceed the number of the model's layers, 4; would do: 2, 4"
+        )
+        strategy = pipeline(pipeline=5)
+        told = refused(strategy.check, gpt(), layout_of(strategy, 5, 20))
+        assert told.endswith("would do: another cluster.ranks_per_node, or parallel=ddp")
+
+    @pytest.mark.parametrize("build", [gpt, lambda: on_meta(Toy), lambda: on_meta(ResNet, depth=18, image_size=32)])
+    def test_every_chain_can_be_cut(self, build):
+        pipeline().check(build(), layout_of(pipeline(), 2, 16))
+
+    def test_a_model_that_is_not_a_chain(self):
+        model = Adapted(nn.Linear(2, 2), lambda: (torch.ones(1, 2), torch.ones(1, 2)))
+        assert "the model has no parts()" in refused(pipeline().check, model, layout_of(pipeline(), 2, 4))
+
+    def test_parts_are_weighed_by_flops_and_where_nobody_told_by_parameters(self):
+        told = on_meta(Toy, inputs=2, width=3, outputs=1, layers=2)
+        assert costs(told, told.parts()) == [4 * 6, 6 * 3]
+        chain = Chain()
+        untold = Adapted(chain, lambda: (torch.ones(1, 2, device="meta"), torch.ones(1, 1, device="meta")))
+        assert costs(untold, untold.parts()) == [2 * 3 + 3, 3 * 1 + 1]
+        pipeline().check(untold, layout_of(pipeline(), 2, 4))  # without layers(), parts are what is counted
+
+
+class Chain(nn.Module):
+    """Says what its parts are, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 3), nn.Linear(3, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.last(self.first(inputs))
+
+    def parts(self) -> dict[str, nn.Module]:
+        return {"first": self.first, "last": self.last}
+
+
+class TestOptions:
+    @pytest.mark.parametrize("size", [0, -1])
+    def test_a_bucket_has_a_size(self, size):
+        assert "must be greater than 0 (MiB)" in refused(lambda: Strategy(replicate="auto", bucket_mb=size))
+
+    @pytest.mark.parametrize("degree", ["replicate", "shard", "context", "tensor", "pipeline"])
+    def test_a_degree_is_at_least_one(self, degree):
+        assert refused(lambda: Strategy(**{degree: 0})) == f"{degree}=0: must be a whole number of at least 1"
+
+    @pytest.mark.parametrize("degree", ["context", "tensor"])
+    def test_a_degree_for_which_there_is_nothing_yet(self, degree):
+        assert refused(lambda: Strategy(**{degree: 2})) == f"{degree}=2: is not available yet; it must be 1"
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"shard": 4, "bucket_mb": 50}, "bucket_mb=50: has no effect under these degrees of parallelism; "
+             "it belongs to parallel=ddp,pdp"),
+            ({"replicate": 2, "shard": 2, "static_graph": True}, "static_graph=true: has no effect under these degrees "
+             "of parallelism; it belongs to parallel=ddp,pdp"),
+            ({"replicate": 4, "reduce_dtype": "bf16"}, "reduce_dtype=bf16: has no effect under these degrees of "
+             "parallelism; it belongs to parallel=fsdp,hsdp"),
+            ({"shard": 4, "schedule": "gpipe"}, "schedule=gpipe: has no effect under these degrees of parallelism; "
+             "it belongs to parallel=pdp"),
+        ],
+    )  # fmt: skip
+    def test_an_option_that_has_no_effect_is_refused(self, options, message):
+        assert refused(lambda: Strategy(**options)) == message
