@@ -10,7 +10,7 @@ ARGS ?=
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test test docs overhead train-for-real data-speed model-speed launch-time status-speed long-run attack gpu-check slurm-up slurm-down clean
+.PHONY: help bench install install-test test test-quick docs overhead train-for-real data-speed model-speed launch-time status-speed long-run attack gpu-check slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -27,6 +27,9 @@ test: install-test  ## lint, type check and run all tests
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest $(ARGS)
+
+test-quick: install-test  ## the tests that start no ranks and no SLURM, in a minute
+	$(BIN)/python -m pytest -m "not ranks and not slurm and not mpi" $(ARGS)
 
 docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html; broken links fail
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import shutil
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from ptdbench.launch import local
 from ptdbench.records.load import Run
 from ptdbench.setup.compose import compose_all
 from tests import slurm_cluster
+from tests.parallel.ranks import RANKS
 
 ROOT = Path(__file__).parent.parent
 Record = dict[str, Any]
@@ -32,8 +35,10 @@ def composed(*overrides: str) -> DictConfig:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _preload() -> None:
+def _preload(request: pytest.FixtureRequest) -> None:
     """Let the server that ranks are forked from import what they need, or each rank of each test would."""
+    if not any(item.get_closest_marker("ranks") for item in request.session.items):
+        return
     models = (f"ptdbench.models.{name}" for name in ("gpt", "resnet", "toy"))
     local.warm_up(["ptdbench.run", "ptdbench.workloads.train", "ptdbench.parallel.strategy", *models])
 
@@ -71,6 +76,26 @@ def record_of(directory: Path) -> Record:
         **{name: values if any(value is not None for value in values) else [] for name, values in lists.items()},
         "rank_step_seconds": present,
     }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_of_shared_ranks() -> Iterator[None]:
+    yield
+    RANKS.end()
+
+
+def run_on_shared_ranks(directory: Path, *overrides: str) -> Record:
+    """The record of a run in ranks that the tests of a module share: it costs a third of one that starts its own."""
+    directory.mkdir(exist_ok=True)
+    RANKS.run(composed(*overrides), directory)
+    return record_of(directory)
+
+
+@pytest.fixture
+def shared_run(tmp_path: Path) -> Callable[..., Record]:
+    """As ``run``, for what a run comes to, and not how it starts and fails; see :func:`run_on_shared_ranks`."""
+    count = itertools.count()
+    return lambda *overrides: run_on_shared_ranks(tmp_path / f"shared-{next(count)}", *overrides)
 
 
 #: How the variables begin that launchers, schedulers and pytest leave to what they start.
@@ -111,11 +136,23 @@ def _cluster() -> Iterator[Path]:
 
 
 @pytest.fixture
-def slurm(_cluster: Path, environ: dict[str, str]) -> Iterator[dict[str, str]]:
+def slurm(_cluster: Path) -> Iterator[dict[str, str]]:
     """The environment for programs that use the two nodes of the test cluster; the test's jobs end with it."""
-    conf = slurm_cluster.up(_cluster)  # costs nothing where the test before left it in order
-    key = f"pytest-{os.getpid()}"
-    yield {**environ, "SLURM_CONF": str(conf), "SBATCH_WCKEY": key, "SLURM_WCKEY": key, "SALLOC_WCKEY": key}
+    with _slurm(_cluster, f"pytest-{os.getpid()}") as environ:
+        yield environ
+
+
+@pytest.fixture(scope="module")
+def slurm_of_module(_cluster: Path) -> Iterator[dict[str, str]]:
+    """The same for jobs that several tests of a module look at."""
+    with _slurm(_cluster, f"pytest-{os.getpid()}-module") as environ:
+        yield environ
+
+
+@contextmanager
+def _slurm(folder: Path, key: str) -> Iterator[dict[str, str]]:
+    conf = slurm_cluster.up(folder)  # costs nothing where the test before left it in order
+    yield {**_ENVIRON, "SLURM_CONF": str(conf), "SBATCH_WCKEY": key, "SLURM_WCKEY": key, "SALLOC_WCKEY": key}
     slurm_cluster.cancel(conf, key)
 
 
@@ -129,11 +166,29 @@ def mpirun() -> list[str]:
     return [str(shutil.which("mpirun")), *([] if os.geteuid() else ["--allow-run-as-root"]), "--oversubscribe"]
 
 
+#: The mark of a test that uses a fixture.
+_MARKS = {"slurm": "slurm", "slurm_of_module": "slurm", "mpirun": "mpi", "run": "ranks", "shared_run": "ranks"}
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what uses SLURM or Open MPI, so that ``-m "not slurm"`` never misses a test."""
-    for fixture, mark in (("slurm", "slurm"), ("mpirun", "mpi")):
-        if fixture in getattr(item, "fixturenames", ()):
-            item.add_marker(mark)
+    """Mark what uses SLURM, Open MPI or ranks, so that ``-m "not slurm"`` never misses a test."""
+    for fixture in _MARKS.keys() & set(getattr(item, "fixturenames", ())):
+        item.add_marker(_MARKS[fixture])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let no test start ranks that is not marked so: what ``make test-quick`` selects starts none."""
+    if any(item.get_closest_marker(mark) for mark in ("ranks", "slurm", "mpi")):
+        return (yield)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError(f"{item.nodeid} starts ranks: mark it with pytest.mark.ranks")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(local, "start", refuse)
+        patched.setattr(RANKS, "call", refuse)
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

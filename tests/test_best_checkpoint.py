@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ptdbench import run as product
-from tests.conftest import composed, record_of
+from tests.conftest import run_on_shared_ranks
 from tests.training.test_evaluation import TASK
 
 pytestmark = pytest.mark.ranks
@@ -25,15 +24,13 @@ def kept(directory: Path) -> dict[str, str]:
 
 
 def test_the_best_and_the_last_stay(tmp_path):
-    product.run(composed(*UNLEARNS, "train.steps=8"), tmp_path)
-    first = record_of(tmp_path)
+    first = run_on_shared_ranks(tmp_path, *UNLEARNS, "train.steps=8")
     assert first["status"] == "ok", first["error"]
     accuracy = {evaluation["step"]: evaluation["top1"] for evaluation in first["evaluations"]}
     assert accuracy[4] > max(accuracy[step] for step in (2, 6, 8))
     assert kept(tmp_path) == {"best": "step-00000004", "step-00000004": "", "step-00000008": ""}
 
-    product.run(composed(*UNLEARNS, "train.steps=12"), tmp_path)  # goes on where it was
-    second = record_of(tmp_path)
+    second = run_on_shared_ranks(tmp_path, *UNLEARNS, "train.steps=12")  # goes on where it was
     assert second["status"] == "ok", second["error"]
     assert [evaluation["step"] for evaluation in second["evaluations"]] == [2, 4, 6, 8, 10, 12]
     assert second["losses"][:8] == first["losses"]
@@ -41,27 +38,27 @@ def test_the_best_and_the_last_stay(tmp_path):
 
 
 def test_weights_that_are_better_between_two_checkpoints_are_saved_at_once(tmp_path):
-    product.run(composed(*UNLEARNS, "train.steps=7", "checkpoint.every_steps=5"), tmp_path)
+    run_on_shared_ranks(tmp_path, *UNLEARNS, "train.steps=7", "checkpoint.every_steps=5")
     assert kept(tmp_path) == {"best": "step-00000004", "step-00000004": "", "step-00000007": ""}
 
 
-def test_a_run_whose_data_have_changed_is_refused(tmp_path, run):
-    product.run(composed(*UNLEARNS, "train.steps=4"), tmp_path)
-    record = run(*UNLEARNS, "train.steps=6", f"resume={tmp_path}", "+data.edition=second")
+def test_a_run_whose_data_have_changed_is_refused(tmp_path, shared_run):
+    run_on_shared_ranks(tmp_path, *UNLEARNS, "train.steps=4")
+    record = shared_run(*UNLEARNS, "train.steps=6", f"resume={tmp_path}", "+data.edition=second")
     assert record["status"] == "failed"
     assert "was trained on other data than data=synthetic_vectors holds now" in record["error"]["message"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pdp"])
-def test_a_run_in_two_parts_is_judged_as_one_in_one_part(run, strategy):
+def test_a_run_in_two_parts_is_judged_as_one_in_one_part(shared_run, strategy):
     options = (
         *TASK, f"parallel={strategy}", "lr_schedule=one_cycle", "train.clip_norm=1", "train.ema=0.8", "eval.every=2",
         "train.steps=6",
     )  # fmt: skip
-    whole = run(*options, "checkpoint.every_steps=6")  # so that it rehearses, as the others do
-    begun = run(*options, "train.max_minutes=1e-9", "checkpoint.every_steps=1")  # three steps
+    whole = shared_run(*options, "checkpoint.every_steps=6")  # so that it rehearses, as the others do
+    begun = shared_run(*options, "train.max_minutes=1e-9", "checkpoint.every_steps=1")  # three steps
     assert len(begun["losses"]) == 3
-    gone_on = run(*options, f"resume={begun['directory']}")
+    gone_on = shared_run(*options, f"resume={begun['directory']}")
     for series in ("losses", "learning_rates", "gradient_norms"):
         assert gone_on[series] == whole[series]
     judged = [

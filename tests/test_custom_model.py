@@ -92,7 +92,7 @@ COMMON = ("model=custom", "train.steps=6", "train.global_batch=16", "device=cpu"
 
 @pytest.fixture
 def my_package(tmp_path, monkeypatch) -> Iterator[Path]:
-    """The folder of the user's package, on the path of this process."""
+    """The folder of the user's package, on the path of this process and of ranks."""
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "my_package.py").write_text(MY_PACKAGE)
@@ -109,21 +109,21 @@ def my_package(tmp_path, monkeypatch) -> Iterator[Path]:
         ("OnlyParts", VECTORS, ("fsdp", "pdp")),
     ],
 )
-def test_every_strategy_trains_it_as_one_process_does(run, my_package, name, data, strategies):
+def test_every_strategy_trains_it_as_one_process_does(shared_run, my_package, name, data, strategies):
     options = (*COMMON, f"model._target_=my_package.{name}", *data)
-    alone = run(*options, "parallel=single")
+    alone = shared_run(*options, "parallel=single")
     assert alone["error"] is None
     assert abs(alone["losses"][-1] / alone["losses"][0] - 1) > 1e-3  # it moved, so that wrong gradients would show
     for strategy in strategies:
-        record = run(*options, f"parallel={strategy}", "train.micro_batch=2")
+        record = shared_run(*options, f"parallel={strategy}", "train.micro_batch=2")
         assert record["error"] is None
         assert record["world_size"] == 2
         assert record["losses"] == pytest.approx(alone["losses"], rel=1e-5), strategy
         assert record["parameters"] == alone["parameters"]
 
 
-def test_its_flops_are_counted_where_it_does_not_tell_them(run, my_package):
-    record = run(*COMMON, "model._target_=my_package.Plain", *IMAGES, "parallel=single", "train.steps=4")
+def test_its_flops_are_counted_where_it_does_not_tell_them(shared_run, my_package):
+    record = shared_run(*COMMON, "model._target_=my_package.Plain", *IMAGES, "parallel=single", "train.steps=4")
     # Two products for the convolution, whose input needs no gradient, and three for the linear layer.
     expected = 2 * (2 * 3 * 9 * 8 * 64) + 3 * (2 * 8 * 64 * 5)
     metrics = record["metrics"]
@@ -131,16 +131,16 @@ def test_its_flops_are_counted_where_it_does_not_tell_them(run, my_package):
     assert flops == pytest.approx(expected, rel=1e-6)
 
 
-def test_without_parts_a_pipeline_is_refused_with_the_reason(run, my_package):
-    record = run(*COMMON, "model._target_=my_package.Plain", *IMAGES, "parallel=pdp")
+def test_without_parts_a_pipeline_is_refused_with_the_reason(shared_run, my_package):
+    record = shared_run(*COMMON, "model._target_=my_package.Plain", *IMAGES, "parallel=pdp")
     assert record["status"] == "failed"
     assert record["error"]["message"] == (
         "parallel=pdp: the model has no parts(), so it cannot be cut into stages; try parallel=ddp, parallel=fsdp"
     )
 
 
-def test_fsdp_cannot_shard_one_weight_in_two_layers_and_says_so(run, my_package):
-    record = run(*COMMON, "model._target_=my_package.SharesBetweenLayers", *VECTORS, "parallel=fsdp")
+def test_fsdp_cannot_shard_one_weight_in_two_layers_and_says_so(shared_run, my_package):
+    record = shared_run(*COMMON, "model._target_=my_package.SharesBetweenLayers", *VECTORS, "parallel=fsdp")
     assert record["error"]["message"] == (
         "parallel=fsdp: blocks.0.weight and blocks.1.weight are one weight, and fully_shard wants it in one layer; "
         "try parallel=ddp"
@@ -148,7 +148,7 @@ def test_fsdp_cannot_shard_one_weight_in_two_layers_and_says_so(run, my_package)
 
 
 def test_the_real_command_line_finds_it(my_package, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(my_package))
+    monkeypatch.setenv("PYTHONPATH", f"{my_package}:{ROOT}")
     done = subprocess.run(
         [sys.executable, ROOT / "train.py", *COMMON, "model._target_=my_package.Protocol", *VECTORS, "parallel=pdp",
          f"hydra.run.dir={tmp_path}/run"],

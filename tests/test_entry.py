@@ -1,7 +1,7 @@
 """The real command line: what it answers, with which exit status, and that refusals leave nothing behind.
 
-Starting Python and torch costs a second or two each time, so that most of what a command line may get wrong is tested
-in test_compose.py and test_plan.py.
+Starting Python and torch costs seconds each time, so that refusals come from a fork of the tests' own process, and most
+of what a command line may get wrong is tested in tests/setup.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.conftest import ROOT
 
 TOY = ("model=toy", "train.steps=4", "device=cpu")
@@ -26,7 +27,7 @@ def train_py(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.Com
 
 def refused(*arguments: str, cwd: Path) -> list[str]:
     """The lines of a refusal."""
-    done = train_py(*arguments, cwd=cwd)
+    done = forked.train_py(*arguments, cwd=cwd)
     assert done.returncode == 1
     assert done.stdout == ""
     assert list(cwd.iterdir()) == []  # no outputs/, no half of a run
@@ -98,7 +99,7 @@ class TestHelp:
         assert refused("--help", "model=toyy", cwd=tmp_path) == ["model=toyy: there is no such choice; try toy"]
 
     def test_the_composed_config_can_be_read_and_has_nothing_of_the_framework(self, tmp_path):
-        done = train_py("model=toy", "parallel=pdp", "train.steps=7", "--cfg", "job", cwd=tmp_path)
+        done = forked.train_py("model=toy", "parallel=pdp", "train.steps=7", "--cfg", "job", cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         assert "  steps: 7\n" in done.stdout
         assert "  schedule: 1f1b\n" in done.stdout
@@ -106,7 +107,7 @@ class TestHelp:
         assert list(tmp_path.iterdir()) == []
 
     def test_one_group_of_it(self, tmp_path):
-        done = train_py("parallel=fsdp", "--cfg", "job", "--package", "parallel", cwd=tmp_path)
+        done = forked.train_py("parallel=fsdp", "--cfg", "job", "--package", "parallel", cwd=tmp_path)
         assert done.returncode == 0
         assert "reshard_after_forward: true" in done.stdout
         assert "steps" not in done.stdout

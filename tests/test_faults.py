@@ -21,8 +21,7 @@ FAULTY = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("fsdp", 1)])
 @pytest.mark.parametrize(
     ("how", "status", "kind", "message"),
     [
@@ -52,14 +51,14 @@ def test_a_loss_that_is_not_a_number_is_divergence(run):
 def test_the_other_runs_of_a_sweep_complete(tmp_path):
     done = subprocess.run(
         [
-            sys.executable, str(ROOT / "train.py"), "-m", *FAULTY, "+model.how=raise,kill,none", "parallel=ddp,fsdp",
+            sys.executable, str(ROOT / "train.py"), "-m", *FAULTY, "+model.how=raise,kill,none", "parallel=ddp",
             f"hydra.sweep.dir={tmp_path}/sweep",
         ],
         cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     records = [json.loads(line) for line in (tmp_path / "sweep" / "results.jsonl").read_text().splitlines()]
-    assert [record["status"] for record in records] == ["failed"] * 4 + ["ok"] * 2
-    assert [record["error"] and record["error"]["rank"] for record in records] == [1] * 4 + [None] * 2
+    assert [record["status"] for record in records] == ["failed", "failed", "ok"]
+    assert [record["error"] and record["error"]["rank"] for record in records] == [1, 1, None]
     for record in records:
         assert json.loads((tmp_path / "sweep" / record["directory"] / "record.json").read_text()) == record
     assert done.returncode == 1  # not all were ok

@@ -18,6 +18,7 @@ import pytest
 
 from ptdbench.launch import cores
 from tests.conftest import ROOT, record_of
+from tests.forked import train_py
 
 pytestmark = pytest.mark.ranks
 
@@ -91,14 +92,15 @@ def places(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 class TestHello:
-    def test_plain_python(self, tmp_path, environ):
-        ranks = said_hello(alone([*TRAIN, *HELLO], tmp_path, environ), tmp_path, 2, "local")
-        assert places(ranks) == [(socket.gethostname(), 0, 2), (socket.gethostname(), 1, 2)]
+    """Where ranks of srun, mpirun and torchrun find themselves is tested in tests/launch/test_rendezvous.py too."""
 
-    def test_srun(self, tmp_path, slurm):
-        done = alone(["srun", "-N2", "--ntasks-per-node=2", *TRAIN, *HELLO], tmp_path, slurm)
-        ranks = said_hello(done, tmp_path, 4, "srun")
-        assert places(ranks) == [("n1", 0, 2), ("n1", 1, 2), ("n2", 0, 2), ("n2", 1, 2)]
+    def test_plain_python(self, tmp_path, environ):
+        """Whatever the shell says of an earlier session and of threads: the config is what the record shows."""
+        stale = {"RANK": "3", "LOCAL_RANK": "1", "MASTER_PORT": "29500", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}
+        shell = {**environ, **stale, "OMP_NUM_THREADS": "7"}
+        ranks = said_hello(alone([*TRAIN, *HELLO, "cluster.cpus_per_rank=1"], tmp_path, shell), tmp_path, 2, "local")
+        assert places(ranks) == [(socket.gethostname(), 0, 2), (socket.gethostname(), 1, 2)]
+        assert_bound(ranks)
 
     def test_torchrun_in_an_srun(self, tmp_path, slurm):
         rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=n1:{free_port()}"]
@@ -106,14 +108,6 @@ class TestHello:
         done = alone(["srun", "-N2", "--ntasks-per-node=1", *launcher, TRAIN[1], *HELLO], tmp_path, slurm)
         ranks = said_hello(done, tmp_path, 4, "torchrun")
         assert sorted(places(ranks)) == [("n1", 0, 2), ("n1", 1, 2), ("n2", 0, 2), ("n2", 1, 2)]
-
-    def test_mpirun(self, tmp_path, mpirun, environ):
-        ranks = said_hello(alone([*mpirun, "-np", "2", *TRAIN, *HELLO], tmp_path, environ), tmp_path, 2, "openmpi")
-        assert [(rank["local_rank"], rank["local_size"]) for rank in ranks] == [(0, 2), (1, 2)]
-
-    def test_two_agents_of_torchrun(self, tmp_path, environ):
-        ranks = said_hello(together(agents(*HELLO), tmp_path, environ), tmp_path, 2, "torchrun")
-        assert [(rank["local_rank"], rank["local_size"]) for rank in ranks] == [(0, 1), (0, 1)]
 
     def test_submitit_here(self, tmp_path, environ):
         done = alone([*TRAIN, *HELLO, "hydra/launcher=submitit_local"], tmp_path, environ)
@@ -134,12 +128,6 @@ def assert_bound(ranks: Sequence[Mapping[str, Any]]) -> None:
     assert [(rank["threads"], rank["settings"]["OMP_NUM_THREADS"]) for rank in ranks] == [(1, "1")] * len(ranks)
     if len(cores.mine()) >= len(ranks):
         assert [rank["cores"] for rank in ranks] == [[core] for core in sorted(cores.mine())[: len(ranks)]]
-
-
-def test_ranks_of_this_machine_have_the_cores_that_were_asked_for(tmp_path, environ):
-    """Whatever the shell says: the config is what the record shows."""
-    done = alone([*TRAIN, *HELLO, "cluster.cpus_per_rank=1"], tmp_path, {**environ, "OMP_NUM_THREADS": "7"})
-    assert_bound(said_hello(done, tmp_path, 2, "local"))
 
 
 class TestTraining:
@@ -287,15 +275,9 @@ class TestRefused:
 
     def test_a_complete_set_of_variables_that_no_launcher_set(self, tmp_path, environ):
         stale = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-        line = self.refused(alone([*TRAIN, *HELLO], tmp_path, {**environ, **stale}), tmp_path)
+        line = self.refused(train_py(*HELLO, cwd=tmp_path, environ={**environ, **stale}), tmp_path)
         assert line == (
             "RANK=1: with WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500 this is one rank of several, but no launcher "
             "has left its mark: stale, or set by hand; unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT, or start the "
             "ranks with torchrun"
         )
-
-
-def test_some_variables_of_an_earlier_session_do_no_harm(tmp_path, environ):
-    stale = {"RANK": "3", "LOCAL_RANK": "1", "MASTER_PORT": "29500", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}
-    done = alone([*TRAIN, *HELLO], tmp_path, {**environ, **stale})
-    assert [rank["rank"] for rank in said_hello(done, tmp_path, 2, "local")] == [0, 1]

@@ -40,7 +40,7 @@ def test_a_thread_that_was_forgotten_does_not_keep_a_run_that_is_done(tmp_path, 
     assert (record["status"], record["steps"]) == ("ok", 4)
     assert [note.partition(":")[0] for note in sorted(record["remarks"]["leaving"])] == ["rank 0", "rank 1"]
     for note in record["remarks"]["leaving"]:
-        assert note.endswith("was ended 5 s after its work was done: these threads still ran: uploader")
+        assert note.endswith("was ended 1 s after its work was done: these threads still ran: uploader")
     assert done.stderr.count("these threads still ran: uploader") == 2
 
 

@@ -1,7 +1,7 @@
 """Sweeps on a real SLURM of two nodes, by whole commands, as they are typed.
 
-A job costs seconds here, of which nearly all are Python and torch starting once for each rank; what can be tested
-without a job is, in tests/sweep.
+A job costs seconds here, of which nearly all are Python and torch starting once for each rank: several tests look at
+one sweep, and what can be tested without a job is, in tests/sweep.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 
 from ptdbench.records import store
 from tests.conftest import ROOT
+from tests.forked import train_py
 
 TRAIN = (sys.executable, str(ROOT / "train.py"))
 PTDBENCH = (sys.executable, "-m", "ptdbench")
@@ -37,13 +39,18 @@ Run = Callable[..., Done]
 def run(tmp_path: Path, slurm: dict[str, str]) -> Run:
     """Carries out a command in a folder of its own."""
 
-    def it(*command: str, told: str = "", environ: Mapping[str, str] | None = None) -> Done:
+    def it(*command: str, told: str = "") -> Done:
         return subprocess.run(
-            command, cwd=tmp_path, env=environ or slurm, input=told, capture_output=True, text=True, timeout=180,
-            check=False,
-        )  # fmt: skip
+            command, cwd=tmp_path, env=slurm, input=told, capture_output=True, text=True, timeout=180, check=False
+        )
 
     return it
+
+
+@pytest.fixture
+def submit(tmp_path: Path, slurm: dict[str, str]) -> Run:
+    """Carries out ``train.py`` there."""
+    return partial(train_py, cwd=tmp_path, environ=slurm)
 
 
 @pytest.fixture
@@ -79,75 +86,86 @@ def when(reached: Callable[[], Any]) -> None:
         time.sleep(0.3)
 
 
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory, slurm_of_module) -> tuple[Path, Done]:
+    """A sweep over shapes, in a folder of its own, and what was said."""
+    folder = tmp_path_factory.mktemp("shapes")
+    asked = ("-m", *HELLO, "cluster.nodes=1,2", "cluster.ranks_per_node=1,2")
+    return folder, train_py(*asked, cwd=folder, environ=slurm_of_module, timeout=180)
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory, slurm_of_module) -> tuple[Path, Done]:
+    """A sweep of which one run fails on the first rank, one on the last, one is sound, and three are refused."""
+    folder = tmp_path_factory.mktemp("faulty")
+    asked = ("cluster.nodes=2", "cluster.ranks_per_node=1", "+model.how=raise", "+model.rank=0,1,99")
+    said = train_py(*FAULTY, *asked, "train.global_batch=16,15", cwd=folder, environ=slurm_of_module, timeout=180)
+    return folder, said
+
+
 class TestSweep:
-    def test_runs_are_jobs_and_their_results_a_table(self, run, tmp_path):
-        done = run(*TRAIN, *TOY, "parallel=ddp,fsdp")
+    def test_every_job_gets_the_shape_that_its_own_config_asks_for(self, shapes):
+        folder, done = shapes
         assert done.returncode == 0, done.stderr
-        found = records(tmp_path)
-        assert [(record["parallel"], record["status"], record["launcher"]) for record in found] == [
-            ("ddp", "ok", "srun"),
-            ("fsdp", "ok", "srun"),
-        ]
-        for record in found:
-            assert record["world_size"] == 2
-            assert record["nodes"] in (["n1"], ["n2"])
-            spent = record["metrics"]["startup_seconds"]
-            assert set(spent) == {"import", "config", "rendezvous", "build", "first_step"}
-            assert all(seconds >= 0 for seconds in spent.values())
-            assert record["final_loss"] is not None
-        assert done.stdout.count("step ms") == 1  # one table
-        first, *_ = done.stdout.splitlines()
-        (array,) = {word.partition("_")[0] for word in first.removeprefix("submitted 2 jobs: ").split()}
-        assert f"cancel     scancel {array}" in done.stdout.splitlines()
-        for state in ("PENDING", "ok"):
-            assert f"job {array}_0 0_toy_ddp: {state}" in done.stderr
-
-        seen = run(*PTDBENCH, "status", str(sweep(tmp_path)))
-        assert seen.returncode == 0
-        rows = [line.split() for line in seen.stdout.splitlines()[2:]]
-        assert [(row[1], row[2:4], row[9]) for row in rows] == [
-            (f"{array}_0", ["toy", "ddp"], "ok"),
-            (f"{array}_1", ["toy", "fsdp"], "ok"),
-        ]
-
-    def test_every_job_gets_the_shape_that_its_own_config_asks_for(self, run, tmp_path):
-        done = run(*TRAIN, "-m", *HELLO, "cluster.nodes=1,2", "cluster.ranks_per_node=1,2")
-        assert done.returncode == 0, done.stderr
-        found = records(tmp_path)
+        found = records(folder)
         for record in found:
             asked = record["config"]["cluster"]
-            assert record["status"] == "ok"
+            assert (record["status"], record["launcher"]) == ("ok", "srun")
             assert len(record["nodes"]) == asked["nodes"]
             assert {rank["local_size"] for rank in record["hello"]["ranks"]} == {asked["ranks_per_node"]}
             assert record["world_size"] == asked["nodes"] * asked["ranks_per_node"]
         assert [record["world_size"] for record in found] == [1, 2, 2, 4]
-        submitted = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
+        submitted = json.loads((sweep(folder) / "sweep.json").read_text())["jobs"]
         assert len({job["id"].partition("_")[0] for job in submitted}) == 4
 
-    def test_a_failure_on_the_first_and_on_the_last_rank_ends_its_own_job_only(self, run, tmp_path):
+    def test_a_failure_on_the_first_and_on_the_last_rank_ends_its_own_job_only(self, faulty):
         """And what is refused beforehand is a row, and no job."""
-        asked = ["cluster.nodes=2", "cluster.ranks_per_node=2", "+model.how=raise", "+model.rank=0,3,99"]
-        done = run(*TRAIN, *FAULTY, *asked, "train.global_batch=16,15")
+        folder, done = faulty
         assert done.returncode == 1
         assert done.stdout.startswith("submitted 3 jobs: ")
-        first, refused, last, _, sound, _ = records(tmp_path)
-        assert (sound["status"], sound["error"]) == ("ok", None)
+        first, refused, last, _, sound, _ = records(folder)
         assert (refused["status"], refused["error"]["type"], refused["launcher"]) == ("failed", "ConfigError", None)
         assert "train.global_batch=15: must be a multiple of " in refused["error"]["message"]
-        for record, rank in ((first, 0), (last, 3)):
+        for record, rank in ((first, 0), (last, 1)):
             error = record["error"]
-            assert (record["status"], record["world_size"]) == ("failed", 4)
+            assert (record["status"], record["world_size"]) == ("failed", 2)
             assert (error["rank"], error["type"], error["message"]) == (rank, "RuntimeError", "this one is on purpose")
             assert "faulty.py" in error["traceback"]
             directory = Path(record["directory"]).name
             assert f"{directory}, rank {rank}:\n{error['traceback']}" in done.stderr
+        assert (sound["status"], sound["error"]) == ("ok", None)
         assert done.stdout.count(": failed on rank ") == 2
+
+    def test_runs_are_jobs_and_their_results_a_table(self, faulty, run):
+        folder, done = faulty
+        sound = records(folder)[4]
+        assert (sound["status"], sound["launcher"]) == ("ok", "srun")
+        assert (sound["world_size"], sound["nodes"]) == (2, ["n1", "n2"])
+        spent = sound["metrics"]["startup_seconds"]
+        assert set(spent) == {"import", "config", "rendezvous", "build", "first_step"}
+        assert all(seconds >= 0 for seconds in spent.values())
+        assert sound["losses"][-1] is not None
+        assert done.stdout.count("step ms") == 1  # one table
+        first, *_ = done.stdout.splitlines()
+        (array,) = {word.partition("_")[0] for word in first.removeprefix("submitted 3 jobs: ").split()}
+        assert f"cancel     scancel {array}" in done.stdout.splitlines()
+        for state in ("PENDING", "ok"):
+            assert f"job {array}_2 {Path(sound['directory']).name}: {state}" in done.stderr
+
+        seen = run(*PTDBENCH, "status", str(sweep(folder)))
+        assert seen.returncode == 1
+        rows = [line.split() for line in seen.stdout.splitlines() if f" {array}_" in line]
+        assert [(row[1], row[2:4], "ok" in row) for row in rows] == [
+            (f"{array}_0", ["custom", "ddp"], False),
+            (f"{array}_1", ["custom", "ddp"], False),
+            (f"{array}_2", ["custom", "ddp"], True),
+        ]
 
 
 class TestWithoutWaiting:
-    def test_detached_and_looked_at_from_another_process(self, run, tmp_path, jobs):
+    def test_detached_looked_at_from_another_process_and_cancelled(self, run, submit, tmp_path, jobs):
         before = jobs()
-        done = run(*TRAIN, *HELLO, "cluster.submit=detach")
+        done = submit(*TOY, "train.steps=1000000", "train.max_minutes=null", "cluster.submit=detach")
         assert done.returncode == 0, done.stderr
         assert [line.split()[0] for line in done.stdout.splitlines()] == ["submitted", "status", "cancel", "output"]
         assert not (sweep(tmp_path) / "results.jsonl").exists()  # it has not ended
@@ -156,24 +174,10 @@ class TestWithoutWaiting:
         def status() -> Done:
             return run(*PTDBENCH, "status", str(sweep(tmp_path)))
 
-        first = status()
-        assert first.returncode == 0
-        assert any(state in first.stdout for state in ("PENDING", "CONFIGURING", "RUNNING"))
-        when(lambda: " ok " in status().stdout)
-        (record,) = records(tmp_path)
-        assert record["status"] == "ok"
-
-    def test_a_job_that_is_cancelled(self, run, tmp_path):
-        done = run(*TRAIN, *TOY, "train.steps=1000000", "train.max_minutes=null", "cluster.submit=detach")
-        assert done.returncode == 0, done.stderr
         (job,) = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
-        progress = sweep(tmp_path) / job["directory"] / "progress.json"
-
-        def status() -> Done:
-            return run(*PTDBENCH, "status", str(sweep(tmp_path)))
-
-        when(lambda: progress.exists() or status().returncode)
+        when((sweep(tmp_path) / job["directory"] / "progress.json").exists)
         seen = status()
+        assert seen.returncode == 0
         assert "RUNNING n" in seen.stdout
         assert "/1000000 " in seen.stdout
         run("scancel", job["id"])
@@ -183,9 +187,9 @@ class TestWithoutWaiting:
         assert record["error"]["message"].startswith(f"SLURM ended job {job['id']} on n")
         assert "failed (CANCELLED)" in status().stdout
 
-    def test_a_rehearsal_submits_and_writes_nothing(self, run, tmp_path, jobs):
+    def test_a_rehearsal_submits_and_writes_nothing(self, submit, tmp_path, jobs):
         before = jobs()
-        done = run(*TRAIN, *HELLO, "cluster.submit=test", "cluster.nodes=1,2", "seed=0,1")
+        done = submit(*HELLO, "cluster.submit=test", "cluster.nodes=1,2", "seed=0,1")
         assert (done.returncode, done.stderr) == (0, "")
         one, two = done.stdout.splitlines()
         assert one.startswith("1 node x 2 ranks (2 jobs): Job ")
@@ -198,13 +202,18 @@ class TestWithoutWaiting:
         )
         assert process.stdout
         assert process.stdout.readline().startswith("submitted 1 job: ")
-        time.sleep(0.5)  # it follows the job now
+        assert process.stderr
+        assert process.stderr.readline().startswith("job ")  # it follows the job now
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGINT
         assert f"The jobs go on. Look at them with: python -m ptdbench status {sweep(tmp_path)}" in said.splitlines()
         assert "Traceback" not in said
+        when((sweep(tmp_path) / "0_hello" / "record.json").exists)
+        when(lambda: store.load_record(sweep(tmp_path) / "0_hello")["status"] == "ok")
         when(lambda: " ok " in run(*PTDBENCH, "status", str(sweep(tmp_path))).stdout)
+        (record,) = records(tmp_path)
+        assert record["status"] == "ok"
 
 
 def test_a_plain_script_for_sbatch(run, tmp_path):
@@ -265,16 +274,17 @@ class TestRefused:
         ],
         ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
     )  # fmt: skip
-    def test_one_line_and_nothing_submitted(self, arguments, expected, run, jobs, tmp_path):
+    def test_one_line_and_nothing_submitted(self, arguments, expected, submit, jobs, tmp_path):
         before = jobs()
-        done = run(*TRAIN, *arguments)
+        done = submit(*arguments)
         assert (done.returncode, done.stdout) == (1, "")
         (line,) = done.stderr.splitlines()
         assert expected in line
         assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
 
-    def test_no_sbatch_on_path(self, run, environ, tmp_path):
-        done = run(*TRAIN, *TOY, environ={**environ, "PATH": str(Path(sys.executable).parent)})
+    def test_no_sbatch_on_path(self, environ, tmp_path):
+        alone = {**environ, "PATH": str(Path(sys.executable).parent)}
+        done = train_py(*TOY, cwd=tmp_path, environ=alone)
         assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
         assert done.stderr.splitlines() == [
             "cluster=slurm: there is no sbatch on PATH; "
@@ -298,9 +308,8 @@ class TestCommandLine:
         """What a command that only shows something prints; there is no SLURM on its PATH."""
 
         def it(*arguments: str) -> str:
-            done = subprocess.run(
-                [*TRAIN, *arguments], cwd=tmp_path, env={**environ, "PATH": str(Path(sys.executable).parent)},
-                capture_output=True, text=True, timeout=60, check=False,
+            done = train_py(
+                *arguments, cwd=tmp_path, environ={**environ, "PATH": str(Path(sys.executable).parent)}
             )  # fmt: skip
             assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])
             return done.stdout
@@ -323,6 +332,6 @@ class TestCommandLine:
             assert all(line in document for line in lines)
             assert "  name: slurm\n" in document
 
-    @pytest.mark.parametrize("form", [*FORMS, ("-m", "hydra/launcher=submitit_local")], ids=" ".join)
-    def test_help(self, shown, form):
-        assert "cluster: local, " in shown(*form, "--help")
+    def test_help(self, shown):
+        for form in (("-m", "hydra/launcher=submitit_slurm"), ("-m", "hydra/launcher=submitit_local")):
+            assert "cluster: local, " in shown(*form, "--help")

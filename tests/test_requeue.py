@@ -10,14 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.conftest import ROOT, record_of
+from tests.conftest import record_of
+from tests.forked import train_py
 
 RUN = (
     "cluster=slurm", "model=toy", "train.steps=1000", "train.max_minutes=null", "checkpoint.every_steps=100",
     "device=cpu", "hydra.sweep.dir=sweep",
 )  # fmt: skip
+ALONE = ("cluster.ranks_per_node=1", "parallel=single")
 
 
 def until(condition: Callable[[], Any], seconds: float = 90) -> Any:
@@ -30,8 +30,7 @@ def until(condition: Callable[[], Any], seconds: float = 90) -> Any:
 
 def submitted(cwd: Path, env: dict[str, str], *options: str) -> tuple[str, Path]:
     """Submit a run; its job's id and its directory, once it has its first checkpoint."""
-    command = [sys.executable, str(ROOT / "train.py"), *RUN, "cluster.submit=detach", *options]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = train_py(*RUN, "cluster.submit=detach", *options, cwd=cwd, environ=env)
     assert done.returncode == 0, done.stderr
     (job,) = json.loads((cwd / "sweep" / "sweep.json").read_text())["jobs"]
     directory = cwd / "sweep" / job["directory"]
@@ -66,7 +65,7 @@ def test_the_signal_ahead_of_the_time_limit_requeues_the_job_and_it_goes_on(tmp_
 
 
 def test_at_the_limit_of_requeues_it_stays_saved(tmp_path, slurm):
-    job, directory = submitted(tmp_path, slurm, "cluster.requeue=true", "cluster.max_requeues=0")
+    job, directory = submitted(tmp_path, slurm, *ALONE, "cluster.requeue=true", "cluster.max_requeues=0")
     ask(slurm, "scancel", "--signal=USR2", job)
     stopped = until(lambda: (found := record_of(directory))["status"] == "preempted" and found)
     until(lambda: "not requeued: cluster.max_requeues=0 is reached" in record_of(directory)["error"]["message"])
@@ -74,7 +73,7 @@ def test_at_the_limit_of_requeues_it_stays_saved(tmp_path, slurm):
 
 
 def test_a_job_that_is_cancelled_saves_and_is_not_requeued(tmp_path, slurm):
-    job, directory = submitted(tmp_path, slurm, "cluster.requeue=true")
+    job, directory = submitted(tmp_path, slurm, *ALONE, "cluster.requeue=true")
     ask(slurm, "scancel", job)
     stopped = until(lambda: (found := record_of(directory))["status"] == "preempted" and found)
     assert stopped["error"]["message"].startswith("stopped by SIGTERM after step ")
@@ -82,10 +81,7 @@ def test_a_job_that_is_cancelled_saves_and_is_not_requeued(tmp_path, slurm):
     until(lambda: ask(slurm, "squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}").strip() in over)
 
     assert f"it has saved: python train.py resume={directory}" in stopped["error"]["message"]
-    again = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), f"resume={directory}", "cluster.time_minutes=5"],
-        cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    again = train_py(f"resume={directory}", "cluster.time_minutes=5", cwd=tmp_path, environ=slurm)
     assert again.returncode == 0, again.stderr
     assert again.stdout.startswith("submitted 1 job: ")  # where the run was, and not on the login node
     finished = until(lambda: (found := record_of(directory))["status"] == "ok" and found)
@@ -94,10 +90,8 @@ def test_a_job_that_is_cancelled_saves_and_is_not_requeued(tmp_path, slurm):
     assert finished["config"]["cluster"]["time_minutes"] == 5
 
 
-@pytest.mark.parametrize("options", [["cluster.requeue=true", "checkpoint.every_steps=null"]])
-def test_without_checkpoints_there_is_nothing_to_go_on_with(tmp_path, slurm, options):
-    command = [sys.executable, str(ROOT / "train.py"), *RUN, *options]
-    done = subprocess.run(command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=60, check=False)
+def test_without_checkpoints_there_is_nothing_to_go_on_with(tmp_path, slurm):
+    done = train_py(*RUN, "cluster.requeue=true", "checkpoint.every_steps=null", cwd=tmp_path, environ=slurm)
     assert done.returncode == 1
     assert done.stderr.strip() == (
         "cluster.requeue=true: a run that is requeued goes on after its last checkpoint, and this one makes none; "

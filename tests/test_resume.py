@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ptdbench.checkpoints import manifest
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, record, store
 from ptdbench.setup import resume
-from tests.conftest import ROOT, record_of
+from tests import forked
+from tests.conftest import ROOT, record_of, run_on_shared_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -35,15 +42,33 @@ def train_py(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+Layout = tuple[str, int]
+
+
+def on(layout: Layout) -> tuple[str, ...]:
+    strategy, ranks = layout
+    return (*GPT, f"parallel={strategy}", f"cluster.ranks_per_node={ranks}", "checkpoint.every_steps=3")
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout, int], dict[str, Any]]:
+    """The record of a run of a layout that stopped after so many steps; each is run once."""
+
+    @cache
+    def begin(layout: Layout, steps: int) -> dict[str, Any]:
+        return run_on_shared_ranks(tmp_path_factory.mktemp("begun"), *on(layout), f"train.steps={steps}")
+
+    return begin
+
+
 @pytest.mark.parametrize(
-    ("strategy", "ranks"),
+    "layout",
     [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pdp", 2), ("pdp", 3)],
+    ids=lambda layout: f"{layout[0]}-{layout[1]}",
 )
-def test_the_losses_are_those_of_a_run_that_was_not_interrupted(run, strategy, ranks):
-    layout = (*GPT, f"parallel={strategy}", f"cluster.ranks_per_node={ranks}", "checkpoint.every_steps=3")
-    whole = run(*layout, "train.steps=6")
-    half = run(*layout, "train.steps=3")
-    rest = run(*layout, "train.steps=6", f"resume={half['directory']}")
+def test_the_losses_are_those_of_a_run_that_was_not_interrupted(shared_run, begun, layout):
+    whole, half = begun(layout, 6), begun(layout, 3)
+    rest = shared_run(*on(layout), "train.steps=6", f"resume={half['directory']}")
     assert rest["error"] is None
     assert half["losses"] == whole["losses"][:3]
     assert rest["losses"] == whole["losses"]  # bit for bit
@@ -55,66 +80,92 @@ def test_the_losses_are_those_of_a_run_that_was_not_interrupted(run, strategy, r
     ("first", "then"),
     [(("ddp", 2), ("fsdp", 2)), (("fsdp", 2), ("ddp", 1)), (("ddp", 2), ("pdp", 3)), (("pdp", 2), ("fsdp", 3))],
 )
-def test_another_strategy_and_another_world_go_on_with_the_same_numbers(run, first, then):
-    def on(strategy: str, ranks: int) -> tuple[str, ...]:
-        return (*GPT, f"parallel={strategy}", f"cluster.ranks_per_node={ranks}", "checkpoint.every_steps=3")
-
-    whole = run(*on("single", 1), "train.steps=6")
-    half = run(*on(*first), "train.steps=3")
-    rest = run(*on(*then), "train.steps=6", f"resume={half['directory']}")
+def test_another_strategy_and_another_world_go_on_with_the_same_numbers(shared_run, begun, first, then):
+    whole, half = begun(("single", 1), 6), begun(first, 3)
+    rest = shared_run(*on(then), "train.steps=6", f"resume={half['directory']}")
     assert rest["error"] is None
     assert rest["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert rest["world_size"] == then[1]
 
 
-def started(directory: Path, step: int, *arguments: str) -> subprocess.Popen[str]:
-    """A run with a first checkpoint on the disk."""
+def test_the_loss_scale_goes_on_where_it_was(shared_run):
+    """Its value shows in no loss: the one in the checkpoint is exchanged for another."""
+    scaled = (*TOY, "parallel=ddp", "precision=fp16", "checkpoint.every_steps=2")
+    half = shared_run(*scaled, "train.steps=2")
+    checkpoint = Path(half["directory"]) / "checkpoints" / "step-00000002"
+    written = manifest.read(checkpoint)
+    scaler = {**written.facts["scaler"], "scale": 512.0}
+    assert scaler != written.facts["scaler"]
+    manifest.write(checkpoint, replace(written, facts={**written.facts, "scaler": scaler}))
+    rest = shared_run(*scaled, "train.steps=4", f"resume={half['directory']}")
+    assert rest["error"] is None
+    last = manifest.read(Path(rest["directory"]) / "checkpoints" / "step-00000004")
+    assert last.facts["scaler"]["scale"] == 512.0
+
+
+def started(directory: Path, done: int, *arguments: str) -> subprocess.Popen[str]:
+    """A run with a checkpoint of a step after ``done``."""
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *arguments, f"hydra.run.dir={directory}"],
+        [sys.executable, str(ROOT / "train.py"), *arguments],
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    first = directory / "checkpoints" / f"step-{step:08}" / "manifest.json"
     deadline = time.monotonic() + 90
-    while not first.exists():
+    while saved(directory)[-1] <= done:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
-        time.sleep(0.05)
+        time.sleep(0.02)
     return process
 
 
-@pytest.mark.parametrize("signals", [["SIGTERM"], ["SIGUSR2", "SIGTERM"], ["SIGINT", "SIGINT"]], ids="+".join)
-def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path, signals):
-    steps = ("train.steps=1200", "train.max_minutes=null", "checkpoint.every_steps=100")
-    process = started(tmp_path / "run", 100, *TOY, "parallel=ddp", *steps)
-    for name in signals:
-        process.send_signal(getattr(signal, name))
-    output = process.communicate(timeout=90)[0]
-    assert process.returncode == 128 + getattr(signal, signals[0])
-    stopped = record_of(tmp_path / "run")
-    done = len(stopped["losses"])
-    assert (stopped["status"], stopped["error"]["type"]) == ("preempted", "Stopped"), output
-    assert 100 <= done < 1200
-    assert f"after step {done} of 1200; it has saved: python train.py resume=" in stopped["error"]["message"]
-    assert (tmp_path / "run" / "checkpoints" / f"step-{done:08}" / "manifest.json").exists()
+def saved(directory: Path) -> list[int]:
+    """The steps of which there are whole checkpoints, and 0."""
+    found = directory.glob("checkpoints/step-????????/manifest.json")
+    return [0, *sorted(int(path.parent.name.removeprefix("step-")) for path in found)]
+
+
+SIGNALS = [["SIGTERM"], ["SIGUSR2", "SIGTERM"], ["SIGINT", "SIGINT"]]
+
+
+def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
+    """Three times, by other signals each, and then to its end."""
+    run = tmp_path / "run"
+    words = (*TOY, "parallel=ddp", "train.steps=2000", "train.max_minutes=null", "checkpoint.every_steps=100")
+    stops = [0]
+    losses: list[float] = []
+    for signals in SIGNALS:
+        process = started(run, stops[-1], *([f"resume={run}"] if losses else [*words, f"hydra.run.dir={run}"]))
+        for name in signals:
+            process.send_signal(getattr(signal, name))
+        output = process.communicate(timeout=90)[0]
+        assert process.returncode == 128 + getattr(signal, signals[0])
+        stopped = record_of(run)
+        done = len(stopped["losses"])
+        assert (stopped["status"], stopped["error"]["type"]) == ("preempted", "Stopped"), output
+        assert stops[-1] < done < 2000
+        assert stopped["losses"][: stops[-1]] == losses
+        assert f"after step {done} of 2000; it has saved: python train.py resume=" in stopped["error"]["message"]
+        assert saved(run)[-1] == done
+        stops.append(done)
+        losses = stopped["losses"]
 
     again = train_py("resume=run", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    finished = record_of(tmp_path / "run")
-    assert (finished["status"], len(finished["losses"])) == ("ok", 1200)
-    assert finished["losses"][:done] == stopped["losses"]
-    assert [one["steps"] for one in finished["segments"]] == [done, 1200 - done]
+    finished = record_of(run)
+    assert (finished["status"], len(finished["losses"])) == ("ok", 2000)
+    assert finished["losses"][: stops[-1]] == losses
+    assert [one["steps"] for one in finished["segments"]] == [b - a for a, b in pairwise([*stops, 2000])]
     assert finished["fingerprint"] == stopped["fingerprint"]
 
-    complete = train_py("resume=run", cwd=tmp_path)
+    complete = forked.train_py("resume=run", cwd=tmp_path)
     assert complete.returncode == 1
     assert complete.stderr.strip() == (
-        "resume=run: is complete, with 1200 of 1200 steps; try train.steps=2400, to train on from there"
+        "resume=run: is complete, with 2000 of 2000 steps; try train.steps=4000, to train on from there"
     )
 
 
 def test_a_run_that_was_killed_goes_on_after_its_last_checkpoint(tmp_path):
     steps = ("train.steps=600", "train.max_minutes=null", "checkpoint.every_steps=100", "checkpoint.keep=2")
-    process = started(tmp_path / "run", 200, *TOY, "parallel=ddp", *steps)
+    process = started(tmp_path / "run", 100, *TOY, "parallel=ddp", *steps, f"hydra.run.dir={tmp_path}/run")
     process.kill()
     process.communicate()
     assert record_of(tmp_path / "run")["error"]["type"] == "Unfinished"
@@ -127,13 +178,27 @@ def test_a_run_that_was_killed_goes_on_after_its_last_checkpoint(tmp_path):
     assert kept == ["step-00000500", "step-00000600"]
 
 
-def test_a_broken_checkpoint_is_passed_over_with_a_warning(tmp_path):
-    train_py(*TOY, "train.steps=4", "checkpoint.every_steps=2", "hydra.run.dir=half", cwd=tmp_path)
-    newest = tmp_path / "half" / "checkpoints" / "step-00000004" / "__0_0.distcp"
+@pytest.fixture(scope="module")
+def one_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints after step 2 and step 4."""
+    folder = tmp_path_factory.mktemp("one")
+    done = train_py(*TOY, "train.steps=4", "checkpoint.every_steps=2", "hydra.run.dir=run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+@pytest.fixture
+def ended(one_run: Path, tmp_path: Path) -> Path:
+    """A copy of it that a test may damage: ``run``."""
+    return Path(shutil.copytree(one_run, tmp_path / "run"))
+
+
+def test_a_broken_checkpoint_is_passed_over_with_a_warning(ended, tmp_path):
+    newest = ended / "checkpoints" / "step-00000004" / "__0_0.distcp"
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    done = train_py("resume=half", "train.steps=6", "hydra.run.dir=rest", cwd=tmp_path)
+    done = train_py("resume=run", "train.steps=6", "hydra.run.dir=rest", cwd=tmp_path)
     rest = record_of(tmp_path / "rest")
     assert rest["remarks"]["resumed"].startswith("after step 2, from ")
     (warning,) = [note for note in rest["remarks"]["checkpoints"] if "step-00000004 is passed over" in note]
@@ -142,34 +207,30 @@ def test_a_broken_checkpoint_is_passed_over_with_a_warning(tmp_path):
 
 
 class TestRefused:
+    def refused(self, *arguments: str, cwd: Path) -> str:
+        """The only line that is said."""
+        done = forked.train_py(*arguments, cwd=cwd)
+        assert done.returncode == 1
+        assert not (cwd / "outputs").exists()
+        return re_line(done.stderr)
+
     def test_what_is_no_run(self, tmp_path):
-        done = train_py("resume=nowhere", cwd=tmp_path)
-        assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-        assert "resume=nowhere: there is no run" in done.stderr
+        assert "resume=nowhere: there is no run" in self.refused("resume=nowhere", cwd=tmp_path)
 
-    def test_another_model_with_the_difference(self, tmp_path):
-        train_py(*TOY, "train.steps=2", "checkpoint.every_steps=2", "hydra.run.dir=run", cwd=tmp_path)
-        done = train_py("resume=run", "model.width=7", cwd=tmp_path)
-        assert done.returncode == 1
-        assert (
-            re_line(done.stderr)
-            == f"model.width=7: resume={tmp_path}/run holds 64; a run begins with the weights of the same model"
-        )
-        assert not (tmp_path / "outputs").exists()
+    def test_another_model_with_the_difference(self, ended, tmp_path):
+        said = self.refused("resume=run", "model.width=7", cwd=tmp_path)
+        assert said == f"model.width=7: resume={ended} holds 64; a run begins with the weights of the same model"
 
-    def test_a_run_without_checkpoints(self, tmp_path):
-        train_py(*TOY, "train.steps=2", "hydra.run.dir=run", cwd=tmp_path)
-        done = train_py("resume=run", "train.steps=4", cwd=tmp_path)
-        assert done.returncode == 1
-        assert "run: holds no complete checkpoint; omit it to start anew" in done.stderr
+    def test_a_run_without_checkpoints(self, ended, tmp_path):
+        shutil.rmtree(ended / "checkpoints")
+        said = self.refused("resume=run", "train.steps=6", cwd=tmp_path)
+        assert "run: holds no complete checkpoint; omit it to start anew" in said
 
-    def test_results_are_not_overwritten(self, tmp_path):
-        train_py(*TOY, "train.steps=2", "hydra.run.dir=run", cwd=tmp_path)
-        before = (tmp_path / "run" / "record.json").read_bytes()
-        done = train_py(*TOY, "train.steps=3", "hydra.run.dir=run", cwd=tmp_path)
-        assert done.returncode == 1
-        assert "hydra.run.dir=run: there are results already; try resume=run" in done.stderr
-        assert (tmp_path / "run" / "record.json").read_bytes() == before
+    def test_results_are_not_overwritten(self, ended, tmp_path):
+        before = (ended / "record.json").read_bytes()
+        said = self.refused(*TOY, "train.steps=3", "hydra.run.dir=run", cwd=tmp_path)
+        assert "hydra.run.dir=run: there are results already; try resume=run" in said
+        assert (ended / "record.json").read_bytes() == before
 
 
 class TestLine:
@@ -255,7 +316,7 @@ def re_line(text: str) -> str:
 
 class TestSweep:
     def test_what_is_missing_is_done_and_nothing_else(self, tmp_path):
-        arguments = ("-m", *TOY, "train.steps=2", "parallel=ddp,fsdp", "hydra.sweep.dir=sweep")
+        arguments = ("-m", *TOY, "train.steps=2", "parallel=ddp,single", "hydra.sweep.dir=sweep")
         done = train_py(*arguments, "train.global_batch=12,24", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         results = tmp_path / "sweep" / "results.jsonl"
@@ -287,7 +348,7 @@ class TestSweep:
             while not list(tmp_path.glob("sweep/*/record.json")):
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
-            second = train_py("-m", *arguments, "train.steps=2", cwd=tmp_path)
+            second = forked.train_py("-m", *arguments, "train.steps=2", cwd=tmp_path)
             assert second.returncode == 1
             assert second.stderr.strip() == (
                 "hydra.sweep.dir=sweep: another process is writing its results there; wait for it, "

@@ -18,8 +18,8 @@ import pytest
 
 from ptdbench.records import store
 from tests.conftest import ROOT
+from tests.forked import train_py
 
-TRAIN = (sys.executable, str(ROOT / "train.py"))
 STATUS = (sys.executable, "-m", "ptdbench", "status")
 #: Two shapes; the jobs stay in the queue.
 HELD = (
@@ -48,10 +48,18 @@ def sbatch(tmp_path: Path, slurm: dict[str, str]) -> Callable[[str], dict[str, s
 
 @pytest.fixture
 def run(tmp_path: Path, slurm: dict[str, str]) -> Run:
-    def it(*command: str, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def it(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, cwd=tmp_path, env=environ or slurm, capture_output=True, text=True, timeout=180, check=False
+            command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=180, check=False
         )
+
+    return it
+
+
+@pytest.fixture
+def submit(tmp_path: Path, slurm: dict[str, str]) -> Run:
+    def it(*arguments: str, environ: Mapping[str, str] = slurm) -> subprocess.CompletedProcess[str]:
+        return train_py(*arguments, cwd=tmp_path, environ=environ)
 
     return it
 
@@ -71,7 +79,7 @@ def errors(directory: Path) -> set[str]:
     return {record["error"]["type"] for record in store.read_results(directory)}
 
 
-def test_a_refusal_deletes_nothing_of_a_users(run, sbatch, queued, tmp_path):
+def test_a_refusal_deletes_nothing_of_a_users(run, submit, sbatch, queued, tmp_path):
     """The second of two shapes is refused after the rehearsal was accepted."""
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "thesis.txt").write_text("mine")
@@ -80,7 +88,7 @@ def test_a_refusal_deletes_nothing_of_a_users(run, sbatch, queued, tmp_path):
         f'touch {tmp_path}/once; exec $REAL "$@"'
     )
     before = queued()
-    done = run(*TRAIN, *HELD, environ=environ)
+    done = submit(*HELD, environ=environ)
     assert (done.returncode, done.stdout) == (1, "")
     cancelled, refused = done.stderr.splitlines()
     assert cancelled.startswith("cancelled what SLURM had taken already: ")
@@ -93,10 +101,10 @@ def test_a_refusal_deletes_nothing_of_a_users(run, sbatch, queued, tmp_path):
     assert status.stdout.count("NotSubmitted: nothing was submitted: no more today") == 2
 
 
-def test_a_folder_for_output_that_cannot_be_made_is_refused_before_anything_is_written(run, queued, tmp_path):
+def test_a_folder_for_output_that_cannot_be_made_is_refused_before_anything_is_written(submit, queued, tmp_path):
     (tmp_path / "file").write_text("in the way")
     before = queued()
-    done = run(*TRAIN, *HELD, "cluster.log=file/%j")
+    done = submit(*HELD, "cluster.log=file/%j")
     assert (done.returncode, done.stdout, queued()) == (1, "", before)
     assert done.stderr == (
         f"cluster.log=file/%j: {tmp_path / 'file'} is no folder; give a folder that the cluster's nodes share\n"
@@ -104,19 +112,19 @@ def test_a_folder_for_output_that_cannot_be_made_is_refused_before_anything_is_w
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_ctrl_c_in_the_middle_of_a_submission_leaves_no_job(run, sbatch, queued, tmp_path):
+def test_ctrl_c_in_the_middle_of_a_submission_leaves_no_job(submit, sbatch, queued, tmp_path):
     before = queued()
-    done = run(*TRAIN, *HELD, environ=sbatch('kill -INT $PPID; exec $REAL "$@"'))
+    done = submit(*HELD, environ=sbatch('kill -INT $PPID; exec $REAL "$@"'))
     assert done.returncode == 128 + signal.SIGINT
     assert done.stderr.splitlines()[-1] == "stopped by SIGINT"
     assert queued() == before
     assert errors(tmp_path / "sweep") == {"NotSubmitted"}
 
 
-def test_a_job_of_a_submission_that_was_killed_is_found_and_not_submitted_again(run, sbatch, queued, tmp_path):
+def test_a_job_of_a_submission_that_was_killed_is_found_and_not_submitted_again(run, submit, sbatch, queued, tmp_path):
     """SIGKILL when SLURM has the first job and nobody has learnt its id."""
     before = queued()
-    done = run(*TRAIN, *HELD, environ=sbatch('$REAL "$@"; kill -KILL $PPID'))
+    done = submit(*HELD, environ=sbatch('$REAL "$@"; kill -KILL $PPID'))
     assert done.returncode == -signal.SIGKILL
     (job,) = queued() - before
     status = run(*STATUS, "sweep")
@@ -124,7 +132,7 @@ def test_a_job_of_a_submission_that_was_killed_is_found_and_not_submitted_again(
     assert (rows[0][1], "PENDING" in rows[0]) == (job, True)
     assert all(json.loads((tmp_path / "sweep" / row / "record.json").read_text()) for row in ("0_hello", "1_hello"))
 
-    again = run(*TRAIN, "sweep.resume=sweep")
+    again = submit("sweep.resume=sweep")
     assert again.returncode == 0, again.stderr
     assert "1 run still in the queue, not submitted again: 0_hello" in again.stderr
     assert len(queued() - before) == 2
@@ -139,7 +147,12 @@ def test_a_record_that_is_moved_away_while_the_sweep_is_followed(run, slurm, tmp
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "thesis.txt").write_text("mine")
     process = subprocess.Popen(
-        [*TRAIN, *command], cwd=tmp_path, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, str(ROOT / "train.py"), *command],
+        cwd=tmp_path,
+        env=slurm,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     record = tmp_path / "sweep" / "0_toy_single" / "record.json"
     deadline = time.monotonic() + 90

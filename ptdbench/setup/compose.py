@@ -6,6 +6,7 @@ the same pieces of Hydra compose every job first, and what they refuse is explai
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
@@ -69,13 +70,21 @@ def compose_all(
             ours = [override for override in parsed if not _is_hydras(override)]
             jobs = _jobs(ours)
             first = compose(config_name, [*batch, *jobs[0]], return_hydra_config=True)
-            composed = [compose(config_name, [*batch, *job]) for job in jobs]
+            composed = [_without_hydra(first), *(compose(config_name, [*batch, *job]) for job in jobs[1:])]
         except (HydraException, OmegaConfBaseException, ValueError, IndexError) as error:
             raise ConfigError(_explain(config_name, parsed, error)) from None
         is_sweep = multirun or first.hydra.mode == RunMode.MULTIRUN
         if not is_sweep:
             require(*_lists(parsed))
         return Composed(first, composed, jobs, is_sweep, [_line(override) for override in ours])
+
+
+def _without_hydra(config: DictConfig) -> DictConfig:
+    """What the first job is given; composing it once more would take as long again."""
+    job = copy.deepcopy(config)
+    with open_dict(job):
+        del job["hydra"]
+    return job
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:

@@ -109,24 +109,6 @@ class TestSamples:
         assert all(30 < edge < 110 for edge in edges), "about a third is moved up, and a third down"
         assert not torch.equal(both, moved)
 
-    def test_do_not_depend_on_the_split(self, root):
-        whole = prepared(root).samples(190, 210)
-        other = small(root)
-        later = other.samples(203, 210)
-        earlier = other.samples(190, 203)
-        for all_at_once, a, b in zip(whole, earlier, later, strict=True):
-            assert torch.equal(all_at_once, torch.cat([a, b]))
-
-    def test_differ_between_seeds(self, root):
-        assert not torch.equal(prepared(root).samples(0, 9)[0], prepared(root, seed=4).samples(0, 9)[0])
-
-    @pytest.mark.parametrize("channels_last", [True, False])
-    def test_have_the_form_of_the_example(self, root, channels_last):
-        data = prepared(root, channels_last=channels_last)
-        for example, sample in zip(data.example(), data.samples(0, 1), strict=True):
-            assert example.is_meta
-            assert (example.shape, example.dtype, example.stride()) == (sample.shape, sample.dtype, sample.stride())
-
 
 class TestHeldOut:
     def test_is_the_test_images_in_their_order_as_they_are(self, root):
@@ -136,10 +118,6 @@ class TestHeldOut:
         assert labels.tolist() == [n % 10 for n in range(5, 20)]
         assert pixels(images)[:, 2, 0, 0].tolist() == list(range(5, 20))
         assert torch.equal(images, small(root, seed=9).held_out.samples(5, 20)[0])
-
-    def test_ends(self, root):
-        with pytest.raises(IndexError, match="of 20"):
-            prepared(root).held_out.samples(0, 21)
 
 
 class TestOptions:

@@ -39,33 +39,10 @@ def test_training_and_held_out_images_are_all_that_scikit_learn_has():
     )
 
 
-def test_samples_have_the_form_of_the_example():
-    data = Digits(seed=0)
-    for example, sample in zip(data.example(), data.samples(0, 1), strict=True):
-        assert example.is_meta
-        assert (example.shape, example.dtype) == (sample.shape, sample.dtype)
-    assert data.example()[0].shape == (1, 3, 8, 8)
-    assert data.samples(0, 9)[0].is_contiguous(memory_format=torch.channels_last)
-    assert Digits(seed=0, channels_last=False).samples(0, 9)[0].is_contiguous()
-    assert data.tokens_per_sample is None
-    assert data.workers == 0
-
-
 def test_training_images_are_normalised():
     images, _ = Digits(seed=0, shift=0).samples(0, EPOCH)
     assert abs(images.mean()) < 0.01
     assert abs(images.std() - 1) < 0.01
-
-
-def test_samples_do_not_depend_on_the_split():
-    whole = Digits(seed=3).samples(1430, 1450)  # over the end of an epoch
-    other = Digits(seed=3)
-    later = other.samples(1441, 1450)
-    earlier = other.samples(1430, 1441)
-    for all_at_once, a, b in zip(whole, earlier, later, strict=True):
-        assert torch.equal(all_at_once, torch.cat([a, b]))
-    for tensor in other.samples(7, 7):
-        assert len(tensor) == 0
 
 
 def test_an_image_is_shifted_anew_in_every_epoch_and_never_mirrored():
@@ -89,17 +66,6 @@ def test_what_is_held_out_is_the_same_for_every_seed_and_has_its_share_of_each_d
     wanted = torch.from_numpy(np.bincount(load_digits().target)) * 360 / 1797
     assert (torch.bincount(labels) - wanted).abs().max() < 1
     assert not torch.equal(Digits(seed=0).samples(0, 9)[0], Digits(seed=1).samples(0, 9)[0])
-
-
-def test_held_out_images_can_be_had_in_parts_but_no_more_than_there_are():
-    held_out = Digits(seed=0, held_out=20).held_out
-    images, labels = held_out.samples(0, 20)
-    parts = [held_out.samples(0, 13), held_out.samples(13, 20)]
-    assert torch.equal(images, torch.cat([part[0] for part in parts]))
-    assert torch.equal(labels, torch.cat([part[1] for part in parts]))
-    for start, stop in ((10, 21), (-1, 3), (5, 4)):
-        with pytest.raises(IndexError, match="of 20"):
-            held_out.samples(start, stop)
 
 
 def test_nothing_need_be_held_out():

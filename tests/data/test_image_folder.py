@@ -65,17 +65,6 @@ class TestSamples:
         assert torch.bincount(labels).tolist() == [6, 6, 6]
         assert torch.equal(shares(batch), labels)
 
-    def test_do_not_depend_on_the_split_or_on_what_was_drawn_before(self, collection):
-        whole = images(collection).samples(10, 24)  # over the end of an epoch
-        other = images(collection)
-        torch.rand(7)
-        later = other.samples(17, 24)
-        earlier = other.samples(10, 17)
-        for all_at_once, a, b in zip(whole, earlier, later, strict=True):
-            assert torch.equal(all_at_once, torch.cat([a, b]))
-        for tensor, example in zip(other.samples(4, 4), other.example(), strict=True):
-            assert tensor.shape == (0, *example.shape[1:])
-
     def test_leave_the_random_numbers_of_others_alone(self, collection):
         data = images(collection)
         torch.manual_seed(1)
@@ -129,14 +118,6 @@ class TestSamples:
         )
         torch.testing.assert_close(batch[0], torch.as_tensor(transform(Image.open(path))), rtol=0, atol=1e-5)
 
-    @pytest.mark.parametrize("channels_last", [True, False])
-    def test_have_the_form_of_the_example(self, collection, channels_last):
-        data = images(collection, channels_last=channels_last)
-        for example, sample in zip(data.example(), data.samples(0, 1), strict=True):
-            assert example.is_meta
-            assert (example.shape, example.dtype, example.stride()) == (sample.shape, sample.dtype, sample.stride())
-        assert data.tokens_per_sample is None
-
     def test_come_from_files_of_any_kind_and_depth(self, root):
         folder = root / "train" / "cat" / "more" / "and more"
         folder.mkdir(parents=True)
@@ -182,16 +163,6 @@ class TestHeldOut:
         paths = sorted((collection / "val").glob("*/*.png"))
         wanted = torch.stack([torch.as_tensor(transform(Image.open(path))) for path in paths])
         torch.testing.assert_close(batch, wanted, rtol=0, atol=1e-5)
-
-    def test_can_be_had_in_parts_but_no_more_than_there_are(self, collection):
-        held_out = images(collection, workers=3).held_out
-        batch, labels = held_out.samples(0, 6)
-        parts = [held_out.samples(0, 4), held_out.samples(4, 4), held_out.samples(4, 6)]
-        assert torch.equal(batch, torch.cat([part[0] for part in parts]))
-        assert torch.equal(labels, torch.cat([part[1] for part in parts]))
-        for start, stop in ((0, 7), (-1, 3), (5, 4)):
-            with pytest.raises(IndexError, match="of 6"):
-                held_out.samples(start, stop)
 
     def test_is_nothing_without_such_a_folder(self, root):
         shutil.rmtree(root / "val")

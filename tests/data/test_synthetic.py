@@ -22,38 +22,6 @@ def vectors(seed=0):
 every_source = pytest.mark.parametrize("make", [tokens, images, vectors])
 
 
-@every_source
-def test_samples_do_not_depend_on_the_split(make):
-    whole = make().samples(0, 8)
-    other = make()
-    later = other.samples(3, 8)
-    earlier = other.samples(0, 3)
-    for all_at_once, a, b in zip(whole, earlier, later, strict=True):
-        assert torch.equal(all_at_once, torch.cat([a, b]))
-
-
-@every_source
-def test_seeds_differ_and_samples_differ(make):
-    inputs, _ = make(seed=0).samples(0, 8)
-    assert len(inputs.unique(dim=0)) > 4
-    assert not torch.equal(inputs, make(seed=1).samples(0, 8)[0])
-
-
-@every_source
-def test_example_has_the_form_of_a_sample(make):
-    source = make()
-    for example, sample in zip(source.example(), source.samples(0, 1), strict=True):
-        assert example.is_meta
-        assert sample.is_contiguous()
-        assert (example.shape, example.dtype) == (sample.shape, sample.dtype)
-
-
-@every_source
-def test_an_empty_range_is_an_empty_batch(make):
-    for tensor, example in zip(make().samples(5, 5), make().example(), strict=True):
-        assert tensor.shape == (0, *example.shape[1:])
-
-
 def test_targets_of_tokens_are_the_tokens_one_place_further():
     inputs, targets = tokens().samples(0, 4)
     assert inputs.shape == (4, 16)
@@ -108,12 +76,6 @@ def test_a_linear_model_learns_the_linear_part_of_the_vectors():
     # of the variance 1/3 + 1/9 only the product's 1/9 is left
     assert targets.square().mean().item() == pytest.approx(4 / 9, abs=0.02)
     assert left == pytest.approx(1 / 9, abs=0.01)
-
-
-def test_only_token_sequences_have_tokens():
-    assert tokens().tokens_per_sample == 16
-    assert images().tokens_per_sample is None
-    assert vectors().tokens_per_sample is None
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def stall(path, writing):
 
 
 def test_a_killed_writer_leaves_nothing_trusted_and_no_lock_held(path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # others import torch anew
     writing = context.Event()
     writer = context.Process(target=stall, args=(path, writing))
     writer.start()
@@ -165,7 +165,7 @@ def build(path, together, log, held):
 
 
 def test_of_processes_that_come_at_once_one_writes_and_the_others_wait(path, tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # others import torch anew
     log = tmp_path / "log"
     arguments = (path, context.Barrier(3), log, context.Event())
     processes = [context.Process(target=build, args=arguments) for _ in range(3)]

@@ -41,25 +41,29 @@ def said(command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     return sorted(done.stdout.splitlines(), key=lambda line: int(re.findall(r"rank (\d+)", line)[0]))
 
 
+def program(name: str) -> list[str]:
+    return ["-m", f"ptdbench.examples.{name}"]
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", NAMES)
 class TestUnder:
-    def program(self, name: str) -> list[str]:
-        return ["-m", f"ptdbench.examples.{name}"]
+    """Each with local ranks, and, as all begin alike, one under each launcher."""
 
+    @pytest.mark.parametrize("name", NAMES)
     def test_nothing(self, name, environ):
-        assert said([sys.executable, *self.program(name)], environ) == expected(name, 2, 2)
+        assert said([sys.executable, *program(name)], environ) == expected(name, 2, 2)
 
-    def test_torchrun(self, name, environ):
+    def test_torchrun(self, environ):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
-        assert said([*launcher, *self.program(name)], environ) == expected(name, 3, 3)
+        assert said([*launcher, *program("all_reduce")], environ) == expected("all_reduce", 3, 3)
 
-    def test_mpirun(self, name, environ, mpirun):
-        assert said([*mpirun, "-np", "3", sys.executable, *self.program(name)], environ) == expected(name, 3, 3)
+    def test_mpirun(self, environ, mpirun):
+        launcher = [*mpirun, "-np", "3", sys.executable]
+        assert said([*launcher, *program("send_recv")], environ) == expected("send_recv", 3, 3)
 
-    def test_srun(self, name, slurm):
+    def test_srun(self, slurm):
         launcher = ["srun", "-N2", "--ntasks-per-node=2", sys.executable]
-        assert said([*launcher, *self.program(name)], slurm) == expected(name, 4, 2)
+        assert said([*launcher, *program("hello")], slurm) == expected("hello", 4, 2)
 
 
 @pytest.mark.parametrize("name", NAMES)

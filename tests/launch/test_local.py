@@ -80,7 +80,8 @@ def psutil_status(pid_file: Path) -> str:
     return psutil.Process(int(text)).status() if text else ""
 
 
-def test_a_stopped_peer_of_a_rank_that_failed_is_killed(tmp_path):
+def test_a_stopped_peer_of_a_rank_that_failed_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "END_SECONDS", 0.5)
     begun = time.monotonic()
     with pytest.raises(local.RankDied) as caught:
         local.start(leave_a_stopped_peer, 2, tmp_path)
@@ -167,8 +168,8 @@ class TestGrace:
         assert not alive
 
 
-@pytest.mark.parametrize("threads", [1, 3])
-def test_ranks_compute_with_the_threads_that_the_config_says(run, threads):
+def test_ranks_compute_with_the_threads_that_the_config_says(run):
+    threads = 3  # which is not what they would take by themselves
     record = run(
         "model=custom", "model._target_=tests.launch.test_local.ThreadCount", "data=synthetic_vectors", "data.inputs=2",
         "data.outputs=1", "train.steps=1", "optimizer.lr=0", f"cluster.cpus_per_rank={threads}",
@@ -233,9 +234,7 @@ def carrying(mark: str) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("name", "status", "kind"),
     [
-        ("SIGINT", "preempted", "Stopped"),
-        ("SIGTERM", "preempted", "Stopped"),
-        ("SIGUSR2", "preempted", "Stopped"),
+        ("SIGTERM", "preempted", "Stopped"),  # tests/test_resume.py sends the others
         ("SIGKILL", "failed", "Unfinished"),
     ],
 )

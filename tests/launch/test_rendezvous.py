@@ -17,6 +17,8 @@ import pytest
 from ptdbench.launch import rendezvous
 from ptdbench.launch.world import World, discover
 
+pytestmark = pytest.mark.ranks
+
 #: A rank: it meets the others, agrees with them, and tells what it knows then.
 RANK = """
 import json, os, sys
@@ -212,29 +214,29 @@ def test_a_launch_is_called_by_one_name_in_all_its_ranks_and_by_another_after_a_
 
 
 def test_somebody_else_at_the_port_who_says_nothing(started, job, taken):
-    with started(srun(job, 1) | {"MASTER_PORT": taken}, arrival=2) as process:
+    with started(srun(job, 1) | {"MASTER_PORT": taken}, arrival=1) as process:
         assert refused(process) == (
-            f"refused: MASTER_ADDR=localhost: no rank 0 answers at localhost:{taken} within 2 s; set MASTER_ADDR "
+            f"refused: MASTER_ADDR=localhost: no rank 0 answers at localhost:{taken} within 1 s; set MASTER_ADDR "
             "to an address of rank 0's host that all nodes reach, or see why other ranks have ended\n"
         )
 
 
 def test_nobody_at_the_port(started, job, free):
-    with started(srun(job, 1) | {"MASTER_PORT": free}, arrival=2) as process:
-        assert f"MASTER_ADDR=localhost: no rank 0 answers at localhost:{free} within 2 s; " in refused(process)
+    with started(srun(job, 1) | {"MASTER_PORT": free}, arrival=1) as process:
+        assert f"MASTER_ADDR=localhost: no rank 0 answers at localhost:{free} within 1 s; " in refused(process)
 
 
 def test_peers_that_do_not_come(started, job, free):
-    with started(srun(job, 0) | {"MASTER_PORT": free}, arrival=2) as process:
-        assert f"srun=localhost:{free}: 1 of 2 ranks came within 2 s; " in refused(process)
+    with started(srun(job, 0) | {"MASTER_PORT": free}, arrival=1) as process:
+        assert f"srun=localhost:{free}: 1 of 2 ranks came within 1 s; " in refused(process)
 
 
 def test_another_launch_at_the_same_port(started, job, free):
     here = {"MASTER_PORT": free}
     with started(srun(job, 0) | here) as first:
         await_listener(free)
-        with started(srun(job + "1", 1) | here, arrival=3) as stranger:
-            assert f"srun=localhost:{free}: 1 of 2 ranks came within 3 s; " in refused(stranger)
+        with started(srun(job + "1", 1) | here, arrival=2) as stranger:
+            assert f"srun=localhost:{free}: 1 of 2 ranks came within 2 s; " in refused(stranger)
         with started(srun(job, 1) | here) as second:
             assert told(first)[0]["said"] == told(second)[0]["said"]
 

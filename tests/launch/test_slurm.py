@@ -134,11 +134,11 @@ class TestOtherClusters:
         ]
 
     def test_a_command_that_does_not_answer_is_quoted(self, fake, monkeypatch):
-        monkeypatch.setattr(commands, "PATIENCE", 5)
+        monkeypatch.setattr(commands, "PATIENCE", 2)
         fake("sinfo", "echo 'sinfo: error: Unable to contact slurm controller' >&2; exec sleep 600")
         with pytest.raises(SlurmError) as caught:
             commands.partitions()
-        assert str(caught.value) == "sinfo did not answer in 5 s\nUnable to contact slurm controller"
+        assert str(caught.value) == "sinfo did not answer in 2 s\nUnable to contact slurm controller"
 
     def test_a_command_that_cannot_be_started(self, fake, tmp_path):
         fake("sinfo", "")

@@ -141,6 +141,10 @@ def stacks(folder: Path) -> dict[int, str]:
 
 @pytest.mark.ranks
 class TestStuck:
+    @pytest.fixture(autouse=True)
+    def _soon(self, monkeypatch):
+        monkeypatch.setattr(local, "END_SECONDS", 1.0)  # that a stopped rank is given before it is killed
+
     @pytest.mark.parametrize("culprit", [0, 2])
     def test_a_stopped_rank_is_named_and_killed(self, tmp_path, culprit):
         reports = ended(tmp_path, "stop", culprit)
@@ -176,8 +180,7 @@ class TestStuck:
             assert blamed == 0
             assert message == f"no rank has finished step 3 for {LIMIT} s: all wait in recv; stacks in failures/"
 
-    def test_a_stopped_rank_that_serves_the_store_itself_is_named(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(local, "END_SECONDS", 1.0)
+    def test_a_stopped_rank_that_serves_the_store_itself_is_named(self, tmp_path):
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = free.getsockname()[1]

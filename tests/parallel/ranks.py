@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import tempfile
-import traceback
-from collections.abc import Callable, Mapping
-from pathlib import Path
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ptdbench.launch import local
+from ptdbench.launch import rendezvous
+from tests.shared_ranks import SharedRanks
+
+#: Ends after each module; see tests/conftest.py.
+RANKS = SharedRanks()
+
+_groups = 0
 
 
 def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What ``body(*arguments)`` returns in each of ``size`` ranks that share a gloo group, by rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            local.start(_in_rank, size, Path(folder), body, arguments)
-        except local.RankDied as death:
-            told = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
-            raise AssertionError("\n".join([str(death), *told])) from None
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
+    return RANKS.call(size, _in_group, body, arguments)
 
 
-def _in_rank(environ: Mapping[str, str], folder: Path, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _in_group(body: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    global _groups  # noqa: PLW0603 - each group needs a name of its own in the ranks' store
+    _groups += 1
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    try:
-        torch.save(body(*arguments), folder / f"{rank}.pt")
-    except Exception:
-        (folder / f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
-        raise
+    store = dist.PrefixStore(f"group {_groups}", rendezvous.store())
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    result = body(*arguments)
     dist.destroy_process_group()
+    return result

@@ -12,11 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ptdbench import run as product
 from ptdbench.checkpoints import manifest, reading
-from ptdbench.records import store
 from ptdbench.training.evaluation import Evaluation
-from tests.conftest import Record, composed
+from tests.conftest import Record, run_on_shared_ranks
 from tests.workloads import made_task
 
 TASK = (
@@ -55,14 +53,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has trained for some steps and has not looked at what is held out."""
     directory = tmp_path_factory.mktemp("trained")
     steps = ("train.steps=20", "checkpoint.every_steps=20", "train.ema=0.8")
-    product.run(composed(*TASK, *steps, "parallel=single"), directory)
-    assert store.load_record(directory)["status"] == "ok"
+    assert run_on_shared_ranks(directory, *TASK, *steps, "parallel=single")["status"] == "ok"
     return directory
 
 
-def judged(run: Callable[..., Record], trained: Path, *overrides: str) -> dict[str, Any]:
+def judged(shared_run: Callable[..., Record], trained: Path, *overrides: str) -> dict[str, Any]:
     """What a run says that begins there and has no step left to do."""
-    record = run(*TASK, "train.steps=20", "train.ema=0.8", "eval.every=7", f"resume={trained}", *overrides)
+    record = shared_run(*TASK, "train.steps=20", "train.ema=0.8", "eval.every=7", f"resume={trained}", *overrides)
     assert record["status"] == "ok", record["error"]
     (evaluation,) = record["evaluations"]
     assert evaluation.pop("seconds") > 0
@@ -94,70 +91,70 @@ def expected(trained: Path) -> dict[str, Any]:
 
 @pytest.mark.ranks
 class TestOnRanks:
-    def test_one_rank_says_what_a_plain_loop_says(self, run, trained, expected):
-        found = judged(run, trained, "parallel=single", "eval.micro_batch=1000")
+    def test_one_rank_says_what_a_plain_loop_says(self, shared_run, trained, expected):
+        found = judged(shared_run, trained, "parallel=single", "eval.micro_batch=1000")
         assert found == expected
         assert 0.3 < found["top1"] < found["top5"]  # it has learned, and makes mistakes
 
     @pytest.mark.parametrize(("strategy", "ranks"), LAYOUTS)
-    def test_every_layout_comes_to_the_same_number(self, run, trained, expected, strategy, ranks):
+    def test_every_layout_comes_to_the_same_number(self, shared_run, trained, expected, strategy, ranks):
         layout = (f"parallel={strategy}", f"cluster.ranks_per_node={ranks}")
-        assert judged(run, trained, *layout, "eval.micro_batch=10") == expected
+        assert judged(shared_run, trained, *layout, "eval.micro_batch=10") == expected
 
-    def test_a_rank_for_which_no_sample_is_left_takes_part(self, run, trained, expected):
-        found = judged(run, trained, "parallel=fsdp", "cluster.ranks_per_node=3", "eval.micro_batch=60")
+    def test_a_rank_for_which_no_sample_is_left_takes_part(self, shared_run, trained, expected):
+        found = judged(shared_run, trained, "parallel=fsdp", "cluster.ranks_per_node=3", "eval.micro_batch=60")
         assert found == expected
 
 
 @pytest.mark.ranks
-def test_it_comes_every_so_many_steps_and_at_the_end(run):
-    record = run(*TASK, "parallel=ddp", "train.steps=5", "eval.every=2")
+def test_it_comes_every_so_many_steps_and_at_the_end(shared_run):
+    record = shared_run(*TASK, "parallel=ddp", "train.steps=5", "eval.every=2")
     assert [evaluation["step"] for evaluation in record["evaluations"]] == [2, 4, 5]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp parallel.reshard_after_forward=false", "pdp"])
-def test_training_goes_on_as_if_nobody_had_looked(run, strategy):
+def test_training_goes_on_as_if_nobody_had_looked(shared_run, strategy):
     # With averages, which take the weights' place for as long, and checkpoints, which need them as they are laid out.
     layout = f"parallel={strategy}".split()
     options = (*TASK, *layout, "train.steps=5", "train.ema=0.5", "checkpoint.every_steps=2")
-    quiet, looked_at = (run(*options, f"eval.every={n}") for n in ("null", "2"))
+    quiet, looked_at = (shared_run(*options, f"eval.every={n}") for n in ("null", "2"))
     assert looked_at["status"] == "ok", looked_at["error"]
     assert quiet["losses"] == looked_at["losses"]
     assert not quiet["evaluations"]
-    again = run(*options, "train.steps=7", "eval.every=2", f"resume={looked_at['directory']}")
+    again = shared_run(*options, "train.steps=7", "eval.every=2", f"resume={looked_at['directory']}")
     assert again["status"] == "ok", again["error"]
-    assert again["losses"] == run(*options, "train.steps=7")["losses"]
+    assert again["losses"] == shared_run(*options, "train.steps=7")["losses"]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_what_is_said_of_the_last_weights_is_what_one_rank_says_of_their_checkpoint(run, strategy):
+def test_what_is_said_of_the_last_weights_is_what_one_rank_says_of_their_checkpoint(shared_run, strategy):
     # Replicas' batch norms have seen different samples: all must judge with those that are saved.
     steps = ("train.steps=5", "eval.every=5", "eval.micro_batch=10")
-    there = run(*TASK, *steps, f"parallel={strategy}", "checkpoint.every_steps=5")
+    there = shared_run(*TASK, *steps, f"parallel={strategy}", "checkpoint.every_steps=5")
     (evaluation,) = there["evaluations"]
     checkpoint = Path(there["directory"]) / "checkpoints" / "step-00000005"
     written = manifest.read(checkpoint)
     assert written.facts["evaluations"] == [evaluation]
     manifest.write(checkpoint, replace(written, facts={**written.facts, "evaluations": []}))
-    here = run(*TASK, *steps, "parallel=single", f"resume={there['directory']}")
+    here = shared_run(*TASK, *steps, "parallel=single", f"resume={there['directory']}")
     (again,) = here["evaluations"]
     assert (again["top1"], again["loss"]) == (evaluation["top1"], pytest.approx(evaluation["loss"], rel=1e-6))
 
 
 @pytest.mark.ranks
-def test_the_average_of_the_weights_is_judged_whatever_the_layout(run):
+def test_the_average_of_the_weights_is_judged_whatever_the_layout(shared_run):
     options = (*TASK, "+model.norm=false", "train.steps=6", "eval.every=6")
-    single, plain = (run(*options, "parallel=single", f"train.ema={decay}") for decay in ("0.9", "null"))
+    single, plain = (shared_run(*options, "parallel=single", f"train.ema={decay}") for decay in ("0.9", "null"))
     assert abs(single["evaluations"][0]["loss"] / plain["evaluations"][0]["loss"] - 1) > 1e-2
     for strategy in ("ddp", "fsdp", "pdp"):
-        record = run(*options, f"parallel={strategy}", "cluster.ranks_per_node=2", "train.ema=0.9")
+        record = shared_run(*options, f"parallel={strategy}", "cluster.ranks_per_node=2", "train.ema=0.9")
         assert record["evaluations"][0]["loss"] == pytest.approx(single["evaluations"][0]["loss"], rel=1e-5)
 
 
 @pytest.mark.ranks
-def test_data_that_keep_nothing_are_refused(run):
-    record = run(*TASK, "+data.keeps=false", "train.steps=5", "eval.every=2")
+def test_data_that_keep_nothing_are_refused(shared_run):
+    record = shared_run(*TASK, "+data.keeps=false", "train.steps=5", "eval.every=2")
     assert record["status"] == "failed"
     assert "eval.every=2: data=synthetic_vectors keeps nothing from training" in record["error"]["message"]

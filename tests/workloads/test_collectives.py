@@ -19,8 +19,8 @@ from tests.conftest import ROOT, composed
 QUICK = ("workload.seconds=0.0001", "workload.min_repetitions=2", "workload.warmup=1", "workload.max_seconds=60")
 
 
-def start(run, ranks, *overrides):
-    record = run("workload=collectives", "device=cpu", f"cluster.ranks_per_node={ranks}", *QUICK, *overrides)
+def start(shared_run, ranks, *overrides):
+    record = shared_run("workload=collectives", "device=cpu", f"cluster.ranks_per_node={ranks}", *QUICK, *overrides)
     assert (record["status"], record["error"]) == ("ok", None)
     return record["collectives"]
 
@@ -34,9 +34,9 @@ def refusal(*overrides, ranks=2):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_every_operation_is_right_and_timed(run, ranks):
-    found = start(run, ranks, "workload.max_bytes=65536", "workload.factor=8")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_operation_is_right_and_timed(shared_run, ranks):
+    found = start(shared_run, ranks, "workload.max_bytes=65536", "workload.factor=8")
     measured = {(row["op"], row["mode"]) for row in found["results"]}
     assert measured == set(itertools.product(OPERATIONS, ["blocking", "async"]))
     assert (found["groups"], found["cut"], found["left_out"]) == ([list(range(ranks))], [], [])
@@ -55,10 +55,10 @@ def test_every_operation_is_right_and_timed(run, ranks):
 
 
 @pytest.mark.ranks
-def test_every_dtype_and_reduction_is_right(run):
+def test_every_dtype_and_reduction_is_right(shared_run):
     ops = "workload.ops=[all_reduce,reduce,reduce_scatter,all_to_all]"
     sizes = ("workload.min_bytes=4096", "workload.max_bytes=4096", "workload.modes=blocking")
-    found = start(run, 3, ops, *sizes, "workload.dtypes=all", "workload.reductions=all")
+    found = start(shared_run, 3, ops, *sizes, "workload.dtypes=all", "workload.reductions=all")
     assert len(found["results"]) == 3 * 8 * 4 + 8
 
 
@@ -67,8 +67,8 @@ def test_every_dtype_and_reduction_is_right(run):
     ("group", "groups"),
     [("data", [[0, 2], [1, 3]]), ("pipeline", [[0, 1], [2, 3]]), ("[3,1]", [[1, 3]])],
 )
-def test_groups(run, group, groups):
-    found = start(run, 4, f"workload.group={group}", "workload.max_bytes=1024", "workload.factor=128")
+def test_groups(shared_run, group, groups):
+    found = start(shared_run, 4, f"workload.group={group}", "workload.max_bytes=1024", "workload.factor=128")
     assert found["groups"] == groups
     assert {row["ranks"] for row in found["results"]} == {2}
 
@@ -92,8 +92,8 @@ def test_groups_are_those_of_the_mesh_that_trains(data, pipeline):
 
 
 @pytest.mark.ranks
-def test_what_takes_too_long_is_left_out_and_said(run):
-    found = start(run, 2, "workload.ops=all_reduce", "workload.max_seconds=1e-9", "workload.modes=blocking")
+def test_what_takes_too_long_is_left_out_and_said(shared_run):
+    found = start(shared_run, 2, "workload.ops=all_reduce", "workload.max_seconds=1e-9", "workload.modes=blocking")
     assert (found["results"], found["fits"]) == ([], [])
     (cut,) = found["cut"]
     assert (cut["op"], cut["mode"], cut["from_bytes"]) == ("all_reduce", "blocking", 8)

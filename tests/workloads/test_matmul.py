@@ -32,8 +32,8 @@ def problems(*overrides: str) -> list[str]:
 
 @pytest.mark.ranks
 class TestRun:
-    def test_every_rank_is_in_the_record(self, run):
-        record = run(*SHORT)
+    def test_every_rank_is_in_the_record(self, shared_run):
+        record = shared_run(*SHORT)
         assert (record["status"], record["error"], record["model"]) == ("ok", None, None)
         found = record["matmul"]
         assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
@@ -46,23 +46,23 @@ class TestRun:
         assert [(one["dtype"], one["ranks"]) for one in found["ceilings"]] == [("fp32", 2), ("bf16", 2)]
         assert found["kept"] is None
 
-    def test_a_training_run_finds_the_ceiling_of_its_dtype_and_threads(self, run):
-        before = run(*TOY)["metrics"]
+    def test_a_training_run_finds_the_ceiling_of_its_dtype_and_threads(self, shared_run):
+        before = shared_run(*TOY)["metrics"]
         assert (before["ceiling_flops_per_second"], before["share_of_ceiling"]) == (None, None)
         threads = max(1, len(os.sched_getaffinity(0)) // 2)
         assert f"fp32, {threads} thread" in before["ceiling_reason"]
         assert before["ceiling_reason"].endswith("python train.py workload=matmul cluster.ranks_per_node=2")
 
-        (fp32, _) = run(*SHORT)["matmul"]["ceilings"]
-        record = run(*TOY)
+        (fp32, _) = shared_run(*SHORT)["matmul"]["ceilings"]
+        record = shared_run(*TOY)
         after = record["metrics"]
         assert (after["ceiling_flops_per_second"], after["ceiling_reason"]) == (fp32["flops_per_second"], None)
         rate = after["model_flops_per_second"]
         assert after["share_of_ceiling"] == pytest.approx(rate / 2 / fp32["flops_per_second"])
 
-    def test_a_cache_that_cannot_be_written_is_said_and_fails_nothing(self, run, tmp_path):
+    def test_a_cache_that_cannot_be_written_is_said_and_fails_nothing(self, shared_run, tmp_path):
         (tmp_path / "cache").write_text("a file where a folder should be")
-        record = run(*SHORT)
+        record = shared_run(*SHORT)
         assert record["status"] == "ok"
         assert record["matmul"]["kept"].startswith("not kept for later runs: ")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -12,7 +10,7 @@ from omegaconf import OmegaConf
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.workloads.point_to_point import PointToPoint, hidden, ordered_pairs, unordered_pairs
-from tests.conftest import ROOT, composed
+from tests.conftest import composed
 
 QUICK = (
     "workload.seconds=0.0001", "workload.min_repetitions=2", "workload.warmup=1", "workload.max_seconds=60",
@@ -22,8 +20,8 @@ QUICK = (
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_every_pair_is_measured(run, tmp_path, ranks):
-    record = run("workload=p2p", "device=cpu", f"cluster.ranks_per_node={ranks}", *QUICK)
+def test_every_pair_is_measured(shared_run, ranks):
+    record = shared_run("workload=p2p", "device=cpu", f"cluster.ranks_per_node={ranks}", *QUICK)
     assert (record["status"], record["error"]) == ("ok", None)
     found = record["p2p"]
     pairs = [(pair["source"], pair["target"]) for pair in found["pairs"]]
@@ -46,8 +44,8 @@ def test_every_pair_is_measured(run, tmp_path, ranks):
         (list(pair), 4096) for pair in unordered_pairs(ranks, ring=False)
     ]
     assert found["cut"] == []
-    assert (tmp_path / "0" / "p2p.png").read_bytes().startswith(b"\x89PNG")
-    assert list((tmp_path / "0").glob("events.*"))
+    assert (Path(record["directory"]) / "p2p.png").read_bytes().startswith(b"\x89PNG")
+    assert list(Path(record["directory"]).glob("events.*"))
 
 
 def test_pairs():
@@ -67,8 +65,8 @@ def test_the_share_that_is_hidden(times, share):
 
 
 @pytest.mark.ranks
-def test_what_takes_too_long_is_left_out_and_said(run):
-    record = run("workload=p2p", "device=cpu", *QUICK[:3], *QUICK[4:], "workload.max_seconds=1e-9")
+def test_what_takes_too_long_is_left_out_and_said(shared_run):
+    record = shared_run("workload=p2p", "device=cpu", *QUICK[:3], *QUICK[4:], "workload.max_seconds=1e-9")
     assert record["status"] == "ok"
     found = record["p2p"]
     assert [(pair["latency"], pair["bandwidth"], pair["sizes"]) for pair in found["pairs"]] == [(None, None, [])] * 2
@@ -84,16 +82,6 @@ def test_a_message_that_arrives_wrong_is_a_failed_run_that_names_it(run):
     error = record["error"]
     assert (error["rank"], error["type"]) == (1, "ArithmeticError")
     assert error["message"].startswith("1024 bytes from rank 0 to rank 1: rank 1 has 0 at element 1023 and not ")
-
-
-@pytest.mark.slurm
-def test_two_nodes(slurm, tmp_path):
-    words = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "train.py", "workload=p2p", "device=cpu", *QUICK]
-    words += [f"hydra.run.dir={tmp_path / 'run'}"]
-    done = subprocess.run(words, cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads((tmp_path / "run" / "record.json").read_text())
-    assert (record["status"], record["nodes"], len(record["p2p"]["pairs"])) == ("ok", ["n1", "n2"], 2)
 
 
 @pytest.mark.parametrize(

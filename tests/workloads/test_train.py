@@ -21,8 +21,8 @@ pytestmark = pytest.mark.ranks
 TOY = ("model=toy", "device=cpu")
 
 
-def test_every_rank_brings_every_step(run):
-    record = run(*TOY, "parallel=ddp", "cluster.ranks_per_node=3", "train.global_batch=12", "train.steps=6")
+def test_every_rank_brings_every_step(shared_run):
+    record = shared_run(*TOY, "parallel=ddp", "cluster.ranks_per_node=3", "train.global_batch=12", "train.steps=6")
     assert record["error"] is None
     assert [len(seconds) for seconds in record["rank_step_seconds"]] == [6, 6, 6]
     assert len(record["losses"]) == len(record["memory_bytes"]) == 6
@@ -30,8 +30,8 @@ def test_every_rank_brings_every_step(run):
     assert record["remarks"] == {}
 
 
-def test_a_run_without_time_is_cut_short_with_a_remark(run):
-    record = run(*TOY, "parallel=ddp", "train.steps=50", "train.max_minutes=1e-9")
+def test_a_run_without_time_is_cut_short_with_a_remark(shared_run):
+    record = shared_run(*TOY, "parallel=ddp", "train.steps=50", "train.max_minutes=1e-9")
     assert record["status"] == "ok"
     assert len(record["losses"]) == PROBE_STEPS
     assert [len(seconds) for seconds in record["rank_step_seconds"]] == [PROBE_STEPS] * 2

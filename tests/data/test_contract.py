@@ -1,0 +1,161 @@
+"""What :mod:`ptdbench.data.protocol` promises, of every source of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from ptdbench.data.digits import Digits
+from ptdbench.data.image_folder import ImageFolder
+from ptdbench.data.protocol import Data
+from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens, SyntheticVectors
+from ptdbench.data.text import Text
+from tests.conftest import ROOT
+from tests.data import small_cifar10
+from tests.data.small_cifar10 import SmallCifar10
+
+#: Kept aside by the content of documents.
+SOME = -1
+#: How each is made, with any seed, of what lies in a folder; its samples of an epoch, and how many it keeps aside.
+SOURCES: dict[str, tuple[Callable[..., Data], int, int | None]] = {
+    "synthetic_tokens": (lambda folder, **it: SyntheticTokens(sequence_length=16, vocabulary=1000, **it), 8, None),
+    "synthetic_images": (lambda folder, **it: SyntheticImages(image_size=16, classes=10, pool=24, **it), 24, None),
+    "synthetic_vectors": (lambda folder, **it: SyntheticVectors(inputs=5, outputs=7, **it), 8, None),
+    "digits": (lambda folder, **it: Digits(held_out=20, **it), 1777, 20),
+    "digits channel by channel": (lambda folder, **it: Digits(channels_last=False, **it), 1437, 360),
+    "cifar10": (lambda folder, **it: SmallCifar10(root=f"{folder}/cifar", **it), 200, 20),
+    "cifar10 channel by channel": (
+        lambda folder, **it: SmallCifar10(root=f"{folder}/cifar", channels_last=False, **it), 200, 20,
+    ),
+    "image_folder": (
+        lambda folder, **it: ImageFolder(root=f"{folder}/images", classes=3, image_size=32, workers=3, **it), 18, 6,
+    ),
+    "image_folder channel by channel": (
+        lambda folder, **it: ImageFolder(
+            root=f"{folder}/images", classes=3, image_size=32, channels_last=False, **it
+        ), 18, 6,
+    ),
+    "text": (
+        lambda folder, **it: Text(sequence_length=16, vocabulary=256, path=f"{folder}/texts", **it), 8, None,
+    ),
+    "text in two parts": (
+        lambda folder, **it: Text(sequence_length=3, vocabulary=256, path=f"{folder}/texts", held_out=0.3, **it),
+        8, SOME,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the sources read."""
+    found = tmp_path_factory.mktemp("sources")
+    small_cifar10.write(found / "cifar")
+    (found / "texts").mkdir()
+    for number in range(40):
+        (found / "texts" / f"{number}.txt").write_text(f"document {number:02}")
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 6), ("val", 2)):
+        for name in ("cat", "dog", "eel"):
+            (found / "images" / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = rng.integers(0, 256, (40 + number, 60, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(found / "images" / part / name / f"{number}.png")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(params=SOURCES)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def make(name, folder) -> Callable[..., Data]:
+    """Makes a source, prepared."""
+
+    def prepared(seed: int = 3) -> Data:
+        data = SOURCES[name][0](folder, seed=seed)
+        data.prepare()
+        return data
+
+    return prepared
+
+
+def test_every_choice_is_looked_at():
+    assert {file.stem for file in (ROOT / "conf" / "data").iterdir()} == {name.split()[0] for name in SOURCES}
+
+
+def test_samples_do_not_depend_on_the_split_or_on_what_was_drawn_before(make, name):
+    epoch = SOURCES[name][1]
+    whole = make().samples(epoch - 7, epoch + 7)  # over its end
+    other = make()
+    torch.rand(7)
+    later = other.samples(epoch + 2, epoch + 7)
+    earlier = other.samples(epoch - 7, epoch + 2)
+    for all_at_once, a, b in zip(whole, earlier, later, strict=True):
+        assert torch.equal(all_at_once, torch.cat([a, b]))
+
+
+def test_seeds_differ_and_samples_differ(make):
+    inputs, _ = make(seed=0).samples(0, 8)
+    assert len(inputs.flatten(1).unique(dim=0)) > 4
+    assert not torch.equal(inputs, make(seed=1).samples(0, 8)[0])
+
+
+def test_the_example_has_the_form_of_a_sample_and_needs_no_data(make, name, tmp_path):
+    (tmp_path / "images" / "train").mkdir(parents=True)
+    for folder in ("cifar", "texts"):
+        (tmp_path / folder).mkdir()
+    example = SOURCES[name][0](tmp_path, seed=3).example()
+    for expected, sample, three in zip(example, make().samples(0, 1), make().samples(0, 3), strict=True):
+        assert expected.is_meta
+        assert (expected.shape, expected.dtype) == (sample.shape, sample.dtype)
+        assert three.shape == (3, *expected.shape[1:])
+        if expected.dim() == 4:  # what a model is laid out by
+            channels_last = not expected.is_contiguous()
+            assert expected.stride() == sample.stride()
+            assert three.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+        else:
+            assert sample.is_contiguous()
+
+
+def test_channels_come_last_unless_it_is_asked_otherwise(make, name):
+    images = make().samples(0, 2)[0]
+    if images.dim() == 4 and "synthetic" not in name:
+        assert images.is_contiguous() == name.endswith("channel by channel")
+
+
+def test_an_empty_range_is_an_empty_batch(make):
+    for tensor, example in zip(make().samples(5, 5), make().example(), strict=True):
+        assert tensor.shape == (0, *example.shape[1:])
+
+
+def test_tokens_are_counted_where_samples_are_sequences_of_them(make, name):
+    inputs = make().example()[0]
+    assert make().tokens_per_sample == (inputs.shape[1] if "text" in name or "tokens" in name else None)
+
+
+def test_what_is_held_out_is_finite_and_the_same_for_every_seed_and_in_every_split(make, name):
+    count = SOURCES[name][2]
+    held_out, others = make(seed=0).held_out, make(seed=1).held_out
+    if count is None:
+        assert held_out is None
+        return
+    count = len(held_out) if count == SOME else count
+    assert len(held_out) == count > 5
+    whole = held_out.samples(0, count)
+    parts = [held_out.samples(0, 4), held_out.samples(4, 4), others.samples(4, count)]
+    for tensor, *cut in zip(whole, *parts, strict=True):
+        assert torch.equal(tensor, torch.cat(cut))
+    for start, stop in ((0, count + 1), (-1, 3), (5, 4)):
+        with pytest.raises(IndexError):
+            held_out.samples(start, stop)
