@@ -37,7 +37,7 @@ CHECKED_STEPS = 5
 #: Largest relative difference of a loss. A GPU adds up in another order from run to run, and every step amplifies that;
 #: a wrong gradient is off by far more, as long as the losses move at all (:data:`LEAST_FALL`).
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-#: The share of its loss that a reference must have lost: where nothing is learnt, equal losses prove nothing.
+#: The share of its loss that a reference must have lost: where nothing is learned, equal losses prove nothing.
 LEAST_FALL = 0.05
 
 Record = dict[str, Any]

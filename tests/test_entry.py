@@ -49,12 +49,12 @@ class TestRefusals:
         found = refused("model._target_=5", "optimizer.lr=[1,2]", "train=5", "+unknown.option=1", cwd=tmp_path)
         assert [line.partition("=")[0] for line in found] == ["unknown", "train", "optimizer.lr", "model._target_"]
 
-    def test_misspelt(self, tmp_path):
+    def test_misspelled(self, tmp_path):
         found = refused("parralel=ddp", "model=gpt_tyny", "train.stepz=3", cwd=tmp_path)
         assert len(found) == 3
         assert all("try " in line for line in found)
 
-    def test_a_value_misspelt_in_the_middle_of_a_sweep(self, tmp_path):
+    def test_a_value_misspelled_in_the_middle_of_a_sweep(self, tmp_path):
         (line,) = refused("-m", "model=toy,toyy,gpt_tiny", "parallel=ddp,fsdp", cwd=tmp_path)
         assert line == "model=toyy: there is no such choice; try toy"
 

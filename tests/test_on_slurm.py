@@ -163,7 +163,7 @@ class TestSweep:
 
 
 class TestWithoutWaiting:
-    def test_detached_looked_at_from_another_process_and_cancelled(self, run, submit, tmp_path, jobs):
+    def test_detached_looked_at_from_another_process_and_canceled(self, run, submit, tmp_path, jobs):
         before = jobs()
         done = submit(*TOY, "train.steps=1000000", "train.max_minutes=null", "cluster.submit=detach")
         assert done.returncode == 0, done.stderr

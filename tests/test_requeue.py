@@ -72,7 +72,7 @@ def test_at_the_limit_of_requeues_it_stays_saved(tmp_path, slurm):
     assert (directory / "checkpoints" / f"step-{len(stopped['losses']):08}" / "manifest.json").exists()
 
 
-def test_a_job_that_is_cancelled_saves_and_is_not_requeued(tmp_path, slurm):
+def test_a_job_that_is_canceled_saves_and_is_not_requeued(tmp_path, slurm):
     job, directory = submitted(tmp_path, slurm, *ALONE, "cluster.requeue=true")
     ask(slurm, "scancel", job)
     stopped = until(lambda: (found := record_of(directory))["status"] == "preempted" and found)

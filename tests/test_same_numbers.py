@@ -159,9 +159,9 @@ def test_options_change_the_cost_and_not_the_numbers(shared_run, single, strateg
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("fsdp", 2)])
-def test_resnet_with_synchronised_batchnorm(shared_run, single, strategy, ranks) -> None:
-    synchronised = (*STRATEGIES[strategy], "parallel.sync_batchnorm=true")
-    check(shared_run, single(*MODELS["resnet"]), ranks, 1e-5, *MODELS["resnet"], *synchronised)
+def test_resnet_with_synchronized_batchnorm(shared_run, single, strategy, ranks) -> None:
+    synchronized = (*STRATEGIES[strategy], "parallel.sync_batchnorm=true")
+    check(shared_run, single(*MODELS["resnet"]), ranks, 1e-5, *MODELS["resnet"], *synchronized)
 
 
 @pytest.fixture(scope="module")

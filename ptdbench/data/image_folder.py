@@ -157,7 +157,7 @@ class ImageFolder(Data):
         """Images of shape ``(H, W, 3)`` as the model takes them: float32 of shape ``(B, 3, H, W)``."""
         size = self.image_size
         together = np.stack(images) if images else np.empty((0, size, size, 3), np.uint8)
-        return augment.normalised(together, MEAN, STD, channels_last=self.channels_last)
+        return augment.normalized(together, MEAN, STD, channels_last=self.channels_last)
 
     def _augmented(self, path: Path, chance: int) -> augment.Pixels:
         # The transforms draw from torch's generator on the CPU. Not torch.manual_seed(), which would also set those of

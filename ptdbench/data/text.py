@@ -95,7 +95,7 @@ class Text(Data):
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
     def prepare(self) -> None:
-        """Tokenise the text into the cache, unless it is there, and map it.
+        """Tokenize the text into the cache, unless it is there, and map it.
 
         Raises:
             ConfigError: If the text cannot be read or divided, if a part of it is shorter than one sample, or if

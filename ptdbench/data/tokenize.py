@@ -61,11 +61,11 @@ class Tokenizer:
     def pieces(self, documents: Part, name: str) -> Iterator[Piece]:
         """The tokens of all documents in order; standard error tells how far it is where that takes long.
 
-        Documents are cut into blocks, most often at a line's end, and each block is tokenised on its own. What is
+        Documents are cut into blocks, most often at a line's end, and each block is tokenized on its own. What is
         no UTF-8 becomes the replacement character.
 
         Args:
-            documents: What is tokenised.
+            documents: What is tokenized.
             name: What people call it.
 
         Raises:
@@ -118,7 +118,7 @@ def _batches(every: Iterable[Block]) -> Iterator[list[Block]]:
 
 @contextmanager
 def _telling(name: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Tell people that ``total`` bytes are tokenised, if they are many; what it yields is called with bytes done.
+    """Tell people that ``total`` bytes are tokenized, if they are many; what it yields is called with bytes done.
 
     A terminal has a bar; elsewhere, where every line stays, there is one at the start and one at the end.
     """
@@ -128,11 +128,11 @@ def _telling(name: str, total: int) -> Iterator[Callable[[int], object]]:
         with _bar(name, total) as done:
             yield done
     else:
-        _say(f"tokenising {name} ({total / 1e6:,.0f} MB)")
+        _say(f"tokenizing {name} ({total / 1e6:,.0f} MB)")
         start = perf_counter()
         yield lambda _: None
         seconds = perf_counter() - start
-        _say(f"tokenised {name} in {seconds:,.0f} s ({total / 1e6 / seconds:,.1f} MB/s)")
+        _say(f"tokenized {name} in {seconds:,.0f} s ({total / 1e6 / seconds:,.1f} MB/s)")
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def _bar(name: str, total: int) -> Iterator[Callable[[int], object]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(f"tokenising {name}", total=total)
+        task = progress.add_task(f"tokenizing {name}", total=total)
         yield lambda done: progress.advance(task, done)
 
 

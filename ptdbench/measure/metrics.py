@@ -53,7 +53,7 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
     """The number of warm-up steps, and the figures of the steps after them.
 
     A step costs what its slowest rank took. Throughput is all timed samples over all timed seconds, not a
-    mean of rates, which would favour the runs with the most uneven steps. ``mfu`` is model FLOP/s per device
+    mean of rates, which would favor the runs with the most uneven steps. ``mfu`` is model FLOP/s per device
     over the device's dense peak (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count.
 
     Returns:
@@ -95,7 +95,7 @@ def _share(part: Sequence[float], whole: Sequence[float]) -> float | None:
 
 
 def _mfu(measured: Measurement, flops_per_second_per_device: float | None) -> tuple[float | None, str | None]:
-    """Model FLOPs utilisation, or why there is none."""
+    """Model FLOPs utilization, or why there is none."""
     if measured.flops_per_sample is None:
         return None, measured.flops_reason or "the model states no FLOPs"
     if flops_per_second_per_device is None:

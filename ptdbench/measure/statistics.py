@@ -30,11 +30,11 @@ def warmup_end(step_seconds: Sequence[float], minimum: int = 0) -> int:
     first = min(minimum, last)
     if first == last:
         return first
-    # Running sums from the end give every candidate in one pass; centring keeps them from cancelling.
-    centred = np.asarray(step_seconds, dtype=np.float64) - np.median(step_seconds)
+    # Running sums from the end give every candidate in one pass; centring keeps them from canceling.
+    centered = np.asarray(step_seconds, dtype=np.float64) - np.median(step_seconds)
     remaining = np.arange(count, 0, -1)
-    total = np.cumsum(centred[::-1])[::-1]
-    squares = np.cumsum(centred[::-1] ** 2)[::-1]
+    total = np.cumsum(centered[::-1])[::-1]
+    squares = np.cumsum(centered[::-1] ** 2)[::-1]
     mser = (squares - total**2 / remaining) / remaining**2
     return first + int(np.argmin(mser[first : last + 1]))
 

@@ -117,7 +117,7 @@ class GPT(nn.Module):
         return [("embedding.token.weight", "head.projection.weight")] if self.tie_weights else []
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Initialise as GPT-2 does (Radford et al. 2019, section 2.3).
+        """Initialize as GPT-2 does (Radford et al. 2019, section 2.3).
 
         Weights are normal with standard deviation 0.02. Those that write into the residual stream are smaller
         by √(2 · layers), the root of the number of such writes, so that depth does not amplify the stream.
@@ -148,7 +148,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each computed from the normalised stream and added to it."""
+    """Attention, then an MLP, each computed from the normalized stream and added to it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

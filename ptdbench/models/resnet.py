@@ -116,7 +116,7 @@ class ResNet(torchvision.models.ResNet):
         return []
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Initialise as torchvision does.
+        """Initialize as torchvision does.
 
         Convolutions are normal with variance 2 / (outputs · k²) (He et al. 2015, "fan out"), batch norms
         start as the identity, and ``fc`` is uniform in ±1/√inputs, the default of :class:`torch.nn.Linear`.

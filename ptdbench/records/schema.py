@@ -196,7 +196,7 @@ class Config(TypedDict, total=False):
     train: Train
     """How much was to be trained."""
     parallel: Parallel
-    """How the model was parallelised."""
+    """How the model was parallelized."""
 
 
 class Owner(TypedDict):

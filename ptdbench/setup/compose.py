@@ -234,7 +234,7 @@ def _options(config: DictConfig) -> list[str]:
 
 
 def _similar(name: str, options: Sequence[str]) -> list[str]:
-    """Options spelt like this one as a whole or in their last part, or with a word in common.
+    """Options spelled like this one as a whole or in their last part, or with a word in common.
 
     ``lr`` may have meant ``optimizer.lr``, ``batch_size`` ``train.global_batch``.
     """

@@ -195,8 +195,8 @@ def _label(array: Sequence[Opened]) -> str:
 def _take_back(names: Sequence[str]) -> None:
     """End what SLURM may have taken, by name: it may have taken an array without being able to say so."""
     try:
-        if cancelled := slurm.cancel_named(names):
-            say(f"cancelled what SLURM had taken already: {' '.join(cancelled)}", sys.stderr)
+        if canceled := slurm.cancel_named(names):
+            say(f"canceled what SLURM had taken already: {' '.join(canceled)}", sys.stderr)
     except SlurmError as error:
         how = f"look with squeue --name={','.join(names)}"
         say(f"SLURM may have jobs of this command: {error}; {how}", sys.stderr)

@@ -39,7 +39,7 @@ def test_training_and_held_out_images_are_all_that_scikit_learn_has():
     )
 
 
-def test_training_images_are_normalised():
+def test_training_images_are_normalized():
     images, _ = Digits(seed=0, shift=0).samples(0, EPOCH)
     assert abs(images.mean()) < 0.01
     assert abs(images.std() - 1) < 0.01

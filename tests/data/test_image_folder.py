@@ -18,14 +18,14 @@ STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 @pytest.fixture(scope="module")
 def collection(tmp_path_factory):
-    """Three classes, of which each has a main colour: 6 images of each to train on and 2 that are held out."""
+    """Three classes, of which each has a main color: 6 images of each to train on and 2 that are held out."""
     root = tmp_path_factory.mktemp("collection")
     rng = np.random.default_rng(0)
     for part, count in (("train", 6), ("val", 2)):
-        for name, colour in COLOURS.items():
+        for name, color in COLOURS.items():
             (root / part / name).mkdir(parents=True)
             for number in range(count):
-                pixels = np.clip(rng.normal(colour, 20, (40 + number, 60, 3)), 0, 255).astype(np.uint8)
+                pixels = np.clip(rng.normal(color, 20, (40 + number, 60, 3)), 0, 255).astype(np.uint8)
                 Image.fromarray(pixels).save(root / part / name / f"{number}.png")
     return root
 

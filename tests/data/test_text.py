@@ -259,7 +259,7 @@ class TestTokenizer:
 
     def test_a_second_object_maps_the_file_of_the_first(self, counting, numbers, monkeypatch):
         first = text(counting, tokenizer=numbers, sequence_length=3).samples(0, 4)
-        monkeypatch.setattr(Tokenizer, "pieces", lambda *_: pytest.fail("tokenised again"))
+        monkeypatch.setattr(Tokenizer, "pieces", lambda *_: pytest.fail("tokenized again"))
         second = text(counting, tokenizer=numbers, sequence_length=2, vocabulary=1024, seed=0)
         second.prepare()
         assert torch.equal(text(counting, tokenizer=numbers, sequence_length=3).samples(0, 4)[0], first[0])
@@ -273,7 +273,7 @@ class TestTokenizer:
         assert after[0].tolist() == [[11, 12, 13, 12]]
         assert len(list(cache.glob("*.tokens"))) == 2
 
-    def test_a_touched_text_is_tokenised_anew(self, counting, numbers, cache):
+    def test_a_touched_text_is_tokenized_anew(self, counting, numbers, cache):
         text(counting, tokenizer=numbers, sequence_length=3).prepare()
         os.utime(counting, ns=(1, 1))
         text(counting, tokenizer=numbers, sequence_length=3).prepare()
@@ -295,7 +295,7 @@ class TestTokenizer:
         assert (problem.option, problem.rule) == ("path", "there is no text in it")
         assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
-    def test_of_processes_that_come_at_once_one_tokenises(self, counting, numbers, tmp_path):
+    def test_of_processes_that_come_at_once_one_tokenizes(self, counting, numbers, tmp_path):
         context = multiprocessing.get_context("fork")  # others import torch anew
         log = tmp_path / "log"
         arguments = (counting, numbers, context.Barrier(2), log, context.Event())
@@ -309,7 +309,7 @@ class TestTokenizer:
 
 
 def prepare_logging(path, numbers, together, log, never):
-    """Prepare a text together with others, and note who tokenises it."""
+    """Prepare a text together with others, and note who tokenizes it."""
     pieces = Tokenizer.pieces
 
     def logging(self, documents, name):

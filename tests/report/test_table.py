@@ -132,7 +132,7 @@ def test_models_have_tables_of_their_own():
         ([run("ddp"), run("ddp", directory="outputs/sweep/ddp-2")], ["ddp [ddp]", "ddp [ddp-2]"]),
         ([run("ddp"), run("ddp", world_size=4)], ["ddp", "ddp"]),
         ([run("ddp", nodes=["n1"]), run("ddp", nodes=["n1", "n2"])], ["ddp 1 node", "ddp 2 nodes"]),
-        (  # one that never learnt its nodes
+        (  # one that never learned its nodes
             [run("ddp", nodes=["n1"]), run("ddp", nodes=None, config={"cluster": {"nodes": 2}}, status="failed")],
             ["ddp 1 node", "ddp 2 nodes"],
         ),

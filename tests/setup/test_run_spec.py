@@ -189,10 +189,10 @@ class TestModelsOfTheUser:
         assert "Linearr" in line.partition("imported")[2]
 
     def test_one_that_raises_while_it_is_imported(self, tmp_path, monkeypatch):
-        (tmp_path / "broken_package.py").write_text("raise OSError('no licence')")
+        (tmp_path / "broken_package.py").write_text("raise OSError('no license')")
         monkeypatch.syspath_prepend(tmp_path)
         (line,) = refused("model=custom", "model._target_=broken_package.Net", *VECTORS)
-        assert "no licence" in line
+        assert "no license" in line
 
     @pytest.mark.parametrize("target", ["no_such_package.Net", "torch.nn.Linear"])
     def test_one_under_the_options_of_another(self, target):

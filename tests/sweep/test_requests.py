@@ -61,7 +61,7 @@ class TestShape:
             (["parallel=single"], (1, 1, 1, None)),
             (["parallel=single", "device=cpu"], (1, 1, 0, None)),
             (["workload=hello"], (1, 8, 8, None)),
-            (["workload=hello", "parallel=single"], (1, 8, 8, None)),  # who says hello is not parallelised
+            (["workload=hello", "parallel=single"], (1, 8, 8, None)),  # who says hello is not parallelized
         ],
     )
     def test_what_auto_stands_for(self, overrides, expected):
