@@ -79,7 +79,7 @@ class TestMisspellings:
             ("model.n_layer=3", "model.layers"),
             ("n_layers=3", "model.layers"),
             ("batch_size=8", "train.global_batch"),
-            ("optimizer.lr=1", "optimizer.lr"),
+            ("optimiser.lr=1", "optimizer.lr"),
             ("checkpointing=full", "checkpoint.keep, activation_checkpointing"),
         ],
     )
