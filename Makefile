@@ -10,7 +10,7 @@ ARGS ?=
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test test test-quick overhead train-for-real data-speed model-speed launch-time status-speed attack gpu-check slurm-up slurm-down clean
+.PHONY: help bench install install-test test test-quick docs overhead train-for-real data-speed model-speed launch-time status-speed long-run attack gpu-check slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -30,6 +30,9 @@ test: install-test  ## lint, type check and run all tests
 
 test-quick: install-test  ## the tests that start no ranks and no SLURM, in a minute
 	$(BIN)/python -m pytest -m "not ranks and not slurm and not mpi" $(ARGS)
+
+docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html; broken links fail
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
 
 overhead: install  ## what steps and checkpoints cost, and whether collectives and products are timed right
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
@@ -52,6 +55,9 @@ launch-time: install  ## how long local ranks take to start, against torchrun
 status-speed: install  ## how long `ptdbench status` takes on a sweep of 1,000 runs
 	$(BIN)/python benchmarks/status_speed.py $(ARGS)
 
+long-run: install  ## 50,000 steps of toy: do memory, saves and evaluations stay as they began
+	$(BIN)/python -m benchmarks.long_run $(ARGS)
+
 attack: install  ## SIGKILL random processes of real runs 250 times: is anything lost; ARGS="--slurm 0" without SLURM
 	$(BIN)/python -m benchmarks.attack $(ARGS)
 
@@ -64,8 +70,8 @@ slurm-up: $(BIN)/python  ## start a SLURM of two nodes on this machine, as root;
 slurm-down: $(BIN)/python  ## stop it and remove what it wrote
 	$(BIN)/python -m tests.slurm_cluster down $(ARGS)
 
-clean:  ## remove .venv and caches; outputs stay
-	rm -rf $(VENV) *.egg-info .pytest_cache .mypy_cache .ruff_cache
+clean:  ## remove .venv, caches and the built documentation; outputs stay
+	rm -rf $(VENV) docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"ptdbench needs Python 3.10 or newer, and {sys.executable} is {v[0]}.{v[1]}; try make PYTHON=python3.12")'
@@ -77,4 +83,8 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@ $(VENV)/.installed

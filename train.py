@@ -1,4 +1,4 @@
-"""Benchmark how a PyTorch model is parallelised: ``python train.py --help``."""
+"""Benchmark how a PyTorch model is parallelized: ``python train.py --help``."""
 
 from pathlib import Path
 

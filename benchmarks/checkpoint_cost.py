@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
-import os
 import statistics
 import sys
 import time
@@ -26,17 +24,14 @@ from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
+from rank import joined
+from ratio import Ratio
 from torch import Tensor
 
 from ptdbench.checkpoints import state
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.job import Job
-from ptdbench.launch import local, peers, rendezvous
-from ptdbench.launch.watchdog import Watchdog
-from ptdbench.launch.world import discover
-from ptdbench.measure.statistics import Ratio
-from ptdbench.measure.stopwatch import Stopwatch
-from ptdbench.setup import config, run_spec
+from ptdbench.launch import local
 from ptdbench.setup.compose import compose_all
 from ptdbench.workloads.train import assemble
 
@@ -90,16 +85,8 @@ def median_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
 
 def _measure(environ: Mapping[str, str], composed: DictConfig, directory: str, pairs: int, every: int) -> None:
     """The rank: leaves the seconds in ``directory``."""
-    os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
-    world = discover(os.environ)
-    assert world is not None  # the agent has just said who this is
-    spec = run_spec.specify(config.read(composed), world)
-    device = spec.device(world.local_rank)
-    with rendezvous.process_group(world, spec.backend, device, key=directory) as store:
-        met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
-        dog = Watchdog(world, store, Path(directory), math.inf, lambda *_: None)
-        bench = Bench(Job(spec, world, met, store, device, Path(directory), Stopwatch(time.time()), dog))
-        Path(directory, "seconds.json").write_text(json.dumps(bench.seconds(pairs, every)))
+    with joined(environ, composed, directory) as job:
+        Path(directory, "seconds.json").write_text(json.dumps(Bench(job).seconds(pairs, every)))
 
 
 class Bench:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -22,18 +21,18 @@ from collections.abc import Callable, Mapping
 from itertools import permutations
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
+from rank import joined
+from ratio import median_of_ratios
 
 from ptdbench.communication.operations import OPERATIONS, Place
 from ptdbench.communication.patterns import DTYPES, REDUCTIONS
-from ptdbench.launch import local, rendezvous
-from ptdbench.launch.world import discover
+from ptdbench.launch import local
+from ptdbench.launch.peers import gather
 from ptdbench.measure import timing
-from ptdbench.measure.statistics import median_of_ratios
 from ptdbench.measure.timing import Effort
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
@@ -84,15 +83,8 @@ def _report(size: int, seconds: Mapping[str, list[float]]) -> bool:
 
 def _take_turns(environ: Mapping[str, str], composed: DictConfig, directory: str, rounds: int) -> None:
     """One rank: all three sides by turns; rank 0 leaves the seconds in ``directory``."""
-    os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
-    world = discover(os.environ)
-    assert world is not None  # the agent has just said who this is
-    spec = run_spec.specify(config.read(composed), world)
-    device = spec.device(world.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    with rendezvous.process_group(world, spec.backend, device, key=directory):
-        found = {}
+    with joined(environ, composed, directory) as job:
+        found, device = {}, job.device
         for size, count in SIZES.items():
             sides = {"product": _product(size, device), "bare": _bare(size, device), "again": _bare(size, device)}
             seconds: dict[str, list[float]] = {side: [] for side in sides}
@@ -100,7 +92,7 @@ def _take_turns(environ: Mapping[str, str], composed: DictConfig, directory: str
                 for side in ORDERS[turn % len(ORDERS)]:
                     seconds[side].append(sides[side](count))
             found[size] = {side: blocks[1:] for side, blocks in seconds.items()}  # the first one warms up
-        if world.rank == 0:
+        if job.world.rank == 0:
             Path(directory, "seconds.json").write_text(json.dumps(found))
 
 
@@ -127,9 +119,7 @@ def _bare(size: int, device: torch.device) -> Block:
             dist.all_reduce(data)
         dist.barrier()
         seconds = _by_events(data, count) if device.type == "cuda" else _by_host(data, count)
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, seconds)
-        return statistics.median(max(of_ranks) for of_ranks in zip(*gathered, strict=True))
+        return statistics.median(max(of_ranks) for of_ranks in zip(*gather(seconds), strict=True))
 
     return block
 

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from itertools import permutations
 
 import torch
+from ratio import median_of_ratios
 
 from ptdbench.measure.products import DTYPES, Shape, cache_bytes, product_seconds
-from ptdbench.measure.statistics import median_of_ratios
 
 #: By how much the product's figure may be off, as a share of the bare one.
 LIMIT = 0.05

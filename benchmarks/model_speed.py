@@ -4,7 +4,7 @@
     python benchmarks/model_speed.py --batch 8 --sequence 1024 --steps 50
 
 One step is forward, backward and AdamW. For time the two run by turns in one process, so that whatever
-disturbs the machine disturbs both; the figure is the ratio of neighbouring steps, with a 95 % interval of
+disturbs the machine disturbs both; the figure is the ratio of neighboring steps, with a 95 % interval of
 its median. For memory each runs alone in a fresh process: peak resident memory on a CPU, peak allocated
 memory on a GPU.
 """

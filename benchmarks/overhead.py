@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 import statistics
 import sys
 import time
@@ -24,20 +22,16 @@ from collections.abc import Callable, Mapping
 from itertools import permutations
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
+from rank import joined
+from ratio import paired_ratio
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ptdbench.job import Job
-from ptdbench.launch import local, peers, rendezvous
-from ptdbench.launch.watchdog import Watchdog
-from ptdbench.launch.world import discover
-from ptdbench.measure.statistics import paired_ratio
-from ptdbench.measure.stopwatch import Stopwatch
+from ptdbench.launch import local, peers
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel.precision import DTYPES
@@ -80,26 +74,15 @@ def main() -> int:
 
 def _take_turns(environ: Mapping[str, str], composed: DictConfig, directory: str) -> None:
     """One rank: all three sides by turns; rank 0 leaves everybody's seconds in ``directory``."""
-    os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
-    world = discover(os.environ)
-    assert world is not None  # the agent has just said who this is
-    spec = run_spec.specify(config.read(composed), world)
-    device = spec.device(world.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    with rendezvous.process_group(world, spec.backend, device, key=directory) as store:
-        met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
-        dog = Watchdog(world, store, Path(directory), math.inf, lambda *_: None)
-        job = Job(spec, world, met, store, device, Path(directory), Stopwatch(time.time()), dog)
+    with joined(environ, composed, directory) as job:
         sides = {
             "product": _product(job),
             "bare": _bare(job),
             "again": _bare(job),
         }
-        seconds = _alternate(sides, spec.config.train.steps, device)
-        gathered: list[Any] = [None] * world.size
-        dist.all_gather_object(gathered, seconds)
-        if world.rank == 0:
+        seconds = _alternate(sides, job.spec.config.train.steps, job.device)
+        gathered = peers.gather(seconds)
+        if job.world.rank == 0:
             slowest = {
                 side: [max(of_ranks) for of_ranks in zip(*(one[side] for one in gathered), strict=True)]
                 for side in sides

@@ -31,14 +31,6 @@ from ptdbench.report.figures import write_figures
 from ptdbench.setup import config, run_spec
 from ptdbench.terminal import say
 
-#: Seconds that a rank stays whose failure may follow from another's: so that who watches the ranks sees the culprit die
-#: first, and that it learns who else was stopped.
-LINGER = 2.0
-
-#: That time under other launchers than these: mpirun sends SIGKILL a second after its SIGTERM.
-_SHORT_LINGER = 0.5
-_PATIENT = ("local", "torchrun", "srun")
-
 
 def close(
     attempt: Attempt, spec: run_spec.RunSpec, device: torch.device, met: Sequence[Peer], outcome: Outcome
@@ -60,7 +52,7 @@ def close(
     done = attempt.amend(finish)
     if done is None:
         return
-    if done["losses"]:
+    if done.get("steps"):
         tensorboard.write_tensorboard(attempt.directory, done, outcome.shown)
     write_figures(attempt.directory, outcome.figures)
     if outcome.stopped:
@@ -100,7 +92,7 @@ def witness(world: World, attempt: Attempt) -> Iterator[None]:
         with suppress(OSError):
             failure.write_failure(attempt.failures, failure.describe(local.Stopped(number), world.rank))
 
-    with nullcontext() if world.launcher == "local" else noting(note):
+    with nullcontext() if world.started_by.has_parent else noting(note):
         yield
 
 
@@ -109,53 +101,55 @@ def report(world: World, attempt: Attempt, error: BaseException) -> None:
 
     Each rank does: the last one knows most.
     """
-    own = told = failure.describe(error, world.rank)
+    launcher = world.started_by
+    own = described = failure.describe(error, world.rank)
     with suppress(OSError):  # a disk that is full takes no report either
-        own = failure.write_failure(attempt.failures, told)
+        own = failure.write_failure(attempt.failures, described)
     cause = _conclude(world, attempt, own)
     if cause.rank != world.rank or is_stop(own):
-        _hear_others(world, attempt, own)
+        _await_reports(world, attempt, own)
         cause = _conclude(world, attempt, own)
-    if world.launcher != "local" and cause.rank == world.rank:
-        say(f"rank {world.rank}: {told.traceback}", sys.stderr)  # rank 0 may not come to tell it
-    if world.launcher == "srun" and world.rank in (cause.rank, _first_to_report(attempt, own)):
-        slurm.end_step(os.environ, after=5 * LINGER)  # for those whom the loss of a peer does not wake up
+    if not launcher.has_parent and cause.rank == world.rank:
+        say(f"rank {world.rank}: {described.traceback}", sys.stderr)  # rank 0 may not come to tell it
+    if launcher.has_step and world.rank in (cause.rank, _first_to_report(attempt, own)):
+        # For those whom the loss of a peer does not wake up.
+        slurm.end_step(os.environ, after=5 * launcher.linger_seconds)
 
 
-def _conclude(world: World, attempt: Attempt, told: failure.Failure) -> failure.Failure:
+def _conclude(world: World, attempt: Attempt, own: failure.Failure) -> failure.Failure:
     """Why the run failed, as far as it is known by now; written down, unless who sees more has done so."""
-    found = told
+    cause = own
 
     def change(written: dict[str, Any]) -> Mapping[str, Any] | None:
-        nonlocal found
-        found = root_cause(failure.read_failures(attempt.failures) or [told], world.size)
-        return None if record.is_settled(written) else record.failed(written, found)
+        nonlocal cause
+        cause = root_cause(failure.read_failures(attempt.failures) or [own], world.size)
+        return None if record.is_settled(written) else record.failed(written, cause)
 
     with suppress(OSError, Damaged):  # rank 0 may have died before it could open the record
         attempt.amend(change)
-    return found
+    return cause
 
 
-def _hear_others(world: World, attempt: Attempt, own: failure.Failure) -> None:
-    """Give the other ranks the time to report, and note of whom a rank that was stopped has heard nothing.
+def _await_reports(world: World, attempt: Attempt, own: failure.Failure) -> None:
+    """Give the other ranks time to report, and note who has not reported to a rank that was stopped.
 
     Only where all have met: a rank that still starts cannot report anything.
     """
-    until = time.monotonic() + (LINGER if world.launcher in _PATIENT else _SHORT_LINGER)
-    while (_unheard(world, attempt) or not is_stop(own)) and time.monotonic() < until:
+    until = time.monotonic() + world.started_by.linger_seconds
+    while (_silent(world, attempt) or not is_stop(own)) and time.monotonic() < until:
         time.sleep(0.1)
-    unheard = _unheard(world, attempt)
+    unheard = _silent(world, attempt)
     if is_stop(own) and unheard and dist.is_initialized():
         with suppress(OSError):
             failure.amend_failure(attempt.failures, replace(own, unheard=unheard))
 
 
-def _unheard(world: World, attempt: Attempt) -> list[int]:
+def _silent(world: World, attempt: Attempt) -> list[int]:
     return sorted(set(range(world.size)) - failure.reporters(attempt.failures))
 
 
-def _first_to_report(attempt: Attempt, told: failure.Failure) -> int:
-    return (failure.read_failures(attempt.failures) or [told])[0].rank
+def _first_to_report(attempt: Attempt, own: failure.Failure) -> int:
+    return (failure.read_failures(attempt.failures) or [own])[0].rank
 
 
 def remark(attempt: Attempt, rank: int, message: str) -> None:
@@ -171,11 +165,11 @@ def remark(attempt: Attempt, rank: int, message: str) -> None:
 def watchdog(read: config.Config, world: World, own_store: dist.Store, attempt: Attempt) -> Watchdog:
     """Ends the run where a rank is stuck, and writes down which."""
 
-    def tell(rank: int, message: str, stacks: str) -> None:
-        told = failure.stuck(rank, message, stacks)
+    def report_stuck(rank: int, message: str, stacks: str) -> None:
+        stuck = failure.stuck(rank, message, stacks)
         with suppress(OSError):
-            failure.write_failure(attempt.failures, told)
-        _conclude(world, attempt, told)
+            failure.write_failure(attempt.failures, stuck)
+        _conclude(world, attempt, stuck)
 
     minutes = read.general.timeout_minutes
-    return Watchdog(world, own_store, attempt.failures, math.inf if minutes is None else 60 * minutes, tell)
+    return Watchdog(world, own_store, attempt.failures, math.inf if minutes is None else 60 * minutes, report_stuck)

@@ -23,6 +23,9 @@ class Workload(Protocol):
 
     Attributes:
         trains: Whether it needs a model, data, an optimizer and a layout.
+
+    One that does not train leaves what it found in the record's field of its own name, and has a static method
+    ``show(found, width) -> str`` that makes plain text of it, ``width`` columns wide where figures allow.
     """
 
     trains: bool

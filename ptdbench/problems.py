@@ -1,7 +1,7 @@
-"""What is wrong with a configuration, said so that a person can mend it.
+"""What is wrong with a configuration, and how a person can fix it.
 
 This is the lowest room of the house: it imports nothing of the package, and anything may raise a
-:class:`ConfigError`. Problems are collected and shown together, because a person who mends one at a time
+:class:`ConfigError`. Problems are collected and shown together, because a person who fixes one at a time
 starts the program once for each.
 """
 
@@ -20,10 +20,11 @@ class Problem:
     """One option whose value cannot stand.
 
     Attributes:
-        option: The option as it is typed on the command line, for example ``train.global_batch``.
+        option: The option, for example ``train.global_batch``; what a group's choice says of its own options when it is
+            made, it says without the group, which its caller adds (:meth:`ConfigError.under`).
         value: Its value.
         rule: What the value must satisfy, with the numbers that the rule refers to.
-        remedy: What would do, for example ``"would do: 4, 8"``; empty when the rule says it all.
+        remedy: What to do instead, for example ``"try 4, 8"``; empty when the rule says it all.
     """
 
     option: str
@@ -37,7 +38,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run, with every problem that was found; what was found twice is told once."""
+    """A configuration that cannot run, with every problem that was found; each of them once."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         lines = {str(problem): problem for problem in problems}
@@ -96,10 +97,10 @@ def at_least(minimum: int, **options: object) -> list[Problem]:
     ]
 
 
-def would_do(values: Iterable[object]) -> str:
-    """``[4, 8]`` becomes ``"would do: 4, 8"``, and nothing becomes nothing."""
+def try_these(values: Iterable[object]) -> str:
+    """``[4, 8]`` becomes ``"try 4, 8"``, and nothing becomes nothing."""
     text = ", ".join(str(value) for value in values)
-    return f"would do: {text}" if text else ""
+    return f"try {text}" if text else ""
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:

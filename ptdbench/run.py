@@ -1,6 +1,6 @@
 """One run, from its configuration to its record. Whoever opens the project starts here.
 
-The process that a person starts (:func:`run`) plans the run, opens its record and starts the ranks, unless a
+The process that a person starts (:func:`run`) checks the run, opens its record and starts the ranks, unless a
 launcher has made this process a rank already. Each rank (:func:`take_part`) joins its peers, lays the model
 out, works, and agrees with them on one record, which rank 0 writes.
 """
@@ -12,11 +12,10 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -32,7 +31,8 @@ from ptdbench.problems import ConfigError
 from ptdbench.records import failure, lease, record
 from ptdbench.records.cause import root_cause
 from ptdbench.records.owner import Attempt, this_process
-from ptdbench.setup import config, run_spec
+from ptdbench.setup import config, run_spec, training_spec
+from ptdbench.setup.run_spec import RunSpec, Summary
 from ptdbench.terminal import say
 
 #: Seconds that ranks get to save what they have done when the run is asked to stop.
@@ -42,12 +42,13 @@ SAVE_GRACE = 120.0
 _RUNS: list[Path] = []
 
 
-def run(composed: DictConfig, directory: Path) -> None:
+def run(composed: DictConfig, directory: Path, known: Summary | None = None) -> None:
     """Carry out one run; whatever happens to it, ``record.json`` in its directory says so.
 
     Args:
         composed: The configuration as Hydra composed it.
         directory: The run's own directory, which exists.
+        known: What this process knows of the run, if it has specified it before.
 
     Raises:
         SystemExit: This process is a rank, and the run failed here; or another start of the run still goes on.
@@ -55,7 +56,7 @@ def run(composed: DictConfig, directory: Path) -> None:
     """
     world = discover(os.environ)
     attempt = Attempt(directory, rendezvous.launch_name(world) if world else uuid.uuid4().hex)
-    ready = time.time() if world is None or _RUNS else psutil.Process().create_time()
+    watch = Stopwatch(time.time() if world is None or _RUNS else psutil.Process().create_time())
     _RUNS.append(directory)
     writes = world is None or world.rank == 0
     if writes:
@@ -63,26 +64,30 @@ def run(composed: DictConfig, directory: Path) -> None:
     try:
         if world:
             rendezvous.export(world, os.environ)  # a model of the user's own may ask who it is when it is made
-        spec = run_spec.specify(config.read(composed), world)
-        if world is None and spec.training:
-            spec.training.prepare_data()  # what is wrong with the data shows before anything is started for them
+            spec = _specify(composed, world, watch)
+            known = spec.summary
+        else:
+            known = known or run_spec.summarize(config.read(composed), None)
+            if known.trains:  # what is wrong with the data shows before anything is started for them
+                training_spec.prepare_data(config.read(composed))
     except ConfigError as refused:
         if writes:
             _fail(attempt, failure.describe(refused, rank=-1))
         return
     if writes:
-        attempt = replace(attempt, draft=attempt.amend(lambda written: written | _specified(spec, world)))
+        fields = {**known.fields, "launcher": world.launcher if world else "local"}
+        attempt = replace(attempt, draft=attempt.amend(lambda written: written | fields))
     if world:
-        take_part(composed, world, attempt, ready)
+        take_part(lambda: spec, world, attempt, watch)
     else:
-        _start_ranks(composed, spec.world_size, attempt, ready)
+        _start_ranks(composed, known.world_size, attempt, watch)
 
 
-def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, ready: float) -> None:
+def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, watch: Stopwatch) -> None:
     """Start local ranks, and conclude from what they left behind if one of them fails."""
     grace = SAVE_GRACE if config.read(composed).checkpoint.every_steps else 0.0
     try:
-        local.start(_as_rank, size, composed, attempt, ready, grace=grace)
+        local.start(_as_rank, size, composed, attempt, watch, grace=grace)
     except local.RankDied as death:
         seen = [*failure.read_failures(attempt.failures), *failure.describe_exits(death.exit_codes, size)]
         _fail(attempt, root_cause(seen, size))
@@ -103,7 +108,7 @@ def _fail_if_open(attempt: Attempt, cause: failure.Failure) -> None:
     attempt.amend(lambda written: record.failed(written, cause) if record.is_open(written) else None)
 
 
-def _as_rank(environ: Mapping[str, str], composed: DictConfig, attempt: Attempt, ready: float) -> None:
+def _as_rank(environ: Mapping[str, str], composed: DictConfig, attempt: Attempt, watch: Stopwatch) -> None:
     """Where a local rank begins: what the fork server could not know is set first."""
     for number in local.STOP_SIGNALS:  # a rank has nothing to tidy up: let it go at once
         signal.signal(getattr(signal, number), signal.SIG_DFL)
@@ -112,19 +117,26 @@ def _as_rank(environ: Mapping[str, str], composed: DictConfig, attempt: Attempt,
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody but these ranks has to reach them
     world = discover(os.environ)
     assert world is not None  # the agent has just said who this is, in torchrun's words
-    take_part(composed, replace(world, launcher="local"), attempt, ready)
+    world = replace(world, launcher="local")
+    take_part(lambda: _specify(composed, world, watch), world, attempt, watch)
 
 
-def take_part(composed: DictConfig, world: World, attempt: Attempt, ready: float) -> None:
+def take_part(specified: Callable[[], RunSpec], world: World, attempt: Attempt, watch: Stopwatch) -> None:
     """One rank's run.
+
+    Args:
+        specified: Says what is to be done.
+        world: This rank's place.
+        attempt: This start of the run.
+        watch: Runs since the run was ready to start.
 
     Raises:
         SystemExit: The run failed here; the reason lies in the run's directory.
     """
-    leaving.tell(partial(ending.remark, attempt, world.rank))
+    leaving.on_forced_end(partial(ending.remark, attempt, world.rank))
     try:
         with ending.witness(world, attempt):
-            _work(composed, world, attempt, ready)
+            _work(specified(), world, attempt, watch)
     except BaseException as error:
         try:
             local.ignore_signals()  # the launcher sends them to all ranks as soon as it sees that one has failed
@@ -134,15 +146,19 @@ def take_part(composed: DictConfig, world: World, attempt: Attempt, ready: float
         raise SystemExit(1) from error
 
 
-def _work(composed: DictConfig, world: World, attempt: Attempt, ready: float) -> None:
-    """The story of a run, as every rank lives it."""
-    watch = Stopwatch(ready)
+def _specify(composed: DictConfig, world: World, watch: Stopwatch) -> RunSpec:
+    """What this rank takes part in."""
     watch.lap("import")
     spec = run_spec.specify(config.read(composed), world)
+    watch.lap("config")
+    return spec
+
+
+def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch) -> None:
+    """The story of a run, as every rank lives it."""
     device = spec.device(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    watch.lap("config")
     with rendezvous.process_group(world, spec.backend, device, key=str(attempt.directory)) as own_store:
         met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
         watch.lap("rendezvous")
@@ -167,16 +183,3 @@ def _open_record(composed: DictConfig, attempt: Attempt) -> Attempt:
     except ConfigError as held:
         say(str(held), sys.stderr)
         raise SystemExit(1) from None
-
-
-def _specified(spec: run_spec.RunSpec, world: World | None) -> dict[str, Any]:
-    """What the specification of a run adds to its record."""
-    known = {"world_size": spec.world_size, "launcher": world.launcher if world else "local"}
-    if spec.training is None:
-        return known | dict.fromkeys(("model", "parallel", "global_batch", "precision"))
-    training = spec.training
-    return known | {
-        "parameters": training.parameters,
-        "tokens_per_sample": training.data.tokens_per_sample,
-        "layout": training.layout.as_dict(),
-    }

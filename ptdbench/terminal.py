@@ -15,6 +15,11 @@ _ESCAPED = {
 }
 
 
+def plural(count: int, noun: str) -> str:
+    """``1 run``, ``2 runs``."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def plain(text: str) -> str:
     """The text with control characters, other than newline and tab, shown as their codes: a backslash and ``x1b``."""
     return text.translate(_ESCAPED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 import tempfile
@@ -12,12 +13,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from omegaconf import DictConfig
 
+import ptdbench
 from ptdbench import run as product
 from ptdbench.launch import local
-from ptdbench.records import store
+from ptdbench.records.load import Run
 from ptdbench.setup.compose import compose_all
 from tests import slurm_cluster
 from tests.parallel.ranks import RANKS
@@ -51,9 +54,28 @@ def run(tmp_path: Path) -> Callable[..., Record]:
         directory.mkdir()
         count += 1
         product.run(composed(*overrides), directory)
-        return store.load_record(directory)
+        return record_of(directory)
 
     return run_it
+
+
+def record_of(directory: Path) -> Record:
+    """The record of a run, and its series as lists: ``None`` where a number is not known, empty where none is.
+
+    ``rank_step_seconds`` are those of the run's last start, by rank.
+    """
+    found = ptdbench.load(directory)
+    assert isinstance(found, Run)
+    names = ("losses", "learning_rates", "gradient_norms", "wait_seconds", "memory_bytes")
+    lists = {name: [None if math.isnan(value) else value for value in found.series(name).tolist()] for name in names}
+    last = found["segments"][-1]["first_step"] if found.get("segments") else 0
+    times = found.series("step_seconds")[last:]
+    present = times[:, ~np.isnan(times).all(axis=0)].T.tolist()
+    return {
+        **found,
+        **{name: values if any(value is not None for value in values) else [] for name, values in lists.items()},
+        "rank_step_seconds": present,
+    }
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,7 +88,7 @@ def run_on_shared_ranks(directory: Path, *overrides: str) -> Record:
     """The record of a run in ranks that the tests of a module share: it costs a third of one that starts its own."""
     directory.mkdir(exist_ok=True)
     RANKS.run(composed(*overrides), directory)
-    return store.load_record(directory)
+    return record_of(directory)
 
 
 @pytest.fixture

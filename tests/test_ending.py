@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from ptdbench import ending
 from ptdbench import run as product
 from ptdbench.launch import local
-from ptdbench.launch.world import World
+from ptdbench.launch.world import KNOWN, World
 from ptdbench.records import record, store
 from ptdbench.records.failure import Failure
 from ptdbench.records.owner import Attempt
@@ -23,7 +24,7 @@ NODE_LOST = Failure(rank=-1, type="NODE_FAIL", message="n2 is down", traceback="
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    monkeypatch.setattr(ending, "LINGER", 0.0)
+    monkeypatch.setitem(KNOWN, "torchrun", replace(KNOWN["torchrun"], linger_seconds=0.0))
     return tmp_path
 
 

@@ -7,6 +7,7 @@ of what a command line may get wrong is tested in tests/setup.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,14 +49,14 @@ class TestRefusals:
         found = refused("model._target_=5", "optimizer.lr=[1,2]", "train=5", "+unknown.option=1", cwd=tmp_path)
         assert [line.partition("=")[0] for line in found] == ["unknown", "train", "optimizer.lr", "model._target_"]
 
-    def test_misspelt(self, tmp_path):
+    def test_misspelled(self, tmp_path):
         found = refused("parralel=ddp", "model=gpt_tyny", "train.stepz=3", cwd=tmp_path)
         assert len(found) == 3
-        assert all("would do: " in line for line in found)
+        assert all("try " in line for line in found)
 
-    def test_a_value_misspelt_in_the_middle_of_a_sweep(self, tmp_path):
+    def test_a_value_misspelled_in_the_middle_of_a_sweep(self, tmp_path):
         (line,) = refused("-m", "model=toy,toyy,gpt_tiny", "parallel=ddp,fsdp", cwd=tmp_path)
-        assert line == "model=toyy: there is no such choice; would do: toy"
+        assert line == "model=toyy: there is no such choice; try toy"
 
     def test_a_sweep_of_which_nothing_can_run(self, tmp_path):
         found = refused("-m", "parallel=ddp,fsdp", "train.global_batch=15,17", cwd=tmp_path)
@@ -95,7 +96,7 @@ class TestHelp:
         assert "hydra.cc" not in done.stdout  # written for a person, not by the framework
 
     def test_help_with_a_misspelling_says_so(self, tmp_path):
-        assert refused("--help", "model=toyy", cwd=tmp_path) == ["model=toyy: there is no such choice; would do: toy"]
+        assert refused("--help", "model=toyy", cwd=tmp_path) == ["model=toyy: there is no such choice; try toy"]
 
     def test_the_composed_config_can_be_read_and_has_nothing_of_the_framework(self, tmp_path):
         done = forked.train_py("model=toy", "parallel=pdp", "train.steps=7", "--cfg", "job", cwd=tmp_path)
@@ -120,7 +121,7 @@ class TestRuns:
         (directory,) = (tmp_path / "outputs").iterdir()
         assert directory.name.endswith("_toy_ddp")
         record = json.loads((directory / "record.json").read_text())
-        assert (record["status"], len(record["losses"])) == ("ok", 4)
+        assert (record["status"], record["steps"]) == ("ok", 4)
         assert f"tensorboard --logdir {Path('outputs') / directory.name}" in done.stdout
 
     def test_a_pair_of_a_sweep_that_is_refused_is_a_row_and_the_others_run(self, tmp_path):
@@ -130,8 +131,79 @@ class TestRuns:
         asked = [(r["parallel"], r["global_batch"], r["status"]) for r in records]
         assert asked == [("ddp", 15, "failed"), ("ddp", 16, "ok"), ("single", 15, "ok"), ("single", 16, "ok")]
         assert records[0]["error"]["message"] == (
-            "train.global_batch=15: must be a multiple of the number of data-parallel replicas, 2; would do: 14, 16"
+            "train.global_batch=15: must be a multiple of the number of data-parallel replicas, 2; try 14, 16"
         )
         assert done.returncode == 1  # not all were ok
         assert "must be a multiple" in done.stdout
         assert "Traceback" not in done.stdout + done.stderr
+
+    def test_a_model_without_reset_is_built_once_in_each_process_and_is_gone_from_the_one_that_waits(
+        self, tmp_path, monkeypatch
+    ):
+        monkeypatch.setenv("EVENTS", str(tmp_path / "events"))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        (tmp_path / "counted.py").write_text(COUNTED)
+        custom = ("model=custom", "model._target_=counted.Model", "data.inputs=8", "data.outputs=8", "parallel=ddp")
+        done = train_py("-m", *custom, "device=cpu", "train.steps=1,2", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        events = [tuple(line.split()) for line in (tmp_path / "events").read_text().splitlines()]
+        parent = events[0][1]
+        assert events[:4] == [("made", parent), ("gone", parent)] * 2  # the check of both runs
+        ranks = [process for event, process in events[4:] if event == "made"]
+        assert len(set(ranks)) == len(ranks) == 4
+        assert parent not in {process for _, process in events[4:]}
+
+    def test_a_workload_of_ones_own_is_one_module_and_one_yaml_file(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+        (tmp_path / "guest.py").write_text(GUEST)
+        (tmp_path / "conf" / "workload").mkdir(parents=True)
+        (tmp_path / "conf" / "workload" / "guest.yaml").write_text(
+            "name: guest\nlabel: guest\n_target_: guest.Guest\nanswer: 42\n"
+        )
+        done = train_py("--config-dir", "conf", "workload=guest", "device=cpu", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.splitlines()[0] == "2 ranks say 42"
+
+
+GUEST = """
+from dataclasses import dataclass
+
+from ptdbench.job import Outcome
+
+
+@dataclass(frozen=True)
+class Guest:
+    answer: int
+    trains = False
+
+    def check(self, world_size, device_type, backend):
+        pass
+
+    def __call__(self, job):
+        return Outcome({"guest": {"ranks": job.world.size, "answer": self.answer}})
+
+    @staticmethod
+    def show(found, width):
+        return f"{found['ranks']} ranks say {found['answer']}"
+"""
+
+#: Notes when it is built and when it is freed, which its reference to itself leaves to the garbage collector.
+COUNTED = """
+import os
+import weakref
+
+from torch import nn
+
+
+def note(event):
+    with open(os.environ["EVENTS"], "a") as file:
+        print(event, os.getpid(), file=file)
+
+
+class Model(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+        self.itself = [self]
+        note("made")
+        weakref.finalize(self, note, "gone").atexit = False
+"""

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ptdbench.launch import cores
-from tests.conftest import ROOT
+from tests.conftest import ROOT, record_of
 from tests.forked import train_py
 
 pytestmark = pytest.mark.ranks
@@ -71,7 +71,7 @@ def agents(*arguments: str) -> list[list[str]]:
 def the_record(cwd: Path) -> dict[str, Any]:
     """The record of the only run that there was."""
     (path,) = [*cwd.glob("outputs/*/record.json"), *cwd.glob("outputs/*/*/record.json")]
-    return json.loads(path.read_text())
+    return record_of(path.parent)
 
 
 def said_hello(done: Done, cwd: Path, ranks: int, launcher: str) -> list[dict[str, Any]]:
@@ -260,7 +260,7 @@ class TestRefused:
         done = alone(["srun", "--ntasks=2", *TRAIN, *TOY, "cluster=slurm"], tmp_path, slurm)
         assert self.refused(done, tmp_path) == (
             "cluster=slurm: this is rank 0 of 2 that srun started; each would submit the jobs again; "
-            "start it with plain python, or leave cluster and launcher away to run on these ranks"
+            "start it with plain python, or omit cluster and launcher to run on these ranks"
         )
         assert len(jobs() - before) == 1  # the srun itself
 
@@ -269,8 +269,8 @@ class TestRefused:
         done = alone([*mpirun, "-np", "2", *TRAIN, *TOY, *asked], tmp_path, environ)
         assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
         assert [line for line in done.stderr.splitlines() if line.startswith("cluster.")] == [
-            "cluster.ranks_per_node=4: openmpi started 2 ranks on this node; would do: auto, 2",
-            "cluster.nodes=2: openmpi started ranks on 1 node; would do: auto, 1",
+            "cluster.ranks_per_node=4: openmpi started 2 ranks on this node; try auto, 2",
+            "cluster.nodes=2: openmpi started ranks on 1 node; try auto, 1",
         ]
 
     def test_a_complete_set_of_variables_that_no_launcher_set(self, tmp_path, environ):

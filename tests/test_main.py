@@ -80,5 +80,5 @@ class TestScript:
         assert len(err) == 1  # that nobody here knows how many GPUs a node has
 
     def test_what_cannot_be_used_is_one_line(self, ptdbench):
-        line = "model=toyy: there is no such choice; would do: toy"
+        line = "model=toyy: there is no such choice; try toy"
         assert ptdbench("sbatch", "model=toyy") == (1, [], [line])

@@ -163,7 +163,7 @@ class TestSweep:
 
 
 class TestWithoutWaiting:
-    def test_detached_looked_at_from_another_process_and_cancelled(self, run, submit, tmp_path, jobs):
+    def test_detached_looked_at_from_another_process_and_canceled(self, run, submit, tmp_path, jobs):
         before = jobs()
         done = submit(*TOY, "train.steps=1000000", "train.max_minutes=null", "cluster.submit=detach")
         assert done.returncode == 0, done.stderr
@@ -231,19 +231,19 @@ def test_a_plain_script_for_sbatch(run, tmp_path):
 
 
 class TestRefused:
-    """Bad input: a message that says what would do, exit status 1, nothing submitted, nothing left behind."""
+    """Bad input: a message that says what to try, exit status 1, nothing submitted, nothing left behind."""
 
     @pytest.mark.parametrize(
         ("arguments", "expected"),
         [
             (
                 [*TOY, "cluster.partition=debgu"],
-                "cluster.partition=debgu: there is no such partition; SLURM has debug, short, gpu; would do: debug",
+                "cluster.partition=debgu: there is no such partition; SLURM has debug, short, gpu; try debug",
             ),
-            ([*TOY, "cluster.nodes=3"], "cluster.nodes=3: partition debug has 2 nodes; would do: 2"),
+            ([*TOY, "cluster.nodes=3"], "cluster.nodes=3: partition debug has 2 nodes; try 2"),
             (
                 [*TOY, "cluster.partition=short", "cluster.time_minutes=6"],
-                "cluster.time_minutes=6: partition short allows 5 minutes; would do: 5",
+                "cluster.time_minutes=6: partition short allows 5 minutes; try 5",
             ),
             ([*TOY, "+cluster.extra.foo=bar"], "unrecognized option '--foo=bar'"),
             (
@@ -261,7 +261,7 @@ class TestRefused:
             (["cluster=slurm,local", "model=toy"], "cluster=slurm,local: "),
             (
                 [*TOY, "hydra.launcher.nodes=2"],
-                "hydra.launcher.nodes=2: what a job is given is said in the group cluster",
+                "hydra.launcher.nodes=2: the resources of a job are given in the group cluster only",
             ),
             (
                 ["-m", "cluster=local", "hydra/launcher=submitit_slurm", "model=toy"],
@@ -288,7 +288,7 @@ class TestRefused:
         assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
         assert done.stderr.splitlines() == [
             "cluster=slurm: there is no sbatch on PATH; "
-            "log in to a machine that submits jobs, or leave cluster away to run here"
+            "log in to a machine that submits jobs, or omit cluster to run here"
         ]
 
 

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from ptdbench.problems import ConfigError, Problem, nearest, nearest_numbers, require, would_do
+from ptdbench.problems import ConfigError, Problem, nearest, nearest_numbers, require, try_these
 
 
 def test_a_problem_is_one_line_with_option_value_rule_and_remedy():
-    problem = Problem("train.global_batch", 17, "must be a multiple of 2", would_do([16, 18]))
-    assert str(problem) == "train.global_batch=17: must be a multiple of 2; would do: 16, 18"
+    problem = Problem("train.global_batch", 17, "must be a multiple of 2", try_these([16, 18]))
+    assert str(problem) == "train.global_batch=17: must be a multiple of 2; try 16, 18"
     assert str(Problem("train.steps", 0, "must be at least 1")) == "train.steps=0: must be at least 1"
 
 
@@ -36,7 +36,7 @@ def test_require_raises_what_is_there():
 
 
 def test_would_do_of_nothing_says_nothing():
-    assert would_do([]) == ""
+    assert try_these([]) == ""
 
 
 @pytest.mark.parametrize(

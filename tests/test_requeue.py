@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.conftest import record_of
 from tests.forked import train_py
 
 RUN = (
@@ -39,10 +40,6 @@ def submitted(cwd: Path, env: dict[str, str], *options: str) -> tuple[str, Path]
 
 def ask(env: dict[str, str], *command: str) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
-
-
-def record_of(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "record.json").read_text())
 
 
 def test_the_signal_ahead_of_the_time_limit_requeues_the_job_and_it_goes_on(tmp_path, slurm):
@@ -75,7 +72,7 @@ def test_at_the_limit_of_requeues_it_stays_saved(tmp_path, slurm):
     assert (directory / "checkpoints" / f"step-{len(stopped['losses']):08}" / "manifest.json").exists()
 
 
-def test_a_job_that_is_cancelled_saves_and_is_not_requeued(tmp_path, slurm):
+def test_a_job_that_is_canceled_saves_and_is_not_requeued(tmp_path, slurm):
     job, directory = submitted(tmp_path, slurm, *ALONE, "cluster.requeue=true")
     ask(slurm, "scancel", job)
     stopped = until(lambda: (found := record_of(directory))["status"] == "preempted" and found)

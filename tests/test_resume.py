@@ -24,7 +24,7 @@ from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, record, store
 from ptdbench.setup import resume
 from tests import forked
-from tests.conftest import ROOT, run_on_shared_ranks
+from tests.conftest import ROOT, record_of, run_on_shared_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -40,10 +40,6 @@ def train_py(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         [sys.executable, str(ROOT / "train.py"), *arguments],
         cwd=cwd, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
-
-
-def record_of(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "record.json").read_text())
 
 
 Layout = tuple[str, int]
@@ -163,7 +159,7 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
     complete = forked.train_py("resume=run", cwd=tmp_path)
     assert complete.returncode == 1
     assert complete.stderr.strip() == (
-        "resume=run: is complete, with 2000 of 2000 steps; would do: train.steps=4000, to train on from there"
+        "resume=run: is complete, with 2000 of 2000 steps; try train.steps=4000, to train on from there"
     )
 
 
@@ -228,12 +224,12 @@ class TestRefused:
     def test_a_run_without_checkpoints(self, ended, tmp_path):
         shutil.rmtree(ended / "checkpoints")
         said = self.refused("resume=run", "train.steps=6", cwd=tmp_path)
-        assert "run: holds no complete checkpoint; leave it away to start anew" in said
+        assert "run: holds no complete checkpoint; omit it to start anew" in said
 
     def test_results_are_not_overwritten(self, ended, tmp_path):
         before = (ended / "record.json").read_bytes()
         said = self.refused(*TOY, "train.steps=3", "hydra.run.dir=run", cwd=tmp_path)
-        assert "hydra.run.dir=run: there are results already; would do: resume=run" in said
+        assert "hydra.run.dir=run: there are results already; try resume=run" in said
         assert (ended / "record.json").read_bytes() == before
 
 

@@ -82,6 +82,9 @@ def cases() -> list[tuple[str, str, int, tuple[str, ...]]]:
 ONE_SCHEDULE = ("ddp", "fsdp", "1f1b")
 
 
+CLIPPED = (*COMMON, *MODELS["gpt"], "optimizer=sgd", "optimizer.lr=0.5", "train.steps=4")
+
+
 def check(run: Callable[..., Record], expected: list[float], ranks: int, tolerance: float, *overrides: str) -> None:
     record = run(*COMMON, f"cluster.ranks_per_node={ranks}", *overrides)
     assert record["status"] == "ok", record["error"]
@@ -92,6 +95,27 @@ def check(run: Callable[..., Record], expected: list[float], ranks: int, toleran
 @pytest.mark.parametrize(("model", "strategy", "ranks", "batching"), cases())
 def test_fp32_losses_follow_the_single_process(shared_run, single, model, strategy, ranks, batching) -> None:
     check(shared_run, single(*MODELS[model]), ranks, 1e-5, *MODELS[model], *STRATEGIES[strategy], *batching)
+
+
+#: Products of degrees, with their ranks; a replica's share is 12 samples on four ranks, and 6 on eight.
+PRODUCTS = {
+    "hsdp": (4, "parallel=hsdp"),
+    "hsdp-accumulated": (4, "parallel=hsdp", "train.micro_batch=2"),
+    "hsdp-kept-whole": (4, "parallel=hsdp", "parallel.reshard_after_forward=false", "train.micro_batch=2"),
+    "shard-pipeline": (4, "parallel=fsdp", "parallel.pipeline=2", "parallel.microbatches=4"),
+    "shard-pipeline-accumulated": (4, "parallel=fsdp", "parallel.pipeline=2", "train.micro_batch=1",
+                                   "parallel.microbatches=4"),
+    "replicate-shard-pipeline": (8, "parallel=hsdp", "parallel.pipeline=2", "parallel.microbatches=3"),
+    "replicate-shard-pipeline-accumulated": (8, "parallel=hsdp", "parallel.pipeline=2", "train.micro_batch=1",
+                                             "parallel.microbatches=3", "parallel.schedule=gpipe"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_degrees_follow_too_and_clip_alike(shared_run, single, whole, name):
+    ranks, *options = PRODUCTS[name]
+    check(shared_run, single(*MODELS["gpt"]), ranks, 1e-5, *MODELS["gpt"], *options)
+    check(shared_run, whole["losses"], ranks, 1e-5, *CLIPPED, "train.clip_norm=0.3", *options)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -138,12 +162,9 @@ def test_options_change_the_cost_and_not_the_numbers(shared_run, single, strateg
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("fsdp", 2)])
-def test_resnet_with_synchronised_batchnorm(shared_run, single, strategy, ranks) -> None:
-    synchronised = (*STRATEGIES[strategy], "parallel.sync_batchnorm=true")
-    check(shared_run, single(*MODELS["resnet"]), ranks, 1e-5, *MODELS["resnet"], *synchronised)
-
-
-CLIPPED = (*COMMON, *MODELS["gpt"], "optimizer=sgd", "optimizer.lr=0.5", "train.steps=4")
+def test_resnet_with_synchronized_batchnorm(shared_run, single, strategy, ranks) -> None:
+    synchronized = (*STRATEGIES[strategy], "parallel.sync_batchnorm=true")
+    check(shared_run, single(*MODELS["resnet"]), ranks, 1e-5, *MODELS["resnet"], *synchronized)
 
 
 @pytest.fixture(scope="module")

@@ -90,8 +90,8 @@ def test_a_refusal_deletes_nothing_of_a_users(run, submit, sbatch, queued, tmp_p
     before = queued()
     done = submit(*HELD, environ=environ)
     assert (done.returncode, done.stdout) == (1, "")
-    cancelled, refused = done.stderr.splitlines()
-    assert cancelled.startswith("cancelled what SLURM had taken already: ")
+    canceled, refused = done.stderr.splitlines()
+    assert canceled.startswith("canceled what SLURM had taken already: ")
     assert refused == "cluster=slurm: nothing was submitted: no more today"
     assert queued() == before
     assert (tmp_path / "sweep" / "thesis.txt").read_text() == "mine"
@@ -122,7 +122,7 @@ def test_ctrl_c_in_the_middle_of_a_submission_leaves_no_job(submit, sbatch, queu
 
 
 def test_a_job_of_a_submission_that_was_killed_is_found_and_not_submitted_again(run, submit, sbatch, queued, tmp_path):
-    """SIGKILL when SLURM has the first job and nobody has learnt its id."""
+    """SIGKILL when SLURM has the first job and nobody has learned its id."""
     before = queued()
     done = submit(*HELD, environ=sbatch('$REAL "$@"; kill -KILL $PPID'))
     assert done.returncode == -signal.SIGKILL

@@ -10,8 +10,7 @@ import pytest
 from PIL import Image
 
 from benchmarks.train_for_real import bigram_bits_per_byte
-from ptdbench.records import store
-from tests.conftest import ROOT
+from tests.conftest import ROOT, record_of
 from tests.data import small_cifar10, tiny_tokenizer
 
 pytestmark = pytest.mark.ranks
@@ -120,7 +119,7 @@ def test_a_run_goes_on_under_another_strategy_and_launcher(tmp_path, environ):
         [*torchrun, str(ROOT / "train.py"), *digits, *go_on], cwd=tmp_path, env=environ | {"OMP_NUM_THREADS": "1"},
         timeout=120, check=True,
     )  # fmt: skip
-    begun, gone_on = (store.load_record(tmp_path / name) for name in ("begun", "gone_on"))
+    begun, gone_on = (record_of(tmp_path / name) for name in ("begun", "gone_on"))
     assert gone_on["status"] == "ok"
     assert gone_on["losses"][:3] == begun["losses"]
     assert [evaluation["step"] for evaluation in gone_on["evaluations"]] == [3, 5]

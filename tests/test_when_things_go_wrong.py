@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -16,16 +15,12 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, record_of
 from tests.forked import train_py
 
 pytestmark = pytest.mark.ranks
 
 LONG = ("model=toy", "device=cpu", "parallel=ddp", "train.steps=1000000", "train.max_minutes=null")
-
-
-def record_of(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "record.json").read_text())
 
 
 def until(condition: Callable[[], Any], seconds: float = 90) -> Any:

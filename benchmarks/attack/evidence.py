@@ -1,4 +1,4 @@
-"""What a victim has left on the disk, read by nothing but ``json``: the product's own readers may be at fault."""
+"""What a victim has left on the disk, read by ``json`` and NumPy alone: the product's own readers may be at fault."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-RECORD, RESULTS = "record.json", "results.jsonl"
+import numpy as np
+
+RECORD, RESULTS, SERIES = "record.json", "results.jsonl", "series.npy"
 
 #: Hidden names that are no leftovers: Hydra's folder, the lock of a directory, a file of each of torch's checkpoints.
 _EXPECTED = (".hydra", ".lock", ".metadata")
@@ -61,6 +63,19 @@ def finished(folder: Path, is_sweep: bool) -> dict[Path, bytes]:
 def record_of(directory: Path) -> dict[str, Any]:
     """The record of a run; empty where it has no valid one."""
     return {} if invalid(directory) else load(directory / RECORD)
+
+
+def losses(directory: Path) -> list[float]:
+    """The losses of a run's steps; none where its series are missing or end in the middle of a block."""
+    path = directory / SERIES
+    found: list[float] = []
+    try:
+        with path.open("rb") as file:
+            while file.tell() < path.stat().st_size:
+                found += np.load(file, allow_pickle=False)["loss"].tolist()
+    except (OSError, ValueError):
+        return []
+    return found
 
 
 def is_open(record: Mapping[str, Any]) -> bool:

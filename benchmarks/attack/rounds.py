@@ -131,7 +131,7 @@ def reference(setting: Setting, scenario: Scenario, patience: float = 300.0) -> 
 def losses(folder: Path, scenario: Scenario) -> dict[str, Sequence[float]]:
     """Of each run that was ok."""
     found = evidence.finished(folder, bool(scenario.runs))
-    return {path.name if scenario.runs else "": evidence.load(path / evidence.RECORD)["losses"] for path in found}
+    return {path.name if scenario.runs else "": evidence.losses(path) for path in found}
 
 
 def attack(setting: Setting, number: int, scenario: Scenario, known: Reference) -> Round:

@@ -102,7 +102,7 @@ def _trained(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, wi
             elif value is not None:
                 rule = f"keeps {key} as {type(value).__name__}, and only tensors can be kept in checkpoints"
                 optimizer_name = type(optimizer).__name__
-                raise ConfigError([Problem("optimizer", optimizer_name, rule, "would do: adamw, sgd")])
+                raise ConfigError([Problem("optimizer", optimizer_name, rule, "try adamw, sgd")])
     return found
 
 

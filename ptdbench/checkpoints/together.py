@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch.distributed as dist
+
+from ptdbench.launch.peers import gather
 
 T = TypeVar("T")
 
 
 def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """Every rank's ``value``, by rank; called in all ranks of ``group``. Without a group this process is alone."""
-    if group is None:
-        return [value]
-    values = cast("list[T]", [None] * dist.get_world_size(group))
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return [value] if group is None else gather(value, group)
 
 
 def place(group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -138,7 +138,7 @@ def _contribution(source: int, ranks: int, dtype: Dtype, reduction: Reduction) -
 
 
 def _labels(source: int, labels: int, length: int) -> Tensor:
-    """Numbers from 0 to ``labels - 1``, so that neighbours differ and no two sources have the same sequence.
+    """Numbers from 0 to ``labels - 1``, so that neighbors differ and no two sources have the same sequence.
 
     The digits of the source, to the base ``labels``, are the coefficients by which the position, its quotient by
     ``labels``, by the square of it and so on add up.

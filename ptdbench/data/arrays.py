@@ -1,4 +1,4 @@
-"""Labelled images that fit into memory: how a stream, and what is held out, is made of arrays."""
+"""Labeled images that fit into memory: how a stream, and what is held out, is made of arrays."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from ptdbench.data import augment
 from ptdbench.data.epochs import Epochs
 from ptdbench.data.protocol import Data, HeldOut
-from ptdbench.problems import Problem, would_do
+from ptdbench.problems import Problem, try_these
 
 
-class Labelled(NamedTuple):
+class Labeled(NamedTuple):
     """Images and what they show."""
 
     images: augment.Pixels  # uint8 of shape (N, H, W, 3)
@@ -64,7 +64,7 @@ class ImageArrays(Data):
         self.channels_last = channels_last
 
     @abstractmethod
-    def read(self, *, held_out: bool) -> Labelled:
+    def read(self, *, held_out: bool) -> Labeled:
         """The images to be trained on, or those that are kept from it, which may be none."""
 
     @property
@@ -78,16 +78,16 @@ class ImageArrays(Data):
         images = augment.shifted(
             self._training.images[chosen], seed=self.seed, start=start, padding=self.padding, flip=self.flip
         )
-        return self.normalised(images), torch.from_numpy(self._training.labels[chosen])
+        return self.normalized(images), torch.from_numpy(self._training.labels[chosen])
 
     def example(self) -> tuple[torch.Tensor, torch.Tensor]:
         """One image, float32 of shape ``(1, 3, H, W)``, and its int64 label ``(1,)`` on the meta device."""
         image = augment.empty(self.image_size, channels_last=self.channels_last)
         return image, torch.empty(1, dtype=torch.int64, device="meta")
 
-    def normalised(self, images: augment.Pixels) -> torch.Tensor:
+    def normalized(self, images: augment.Pixels) -> torch.Tensor:
         """Bytes of shape ``(B, H, W, 3)`` as the model takes them: float32 of shape ``(B, 3, H, W)``."""
-        return augment.normalised(images, self.mean, self.std, channels_last=self.channels_last)
+        return augment.normalized(images, self.mean, self.std, channels_last=self.channels_last)
 
     def suiting(self, *, classes: int, image_size: int) -> list[Problem]:
         """What is wrong with a model of so many classes, made for images of such a size.
@@ -98,7 +98,7 @@ class ImageArrays(Data):
         asked = {"classes": (classes, self.classes), "image_size": (image_size, self.image_size)}
         return [
             Problem(
-                option, value, f"the model's must be that of these images, {own}", would_do([f"model.{option}={own}"])
+                option, value, f"the model's must be that of these images, {own}", try_these([f"model.{option}={own}"])
             )
             for option, (value, own) in asked.items()
             if value != own
@@ -109,18 +109,18 @@ class ImageArrays(Data):
         return Epochs(len(self._training.labels), self.seed)
 
     @cached_property
-    def _training(self) -> Labelled:
+    def _training(self) -> Labeled:
         return self.read(held_out=False)
 
     @cached_property
-    def _held_out(self) -> Labelled:
+    def _held_out(self) -> Labeled:
         return self.read(held_out=True)
 
 
 class HeldOutArrays(HeldOut):
     """Images that are kept from training, each as it is and always in the same order."""
 
-    def __init__(self, data: ImageArrays, part: Labelled) -> None:
+    def __init__(self, data: ImageArrays, part: Labeled) -> None:
         """Take the images, and the data that know how a model wants them."""
         self._data = data
         self._part = part
@@ -138,4 +138,4 @@ class HeldOutArrays(HeldOut):
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"samples {start} to {stop} of {len(self)}")
         labels = torch.from_numpy(self._part.labels[start:stop].copy())
-        return self._data.normalised(self._part.images[start:stop]), labels
+        return self._data.normalized(self._part.images[start:stop]), labels

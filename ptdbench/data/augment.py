@@ -42,7 +42,7 @@ def shifted(images: Pixels, *, seed: int, start: int, padding: int, flip: bool) 
     return moved.reshape(count, height, width, 3)
 
 
-def normalised(
+def normalized(
     images: Pixels, mean: Sequence[float], std: Sequence[float], *, channels_last: bool = True
 ) -> torch.Tensor:
     """Turn bytes into the numbers that a model takes: ``(x / 255 - mean) / std``.
@@ -67,7 +67,7 @@ def normalised(
 
 
 def empty(image_size: int, *, channels_last: bool) -> torch.Tensor:
-    """What :func:`normalised` makes of one square image, on the meta device."""
+    """What :func:`normalized` makes of one square image, on the meta device."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty(1, 3, image_size, image_size, dtype=torch.float32, device="meta", memory_format=layout)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ptdbench.cache import user_cache
 from ptdbench.data.archive import Archive
-from ptdbench.data.arrays import ImageArrays, Labelled
+from ptdbench.data.arrays import ImageArrays, Labeled
 from ptdbench.problems import ConfigError, Problem, at_least, require
 
 
@@ -85,7 +85,7 @@ class Cifar10(ImageArrays):
         """
         self._archive.provide(download=self.download)
 
-    def read(self, *, held_out: bool) -> Labelled:
+    def read(self, *, held_out: bool) -> Labeled:
         """The images to be trained on, or those that are kept from it.
 
         Raises:
@@ -96,7 +96,7 @@ class Cifar10(ImageArrays):
         except RuntimeError as error:  # before it reads a file whose checksum is another
             rule = f"{self._archive.folder} in it lacks files or was changed"
             raise ConfigError([Problem("root", self.root, rule)]) from error
-        return Labelled(np.ascontiguousarray(found.data), np.array(found.targets, np.int64))
+        return Labeled(np.ascontiguousarray(found.data), np.array(found.targets, np.int64))
 
     @cached_property
     def _archive(self) -> Archive:

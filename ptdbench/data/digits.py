@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ptdbench.data.arrays import ImageArrays, Labelled
+from ptdbench.data.arrays import ImageArrays, Labeled
 from ptdbench.problems import Problem, at_least, require
 
 _IMAGES = 1797
@@ -15,7 +15,7 @@ _WHITE = 16  # the largest value of a pixel
 
 
 class Digits(ImageArrays):
-    """The 1,797 digits of ``sklearn.datasets.load_digits``, 8x8 pixels in 17 shades of grey, each in three channels.
+    """The 1,797 digits of ``sklearn.datasets.load_digits``, 8x8 pixels in 17 shades of gray, each in three channels.
 
     They are the test part of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998, UCI Machine
     Learning Repository). A share of each digit is held out, the same one whatever the run's seed is.
@@ -66,19 +66,19 @@ class Digits(ImageArrays):
     def prepare(self) -> None:
         """Nothing is needed: every process reads the images in a fraction of a second."""
 
-    def read(self, *, held_out: bool) -> Labelled:
+    def read(self, *, held_out: bool) -> Labeled:
         """The images to be trained on, or those that are kept from it."""
         return self._parts[held_out]
 
     @cached_property
-    def _parts(self) -> tuple[Labelled, Labelled]:
+    def _parts(self) -> tuple[Labeled, Labeled]:
         from sklearn.datasets import load_digits
 
         digits = load_digits()
         grey = np.rint(digits.images * (255 / _WHITE)).astype(np.uint8)
         images, labels = grey[..., np.newaxis].repeat(3, axis=-1), digits.target.astype(np.int64)
         training, held_out = self._split(labels)
-        return Labelled(images[training], labels[training]), Labelled(images[held_out], labels[held_out])
+        return Labeled(images[training], labels[training]), Labeled(images[held_out], labels[held_out])
 
     def _split(self, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which images are trained on, and which are not: the same for every seed of a run."""

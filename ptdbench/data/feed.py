@@ -33,7 +33,7 @@ class Feed:
     Which of them makes a batch changes nothing: a sample is a function of its number.
 
     Attributes:
-        wait_seconds: How long each call has waited for its batch to be there.
+        wait_seconds: How long each call has waited for its batch to be there, as far as :meth:`forget` was not called.
 
     Args:
         data: Where the samples come from; prepared.
@@ -60,6 +60,10 @@ class Feed:
             batch, self._next = next(self._made), step + 1
         self.wait_seconds.append(time.perf_counter() - started)
         return self._moved(batch)
+
+    def forget(self) -> None:
+        """Forget how long the calls so far have waited."""
+        self.wait_seconds.clear()
 
     def peek(self, step: int) -> Batch:
         """The batch of a step, on the device, beside the order of the steps; not counted."""

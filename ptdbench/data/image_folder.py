@@ -18,7 +18,7 @@ from ptdbench.data import augment
 from ptdbench.data.draws import draws
 from ptdbench.data.epochs import Epochs
 from ptdbench.data.protocol import Data, HeldOut
-from ptdbench.problems import ConfigError, Problem, at_least, require, would_do
+from ptdbench.problems import ConfigError, Problem, at_least, require, try_these
 
 # Of ImageNet's training images; what torchvision's own weights were trained with
 # (https://docs.pytorch.org/vision/stable/models.html).
@@ -157,7 +157,7 @@ class ImageFolder(Data):
         """Images of shape ``(H, W, 3)`` as the model takes them: float32 of shape ``(B, 3, H, W)``."""
         size = self.image_size
         together = np.stack(images) if images else np.empty((0, size, size, 3), np.uint8)
-        return augment.normalised(together, MEAN, STD, channels_last=self.channels_last)
+        return augment.normalized(together, MEAN, STD, channels_last=self.channels_last)
 
     def _augmented(self, path: Path, chance: int) -> augment.Pixels:
         # The transforms draw from torch's generator on the CPU. Not torch.manual_seed(), which would also set those of
@@ -199,7 +199,7 @@ class ImageFolder(Data):
         if len(classes) == self.classes:
             return None
         rule = f"{self.root / self._train} has {len(classes)} folders, one for each class"
-        return Problem("classes", self.classes, rule, would_do([f"model.classes={len(classes)}"]))
+        return Problem("classes", self.classes, rule, try_these([f"model.classes={len(classes)}"]))
 
     def _must_be_the_same(self, classes: tuple[str, ...]) -> Problem | None:
         """Labels are places among the folders: one folder more, and the others mean something else."""
@@ -207,7 +207,7 @@ class ImageFolder(Data):
         if not different:
             return None
         rule = f"the folders in {self._train} and {self._val} must be the same: {different[0]} is in one of them only"
-        return Problem("root", self.root, rule, would_do([f"data.val=FOLDER with those of {self._train}"]))
+        return Problem("root", self.root, rule, try_these([f"data.val=FOLDER with those of {self._train}"]))
 
 
 class HeldOutFolder(HeldOut):
@@ -268,7 +268,7 @@ def _list(root: Path, folder: str) -> Listing:
     try:
         found = datasets.ImageFolder(root / folder)
     except OSError as error:  # FileNotFoundError also where files are missing in a folder that is there
-        remedy = would_do([f"data.root=FOLDER with {folder}/CLASS/IMAGE.jpg in it"])
+        remedy = try_these([f"data.root=FOLDER with {folder}/CLASS/IMAGE.jpg in it"])
         raise ConfigError([Problem("root", root, f"{root / folder}: {error}", remedy)]) from error
     below = len(os.path.join(found.root, ""))
     names = [os.fsencode(path[below:]) for path, _ in found.samples]
@@ -276,7 +276,7 @@ def _list(root: Path, folder: str) -> Listing:
 
 
 def _must_hold(root: str | None, train: str) -> Problem | None:
-    remedy = would_do([f"data.root=FOLDER with {train}/CLASS/IMAGE.jpg in it"])
+    remedy = try_these([f"data.root=FOLDER with {train}/CLASS/IMAGE.jpg in it"])
     if root is None:
         return Problem("root", root, "nothing says where the images lie", remedy)
     if not (Path(root).expanduser() / train).is_dir():

@@ -56,7 +56,7 @@ class Data(Protocol):
         May be called by several processes at once and again later; all but the first find the work done.
 
         Raises:
-            ConfigError: If what the options point at turns out to be unusable.
+            ptdbench.problems.ConfigError: If what the options point at turns out to be unusable.
         """
         ...
 

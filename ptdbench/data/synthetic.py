@@ -89,7 +89,7 @@ class SyntheticImages(Data):
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
 
-        Pixels have mean 0 and variance 1, as images have after the usual normalisation.
+        Pixels have mean 0 and variance 1, as images have after the usual normalization.
         """
         chosen = draws(self.seed, start, stop) % np.uint64(self.pool)
         index = torch.from_numpy(chosen.astype(np.int64))

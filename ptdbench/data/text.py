@@ -21,7 +21,7 @@ from ptdbench.data.draws import draws
 from ptdbench.data.protocol import Data, HeldOut
 from ptdbench.data.tokenize import Tokenizer
 from ptdbench.data.tokens import Piece, Stored, Tokens, cached_tokens
-from ptdbench.problems import ConfigError, Findings, Problem, at_least, nearest, require, would_do
+from ptdbench.problems import ConfigError, Findings, Problem, at_least, nearest, require, try_these
 
 
 class Text(Data):
@@ -95,7 +95,7 @@ class Text(Data):
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
     def prepare(self) -> None:
-        """Tokenise the text into the cache, unless it is there, and map it.
+        """Tokenize the text into the cache, unless it is there, and map it.
 
         Raises:
             ConfigError: If the text cannot be read or divided, if a part of it is shorter than one sample, or if
@@ -184,13 +184,13 @@ class Text(Data):
         shorter = [f"sequence_length={count - 1}"] if count > 1 else []
         if held_out:
             rule = f"what is kept from training has {count} tokens, {needed}"
-            return Problem("held_out", self._share, rule, would_do(["a larger share", *shorter]))
+            return Problem("held_out", self._share, rule, try_these(["a larger share", *shorter]))
         if count == 0:
             what = "there is no text in it" if self.path else "the standard library's sources are missing here"
-            return Problem("path", self.path, what, "would do: a text file or a folder of text files")
+            return Problem("path", self.path, what, "try a text file or a folder of text files")
         whose = "what is not held out" if self._share else "the text"
         rule = f"{whose} has {count} tokens, {needed}"
-        return Problem("sequence_length", self.sequence_length, rule, would_do([count - 1] if count > 1 else []))
+        return Problem("sequence_length", self.sequence_length, rule, try_these([count - 1] if count > 1 else []))
 
 
 class HeldOutText(HeldOut):
@@ -232,7 +232,7 @@ def _enough_entries(vocabulary: int, path: str | None, tokenizer: Tokenizer | No
         return []
     rule = f"the tokenizer {path} has {tokenizer.size} tokens, and each takes an entry"
     # Matrix products are fastest where their sides are multiples of 64.
-    return [Problem("vocabulary", vocabulary, rule, would_do([f"model.vocabulary={-(-tokenizer.size // 64) * 64}"]))]
+    return [Problem("vocabulary", vocabulary, rule, try_these([f"model.vocabulary={-(-tokenizer.size // 64) * 64}"]))]
 
 
 def _must_be_share(held_out: float) -> Problem | None:
@@ -245,7 +245,7 @@ def _must_exist(path: Path) -> Problem | None:
     if os.path.exists(path):
         return None
     beside = os.listdir(path.parent) if os.path.isdir(path.parent) else []
-    remedy = would_do(path.parent / name for name in nearest(path.name, beside))
+    remedy = try_these(path.parent / name for name in nearest(path.name, beside))
     return Problem("path", path, "there is no such file or folder", remedy)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ptdbench.data.corpus import Block, Part, blocks
 from ptdbench.data.tokens import Piece
-from ptdbench.problems import ConfigError, Problem, would_do
+from ptdbench.problems import ConfigError, Problem, try_these
 from ptdbench.terminal import say
 
 # Encoded at once: enough blocks for some dozens of cores, and a few hundred MB of memory.
@@ -61,11 +61,11 @@ class Tokenizer:
     def pieces(self, documents: Part, name: str) -> Iterator[Piece]:
         """The tokens of all documents in order; standard error tells how far it is where that takes long.
 
-        Documents are cut into blocks, most often at a line's end, and each block is tokenised on its own. What is
+        Documents are cut into blocks, most often at a line's end, and each block is tokenized on its own. What is
         no UTF-8 becomes the replacement character.
 
         Args:
-            documents: What is tokenised.
+            documents: What is tokenized.
             name: What people call it.
 
         Raises:
@@ -96,7 +96,7 @@ def _content(path: Path) -> bytes:
         return path.read_bytes()
     except IsADirectoryError:
         inside = path / "tokenizer.json"
-        rule, remedy = "is a folder", would_do([inside] if inside.is_file() else [])
+        rule, remedy = "is a folder", try_these([inside] if inside.is_file() else [])
     except OSError as error:
         rule, remedy = str(error), "it is the path of a tokenizer.json, not the name of a model"
     raise ConfigError([Problem("tokenizer", path, rule, remedy)])
@@ -118,7 +118,7 @@ def _batches(every: Iterable[Block]) -> Iterator[list[Block]]:
 
 @contextmanager
 def _telling(name: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Tell people that ``total`` bytes are tokenised, if they are many; what it yields is called with bytes done.
+    """Tell people that ``total`` bytes are tokenized, if they are many; what it yields is called with bytes done.
 
     A terminal has a bar; elsewhere, where every line stays, there is one at the start and one at the end.
     """
@@ -128,11 +128,11 @@ def _telling(name: str, total: int) -> Iterator[Callable[[int], object]]:
         with _bar(name, total) as done:
             yield done
     else:
-        _say(f"tokenising {name} ({total / 1e6:,.0f} MB)")
+        _say(f"tokenizing {name} ({total / 1e6:,.0f} MB)")
         start = perf_counter()
         yield lambda _: None
         seconds = perf_counter() - start
-        _say(f"tokenised {name} in {seconds:,.0f} s ({total / 1e6 / seconds:,.1f} MB/s)")
+        _say(f"tokenized {name} in {seconds:,.0f} s ({total / 1e6 / seconds:,.1f} MB/s)")
 
 
 @contextmanager
@@ -142,7 +142,7 @@ def _bar(name: str, total: int) -> Iterator[Callable[[int], object]]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(f"tokenising {name}", total=total)
+        task = progress.add_task(f"tokenizing {name}", total=total)
         yield lambda done: progress.advance(task, done)
 
 

@@ -25,13 +25,7 @@ _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 #: Where Linux lets that range begin unless told otherwise.
 _FIRST_EPHEMERAL = 32768
 
-#: launcher → variables that name one launch: the first line whose first variable is set, by all of its variables.
-_LAUNCH_IDS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "srun": (("SLURM_JOB_ID", "SLURM_STEP_ID"),),
-    "openmpi": (("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",)),
-    "jsrun": (("PMIX_NAMESPACE",),),
-}
-#: For other launchers, and where those are not set: what names the job. No SLURM step: each node's helper is in one.
+#: What names the job, where the launcher's own variables are not set. No SLURM step: each node's helper is in one.
 _JOB_IDS = (("SLURM_JOB_ID",), ("LSB_JOBID", "LSB_JOBINDEX"), ("PBS_JOBID",))
 
 
@@ -71,7 +65,7 @@ def meeting_point(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
 
 def launch_id(world: World, environ: Mapping[str, str]) -> str:
     """What the ranks of this launch have in common with those of no other; empty where there is no such thing."""
-    for names in (*_LAUNCH_IDS.get(world.launcher, ()), *_JOB_IDS):
+    for names in (*world.started_by.names, *_JOB_IDS):
         if environ.get(names[0]):
             return " ".join(f"{name}={environ.get(name, '')}" for name in names)
     return ""
@@ -92,7 +86,7 @@ def _host(world: World, environ: Mapping[str, str]) -> str:
 
 def _slurm_host(world: World, environ: Mapping[str, str]) -> str | None:
     """The first node of srun's step; of the job, for an mpirun, whose own step may lack the node that it runs on."""
-    name = "SLURM_STEP_NODELIST" if world.launcher == "srun" else "SLURM_JOB_NODELIST"
+    name = "SLURM_STEP_NODELIST" if world.started_by.has_step else "SLURM_JOB_NODELIST"
     listed = environ.get(name, "")
     try:
         return next(iter(hostlist.expand(listed)), None)
@@ -114,7 +108,7 @@ def _lsf_host(world: World, environ: Mapping[str, str]) -> str | None:
     Where jsrun starts the ranks the list begins with the node that the job's script runs on, which has none.
     """
     hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2]
-    if world.launcher == "jsrun":
+    if world.started_by.script_first:
         hosts = hosts[1:]
     return next(iter(hosts), None)
 

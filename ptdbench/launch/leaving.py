@@ -18,8 +18,8 @@ SECONDS = 5.0
 _listeners: list[Callable[[str], None]] = []
 
 
-def tell(listener: Callable[[str], None]) -> None:
-    """From now on ``listener`` is told why this process had to be ended, if it had to be."""
+def on_forced_end(listener: Callable[[str], None]) -> None:
+    """From now on ``listener`` is called with the reason why this process had to be ended, if it had to be."""
     _listeners[:] = [listener]
 
 

@@ -60,10 +60,10 @@ def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
     Returns:
         Every rank, in order.
     """
-    on_node: list[tuple[str, cores.Cores]] = _gather(world, (node(os.environ), cores.mine()))
-    neighbours = [rank for rank, (name, _) in enumerate(on_node) if name == on_node[world.rank][0]]
-    cores.bind(*cores.share([on_node[rank][1] for rank in neighbours], neighbours.index(world.rank), wanted))
-    return _gather(world, _self(world, device))
+    on_node: list[tuple[str, cores.Cores]] = gather((node(os.environ), cores.mine()))
+    neighbors = [rank for rank, (name, _) in enumerate(on_node) if name == on_node[world.rank][0]]
+    cores.bind(*cores.share([on_node[rank][1] for rank in neighbors], neighbors.index(world.rank), wanted))
+    return gather(_self(world, device))
 
 
 def node(environ: Mapping[str, str]) -> str:
@@ -91,7 +91,8 @@ def _self(world: World, device: torch.device) -> Peer:
     )
 
 
-def _gather(world: World, value: Any) -> list[Any]:
-    gathered: list[Any] = [None] * world.size
-    dist.all_gather_object(gathered, value)
-    return gathered
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's ``value``, by rank; called in all ranks of ``group``, or in all there are."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values

@@ -46,7 +46,7 @@ def store() -> dist.Store:
         ConfigError: The ranks do not find each other where they should meet.
     """
     world = discover(os.environ)
-    if world is None or world.launcher == "torchrun":  # the store's place is the launcher's choice, even its own
+    if world is None or world.started_by.has_agent:  # the store's place is the launcher's choice, even its own
         found, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
         return found
     host, port = address.meeting_point(world, os.environ)
@@ -57,11 +57,11 @@ def store() -> dist.Store:
 
 
 def export(world: World, environ: MutableMapping[str, str]) -> None:
-    """Tell libraries and models of other people what torchrun would have told them; stale values give way."""
-    if world.launcher == "torchrun":
+    """Tell libraries and models of other people what torchrun would tell them; stale values give way."""
+    if world.started_by.has_agent:
         return
     host, port = address.meeting_point(world, environ)
-    told: Mapping[str, object] = {
+    described: Mapping[str, object] = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
         "LOCAL_RANK": world.local_rank,
@@ -69,7 +69,7 @@ def export(world: World, environ: MutableMapping[str, str]) -> None:
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
     }
-    environ.update({name: str(value) for name, value in told.items()})
+    environ.update({name: str(value) for name, value in described.items()})
 
 
 def agree(key: str, world: World, value: str | None) -> str:
@@ -85,7 +85,7 @@ def launch_name(world: World) -> str:
 
     SLURM says enough for a rank to know it alone. Other launchers do not always: then rank 0 makes it up.
     """
-    if world.launcher == "srun":
+    if world.started_by.has_step:
         step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
         return f"slurm-{step}-{os.environ.get('SLURM_RESTART_COUNT') or 0}"
     return agree("launch", world, uuid.uuid4().hex if world.rank == 0 else None)

@@ -161,7 +161,7 @@ def test(script: str) -> str:
     Raises:
         SlurmError: It would not.
     """
-    return _words(_run("sbatch", "--test-only", told=script).stderr)
+    return _words(_run("sbatch", "--test-only", stdin=script).stderr)
 
 
 def submit(script: str) -> str:
@@ -170,8 +170,8 @@ def submit(script: str) -> str:
     Raises:
         SlurmError: SLURM does not take it, or does not answer: then it may have taken it (see :func:`named`).
     """
-    told = _run("sbatch", "--parsable", told=script).stdout.strip()
-    return told.partition(";")[0]  # the cluster's name may follow
+    answer = _run("sbatch", "--parsable", stdin=script).stdout.strip()
+    return answer.partition(";")[0]  # the cluster's name may follow
 
 
 def cancel(job_ids: Iterable[str]) -> None:
@@ -188,8 +188,8 @@ def cancel_named(names: Iterable[str]) -> list[str]:
     return [state.id for state in states]
 
 
-def unheeded(environ: Mapping[str, str]) -> list[str]:
-    """A person's variables for sbatch that submissions do not heed, as ``NAME=value``."""
+def ignored_variables(environ: Mapping[str, str]) -> list[str]:
+    """A person's variables for sbatch that submissions ignore, as ``NAME=value``."""
     return [f"{name}={environ[name]}" for name in sorted(environ) if name.startswith("SBATCH_") and name not in _KEPT]
 
 
@@ -308,12 +308,12 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in foreign | _OF_RANKS}
 
 
-def _run(*command: str, told: str = "") -> subprocess.CompletedProcess[str]:
+def _run(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     try:
         done = subprocess.run(
             command,
             check=False,
-            input=told,
+            input=stdin,
             capture_output=True,
             text=True,
             errors="replace",

@@ -29,9 +29,6 @@ from ptdbench.launch.world import World
 #: suits the steps after it would end runs that are well.
 FIRST_STEP = 3
 
-#: Launchers under which the store lives in the process that started the ranks, not in rank 0.
-_WITH_A_STORE = ("local", "torchrun")
-
 #: Where a person finds the stacks, as messages say it: below this in the run's directory.
 FOLDER = "failures"
 
@@ -65,7 +62,7 @@ class Sighting:
     """What this rank knows of one.
 
     Attributes:
-        state: What it told last; ``None`` if nothing was ever heard.
+        state: What it posted last; ``None`` before the first time.
         since: When that was new, by this rank's ``time.monotonic``.
     """
 
@@ -114,7 +111,7 @@ class Watchdog:
         self._mine = State()
 
     def __enter__(self) -> Watchdog:
-        self._seen_at = self._told_at = time.monotonic()
+        self._seen_at = self._posted_at = time.monotonic()
         self._board.start()
         self._thread.start()
         return self
@@ -150,16 +147,16 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._over.wait(self._period):
             now = time.monotonic()
-            self._tell(now)
+            self._post(now)
             if self._overdue() and (found := self._judge(now)):
                 self._give_up(*found)
 
-    def _tell(self, now: float) -> None:
+    def _post(self, now: float) -> None:
         """Look at the main thread, and let the others know. Who is in time asks nothing about them."""
-        was_asleep = now - self._told_at > self._quiet  # this very thread: Ctrl-Z or ``scontrol suspend``, for one
+        was_asleep = now - self._posted_at > self._quiet  # this very thread: Ctrl-Z or ``scontrol suspend``, for one
         if self._step != self._seen_step or self._pauses or was_asleep:
             self._seen_step, self._seen_at = self._step, now
-        self._told_at = now
+        self._posted_at = now
         patience = self._allowed() - (now - self._seen_at)
         place = stacks.main_thread()
         self._mine = State(
@@ -185,24 +182,24 @@ class Watchdog:
         seen = self._board.seen()
         if len(seen) < self._world.size - 1:
             return None
-        heard: dict[int, State | None] = {self._world.rank: self._mine}
+        states: dict[int, State | None] = {self._world.rank: self._mine}
         for rank, sighting in seen.items():
             state = sighting.state
             gone = state is None or (not state.left and now - sighting.since > self._quiet)
             if state and not state.left and not gone and _gets_on(state, now - sighting.since):
                 return None
-            heard[rank] = None if gone else state
-        return verdict(heard, self._allowed())
+            states[rank] = None if gone else state
+        return verdict(states, self._allowed())
 
     def _silent_store(self) -> tuple[int, str]:
-        with_ranks = self._world.launcher not in _WITH_A_STORE
-        who = "rank 0" if with_ranks else "the process that started the ranks"
+        with_agent = self._world.started_by.has_agent
+        who = "the process that started the ranks" if with_agent else "rank 0"
         step = _step_name(self._mine.step)
         message = (
             f"{who} does not answer: {_gone(1)} (rank {self._world.rank} has not finished {step} for "
             f"{self._allowed():g} s: {_where(self._mine)}); stacks in {FOLDER}/"
         )
-        return (0 if with_ranks else -1), message
+        return (-1 if with_agent else 0), message
 
     def _give_up(self, culprit: int, message: str) -> None:
         """Leave the stacks, wait until the others have left theirs, report, and end the process.
@@ -257,7 +254,7 @@ class _Board:
         self._wake = threading.Event()
         self._posted, self._asks, self._closed = State(), False, False
         self._asking_since: float | None = None
-        self._heard_at = 0.0
+        self._answered_at = 0.0
         self._seen: dict[int, Sighting] = {}
 
     def start(self) -> None:
@@ -283,7 +280,7 @@ class _Board:
     @property
     def answered(self) -> float:
         """When the store last answered, not before it was asked."""
-        return max(self._heard_at, self._asking_since or time.monotonic())
+        return max(self._answered_at, self._asking_since or time.monotonic())
 
     def seen(self) -> dict[int, Sighting]:
         """The other ranks."""
@@ -303,18 +300,18 @@ class _Board:
 
     def _ask(self) -> None:
         others = [rank for rank in range(self._world.size) if rank != self._world.rank]
-        known = [rank for rank in others if self._has_told(rank)]
-        told = self._store.multi_get([self._key(rank) for rank in known]) if known else []
+        known = [rank for rank in others if self._has_posted(rank)]
+        posted = self._store.multi_get([self._key(rank) for rank in known]) if known else []
         now = time.monotonic()
         states: dict[int, State | None] = dict.fromkeys(others)
-        states |= {rank: State(**json.loads(words)) for rank, words in zip(known, told, strict=True)}
+        states |= {rank: State(**json.loads(words)) for rank, words in zip(known, posted, strict=True)}
         for rank, state in states.items():
             before = self._seen.get(rank)
             if before is None or before.state != state:
                 self._seen[rank] = Sighting(state, now)
-        self._heard_at = now
+        self._answered_at = now
 
-    def _has_told(self, rank: int) -> bool:
+    def _has_posted(self, rank: int) -> bool:
         known = self._seen.get(rank)
         return bool(known and known.state) or self._store.check([self._key(rank)])
 
@@ -322,24 +319,24 @@ class _Board:
         return f"{self._name}/{rank}"
 
 
-def verdict(heard: Mapping[int, State | None], seconds: float) -> tuple[int, str]:
+def verdict(states: Mapping[int, State | None], seconds: float) -> tuple[int, str]:
     """The rank to blame for a run in which no rank gets on, and what to tell a person.
 
     In this order: ranks that do not answer, since nobody can run without them; ranks that do something of their own
     while others wait; else nobody in particular, as when ranks wait in different collectives.
 
     Args:
-        heard: The last state of each rank; ``None`` for one that does not answer.
+        states: The last state of each rank; ``None`` for one that does not answer.
         seconds: How long no step was finished.
     """
-    present = {rank: state for rank, state in sorted(heard.items()) if state and not state.left}
-    silent = sorted(rank for rank, state in heard.items() if state is None)
+    present = {rank: state for rank, state in sorted(states.items()) if state and not state.left}
+    silent = sorted(rank for rank, state in states.items() if state is None)
     waiting = {rank: state for rank, state in present.items() if state.waits}
     busy = {rank: state for rank, state in present.items() if not state.waits}
     step = _step_name(min((state.step for state in present.values()), key=lambda step: -1 if step is None else step))
     if silent:
         culprits, what = silent, _gone(len(silent))
-    elif busy and (waiting or len(heard) == 1):
+    elif busy and (waiting or len(states) == 1):
         culprits, what = list(busy), _places(busy, together="")
     else:
         what = _places(present, together="all " if len(present) > 1 else "")

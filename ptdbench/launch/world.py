@@ -1,13 +1,13 @@
 """Who this process is among the ranks: a pure function of the environment that its launcher left.
 
-No guessing: a launcher is recognised by variables that only it sets, and a process that none of them
+No guessing: a launcher is recognized by variables that only it sets, and a process that none of them
 describes is not a rank (it starts the local ranks itself, see :mod:`ptdbench.launch.local`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ptdbench.launch import hostlist
 from ptdbench.problems import ConfigError, Problem
@@ -34,10 +34,15 @@ class World:
     launcher: str
     nodes: int | None = None
 
+    @property
+    def started_by(self) -> Launcher:
+        """What the launcher can do."""
+        return KNOWN[self.launcher]
+
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher tells a process its place.
+    """The variables in which a launcher tells a process its place, and what else it does for the ranks.
 
     Attributes:
         proof: What only this launcher sets; all of them must be there.
@@ -48,6 +53,14 @@ class Launcher:
         nodes: That with the number of nodes, if there is one.
         node: Where ``local_size`` lists all nodes, as ``2(x3),1`` does: that with this node's place in the list.
         is_shell: Whether the launcher has started a shell for a person, and no rank.
+        names: Variables that name one launch: the first tuple whose first variable is set, by all of its variables.
+        has_parent: The process that a person started has started the ranks, sees how each ends, and writes it down.
+        has_agent: torch's elastic agent starts the ranks: it serves their store and tells them where that is.
+        has_step: The ranks are the tasks of a SLURM step, which lists their nodes and has to be ended if one fails.
+        script_first: LSF's list of hosts begins with that of the job's script, which has no rank.
+        linger_seconds: How long a rank may stay whose failure may follow from another's, so that who watches the ranks
+            sees the culprit die first, and that it learns who else was stopped. mpirun sends SIGKILL a second after
+            its SIGTERM.
     """
 
     proof: tuple[str, ...]
@@ -58,6 +71,12 @@ class Launcher:
     nodes: str = ""
     node: str = ""
     is_shell: Callable[[Mapping[str, str]], bool] = lambda environ: False
+    names: tuple[tuple[str, ...], ...] = ()
+    has_parent: bool = False
+    has_agent: bool = False
+    has_step: bool = False
+    script_first: bool = False
+    linger_seconds: float = 0.5
 
     def started(self, environ: Mapping[str, str]) -> bool:
         """Whether a process with this environment is one of its ranks."""
@@ -97,6 +116,8 @@ LAUNCHERS: dict[str, Launcher] = {
         local_rank="LOCAL_RANK",
         local_size="LOCAL_WORLD_SIZE",
         nodes="GROUP_WORLD_SIZE",
+        has_agent=True,
+        linger_seconds=2.0,
     ),
     "openmpi": Launcher(
         proof=("OMPI_COMM_WORLD_RANK",),
@@ -104,6 +125,7 @@ LAUNCHERS: dict[str, Launcher] = {
         size="OMPI_COMM_WORLD_SIZE",
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        names=(("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",)),
     ),
     "mpich": Launcher(
         proof=("MPI_LOCALRANKID",),
@@ -125,6 +147,8 @@ LAUNCHERS: dict[str, Launcher] = {
         size="JSM_NAMESPACE_SIZE",
         local_rank="JSM_NAMESPACE_LOCAL_RANK",
         local_size="JSM_NAMESPACE_LOCAL_SIZE",
+        names=(("PMIX_NAMESPACE",),),
+        script_first=True,
     ),
     "srun": Launcher(
         proof=("SLURM_STEP_ID", "SLURM_PROCID"),
@@ -135,8 +159,14 @@ LAUNCHERS: dict[str, Launcher] = {
         nodes="SLURM_STEP_NUM_NODES",
         node="SLURM_NODEID",
         is_shell=_is_slurm_shell,
+        names=(("SLURM_JOB_ID", "SLURM_STEP_ID"),),
+        has_step=True,
+        linger_seconds=2.0,
     ),
 }
+
+#: With the launcher of this package, which starts ranks on one machine by the agent that torchrun uses.
+KNOWN = {"local": replace(LAUNCHERS["torchrun"], has_parent=True), **LAUNCHERS}
 
 #: What ``init_process_group("env://")`` reads: a rank started by hand, or the leftovers of one.
 _NAMELESS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -159,6 +189,15 @@ def discover(environ: Mapping[str, str]) -> World | None:
         remedy = f"unset {' '.join(_NAMELESS)}, or start the ranks with torchrun"
         raise ConfigError([Problem("RANK", environ["RANK"], rule, remedy)])
     return None
+
+
+def is_first_rank(environ: Mapping[str, str]) -> bool:
+    """Whether this process says what concerns all ranks: it is rank 0, or no rank at all."""
+    try:
+        world = discover(environ)
+    except ConfigError:
+        return True
+    return world is None or world.rank == 0
 
 
 def _place(environ: Mapping[str, str], name: str, launcher: Launcher) -> World:

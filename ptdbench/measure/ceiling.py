@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.cache import user_cache
+from ptdbench.terminal import plural
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Key:
     def __str__(self) -> str:
         parts = [self.device, self.driver and f"driver {self.driver}", f"torch {self.torch}", self.dtype]
         if self.threads is not None:
-            parts.append(f"{self.threads} thread{'s' * (self.threads != 1)}")
+            parts.append(plural(self.threads, "thread"))
         return ", ".join(part for part in parts if part)
 
 

@@ -21,7 +21,10 @@ class Clock(Protocol):
         """Whether the device has finished the step; never waits."""
 
     def seconds(self) -> list[float]:
-        """Seconds of every step so far; waits for the device."""
+        """Seconds of every step that is not forgotten; waits for the device."""
+
+    def forget(self) -> None:
+        """Forget the steps so far: the next one is step 0."""
 
 
 class HostClock:
@@ -44,8 +47,12 @@ class HostClock:
         return step < len(self._seconds)
 
     def seconds(self) -> list[float]:
-        """Seconds of every step so far."""
+        """Seconds of every step that is not forgotten."""
         return list(self._seconds)
+
+    def forget(self) -> None:
+        """Forget the steps so far."""
+        self._seconds.clear()
 
 
 class DeviceClock:
@@ -69,9 +76,13 @@ class DeviceClock:
         return step < len(self._events) and self._events[step][1].query()
 
     def seconds(self) -> list[float]:
-        """Seconds of every step so far; waits for the device."""
+        """Seconds of every step that is not forgotten; waits for the device."""
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) / 1e3 for begin, end in self._events]
+
+    def forget(self) -> None:
+        """Forget the steps so far."""
+        self._events.clear()
 
 
 def for_device(device: torch.device) -> Clock:

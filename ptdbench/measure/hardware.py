@@ -89,7 +89,7 @@ def environment(device_type: str) -> dict[str, Any]:
     """Everything about this machine and this installation that a number may depend on.
 
     Args:
-        device_type: ``cpu`` or ``cuda``. With ``cpu`` CUDA is not initialised, as a fork needs it.
+        device_type: ``cpu`` or ``cuda``. With ``cpu`` CUDA is not initialized, as a fork needs it.
 
     Returns:
         JSON-able values; ``None`` where something does not exist here or is not to be had.

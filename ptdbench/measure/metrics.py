@@ -15,7 +15,7 @@ class Measurement:
     """What the ranks of one run agreed on.
 
     Attributes:
-        rank_step_seconds: Seconds of every step, by rank; the first step included.
+        step_seconds: Seconds of every step on its slowest rank; the first step included.
         samples_per_step: Samples of one step over all ranks: the global batch.
         tokens_per_sample: Sequence length; ``None`` where samples are not token sequences.
         flops_per_sample: FLOPs of forward and backward for one sample by the model's formula, if it has one.
@@ -23,16 +23,16 @@ class Measurement:
         world_size: Ranks, one device each.
         device_name: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
         dtype: What matrix products run in: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
-        peak_memory_bytes: Peak memory of every rank.
+        peak_memory_bytes: Peak memory, maximum over ranks.
         first_step_seconds: From the start of the run's first step to its end, compilation included.
         startup_seconds: Seconds of what came before the first step, by name.
         minimum_warmup: Steps that are warm-up in any case.
         earlier_seconds: Steps that earlier starts of this run took, their warm-up left out.
-        wait_seconds: How long each step of ``rank_step_seconds`` has waited for its batch, maximum over ranks.
+        wait_seconds: How long each step of ``step_seconds`` has waited for its batch, maximum over ranks.
         ceiling: ``(FLOP/s, None)`` that this device has reached in matrix products of ``dtype``, or ``(None, reason)``.
     """
 
-    rank_step_seconds: Sequence[Sequence[float]]
+    step_seconds: Sequence[float]
     samples_per_step: int
     tokens_per_sample: int | None
     flops_per_sample: float | None
@@ -40,7 +40,7 @@ class Measurement:
     world_size: int
     device_name: str
     dtype: str
-    peak_memory_bytes: Sequence[int]
+    peak_memory_bytes: int | None
     first_step_seconds: float | None
     startup_seconds: Mapping[str, float]
     minimum_warmup: int
@@ -53,17 +53,16 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
     """The number of warm-up steps, and the figures of the steps after them.
 
     A step costs what its slowest rank took. Throughput is all timed samples over all timed seconds, not a
-    mean of rates, which would favour the runs with the most uneven steps. ``mfu`` is model FLOP/s per device
+    mean of rates, which would favor the runs with the most uneven steps. ``mfu`` is model FLOP/s per device
     over the device's dense peak (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count.
 
     Returns:
         ``(warmup_steps, figures)``. The figures have the same names for every run; what cannot be known is
-        ``None``, as all rates of a run that finished no step. Steps that only some ranks finished are left
-        out.
+        ``None``, as all rates of a run that finished no step.
     """
-    slowest = [max(seconds) for seconds in zip(*measured.rank_step_seconds, strict=False)]
-    warmup_steps = warmup_end(slowest, measured.minimum_warmup)
-    timed = [*measured.earlier_seconds, *slowest[warmup_steps:]]
+    warmup_steps = warmup_end(measured.step_seconds, measured.minimum_warmup)
+    own = measured.step_seconds[warmup_steps:]
+    timed = [*measured.earlier_seconds, *own]
 
     samples_per_second = measured.samples_per_step * len(timed) / sum(timed) if timed else None
     tokens_per_second = _times(samples_per_second, measured.tokens_per_sample)
@@ -80,8 +79,8 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
         "mfu": mfu,
         "mfu_reason": mfu_reason,
         **_against_ceiling(measured, _times(flops_per_second, per_device)),
-        "data_wait_share": _share(measured.wait_seconds[warmup_steps:], slowest[warmup_steps:]),
-        "peak_memory_bytes": max(measured.peak_memory_bytes, default=None),
+        "data_wait_share": _share(measured.wait_seconds[warmup_steps:], own),
+        "peak_memory_bytes": measured.peak_memory_bytes,
         "first_step_seconds": measured.first_step_seconds,
         "startup_seconds": dict(measured.startup_seconds),
     }
@@ -96,7 +95,7 @@ def _share(part: Sequence[float], whole: Sequence[float]) -> float | None:
 
 
 def _mfu(measured: Measurement, flops_per_second_per_device: float | None) -> tuple[float | None, str | None]:
-    """Model FLOPs utilisation, or why there is none."""
+    """Model FLOPs utilization, or why there is none."""
     if measured.flops_per_sample is None:
         return None, measured.flops_reason or "the model states no FLOPs"
     if flops_per_second_per_device is None:

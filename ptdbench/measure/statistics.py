@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,11 +30,11 @@ def warmup_end(step_seconds: Sequence[float], minimum: int = 0) -> int:
     first = min(minimum, last)
     if first == last:
         return first
-    # Running sums from the end give every candidate in one pass; centring keeps them from cancelling.
-    centred = np.asarray(step_seconds, dtype=np.float64) - np.median(step_seconds)
+    # Running sums from the end give every candidate in one pass; centring keeps them from canceling.
+    centered = np.asarray(step_seconds, dtype=np.float64) - np.median(step_seconds)
     remaining = np.arange(count, 0, -1)
-    total = np.cumsum(centred[::-1])[::-1]
-    squares = np.cumsum(centred[::-1] ** 2)[::-1]
+    total = np.cumsum(centered[::-1])[::-1]
+    squares = np.cumsum(centered[::-1] ** 2)[::-1]
     mser = (squares - total**2 / remaining) / remaining**2
     return first + int(np.argmin(mser[first : last + 1]))
 
@@ -89,53 +88,3 @@ def median_interval(values: Sequence[float]) -> list[float] | None:
         return None
     ordered = sorted(values)
     return [float(ordered[rank - 1]), float(ordered[count - rank])]
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """How many times longer one thing takes than another, with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.4f} (95 % interval {self.low:.4f} to {self.high:.4f})"
-
-
-def median_of_ratios(a: Sequence[float], b: Sequence[float]) -> Ratio:
-    """The median of ``a[i] / b[i]``, with the order-statistic interval of a median.
-
-    For figures that are medians themselves: a pair that something else disturbed is one pair, however long it took.
-
-    Args:
-        a: Seconds.
-        b: Seconds, paired with ``a``.
-    """
-    ratios = [one / other for one, other in zip(a, b, strict=True)]
-    low, high = median_interval(ratios) or (0.0, math.inf)
-    return Ratio(float(np.median(ratios)), low, high)
-
-
-def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
-    """Total time of ``a`` over total time of ``b``, where ``a[i]`` and ``b[i]`` were timed side by side.
-
-    Totals and not medians, because a cost that falls on every tenth step only is a cost. The interval is a
-    percentile bootstrap over pairs (4000 resamples from a fixed seed, so that it is the same for the same
-    timings); pairs are drawn whole, which keeps what slowed both of them down out of the ratio.
-
-    Args:
-        a: Seconds.
-        b: Seconds, paired with ``a``.
-
-    Raises:
-        ValueError: The lists differ in length or have fewer than two pairs.
-    """
-    if len(a) != len(b) or len(a) < 2:
-        raise ValueError(f"paired timings must come in two pairs or more: {len(a)} against {len(b)}")
-    left, right = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    generator = np.random.default_rng(0)
-    draws = (generator.integers(len(left), size=len(left)) for _ in range(4000))
-    resampled = [left[draw].sum() / right[draw].sum() for draw in draws]
-    low, high = np.quantile(resampled, (0.025, 0.975)).tolist()
-    return Ratio(float(left.sum() / right.sum()), low, high)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.job import Job
+from ptdbench.launch.peers import gather
 from ptdbench.measure import clock
 from ptdbench.problems import ConfigError, Problem, at_least
 
@@ -90,13 +91,12 @@ def require_memory(job: Job, need: int, option: str, value: object) -> None:
         free, what = torch.cuda.mem_get_info(job.device)[0], "its GPU"
     else:
         free, what = psutil.virtual_memory().available // job.world.local_size, "its share of the node"
-    told: list[Any] = [None] * job.world.size
-    dist.all_gather_object(told, (free, what))
-    rank = min(range(job.world.size), key=lambda number: told[number][0])
-    least, place = told[rank]
+    room = gather((free, what))
+    rank = min(range(job.world.size), key=lambda number: room[number][0])
+    least, place = room[rank]
     if need > least:
         rule = f"takes {need / 2**30:.3g} GiB of memory on a rank, and rank {rank} has {least / 2**30:.3g} GiB: {place}"
-        raise ConfigError([Problem(option, value, rule, "would do: less")])
+        raise ConfigError([Problem(option, value, rule, "try less")])
 
 
 def repeat(step: Callable[[], object] | None, device: torch.device, effort: Effort) -> list[float]:

@@ -1,7 +1,7 @@
 """What the driver tells of a node's GPUs: clocks, limits, who uses them, and how they are linked.
 
 NVML tells it, through the package ``nvidia-ml-py`` where that is installed. What one GPU or one driver does not tell is
-``None``; nothing here initialises CUDA or changes a setting.
+``None``; nothing here initializes CUDA or changes a setting.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from ptdbench.models.linear_cross_entropy import linear_cross_entropy
 from ptdbench.models.protocol import Cut
-from ptdbench.problems import Problem, at_least, nearest_numbers, require, would_do
+from ptdbench.problems import Problem, at_least, nearest_numbers, require, try_these
 
 
 class GPT(nn.Module):
@@ -117,7 +117,7 @@ class GPT(nn.Module):
         return [("embedding.token.weight", "head.projection.weight")] if self.tie_weights else []
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Initialise as GPT-2 does (Radford et al. 2019, section 2.3).
+        """Initialize as GPT-2 does (Radford et al. 2019, section 2.3).
 
         Weights are normal with standard deviation 0.02. Those that write into the residual stream are smaller
         by √(2 · layers), the root of the number of such writes, so that depth does not amplify the stream.
@@ -148,7 +148,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each computed from the normalised stream and added to it."""
+    """Attention, then an MLP, each computed from the normalized stream and added to it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -269,6 +269,6 @@ def _problems(layers: int, heads: int, width: int, sequence_length: int, vocabul
     comparable = not {"heads", "width"} & {problem.option for problem in found}
     if comparable and width % heads:
         divisors = [number for number in range(1, width + 1) if width % number == 0]
-        remedy = would_do(nearest_numbers(heads, divisors))
+        remedy = try_these(nearest_numbers(heads, divisors))
         found.append(Problem("heads", heads, f"must divide width={width}", remedy))
     return found

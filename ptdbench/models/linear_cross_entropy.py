@@ -22,7 +22,7 @@ from torch import Tensor
 FREE_LOGITS = 2**24
 
 # A chunk reads and writes the whole fp32 gradient of the weight once: 8 bytes an element, for 6 FLOPs per element
-# and row. Against a datacentre GPU's 200 to 300 FLOPs in the time of a byte that adds a tenth at 4096 rows or
+# and row. Against a datacenter GPU's 200 to 300 FLOPs in the time of a byte that adds a tenth at 4096 rows or
 # less. A CPU does some ten, but its smaller matrix products are slower too: two chunks of 256 rows took 7 % more
 # than one of 512 (two cores, fp32, GPT-2's vocabulary, width 768).
 LEAST_ROWS_GPU = 4096

@@ -36,7 +36,7 @@ class Model(Protocol):
         """The model as an ordered chain, keyed by each part's full name in the model.
 
         ``forward(x, t)`` equals feeding ``x`` through each part in turn, where the last is called as
-        ``last(x, t)``. Pipeline stages are runs of neighbouring parts. ``None`` if the model is no chain.
+        ``last(x, t)``. Pipeline stages are runs of neighboring parts. ``None`` if the model is no chain.
         """
         ...
 

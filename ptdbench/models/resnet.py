@@ -10,7 +10,7 @@ import torchvision
 from torch import Generator, Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
-from ptdbench.problems import Problem, at_least, require, would_do
+from ptdbench.problems import Problem, at_least, require, try_these
 
 # He et al. 2015 (https://arxiv.org/abs/1512.03385), table 1: the kind of block, and how many in each of four
 # groups.
@@ -50,7 +50,7 @@ class ResNet(torchvision.models.ResNet):
         stem: Literal["imagenet", "small"] = "imagenet",
         label_smoothing: float = 0.0,
     ) -> None:
-        unknown = Problem("depth", depth, "is not the depth of a ResNet", would_do(SHAPES))
+        unknown = Problem("depth", depth, "is not the depth of a ResNet", try_these(SHAPES))
         require(
             None if depth in SHAPES else unknown,
             *at_least(2, classes=classes),
@@ -116,7 +116,7 @@ class ResNet(torchvision.models.ResNet):
         return []
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Initialise as torchvision does.
+        """Initialize as torchvision does.
 
         Convolutions are normal with variance 2 / (outputs · k²) (He et al. 2015, "fan out"), batch norms
         start as the identity, and ``fc`` is uniform in ±1/√inputs, the default of :class:`torch.nn.Linear`.

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from ptdbench.parallel.dims import Dims, divisors
-from ptdbench.problems import Problem, nearest_numbers, require, would_do
+from ptdbench.problems import Problem, nearest_numbers, require, try_these
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def divides(option: str, value: int, total: int, what: str) -> Problem | None:
     """What is wrong with a number that must divide another."""
     if value >= 1 and total % value == 0:
         return None
-    return Problem(option, value, f"must divide {what}, {total}", would_do(nearest_numbers(value, divisors(total))))
+    return Problem(option, value, f"must divide {what}, {total}", try_these(nearest_numbers(value, divisors(total))))
 
 
 def _is_multiple(option: str, value: int, factor: int, what: str) -> Problem | None:
@@ -79,4 +79,4 @@ def _is_multiple(option: str, value: int, factor: int, what: str) -> Problem | N
         return None
     below = value // factor * factor
     close = [number for number in (below, below + factor) if number > 0]
-    return Problem(option, value, f"must be a multiple of {what}, {factor}", would_do(close))
+    return Problem(option, value, f"must be a multiple of {what}, {factor}", try_these(close))

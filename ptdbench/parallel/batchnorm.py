@@ -1,4 +1,4 @@
-"""Batch normalisation over the global batch, on any device.
+"""Batch normalization over the global batch, on any device.
 
 torch's SyncBatchNorm refuses CPU tensors. There the same is computed here through differentiable all-reduces,
 so that a ResNet under ddp or fsdp can be compared with a single process anywhere.
@@ -30,9 +30,9 @@ class _Total(torch.autograd.Function):
 
 
 class HostSyncBatchNorm(_BatchNorm):
-    """Batch normalisation whose mean and variance are those of all ranks' samples together.
+    """Batch normalization whose mean and variance are those of all ranks' samples together.
 
-    Every rank must bring equally many samples, as :class:`ptdbench.parallel.layout.Layout` arranges.
+    Every rank must bring equally many samples, as :class:`ptdbench.parallel.batch.Layout` arranges.
     """
 
     group: dist.ProcessGroup
@@ -50,10 +50,10 @@ class HostSyncBatchNorm(_BatchNorm):
         # Two passes: a variance as E[x²] - E[x]² cancels catastrophically where the mean is large.
         mean = _Total.apply(input.sum(across), self.group) / count
         shape = [1, -1] + [1] * (input.dim() - 2)
-        centred = input - mean.view(shape)
-        variance = _Total.apply(centred.square().sum(across), self.group) / count
+        centered = input - mean.view(shape)
+        variance = _Total.apply(centered.square().sum(across), self.group) / count
         self._update(mean.detach(), variance.detach(), count)
-        normal = centred * torch.rsqrt(variance + self.eps).view(shape)
+        normal = centered * torch.rsqrt(variance + self.eps).view(shape)
         return normal * self.weight.view(shape) + self.bias.view(shape) if self.affine else normal
 
     @torch.no_grad()
@@ -68,7 +68,7 @@ class HostSyncBatchNorm(_BatchNorm):
 
 
 def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let every BatchNorm layer of ``model`` normalise over the ranks of ``group``; names stay as they are."""
+    """Let every BatchNorm layer of ``model`` normalize over the ranks of ``group``; names stay as they are."""
     if device.type == "cuda":
         nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
         return

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from ptdbench.problems import Problem, require, would_do
+from ptdbench.problems import Problem, require, try_these
 
 Degree = int | Literal["auto"]
 
@@ -90,10 +90,10 @@ def _unequal(world_size: int, wanted: Mapping[str, Degree]) -> Problem:
     given = [name for name, degree in wanted.items() if degree not in (1, "auto")]
     if not given:
         rule = f"all degrees of parallelism are 1, and there are {world_size} ranks"
-        return Problem("replicate", 1, rule, would_do([world_size, "auto", "or cluster.ranks_per_node=1"]))
+        return Problem("replicate", 1, rule, try_these([world_size, "auto", "or cluster.ranks_per_node=1"]))
     fits = {name: _fitting(world_size, wanted, name) for name in given}
     name = next((name for name in reversed(given) if fits[name]), given[-1])
-    remedy = would_do(fits[name]) or would_do([f"a number of ranks of {product}", "or auto for one of the degrees"])
+    remedy = try_these(fits[name]) or try_these([f"a number of ranks of {product}", "or auto for one of the degrees"])
     return Problem(name, wanted[name], rule, remedy)
 
 

@@ -16,7 +16,7 @@ from ptdbench.parallel.pipeline.engine import pipelined
 from ptdbench.parallel.precision import Name
 from ptdbench.parallel.replicate import Replication
 from ptdbench.parallel.shard import Sharding, shared_between_layers
-from ptdbench.problems import Problem, at_least, require, would_do
+from ptdbench.problems import Problem, at_least, require, try_these
 
 DEGREES = ("replicate", "shard", "context", "tensor", "pipeline")
 
@@ -80,7 +80,7 @@ class Strategy:
             *(Problem(name, degree, "is not available yet; it must be 1") for name in ("context", "tensor")
               if (degree := getattr(self, name)) not in (1, 0)),
             None if self.bucket_mb > 0 else
-            Problem("bucket_mb", self.bucket_mb, "must be greater than 0 (MiB)", would_do([25])),
+            Problem("bucket_mb", self.bucket_mb, "must be greater than 0 (MiB)", try_these([25])),
             *self._without_effect(),
         )  # fmt: skip
 
@@ -126,7 +126,7 @@ class Strategy:
             require(_cannot_be_cut(model, dims, self.pipeline))
         if self._applies("shard", dims) and (names := shared_between_layers(model)):
             rule = f"{names[0]} and {names[1]} are one weight, and fully_shard wants it in one layer"
-            require(Problem("shard", self.shard, rule, would_do(["parallel=ddp"])))
+            require(Problem("shard", self.shard, rule, try_these(["parallel=ddp"])))
 
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Lay the model out; called in every rank."""
@@ -177,11 +177,11 @@ class Strategy:
         if self.static_graph is not True:
             return None
         if self._applies("pipeline", layout.dims):
-            return Problem("static_graph", True, "gives wrong gradients under a pipeline", would_do(["auto", "false"]))
+            return Problem("static_graph", True, "gives wrong gradients under a pipeline", try_these(["auto", "false"]))
         if layout.accumulation == 1:
             return None
         rule = f"is not sound with gradient accumulation, and there are {layout.accumulation} passes a step"
-        return Problem("static_graph", True, rule, would_do(["auto", "false, or train.micro_batch=auto"]))
+        return Problem("static_graph", True, rule, try_these(["auto", "false, or train.micro_batch=auto"]))
 
     def _pipeline_layout(self, dims: Dims, global_batch: int, share: int, micro_batch: int | Literal["auto"]) -> Layout:
         if micro_batch == "auto":
@@ -203,7 +203,7 @@ class Strategy:
         else:
             other = f"a train.global_batch of at least {layout.dims.world_size}"
         rule = f"must be at least the number of stages, {layout.dims.pipeline}, under 1f1b"
-        return Problem("microbatches", layout.microbatches, rule, would_do([other, "or parallel.schedule=gpipe"]))
+        return Problem("microbatches", layout.microbatches, rule, try_these([other, "or parallel.schedule=gpipe"]))
 
 
 def _cannot_be_cut(model: Model, dims: Dims, wanted: Degree) -> Problem | None:
@@ -211,10 +211,10 @@ def _cannot_be_cut(model: Model, dims: Dims, wanted: Degree) -> Problem | None:
     parts = model.parts()
     if parts is None:
         rule = "the model has no parts(), so it cannot be cut into stages"
-        return Problem("pipeline", wanted, rule, would_do(["parallel=ddp", "parallel=fsdp"]))
+        return Problem("pipeline", wanted, rule, try_these(["parallel=ddp", "parallel=fsdp"]))
     layers = len(model.layers() or parts)
     if dims.pipeline <= layers:
         return None
     close = [size for size in divisors(dims.world_size) if 1 < size <= layers][-3:]
-    remedy = would_do(close) or would_do(["another cluster.ranks_per_node, or parallel=ddp"])
+    remedy = try_these(close) or try_these(["another cluster.ranks_per_node, or parallel=ddp"])
     return Problem("pipeline", dims.pipeline, f"must not exceed the number of the model's layers, {layers}", remedy)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ptdbench.records.failure import STOP_SIGNALS, Failure
+from ptdbench.launch.local import STOP_SIGNALS
+from ptdbench.records.failure import Failure
 
-_STOPPED = STOP_SIGNALS | {"Stopped", "SignalException", "KeyboardInterrupt"}
+_STOPPED = {*STOP_SIGNALS, "Stopped", "SignalException", "KeyboardInterrupt"}
 
 _COMMUNICATION_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
 _TIMEOUT_TEXTS = (

@@ -17,10 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ptdbench.launch.local import STOP_SIGNALS
 from ptdbench.records.files import write_json
-
-#: What asks a process to end from outside: a scheduler, a time limit ahead (USR2), or a person.
-STOP_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2"})
 
 
 @dataclass(frozen=True)

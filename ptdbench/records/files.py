@@ -21,8 +21,13 @@ from pathlib import Path
 from typing import Any
 
 
-def write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object, durable: bool = True) -> None:
     """Write strict JSON (see the module) so that ``path`` holds all of it or what it held before.
+
+    Args:
+        path: The file.
+        value: What it will hold.
+        durable: Whether it must survive a crash of the machine, which takes the time of a disk.
 
     Raises:
         OSError: It could not be written.
@@ -34,7 +39,8 @@ def write_json(path: Path, value: object) -> None:
             json.dump(strict(value), file, indent=1, allow_nan=False)
             file.write("\n")
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)

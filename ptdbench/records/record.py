@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from ptdbench.records import store
+from ptdbench.records import schema, store
 from ptdbench.records.cause import status_of
 from ptdbench.records.failure import Failure
 from ptdbench.records.owner import Owner
@@ -19,12 +19,10 @@ from ptdbench.records.owner import Owner
 UNFINISHED = "Unfinished"
 
 #: Fields of every record, in the order in which they are written.
-FIELDS = (
-    "status", "workload", "model", "parallel", "world_size", "global_batch", "tokens_per_sample", "precision",
-    "parameters", "fingerprint", "overrides", "started", "directory", "owner", "launcher", "nodes", "layout",
-    "warmup_steps", "metrics", "error", "remarks", "environment", "config", "losses", "evaluations", "learning_rates",
-    "gradient_norms", "wait_seconds", "step_memory_bytes", "rank_step_seconds", "segments",
-)  # fmt: skip
+FIELDS = tuple(schema.Record.__annotations__)
+
+#: What a run that goes on has found until then.
+_FOUND = ("metrics", "steps", "final_loss", "evaluations", "segments")
 
 
 def begin(
@@ -49,6 +47,7 @@ def begin(
     record: dict[str, Any] = dict.fromkeys(FIELDS)
     record |= {
         "status": "failed",
+        "schema": schema.SCHEMA,
         "workload": config["workload"]["name"],
         "model": config["model"]["name"],
         "parallel": config["parallel"]["name"],
@@ -59,8 +58,6 @@ def begin(
         "started": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "directory": str(directory),
         "owner": asdict(owner) if owner else None,
-        "losses": [],
-        "rank_step_seconds": [],
         "remarks": {},
         "environment": dict(environment),
         "config": dict(config),
@@ -81,8 +78,7 @@ def failed(record: Mapping[str, Any], failure: Failure) -> dict[str, Any]:
 
 def going_on(draft: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
     """The draft of a run that has been here before, with what it had found until then."""
-    results = FIELDS[FIELDS.index("losses") :]
-    kept = {name: earlier[name] for name in ("metrics", *results) if earlier.get(name) and name != "rank_step_seconds"}
+    kept = {name: earlier[name] for name in _FOUND if earlier.get(name) is not None}
     overrides = draft.get("overrides") if draft.get("overrides") is not None else earlier.get("overrides")
     goes_on = same_work(earlier.get("config") or {}, draft["config"])
     return {**draft, "overrides": overrides, **(kept if goes_on else {})}

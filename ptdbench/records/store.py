@@ -53,7 +53,7 @@ def load_record(directory: Path) -> dict[str, Any]:
     """
     path = directory / RECORD
     try:
-        return schema.parse(path.read_bytes(), schema.Record)
+        return schema.record(path.read_bytes())
     except (ValueError, IsADirectoryError) as error:
         raise Damaged(f"{path} is damaged: {getattr(error, 'strerror', None) or error}") from None
 
@@ -114,7 +114,7 @@ def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            record = schema.parse(line, schema.Record)
+            record = schema.record(line)
         except ValueError as error:
             if line.strip() and number < len(lines):
                 tell(f"{path}: line {number} is damaged and passed over: {error}")
@@ -137,9 +137,7 @@ def _require_unused(directory: Path, option: str) -> None:
     """Raise a ConfigError if a directory that ``option`` names holds results: nothing finished is overwritten."""
     of_sweep = any((directory / name).exists() for name in OF_SWEEPS) or any(directory.glob(f"*/{RECORD}"))
     if of_sweep or (directory / RECORD).exists():
-        remedy = (
-            f"would do: {'sweep.resume' if of_sweep else 'resume'}={directory} to go on with it, or another directory"
-        )
+        remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to go on with it, or another directory"
         raise ConfigError([Problem(option, directory, "there are results already", remedy)])
 
 

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
-from ptdbench.report.text import as_text
+from ptdbench.report.text import as_text, empty_table, three_digits
+from ptdbench.terminal import plural
 
 
 def render(matmul: Mapping[str, Any], width: int) -> str:
@@ -21,7 +21,7 @@ def render(matmul: Mapping[str, Any], width: int) -> str:
     """
     ranks = matmul["ranks"]
     names = ", ".join(dict.fromkeys(rank["device"] for rank in ranks))
-    count = f"{len(ranks)} rank{'s' * (len(ranks) != 1)}"
+    count = plural(len(ranks), "rank")
     blocks = [
         f"matrix products on {count} at once ({names}): TFLOP/s of a rank",
         as_text(_products(ranks, matmul["ceilings"]), width),
@@ -50,12 +50,7 @@ def _copies(ranks: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _empty(*labels: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in labels:
-        table.add_column(heading)
-    for heading in ("mean", "median", "maximum", "slowest rank", "repeated"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    return table
+    return empty_table(*labels, "mean", "median", "maximum", "slowest rank", "repeated", words=labels)
 
 
 def _cells(of_ranks: Sequence[Mapping[str, Any]], unit: float) -> list[str]:
@@ -64,8 +59,8 @@ def _cells(of_ranks: Sequence[Mapping[str, Any]], unit: float) -> list[str]:
     slowest = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["median"])
     least = min(rank["repetitions"] for rank in of_ranks)
     return [
-        *(_digits(rate / unit) for rate in over_ranks),
-        f"{_digits(of_ranks[slowest]['median'] / unit)} (rank {slowest})",
+        *(three_digits(rate / unit) for rate in over_ranks),
+        f"{three_digits(of_ranks[slowest]['median'] / unit)} (rank {slowest})",
         f"{least}x",
     ]
 
@@ -75,12 +70,6 @@ def _ceilings(ceilings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         share = ceiling["share_of_peak"]
         of_peak = f"no share of a peak: {ceiling['peak_reason']}" if share is None else f"{share:.1%} of the peak"
         threads = ceiling["threads"]
-        where = ceiling["device"] + ("" if threads is None else f", {threads} thread{'s' * (threads != 1)}")
-        rate = _digits(ceiling["flops_per_second"] / 1e12)
+        where = ceiling["device"] + ("" if threads is None else f", {plural(threads, 'thread')}")
+        rate = three_digits(ceiling["flops_per_second"] / 1e12)
         yield f"ceiling of {where}: {rate} TFLOP/s in {ceiling['dtype']} ({ceiling['shape']}), {of_peak}"
-
-
-def _digits(value: float) -> str:
-    """To three significant digits, all digits before the point kept."""
-    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2 if value >= 0.9995 else 3
-    return f"{value:,.{decimals}f}"

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ptdbench.report.messages import size_text
+from ptdbench.report.text import size_text
 
 #: Up to so many ranks each cell also shows its number.
 _LEGIBLE = 16
 
 
 def draw(p2p: Mapping[str, Any], ranks: int) -> bytes:
-    """Bandwidth and latency of every ordered pair as two matrices of colours; a PNG.
+    """Bandwidth and latency of every ordered pair as two matrices of colors; a PNG.
 
     Args:
         p2p: The ``p2p`` of a record.
@@ -48,10 +48,10 @@ def _largest(p2p: Mapping[str, Any]) -> str:
     return " to ".join(size_text(size) for size in sorted({min(sizes), max(sizes)})) if sizes else "no size"
 
 
-def _panel(axes: Any, p2p: Mapping[str, Any], name: str, scale: float, ranks: int, title: str, colours: str) -> None:
+def _panel(axes: Any, p2p: Mapping[str, Any], name: str, scale: float, ranks: int, title: str, colors: str) -> None:
     """One matrix; in both of them a dark cell is a slow pair."""
     values = cells(p2p, name, ranks) * scale
-    image = axes.imshow(values, cmap=colours)
+    image = axes.imshow(values, cmap=colors)
     axes.figure.colorbar(image, ax=axes)
     axes.set(title=title, xlabel="to rank", ylabel="from rank")
     for axis in (axes.xaxis, axes.yaxis):

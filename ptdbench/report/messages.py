@@ -7,10 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
-from ptdbench.report.text import as_text
+from ptdbench.report.text import as_text, empty_table, size_text, three_digits, time_text
+from ptdbench.terminal import plural
 
 _MISSING = "-"
 
@@ -53,7 +51,7 @@ def render_collectives(collectives: Mapping[str, Any], width: int) -> str:
         width: Columns to fit into, where figures allow.
     """
     groups = collectives["groups"]
-    title = f"{len(groups)} group{'s' * (len(groups) != 1)} of {len(groups[0])} ranks"
+    title = f"{plural(len(groups), 'group')} of {len(groups[0])} ranks"
     if len(groups) > 1:
         title += f" ({collectives['group']}), at the same time"
     blocks = [f"{title}; every result was checked\n{_sizes(collectives['results'], width)}"]
@@ -64,71 +62,41 @@ def render_collectives(collectives: Mapping[str, Any], width: int) -> str:
     return "\n\n".join([*blocks, "\n".join(remarks)])
 
 
-def size_text(size: int) -> str:
-    """``1536`` bytes become ``1.5 KiB``."""
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size >= 2**power:
-            return f"{size / 2**power:.4g} {unit}"
-    return f"{size} B"
-
-
-def time_text(seconds: float) -> str:
-    """Three digits and a unit: ``0.00123`` becomes ``1.23 ms``."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 0.9995:
-            return f"{_three(seconds * scale)} {unit}"
-    return f"{_three(seconds * 1e6)} µs"
-
-
-def _three(value: float) -> str:
-    """Three digits, all before the point kept, none lost to an exponent unless it is tiny."""
-    decimals = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
-    return f"{value:,.{decimals}f}" if abs(value) >= 0.0995 or value == 0 else f"{value:.3g}"
-
-
 def _rate(bytes_per_second: float | None) -> str:
-    return _MISSING if bytes_per_second is None else _three(bytes_per_second / 1e9)
-
-
-def _table(*headings: str, left: int = 1) -> Table:
-    """An empty table whose first columns hold words, and whose others hold figures."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < left else "right", no_wrap=True)
-    return table
+    return _MISSING if bytes_per_second is None else three_digits(bytes_per_second / 1e9)
 
 
 def _matrix(title: str, pairs: Iterable[Mapping[str, Any]], name: str, scale: float, ranks: int, width: int) -> str:
     figures = {(pair["source"], pair["target"]): pair[name] for pair in pairs if pair[name] is not None}
-    table = _table("rank", *(str(rank) for rank in range(ranks)))
+    table = empty_table("rank", *(str(rank) for rank in range(ranks)), words=["rank"])
     for source in range(ranks):
         cells = [figures.get((source, target)) for target in range(ranks)]
-        table.add_row(str(source), *(_MISSING if cell is None else _three(cell * scale) for cell in cells))
+        table.add_row(str(source), *(_MISSING if cell is None else three_digits(cell * scale) for cell in cells))
     return f"{title}\n{as_text(table, width)}"
 
 
 def _slowest(title: str, pairs: Iterable[Mapping[str, Any]], width: int) -> str:
-    table = _table("from", "to", "latency µs", "GB/s", left=0)
+    table = empty_table("from", "to", "latency µs", "GB/s")
     measured = sorted((pair for pair in pairs if pair["bandwidth"]), key=lambda pair: pair["bandwidth"])
     for pair in measured[:_SLOWEST]:
         ends = str(pair["source"]), str(pair["target"])
-        table.add_row(*ends, _three(1e6 * pair["latency"]), _rate(pair["bandwidth"]))
+        table.add_row(*ends, three_digits(1e6 * pair["latency"]), _rate(pair["bandwidth"]))
     return f"{title}\n{as_text(table, width)}"
 
 
 def _exchanges(both: Sequence[Mapping[str, Any]], width: int) -> str:
     """Of each pair, the largest size; of many pairs, the slowest."""
-    table = _table("ranks", "size", "time", "GB/s")
+    table = empty_table("ranks", "size", "time", "GB/s", words=["ranks"])
     last = [(pair["ranks"], pair["sizes"][-1]) for pair in both if pair["sizes"]]
     for ranks, size in sorted(last, key=lambda one: one[1]["bandwidth"])[:_SLOWEST]:
-        told = size_text(size["bytes"]), time_text(size["seconds"]["median"]), _rate(size["bandwidth"])
-        table.add_row(_pair(ranks), *told)
+        cells = size_text(size["bytes"]), time_text(size["seconds"]["median"]), _rate(size["bandwidth"])
+        table.add_row(_pair(ranks), *cells)
     of_many = f", the {_SLOWEST} slowest of {len(last)} pairs" if len(last) > _SLOWEST else ""
     return f"both directions at once{of_many}\n{as_text(table, width)}"
 
 
 def _overlap(overlap: Sequence[Mapping[str, Any]], width: int) -> str:
-    table = _table("ranks", "size", "exchange", "computation", "together", "hidden")
+    table = empty_table("ranks", "size", "exchange", "computation", "together", "hidden", words=["ranks"])
     for row in sorted(overlap, key=lambda row: row["hidden"])[: 2 * _SLOWEST]:
         times = (time_text(row[name]) for name in ("communication", "computation", "together"))
         table.add_row(_pair(row["ranks"]), size_text(row["bytes"]), *times, f"{100 * row['hidden']:.0f}%")
@@ -142,7 +110,7 @@ def _pair(ranks: Sequence[int]) -> str:
 def _sizes(results: Sequence[Mapping[str, Any]], width: int) -> str:
     """A row for each operation and size; where that is too much to read, for every so many-th size and the last."""
     every = max(1, -(-len(results) // _ROWS))
-    table = _table("operation", "size", "time", "p5", "p95", "algbw GB/s", "busbw GB/s")
+    table = empty_table("operation", "size", "time", "p5", "p95", "algbw GB/s", "busbw GB/s", words=["operation"])
     for name, rows in groupby(results, key=_name):
         of_series = list(rows)
         for number, row in enumerate(of_series):
@@ -156,9 +124,9 @@ def _sizes(results: Sequence[Mapping[str, Any]], width: int) -> str:
 
 
 def _fits(fits: Sequence[Mapping[str, Any]], width: int) -> str:
-    table = _table("operation", "alpha µs", "±", "1/beta GB/s", "R2", "worst", "sizes")
+    table = empty_table("operation", "alpha µs", "±", "1/beta GB/s", "R2", "worst", "sizes", words=["operation"])
     for fit in fits:
-        line = _three(1e6 * fit["alpha"]), _three(1e6 * fit["alpha_error"]), _rate(_inverse(fit["beta"]))
+        line = three_digits(1e6 * fit["alpha"]), three_digits(1e6 * fit["alpha_error"]), _rate(_inverse(fit["beta"]))
         doubts = f"{fit['r2']:.3f}", f"{100 * fit['max_relative_error']:.0f}%", str(fit["points"])
         table.add_row(_name(fit), *line, *doubts)
     return f"fitted: time = alpha + beta * bytes; worst: how far the line was off at one size\n{as_text(table, width)}"
@@ -170,13 +138,14 @@ def _inverse(beta: float) -> float | None:
 
 def _definitions(collectives: Mapping[str, Any], width: int) -> Iterator[str]:
     """How the bandwidths of the operations shown are computed, operations of one formula together."""
-    told = collectives["definitions"]
+    definitions = collectives["definitions"]
     shown = dict.fromkeys(row["op"] for row in collectives["results"] if row["algbw"] is not None)
     formulas: dict[str, list[str]] = {}
     for op in shown:
-        formulas.setdefault(told["busbw"][op], []).append(op)
+        formulas.setdefault(definitions["busbw"][op], []).append(op)
     if shown:
-        yield f"algbw = {told['algbw']}, after {told['source']}; n = {len(collectives['groups'][0])} ranks"
+        ranks = len(collectives["groups"][0])
+        yield f"algbw = {definitions['algbw']}, after {definitions['source']}; n = {ranks} ranks"
     for formula, ops in formulas.items():
         yield textwrap.shorten(f"busbw = {formula}: {', '.join(ops)}", width)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ptdbench.records import schema
+from ptdbench.records.files import write_json
 
 PROGRESS = "progress.json"
 
@@ -82,7 +82,9 @@ class Progress:
         self._shown_step, self._shown_at, self._next = step, now, now + self._interval
         if self._file:
             rate = self._units_per_step / seconds_per_step if seconds_per_step > 0 else None
-            _replace(self._file, {"step": step, "steps": self.total_steps, "unit": self._unit, "per_second": rate})
+            known = {"step": step, "steps": self.total_steps, "unit": self._unit, "per_second": rate}
+            with suppress(OSError):  # a run does not fail because its progress cannot be written
+                write_json(self._file, known, durable=False)
         parts = [self._label, f"step {step}/{self.total_steps}"]
         if seconds_per_step > 0:
             parts.append(f"{self._units_per_step / seconds_per_step:,.0f} {self._unit}/s")
@@ -122,14 +124,6 @@ def read_progress(directory: Path) -> dict[str, Any] | None:
         return schema.parse((directory / PROGRESS).read_bytes(), schema.Progress)
     except (OSError, ValueError):
         return None
-
-
-def _replace(path: Path, value: dict[str, Any]) -> None:
-    """Write the file anew; it need not survive a crash, and a run does not fail because it cannot be written."""
-    temporary = path.with_suffix(".tmp")
-    with suppress(OSError):
-        temporary.write_text(json.dumps(value))
-        temporary.replace(path)
 
 
 def _is_terminal(stream: TextIO) -> bool:

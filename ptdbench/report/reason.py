@@ -22,8 +22,8 @@ def reason(record: Mapping[str, Any]) -> str:
     rank = error.get("rank")  # negative: the process that starts the ranks
     where = f" on rank {rank}" if rank is not None and rank >= 0 else ""
     message, *output = (error.get("message") or "").split(OUTPUT)
-    told = ": ".join(filter(None, (error.get("type"), _cut(message))))
-    return OUTPUT.join([f"{record['status']}{where}: {told or 'no reason on record'}", *output])
+    text = ": ".join(filter(None, (error.get("type"), _cut(message))))
+    return OUTPUT.join([f"{record['status']}{where}: {text or 'no reason on record'}", *output])
 
 
 def wrap(text: str, width: int | None) -> str:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
-from ptdbench.report.text import as_text
+from ptdbench.report.text import as_text, empty_table
+from ptdbench.terminal import plural
 
 
 def render(hello: Mapping[str, Any], width: int) -> str:
@@ -21,15 +19,11 @@ def render(hello: Mapping[str, Any], width: int) -> str:
     ranks = hello["ranks"]
     nodes = len({rank["node"] for rank in ranks})
     title = (
-        f"{len(ranks)} rank{'s' * (len(ranks) != 1)} on {nodes} node{'s' * (nodes != 1)}, "
+        f"{plural(len(ranks), 'rank')} on {plural(nodes, 'node')}, "
         f"started by {hello['launcher']}, over {hello['backend']} at {hello['address']}:{hello['port']}"
     )
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in ("rank", "local", "of"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("node", "host", "device", "cores"):
-        table.add_column(heading)
-    table.add_column("threads", justify="right", no_wrap=True)
+    words = ("node", "host", "device", "cores")
+    table = empty_table("rank", "local", "of", *words, "threads", words=words)
     for rank in ranks:
         table.add_row(
             str(rank["rank"]), str(rank["local_rank"]), str(rank["local_size"]), rank["node"], rank["host"],

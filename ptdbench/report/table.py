@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
+from hydra.utils import get_object
 
 from ptdbench.records.store import RECORD, RESULTS
-from ptdbench.report import ceilings, messages, roll_call, verdict
 from ptdbench.report.differences import differences
 from ptdbench.report.reason import reason, wrap
-from ptdbench.report.text import as_text
+from ptdbench.report.text import as_text, empty_table, three_digits
+from ptdbench.terminal import plural
 
 _MISSING = "-"
-
-#: workload → shows what it has left in the record's field of that name, in so many columns.
-SECTIONS: dict[str, Callable[[Mapping[str, Any], int], str]] = {
-    "hello": roll_call.render,
-    "matmul": ceilings.render,
-    "check": verdict.render,
-    "p2p": messages.render_p2p,
-    "collectives": messages.render_collectives,
-}
 
 
 def render(records: Sequence[Mapping[str, Any]], width: int = 100) -> str:
@@ -54,14 +44,20 @@ def closing_lines(directory: Path) -> str:
 def _other_block(record: Mapping[str, Any], width: int) -> str:
     """What a workload that does not train found, even if that is no success, and why it is none."""
     workload = str(record.get("workload"))
-    found = record.get(workload) if workload in SECTIONS else None
     try:
-        lines = [SECTIONS[workload](found, width)] if found else []
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):  # its types are not in the schema
-        lines = [f"{workload}: what it found cannot be shown: the record in {record['directory']} is damaged"]
+        lines = list(_shown_by_workload(record, width))
+    except Exception as error:  # its types are not in the schema, and its code may be a stranger's or gone
+        cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+        lines = [f"{workload}: the results in {record['directory']} cannot be shown: {cause}"]
     if record["status"] != "ok" or not lines:
         lines.append(wrap(f"{workload}: {reason(record)}", width))
     return "\n".join(lines)
+
+
+def _shown_by_workload(record: Mapping[str, Any], width: int) -> Iterator[str]:
+    """What the workload's class makes of what it left in the record's field of its name."""
+    if found := record.get(str(record.get("workload"))):
+        yield get_object(record["config"]["workload"]["_target_"]).show(found, width)
 
 
 def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
@@ -75,13 +71,15 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
     best = _figure(ranked[0], rate) if ranked else None
 
     against_ceiling = any(_figure(record, "share_of_ceiling") for record in records)
-    judged = any(record.get("evaluations") for record in records)
-    table = _empty_table(unit, against_ceiling, judged)
+    evaluated = any(record.get("evaluations") for record in records)
+    optional = [*["of ceiling"] * against_ceiling, "loss", *["held out"] * evaluated]
+    headings = ("ranks", "batch", f"{unit}/s", "vs best", "step ms (p5-p95)", "memory", "MFU", *optional)
+    table = empty_table("#", "parallel", *headings, "status", words=["status"], folding="parallel")
     for rank, (record, label) in enumerate(zip([*ranked, *others], labels, strict=True), start=1):
         table.add_row(
             str(rank) if rank <= len(ranked) else _MISSING,
             *_cells(record, label, rate, best, against_ceiling),
-            *([_judgement(record)] if judged else []),
+            *([_evaluation(record)] if evaluated else []),
             record["status"],
         )
     remarks = [
@@ -92,18 +90,7 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
         *_mfu_remarks(ranked, width),
         *_check_remarks(records, width),
     ]
-    return "\n".join([_title(records), as_text(table, width, foldable=1), *remarks])
-
-
-def _empty_table(unit: str, against_ceiling: bool, judged: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("#", justify="right", no_wrap=True)
-    table.add_column("parallel")
-    optional = [*["of ceiling"] * against_ceiling, "loss", *["held out"] * judged]
-    for heading in ("ranks", "batch", f"{unit}/s", "vs best", "step ms (p5-p95)", "memory", "MFU", *optional):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("status", no_wrap=True)
-    return table
+    return "\n".join([_title(records), as_text(table, width), *remarks])
 
 
 def _cells(record: Mapping[str, Any], label: str, rate: str, best: float | None, against_ceiling: bool) -> list[str]:
@@ -111,7 +98,6 @@ def _cells(record: Mapping[str, Any], label: str, rate: str, best: float | None,
     names = (rate, "mfu", "share_of_ceiling", "peak_memory_bytes")
     throughput, mfu, share, memory = (_figure(record, name) for name in names)
     ratio = throughput / best if best and throughput and record["status"] == "ok" else None
-    loss = next((loss for loss in reversed(record.get("losses") or [])), None)
     return [
         label,
         _text(record.get("world_size")),
@@ -122,11 +108,11 @@ def _cells(record: Mapping[str, Any], label: str, rate: str, best: float | None,
         _bytes(memory),
         _text(mfu and 100 * mfu, ".1f", "%"),
         *([_text(share and 100 * share, ".1f", "%")] if against_ceiling else []),
-        _text(loss, ".3f"),
+        _text(record.get("final_loss"), ".3f"),
     ]
 
 
-def _judgement(record: Mapping[str, Any]) -> str:
+def _evaluation(record: Mapping[str, Any]) -> str:
     """What the last evaluation said of the model: its accuracy, its bits per byte of text, or its loss."""
     last: Mapping[str, Any] = next(reversed(record.get("evaluations") or [{}]))
     if last.get("top1") is not None:
@@ -137,7 +123,7 @@ def _judgement(record: Mapping[str, Any]) -> str:
 
 
 def _labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How each run is parallelised, with as much else as it takes to tell apart those that look the same."""
+    """How each run is parallelized, with as much else as it takes to tell apart those that look the same."""
     labels = [_parallel(record) for record in records]
     for detail in (_nodes, _precision, _microbatches, _accumulation, None, _directory):
         alike: dict[tuple[Any, ...], list[int]] = {}
@@ -171,7 +157,7 @@ def _nodes(record: Mapping[str, Any]) -> str:
     """How many there were, or else should have been; nothing where neither is known."""
     asked = ((record.get("config") or {}).get("cluster") or {}).get("nodes")
     nodes = len(record.get("nodes") or []) or asked
-    return f"{nodes} node{'s' * (nodes != 1)}" if isinstance(nodes, int) else ""
+    return plural(nodes, "node") if isinstance(nodes, int) else ""
 
 
 def _precision(record: Mapping[str, Any]) -> str:
@@ -221,13 +207,7 @@ def _step_time(step_seconds: Mapping[str, float | None] | None) -> str:
     median, p5, p95 = ((step_seconds or {}).get(name) for name in ("median", "p5", "p95"))
     if median is None or p5 is None or p95 is None:
         return _MISSING
-    return f"{_three_digits(1e3 * median)} ({_three_digits(1e3 * p5)}-{_three_digits(1e3 * p95)})"
-
-
-def _three_digits(value: float) -> str:
-    """A positive figure to three significant digits, all digits before the point kept."""
-    decimals = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-    return f"{value:,.{decimals}f}"
+    return f"{three_digits(1e3 * median)} ({three_digits(1e3 * p5)}-{three_digits(1e3 * p95)})"
 
 
 def _bytes(value: int | None) -> str:

@@ -7,55 +7,73 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ptdbench.records import series
+from ptdbench.records.load import SERIES, Run
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
 def write_tensorboard(directory: Path, record: Mapping[str, Any], shown: int = 0) -> None:
-    """Write a record's event file into ``directory``, which TensorBoard then shows as one run.
+    """Write the event file of the run in ``directory``, which TensorBoard then shows as one run.
 
-    The first ``shown`` steps and their evaluations are left out: a :class:`Live` has written them already.
+    The steps of the run's last start are written, without those before step ``shown`` and their evaluations: a
+    :class:`Live`, and earlier starts, have written them already.
 
     Per step: ``step/loss``, ``step/seconds`` (of the slowest rank), ``step/tokens_per_second`` or
-    ``step/samples_per_second``, ``step/memory_bytes`` (``step_memory_bytes`` of the record, the maximum over
-    ranks), ``step/learning_rate``, ``step/data_wait_share`` (of the step's time), and ``step/gradient_norm`` where it
-    is clipped.
+    ``step/samples_per_second``, ``step/memory_bytes`` (the maximum over ranks), ``step/learning_rate``,
+    ``step/data_wait_share`` (of the step's time), and ``step/gradient_norm`` where it is clipped.
     Per evaluation: ``eval/loss``, ``eval/top1``, ``eval/top5`` and ``eval/bits_per_byte``, as far as there are such.
     Per run: the hparams, and the metrics as ``summary/...``.
     """
     from torch.utils.tensorboard import SummaryWriter
 
+    run = Run(record, directory)
+    first = run["segments"][-1]["first_step"] if run.get("segments") else 0
+    columns = {column: run.series(name)[first:] for name, column in SERIES.items() if column in _SHOWN}
     with SummaryWriter(str(directory)) as writer:
-        _write_steps(writer, record, shown)
+        _write_steps(writer, record, first, columns, record.get("evaluations") or [], _started(record), shown)
         _write_summary(writer, record)
 
 
 class Live:
-    """Shows a run's curves while it goes on, as far as the ranks have agreed on them.
+    """Shows a run's curves while it goes on, as far as the ranks have brought their steps together.
 
     Attributes:
-        shown: How many of the run's steps it has written.
+        shown: How many of the run's steps there are, those of earlier starts included.
     """
 
     def __init__(self, directory: Path) -> None:
         self.shown = 0
         self._directory = directory
         self._writer: SummaryWriter | None = None
+        self._end: float | None = None
 
-    def show(self, record: Mapping[str, Any]) -> None:
-        """Write what is new in a record since the last time; see :func:`write_tensorboard`."""
+    def show(
+        self, record: Mapping[str, Any], first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Write what is new; see :func:`write_tensorboard`.
+
+        Args:
+            record: The run's record so far.
+            first: The step of the first row.
+            rows: Those of the steps since the last call, as :func:`ptdbench.records.series.unknown` makes them.
+            evaluations: Those of these steps.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
-        first = len(record["losses"]) - len(record["rank_step_seconds"][0])
         # A start of the run that was killed may have shown steps that are done once more now.
         self._writer = self._writer or SummaryWriter(str(self._directory), purge_step=first or None)
-        _write_steps(self._writer, record, self.shown)
+        columns = {name: series.column([rows], name) for name in _SHOWN}
+        begin = _started(record) if self._end is None else self._end
+        self._end = _write_steps(self._writer, record, first, columns, evaluations, begin, first)
         self._writer.flush()
-        self.shown = len(record["losses"])
+        self.shown = first + len(rows)
 
     def close(self) -> None:
         """End the event file, so that TensorBoard goes on to the next one."""
@@ -63,34 +81,53 @@ class Live:
             self._writer.close()
 
 
-def _write_steps(writer: SummaryWriter, record: Mapping[str, Any], shown: int) -> None:
-    seconds = [max(ranks) for ranks in zip(*record.get("rank_step_seconds") or [], strict=False)]
-    first = max(len(record.get("losses") or []) - len(seconds), 0)  # earlier starts of the run have written theirs
+#: The columns that become curves.
+_SHOWN = (*series.NUMBERS, "slowest_seconds")
+
+
+def _write_steps(
+    writer: SummaryWriter,
+    record: Mapping[str, Any],
+    first: int,
+    columns: Mapping[str, np.ndarray],
+    evaluations: Sequence[Mapping[str, Any]],
+    begin: float,
+    shown: int,
+) -> float:
+    """Write the steps from ``first`` on, which began at the time ``begin``, but for those before ``shown``.
+
+    Returns:
+        When the last of them ended.
+    """
+    seconds = columns["slowest_seconds"]
     unit, units_per_step = _throughput_unit(record)
     curves = {
-        "step/loss": (record.get("losses") or [])[first:],
+        "step/loss": columns["loss"],
         "step/seconds": seconds,
-        f"step/{unit}_per_second": [units_per_step / duration for duration in seconds],
-        "step/memory_bytes": (record.get("step_memory_bytes") or [])[first:],
-        "step/learning_rate": (record.get("learning_rates") or [])[first:],
-        "step/gradient_norm": (record.get("gradient_norms") or [])[first:],
-        "step/data_wait_share": [
-            wait / duration for wait, duration in zip((record.get("wait_seconds") or [])[first:], seconds, strict=False)
-        ],
+        f"step/{unit}_per_second": units_per_step / seconds,
+        "step/memory_bytes": columns["memory_bytes"],
+        "step/learning_rate": columns["learning_rate"],
+        "step/gradient_norm": columns["gradient_norm"],
+        "step/data_wait_share": columns["wait_seconds"] / seconds,
     }
     # The steps' own wall times: curves are written long after the steps.
-    started = datetime.fromisoformat(record["started"]).timestamp()
-    ends = [started + elapsed for elapsed in accumulate(seconds)]
+    ends = begin + np.cumsum(np.nan_to_num(seconds))
     for tag, values in curves.items():
-        for step, (value, end) in enumerate(zip(values, ends, strict=False), start=first):
-            if value is not None and step >= shown:
-                writer.add_scalar(tag, value, step, walltime=end)
-    for evaluation in record.get("evaluations") or []:
-        done = evaluation["step"] - first
-        if done > 0 and evaluation["step"] > shown:
+        for place in np.flatnonzero(np.isfinite(values)):
+            if first + place >= shown:
+                writer.add_scalar(tag, values[place], first + place, walltime=ends[place])
+    for evaluation in evaluations:
+        place = evaluation["step"] - first - 1
+        if 0 <= place < len(ends) and evaluation["step"] > shown:
             for name in ("loss", "top1", "top5", "bits_per_byte"):
                 if evaluation[name] is not None:
-                    writer.add_scalar(f"eval/{name}", evaluation[name], evaluation["step"], walltime=ends[done - 1])
+                    writer.add_scalar(f"eval/{name}", evaluation[name], evaluation["step"], walltime=ends[place])
+    return float(ends[-1]) if len(ends) else begin
+
+
+def _started(record: Mapping[str, Any]) -> float:
+    """When a run started, in seconds since the epoch."""
+    return datetime.fromisoformat(record["started"]).timestamp()
 
 
 def _write_summary(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
@@ -108,7 +145,7 @@ def _write_summary(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
     writer.file_writer.add_summary(session_start)
     if record["status"] == "ok":  # the session end that torch builds says "success"
         writer.file_writer.add_summary(session_end)
-    last_step = max(len(record.get("losses") or []) - 1, 0)
+    last_step = max((record.get("steps") or 0) - 1, 0)
     for tag, value in figures.items():
         if value is not None:
             writer.add_scalar(tag, value, last_step)
@@ -146,7 +183,7 @@ def _summary_figures(record: Mapping[str, Any]) -> dict[str, float | None]:
     return {
         **{f"summary/{name}": metrics.get(name) for name in names},
         "summary/step_seconds_median": (metrics.get("step_seconds") or {}).get("median"),
-        "summary/last_loss": next(reversed(record.get("losses") or [None])),
+        "summary/last_loss": record.get("final_loss"),
         **{f"summary/{name}": last.get(name) for name in ("top1", "bits_per_byte")},
     }
 

@@ -3,26 +3,65 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Collection
+from typing import Literal
 
+from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Column, Table
 
 
-def as_text(table: Table, width: int, foldable: int | None = None) -> str:
-    """The table as plain text, at least as wide as its figures need.
+def empty_table(*headings: str, words: Collection[str] = (), folding: str | None = None) -> Table:
+    """A table without rows.
 
     Args:
-        table: What to show.
-        width: Columns to fit into, as far as the foldable column allows.
-        foldable: The one column that may fold, at its spaces; ``None`` for none.
+        headings: Of the columns, which hold figures,
+        words: except for these,
+        folding: and this one, whose words may fold at their spaces.
     """
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in headings:
+        justify: Literal["left", "right"] = "left" if heading in words or heading == folding else "right"
+        table.add_column(heading, justify=justify, no_wrap=heading != folding)
+    return table
+
+
+def as_text(table: Table, width: int) -> str:
+    """The table as plain text, at least as wide as its figures need, and else ``width`` columns."""
     console = Console(file=io.StringIO(), width=10_000, color_system=None, markup=False, emoji=False)
     natural = Measurement.get(console, console.options, table).maximum
-    console.width = min(natural, max(width, natural - (_slack(table.columns[foldable]) if foldable else 0)))
+    console.width = min(
+        natural, max(width, natural - sum(_slack(column) for column in table.columns if not column.no_wrap))
+    )
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits, all digits before the point kept: ``12,346``, ``12.3``, ``0.123``."""
+    size = abs(value)
+    if 0 < size < 0.09995:
+        return f"{value:.3g}"
+    decimals = 0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.9995 or size == 0 else 3
+    return f"{value:,.{decimals}f}"
+
+
+def size_text(size: int) -> str:
+    """``1536`` bytes become ``1.5 KiB``."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 2**power:
+            return f"{size / 2**power:.4g} {unit}"
+    return f"{size} B"
+
+
+def time_text(seconds: float) -> str:
+    """Three digits and a unit: ``0.00123`` becomes ``1.23 ms``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 0.9995:
+            return f"{three_digits(seconds * scale)} {unit}"
+    return f"{three_digits(seconds * 1e6)} µs"
 
 
 def _slack(column: Column) -> int:

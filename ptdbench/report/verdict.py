@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ptdbench.report import ceilings, roll_call
+from ptdbench.report.text import size_text
+from ptdbench.terminal import plural
 
 
 def render(check: Mapping[str, Any], width: int) -> str:
@@ -27,8 +29,7 @@ def render(check: Mapping[str, Any], width: int) -> str:
 
 def remark(check: Mapping[str, Any]) -> str:
     """The verdict in a few words."""
-    count = len(check["findings"])
-    return "sound" if check["sound"] else f"unsound, {count} finding{'s' * (count != 1)}"
+    return "sound" if check["sound"] else f"unsound, {plural(len(check['findings']), 'finding')}"
 
 
 def _figures(check: Mapping[str, Any]) -> Iterator[str]:
@@ -43,8 +44,8 @@ def _figures(check: Mapping[str, Any]) -> Iterator[str]:
             f"{max(pair['latency'] for pair in pairs) * 1e6:,.0f} us"
         )
     for row in (check["collectives"] or {}).get("results", []):
-        size = f"{row['bytes'] / 2**20:g} MiB" if row["bytes"] >= 2**20 else f"{row['bytes'] / 2**10:g} KiB"
-        lines.append(f"{row['op']:<13} {size}: {row['seconds']['median'] * 1e6:,.0f} us, its result checked")
+        size, seconds = size_text(row["bytes"]), row["seconds"]["median"]
+        lines.append(f"{row['op']:<13} {size}: {seconds * 1e6:,.0f} us, its result checked")
     if lines:
         yield "\n".join(lines)
 
@@ -54,8 +55,8 @@ def _named(pair: Mapping[str, Any]) -> str:
 
 
 def _versions(versions: Mapping[str, Any], width: int) -> list[str]:
-    told = ", ".join(f"{name} {str(version)[:20]}" for name, version in versions.items() if version is not None)
-    return [textwrap.fill(f"versions      {told}", width, subsequent_indent=" " * 14)]
+    text = ", ".join(f"{name} {str(version)[:20]}" for name, version in versions.items() if version is not None)
+    return [textwrap.fill(f"versions      {text}", width, subsequent_indent=" " * 14)]
 
 
 def _remarks(check: Mapping[str, Any], width: int) -> Iterator[str]:

@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ptdbench.problems import ConfigError, Problem, nearest, require, would_do
+from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
 from ptdbench.setup.commandline import RENAMED
 
 
@@ -130,7 +130,7 @@ def _bracketed(overrides: Sequence[Override]) -> list[Problem]:
             override.key_or_group,
             _typed_value(override),
             "is more than one choice in one run",
-            f"would do: -m {override.key_or_group}={','.join(map(str, value))}",
+            f"try -m {override.key_or_group}={','.join(map(str, value))}",
         )
         for override in overrides
         if override.key_or_group in groups and isinstance(value := override.value(), list)
@@ -174,11 +174,11 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
     for override in overrides:
         name = override.key_or_group
         if name in RENAMED:
-            remedy = would_do([_line(override).replace(name, RENAMED[name], 1)])
+            remedy = try_these([_line(override).replace(name, RENAMED[name], 1)])
             found.append(Problem(name, _typed_value(override), f"is called {RENAMED[name]} now", remedy))
         elif not (name in options or _is_hydras(override) or override.is_add()):
-            free = f"would do: +{_line(override)}" if _takes_any(compose(config_name, sound), name) else ""
-            remedy = would_do(_similar(name, options)) or "see python train.py --cfg job"
+            free = f"try +{_line(override)}" if _takes_any(compose(config_name, sound), name) else ""
+            remedy = try_these(_similar(name, options)) or "see python train.py --cfg job"
             remedy = free or _owners(config_name, name) or remedy
             found.append(Problem(name, _typed_value(override), "there is no such option", remedy))
     return found or [unclear]
@@ -206,7 +206,7 @@ def _unknown_choices(override: Override) -> list[Problem]:
     else:
         values = [_typed_value(override)]
     return [
-        Problem(override.key_or_group, value, "there is no such choice", would_do(nearest(value, choices) or choices))
+        Problem(override.key_or_group, value, "there is no such choice", try_these(nearest(value, choices) or choices))
         for value in values
         if value not in choices
     ]
@@ -234,7 +234,7 @@ def _options(config: DictConfig) -> list[str]:
 
 
 def _similar(name: str, options: Sequence[str]) -> list[str]:
-    """Options spelt like this one as a whole or in their last part, or with a word in common.
+    """Options spelled like this one as a whole or in their last part, or with a word in common.
 
     ``lr`` may have meant ``optimizer.lr``, ``batch_size`` ``train.global_batch``.
     """

@@ -237,7 +237,7 @@ def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem(f"{group}.{option}", value, "must be given")
         elif isinstance(value, str) and value.startswith("${"):
             remedy = f"give {group}.{option} a value, or choose another {group}"
-            yield Problem(f"{group}.{option}", value, "leads to an option that is not there", remedy)
+            yield Problem(f"{group}.{option}", value, "refers to an option that does not exist", remedy)
 
 
 def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> T:
@@ -262,5 +262,5 @@ def _out_of_range(options: Mapping[str, Any]) -> list[Problem]:
     if (norm := options.get("clip_norm")) is not None and norm <= 0:
         found.append(Problem("clip_norm", norm, "must be greater than 0, or null for no clipping"))
     if (decay := options.get("ema")) is not None and not 0 < decay < 1:
-        found.append(Problem("ema", decay, "must be between 0 and 1, or null for no average", "would do: 0.999"))
+        found.append(Problem("ema", decay, "must be between 0 and 1, or null for no average", "try 0.999"))
     return found

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from ptdbench.launch.world import World
+from ptdbench.launch.world import KNOWN, World
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, store
 from ptdbench.setup.commandline import is_cluster, option, renamed
@@ -186,19 +186,20 @@ def _refuse_elsewhere(directory: Path, written: Mapping[str, Any]) -> None:
     """A run of several machines does not go on as processes of this one, which is perhaps a login node."""
     launcher, nodes = written.get("launcher"), written.get("nodes") or []
     here = {socket.gethostname(), socket.gethostname().partition(".")[0]}
-    if launcher in (None, "local") or (launcher != "srun" and set(nodes) <= here):
+    known = KNOWN.get(launcher or "local")
+    if known and (known.has_parent or (not known.has_step and set(nodes) <= here)):
         return
     where = f" on {', '.join(nodes[:4])}{' ...' * (len(nodes) > 4)}" if nodes else ""
-    rule = f"its ranks were started by {launcher}{where}, and this is no rank of a launcher"
+    rule = f"its ranks were started by {launcher}{where}, and this process is not a rank of a launcher"
     remedy = f"start it as before, {launcher} ... train.py {RUN}={directory}, or give more options for a run of its own"
     raise ConfigError([Problem(RUN, directory, rule, remedy)])
 
 
 def _refuse_complete(directory: Path, written: Mapping[str, Any]) -> None:
-    done, wanted = len(written.get("losses") or []), ((written.get("config") or {}).get("train") or {}).get("steps")
+    done, wanted = written.get("steps") or 0, ((written.get("config") or {}).get("train") or {}).get("steps")
     if written.get("status") == "ok" and done == wanted:
         rule = f"is complete, with {done} of {wanted} steps"
-        raise ConfigError([Problem(RUN, directory, rule, f"would do: train.steps={2 * done}, to train on from there")])
+        raise ConfigError([Problem(RUN, directory, rule, f"try train.steps={2 * done}, to train on from there")])
 
 
 def _path(value: str | None) -> Path | None:

@@ -1,25 +1,43 @@
 """What one run will do: every object that its configuration names, built and checked against the others.
 
-Specifying a run starts no process and writes nothing. The process that a person starts does it to find what is wrong
-before anything happens; every rank does the same again to carry the run out.
+Specifying a run starts no process and writes nothing. The process that a person starts does it once to find what is
+wrong before anything happens, and keeps a :class:`Summary`; every rank does it once to carry the run out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ptdbench.launch.world import World
+from ptdbench.models.protocol import module_of
 from ptdbench.problems import Findings, Problem, require
 from ptdbench.setup import choices, training_spec
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
+from ptdbench.terminal import plural
 
 if TYPE_CHECKING:
     from ptdbench.job import Workload
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is known of a run once it is specified, and costs nothing to keep.
+
+    Attributes:
+        world_size: How many ranks there are.
+        trains: Whether it trains, and its data have to be prepared.
+        fields: What its record gains.
+    """
+
+    world_size: int
+    trains: bool
+    fields: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,20 @@ class RunSpec:
     def label(self) -> str:
         """The run in a word or two, for people."""
         return self.training.label if self.training else self.config.call("workload").name
+
+    @property
+    def summary(self) -> Summary:
+        """What who carries out none of the ranks keeps."""
+        fields: dict[str, Any] = {"world_size": self.world_size}
+        if self.training is None:
+            fields |= dict.fromkeys(("model", "parallel", "global_batch", "precision"))
+        else:
+            fields |= {
+                "parameters": self.training.parameters,
+                "tokens_per_sample": self.training.data.tokens_per_sample,
+                "layout": self.training.layout.as_dict(),
+            }
+        return Summary(self.world_size, self.training is not None, fields)
 
     def device(self, local_rank: int) -> torch.device:
         """The device of a rank: the GPU of its number, or the only one that its launcher lets it see."""
@@ -101,6 +133,20 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     )
 
 
+def summarize(config: Config, world: World | None, gpus: int | None = None) -> Summary:
+    """Specify a run, and keep no more than its summary; the arguments and errors are those of :func:`specify`.
+
+    A model without ``reset`` was built whole in host memory, which the ranks need, and is gone when this returns.
+    """
+    spec = specify(config, world, gpus)
+    summary = spec.summary
+    in_memory = spec.training and any(not p.is_meta for p in module_of(spec.training.model).parameters())
+    del spec
+    if in_memory:
+        gc.collect()  # such a model may hold references to itself, and this process is about to do nothing but wait
+    return summary
+
+
 def _device_type(config: Config, gpus: int) -> str:
     """Not from ``config.general``: ranks can be counted while another option at the root is wrong."""
     return "cpu" if config.resolved.get("device") == "cpu" or gpus == 0 else "cuda"
@@ -112,13 +158,13 @@ def _check_devices(config: Config, world: World | None, gpus: int) -> None:
     device_type, ranks = _device_type(config, gpus), config.cluster.ranks_per_node
     found = []
     if general.device == "cuda" and gpus == 0:
-        found.append(Problem("device", "cuda", "this machine has no GPU that torch can use", "would do: auto, cpu"))
+        found.append(Problem("device", "cuda", "this machine has no GPU that torch can use", "try auto, cpu"))
     if general.backend == "nccl" and device_type == "cpu":
         rule = "NCCL moves data between GPUs, and the ranks of this run have none"
-        found.append(Problem("backend", "nccl", rule, "would do: auto, gloo"))
+        found.append(Problem("backend", "nccl", rule, "try auto, gloo"))
     if device_type == "cuda" and ranks != "auto" and ranks > gpus and not (world and gpus == 1):
         rule = f"must not exceed the number of GPUs, {gpus}: one rank, one GPU"
-        found.append(Problem("cluster.ranks_per_node", ranks, rule, f"would do: auto, {gpus}, or device=cpu"))
+        found.append(Problem("cluster.ranks_per_node", ranks, rule, f"try auto, {gpus}, or device=cpu"))
     require(*found)
 
 
@@ -126,7 +172,7 @@ def _check_check(config: Config) -> None:
     """``check=true`` is for runs that train."""
     if config.general.check:
         rule = f"comes before training, and workload={config.call('workload').name} does not train"
-        require(Problem("check", True, rule, "would do: workload=check"))
+        require(Problem("check", True, rule, "try workload=check"))
 
 
 def _check_requeue(config: Config) -> None:
@@ -151,7 +197,7 @@ def _world_size(config: Config, world: World | None, rule: Callable[[int], int],
         _check_world(config, world)
         return world.size
     if nodes not in ("auto", 1):
-        remedy = "would do: 1, cluster=slurm, or srun, mpirun or torchrun on every node"
+        remedy = "try 1, cluster=slurm, or srun, mpirun or torchrun on every node"
         require(Problem("cluster.nodes", nodes, "this machine is one node", remedy))
     return rule(available) if ranks == "auto" else ranks
 
@@ -162,8 +208,8 @@ def _check_world(config: Config, world: World) -> None:
     found = []
     if ranks not in ("auto", world.local_size):
         rule = f"{world.launcher} started {world.local_size} ranks on this node"
-        found.append(Problem("cluster.ranks_per_node", ranks, rule, f"would do: auto, {world.local_size}"))
+        found.append(Problem("cluster.ranks_per_node", ranks, rule, f"try auto, {world.local_size}"))
     if nodes != "auto" and world.nodes not in (None, nodes):
-        rule = f"{world.launcher} started ranks on {world.nodes} node{'s' * (world.nodes != 1)}"
-        found.append(Problem("cluster.nodes", nodes, rule, f"would do: auto, {world.nodes}"))
+        rule = f"{world.launcher} started ranks on {plural(world.nodes or 0, 'node')}"
+        found.append(Problem("cluster.nodes", nodes, rule, f"try auto, {world.nodes}"))
     require(*found)

@@ -11,9 +11,9 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ptdbench.problems import Problem, nearest, would_do
+from ptdbench.problems import Problem, nearest, try_these
 
-#: What a configuration can hold, by annotation: the types of the values that will do.
+#: What a configuration can hold, by annotation: the types of its values.
 KINDS: dict[Any, Any] = {float: (int, float), int: int, bool: bool, str: str, type(None): type(None)}
 
 
@@ -36,7 +36,7 @@ def problems(target: Callable[..., Any], options: Mapping[str, Any], given: Sequ
     for option, value in options.items():
         if option not in named and not takes_any:
             close = nearest(option, [name for name in named if name not in given])
-            found.append(Problem(option, value, "there is no such option", would_do(close)))
+            found.append(Problem(option, value, "there is no such option", try_these(close)))
         elif option in hints and not _fits(value, hints[option]):
             found.append(Problem(option, value, f"must be {_spelled(hints[option])}"))
     for name, parameter in named.items():

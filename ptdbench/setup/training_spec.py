@@ -63,10 +63,7 @@ class TrainingSpec:
 
     def prepare_data(self) -> None:
         """Do what the data need once a node, or find it done; raises ConfigError where they turn out to be unusable."""
-        try:
-            self.data.prepare()
-        except ConfigError as error:
-            raise error.under("data") from None
+        _prepare(self.data)
 
     def engine(self, mesh: Mesh, device: torch.device) -> Engine:
         """The model, laid out over the mesh; called in every rank."""
@@ -138,6 +135,18 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
     )
 
 
+def prepare_data(config: Config) -> None:
+    """Do what the data of a configuration need once a node; see :meth:`TrainingSpec.prepare_data`."""
+    _prepare(choices.build(config, "data"))
+
+
+def _prepare(data: Data) -> None:
+    try:
+        data.prepare()
+    except ConfigError as error:
+        raise error.under("data") from None
+
+
 def _optimizer(config: Config) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     """The optimizer, tried on one number: torch checks the values of its options when it makes one."""
     optimizer = choices.bound(config, "optimizer", "params")
@@ -178,7 +187,7 @@ def _meant_for_another(call: Call, error: ConfigError) -> ConfigError:
     if call.target.startswith("ptdbench.") or call.name == "custom":
         return error
     rule = f"does not go with the options of model={call.name}"
-    remedy = f"would do: model=custom model._target_={call.target}, which has no options but those you add"
+    remedy = f"try model=custom model._target_={call.target}, which has no options but those you add"
     return ConfigError([*error.problems, Problem("model._target_", call.target, rule, remedy)])
 
 

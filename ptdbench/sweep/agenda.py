@@ -74,7 +74,7 @@ class Agenda:
         except ConfigError as held:
             if world:  # the other ranks have not asked
                 raise
-            say(f"{held}; left to it", sys.stderr)
+            say(f"{held}; skipped", sys.stderr)
             return None
         return None if request.refused else Opened(number, request, list(overrides), name)
 

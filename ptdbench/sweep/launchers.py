@@ -85,7 +85,7 @@ class Task:
         """Run it; ends the process with an exit status other than 0 where the run failed."""
         for name, value in self.environment.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-        local.stop_on_signals()  # submitit's own handlers let SIGTERM pass unheard, and requeue without being asked
+        local.stop_on_signals()  # submitit's own handlers ignore SIGTERM, and requeue without being asked
         Singleton.set_state(dict(self.singletons))
         setup_globals()
         composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
@@ -151,7 +151,8 @@ class SlurmLauncher(_Launcher):
             _take_back(names)
             _write_off(sweep_directory, jobs, error)
             if isinstance(error, SlurmError):
-                raise _not_submitted(jobs[0], error) from None
+                rule = f"nothing was submitted: {str(error).strip().splitlines()[-1]}"
+                raise ConfigError([Problem("cluster", jobs[0].request.cluster.name, rule)]) from None
             raise
         if submitted:
             watch.announce(sweep_directory, sorted(submitted, key=lambda job: job.number))
@@ -194,21 +195,21 @@ def _label(array: Sequence[Opened]) -> str:
 def _take_back(names: Sequence[str]) -> None:
     """End what SLURM may have taken, by name: it may have taken an array without being able to say so."""
     try:
-        if cancelled := slurm.cancel_named(names):
-            say(f"cancelled what SLURM had taken already: {' '.join(cancelled)}", sys.stderr)
+        if canceled := slurm.cancel_named(names):
+            say(f"canceled what SLURM had taken already: {' '.join(canceled)}", sys.stderr)
     except SlurmError as error:
-        told = f"SLURM may have jobs of this command: {error}; look with squeue --name={','.join(names)}"
-        say(told, sys.stderr)
+        how = f"look with squeue --name={','.join(names)}"
+        say(f"SLURM may have jobs of this command: {error}; {how}", sys.stderr)
 
 
 def _write_off(sweep_directory: Path, jobs: Sequence[Opened], error: BaseException) -> None:
     """Let the records of runs whose submission was given up say so."""
     words = str(error).strip().splitlines() or [type(error).__name__]
-    told = failure.of_launcher("NotSubmitted", f"nothing was submitted: {words[-1]}")
+    cause = failure.of_launcher("NotSubmitted", f"nothing was submitted: {words[-1]}")
     for job in jobs:
         directory = sweep_directory / job.subdirectory
         with suppress(OSError, store.Damaged):  # where the disk is full the records stay open, which is no lie
-            done = record.failed(store.load_record(directory), told)
+            done = record.failed(store.load_record(directory), cause)
             store.write_record(directory, done)
             store.append_result(sweep_directory, done)
 
@@ -242,11 +243,6 @@ def _place(config: DictConfig) -> tuple[Path, str]:
     return Path(config.hydra.sweep.dir), config.hydra.sweep._get_node("subdir")._value()
 
 
-def _not_submitted(job: Opened, error: Exception) -> ConfigError:
-    words = str(error).strip().splitlines()
-    return ConfigError([Problem("cluster", job.request.cluster.name, f"nothing was submitted: {words[-1]}")])
-
-
 def _silent() -> JobReturn:
-    """What Hydra is told of a job: that there is nothing to raise here."""
+    """What Hydra gets for a job: nothing that it would raise."""
     return JobReturn(status=JobStatus.COMPLETED, _return_value=None)

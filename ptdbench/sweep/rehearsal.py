@@ -12,7 +12,7 @@ from ptdbench.launch.slurm import SlurmError
 from ptdbench.problems import Problem, require
 from ptdbench.sweep import submission
 from ptdbench.sweep.requests import Request
-from ptdbench.terminal import say
+from ptdbench.terminal import plural, say
 
 
 def show(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
@@ -20,7 +20,7 @@ def show(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
 
     Args:
         runs: The runs of a command line.
-        options: The launcher's own options; see :data:`ptdbench.sweep.submission.OPTIONS`.
+        options: The launcher's own options; see :data:`ptdbench.setup.hydra_launcher.OPTIONS`.
 
     Returns:
         The exit status: 0 if every job would be taken.
@@ -31,7 +31,7 @@ def show(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
             say(f"{run.label}: {run.refused}", sys.stderr)
             refused += 1
     for array in _arrays(runs):
-        what = f"{array[0].shape} ({len(array)} job{'s' * (len(array) != 1)})"
+        what = f"{array[0].shape} ({plural(len(array), 'job')})"
         try:
             say(f"{what}: {_ask(array, options)}")
         except SlurmError as error:

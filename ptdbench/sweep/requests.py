@@ -16,6 +16,7 @@ from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError, Findings, Problem, require
 from ptdbench.setup import choices, config, run_spec
 from ptdbench.setup.config import Config, Slurm
+from ptdbench.setup.run_spec import Summary
 from ptdbench.sweep import resources
 from ptdbench.sweep.resources import Shape
 
@@ -28,12 +29,14 @@ class Request:
         composed: Its configuration as Hydra composed it.
         overrides: What was typed for this run of the sweep.
         shape: What its job is given; ``None`` where it runs on this machine.
+        summary: What is known of it; ``None`` where it cannot run.
         refused: Why it cannot run; it is a row of the table then, and no job.
     """
 
     composed: DictConfig
     overrides: Sequence[str]
     shape: Shape | None
+    summary: Summary | None
     refused: ConfigError | None
 
     @property
@@ -119,7 +122,7 @@ def _ranks(read: Config, available: int) -> int:
 
 def _partitions(cluster: config.Cluster) -> list[Partition]:
     if not slurm.available():
-        remedy = "log in to a machine that submits jobs, or leave cluster away to run here"
+        remedy = "log in to a machine that submits jobs, or omit cluster to run here"
         raise ConfigError([Problem("cluster", cluster.name, "there is no sbatch on PATH", remedy)])
     try:
         return slurm.partitions()
@@ -130,11 +133,11 @@ def _partitions(cluster: config.Cluster) -> list[Partition]:
 def _planned(job: DictConfig, words: Sequence[str], shape: Shape | None, world: World | None) -> Request:
     gpus = shape.gpus_per_node if shape else None
     try:
-        run_spec.specify(config.read(job), world, gpus)
+        summary = run_spec.summarize(config.read(job), world, gpus)
         _check_beginning(config.read(job))
     except ConfigError as error:
-        return Request(job, words, shape, error)
-    return Request(job, words, shape, None)
+        return Request(job, words, shape, None, error)
+    return Request(job, words, shape, summary, None)
 
 
 def _check_beginning(read: Config) -> None:
@@ -143,7 +146,7 @@ def _check_beginning(read: Config) -> None:
         return
     if (found := shelf.glance(Path(named))) is None:
         rule = "holds no complete checkpoint"
-        raise ConfigError([Problem("resume", named, rule, "leave it away to start anew; see checkpoint.every_steps")])
+        raise ConfigError([Problem("resume", named, rule, "omit it to start anew; see checkpoint.every_steps")])
     saved, ours = found.model, read.resolved["model"]
     problems = [
         Problem(

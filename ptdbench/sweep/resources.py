@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ptdbench.launch.slurm import Partition, gpu_count, options
-from ptdbench.problems import ConfigError, Problem, nearest, require, would_do
+from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Slurm
+from ptdbench.terminal import plural
 
 #: Flags of sbatch that ``cluster.extra`` may not give, and what gives them.
 GIVEN_BY = {
@@ -79,7 +80,7 @@ class Shape:
         return self.nodes * self.ranks_per_node
 
     def __str__(self) -> str:
-        return f"{_count(self.nodes, 'node')} x {_count(self.ranks_per_node, 'rank')}"
+        return f"{plural(self.nodes, 'node')} x {plural(self.ranks_per_node, 'rank')}"
 
 
 def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Sequence[Partition]) -> Shape:
@@ -97,7 +98,7 @@ def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Seque
     gpus = _gpus(cluster, device, known)
     if device == "cuda" and gpus == 0:
         rule = "the nodes that this job would get have no GPU, or none is asked for"
-        raise ConfigError([Problem("device", device, rule, "would do: auto, cpu, or another cluster.partition")])
+        raise ConfigError([Problem("device", device, rule, "try auto, cpu, or another cluster.partition")])
     per_node = cluster.ranks_per_node
     if per_node == "auto":
         per_node = ranks(gpus) if gpus and device != "cpu" else ranks(RANKS_WITHOUT_GPU)
@@ -224,7 +225,7 @@ def _gpus(cluster: Slurm, device: str, known: Sequence[Partition]) -> int:
         return typed
     require(*_unknown_partitions(cluster, known))
     if known and not _chosen(cluster, known):
-        names = would_do(partition.name for partition in known)
+        names = try_these(partition.name for partition in known)
         raise ConfigError([Problem("cluster.partition", None, "this cluster has no default partition", names)])
     counts = sorted({count for partition in _chosen(cluster, known) for count in partition.gpus})
     if cluster.ranks_per_node != "auto" and any(counts):
@@ -234,8 +235,8 @@ def _gpus(cluster: Slurm, device: str, known: Sequence[Partition]) -> int:
     name = cluster.partition or "the default partition"
     if counts:
         rule = f"nodes of {name} have {', '.join(map(str, counts[:-1]))} or {counts[-1]} GPUs"
-        raise ConfigError([Problem("cluster.gpus_per_node", "auto", rule, would_do(reversed(counts)))])
-    rule = f"it cannot be found out here how many GPUs a node of {name} has"
+        raise ConfigError([Problem("cluster.gpus_per_node", "auto", rule, try_these(reversed(counts)))])
+    rule = f"how many GPUs a node of {name} has is not known here"
     raise ConfigError([Problem("cluster.gpus_per_node", "auto", rule, "give the number, or 0 for none")])
 
 
@@ -250,27 +251,20 @@ def _chosen(cluster: Slurm, known: Sequence[Partition]) -> list[Partition]:
 def _unknown_partitions(cluster: Slurm, known: Sequence[Partition]) -> list[Problem]:
     names = [partition.name for partition in known]
     asked = cluster.partition.split(",") if cluster.partition and known else []
-    return [
-        Problem(
-            "cluster.partition",
-            name,
-            f"there is no such partition; SLURM has {', '.join(names)}",
-            would_do(nearest(name, names)),
-        )
-        for name in asked
-        if name not in names
-    ]
+    rule = f"there is no such partition; SLURM has {', '.join(names)}"
+    unknown = [name for name in asked if name not in names]
+    return [Problem("cluster.partition", name, rule, try_these(nearest(name, names))) for name in unknown]
 
 
 def _contradictions(cluster: Slurm, shape: Shape) -> Iterator[Problem]:
     """What cannot be meant, on whatever cluster."""
     gpus, typed = shape.gpus_per_node, gpu_count(cluster.gres or "")
     if cluster.gpus_per_node != "auto" and typed and cluster.gpus_per_node != typed:
-        rule = f"cluster.gres={cluster.gres} asks for {_count(typed, 'GPU')} a node"
-        yield Problem("cluster.gpus_per_node", cluster.gpus_per_node, rule, f"would do: auto, {typed}")
+        rule = f"cluster.gres={cluster.gres} asks for {plural(typed, 'GPU')} a node"
+        yield Problem("cluster.gpus_per_node", cluster.gpus_per_node, rule, f"try auto, {typed}")
     if gpus and shape.ranks_per_node > gpus:
         rule = f"must not exceed the GPUs of a node that are asked for, {gpus}: one rank, one GPU"
-        remedy = f"would do: auto, {gpus}, or cluster.gpus_per_node=0 for ranks without GPUs"
+        remedy = f"try auto, {gpus}, or cluster.gpus_per_node=0 for ranks without GPUs"
         yield Problem("cluster.ranks_per_node", cluster.ranks_per_node, rule, remedy)
 
 
@@ -283,7 +277,7 @@ def _memory_problems(cluster: Slurm) -> Iterator[Problem]:
     first, *others = [option for option in MEMORY if given.get(option) is not None] or [""]
     for option in others:
         rule = f"excludes {first}={given[first]}: SLURM takes memory per node, per CPU or per GPU"
-        yield Problem(option, given[option], rule, "leave one of them out")
+        yield Problem(option, given[option], rule, "omit one of them")
 
 
 def _extra(cluster: Slurm) -> Iterator[Problem]:
@@ -291,9 +285,8 @@ def _extra(cluster: Slurm) -> Iterator[Problem]:
     for flag, value in cluster.extra.items():
         option = f"cluster.extra.{flag}"
         if _flag(flag) in GIVEN_BY:
-            yield Problem(
-                option, value, "would contradict what ptdbench passes to sbatch", f"use {GIVEN_BY[_flag(flag)]}"
-            )
+            rule = "would contradict what ptdbench passes to sbatch"
+            yield Problem(option, value, rule, f"use {GIVEN_BY[_flag(flag)]}")
         elif not (value is None or isinstance(value, str | int | float)) or "\n" in str(value):
             yield Problem(option, value, "must be text, a number, or true for a flag without a value")
 
@@ -303,25 +296,25 @@ def _too_much(cluster: Slurm, shape: Shape, chosen: Sequence[Partition]) -> Iter
     where = f"partition {' or '.join(partition.name for partition in chosen)}"
     nodes, gpus = (max(p.nodes for p in chosen), max(max(p.gpus, default=0) for p in chosen))
     if shape.nodes > nodes:
-        yield Problem("cluster.nodes", shape.nodes, f"{where} has {_count(nodes, 'node')}", f"would do: {nodes}")
+        yield Problem("cluster.nodes", shape.nodes, f"{where} has {plural(nodes, 'node')}", f"try {nodes}")
     limits = [p.minutes for p in chosen if p.minutes is not None]
     # A quality of service may be allowed more than the partition; SLURM knows.
     if len(limits) == len(chosen) and cluster.time_minutes > max(limits) and not cluster.qos:
-        rule = f"{where} allows {_count(max(limits), 'minute')}"
-        yield Problem("cluster.time_minutes", cluster.time_minutes, rule, f"would do: {max(limits)}")
+        rule = f"{where} allows {plural(max(limits), 'minute')}"
+        yield Problem("cluster.time_minutes", cluster.time_minutes, rule, f"try {max(limits)}")
     if shape.gpus_per_node > gpus:
-        yield _too_many_gpus(cluster, shape, f"a node of {where} has {_count(gpus, 'GPU')}", gpus)
+        yield _too_many_gpus(cluster, shape, f"a node of {where} has {plural(gpus, 'GPU')}", gpus)
     else:  # ranks that come from too many GPUs are not a second problem
         yield from _too_many_cpus(cluster, shape, where, max(p.cpus for p in chosen))
 
 
 def _too_many_gpus(cluster: Slurm, shape: Shape, rule: str, most: int) -> Problem:
-    """The option that the number of GPUs came from, and what would do."""
+    """The option that the number of GPUs came from, and which values to try."""
     if cluster.gpus_per_node != "auto":
-        return Problem("cluster.gpus_per_node", shape.gpus_per_node, rule, f"would do: auto, {most}")
+        return Problem("cluster.gpus_per_node", shape.gpus_per_node, rule, f"try auto, {most}")
     if gpu_count(cluster.gres or ""):
-        return Problem("cluster.gres", cluster.gres, rule, "would do: null")
-    remedy = f"would do: auto, {most}, or device=cpu"
+        return Problem("cluster.gres", cluster.gres, rule, "try null")
+    remedy = f"try auto, {most}, or device=cpu"
     return Problem("cluster.ranks_per_node", shape.ranks_per_node, f"{rule}: one rank, one GPU", remedy)
 
 
@@ -330,11 +323,11 @@ def _too_many_cpus(cluster: Slurm, shape: Shape, where: str, most: int) -> Itera
     cores, ranks = shape.cpus_per_rank or 1, shape.ranks_per_node
     if cores * ranks <= most or cluster.extra.get("overcommit"):
         return
-    rule = f"{_count(ranks, 'rank')} a node need {_count(cores * ranks, 'core')}, and a node of {where} has {most}"
+    rule = f"{plural(ranks, 'rank')} a node need {plural(cores * ranks, 'core')}, and a node of {where} has {most}"
     if ranks <= most and shape.cpus_per_rank:
-        yield Problem("cluster.cpus_per_rank", cores, rule, f"would do: auto, {most // ranks}")
+        yield Problem("cluster.cpus_per_rank", cores, rule, f"try auto, {most // ranks}")
     else:
-        yield Problem("cluster.ranks_per_node", cluster.ranks_per_node, rule, f"would do: {most // cores or most}")
+        yield Problem("cluster.ranks_per_node", cluster.ranks_per_node, rule, f"try {most // cores or most}")
 
 
 def _gres(cluster: Slurm, shape: Shape) -> str | None:
@@ -358,7 +351,3 @@ def _quoted(option: str) -> str:
     flag, equals, value = option.partition("=")
     escaped = value.replace("\\", "\\\\")
     return f"{flag}={shlex.quote(escaped)}" if equals else flag
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -37,9 +37,7 @@ def write(overrides: Sequence[str]) -> tuple[str, list[str]]:
     composed = compose.compose_all(ROOT / "conf", "config", [*overrides, *chosen], multirun=True)
     cluster = config.read(composed.jobs[0]).cluster
     if not isinstance(cluster, Slurm):
-        raise ConfigError(
-            [Problem("cluster", cluster.name, "is no SLURM cluster", "would do: slurm, or leave it away")]
-        )
+        raise ConfigError([Problem("cluster", cluster.name, "is not a SLURM cluster", "try slurm, or omit it")])
     shapes, remarks = _shapes([config.read(job) for job in composed.jobs])
     if len(shapes) != 1:
         rule = "one script has one shape, and these runs have several: " + ", ".join(sorted(map(str, shapes)))
@@ -54,7 +52,7 @@ def write(overrides: Sequence[str]) -> tuple[str, list[str]]:
 
 def _variables() -> list[str]:
     """What the shell's own variables would change in the script, if it is submitted from there."""
-    found = slurm.unheeded(os.environ)
+    found = slurm.ignored_variables(os.environ)
     return [f"sbatch prefers these variables of this shell to the script's lines: {' '.join(found)}"] if found else []
 
 
@@ -72,8 +70,7 @@ def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:
             remarks += [f"not on the SLURM of this machine: {problem}" for problem in doubtful.problems]
     if not known and any(_without_question(job) is not job for job in jobs):
         remarks.append(
-            "no SLURM here tells how many GPUs a node has, so the script asks for none; would do: "
-            "cluster.gpus_per_node=8"
+            "no SLURM here tells how many GPUs a node has, so the script asks for none; try cluster.gpus_per_node=8"
         )
     return shapes, list(dict.fromkeys(remarks))
 

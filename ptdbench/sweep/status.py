@@ -12,8 +12,9 @@ from typing import Any
 
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
-from ptdbench.records import ledger, record, store
+from ptdbench.records import ledger, store
 from ptdbench.records.failure import Failure
+from ptdbench.records.record import is_open
 from ptdbench.report.progress import read_progress
 from ptdbench.report.reason import OUTPUT
 from ptdbench.sweep import output
@@ -154,9 +155,9 @@ def conclude(sweep_directory: Path, subdirectory: str, state: str, message: str)
     Returns:
         The record.
     """
-    told = Failure(rank=-1, type=state, message=message, traceback="", time=time.time(), host="")
+    cause = Failure(rank=-1, type=state, message=message, traceback="", time=time.time(), host="")
     written = store.load_record(sweep_directory / subdirectory)
-    done = {**written, "status": STATUS_OF.get(state, "failed"), "error": told.as_error()}
+    done = {**written, "status": STATUS_OF.get(state, "failed"), "error": cause.as_error()}
     store.write_record(sweep_directory / subdirectory, done)
     store.append_result(sweep_directory, done)
     return done
@@ -170,7 +171,7 @@ def _results(directory: Path, tell: Callable[[str], object] = lambda _: None) ->
 def _of_machine(directory: Path) -> Run:
     """A run that was not submitted and has not ended, or is no part of a sweep."""
     found = written(directory)
-    return Run(directory.name, None, None, found, not _is_open(found), read_progress(directory))
+    return Run(directory.name, None, None, found, not is_open(found), read_progress(directory))
 
 
 def _submitted(
@@ -184,25 +185,25 @@ def _submitted(
 
 
 def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, JobState]) -> None:
-    """Write down how jobs ended that could not do so themselves, or heard only a signal."""
-    if any(_is_open(written(directory / job.directory)) for job in gone):
+    """Write down how jobs ended that could not do so themselves, or only noted a signal."""
+    if any(is_open(written(directory / job.directory)) for job in gone):
         time.sleep(GRACE)
     results = _results(directory)
     for job in gone:
         state, result = queue.get(job.id or ""), results.get(job.directory)
-        if result is not None and _is_open(result):  # begun once more, and not ended by itself
+        if result is not None and is_open(result):  # begun once more, and not ended by itself
             result = None
-        told = result or written(directory / job.directory)
-        owner = (told.get("owner") or {}).get("job")
-        if told["status"] == DAMAGED or (_is_open(told) and owner not in (None, job.id)):
+        known = result or written(directory / job.directory)
+        owner = (known.get("owner") or {}).get("job")
+        if known["status"] == DAMAGED or (is_open(known) and owner not in (None, job.id)):
             continue  # nobody can say more; or another job has the run, and this one was refused it
-        if _is_open(told) or (_heard_a_signal(told) and _says_more(state)):
+        if is_open(known) or (_was_signaled(known) and _says_more(state)):
             kind, message = _end(job, state)
-            conclude(directory, job.directory, kind, message + _saved(told))
-        elif _heard_a_signal(told) and _reached_its_limit(told, state):
-            conclude(directory, job.directory, "TIMEOUT", _out_of_time(job, told) + _saved(told))
+            conclude(directory, job.directory, kind, message + _saved(known))
+        elif _was_signaled(known) and _reached_its_limit(known, state):
+            conclude(directory, job.directory, "TIMEOUT", _out_of_time(job, known) + _saved(known))
         elif result is None:
-            store.append_result(directory, told)  # the job was killed between its record and the sweep's results
+            store.append_result(directory, known)  # the job was killed between its record and the sweep's results
 
 
 def _is_gone(state: JobState | None) -> bool:
@@ -212,10 +213,10 @@ def _is_gone(state: JobState | None) -> bool:
 
 def _is_final(result: Mapping[str, Any] | None) -> bool:
     """Whether there is nothing that SLURM could add to a result."""
-    return result is not None and not _is_open(result) and not _heard_a_signal(result)
+    return result is not None and not is_open(result) and not _was_signaled(result)
 
 
-def _heard_a_signal(written: Mapping[str, Any]) -> bool:
+def _was_signaled(written: Mapping[str, Any]) -> bool:
     """Whether a run was asked to end, and cannot know why: a time limit and ``scancel`` send what preemption sends."""
     return written["status"] == "preempted" and (written.get("error") or {}).get("type") not in slurm.OVER
 
@@ -232,11 +233,6 @@ def _end(job: ledger.Job, state: JobState | None) -> tuple[str, str]:
     if kind in ("Gone", "FAILED") and (words := output.out_of_memory(job)):
         return "OUT_OF_MEMORY", f"{message}; SLURM said: {words}{where}"
     return kind, message + where
-
-
-def _is_open(written: Mapping[str, Any]) -> bool:
-    """Whether a record still says what it said before the run."""
-    return (written.get("error") or {}).get("type") == record.UNFINISHED
 
 
 def _says_more(state: JobState | None) -> bool:
@@ -258,8 +254,8 @@ def _reached_its_limit(written: Mapping[str, Any], state: JobState | None) -> bo
 
 def _saved(written: Mapping[str, Any]) -> str:
     """What a run that has saved says of how to go on."""
-    told = (written.get("error") or {}).get("message", "")
-    return f"; {told}" if "it has saved" in told else ""
+    message = (written.get("error") or {}).get("message", "")
+    return f"; {message}" if "it has saved" in message else ""
 
 
 def _out_of_time(job: ledger.Job, written: Mapping[str, Any]) -> str:

@@ -13,26 +13,24 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from ptdbench.launch import slurm
 from ptdbench.problems import Problem, require
+from ptdbench.setup.hydra_launcher import OPTIONS
 from ptdbench.sweep import resources
 from ptdbench.sweep.requests import Request
 from ptdbench.sweep.resources import Output
-
-#: Options of Hydra's launcher that say nothing of resources, and what they are where nobody gives them.
-OPTIONS = {"array_parallelism": 256, "signal_delay_s": 120}
 
 
 def arrays(requests: Sequence[Request]) -> list[list[int]]:
     """The runs that may share an array, by their places in ``requests``; those that are refused are in none.
 
-    They have the same nodes, the same ranks, and all else that sbatch is told.
+    They have the same nodes, the same ranks, and all else that sbatch is given.
     """
     alike: dict[str, list[int]] = {}
     for place, request in enumerate(requests):
         if not request.refused:
             assert request.shape is not None
             cluster, shape = request.cluster, request.shape
-            told = (shape, resources.flags(cluster, shape, ""), resources.setup_lines(cluster, shape))
-            alike.setdefault(repr((told, cluster.srun_args, cluster.log)), []).append(place)
+            given = (shape, resources.flags(cluster, shape, ""), resources.setup_lines(cluster, shape))
+            alike.setdefault(repr((given, cluster.srun_args, cluster.log)), []).append(place)
     return list(alike.values())
 
 
@@ -43,7 +41,7 @@ def script(array: Sequence[Request], name: str, folder: Path, options: Mapping[s
         array: Runs that may share it.
         name: Its name in the queue.
         folder: Folder of the output, ``%j`` in it being a job's id.
-        options: The launcher's own options; see :data:`OPTIONS`.
+        options: The launcher's own options; see :data:`ptdbench.setup.hydra_launcher.OPTIONS`.
     """
     cluster, shape = array[0].cluster, array[0].shape
     assert shape is not None

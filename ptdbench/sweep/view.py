@@ -10,7 +10,7 @@ from rich.cells import cell_len, set_cell_size
 
 from ptdbench.report.reason import reason, wrap
 from ptdbench.sweep.status import Run, Sweep
-from ptdbench.terminal import plain
+from ptdbench.terminal import plain, plural
 
 #: What a run's own share of its start was spent on, as in ``metrics.startup_seconds``.
 STARTUP = ("import", "config", "rendezvous", "build", "first_step")
@@ -116,8 +116,8 @@ def state(run: Run) -> str:
     """Where a run stands, in a few words: the queue's while it is there, then the record's."""
     if run.is_over:
         error = run.record.get("error") or {}
-        told = error.get("type", "")
-        return f"{run.record['status']} ({told})" if told.isupper() else run.record["status"]
+        kind = error.get("type", "")
+        return f"{run.record['status']} ({kind})" if kind.isupper() else run.record["status"]
     if run.queue is None:
         return "not submitted" if run.job and not run.job.id else "unfinished"
     if run.queue.state in ("PENDING", "SUSPENDED"):
@@ -132,12 +132,12 @@ def _label(record: Mapping[str, Any]) -> str:
 
 def _shape(record: Mapping[str, Any]) -> str:
     nodes, size = len(record.get("nodes") or []), record.get("world_size")
-    return f"{nodes} node{'s' * (nodes != 1)}, {size} ranks" if nodes and size else "-"
+    return f"{plural(nodes, 'node')}, {size} ranks" if nodes and size else "-"
 
 
 def _step(run: Run) -> str:
     if run.is_over:
-        return str(len(run.record.get("losses") or [])) if run.record.get("losses") else "-"
+        return str(run.record.get("steps") or "-")
     return f"{run.progress['step']}/{run.progress['steps']}" if run.progress else "-"
 
 

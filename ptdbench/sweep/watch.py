@@ -15,7 +15,7 @@ from ptdbench.records import ledger, record
 from ptdbench.report.reason import OUTPUT
 from ptdbench.sweep import output, status, view
 from ptdbench.sweep.status import Run, Sweep
-from ptdbench.terminal import plain, say
+from ptdbench.terminal import plain, plural, say
 
 #: Seconds between two looks at the queue: soon while a person waits for the first job, rarer later, out of courtesy.
 FIRST, LATER = 1.0, 10.0
@@ -28,8 +28,7 @@ def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
     """Say what was submitted, and how to follow it and end it from any shell."""
     ids = [job.id for job in jobs if job.id]
     arrays = list(dict.fromkeys(identity.partition("_")[0] for identity in ids))
-    count = f"{len(jobs)} job{'s' * (len(jobs) != 1)}"
-    say(f"submitted {count}: {' '.join(ids[:20])}{' ...' * (len(ids) > 20)}")
+    say(f"submitted {plural(len(jobs), 'job')}: {' '.join(ids[:20])}{' ...' * (len(ids) > 20)}")
     say(f"status     python -m ptdbench status {sweep_directory}")
     say(f"cancel     scancel {' '.join(arrays)}")
     say(f"output     {sweep_directory}/logs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -76,6 +76,7 @@ class Evaluator:
 
     Attributes:
         done: The evaluations so far, those before a checkpoint included.
+        remark: What a person who watches the steps should read of the last one of this process.
 
     Args:
         job: The run; its data are prepared.
@@ -84,6 +85,7 @@ class Evaluator:
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
         self.done: list[Evaluation] = []
+        self.remark = ""
         self._job = job
         self._loop = loop
         targets = job.training.data.example()[1]
@@ -102,6 +104,14 @@ class Evaluator:
         """Whether the weights as they are now have been judged, and none before were as good."""
         return bool(self.done) and self.done[-1].step == self._loop.done and self.best is self.done[-1]
 
+    def go_on(self, done: Sequence[Mapping[str, Any]]) -> None:
+        """Begin after the evaluations that a checkpoint holds, as they stand in a record."""
+        self.done = [Evaluation.of(fields) for fields in done]
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """The evaluations so far, as they stand in a record."""
+        return [evaluation.as_dict() for evaluation in self.done]
+
     def due(self, at_end: bool = False) -> bool:
         """Whether it is time to evaluate: every ``eval.every`` steps, and after the last."""
         every, steps = self._job.spec.config.eval.every, self._loop.done
@@ -114,7 +124,7 @@ class Evaluator:
         with self._job.watchdog.paused():
             found = self._evaluate()
         self.done.append(found)
-        self._loop.remark = str(found)
+        self.remark = str(found)
         return found
 
     def _evaluate(self) -> Evaluation:

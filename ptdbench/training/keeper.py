@@ -1,10 +1,9 @@
-"""What outlives a run's processes: its checkpoints, and the steps that earlier processes have done."""
+"""What outlives a run's processes: its checkpoints."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,52 +16,34 @@ from ptdbench.checkpoints.together import gathered
 from ptdbench.job import Job
 from ptdbench.problems import Problem, require
 from ptdbench.terminal import say
-from ptdbench.training import agreement
-from ptdbench.training.evaluation import Evaluation, Evaluator
+from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop
-
-
-@dataclass
-class History:
-    """The steps before those of this process.
-
-    Attributes:
-        series: What :data:`ptdbench.training.agreement.SERIES` names, for each of them.
-        segments: What each earlier start of the run has done; see :func:`ptdbench.training.agreement.segment`.
-        resumed_from: The checkpoint that this process began with.
-        warnings: Checkpoints that were passed over, and why.
-    """
-
-    series: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in agreement.SERIES})
-    segments: list[dict[str, Any]] = field(default_factory=list)
-    resumed_from: str | None = None
-    warnings: list[str] = field(default_factory=list)
-
-    def facts(self) -> dict[str, Any]:
-        """What of it goes into the next checkpoint."""
-        return {**self.series, "segments": self.segments}
+from ptdbench.training.recorder import Recorder
 
 
 class Keeper:
     """Begins a run where its last checkpoint ends, and makes the next ones.
 
     Attributes:
-        history: The steps before those of this process.
+        resumed_from: The checkpoint that this process began with.
 
     Args:
         job: The run.
         loop: Its step loop, before the first step.
         evaluator: What it finds is kept too.
+        recorder: Drains the steps before each save, so that a checkpoint and the series on the disk go together.
     """
 
-    def __init__(self, job: Job, loop: StepLoop, evaluator: Evaluator) -> None:
+    def __init__(self, job: Job, loop: StepLoop, evaluator: Evaluator, recorder: Recorder) -> None:
         self._job = job
         self._loop = loop
         self._evaluator = evaluator
+        self._recorder = recorder
         self._every = job.spec.config.checkpoint.every_steps
         self._saver: Saver | None = None
         self._saved = -1
-        self.history = History()
+        self._passed_over: list[str] = []
+        self.resumed_from: str | None = None
         if self._every:
             if job.world.rank == 0:
                 with suppress(OSError):  # a directory that cannot be written to is reported when it matters
@@ -78,29 +59,38 @@ class Keeper:
 
     @property
     def problems(self) -> list[str]:
-        """Checkpoints that could not be written, and why."""
-        return self._saver.problems if self._saver else []
+        """Checkpoints that were passed over or could not be written, and why."""
+        return [*self._passed_over, *(self._saver.problems if self._saver else [])]
 
     def resume(self) -> None:
         """Take the place of whoever was here before: of this run itself, else of the one that ``resume`` names.
 
+        Called in all ranks, before the first step.
+
         Raises:
             ConfigError: The run that ``resume`` names has no checkpoint that this one could begin with.
         """
+        if (found := self._search()) is None:
+            self._recorder.begin()
+        else:
+            self._begin_with(*found)
+
+    def _search(self) -> tuple[Found, dist.ProcessGroup] | None:
+        """The checkpoint to begin with, and a group of all ranks on the CPU."""
         named = self._job.spec.config.general.resume
         sources = [self._job.directory, *([Path(named)] if named else [])]
         if not any((source / shelf.FOLDER).exists() for source in sources):
-            return
+            return None
         group: Any = self._saver.group if self._saver else dist.new_group(backend="gloo")
         for source in sources:
             search = shelf.newest(source, group)
-            self.history.warnings += search.warnings
+            self._passed_over += search.warnings
             if self._job.world.rank == 0:
                 for warning in search.warnings:
                     say(f"warning: {warning}", sys.stderr)
             if search.found:
-                self._begin_with(search.found, group)
-                return
+                return search.found, group
+        return None
 
     def after_step(self, is_best: bool = False) -> None:
         """Between two steps: save if it is time to, or if the weights are the best so far."""
@@ -129,13 +119,13 @@ class Keeper:
             group=group,
         )
         self._loop.go_on(found.manifest.step, facts["scaler"])
-        self._saved = found.manifest.step if found.path.parent.parent == self._job.directory else -1
-        self.history.series = {name: [_number(value) for value in facts.get(name, [])] for name in agreement.SERIES}
-        self.history.segments = list(facts["segments"])
-        self.history.resumed_from = str(found.path)
-        self._evaluator.done = [Evaluation.of(fields) for fields in facts.get("evaluations", [])]
+        source = found.path.parent.parent
+        self._saved = found.manifest.step if source == self._job.directory else -1
+        self.resumed_from = str(found.path)
+        self._recorder.begin(found.manifest.step, source, facts)
+        self._evaluator.go_on(facts.get("evaluations", []))
         if self._saver and self._evaluator.best and self._saved >= 0:
-            self._saver.best = self._evaluator.best.step
+            self._saver.go_on(best=self._evaluator.best.step)
 
     def _same_data(self, found: Found, group: dist.ProcessGroup) -> Problem | None:
         """Samples are numbered: in data that have changed the same numbers are other samples."""
@@ -150,6 +140,7 @@ class Keeper:
         return self._job.training.data.identity if self._job.world.rank == 0 else None
 
     def _save(self, saver: Saver, is_best: bool = False) -> None:
+        self._recorder.drain()
         tensors = state.collect(
             self._loop.engine.module,
             self._loop.update.optimizer,
@@ -157,16 +148,11 @@ class Keeper:
             rank=self._job.world.rank,
             with_buffers=self._loop.replica == 0,
         )
-        agreed = agreement.reach(self._job, self._loop)
-        facts = agreement.joined(self.history.facts(), self._job, agreed) | {
+        facts = {
+            "segments": self._recorder.segments(),
             "scaler": self._loop.update.scaler_state(),
-            "evaluations": [evaluation.as_dict() for evaluation in self._evaluator.done],
+            "evaluations": self._evaluator.as_dicts(),
             "data": self._identity(),
         }
         saver.save(self._loop.done, tensors, self._job.spec.config.resolved["model"], facts, is_best)
         self._saved = self._loop.done
-
-
-def _number(value: float | None) -> float:
-    """JSON has no NaN: there it is null."""
-    return float("nan") if value is None else value

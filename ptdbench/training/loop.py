@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,27 @@ def collect_garbage() -> None:
     gc.freeze()
 
 
+@dataclass(frozen=True)
+class Steps:
+    """What one rank notes of steps that it has taken: of each one an item.
+
+    Attributes:
+        losses: This rank's share, on the device.
+        learning_rates: Of the first parameter group.
+        gradient_norms: Before clipping, on the device; empty where nothing is clipped.
+        wait_seconds: How long the step has waited for its batch.
+        memory_bytes: Memory in use after it.
+        seconds: How long it took.
+    """
+
+    losses: list[Tensor]
+    learning_rates: list[float]
+    gradient_norms: list[Tensor]
+    wait_seconds: list[float]
+    memory_bytes: list[int]
+    seconds: list[float]
+
+
 class StepLoop:
     """Trains step by step.
 
@@ -37,10 +59,9 @@ class StepLoop:
         replicas: The ranks that hold replicas of what this rank holds, if there are more.
         replica: This rank's number among them: which share of the batch is its own.
         first_step: Steps that were done before this loop: it goes on after a checkpoint.
-        losses: This rank's share of each step's loss, on the device: reading one waits for it.
-        memory_bytes: Memory in use after each step.
-        clock: Holds the steps' times.
-        remark: What a person who watches the steps should read beside the loss.
+        losses: This rank's share of each undrained step's loss, on the device: reading one waits for it.
+        memory_bytes: Memory in use after each undrained step.
+        clock: Holds the undrained steps' times.
 
     Args:
         engine: Turns a batch into gradients.
@@ -68,12 +89,17 @@ class StepLoop:
         self.clock = clock.for_device(device)
         self.losses: list[Tensor] = []
         self.memory_bytes: list[int] = []
-        self.remark = ""
+        self._drained = 0
+
+    @property
+    def taken(self) -> int:
+        """Steps that this loop has taken."""
+        return self._drained + len(self.losses)
 
     @property
     def done(self) -> int:
         """Steps of the run that are done, those before this loop included."""
-        return self.first_step + len(self.losses)
+        return self.first_step + self.taken
 
     def go_on(self, first_step: int, scaler: dict[str, Any]) -> None:
         """Begin after ``first_step`` steps, whose weights and optimizer state are in place."""
@@ -94,5 +120,23 @@ class StepLoop:
         self.clock.stop()
         self.losses.append(loss)
         self.memory_bytes.append(memory.current_bytes(self._device))
-        if len(self.losses) % COLLECT_EVERY == 0:
+        if self.taken % COLLECT_EVERY == 0:
             collect_garbage()
+
+    def drain(self) -> Steps:
+        """What this rank has noted of the steps since the last call; from now on nothing of it is held here."""
+        noted = Steps(
+            losses=list(self.losses),
+            learning_rates=list(self.update.learning_rates),
+            gradient_norms=list(self.update.gradient_norms),
+            wait_seconds=list(self.feed.wait_seconds),
+            memory_bytes=list(self.memory_bytes),
+            seconds=self.clock.seconds(),
+        )
+        self._drained += len(self.losses)
+        self.clock.forget()
+        self.update.forget()
+        self.feed.forget()
+        self.losses.clear()
+        self.memory_bytes.clear()
+        return noted

@@ -31,6 +31,7 @@ class Pulse:
     def __init__(self, job: Job, steps: int, knows: bool) -> None:
         per_sample = job.training.data.tokens_per_sample
         self._draws = job.world.rank == 0
+        self._loss: float | None = None
         self._knows, self._tells = knows, knows and not self._draws
         self._store = job.store
         now = time.perf_counter()
@@ -42,24 +43,35 @@ class Pulse:
             label=job.spec.label,
             now=now,
             stream=sys.stderr if self._draws else io.StringIO(),
-            directory=job.directory if self._draws and job.world.launcher != "local" else None,
+            directory=job.directory if self._draws and not job.world.started_by.has_parent else None,
         )
 
-    def beat(self, loop: StepLoop, steps: int) -> None:
-        """Between two steps, of which there will be ``steps``: show or tell what is known, if it is time to."""
+    def beat(self, loop: StepLoop, steps: int, remark: str = "") -> None:
+        """Between two steps, of which there will be ``steps``: show or tell what is known, if it is time to.
+
+        Args:
+            loop: Takes the steps.
+            steps: How many there will be.
+            remark: What a person who watches should read beside the loss.
+        """
         now, done = time.perf_counter(), loop.done
         at_end = done == steps
         if self._tells and (at_end or now >= self._next_told):
             self._next_told = now + _TELL_SECONDS
-            if (loss := _latest(loop)) is not None:
+            if (loss := self._latest(loop)) is not None:
                 self._store.set(_LAST_KEY if at_end else _KEY, str(loss))
         elif self._draws and (at_end or self._progress.due(now)):
             self._progress.total_steps = steps
-            self._progress.show(done, _latest(loop) if self._knows else self._told(at_end), now, loop.remark)
+            self._progress.show(done, self._latest(loop) if self._knows else self._told(at_end), now, remark)
 
     def close(self) -> None:
         """End the line."""
         self._progress.close()
+
+    def _latest(self, loop: StepLoop) -> float | None:
+        """The last loss that is known, which those before may be drained of."""
+        self._loss = self._loss if (loss := _finished(loop)) is None else loss
+        return self._loss
 
     def _told(self, at_end: bool) -> float | None:
         """The loss that the last stage has told."""
@@ -70,8 +82,8 @@ class Pulse:
         return float(self._store.get(key)) if key else None
 
 
-def _latest(loop: StepLoop) -> float | None:
-    """The loss of the latest step that the device has finished, without waiting for those in its queue."""
+def _finished(loop: StepLoop) -> float | None:
+    """The loss of the latest undrained step that the device has finished, without waiting for those in its queue."""
     known = next((step for step in reversed(range(len(loop.losses))) if loop.clock.over(step)), None)
     if known is None:
         return None

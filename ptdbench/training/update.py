@@ -21,8 +21,8 @@ class Update:
 
     Attributes:
         optimizer: Over the engine's parameters.
-        learning_rates: Of each step; of the first parameter group.
-        gradient_norms: Of each step, before clipping, on the device; empty where nothing is clipped.
+        learning_rates: Of each step that is not forgotten; of the first parameter group.
+        gradient_norms: Of each such step, before clipping, on the device; empty where nothing is clipped.
 
     Args:
         engine: Has the gradients.
@@ -67,6 +67,11 @@ class Update:
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad()
+
+    def forget(self) -> None:
+        """Forget the learning rates and gradient norms of the steps so far."""
+        self.learning_rates.clear()
+        self.gradient_norms.clear()
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within it the model has the average of its weights, where one is kept."""

@@ -16,15 +16,16 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ptdbench.job import Job, Outcome
+from ptdbench.launch.peers import gather
 from ptdbench.measure import soundness, topology
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.products import Shape
 from ptdbench.measure.soundness import Finding
 from ptdbench.problems import Problem, at_least, require
 from ptdbench.records.files import write_json
+from ptdbench.report import verdict
 from ptdbench.terminal import say
 from ptdbench.workloads import collectives, matmul, point_to_point
 from ptdbench.workloads.collectives import Collectives
@@ -63,6 +64,7 @@ class Check:
     attempts: int = 5
 
     trains = False
+    show = staticmethod(verdict.render)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what makes no sense anywhere."""
@@ -90,11 +92,11 @@ class Check:
             ArithmeticError: A sum, a product or a message is wrong, so that nothing here can be trusted.
         """
         hello = Hello()(job).fields["hello"]
-        facts: list[Figures] = gathered(job, _facts(job))
+        facts: list[Figures] = gather(_facts(job))
         products, slow_ranks, product_attempts = self._until_sound(lambda: self.products(job), _product_rates(job))
         links, slow_links, link_attempts = self._until_sound(lambda: self.messages(job), _link_rates(job, facts))
         together = collectives.measure(job, _short_collectives()) if job.world.size > 1 else None
-        warm: list[Figures] = gathered(job, _facts(job))  # what heat and load have done
+        warm: list[Figures] = gather(_facts(job))  # what heat and load have done
         findings = [
             *soundness.different_versions([of["environment"] for of in facts]),
             *_gpu_findings(job, facts, warm),
@@ -194,13 +196,6 @@ def _give_back(device: torch.device) -> None:
     else:
         with suppress(OSError, AttributeError):  # a C library of another kind than GNU's
             ctypes.CDLL(None).malloc_trim(0)
-
-
-def gathered(job: Job, value: Any) -> list[Any]:
-    """What every rank says, by rank."""
-    said: list[Any] = [None] * job.world.size
-    dist.all_gather_object(said, value)
-    return said
 
 
 def _facts(job: Job) -> Figures:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -16,7 +16,8 @@ from ptdbench.launch.world import World
 from ptdbench.measure import bandwidth, timing
 from ptdbench.measure.statistics import summary
 from ptdbench.measure.timing import Effort
-from ptdbench.problems import Problem, nearest, require, would_do
+from ptdbench.problems import Problem, nearest, require, try_these
+from ptdbench.report import messages
 
 MODES = ("blocking", "async")
 
@@ -47,7 +48,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Collectives:
+class Collectives(Effort):
     """Time collective operations; see ``conf/workload/collectives.yaml`` for what each option means."""
 
     ops: str | list[str] = "all"
@@ -59,13 +60,9 @@ class Collectives:
     modes: str | list[str] = "all"
     group: str | list[int] = "all"
     pipeline_size: int | Literal["auto"] = "auto"
-    seconds: float = 0.03
-    min_repetitions: int = 5
-    max_repetitions: int = 1000
-    warmup: int = 2
-    max_seconds: float = 1.0
 
     trains = False
+    show = staticmethod(messages.render_collectives)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what no ranks can make right."""
@@ -81,7 +78,7 @@ class Collectives:
         lacks = [name for name in lacking(backend, device_type) if self.ops != "all" and name in _listed(self.ops, ())]
         has = [name for name in OPERATIONS if name not in lacking(backend, device_type)]
         rule = f"{backend} cannot do this on a GPU's tensors: {', '.join(lacks)}"
-        remedy = f"would do: {', '.join(has)}, or backend=nccl"
+        remedy = f"try {', '.join(has)}, or backend=nccl"
         require(
             Problem("workload.ops", self.ops, rule, remedy) if lacks else None,
             *_group_problems(self.group, self.pipeline_size, world_size),
@@ -95,11 +92,6 @@ class Collectives:
             ConfigError: The messages do not fit into memory.
         """
         return Outcome({"collectives": measure(job, self)})
-
-    @property
-    def effort(self) -> Effort:
-        """How much is spent on one figure."""
-        return Effort(**{field.name: getattr(self, field.name) for field in fields(Effort)})
 
     def series(self, without: Sequence[str] = ()) -> Iterator[Series]:
         """All that is to be measured.
@@ -202,7 +194,7 @@ def _join(groups: Sequence[Sequence[int]], world: World) -> Group | None:
     return own
 
 
-_GROUPS = "would do: all, data, pipeline, or ranks as in [0,2]"
+_GROUPS = "try all, data, pipeline, or ranks as in [0,2]"
 
 
 def _stages(pipeline_size: int | Literal["auto"], world_size: int) -> int:
@@ -221,10 +213,10 @@ def _group_problems(
         if group != "all" and (stages < 1 or world_size % stages):
             rule = f"must divide the number of ranks, {world_size}"
             sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-            yield Problem("workload.pipeline_size", pipeline_size, rule, would_do(sizes))
+            yield Problem("workload.pipeline_size", pipeline_size, rule, try_these(sizes))
         elif group != "all" and len(groups_of(group, world_size, pipeline_size)[0]) < 2:
             rule = f"{world_size} ranks with {stages} in a pipeline leave one rank to each of these groups"
-            yield Problem("workload.group", group, rule, "would do: all, or another workload.pipeline_size")
+            yield Problem("workload.group", group, rule, "try all, or another workload.pipeline_size")
         return
     missing = [rank for rank in group if not isinstance(rank, int) or not 0 <= rank < world_size]
     if missing:
@@ -256,7 +248,7 @@ def _measure_series(
         size = operation.bytes(count, ranks, item)
         name = f"{series.name} of {size} bytes over ranks {own.ranks if own else []}"
         message = operation.prepare(place, count) if place else None
-        seconds, posted = _time(job, message, place, name, series.mode == "async", options.effort)
+        seconds, posted = _time(job, message, place, name, series.mode == "async", options)
         if not seconds:
             rule = f"{options.min_repetitions} repetitions would take more than workload.max_seconds"
             return rows, [{**asdict(series), "from_bytes": size, "reason": rule}]
@@ -324,9 +316,9 @@ def _unknown(option: str, asked: str | Sequence[str], known: Iterable[str]) -> l
     """A problem for each name that is not known, and one where there is none at all."""
     names = _listed(asked, known)
     if not names:
-        return [Problem(option, asked, "must name at least one", would_do(["all", *known]))]
+        return [Problem(option, asked, "must name at least one", try_these(["all", *known]))]
     return [
-        Problem(option, asked, f"there is no {name}", would_do(nearest(str(name), known) or ["all", *known]))
+        Problem(option, asked, f"there is no {name}", try_these(nearest(str(name), known) or ["all", *known]))
         for name in names
         if name not in known
     ]

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.address import meeting_point
+from ptdbench.report import roll_call
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Hello:
     """Show the ranks; it needs no model and no data."""
 
     trains = False
+    show = staticmethod(roll_call.render)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
         """Any ranks will do."""

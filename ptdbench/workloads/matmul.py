@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.job import Job, Outcome
+from ptdbench.launch.peers import gather
 from ptdbench.measure import ceiling, products, timing
 from ptdbench.measure.hardware import dense_peak, environment
 from ptdbench.measure.products import DTYPES, Shape
-from ptdbench.problems import Problem, require, would_do
+from ptdbench.problems import Problem, require, try_these
+from ptdbench.report import ceilings
 
 #: What is measured where nothing is said, by the type of the device: dtypes, and shapes that suit them.
 AUTO_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
@@ -45,6 +47,7 @@ class Matmul:
     seconds: float = 0.5
 
     trains = False
+    show = staticmethod(ceilings.render)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what no device can do."""
@@ -56,7 +59,7 @@ class Matmul:
         found = []
         if device_type == "cpu" and "tf32" in dtypes:
             rule = "TF32 is a format of GPUs"
-            found.append(Problem("workload.dtypes", self._typed(dtypes), rule, "would do: fp32, bf16, fp16"))
+            found.append(Problem("workload.dtypes", self._typed(dtypes), rule, "try fp32, bf16, fp16"))
         if device_type == "cpu":  # of a GPU's memory, and of what others leave of it, only its rank knows
             found += _too_large(shapes, dtypes, psutil.virtual_memory().total)
         require(*found)
@@ -87,7 +90,7 @@ class Matmul:
 
     def _wrong_dtypes(self) -> list[Problem]:
         if self.dtypes != "auto" and (not self.dtypes or set(map(str, self.dtypes)) - set(DTYPES)):
-            return [Problem("dtypes", self._typed(self.dtypes), "must be formats of products", would_do(DTYPES))]
+            return [Problem("dtypes", self._typed(self.dtypes), "must be formats of products", try_these(DTYPES))]
         return []
 
     @staticmethod
@@ -124,8 +127,7 @@ def measure(job: Job, shapes: Sequence[Shape], dtypes: Sequence[str], seconds: f
         "products": [_product(job, shape, dtype, seconds) for dtype in dtypes for shape in shapes],
         "copies": _copies(job, seconds) if copies else [],
     }
-    ranks: list[Figures] = [{}] * job.world.size
-    dist.all_gather_object(ranks, mine)
+    ranks: list[Figures] = gather(mine)
     found = _ceilings(ranks)
     return {"ranks": [{name: of[name] for name in of if name != "keys"} for of in ranks], "ceilings": found}
 
@@ -146,7 +148,7 @@ def known_ceiling(job: Job, dtype: str) -> tuple[float | None, str | None]:
         asked = job.spec.config.cluster.cpus_per_rank
         command += [] if asked == "auto" else [f"cluster.cpus_per_rank={asked}"]
     command += [] if dtype in AUTO_DTYPES[job.device.type] else [f"workload.dtypes=[{dtype}]"]
-    return None, f"no ceiling on record for {of}; would do: {' '.join(command)}"
+    return None, f"no ceiling on record for {of}; try {' '.join(command)}"
 
 
 def _product(job: Job, shape: Shape, dtype: str, seconds: float) -> Figures:

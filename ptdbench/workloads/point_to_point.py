@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from itertools import combinations, permutations
 from typing import Any
 
@@ -28,7 +28,7 @@ from ptdbench.measure import bandwidth, timing
 from ptdbench.measure.statistics import summary
 from ptdbench.measure.timing import Effort
 from ptdbench.problems import Problem, at_least, require
-from ptdbench.report import heat_map
+from ptdbench.report import heat_map, messages
 
 #: Bytes of the answer to a message.
 ANSWER = 8
@@ -41,7 +41,7 @@ _SIDE = {"cpu": 128, "cuda": 1024}
 
 
 @dataclass(frozen=True)
-class PointToPoint:
+class PointToPoint(Effort):
     """Time messages between pairs of ranks; see ``conf/workload/p2p.yaml`` for what each option means."""
 
     pairs: str = "all"
@@ -49,19 +49,15 @@ class PointToPoint:
     max_bytes: int = 2**26
     factor: int = 2
     overlap_bytes: list[int] = field(default_factory=lambda: [2**16, 2**20, 2**24])
-    seconds: float = 0.03
-    min_repetitions: int = 5
-    max_repetitions: int = 1000
-    warmup: int = 2
-    max_seconds: float = 1.0
 
     trains = False
+    show = staticmethod(messages.render_p2p)
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what no ranks can make right."""
         found = timing.problems(asdict(self))
         if self.pairs not in ("all", "ring"):
-            found.append(Problem("pairs", self.pairs, "there are no such pairs", "would do: all, ring"))
+            found.append(Problem("pairs", self.pairs, "there are no such pairs", "try all, ring"))
         for size in self.overlap_bytes:
             found += at_least(1, overlap_bytes=size)
         require(*found)
@@ -70,11 +66,11 @@ class PointToPoint:
         """Raises ConfigError for a single rank, and for a backend that cannot send."""
         found = []
         if world_size < 2:
-            remedy = "would do: cluster.ranks_per_node=2, or more nodes"
+            remedy = "try cluster.ranks_per_node=2, or more nodes"
             found.append(Problem("workload", "p2p", "a pair takes two ranks, and there is one", remedy))
         if (backend, device_type) == ("gloo", "cuda"):
             rule = "gloo cannot send a GPU's tensors"
-            found.append(Problem("backend", backend, rule, "would do: backend=nccl, or device=cpu"))
+            found.append(Problem("backend", backend, rule, "try backend=nccl, or device=cpu"))
         require(*found)
 
     def __call__(self, job: Job) -> Outcome:
@@ -87,11 +83,6 @@ class PointToPoint:
         found = measure(job, self)
         figures = {"p2p": heat_map.draw(found, job.world.size)} if job.world.rank == 0 else {}
         return Outcome({"p2p": found}, figures)
-
-    @property
-    def effort(self) -> Effort:
-        """How much is spent on one figure."""
-        return Effort(**{field.name: getattr(self, field.name) for field in fields(Effort)})
 
 
 def measure(job: Job, options: PointToPoint) -> dict[str, Any]:
@@ -172,7 +163,7 @@ def _both(job: Job, options: PointToPoint, pair: tuple[int, int], cut: list[dict
     for size in timing.sizes(options.min_bytes, options.max_bytes, options.factor):
         job.watchdog.alive()
         exchange = _Exchange.of(job, pair, size)
-        seconds = timing.repeat(exchange.run if exchange else None, job.device, options.effort)
+        seconds = timing.repeat(exchange.run if exchange else None, job.device, options)
         if exchange:
             exchange.verify()
         if not seconds:
@@ -189,14 +180,14 @@ def _overlap(
     """How much of an exchange hides behind a computation, or the other way round."""
     job.watchdog.alive()
     exchange = _Exchange.of(job, pair, size)
-    alone = timing.repeat(exchange.run if exchange else None, job.device, options.effort)
+    alone = timing.repeat(exchange.run if exchange else None, job.device, options)
     if not alone:
         cut.append({"ranks": list(pair), "from_bytes": size, "reason": f"overlap: {_too_long(options)}"})
         return
     compute = _computation(job, options, exchange is not None, summary(alone)["median"])
     together = functools.partial(exchange.run, compute) if exchange else None
     steps = [exchange.run if exchange else None, compute, together]
-    seconds = timing.repeat_in_turns(steps, job.device, options.effort)
+    seconds = timing.repeat_in_turns(steps, job.device, options)
     if exchange:
         exchange.verify()
     if seconds[0]:
@@ -225,7 +216,7 @@ def _round_trips(job: Job, options: PointToPoint, source: int, target: int, size
     """Seconds of each round trip of a message and its answer, by the clock of ``source``."""
     rank, device = job.world.rank, job.device
     if rank not in (source, target):
-        return timing.repeat(None, device, options.effort)
+        return timing.repeat(None, device, options)
     data, answer = (torch.zeros(count, dtype=torch.uint8, device=device) for count in (size, ANSWER))
     _verify_one_way(data, source, target, rank)
 
@@ -237,7 +228,7 @@ def _round_trips(job: Job, options: PointToPoint, source: int, target: int, size
         dist.recv(data, source)
         dist.send(answer, source)
 
-    seconds = timing.repeat(send if rank == source else receive, device, options.effort)
+    seconds = timing.repeat(send if rank == source else receive, device, options)
     _verify_one_way(data, source, target, rank)
     return seconds
 
@@ -302,6 +293,6 @@ def _computation(job: Job, options: PointToPoint, takes_part: bool, seconds: flo
         for _ in range(times):
             torch.mm(left, right, out=product)
 
-    once = timing.repeat(functools.partial(multiply, 1) if takes_part else None, job.device, options.effort)
+    once = timing.repeat(functools.partial(multiply, 1) if takes_part else None, job.device, options)
     times = max(1, round(seconds / summary(once)["median"]))
     return functools.partial(multiply, times) if takes_part else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,11 +21,11 @@ from ptdbench.parallel.dims import Mesh
 from ptdbench.problems import Problem, require
 from ptdbench.report import samples
 from ptdbench.training import agreement
-from ptdbench.training.curves import Curves
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.keeper import Keeper
 from ptdbench.training.loop import StepLoop, collect_garbage
 from ptdbench.training.pulse import Pulse
+from ptdbench.training.recorder import Recorder
 from ptdbench.training.update import Update
 from ptdbench.workloads.check import preliminary, with_check
 
@@ -48,30 +48,32 @@ class Train:
             checked = preliminary(job)
         loop = assemble(job)
         evaluator = Evaluator(job, loop)
-        keeper = Keeper(job, loop, evaluator)
+        recorder = Recorder(job, loop)
+        keeper = Keeper(job, loop, evaluator, recorder)
         keeper.resume()
-        if keeper.saves or keeper.history.resumed_from:
+        if keeper.saves or keeper.resumed_from:
             loop.rehearse()
         job.watch.lap("build")
-        curves = Curves(job, loop, keeper.history, evaluator)
         stopped = None
-        with Brake() if keeper.saves else nullcontext() as brake, closing(steps(job, loop)) as advance:
+        advancing = steps(job, loop, lambda: evaluator.remark)
+        with Brake() if keeper.saves else nullcontext() as brake, closing(advancing) as advance:
             for _ in advance:
-                if evaluator.due():
-                    evaluator()
-                    curves.show()
+                evaluations = [evaluator().as_dict()] if evaluator.due() else []
+                if evaluations or recorder.due:
+                    recorder.show(evaluations)
                 keeper.after_step(evaluator.is_best)
-                if brake and (stopped := brake.pressed(len(loop.losses))):
+                if brake and (stopped := brake.pressed(loop.taken)):
                     break
             if not stopped and evaluator.due(at_end=True):
                 evaluator()
                 keeper.after_step(evaluator.is_best)
             keeper.finish()
-        outcome = _outcome(job, loop, keeper, evaluator, stopped)
-        return with_check(replace(outcome, shown=curves.close()), checked)
+        return with_check(_outcome(job, loop, keeper, evaluator, recorder, stopped), checked)
 
 
-def _outcome(job: Job, loop: StepLoop, keeper: Keeper, evaluator: Evaluator, stopped: str | None) -> Outcome:
+def _outcome(
+    job: Job, loop: StepLoop, keeper: Keeper, evaluator: Evaluator, recorder: Recorder, stopped: str | None
+) -> Outcome:
     """What came of it, and why there is no more."""
     asked = job.spec.config.train
     remarks: dict[str, Any] = {}
@@ -80,17 +82,13 @@ def _outcome(job: Job, loop: StepLoop, keeper: Keeper, evaluator: Evaluator, sto
         remarks["cut_short"] = f"{loop.done} of {asked.steps} steps: more would exceed {limit}"
         if not isinstance(job.training.schedule, Constant):
             remarks["cut_short"] += "; the learning rate was on its way through all of them"
-    history = keeper.history
-    if history.resumed_from:
-        remarks["resumed"] = f"after step {loop.first_step}, from {history.resumed_from}"
-    if notes := [*history.warnings, *keeper.problems]:
+    if keeper.resumed_from:
+        remarks["resumed"] = f"after step {loop.first_step}, from {keeper.resumed_from}"
+    if notes := [*keeper.problems, *recorder.warnings]:
         remarks["checkpoints"] = notes
-    found = agreement.outcome(job, agreement.reach(job, loop), history.facts(), remarks)
-    found = replace(
-        found,
-        fields={**found.fields, "evaluations": [one.as_dict() for one in evaluator.done]},
-        figures=_first_inputs(job),
-    )
+    found = agreement.outcome(job, recorder, remarks)
+    fields = {**found.fields, "evaluations": evaluator.as_dicts()}
+    found = replace(found, fields=fields, figures=_first_inputs(job))
     return replace(found, stopped=f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None)
 
 
@@ -136,13 +134,18 @@ def _nothing_held_out(job: Job) -> Problem | None:
     if every is None or job.training.data.held_out is not None:
         return None
     rule = f"data={job.spec.config.call('data').name} keeps nothing from training"
-    return Problem("eval.every", every, rule, "would do: null, or data with a part that is held out")
+    return Problem("eval.every", every, rule, "try null, or data with a part that is held out")
 
 
-def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:
+def steps(job: Job, loop: StepLoop, remark: Callable[[], str] = lambda: "") -> Generator[int, None, None]:
     """Step after step, with everything that a run does between them; yields after each how many are done.
 
     The garbage collector is off until the iterator ends or is closed.
+
+    Args:
+        job: The run.
+        loop: Takes the steps.
+        remark: What a person who watches the steps should read beside the loss.
     """
     memory.reset_peak(job.device)
     wanted = job.spec.config.train.steps
@@ -152,13 +155,13 @@ def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:
     try:
         while loop.done < wanted:
             loop.step()
-            if len(loop.losses) == 1:
+            if loop.taken == 1:
                 _wait_for(job.device)
                 job.watch.lap("first_step")
-            if len(loop.losses) == PROBE_STEPS:
+            if loop.taken == PROBE_STEPS:
                 wanted = _affordable(job, loop)
             job.watchdog.beat(loop.done)
-            pulse.beat(loop, wanted)
+            pulse.beat(loop, wanted, remark())
             yield loop.done
     finally:
         gc.enable()
@@ -168,7 +171,7 @@ def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:
 
 
 def _affordable(job: Job, loop: StepLoop) -> int:
-    """How many steps ``train.max_minutes`` leaves; every rank comes to the same number."""
+    """How many steps ``train.max_minutes`` leaves, judged by the fastest undrained one; the same on every rank."""
     asked = job.spec.config.train
     if asked.max_minutes is None:
         return asked.steps

@@ -259,7 +259,7 @@ def test_random_generators_go_on_on_as_many_ranks_and_are_left_alone_on_others(t
         assert torch.equal(drawn, fresh)
 
 
-class Normalised(nn.Module):
+class Normalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
@@ -272,7 +272,7 @@ class Normalised(nn.Module):
 def buffers(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
     """The averages of this rank before they are saved, and after they are loaded."""
     rank = dist.get_rank()
-    module = Normalised()
+    module = Normalized()
     replica = DistributedDataParallel(module, broadcast_buffers=False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     replica(torch.full((2, 4), float(rank)) + torch.arange(8).reshape(2, 4)).backward()

@@ -17,6 +17,7 @@ from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests
 from tests.conftest import ROOT, composed
 from tests.data import tiny_tokenizer
+from tests.shown import PAGES, commands
 
 CONF = ROOT / "conf"
 FILES = sorted(CONF.glob("[!h]*/*.yaml"))  # Hydra's own folder is looked at below
@@ -43,13 +44,7 @@ def identity(path: Path) -> str:
     return f"{path.parent.name}/{path.stem}"
 
 
-def commands(text: str) -> list[str]:
-    """What follows ``train.py`` in the command lines that a text shows, without the remarks beside them."""
-    found = re.findall(r"^#?\s*(?:(?:(?:srun|mpirun) .*)?python|torchrun .*) train\.py(.*)$", text, re.MULTILINE)
-    return [re.split(r"\s{2,}|\s#", line)[0].strip() for line in found if not re.search(r"[\[<]", line)]
-
-
-TEXTS = [path.read_text() for path in CONF.glob("**/*.yaml")]
+TEXTS = [path.read_text() for path in [*CONF.glob("**/*.yaml"), *PAGES]]
 SHOWN = sorted({command for text in TEXTS for command in commands(text)})
 
 

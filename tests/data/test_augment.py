@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ptdbench.data.augment import empty, normalised, shifted
+from ptdbench.data.augment import empty, normalized, shifted
 
 MEAN = (0.1, 0.5, 0.7)
 STD = (0.2, 0.25, 0.5)
@@ -79,12 +79,12 @@ def test_the_images_that_are_given_are_not_written_to():
     images = pictures(20)
     images.setflags(write=False)
     shifted(images, seed=0, start=0, padding=1, flip=True)
-    normalised(shifted(images, seed=0, start=0, padding=0, flip=True), MEAN, STD)
+    normalized(shifted(images, seed=0, start=0, padding=0, flip=True), MEAN, STD)
 
 
 def test_no_images_are_no_images():
     assert shifted(pictures(0), seed=0, start=5, padding=1, flip=True).shape == (0, 6, 5, 3)
-    assert normalised(pictures(0), MEAN, STD).shape == (0, 3, 6, 5)
+    assert normalized(pictures(0), MEAN, STD).shape == (0, 3, 6, 5)
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -92,7 +92,7 @@ def test_bytes_become_what_torchvision_makes_of_them(channels_last):
     from torchvision.transforms.v2.functional import normalize
 
     images = pictures(4)
-    found = normalised(images, MEAN, STD, channels_last=channels_last)
+    found = normalized(images, MEAN, STD, channels_last=channels_last)
     planes = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
     torch.testing.assert_close(found, normalize(planes, list(MEAN), list(STD)), rtol=1e-6, atol=1e-6)
     assert found.dtype == torch.float32
@@ -102,7 +102,7 @@ def test_bytes_become_what_torchvision_makes_of_them(channels_last):
 
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_the_empty_image_has_the_form_of_a_real_one(channels_last):
-    real = normalised(pictures(1, 8, 8), MEAN, STD, channels_last=channels_last)
+    real = normalized(pictures(1, 8, 8), MEAN, STD, channels_last=channels_last)
     example = empty(8, channels_last=channels_last)
     assert example.is_meta
     assert (example.shape, example.dtype, example.stride()) == (real.shape, real.dtype, real.stride())
@@ -111,5 +111,5 @@ def test_the_empty_image_has_the_form_of_a_real_one(channels_last):
 def test_a_convolution_takes_both_layouts():
     images = pictures(3, 8, 8)
     weight = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
-    one, other = (F.conv2d(normalised(images, MEAN, STD, channels_last=layout), weight) for layout in (True, False))
+    one, other = (F.conv2d(normalized(images, MEAN, STD, channels_last=layout), weight) for layout in (True, False))
     torch.testing.assert_close(one, other)

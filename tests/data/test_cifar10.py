@@ -127,7 +127,7 @@ class TestOptions:
     def test_all_bad_ones_are_reported_at_once(self):
         problems = refusals(seed=-1, padding=-1, classes=1000, image_size=224)
         assert [p.option for p in problems] == ["seed", "padding", "root", "classes", "image_size"]
-        assert [p.remedy for p in problems[3:]] == ["would do: model.classes=10", "would do: model.image_size=32"]
+        assert [p.remedy for p in problems[3:]] == ["try model.classes=10", "try model.image_size=32"]
 
     @pytest.mark.parametrize("root", [None, "nowhere/at/all", __file__])
     def test_without_a_folder_it_says_what_to_do(self, root):

@@ -39,7 +39,7 @@ def test_training_and_held_out_images_are_all_that_scikit_learn_has():
     )
 
 
-def test_training_images_are_normalised():
+def test_training_images_are_normalized():
     images, _ = Digits(seed=0, shift=0).samples(0, EPOCH)
     assert abs(images.mean()) < 0.01
     assert abs(images.std() - 1) < 0.01
@@ -115,7 +115,7 @@ def test_the_least_and_the_most_will_do(held_out):
 def test_the_model_must_be_made_for_them(option, value, own):
     (problem,) = refusals(**{option: value})
     assert str(problem) == (
-        f"{option}={value}: the model's must be that of these images, {own}; would do: model.{option}={own}"
+        f"{option}={value}: the model's must be that of these images, {own}; try model.{option}={own}"
     )
 
 

@@ -18,14 +18,14 @@ STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 @pytest.fixture(scope="module")
 def collection(tmp_path_factory):
-    """Three classes, of which each has a main colour: 6 images of each to train on and 2 that are held out."""
+    """Three classes, of which each has a main color: 6 images of each to train on and 2 that are held out."""
     root = tmp_path_factory.mktemp("collection")
     rng = np.random.default_rng(0)
     for part, count in (("train", 6), ("val", 2)):
-        for name, colour in COLOURS.items():
+        for name, color in COLOURS.items():
             (root / part / name).mkdir(parents=True)
             for number in range(count):
-                pixels = np.clip(rng.normal(colour, 20, (40 + number, 60, 3)), 0, 255).astype(np.uint8)
+                pixels = np.clip(rng.normal(color, 20, (40 + number, 60, 3)), 0, 255).astype(np.uint8)
                 Image.fromarray(pixels).save(root / part / name / f"{number}.png")
     return root
 
@@ -190,7 +190,7 @@ class TestOptions:
             (problem,) = refusals(root=root)
             assert (problem.option, problem.value) == ("root", root)
             assert rule in problem.rule
-            assert problem.remedy == "would do: data.root=FOLDER with train/CLASS/IMAGE.jpg in it"
+            assert problem.remedy == "try data.root=FOLDER with train/CLASS/IMAGE.jpg in it"
 
     def test_a_constructor_is_light(self, tmp_path):
         (tmp_path / "train").mkdir()
@@ -215,7 +215,7 @@ class TestOptions:
         problem = refused_at_prepare(images(collection, classes=classes))
         assert (problem.option, problem.value) == ("classes", classes)
         assert f"{collection / 'train'} has 3 folders" in problem.rule
-        assert problem.remedy == "would do: model.classes=3"
+        assert problem.remedy == "try model.classes=3"
 
     def test_held_out_classes_must_be_those_that_are_trained(self, root):
         (root / "val" / "dog").rename(root / "val" / "cod")

@@ -38,7 +38,7 @@ def test_tokens_are_uniform_over_the_vocabulary():
     assert (counts - 9990).abs().max() < 5 * 95
 
 
-def test_images_look_normalised_and_keep_their_labels():
+def test_images_look_normalized_and_keep_their_labels():
     pictures, labels = images().samples(0, 200)
     assert pictures.shape == (200, 3, 16, 16)
     assert (pictures.dtype, labels.dtype) == (torch.float32, torch.int64)

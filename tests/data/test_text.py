@@ -157,7 +157,7 @@ def test_a_share_is_a_number_from_0_to_below_1(share):
 def test_a_missing_path_names_what_may_have_been_meant(file):
     (problem,) = refusals(path=str(file.with_name("bok.txt")))
     assert problem.option == "path"
-    assert problem.remedy == f"would do: {file}"
+    assert problem.remedy == f"try {file}"
 
 
 def test_a_path_below_a_missing_folder_is_refused(tmp_path):
@@ -174,7 +174,7 @@ def test_a_text_shorter_than_a_sample_is_refused_at_prepare(tmp_path, cache):
     file = tmp_path / "short.txt"
     file.write_bytes(b"abcd")
     problem = refused_at_prepare(text(file, sequence_length=5))
-    assert (problem.option, problem.value, problem.remedy) == ("sequence_length", 5, "would do: 4")
+    assert (problem.option, problem.value, problem.remedy) == ("sequence_length", 5, "try 4")
     assert refused_at_prepare(text(file, sequence_length=5)) == problem, "also where its tokens are there"
     assert not list(cache.glob("*.partial"))
     text(file, sequence_length=4).prepare()
@@ -241,7 +241,7 @@ class TestTokenizer:
         (problem,) = refusals(vocabulary=999, tokenizer=str(path))
         assert (problem.option, problem.value) == ("vocabulary", 999)
         assert "1000 tokens" in problem.rule
-        assert problem.remedy == "would do: model.vocabulary=1024"
+        assert problem.remedy == "try model.vocabulary=1024"
         Text(sequence_length=16, vocabulary=1000, seed=3, tokenizer=str(path))
 
     @pytest.mark.parametrize("vocabulary", [0, None, 2.5])
@@ -259,7 +259,7 @@ class TestTokenizer:
 
     def test_a_second_object_maps_the_file_of_the_first(self, counting, numbers, monkeypatch):
         first = text(counting, tokenizer=numbers, sequence_length=3).samples(0, 4)
-        monkeypatch.setattr(Tokenizer, "pieces", lambda *_: pytest.fail("tokenised again"))
+        monkeypatch.setattr(Tokenizer, "pieces", lambda *_: pytest.fail("tokenized again"))
         second = text(counting, tokenizer=numbers, sequence_length=2, vocabulary=1024, seed=0)
         second.prepare()
         assert torch.equal(text(counting, tokenizer=numbers, sequence_length=3).samples(0, 4)[0], first[0])
@@ -273,7 +273,7 @@ class TestTokenizer:
         assert after[0].tolist() == [[11, 12, 13, 12]]
         assert len(list(cache.glob("*.tokens"))) == 2
 
-    def test_a_touched_text_is_tokenised_anew(self, counting, numbers, cache):
+    def test_a_touched_text_is_tokenized_anew(self, counting, numbers, cache):
         text(counting, tokenizer=numbers, sequence_length=3).prepare()
         os.utime(counting, ns=(1, 1))
         text(counting, tokenizer=numbers, sequence_length=3).prepare()
@@ -295,7 +295,7 @@ class TestTokenizer:
         assert (problem.option, problem.rule) == ("path", "there is no text in it")
         assert [path.suffix for path in cache.iterdir()] == [".lock"]
 
-    def test_of_processes_that_come_at_once_one_tokenises(self, counting, numbers, tmp_path):
+    def test_of_processes_that_come_at_once_one_tokenizes(self, counting, numbers, tmp_path):
         context = multiprocessing.get_context("fork")  # others import torch anew
         log = tmp_path / "log"
         arguments = (counting, numbers, context.Barrier(2), log, context.Event())
@@ -309,7 +309,7 @@ class TestTokenizer:
 
 
 def prepare_logging(path, numbers, together, log, never):
-    """Prepare a text together with others, and note who tokenises it."""
+    """Prepare a text together with others, and note who tokenizes it."""
     pieces = Tokenizer.pieces
 
     def logging(self, documents, name):
@@ -384,11 +384,11 @@ class TestHeldOut:
         problem = refused_at_prepare(text(folder, held_out=1e-9, sequence_length=12))
         assert (problem.option, problem.value) == ("held_out", 1e-9)
         assert "12 tokens" in problem.rule
-        assert problem.remedy == "would do: a larger share, sequence_length=11"
+        assert problem.remedy == "try a larger share, sequence_length=11"
 
     def test_what_is_left_to_train_on_may_be_too_short(self, folder):
         problem = refused_at_prepare(text(folder, held_out=1 - 1e-9, sequence_length=12))
-        assert (problem.option, problem.remedy) == ("sequence_length", "would do: 11")
+        assert (problem.option, problem.remedy) == ("sequence_length", "try 11")
         assert problem.rule.startswith("what is not held out has 12 tokens")
 
     def test_a_single_document_is_refused(self, file, cache):

@@ -88,7 +88,7 @@ def test_long_documents_arrive_whole_in_whatever_pieces(tmp_path, corpus, monkey
     assert decode(tokens.tolist(), skip_special_tokens=False) == f"{RHYME}<|endoftext|>{RHYME[:20]}<|endoftext|>"
 
 
-def test_what_fits_a_block_is_tokenised_as_the_library_does_it(tmp_path, corpus):
+def test_what_fits_a_block_is_tokenized_as_the_library_does_it(tmp_path, corpus):
     path = tiny_tokenizer.pairs(tmp_path / "t.json", RHYME)
     expected = tokenizers.Tokenizer.from_file(str(path)).encode(RHYME).ids
     assert tokens_of(path, corpus(RHYME)).tolist() == [*expected, 0]
@@ -126,7 +126,7 @@ def test_for_a_folder_the_file_in_it_is_named(tmp_path):
     assert refused(tmp_path).remedy == ""
     tiny_tokenizer.words(tmp_path / "tokenizer.json", NUMBERS)
     problem = refused(tmp_path)
-    assert (problem.rule, problem.remedy) == ("is a folder", f"would do: {tmp_path / 'tokenizer.json'}")
+    assert (problem.rule, problem.remedy) == ("is a folder", f"try {tmp_path / 'tokenizer.json'}")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"no JSON", json.dumps({"model_type": "gpt2"}).encode()])
@@ -143,46 +143,46 @@ class Terminal(io.StringIO):
 
 class TestTelling:
     @pytest.fixture
-    def tokenise(self, tmp_path, corpus):
+    def tokenize(self, tmp_path, corpus):
         path = tiny_tokenizer.words(tmp_path / "t.json", NUMBERS)
         documents = corpus("one " * 1000, "two " * 500)  # 6,000 bytes
         return lambda: list(Tokenizer(path).pieces(documents, "numbers"))
 
-    def test_says_nothing_of_a_small_text(self, tokenise, capsys):
-        tokenise()
+    def test_says_nothing_of_a_small_text(self, tokenize, capsys):
+        tokenize()
         assert capsys.readouterr() == ("", "")
 
-    def test_says_in_two_lines_what_it_does_where_lines_stay(self, tokenise, monkeypatch, capsys):
+    def test_says_in_two_lines_what_it_does_where_lines_stay(self, tokenize, monkeypatch, capsys):
         monkeypatch.setattr("ptdbench.data.tokenize._WORTH_TELLING", 6000)
-        tokenise()
+        tokenize()
         out, err = capsys.readouterr()
         first, last = err.splitlines()
-        assert first == "tokenising numbers (0 MB)"
-        assert last.startswith("tokenised numbers in ")
+        assert first == "tokenizing numbers (0 MB)"
+        assert last.startswith("tokenized numbers in ")
         assert "MB/s" in last
         assert out == ""
 
-    def test_says_nothing_of_an_end_that_did_not_come(self, tokenise, monkeypatch, capsys):
+    def test_says_nothing_of_an_end_that_did_not_come(self, tokenize, monkeypatch, capsys):
         monkeypatch.setattr("ptdbench.data.tokenize._WORTH_TELLING", 0)
         monkeypatch.setattr(Tokenizer, "_tokens", lambda self, batch: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            tokenise()
-        assert "tokenised" not in capsys.readouterr().err
+            tokenize()
+        assert "tokenized" not in capsys.readouterr().err
 
-    def test_draws_a_bar_on_a_terminal(self, tokenise, monkeypatch):
+    def test_draws_a_bar_on_a_terminal(self, tokenize, monkeypatch):
         monkeypatch.setattr("ptdbench.data.tokenize._WORTH_TELLING", 0)
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv("COLUMNS", "120")
         monkeypatch.setattr(sys, "stderr", Terminal())
-        tokenise()
+        tokenize()
         drawn = sys.stderr.getvalue()
-        assert "tokenising numbers" in drawn
+        assert "tokenizing numbers" in drawn
         assert "6.0/6.0 kB" in drawn, "every byte of both documents"
-        assert "tokenised" not in drawn
+        assert "tokenized" not in drawn
 
-    def test_goes_on_where_nobody_can_listen(self, tokenise, monkeypatch):
+    def test_goes_on_where_nobody_can_listen(self, tokenize, monkeypatch):
         monkeypatch.setattr("ptdbench.data.tokenize._WORTH_TELLING", 0)
         closed = io.StringIO()
         closed.close()
         monkeypatch.setattr(sys, "stderr", closed)
-        assert sum(len(piece.tokens) for piece in tokenise()) == 1500
+        assert sum(len(piece.tokens) for piece in tokenize()) == 1500

@@ -239,8 +239,8 @@ class TestRealSlurm:
             assert (found[alone][None].id, found[array][2].id) == (job, f"{elements}_2")
             assert found[array][1].state == "PENDING"
         finally:
-            cancelled = commands.cancel_named([alone, array, "ptdbench-nobody"])
-        assert set(cancelled) == {job, *(f"{elements}_{number}" for number in range(3))}
+            canceled = commands.cancel_named([alone, array, "ptdbench-nobody"])
+        assert set(canceled) == {job, *(f"{elements}_{number}" for number in range(3))}
         assert {when(identity, lambda state: state.is_over).state for identity in (job, f"{elements}_1")} == {
             "CANCELLED"
         }
@@ -249,7 +249,7 @@ class TestRealSlurm:
         for name, value in {"SBATCH_PARTITION": "nope", "SBATCH_ARRAY_INX": "0-5", "SLURM_NNODES": "7"}.items():
             monkeypatch.setenv(name, value)
         assert "in partition debug" in commands.test(script(nodes=1))
-        assert commands.unheeded({"SBATCH_PARTITION": "nope", "SBATCH_WCKEY": "x", "SLURM_CONF": "y"}) == [
+        assert commands.ignored_variables({"SBATCH_PARTITION": "nope", "SBATCH_WCKEY": "x", "SLURM_CONF": "y"}) == [
             "SBATCH_PARTITION=nope"
         ]
 
@@ -268,7 +268,7 @@ class TestRealSlurm:
         assert set(commands.queue([array])) == {f"{array}_0", f"{array}_1"}
         assert set(commands.queue([f"{array}_1"])) == {f"{array}_1"}
 
-    def test_a_held_job_waits_and_a_cancelled_one_is_over(self, submit):
+    def test_a_held_job_waits_and_a_canceled_one_is_over(self, submit):
         job = submit("true", "--hold")
         assert commands.queue([job]) == {job: JobState(job, "PENDING", 0, "", "JobHeldUser")}
         commands.cancel([job])

@@ -30,6 +30,11 @@ def test_only_what_lies_between_start_and_stop_counts(wall):
         host.stop()
         wall.now += outside
     assert host.seconds() == [2.0, 0.25]
+    host.forget()
+    host.start()
+    wall.now += 1.0
+    host.stop()
+    assert host.seconds() == [1.0]
 
 
 def test_a_step_is_over_when_it_was_stopped(wall):

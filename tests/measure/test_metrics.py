@@ -4,9 +4,9 @@ import pytest
 
 from ptdbench.measure.metrics import Measurement, metrics
 
-# Two ranks, the first step slow; then the slower rank takes 0.5, 0.25, 0.25, 1.0 s: 2.0 s in all.
+# Two ranks, the first step slow; the others take 2.0 s in all.
 MEASURED = Measurement(
-    rank_step_seconds=[[9.0, 0.5, 0.2, 0.25, 0.1], [8.0, 0.3, 0.25, 0.25, 1.0]],
+    step_seconds=[9.0, 0.5, 0.25, 0.25, 1.0],
     samples_per_step=16,
     tokens_per_sample=128,
     flops_per_sample=3e12,
@@ -14,7 +14,7 @@ MEASURED = Measurement(
     world_size=2,
     device_name="NVIDIA A100-SXM4-80GB",
     dtype="bf16",
-    peak_memory_bytes=[100, 300],
+    peak_memory_bytes=300,
     first_step_seconds=9.5,
     startup_seconds={"launch": 1.0},
     minimum_warmup=1,
@@ -39,7 +39,7 @@ def test_figures_by_hand():
 
 
 def test_throughput_is_not_a_mean_of_rates():
-    uneven = replace(MEASURED, rank_step_seconds=[[1.0, 9.0, 1.0, 9.0]], world_size=1, minimum_warmup=0)
+    uneven = replace(MEASURED, step_seconds=[1.0, 9.0, 1.0, 9.0], world_size=1, minimum_warmup=0)
     warmup_steps, found = metrics(uneven)
     assert warmup_steps == 0
     assert found["samples_per_second"] == pytest.approx(4 * 16 / 20.0)
@@ -60,7 +60,7 @@ def test_images_have_no_tokens():
         ({"dtype": "fp64"}, "fp64"),
         ({"flops_per_sample": None, "flops_reason": "a model of one's own"}, "a model of one's own"),
         ({"flops_per_sample": None}, "states no FLOPs"),
-        ({"rank_step_seconds": [[], []]}, "no step"),
+        ({"step_seconds": []}, "no step"),
     ],
 )
 def test_mfu_is_null_with_its_reason(change, reason):
@@ -70,17 +70,12 @@ def test_mfu_is_null_with_its_reason(change, reason):
 
 
 def test_a_run_without_a_step_has_all_names_and_no_rates():
-    warmup_steps, found = metrics(replace(MEASURED, rank_step_seconds=[], peak_memory_bytes=[]))
+    warmup_steps, found = metrics(replace(MEASURED, step_seconds=[], peak_memory_bytes=None))
     assert warmup_steps == 0
     assert set(found) == set(metrics(MEASURED)[1])
     assert found["samples_per_second"] is None
     assert found["peak_memory_bytes"] is None
     assert found["step_seconds"]["median"] is None
-
-
-def test_steps_that_only_some_ranks_finished_are_left_out():
-    cut = replace(MEASURED, rank_step_seconds=[[1.0, 1.0, 1.0], [2.0, 2.0]], minimum_warmup=0)
-    assert metrics(cut)[1]["samples_per_second"] == pytest.approx(8)
 
 
 def test_the_share_of_the_ceiling_by_hand():

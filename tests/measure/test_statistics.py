@@ -5,7 +5,8 @@ import statistics
 
 import pytest
 
-from ptdbench.measure.statistics import median_interval, median_of_ratios, paired_ratio, summary, warmup_end
+from benchmarks.ratio import median_of_ratios, paired_ratio
+from ptdbench.measure.statistics import median_interval, summary, warmup_end
 
 
 def mser_by_definition(values: list[float]) -> int:

@@ -133,7 +133,7 @@ def test_all_problems_of_the_options_come_at_once():
         "layers=0: must be a whole number of at least 1",
         "sequence_length=long: must be a whole number of at least 1",
         "vocabulary=1: must be a whole number of at least 2",
-        "heads=5: must divide width=32; would do: 2, 4, 8",
+        "heads=5: must divide width=32; try 2, 4, 8",
     ]
 
 

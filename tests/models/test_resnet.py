@@ -64,7 +64,7 @@ def test_all_problems_of_the_options_come_at_once():
     with pytest.raises(ConfigError) as error:
         ResNet(depth=51, classes=1, image_size=16)
     assert str(error.value).splitlines() == [
-        "depth=51: is not the depth of a ResNet; would do: 18, 34, 50, 101, 152",
+        "depth=51: is not the depth of a ResNet; try 18, 34, 50, 101, 152",
         "classes=1: must be a whole number of at least 2",
         "image_size=16: must be a whole number of at least 32",
     ]

@@ -94,9 +94,9 @@ def test_the_samples_of_a_step_do_not_depend_on_the_layout():
     ("arguments", "message"),
     [
         ((4, 17, "auto"), "global_batch=17: must be a multiple of the number of data-parallel replicas, 4; "
-         "would do: 16, 20"),
-        ((4, 3, "auto"), "global_batch=3: must be a multiple of the number of data-parallel replicas, 4; would do: 4"),
-        ((2, 24, 5), "micro_batch=5: must divide a replica's share of the batch, 12; would do: 3, 4, 6"),
+         "try 16, 20"),
+        ((4, 3, "auto"), "global_batch=3: must be a multiple of the number of data-parallel replicas, 4; try 4"),
+        ((2, 24, 5), "micro_batch=5: must divide a replica's share of the batch, 12; try 3, 4, 6"),
     ],
 )  # fmt: skip
 def test_a_refusal_names_numbers_that_fit(arguments, message):

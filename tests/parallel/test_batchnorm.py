@@ -1,4 +1,4 @@
-"""Batch normalisation over two ranks is that of one process over the joined batch."""
+"""Batch normalization over two ranks is that of one process over the joined batch."""
 
 from __future__ import annotations
 

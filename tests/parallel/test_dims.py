@@ -71,34 +71,34 @@ def test_degrees_are_found_exactly_where_they_can_multiply_to_the_world_size():
         (
             4,
             {"replicate": "auto", "pipeline": 3},
-            "pipeline=3: replicate(auto) x pipeline(3) must be the number of ranks, 4; would do: 2, 4",
+            "pipeline=3: replicate(auto) x pipeline(3) must be the number of ranks, 4; try 2, 4",
         ),
         (
             8,
             {"replicate": 2, "shard": 3},
-            "shard=3: replicate(2) x shard(3) = 6 must be the number of ranks, 8; would do: 4",
+            "shard=3: replicate(2) x shard(3) = 6 must be the number of ranks, 8; try 4",
         ),
         (
             8,
             {"replicate": 3, "shard": 4},
-            "replicate=3: replicate(3) x shard(4) = 12 must be the number of ranks, 8; would do: 2",
+            "replicate=3: replicate(3) x shard(4) = 12 must be the number of ranks, 8; try 2",
         ),
         (
             8,
             {"replicate": 3, "shard": 3},
             "shard=3: replicate(3) x shard(3) = 9 must be the number of ranks, 8; "
-            "would do: a number of ranks of 9, or auto for one of the degrees",
+            "try a number of ranks of 9, or auto for one of the degrees",
         ),
         (
             2,
             {},
             "replicate=1: all degrees of parallelism are 1, and there are 2 ranks; "
-            "would do: 2, auto, or cluster.ranks_per_node=1",
+            "try 2, auto, or cluster.ranks_per_node=1",
         ),
         (
             3,
             {"replicate": 2, "shard": "auto"},
-            "replicate=2: replicate(2) x shard(auto) must be the number of ranks, 3; would do: 3",
+            "replicate=2: replicate(2) x shard(auto) must be the number of ranks, 3; try 3",
         ),
     ],
 )

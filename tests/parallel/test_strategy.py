@@ -294,13 +294,13 @@ class TestStaticGraph:
     def test_with_accumulation_it_is_refused_where_it_was_asked_for(self):
         assert refused(layout_of, Strategy(replicate="auto", static_graph=True), 2, 16, 2) == (
             "static_graph=true: is not sound with gradient accumulation, and there are 4 passes a step; "
-            "would do: auto, false, or train.micro_batch=auto"
+            "try auto, false, or train.micro_batch=auto"
         )
 
     def test_under_a_pipeline_too(self):
         strategy = Strategy(replicate="auto", pipeline=2, static_graph=True)
         assert refused(layout_of, strategy, 4, 16) == (
-            "static_graph=true: gives wrong gradients under a pipeline; would do: auto, false"
+            "static_graph=true: gives wrong gradients under a pipeline; try auto, false"
         )
 
     @pytest.mark.parametrize("static_graph", ["auto", False])
@@ -336,7 +336,7 @@ class TestPipeline:
     def test_1f1b_wants_a_micro_batch_for_every_stage(self, strategy, batch, micro_batch, remedy):
         assert refused(layout_of, strategy, 2, batch, micro_batch) == (
             "microbatches=1: must be at least the number of stages, 2, under 1f1b; "
-            f"would do: {remedy}, or parallel.schedule=gpipe"
+            f"try {remedy}, or parallel.schedule=gpipe"
         )
         gpipe = pipeline(schedule="gpipe", microbatches=strategy.microbatches)
         assert layout_of(gpipe, 2, batch, micro_batch).microbatches == 1
@@ -350,8 +350,8 @@ class TestPipeline:
     @pytest.mark.parametrize(
         ("micro_batch", "count", "message"),
         [
-            ("auto", 5, "microbatches=5: must divide a replica's share of the batch, 12; would do: 3, 4, 6"),
-            (2, 4, "microbatches=4: must divide the micro-batches of a replica's step, 6; would do: 2, 3, 6"),
+            ("auto", 5, "microbatches=5: must divide a replica's share of the batch, 12; try 3, 4, 6"),
+            (2, 4, "microbatches=4: must divide the micro-batches of a replica's step, 6; try 2, 3, 6"),
         ],
     )
     def test_micro_batches_divide_what_there_is(self, micro_batch, count, message):
@@ -360,11 +360,11 @@ class TestPipeline:
     def test_more_stages_than_layers(self):
         strategy = pipeline(pipeline=8)
         assert refused(strategy.check, gpt(), layout_of(strategy, 8, 16)) == (
-            "pipeline=8: must not exceed the number of the model's layers, 4; would do: 2, 4"
+            "pipeline=8: must not exceed the number of the model's layers, 4; try 2, 4"
         )
         strategy = pipeline(pipeline=5)
         told = refused(strategy.check, gpt(), layout_of(strategy, 5, 20))
-        assert told.endswith("would do: another cluster.ranks_per_node, or parallel=ddp")
+        assert told.endswith("try another cluster.ranks_per_node, or parallel=ddp")
 
     @pytest.mark.parametrize("build", [gpt, lambda: on_meta(Toy), lambda: on_meta(ResNet, depth=18, image_size=32)])
     def test_every_chain_can_be_cut(self, build):

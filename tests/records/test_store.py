@@ -24,7 +24,7 @@ def strictly(text: str):
 def result(number: int) -> dict:
     """A record as short as one can be."""
     directory = f"outputs/sweep/{number}"
-    return {"status": "ok", "workload": "train", "fingerprint": "f" * 16, "directory": directory}
+    return {"schema": 2, "status": "ok", "workload": "train", "fingerprint": "f" * 16, "directory": directory}
 
 
 def test_a_record_comes_back(tmp_path):

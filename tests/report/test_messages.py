@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from ptdbench.report.messages import render_collectives, render_p2p, size_text, time_text
+from ptdbench.report.messages import render_collectives, render_p2p
+from ptdbench.report.text import size_text, time_text
 from ptdbench.workloads.collectives import definitions
 
 
@@ -147,7 +148,7 @@ def test_of_many_pairs_the_slowest_are_shown():
     text = render_p2p(many, 100)
     first = text.split("\n\n")[0].splitlines()
     assert first[0] == "the 10 slowest of 132 pairs, bandwidth at 64 MiB in GB/s"
-    assert first[3].split() == ["4", "7", "20.0", "0.10"]
+    assert first[3].split() == ["4", "7", "20.0", "0.100"]
     assert len(first) == 13
     assert "both directions at once, the 10 slowest of 66 pairs" in text
 

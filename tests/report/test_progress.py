@@ -66,7 +66,7 @@ def test_a_terminal_line_never_wraps():
     assert len(stream.getvalue().lstrip("\r")) == 79
 
 
-def test_a_real_terminal_is_recognised():
+def test_a_real_terminal_is_recognized():
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "rb", buffering=0) as screen, os.fdopen(theirs, "w") as stream:
         progress(stream).show(1, 2.5, 51.0)

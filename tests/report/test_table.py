@@ -19,7 +19,7 @@ def run(parallel="ddp", tokens_per_second=1000.0, **changes):
         "parameters": 1234567,
         "layout": {"data": 2, "pipeline": 1, "microbatches": 1, "accumulation": 1},
         "config": {"parallel": {"schedule": "1f1b"}},
-        "losses": [3.0, 2.51349],
+        "final_loss": 2.51349,
         "metrics": {
             "tokens_per_second": tokens_per_second,
             "samples_per_second": 250.0,
@@ -36,7 +36,7 @@ def run(parallel="ddp", tokens_per_second=1000.0, **changes):
 
 def failed(parallel, message, status="failed", rank=1):
     error = {"rank": rank, "type": "RuntimeError", "message": message, "traceback": ""}
-    return run(parallel, status=status, metrics=None, losses=[], error=error)
+    return run(parallel, status=status, metrics=None, final_loss=None, error=error)
 
 
 def cells(text: str) -> list[list[str]]:
@@ -132,7 +132,7 @@ def test_models_have_tables_of_their_own():
         ([run("ddp"), run("ddp", directory="outputs/sweep/ddp-2")], ["ddp [ddp]", "ddp [ddp-2]"]),
         ([run("ddp"), run("ddp", world_size=4)], ["ddp", "ddp"]),
         ([run("ddp", nodes=["n1"]), run("ddp", nodes=["n1", "n2"])], ["ddp 1 node", "ddp 2 nodes"]),
-        (  # one that never learnt its nodes
+        (  # one that never learned its nodes
             [run("ddp", nodes=["n1"]), run("ddp", nodes=None, config={"cluster": {"nodes": 2}}, status="failed")],
             ["ddp 1 node", "ddp 2 nodes"],
         ),
@@ -219,3 +219,35 @@ def test_an_unsound_check_before_a_run_is_told_once():
     remark = {"check": "unsound: rank 1 is slow"}
     text = render([run("ddp", remarks=remark), run("fsdp", remarks=remark), run("pdp", remarks={})])
     assert text.splitlines().count("unsound: rank 1 is slow") == 1
+
+
+class Guest:
+    """A workload that brings its own way of being shown."""
+
+    @staticmethod
+    def show(found, width):
+        return f"{found['answer']} in {width} columns"
+
+
+def guest(target, found, **changes):
+    config = {"workload": {"name": "guest", "_target_": target}}
+    return run(model=None, workload="guest", config=config, guest=found, directory="outputs/guest", **changes)
+
+
+class TestOtherWorkloads:
+    def test_each_is_shown_by_its_own_class(self):
+        assert render([guest(f"{__name__}.Guest", {"answer": 42})], 90) == "42 in 90 columns"
+
+    @pytest.mark.parametrize(
+        ("target", "found", "why"),
+        [
+            (f"{__name__}.Guest", {}, "guest: failed on rank 1: RuntimeError: no answer"),
+            (f"{__name__}.Guest", {"question": 1}, "cannot be shown: KeyError: 'answer'"),
+            ("gone.away.Guest", {"answer": 42}, "cannot be shown: "),
+        ],
+    )
+    def test_what_cannot_be_shown_hides_no_reason(self, target, found, why):
+        error = {"rank": 1, "type": "RuntimeError", "message": "no answer", "traceback": ""}
+        first, *rest = render([guest(target, found, status="failed", error=error)], 100).splitlines()
+        assert why in first
+        assert "\n".join([first, *rest]).endswith("guest: failed on rank 1: RuntimeError: no answer")

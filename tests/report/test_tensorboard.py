@@ -1,10 +1,13 @@
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing import plugin_event_multiplexer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
+from ptdbench.records import series
 from ptdbench.report.tensorboard import Live, write_tensorboard
 
+# As records were before schema 2, with their series in them.
 RECORD = {
     "status": "ok",
     "model": "gpt_tiny",
@@ -15,6 +18,8 @@ RECORD = {
     "precision": "fp32",
     "parameters": 1234567,
     "started": "2026-01-02T03:04:05+00:00",
+    "steps": 3,
+    "final_loss": 3.5,
     "losses": [5.0, 4.0, 3.5],
     "rank_step_seconds": [[2.0, 0.5, 0.25], [1.0, 0.25, 0.5]],  # slowest: 2.0, 0.5, 0.5
     "step_memory_bytes": [100, 300, 200],
@@ -34,6 +39,8 @@ RECORD = {
 FAILED = {
     **RECORD,
     "status": "failed",
+    "steps": None,
+    "final_loss": None,
     "losses": [],
     "rank_step_seconds": [],
     "step_memory_bytes": [],
@@ -181,9 +188,8 @@ def test_an_evaluation_stands_at_the_time_of_its_step(tmp_path):
 
 
 def test_what_was_shown_on_the_way_is_there_once(tmp_path):
-    live = Live(tmp_path)
-    first = {name: value[:1] for name, value in TRAINED.items() if name in ("losses", "wait_seconds", "evaluations")}
-    live.show({**TRAINED, **first, "rank_step_seconds": [[2.0], [1.0]], "metrics": None})
+    live, rows = Live(tmp_path), series.from_lists(TRAINED)
+    live.show(TRAINED, 0, rows[:1], TRAINED["evaluations"][:1])
     assert live.shown == 1
     on_the_way = EventAccumulator(str(tmp_path))
     on_the_way.Reload()
@@ -200,14 +206,40 @@ def test_what_was_shown_on_the_way_is_there_once(tmp_path):
 
 def test_what_a_killed_start_had_shown_beyond_its_checkpoint_is_replaced(tmp_path):
     killed = Live(tmp_path)
-    killed.show({**TRAINED, "losses": [5.0, 9.0, 9.0], "evaluations": []})
+    killed.show(TRAINED, 0, series.from_lists({**TRAINED, "losses": [5.0, 9.0, 9.0]}), [])
     killed.close()
     going_on = Live(tmp_path)  # after step 1
-    going_on.show({**TRAINED, "rank_step_seconds": [[0.5, 0.5]], "evaluations": []})
+    going_on.show(TRAINED, 1, series.from_lists(TRAINED)[1:], [])
     going_on.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert values(events, "step/loss") == [(0, 5.0), (1, 4.0), (2, 3.5)]
+
+
+def test_each_look_shows_only_what_is_new_at_its_own_time(tmp_path):
+    live, rows = Live(tmp_path / "live"), series.from_lists(TRAINED)
+    for first in range(3):
+        live.show(TRAINED, first, rows[first : first + 1], TRAINED["evaluations"][: 1 + first // 2])
+    live.close()
+    on_the_way = EventAccumulator(str(tmp_path / "live"))
+    on_the_way.Reload()
+    at_once = written(tmp_path / "at once", TRAINED)
+    for tag in ("step/loss", "step/data_wait_share", "eval/top1"):
+        assert on_the_way.Scalars(tag) == at_once.Scalars(tag)
+
+
+def test_a_run_that_was_resumed_shows_the_steps_of_its_last_start(tmp_path):
+    rows = series.from_lists(TRAINED)
+    one_rank = series.unknown(1)
+    for name in series.NUMBERS:
+        one_rank[name] = 7.0
+    one_rank["step_seconds"] = 7.0
+    series.write(tmp_path / series.NAME, [one_rank, rows[1:]])
+    segments = [{"first_step": 0, "steps": 1}, {"first_step": 1, "steps": 2}]
+    events = written(tmp_path, {**TRAINED, "schema": 2, "segments": segments})
+    assert values(events, "step/loss") == [(1, 4.0), (2, 3.5)]
+    assert np.diff([event.wall_time for event in events.Scalars("step/loss")]) == [0.5]
+    assert values(events, "eval/top1") == [(3, 0.75)]
 
 
 def test_a_run_that_shows_nothing_on_the_way_writes_nothing(tmp_path):

@@ -81,7 +81,10 @@ def test_one_rank_has_no_links_to_show(changes):
 
 def test_an_unsound_run_shows_its_figures_and_why_it_failed():
     error = {"rank": 0, "type": "Unsound", "message": "rank 1 is slow", "traceback": ""}
-    record = {"workload": "check", "model": None, "status": "failed", "error": error, "check": check("rank 1 is slow")}
+    record = {
+        "workload": "check", "model": None, "status": "failed", "error": error, "check": check("rank 1 is slow"),
+        "config": {"workload": {"_target_": "ptdbench.workloads.check.Check"}},
+    }  # fmt: skip
     lines = table.render([record]).splitlines()
     assert lines[-2:] == ["  - rank 1 is slow", "check: failed on rank 0: Unsound: rank 1 is slow"]
 

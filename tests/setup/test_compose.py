@@ -79,13 +79,13 @@ class TestMisspellings:
             ("model.n_layer=3", "model.layers"),
             ("n_layers=3", "model.layers"),
             ("batch_size=8", "train.global_batch"),
-            ("optimiser.lr=1", "optimizer.lr"),
+            ("optimizer.lr=1", "optimizer.lr"),
             ("checkpointing=full", "checkpoint.keep, activation_checkpointing"),
         ],
     )
     def test_an_option(self, override, meant):
         (line,) = refused(override)
-        assert line.startswith(f"{override}: there is no such option; would do: {meant}")
+        assert line.startswith(f"{override}: there is no such option; try {meant}")
 
     @pytest.mark.parametrize(
         ("override", "meant"),
@@ -99,11 +99,11 @@ class TestMisspellings:
     )
     def test_a_choice_of_a_group(self, override, meant):
         (line,) = refused(override)
-        assert re.fullmatch(rf"{override}: there is no such choice; would do: (\w+, )*{meant}(, \w+)*", line)
+        assert re.fullmatch(rf"{override}: there is no such choice; try (\w+, )*{meant}(, \w+)*", line)
 
     def test_all_choices_are_offered_where_none_is_near(self):
         assert refused("parallel=quantum") == [
-            "parallel=quantum: there is no such choice; would do: ddp, fsdp, hsdp, pdp, single"
+            "parallel=quantum: there is no such choice; try ddp, fsdp, hsdp, pdp, single"
         ]
 
     def test_an_option_like_none_leads_to_the_list_of_options(self):
@@ -122,7 +122,7 @@ class TestMisspellings:
 
     def test_an_option_that_was_called_otherwise_says_its_name_of_today(self):
         assert refused("parallel=pdp", "parallel.pipeline_size=4") == [
-            "parallel.pipeline_size=4: is called parallel.pipeline now; would do: parallel.pipeline=4"
+            "parallel.pipeline_size=4: is called parallel.pipeline now; try parallel.pipeline=4"
         ]
 
     def test_all_at_once(self):
@@ -135,7 +135,7 @@ class TestMisspellings:
 
     def test_a_glob_that_matches_nothing(self):
         assert refused("parallel=glob(x*)", multirun=True) == [
-            "parallel=glob(x*): there is no such choice; would do: ddp, fsdp, hsdp, pdp, single"
+            "parallel=glob(x*): there is no such choice; try ddp, fsdp, hsdp, pdp, single"
         ]
 
 
@@ -149,7 +149,7 @@ class TestSyntax:
     @pytest.mark.parametrize("multirun", [False, True])
     def test_choices_in_brackets(self, multirun):
         assert refused("parallel=[ddp,pdp]", multirun=multirun) == [
-            "parallel=[ddp,pdp]: is more than one choice in one run; would do: -m parallel=ddp,pdp"
+            "parallel=[ddp,pdp]: is more than one choice in one run; try -m parallel=ddp,pdp"
         ]
 
     @pytest.mark.parametrize("words", [["train.steps"], ["train.steps", "=", "3"]])
@@ -162,7 +162,7 @@ class TestSyntax:
 
     @pytest.mark.parametrize("override", ["parallel=null", "parallel=5", "model="])
     def test_a_group_wants_a_name(self, override):
-        assert refused(override)[0].startswith(f"{override}: there is no such choice; would do: ")
+        assert refused(override)[0].startswith(f"{override}: there is no such choice; try ")
 
     @pytest.mark.parametrize("override", ["model@foo=toy", "~model=toy", "hydra.foo=1", "hydra/launcher=foo"])
     def test_what_only_hydra_understands_is_told_in_its_words(self, override):

@@ -56,7 +56,7 @@ def test_overrides_arrive_with_their_types():
         ("general", "device=gpu", "device=gpu: must be auto, cpu or cuda"),
         ("general", "backend=mpi", "backend=mpi: must be auto, gloo or nccl"),
         ("general", "+unknown.option=1", "unknown={'option': 1}: there is no such option"),
-        ("general", "+precission=bf16", "precission=bf16: there is no such option; would do: precision"),
+        ("general", "+precission=bf16", "precission=bf16: there is no such option; try precision"),
         ("train", "train.steps=abc", "train.steps=abc: must be a whole number"),
         ("train", "train.steps=null", "train.steps=null: must be a whole number"),
         ("train", "train.steps=true", "train.steps=true: must be a whole number"),
@@ -67,11 +67,11 @@ def test_overrides_arrive_with_their_types():
         ("train", "train.max_minutes=0", "train.max_minutes=0: must be greater than 0, or null for no limit"),
         ("train", "train.max_minutes=soon", "train.max_minutes=soon: must be a number or null"),
         ("train", "train.clip_norm=0", "train.clip_norm=0: must be greater than 0, or null for no clipping"),
-        ("train", "train.ema=1", "train.ema=1: must be between 0 and 1, or null for no average; would do: 0.999"),
+        ("train", "train.ema=1", "train.ema=1: must be between 0 and 1, or null for no average; try 0.999"),
         ("train", "train.decay=vectors", "train.decay=vectors: must be all or matrices"),
         ("eval", "eval.every=0", "eval.every=0: must be at least 1"),
         ("eval", "eval.micro_batch=0", "eval.micro_batch=0: must be at least 1"),
-        ("train", "+train.stepz=3", "train.stepz=3: there is no such option; would do: steps"),
+        ("train", "+train.stepz=3", "train.stepz=3: there is no such option; try steps"),
         ("train", "~train.steps", "train.steps=(not set): must be given"),
         ("cluster", "cluster.ranks_per_node=0", "cluster.ranks_per_node=0: must be at least 1"),
         ("cluster", "cluster.cpus_per_rank=many", "cluster.cpus_per_rank=many: must be a whole number or auto"),
@@ -127,8 +127,8 @@ class TestResolve:
 
     def test_every_option_that_leads_nowhere_is_told(self):
         assert problems_of("data", "data.vocabulary=${model.vocabulry}", "data.sequence_length=${length}") == [
-            "data.sequence_length=${length}: leads to an option that is not there; "
+            "data.sequence_length=${length}: refers to an option that does not exist; "
             "give data.sequence_length a value, or choose another data",
-            "data.vocabulary=${model.vocabulry}: leads to an option that is not there; "
+            "data.vocabulary=${model.vocabulry}: refers to an option that does not exist; "
             "give data.vocabulary a value, or choose another data",
         ]

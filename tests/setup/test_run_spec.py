@@ -74,42 +74,41 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("overrides", "message"),
         [
-            (["model.heads=3"], "model.heads=3: must divide width=128; would do: 1, 2, 4"),
+            (["model.heads=3"], "model.heads=3: must divide width=128; try 1, 2, 4"),
             (
                 ["train.global_batch=17"],
-                "train.global_batch=17: must be a multiple of the number of data-parallel replicas, 2; "
-                "would do: 16, 18",
+                "train.global_batch=17: must be a multiple of the number of data-parallel replicas, 2; try 16, 18",
             ),
             (
                 ["train.micro_batch=3"],
-                "train.micro_batch=3: must divide a replica's share of the batch, 8; would do: 1, 2, 4",
+                "train.micro_batch=3: must divide a replica's share of the batch, 8; try 1, 2, 4",
             ),
             (
                 ["parallel=pdp", "cluster.ranks_per_node=8", "parallel.pipeline=8"],
-                "parallel.pipeline=8: must not exceed the number of the model's layers, 4; would do: 2, 4",
+                "parallel.pipeline=8: must not exceed the number of the model's layers, 4; try 2, 4",
             ),
             (
                 ["parallel=pdp", "cluster.ranks_per_node=4", "parallel.pipeline=3"],
-                "parallel.pipeline=3: replicate(auto) x pipeline(3) must be the number of ranks, 4; would do: 2, 4",
+                "parallel.pipeline=3: replicate(auto) x pipeline(3) must be the number of ranks, 4; try 2, 4",
             ),
             (
                 ["parallel=single", "cluster.ranks_per_node=2"],
                 "parallel.replicate=1: all degrees of parallelism are 1, and there are 2 ranks; "
-                "would do: 2, auto, or cluster.ranks_per_node=1",
+                "try 2, auto, or cluster.ranks_per_node=1",
             ),
             (["data.path=/no/such/books"], "data.path=/no/such/books: there is no such file or folder"),
             (["model.vocabulary=100"], "data.vocabulary=100: must be a whole number of at least 256"),
             (["optimizer.lr=fast"], "optimizer.lr=fast: must be a number"),
             (["optimizer.lr=-1"], "optimizer=(its options): cannot be built: Invalid learning rate: -1"),
-            (["parallel.bucket_mb=0"], "parallel.bucket_mb=0: must be greater than 0 (MiB); would do: 25"),
+            (["parallel.bucket_mb=0"], "parallel.bucket_mb=0: must be greater than 0 (MiB); try 25"),
             (
                 ["cluster.nodes=2"],
                 "cluster.nodes=2: this machine is one node; "
-                "would do: 1, cluster=slurm, or srun, mpirun or torchrun on every node",
+                "try 1, cluster=slurm, or srun, mpirun or torchrun on every node",
             ),
             (
                 ["data.sequence_length=${model.length}"],
-                "data.sequence_length=${model.length}: leads to an option that is not there; "
+                "data.sequence_length=${model.length}: refers to an option that does not exist; "
                 "give data.sequence_length a value, or choose another data",
             ),
             (["+model.unknown=1"], "model.unknown=1: there is no such option"),
@@ -123,8 +122,8 @@ class TestRefused:
     @without_gpu
     def test_what_only_a_gpu_can_do(self):
         assert refused("device=cuda", "backend=nccl") == [
-            "device=cuda: this machine has no GPU that torch can use; would do: auto, cpu",
-            "backend=nccl: NCCL moves data between GPUs, and the ranks of this run have none; would do: auto, gloo",
+            "device=cuda: this machine has no GPU that torch can use; try auto, cpu",
+            "backend=nccl: NCCL moves data between GPUs, and the ranks of this run have none; try auto, gloo",
         ]
 
     def test_nccl_between_cpus(self):
@@ -137,19 +136,19 @@ class TestRefused:
             run_spec.specify(config.read(composed("cluster.ranks_per_node=4")), None)
         assert str(caught.value) == (
             "cluster.ranks_per_node=4: must not exceed the number of GPUs, 2: one rank, one GPU; "
-            "would do: auto, 2, or device=cpu"
+            "try auto, 2, or device=cpu"
         )
         assert run_spec.specify(config.read(composed()), None).world_size == 2
         assert run_spec.specify(config.read(composed()), None).backend == "nccl"
 
     def test_another_number_of_ranks_than_the_launcher_started(self):
         assert refused("cluster.ranks_per_node=3", world=rank_of(4)) == [
-            "cluster.ranks_per_node=3: torchrun started 4 ranks on this node; would do: auto, 4"
+            "cluster.ranks_per_node=3: torchrun started 4 ranks on this node; try auto, 4"
         ]
 
     def test_a_world_that_no_layout_divides(self):
         (line,) = refused("parallel=pdp", "parallel.pipeline=2", world=rank_of(3))
-        assert line == "parallel.pipeline=2: replicate(auto) x pipeline(2) must be the number of ranks, 3; would do: 3"
+        assert line == "parallel.pipeline=2: replicate(auto) x pipeline(2) must be the number of ranks, 3; try 3"
 
     @pytest.mark.parametrize("data", ["synthetic_vectors", "synthetic_images"])
     def test_data_that_do_not_suit_the_model(self, data):
@@ -170,7 +169,7 @@ class TestRefused:
     @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
     def test_what_is_offered_really_would_do(self, strategy):
         (line,) = refused(f"parallel={strategy}", "train.global_batch=15")
-        offered = re.findall(r"\d+", line.rpartition("would do:")[2])
+        offered = re.findall(r"\d+", line.rpartition("try ")[2])
         assert offered == ["14", "16"]
         for batch in offered:
             make(f"parallel={strategy}", f"train.global_batch={batch}")
@@ -190,23 +189,23 @@ class TestModelsOfTheUser:
         assert "Linearr" in line.partition("imported")[2]
 
     def test_one_that_raises_while_it_is_imported(self, tmp_path, monkeypatch):
-        (tmp_path / "broken_package.py").write_text("raise OSError('no licence')")
+        (tmp_path / "broken_package.py").write_text("raise OSError('no license')")
         monkeypatch.syspath_prepend(tmp_path)
         (line,) = refused("model=custom", "model._target_=broken_package.Net", *VECTORS)
-        assert "no licence" in line
+        assert "no license" in line
 
     @pytest.mark.parametrize("target", ["no_such_package.Net", "torch.nn.Linear"])
     def test_one_under_the_options_of_another(self, target):
         """What a person tries first: the class without ``model=custom``."""
         assert refused("model=toy", f"model._target_={target}")[-1] == (
             f"model._target_={target}: does not go with the options of model=toy; "
-            f"would do: model=custom model._target_={target}, which has no options but those you add"
+            f"try model=custom model._target_={target}, which has no options but those you add"
         )
 
     def test_one_that_needs_options(self):
         found = refused("model=custom", "model._target_=torch.nn.Linear", "+model.in_feature=4", *VECTORS)
         assert found == [
-            "model.in_feature=4: there is no such option; would do: in_features, out_features",
+            "model.in_feature=4: there is no such option; try in_features, out_features",
             "model.in_features=(not set): must be given",
             "model.out_features=(not set): must be given",
         ]
@@ -227,7 +226,7 @@ class TestModelsOfTheUser:
         )  # fmt: skip
         assert line == (
             "parallel.pipeline=auto: the model has no parts(), so it cannot be cut into stages; "
-            "would do: parallel=ddp, parallel=fsdp"
+            "try parallel=ddp, parallel=fsdp"
         )
 
 

@@ -63,7 +63,7 @@ def test_everything_is_told_at_once():
     assert told(function, {"rate": "high", "mode": "quick", "sise": 3}) == [
         "rate=high: must be a number",
         "mode=quick: must be fast or slow",
-        "sise=3: there is no such option; would do: size",
+        "sise=3: there is no such option; try size",
         "size=(not set): must be given",
     ]
 

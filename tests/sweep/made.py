@@ -30,7 +30,8 @@ DONE = {
     "error": None,
     "world_size": 4,
     "nodes": ["n1", "n2"],
-    "losses": [1.0, 0.5, 0.25],
+    "steps": 3,
+    "final_loss": 0.25,
     "metrics": {
         "tokens_per_second": 41234.5,
         "samples_per_second": 322.1,
@@ -138,4 +139,4 @@ def failure(rank: int = 1, kind: str = "RuntimeError", message: str = "on purpos
     """What a run that failed says of it."""
     traceback = f"Traceback (most recent call last):\n{kind}: {message}\n"
     error = Failure(rank=rank, type=kind, message=message, traceback=traceback, time=0.0, host="vm").as_error()
-    return {"status": "failed", "error": error, "losses": [], "metrics": None}
+    return {"status": "failed", "error": error, "steps": None, "metrics": None}

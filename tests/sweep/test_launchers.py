@@ -51,8 +51,8 @@ class TestSubmission:
 
     @pytest.fixture
     def launch(self, asked, tmp_path, monkeypatch):
-        cancelled = []
-        monkeypatch.setattr(slurm, "cancel_named", lambda names: cancelled.extend(names) or ["101"])
+        canceled = []
+        monkeypatch.setattr(slurm, "cancel_named", lambda names: canceled.extend(names) or ["101"])
         monkeypatch.setattr(launchers.SlurmLauncher, "_task", lambda self, environment: print)
 
         def it(answer, *overrides):
@@ -62,7 +62,7 @@ class TestSubmission:
             jobs = [agenda.open(tmp_path, TEMPLATE, number, []) for number in range(len(runs))]
             launchers.SlurmLauncher(submitit_folder=str(tmp_path))._run(tmp_path, jobs)
 
-        it.cancelled = cancelled
+        it.canceled = canceled
         return it
 
     def test_every_job_is_noted_down_before_and_after_it_is_submitted(self, launch, tmp_path):
@@ -78,7 +78,7 @@ class TestSubmission:
         assert [job.id for job in noted] == ["101", "102", "103"]
         assert len({job.name for job in noted}) == 3
         assert [(tmp_path / "logs" / id / f"{id}_submitted.pkl").exists() for id in ("101", "102", "103")] == [True] * 3
-        assert launch.cancelled == []
+        assert launch.canceled == []
 
     def test_a_refusal_takes_back_what_was_submitted_and_says_so_in_the_records(self, launch, tmp_path, capsys):
         answers = iter(["101"])
@@ -91,9 +91,9 @@ class TestSubmission:
         (tmp_path / "thesis.txt").write_text("mine")
         with pytest.raises(ConfigError, match="nothing was submitted: Job violates accounting/QOS policy"):
             launch(answer)
-        assert launch.cancelled == [f"ptdbench-toy_ddp-{name.rpartition('-')[2]}" for name in launch.cancelled]
-        assert len(launch.cancelled) == 3  # by name: SLURM may have taken one without an answer
-        assert "cancelled what SLURM had taken already: 101" in capsys.readouterr().err
+        assert launch.canceled == [f"ptdbench-toy_ddp-{name.rpartition('-')[2]}" for name in launch.canceled]
+        assert len(launch.canceled) == 3  # by name: SLURM may have taken one without an answer
+        assert "canceled what SLURM had taken already: 101" in capsys.readouterr().err
         rows = store.read_results(tmp_path)
         assert {row["error"]["type"] for row in rows} == {"NotSubmitted"}
         assert len(rows) == 3
@@ -108,7 +108,7 @@ class TestSubmission:
         with pytest.raises(local.Stopped):
             launch(answer)
         assert ledger.read(tmp_path).jobs[0].id == "101"
-        assert len(launch.cancelled) == 3
+        assert len(launch.canceled) == 3
 
 
 def test_hydra_finds_these_under_the_names_of_the_plugins(monkeypatch):

@@ -61,7 +61,7 @@ class TestShape:
             (["parallel=single"], (1, 1, 1, None)),
             (["parallel=single", "device=cpu"], (1, 1, 0, None)),
             (["workload=hello"], (1, 8, 8, None)),
-            (["workload=hello", "parallel=single"], (1, 8, 8, None)),  # who says hello is not parallelised
+            (["workload=hello", "parallel=single"], (1, 8, 8, None)),  # who says hello is not parallelized
         ],
     )
     def test_what_auto_stands_for(self, overrides, expected):
@@ -98,14 +98,14 @@ class TestRefused:
             (
                 "cluster.nodes=5,6",
                 [
-                    "cluster.nodes=5: partition gpu has 4 nodes; would do: 4",
-                    "cluster.nodes=6: partition gpu has 4 nodes; would do: 4",
+                    "cluster.nodes=5: partition gpu has 4 nodes; try 4",
+                    "cluster.nodes=6: partition gpu has 4 nodes; try 4",
                 ],
             ),
-            ("cluster.time_minutes=121", ["cluster.time_minutes=121: partition gpu allows 120 minutes; would do: 120"]),
+            ("cluster.time_minutes=121", ["cluster.time_minutes=121: partition gpu allows 120 minutes; try 120"]),
             (
                 "cluster.partition=gpuu",
-                ["cluster.partition=gpuu: there is no such partition; SLURM has gpu, cpu; would do: gpu"],
+                ["cluster.partition=gpuu: there is no such partition; SLURM has gpu, cpu; try gpu"],
             ),
         ],
     )
@@ -141,7 +141,7 @@ class TestOnThisMachine:
     def test_the_world_must_be_the_one_that_is_asked_for(self):
         world = World(0, 4, 0, 2, "srun", nodes=2)
         wrong, right = self.of_machine("cluster.nodes=1,2", "device=cpu", world=world)
-        assert str(wrong.refused) == "cluster.nodes=1: srun started ranks on 2 nodes; would do: auto, 2"
+        assert str(wrong.refused) == "cluster.nodes=1: srun started ranks on 2 nodes; try auto, 2"
         assert right.refused is None
         with pytest.raises(ConfigError, match=r"^cluster\.ranks_per_node=4: srun started 2 ranks on this node"):
             self.of_machine("cluster.ranks_per_node=4", "device=cpu", world=world)

@@ -111,16 +111,14 @@ class TestShape:
         assert shape_of(ranks=one, gres="gpu:volta:2") == Shape(1, 1, 2, None)
 
     def test_nodes_that_differ_have_no_auto(self):
-        assert refused(partition="mixed") == (
-            "cluster.gpus_per_node=auto: nodes of mixed have 0 or 4 GPUs; would do: 4, 0"
-        )
+        assert refused(partition="mixed") == ("cluster.gpus_per_node=auto: nodes of mixed have 0 or 4 GPUs; try 4, 0")
 
     def test_an_unknown_partition_has_no_gpus_to_count(self):
         assert refused(partition="gpux").startswith("cluster.partition=gpux: there is no such partition")
 
     def test_a_cluster_without_a_default_partition(self):
         found = refused(known=KNOWN[1:3])
-        assert found == "cluster.partition=null: this cluster has no default partition; would do: short, gpu"
+        assert found == "cluster.partition=null: this cluster has no default partition; try short, gpu"
 
     def test_a_gpu_that_nobody_has(self):
         assert refused(device="cuda", partition="cpu").startswith("device=cuda: the nodes that this job would get")
@@ -165,57 +163,55 @@ class TestCheck:
         [
             (
                 {"partition": "gpus", "gpus_per_node": 0},
-                "cluster.partition=gpus: there is no such partition; SLURM has debug, short, gpu, mixed, cpu; "
-                "would do: gpu",
+                "cluster.partition=gpus: there is no such partition; SLURM has debug, short, gpu, mixed, cpu; try gpu",
             ),
-            ({"nodes": 3}, "cluster.nodes=3: partition debug has 2 nodes; would do: 2"),
+            ({"nodes": 3}, "cluster.nodes=3: partition debug has 2 nodes; try 2"),
             (
                 {"partition": "short", "nodes": 2, "time_minutes": 5},
-                "cluster.nodes=2: partition short has 1 node; would do: 1",
+                "cluster.nodes=2: partition short has 1 node; try 1",
             ),
             (
                 {"partition": "short"},
-                "cluster.time_minutes=60: partition short allows 5 minutes; would do: 5",
+                "cluster.time_minutes=60: partition short allows 5 minutes; try 5",
             ),
             (
                 {"gpus_per_node": 4},
-                "cluster.gpus_per_node=4: a node of partition debug has 2 GPUs; would do: auto, 2",
+                "cluster.gpus_per_node=4: a node of partition debug has 2 GPUs; try auto, 2",
             ),
-            ({"gres": "gpu:a100:4"}, "cluster.gres=gpu:a100:4: a node of partition debug has 2 GPUs; would do: null"),
+            ({"gres": "gpu:a100:4"}, "cluster.gres=gpu:a100:4: a node of partition debug has 2 GPUs; try null"),
             (
                 {"ranks_per_node": 4},
                 "cluster.ranks_per_node=4: a node of partition debug has 2 GPUs: one rank, one GPU; "
-                "would do: auto, 2, or device=cpu",
+                "try auto, 2, or device=cpu",
             ),
             (
                 {"ranks_per_node": 2, "gpus_per_node": 1},
                 "cluster.ranks_per_node=2: must not exceed the GPUs of a node that are asked for, 1: one rank, one "
-                "GPU; would do: auto, 1, or cluster.gpus_per_node=0 for ranks without GPUs",
+                "GPU; try auto, 1, or cluster.gpus_per_node=0 for ranks without GPUs",
             ),
             (
                 {"gpus_per_node": 1, "gres": "gpu:volta:2", "ranks_per_node": 1},
-                "cluster.gpus_per_node=1: cluster.gres=gpu:volta:2 asks for 2 GPUs a node; would do: auto, 2",
+                "cluster.gpus_per_node=1: cluster.gres=gpu:volta:2 asks for 2 GPUs a node; try auto, 2",
             ),
             (
                 {"mem_gb": 8.0, "extra": {"mem-per-cpu": "2G"}},
                 "cluster.extra.mem_per_cpu=2G: excludes cluster.mem_gb=8.0: SLURM takes memory per node, per CPU or "
-                "per GPU; leave one of them out",
+                "per GPU; omit one of them",
             ),
             (
                 {"extra": {"mem_per_gpu": "9G", "mem_per_cpu": "2G"}},
                 "cluster.extra.mem_per_gpu=9G: excludes cluster.extra.mem_per_cpu=2G: SLURM takes memory per node, per "
-                "CPU or per GPU; leave one of them out",
+                "CPU or per GPU; omit one of them",
             ),
             ({"mem_gb": -1}, "cluster.mem_gb=-1: must be at least 0, and 0 is all that a node has"),
             (
                 {"cpus_per_rank": 3},
                 "cluster.cpus_per_rank=3: 2 ranks a node need 6 cores, and a node of partition debug has 4; "
-                "would do: auto, 2",
+                "try auto, 2",
             ),
             (
                 {"gpus_per_node": 0, "ranks_per_node": 8},
-                "cluster.ranks_per_node=8: 8 ranks a node need 8 cores, and a node of partition debug has 4; "
-                "would do: 4",
+                "cluster.ranks_per_node=8: 8 ranks a node need 8 cores, and a node of partition debug has 4; try 4",
             ),
         ],
     )

@@ -82,8 +82,8 @@ def test_a_site_is_a_cluster_too_and_leaves_nothing_in_the_command():
             "sbatch=model=toy device=cpu cluster.nodes=1,2: one script has one shape, and these runs have several: "
             "1 node x 2 ranks, 2 nodes x 2 ranks; write one for each, or python train.py cluster=slurm",
         ),
-        (["cluster=local"], "cluster=local: is no SLURM cluster; would do: slurm, or leave it away"),
-        (["model=toyy"], "model=toyy: there is no such choice; would do: toy"),
+        (["cluster=local"], "cluster=local: is not a SLURM cluster; try slurm, or omit it"),
+        (["model=toyy"], "model=toyy: there is no such choice; try toy"),
     ],
 )
 def test_refused(overrides, line):
@@ -108,7 +108,7 @@ class TestForAnotherCluster:
     @pytest.mark.parametrize(
         ("override", "flag", "remark"),
         [
-            ("cluster.nodes=3", "--nodes=3", "cluster.nodes=3: partition debug has 2 nodes; would do: 2"),
+            ("cluster.nodes=3", "--nodes=3", "cluster.nodes=3: partition debug has 2 nodes; try 2"),
             ("cluster.time_minutes=61", "--time=61", "cluster.time_minutes=61: partition debug allows 60 minutes"),
             ("cluster.partition=big", "--partition=big", "cluster.partition=big: there is no such partition"),
         ],

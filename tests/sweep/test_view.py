@@ -128,7 +128,7 @@ def test_runs_of_this_machine_have_no_job_and_the_shape_that_they_found(sweep):
 
 def test_a_run_without_a_model_is_called_by_its_workload(sweep):
     sweep.begin(0)
-    sweep.end(0, workload="hello", model=None, parallel=None, losses=[], metrics=None)
+    sweep.end(0, workload="hello", model=None, parallel=None, steps=None, metrics=None)
     (row,) = cells(sweep)
     assert row["run"] == "hello"
 

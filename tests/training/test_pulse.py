@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ptdbench.launch.world import World
 from ptdbench.training import pulse as module
 from ptdbench.training.pulse import Pulse
 from tests.conftest import ROOT
@@ -23,7 +24,6 @@ class Loop:
     def __init__(self, losses: list[float], finished: int | None = None) -> None:
         self.losses = [torch.tensor(loss) for loss in losses]
         self.done = len(losses)
-        self.remark = ""
         count = len(losses) if finished is None else finished
         self.clock = SimpleNamespace(over=lambda step: step < count)
 
@@ -31,7 +31,7 @@ class Loop:
 def pulse(store: dist.Store, rank: int, pipeline: int, steps: int = 3) -> Pulse:
     layout = SimpleNamespace(global_batch=4)
     training = SimpleNamespace(data=SimpleNamespace(tokens_per_sample=None), layout=layout)
-    spec, world = SimpleNamespace(label="toy pdp"), SimpleNamespace(rank=rank, launcher="local")
+    spec, world = SimpleNamespace(label="toy pdp"), World(rank, 2, rank, 2, "local")
     job: Any = SimpleNamespace(spec=spec, training=training, world=world, store=store, directory=None)
     return Pulse(job, steps, knows=rank == pipeline - 1)
 
@@ -71,11 +71,21 @@ def test_a_run_that_was_cut_short_ends_its_line_at_the_new_last_step(capsys, wal
 def test_a_loss_that_the_device_has_not_finished_is_not_waited_for(capsys, wall):
     alone = pulse(dist.HashStore(), rank=0, pipeline=1)
     wall.now = 60.0
-    alone.beat(Loop([3.0, 2.5], finished=1), 3)
-    assert last_loss(capsys.readouterr().err) == "3.0000"
-    wall.now = 120.0
     alone.beat(Loop([3.0, 2.5], finished=0), 3)
     assert last_loss(capsys.readouterr().err) is None
+    wall.now = 120.0
+    alone.beat(Loop([3.0, 2.5], finished=1), 3)
+    assert last_loss(capsys.readouterr().err) == "3.0000"
+
+
+def test_the_last_loss_stays_when_the_steps_are_drained(capsys, wall):
+    alone = pulse(dist.HashStore(), rank=0, pipeline=1)
+    wall.now = 60.0
+    alone.beat(Loop([3.0, 2.5]), 4)
+    capsys.readouterr()
+    wall.now = 120.0
+    alone.beat(Loop([]), 4)
+    assert last_loss(capsys.readouterr().err) == "2.5000"
 
 
 def test_the_loss_of_the_last_stage_reaches_the_line(capsys, wall):

@@ -18,6 +18,7 @@ from ptdbench.setup import config, run_spec
 
 def job(directory: Path, composed: DictConfig) -> Job:
     """This rank's part of a run on the CPU, in a group of ranks of one host; its watchdog sleeps."""
+    directory.mkdir(parents=True, exist_ok=True)  # as that of a run
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), "local")
     spec = run_spec.specify(config.read(composed), world)
     store = dist.PrefixStore(str(directory), dist.distributed_c10d._get_default_store())

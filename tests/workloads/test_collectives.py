@@ -131,12 +131,12 @@ def test_two_nodes(slurm, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("ops=[all_reduce,all_redcue]", "workload.ops=['all_reduce', 'all_redcue']: there is no all_redcue; would do:"),
-        ("ops=[]", "workload.ops=[]: must name at least one; would do: all, broadcast,"),
-        ("dtypes=fp8", "workload.dtypes=fp8: there is no fp8; would do: "),
-        ("reductions=avg", "workload.reductions=avg: there is no avg; would do: "),
-        ("modes=later", "workload.modes=later: there is no later; would do: all, blocking, async"),
-        ("group=tensor", "workload.group=tensor: there is no such group; would do: all, data, pipeline, or ranks"),
+        ("ops=[all_reduce,all_redcue]", "workload.ops=['all_reduce', 'all_redcue']: there is no all_redcue; try "),
+        ("ops=[]", "workload.ops=[]: must name at least one; try all, broadcast,"),
+        ("dtypes=fp8", "workload.dtypes=fp8: there is no fp8; try "),
+        ("reductions=avg", "workload.reductions=avg: there is no avg; try "),
+        ("modes=later", "workload.modes=later: there is no later; try all, blocking, async"),
+        ("group=tensor", "workload.group=tensor: there is no such group; try all, data, pipeline, or ranks"),
         ("group=[0,2]", "workload.group=[0, 2]: there is no rank 2; the ranks are 0 to 1"),
         ("group=[0,0]", "workload.group=[0, 0]: must name two ranks or more, each once"),
         ("group=[1]", "workload.group=[1]: must name two ranks or more, each once"),
@@ -149,7 +149,7 @@ def test_bad_input_is_refused_before_any_rank_starts(override, message):
 
 def test_a_pipeline_that_does_not_divide_the_ranks_is_refused():
     told = refusal("workload.group=pipeline", "workload.pipeline_size=3", ranks=4)
-    assert told == "workload.pipeline_size=3: must divide the number of ranks, 4; would do: 1, 2, 4"
+    assert told == "workload.pipeline_size=3: must divide the number of ranks, 4; try 1, 2, 4"
 
 
 def test_what_the_backend_lacks_is_refused_where_it_is_asked_for():

@@ -71,7 +71,7 @@ class TestRefused:
     def test_shapes_and_dtypes_that_nobody_knows(self):
         assert problems("workload.shapes=[64,2x3]", "workload.dtypes=[fp32,fp8]", "workload.seconds=0") == [
             "workload.shapes=[64,2x3]: must be numbers such as 4096, or MxNxK such as 4096x1024x512, and at least one",
-            "workload.dtypes=[fp32,fp8]: must be formats of products; would do: fp32, tf32, bf16, fp16",
+            "workload.dtypes=[fp32,fp8]: must be formats of products; try fp32, tf32, bf16, fp16",
             "workload.seconds=0: must be greater than 0",
         ]
 
@@ -82,7 +82,7 @@ class TestRefused:
 
     def test_tf32_without_a_gpu(self):
         (line,) = problems("workload.dtypes=[tf32]")
-        assert line == "workload.dtypes=[tf32]: TF32 is a format of GPUs; would do: fp32, bf16, fp16"
+        assert line == "workload.dtypes=[tf32]: TF32 is a format of GPUs; try fp32, bf16, fp16"
 
     def test_matrices_that_are_larger_than_the_memory(self):
         (line,) = problems("workload.shapes=[1000000]")

@@ -87,8 +87,8 @@ def test_a_message_that_arrives_wrong_is_a_failed_run_that_names_it(run):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster.ranks_per_node=1"], "workload=p2p: a pair takes two ranks, and there is one; would do: cluster."),
-        (["workload.pairs=some"], "workload.pairs=some: there are no such pairs; would do: all, ring"),
+        (["cluster.ranks_per_node=1"], "workload=p2p: a pair takes two ranks, and there is one; try cluster."),
+        (["workload.pairs=some"], "workload.pairs=some: there are no such pairs; try all, ring"),
         (["workload.overlap_bytes=[0]"], "workload.overlap_bytes=0: must be a whole number of at least 1"),
         (["workload.max_bytes=0"], "workload.max_bytes=0: must be a whole number of at least 1"),
     ],
@@ -100,7 +100,7 @@ def test_bad_input_is_refused_before_any_rank_starts(overrides, message):
 
 
 def test_gloo_cannot_send_what_is_on_a_gpu():
-    with pytest.raises(ConfigError, match=r"^backend=gloo: gloo cannot send a GPU's tensors; would do: backend=nccl"):
+    with pytest.raises(ConfigError, match=r"^backend=gloo: gloo cannot send a GPU's tensors; try backend=nccl"):
         PointToPoint().check(2, "cuda", "gloo")
     PointToPoint().check(2, "cuda", "nccl")
 

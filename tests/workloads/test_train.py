@@ -25,8 +25,8 @@ def test_every_rank_brings_every_step(shared_run):
     record = shared_run(*TOY, "parallel=ddp", "cluster.ranks_per_node=3", "train.global_batch=12", "train.steps=6")
     assert record["error"] is None
     assert [len(seconds) for seconds in record["rank_step_seconds"]] == [6, 6, 6]
-    assert len(record["losses"]) == len(record["step_memory_bytes"]) == 6
-    assert all(in_use > 0 for in_use in record["step_memory_bytes"])
+    assert len(record["losses"]) == len(record["memory_bytes"]) == 6
+    assert all(in_use > 0 for in_use in record["memory_bytes"])
     assert record["remarks"] == {}
 
 

@@ -1,0 +1,61 @@
+"""How many times longer one thing takes than another, with its interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptdbench.measure.statistics import median_interval
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How many times longer one thing takes than another, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.4f} (95 % interval {self.low:.4f} to {self.high:.4f})"
+
+
+def median_of_ratios(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """The median of ``a[i] / b[i]``, with the order-statistic interval of a median.
+
+    For figures that are medians themselves: a pair that something else disturbed is one pair, however long it took.
+
+    Args:
+        a: Seconds.
+        b: Seconds, paired with ``a``.
+    """
+    ratios = [one / other for one, other in zip(a, b, strict=True)]
+    low, high = median_interval(ratios) or (0.0, math.inf)
+    return Ratio(float(np.median(ratios)), low, high)
+
+
+def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    """Total time of ``a`` over total time of ``b``, where ``a[i]`` and ``b[i]`` were timed side by side.
+
+    Totals and not medians, because a cost that falls on every tenth step only is a cost. The interval is a
+    percentile bootstrap over pairs (4000 resamples from a fixed seed, so that it is the same for the same
+    timings); pairs are drawn whole, which keeps what slowed both of them down out of the ratio.
+
+    Args:
+        a: Seconds.
+        b: Seconds, paired with ``a``.
+
+    Raises:
+        ValueError: The lists differ in length or have fewer than two pairs.
+    """
+    if len(a) != len(b) or len(a) < 2:
+        raise ValueError(f"paired timings must come in two pairs or more: {len(a)} against {len(b)}")
+    left, right = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    generator = np.random.default_rng(0)
+    draws = (generator.integers(len(left), size=len(left)) for _ in range(4000))
+    resampled = [left[draw].sum() / right[draw].sum() for draw in draws]
+    low, high = np.quantile(resampled, (0.025, 0.975)).tolist()
+    return Ratio(float(left.sum() / right.sum()), low, high)

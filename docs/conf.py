@@ -1,0 +1,52 @@
+"""How Sphinx builds the site: ``make docs``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import options  # noqa: E402
+
+import ptdbench  # noqa: E402
+
+project = "ptdbench"
+author = "ptdbench"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "ptdbench"
+html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
+
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_class_signature = "separated"
+
+# Everything that is referred to must be there, but for what other projects document.
+nitpicky = True
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|collections|typing|hydra|numpy|np|pathlib)\b.*"),
+    ("py:.*", r"ptdbench\.models\.materiali[sz]e.*"),  # nothing that a user calls
+]
+
+if not hasattr(ptdbench, "load"):  # the page appears with the function
+    exclude_patterns.append("api/load.md")
+
+
+def _expand(app: Any, name: str, source: list[str]) -> None:
+    """Put the tables of options into a page, and make it depend on the files that they come from."""
+    if "<!-- options: " in source[0]:
+        source[0] = options.expand(source[0])
+        for path in options.CONF.glob("**/*.yaml"):
+            app.env.note_dependency(str(path))
+
+
+def setup(app: Any) -> None:
+    """Let Sphinx know."""
+    app.connect("source-read", _expand)

@@ -1,0 +1,35 @@
+"""``python -m ptdbench status outputs/<sweep>``: where every run of a sweep stands."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+from ptdbench.terminal import say
+
+HELP = "where every run of a sweep stands: queue, step, result, seconds to start"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what is typed after ``status``."""
+    parser.add_argument("directory", type=Path, help="the sweep's directory, or a run's")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the table; the exit status is 1 where a run was not ok, or nothing can be shown."""
+    from ptdbench.sweep import status, view
+
+    directory = arguments.directory
+    try:
+        sweep = status.look(directory)
+    except FileNotFoundError:
+        say(f"{directory}: there is no run and no sweep; give a directory below outputs", sys.stderr)
+        return 1
+    except OSError as error:
+        say(f"{error.filename or directory}: cannot be read: {error.strerror or error}", sys.stderr)
+        return 1
+    width = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
+    say(view.text(sweep, width))
+    return int(any(run.is_over and run.record["status"] != "ok" for run in sweep.runs))

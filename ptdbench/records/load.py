@@ -1,0 +1,132 @@
+"""Results for programs and notebooks: records, with their long series as arrays. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptdbench.records import series, store
+
+#: The name of each series, and its column in the file.
+SERIES = {
+    "losses": "loss",
+    "learning_rates": "learning_rate",
+    "gradient_norms": "gradient_norm",
+    "wait_seconds": "wait_seconds",
+    "memory_bytes": "memory_bytes",
+    "step_seconds": "step_seconds",
+    "slowest_seconds": "slowest_seconds",
+}
+
+
+class Run(Mapping[str, Any]):
+    """A run's record: a mapping of its fields, which ``docs/record.md`` describes, and its series.
+
+    Attributes:
+        directory: Where the run lies now; its field ``directory`` says where it was when it ran.
+    """
+
+    def __init__(self, record: Mapping[str, Any], directory: Path) -> None:
+        self.directory = directory
+        self._record = record
+
+    def __getitem__(self, field: str) -> Any:
+        return self._record[field]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._record)
+
+    def __len__(self) -> int:
+        return len(self._record)
+
+    def __repr__(self) -> str:
+        shown = {name: self.get(name) for name in ("workload", "model", "parallel", "status", "steps")}
+        return f"<Run {self.directory}: {', '.join(f'{name}={value}' for name, value in shown.items() if value)}>"
+
+    def series(self, name: str) -> np.ndarray:
+        """One number for each step of the run, over all its starts, in float64; NaN is what is not known.
+
+        Args:
+            name: One of
+
+                - ``losses``: mean loss of the global batch; NaN if it was not finite;
+                - ``learning_rates``: of the first parameter group;
+                - ``gradient_norms``: before clipping; NaN where nothing is clipped;
+                - ``wait_seconds``: how long the step has waited for its batch, maximum over ranks;
+                - ``memory_bytes``: memory in use after the step, maximum over ranks;
+                - ``step_seconds``: how long it took each rank, ``[steps, ranks]``; NaN for ranks that were not there;
+                - ``slowest_seconds``: how long it took the slowest rank.
+
+        Returns:
+            ``[steps]``, empty for a workload that does not train. A run that still goes on has the steps that its
+            ranks have brought together so far.
+
+        Raises:
+            KeyError: There is no series of that name.
+            FileNotFoundError: The run has done steps, and the file of its series is gone.
+        """
+        if name not in SERIES:
+            raise KeyError(f"there is no series {name!r}: try {', '.join(SERIES)}")
+        path, steps = self.directory / series.NAME, self.get("steps") or 0
+        if "schema" not in self:
+            return series.column([series.from_lists(self)], SERIES[name])
+        if steps and not path.exists():
+            raise FileNotFoundError(f"{path} is missing: it holds the series of the run, and belongs to its record")
+        found = series.column(series.blocks(path), SERIES[name])
+        missing = max(steps - len(found), 0)  # the file was damaged
+        return np.pad(found, ((0, missing), *[(0, 0)] * (found.ndim - 1)), constant_values=np.nan)
+
+
+def load(path: str | Path) -> Run | list[Run]:
+    """Read results.
+
+    Args:
+        path: The directory of a run, of a sweep, a folder with such in it however deep, or a ``results.jsonl``.
+
+    Returns:
+        One record for the directory of a run. Else a list: the runs of a ``results.jsonl`` in the order in which they
+        ended, those of a folder by their paths, numbers in order. Damaged records are left out with a warning.
+
+    Raises:
+        FileNotFoundError: There are no records.
+        ptdbench.records.store.Damaged: The record of the run, ``path`` itself, is not what was written.
+    """
+    path = Path(path)
+    if (path / store.RECORD).exists():
+        return Run(store.load_record(path), path)
+    found = _of_results(path) if path.is_file() else _of_folder(path)
+    if not found:
+        rule = f"no {store.RECORD} and no {store.RESULTS} there or below"
+        raise FileNotFoundError(f"{path}: {rule}; give the directory of a run or of a sweep, or a folder of them")
+    return found
+
+
+def _of_results(path: Path) -> list[Run]:
+    if path.name != store.RESULTS:
+        raise FileNotFoundError(f"{path}: is no {store.RESULTS}; give that or a directory")
+    sweep = path.parent
+    records = store.read_results(sweep, warnings.warn)
+    return [Run(record, sweep / store.below(sweep, record["directory"])) for record in records]
+
+
+def _of_folder(folder: Path) -> list[Run]:
+    """Every run has a record of its own; where only a sweep's results were kept, these count."""
+    found = {}
+    for path in folder.rglob(store.RECORD):
+        try:
+            found[path.parent] = Run(store.load_record(path.parent), path.parent)
+        except store.Damaged as damage:
+            warnings.warn(str(damage), stacklevel=3)
+    for path in folder.rglob(store.RESULTS):
+        found = {run.directory: run for run in _of_results(path)} | found
+    return [found[directory] for directory in sorted(found, key=_in_order)]
+
+
+def _in_order(path: Path) -> list[tuple[int, str]]:
+    """Sorts ``2_toy`` before ``10_toy``."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]

@@ -1,0 +1,160 @@
+"""The long series of a run: ``series.npy`` in its directory, with a row of numbers for every step.
+
+The file is blocks one after the other, each an array in NumPy's own format (:func:`numpy.lib.format.write_array`), so
+that a block says itself what it holds: a later one may have another number of ranks, where a run was resumed elsewhere.
+Row ``i`` of all blocks together is step ``i``. What a killed writer left of the last block is none: a reader stops
+before it, and the next writer cuts it off. ``numpy.load`` on the open file gives one block after the other too.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.lib import format as npy
+
+NAME = "series.npy"
+
+#: Columns of one number a step. What is not known of a step is NaN.
+NUMBERS = ("loss", "learning_rate", "gradient_norm", "wait_seconds", "memory_bytes")
+
+#: Where records and checkpoints before schema 2 held these columns.
+_LISTS = {
+    "loss": "losses",
+    "learning_rate": "learning_rates",
+    "gradient_norm": "gradient_norms",
+    "wait_seconds": "wait_seconds",
+    "memory_bytes": "step_memory_bytes",
+}
+
+
+def unknown(steps: int, ranks: int = 1) -> np.ndarray:
+    """``[steps]`` rows without a number in them, to be filled in.
+
+    The columns are those of :data:`NUMBERS` and ``step_seconds``, ``[ranks]`` in each row; all of them float64.
+    """
+    return np.full(steps, np.nan, _dtype(ranks))
+
+
+def append(path: Path, rows: np.ndarray) -> None:
+    """Add a block to a file that ends with a whole one, or that is not there yet; through to the disk.
+
+    Raises:
+        OSError: It could not be written; the file is as it was before.
+    """
+    with path.open("ab") as file:
+        end = file.tell()
+        try:
+            file.write(_block(rows))
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            os.ftruncate(file.fileno(), end)
+            raise
+
+
+def keep(path: Path, steps: int) -> int:
+    """Cut a file down to its first ``steps`` steps; returns how many of them it holds."""
+    kept = 0
+    with path.open("a+b") as file:
+        file.seek(0)
+        while kept < steps:
+            start, block = file.tell(), _read(file)
+            if block is None or kept + len(block) > steps:
+                file.seek(start)
+                break
+            kept += len(block)
+        file.truncate()
+        if kept < steps and block is not None:  # the block that goes on beyond them
+            file.write(_block(block[: steps - kept]))
+            kept = steps
+    return kept
+
+
+def copy(source: Path, target: Path, steps: int) -> int:
+    """Write the first ``steps`` steps of one file into another; returns how many of them there are."""
+    write(target, blocks(source))
+    return keep(target, steps)
+
+
+def write(path: Path, content: Iterable[np.ndarray]) -> None:
+    """Write a file of these blocks in the place of what is there."""
+    with path.open("wb") as file:
+        for rows in content:
+            file.write(_block(rows))
+
+
+def blocks(path: Path) -> Iterator[np.ndarray]:
+    """The blocks of a file, one in memory at a time; none where it is missing."""
+    try:
+        file = path.open("rb")
+    except (FileNotFoundError, IsADirectoryError):
+        return
+    with file:
+        while (block := _read(file)) is not None:
+            yield block
+
+
+def column(content: Iterable[np.ndarray], name: str) -> np.ndarray:
+    """A column of all blocks: ``[steps]``, or ``[steps, ranks]`` of ``step_seconds``.
+
+    ``slowest_seconds`` are those of each step's slowest rank. Ranks that were not there in a step are NaN.
+    """
+    parts = [slowest(rows) if name == "slowest_seconds" else rows[name] for rows in content]
+    if name == "step_seconds":
+        ranks = max((part.shape[1] for part in parts), default=0)
+        parts = [np.pad(part, ((0, 0), (0, ranks - part.shape[1])), constant_values=np.nan) for part in parts]
+        return np.concatenate([np.empty((0, ranks)), *parts])
+    return np.concatenate([np.empty(0), *parts])
+
+
+def slowest(rows: np.ndarray) -> np.ndarray:
+    """``[steps]``: seconds of each step on its slowest rank."""
+    return np.fmax.reduce(rows["step_seconds"], axis=1)
+
+
+def from_lists(fields: Mapping[str, Any]) -> np.ndarray:
+    """The rows of a record, or of a checkpoint's facts, from before schema 2, when they held their series as lists."""
+    steps = len(fields.get("losses") or [])
+    own = fields.get("rank_step_seconds") or []
+    # Before there were segments, the times were those of the last start of the run.
+    segments = fields.get("segments") or [
+        {"first_step": max(steps - min(map(len, own), default=0), 0), "rank_step_seconds": own}
+    ]
+    times = [(max(one["first_step"], 0), one.get("rank_step_seconds") or []) for one in segments]
+    rows = unknown(steps, max([1, *(len(of_ranks) for _, of_ranks in times)]))
+    for name, listed in _LISTS.items():
+        values = np.array(fields.get(listed) or [], dtype=np.float64)[:steps]
+        rows[name][: len(values)] = values
+    for first, of_ranks in times:
+        for rank, seconds in enumerate(of_ranks):
+            place = rows["step_seconds"][first : first + len(seconds), rank]
+            place[:] = np.array(seconds, dtype=np.float64)[: len(place)]
+    return rows
+
+
+def _dtype(ranks: int) -> np.dtype:
+    return np.dtype([*((name, "<f8") for name in NUMBERS), ("step_seconds", "<f8", (ranks,))])
+
+
+def _block(rows: np.ndarray) -> bytes:
+    made = io.BytesIO()
+    npy.write_array(made, rows, version=(1, 0), allow_pickle=False)
+    return made.getvalue()
+
+
+def _read(file: BinaryIO) -> np.ndarray | None:
+    """The block that begins here; ``None`` where no whole one does."""
+    try:
+        if npy.read_magic(file) != (1, 0):
+            return None
+        (steps,), _, dtype = npy.read_array_header_1_0(file)
+        if steps < 0 or dtype != _dtype(dtype["step_seconds"].shape[0]):
+            return None
+        return np.frombuffer(file.read(steps * dtype.itemsize), dtype, steps)
+    except Exception:  # what the parser of headers raises for any bytes is of many kinds
+        return None

@@ -1,0 +1,63 @@
+"""The output directory of a command line: claimed by nobody else, and the same on every rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ptdbench.launch import slurm
+from ptdbench.launch.world import World
+from ptdbench.records import lease, ledger, record, store
+from ptdbench.setup import config
+from ptdbench.setup.compose import Composed
+
+
+def claim(composed: Composed, overrides: Sequence[str], world: World | None, goes_on: Path | None) -> Path:
+    """Make the output directory, or occupy the one that was typed.
+
+    Args:
+        composed: What the command line asks for.
+        overrides: What was typed.
+        world: This process's place among ranks that a launcher started.
+        goes_on: The directory of the run or sweep that goes on in its place.
+
+    Raises:
+        ConfigError: It holds results already, or cannot be made.
+    """
+    option = _option(composed.is_sweep)
+    hydra = composed.first.hydra
+    wish = Path(hydra.sweep.dir if composed.is_sweep else hydra.run.dir)
+
+    def make() -> str:
+        if not any(override.startswith(f"{option}=") for override in overrides):
+            return str(store.claim_directory(wish.parent, wish.name, option, fill))
+        store.occupy(wish, option, fill, again=bool(goes_on or slurm.restarts(os.environ)))
+        return str(wish)
+
+    def fill(folder: Path, name: Path) -> None:
+        _begin(composed, folder, name)
+
+    if world is None:
+        return Path(make())
+    from ptdbench.launch import rendezvous
+
+    return Path(rendezvous.agree("directory", world, make() if world.rank == 0 else None))
+
+
+def output_overrides(is_sweep: bool, directory: Path, world: World | None) -> list[str]:
+    """What lets Hydra write into the claimed directory; one rank of several writes Hydra's own files."""
+    overrides = [f"{_option(is_sweep)}='{directory}'"]
+    return [*overrides, "hydra.output_subdir=null"] if world and world.rank > 0 else overrides
+
+
+def _option(is_sweep: bool) -> str:
+    return "hydra.sweep.dir" if is_sweep else "hydra.run.dir"
+
+
+def _begin(composed: Composed, folder: Path, directory: Path) -> None:
+    """The first file of a run or a sweep: what it is, for whoever finds it after the program was killed."""
+    if composed.is_sweep:
+        ledger.begin(folder, composed.typed)
+        return
+    lease.open_record(folder, record.begin(config.resolve(composed.jobs[0]), directory, {}, composed.typed))

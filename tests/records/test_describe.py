@@ -1,0 +1,82 @@
+"""docs/record.md: it describes whatever stands in a real record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+
+import ptdbench
+from ptdbench.records import describe, findings, record, schema
+from tests.conftest import ROOT
+from tests.training.test_evaluation import TASK
+
+
+def undocumented(value: Any, kind: Any, name: str = "record") -> Iterator[str]:
+    """The fields in a value that its type does not declare. Every option is described in conf/, and not here."""
+    if get_origin(kind) in (Union, UnionType):
+        kind = next(
+            (one for one in get_args(kind) if get_origin(one) is list or hasattr(one, "__required_keys__")), Any
+        )
+    if get_origin(kind) is list:
+        for item in value or []:
+            yield from undocumented(item, get_args(kind)[0], f"{name}[]")
+    elif hasattr(kind, "__required_keys__") and kind is not schema.Config and isinstance(value, Mapping):
+        described, types = describe.fields(kind), get_type_hints(kind)
+        for field in value:
+            if field not in described:
+                yield f"{name}.{field}"
+            else:
+                yield from undocumented(value[field], types[field], f"{name}.{field}")
+
+
+def of_record(found: Mapping[str, Any]) -> list[str]:
+    own = {name: value for name, value in found.items() if name in get_type_hints(findings.Findings)}
+    rest = {name: value for name, value in found.items() if name not in own}
+    return [*undocumented(rest, schema.Record), *undocumented(own, findings.Findings)]
+
+
+def test_the_page_is_what_the_types_say():
+    """``python -m ptdbench.records.describe > docs/record.md`` makes it so."""
+    assert (ROOT / "docs" / "record.md").read_text() == describe.markdown()
+
+
+def test_every_field_has_a_text_and_a_row():
+    page = describe.markdown()
+    for name in record.FIELDS:
+        assert describe.fields(schema.Record)[name].text
+        assert f"\n| `{name}` |" in page
+
+
+def test_a_field_that_nobody_has_described_is_found():
+    assert of_record({"status": "ok", "metrics": {"news": 1}, "more": 2}) == ["record.metrics.news", "record.more"]
+
+
+@pytest.mark.ranks
+def test_a_run_that_trains_and_is_resumed_has_no_other_fields(run):
+    options = (*TASK, "parallel=ddp", "checkpoint.every_steps=2", "eval.every=2", "train.clip_norm=1")
+    begun = run(*options, "train.steps=2")
+    found = ptdbench.load(run(*options, "train.steps=4", f"resume={begun['directory']}")["directory"])
+    assert found["status"] == "ok", found["error"]
+    assert (found["schema"], found["steps"], len(found["segments"]), len(found["evaluations"])) == (2, 4, 2, 2)
+    assert found.keys() == set(record.FIELDS)
+    assert of_record(found) == []
+
+
+BRIEF = {
+    "hello": (),
+    "matmul": ("workload.shapes=[64]", "workload.seconds=0.01"),
+    "p2p": ("workload.max_bytes=1024", "workload.overlap_bytes=[1024]"),
+    "collectives": ("workload.max_bytes=1024", "workload.ops=[all_reduce,barrier]"),
+    "check": ("workload.tolerance=0.99", "workload.attempts=1"),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("workload", BRIEF)
+def test_a_workload_that_does_not_train_has_no_other_fields(run, workload):
+    found = ptdbench.load(run(f"workload={workload}", "device=cpu", *BRIEF[workload])["directory"])
+    assert found.keys() == {*record.FIELDS, workload}, found["error"]
+    assert of_record(found) == []

@@ -1,0 +1,141 @@
+"""Results for programs and notebooks, of this form and of the one before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ptdbench
+from ptdbench.records import record, series, store
+from tests.records.test_series import rows
+from tests.sweep.made import CONFIG
+
+#: A run of two ranks and three steps, as it was written before records had a schema.
+FIRST_FORM = Path(__file__).parent / "first_form"
+
+
+def made(directory: Path, steps: int | None = 3, **changes: object) -> Path:
+    directory.mkdir(parents=True)
+    done = record.begin(CONFIG, directory, {}) | {"status": "ok", "error": None, "steps": steps} | changes
+    store.write_record(directory, done)
+    if steps:
+        series.write(directory / series.NAME, [rows(0, steps)])
+    return directory
+
+
+def test_a_run(tmp_path):
+    run = ptdbench.load(made(tmp_path / "run"))
+    assert (run["status"], run["schema"], run.get("nothing"), len(run)) == ("ok", 2, None, len(record.FIELDS))
+    assert run.series("losses").tolist() == [0, 1, 2]
+    assert run.series("step_seconds").shape == (3, 2)
+    assert run.series("slowest_seconds").tolist() == [0.1, 1.1, 2.1]
+    with pytest.raises(KeyError, match="no series 'loss': try losses, "):
+        run.series("loss")
+    assert "model=toy" in repr(run)
+
+
+def test_a_workload_that_does_not_train_has_no_steps(tmp_path):
+    run = ptdbench.load(str(made(tmp_path / "run", steps=None)))
+    assert (run.series("losses").shape, run.series("step_seconds").shape) == ((0,), (0, 0))
+
+
+def test_a_run_that_goes_on_has_the_steps_that_are_on_the_disk(tmp_path):
+    directory = made(tmp_path / "run", steps=None, status="failed")
+    series.write(directory / series.NAME, [rows(0, 2)])
+    assert ptdbench.load(directory).series("losses").tolist() == [0, 1]
+
+
+def test_steps_that_a_damaged_file_has_lost_are_nan_and_a_missing_file_is_an_error(tmp_path):
+    run = ptdbench.load(made(tmp_path / "run"))
+    path = tmp_path / "run" / series.NAME
+    path.write_bytes(path.read_bytes()[:-1])
+    assert np.isnan(run.series("losses")).tolist() == [True] * 3
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"series\.npy is missing: it holds the series of the run"):
+        run.series("losses")
+
+
+def test_a_folder_however_deep_in_the_order_of_its_numbers(tmp_path):
+    for name in ("b/10_toy", "b/2_toy", "a"):
+        made(tmp_path / name)
+    assert [run.directory for run in ptdbench.load(tmp_path)] == [
+        tmp_path / name for name in ("a", "b/2_toy", "b/10_toy")
+    ]
+
+
+def test_results_in_the_order_of_their_ends_and_where_the_sweep_lies_now(tmp_path):
+    for name in ("1_toy", "0_toy"):
+        run = store.load_record(made(tmp_path / "sweep" / name))
+        store.append_result(tmp_path / "sweep", run | {"directory": f"outputs/sweep/{name}"})
+    (tmp_path / "sweep").rename(tmp_path / "moved")
+    found = ptdbench.load(tmp_path / "moved" / "results.jsonl")
+    assert [run.directory.name for run in found] == ["1_toy", "0_toy"]
+    assert found[0].series("losses").tolist() == [0, 1, 2]
+
+    shutil.rmtree(tmp_path / "moved" / "0_toy")  # of which the line stays
+    assert [run.directory.name for run in ptdbench.load(tmp_path / "moved")] == ["0_toy", "1_toy"]
+
+
+def test_damaged_records_are_left_out_with_a_warning(tmp_path):
+    made(tmp_path / "0")
+    (made(tmp_path / "1") / store.RECORD).write_text("{")
+    with pytest.warns(UserWarning, match=r"record\.json is damaged: not JSON"):
+        (run,) = ptdbench.load(tmp_path)
+    assert run.directory == tmp_path / "0"
+    with pytest.raises(store.Damaged):
+        ptdbench.load(tmp_path / "1")
+
+
+@pytest.mark.parametrize("name", ["", "nowhere", "notes.txt"])
+def test_a_path_without_records(tmp_path, name):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(FileNotFoundError, match=r"give (that or )?(a|the) directory"):
+        ptdbench.load(tmp_path / name)
+
+
+def test_neither_torch_nor_more_than_is_needed_is_imported(tmp_path):
+    script = (
+        "import sys, ptdbench; assert 'numpy' not in sys.modules;"
+        f"run = ptdbench.load({str(made(tmp_path / 'run'))!r}); run.series('losses');"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+class TestBeforeSchema2:
+    def test_its_series_are_those_of_its_lists(self):
+        written = json.loads((FIRST_FORM / store.RECORD).read_text())
+        run = ptdbench.load(FIRST_FORM)
+        assert (run["steps"], run["final_loss"]) == (3, written["losses"][-1])
+        for name, listed in (
+            ("losses", "losses"),
+            ("gradient_norms", "gradient_norms"),
+            ("memory_bytes", "step_memory_bytes"),
+        ):
+            assert run.series(name).tolist() == written[listed]
+        assert run.series("step_seconds").T.tolist() == written["rank_step_seconds"]
+        assert run.series("slowest_seconds").tolist()[1:] == written["segments"][0]["timed_seconds"]
+
+    def test_starts_on_other_numbers_of_ranks_and_lists_that_were_not_kept(self):
+        segments = [
+            {"first_step": 0, "rank_step_seconds": [[1.0, 2.0]]},
+            {"first_step": 2, "rank_step_seconds": [[3.0], [4.0]]},
+        ]
+        found = series.from_lists({"losses": [0.5, None, 0.25], "learning_rates": None, "segments": segments})
+        nan = float("nan")
+        np.testing.assert_equal(found["loss"], [0.5, nan, 0.25])
+        np.testing.assert_equal(found["learning_rate"], [nan] * 3)
+        np.testing.assert_equal(found["step_seconds"], [[1.0, nan], [2.0, nan], [3.0, 4.0]])
+
+    @pytest.mark.parametrize("first", [-5, 0, 2, 99])
+    def test_segments_that_cannot_be(self, first):
+        found = series.from_lists(
+            {"losses": [1.0] * 3, "segments": [{"first_step": first, "rank_step_seconds": [[1.0] * 9]}]}
+        )
+        assert len(found) == 3

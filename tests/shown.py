@@ -1,0 +1,33 @@
+"""The commands that the README, the pages of docs/ and the files of conf/ show."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.conftest import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("[!_]*/*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands(text: str) -> list[str]:
+    """What follows ``train.py`` in the command lines that a text shows, without the remarks beside them.
+
+    Left out are lines with a placeholder, such as ``resume=outputs/<run>`` and ``[-m]``, and those that show a refusal.
+    """
+    starter = r"^#?\s*(?:\$ )?(?:(?:(?:srun|mpirun) .*)?python|torchrun .*) train\.py(.*)$"
+    found = [re.split(r"\s{2,}|\s#", line)[0].strip() for line in re.findall(starter, text, re.MULTILINE)]
+    refused = {command for command, _ in refusals(text)}
+    return [command for command in found if not re.search(r"<|\[-|\[[A-Z]", command) and command not in refused]
+
+
+def refusals(text: str) -> list[tuple[str, list[str]]]:
+    """Commands of a console session that are refused, with the lines that say so."""
+    sessions = re.findall(r"^ *\$ python train\.py (.*)\n((?: *[\w.]+=\S+: .*\n)+)", text, re.MULTILINE)
+    return [(command, [line.strip() for line in lines.splitlines()]) for command, lines in sessions]
+
+
+def links(page: Path) -> list[str]:
+    """Where the links and images of a page lead: paths relative to it, with anchors."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in link]

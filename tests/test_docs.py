@@ -1,0 +1,139 @@
+"""What the README and the pages of docs/ show is what happens: refusals, scripts, links, and runs in a smaller form.
+
+That every command composes is tested with the files of conf/, in conf/test_every_config.py.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from ptdbench.launch import slurm
+from ptdbench.launch.slurm import Partition
+from ptdbench.problems import ConfigError
+from ptdbench.setup import config, run_spec
+from ptdbench.setup.compose import compose_all
+from ptdbench.sweep import requests, script
+from tests.conftest import ROOT, composed
+from tests.shown import PAGES, commands, links, refusals
+
+#: What `make slurm-up` starts, of which the pages show what it says.
+PARTITIONS = [
+    Partition("debug", is_default=True, nodes=2, minutes=None, gpus=(2,), cpus=2),
+    Partition("short", is_default=False, nodes=2, minutes=5, gpus=(2,), cpus=2),
+    Partition("gpu", is_default=False, nodes=2, minutes=None, gpus=(2,), cpus=2),
+]
+TEXTS = [page.read_text() for page in PAGES]
+REFUSED = [refusal for text in TEXTS for refusal in refusals(text)]
+
+#: Commands that are not run here: those that submit, download, or need the reader's own files; help; and what other
+#: tests run: experiments (test_train_for_real.py), the check and matrix products (workloads/), long at any size.
+ELSEWHERE = re.compile(r"cluster=|launcher=|my_package|/data/|download=|--help|--cfg|experiment=|\bcheck\b|matmul")
+TO_RUN = sorted({command for text in TEXTS for command in commands(text) if not ELSEWHERE.search(command)})
+
+#: What makes a run small, by how its model or its workload is named.
+SMALL = {
+    "gpt": ("model.layers=2", "model.width=48", "model.sequence_length=32", "train.steps=2", "train.global_batch=8"),
+    "resnet": ("model.image_size=32", "train.steps=2"),
+    "MyModel": ("train.steps=2",),
+    "p2p": ("workload.max_bytes=1024", "workload.seconds=0.001"),
+    "collectives": ("workload.max_bytes=1024", "workload.seconds=0.001"),
+    "hello": (),
+}
+
+
+def of(page_command: str) -> list[list[str]]:
+    """The overrides of each run that a command makes."""
+    words = shlex.split(page_command)
+    overrides = [word for word in words if not word.startswith("-")]
+    return compose_all(ROOT / "conf", "config", overrides, multirun="-m" in words).overrides
+
+
+def smaller(overrides: list[str]) -> list[str]:
+    """The run of these overrides, as small as it can be."""
+    job = composed(*overrides)
+    name = job.workload.name if job.workload.name != "train" else job.model._target_.rpartition(".")[2].lower()
+    (small,) = (more for key, more in SMALL.items() if key.lower() == name)
+    return [*overrides, *small, "device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def done() -> set[str]:
+    """The runs so far: the same run is shown several times."""
+    return set()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("command", TO_RUN)
+def test_what_two_cores_can_run_runs(command, run, done):
+    for overrides in map(smaller, of(command)):
+        resolved = OmegaConf.to_yaml(composed(*overrides), resolve=False)
+        if resolved not in done:
+            record = run(*overrides)
+            assert record["status"] == "ok", record["error"]
+            done.add(resolved)
+
+
+def test_there_is_something_to_run():
+    assert {"", "-m model=gpt_tiny parallel=ddp,pdp,fsdp", "workload=hello", "model=custom"} <= set(TO_RUN)
+    assert len(REFUSED) >= 4
+
+
+def specify(command: str) -> None:
+    """Check the run of a command as far as it is checked before anything starts or is submitted."""
+    found = compose_all(ROOT / "conf", "config", shlex.split(command), multirun=False)
+    read = config.read(found.jobs[0])
+    if isinstance(read.cluster, config.Slurm):
+        requests.of_cluster(found.jobs, found.overrides)
+        return
+    training = run_spec.specify(read, None, 0).training
+    assert training
+    training.prepare_data()
+
+
+@pytest.mark.parametrize(("command", "lines"), REFUSED, ids=[command for command, _ in REFUSED])
+def test_what_is_refused_is_refused_in_these_words(command, lines, monkeypatch):
+    monkeypatch.setattr(slurm, "available", lambda: True)
+    monkeypatch.setattr(slurm, "partitions", lambda: PARTITIONS)
+    with pytest.raises(ConfigError) as refused:
+        specify(command)
+    assert str(refused.value).splitlines() == lines
+
+
+def test_the_script_is_the_one_that_is_shown(monkeypatch):
+    monkeypatch.setattr(slurm, "available", lambda: False)
+    page = (ROOT / "docs" / "slurm.md").read_text()
+    shown = re.search(r"ptdbench sbatch (.*) > job.sh\n\$ cat job.sh\n(.*)\$ sbatch job.sh\n", page, re.DOTALL)
+    assert shown
+    text, _ = script.write(shlex.split(shown[1]))
+    text = text.replace(sys.executable, "/home/ada/ptdbench/.venv/bin/python")
+    assert text.replace(str(ROOT), "/home/ada/ptdbench") == shown[2]
+
+
+def test_the_readme_is_short():
+    assert len(TEXTS[0].splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_what_is_there(page):
+    """Anchors too: on the page itself, and on others. Sphinx checks docs/ once more, by other rules than GitHub's."""
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            assert anchor in [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles], link
+
+
+def test_every_group_has_its_page_of_options():
+    groups = {path.parent.name for path in (ROOT / "conf").glob("[!h]*/*.yaml")}
+    pages = {path.stem: path.read_text() for path in (ROOT / "docs" / "options").glob("*.md")}
+    assert set(pages) == groups | {"index"}
+    for group in groups:
+        assert f"<!-- options: {group} -->" in pages[group]
+        assert f"\n{group}\n" in pages["index"]

@@ -1,0 +1,108 @@
+"""The tables of options in docs/: every option of conf/ is there, with its value and the comment beside it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+
+FILES = sorted((ROOT / "conf").glob("[!h]*/*.yaml"))
+SLURM = """\
+# @package _global_
+# Jobs of a *cluster*, without _target_.
+#
+#   python train.py cluster=made parallel=ddp
+#
+# Both lines
+# are one paragraph.
+
+defaults:
+  - local
+  - override /data@_global_.data: digits
+  - _self_
+
+cluster:
+  name: made
+  nodes: 1    # a | b, such as `x*`
+  size: 2.50  # first
+              # and second
+  none: null
+  modules:    # some
+    - a/1
+    - b
+
+hydra:
+  mode: MULTIRUN
+"""
+
+
+@pytest.fixture(scope="module")
+def options() -> ModuleType:
+    """The extension, which Sphinx finds in its own folder."""
+    spec = importlib.util.spec_from_file_location("options", ROOT / "docs" / "options.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["options"] = module  # where its dataclasses look for it
+    spec.loader.exec_module(module)
+    return module
+
+
+def names(node: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from names(value, f"{prefix}{key}.")
+        elif key not in ("name", "label", "_target_", "_partial_"):
+            yield f"{prefix}{key}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_option_of_a_file_is_there(options, path):
+    content = {
+        key: value for key, value in yaml.safe_load(path.read_text()).items() if key not in ("defaults", "hydra")
+    }
+    is_global = "@package _global_" in path.read_text()
+    group = path.parent.name
+    assert {o.name for o in options.read(path, group).options} == set(names(content, "" if is_global else f"{group}."))
+
+
+def test_what_is_read(options, tmp_path: Path):
+    (tmp_path / "made.yaml").write_text(SLURM)
+    choice = options.read(tmp_path / "made.yaml", "cluster")
+    assert (choice.name, choice.target) == ("made", "")
+    assert (choice.inherits, choice.chooses) == (("local",), ("data=digits",))
+    assert choice.header.split("\n\n") == [
+        "Jobs of a \\*cluster\\*, without \\_target\\_.",
+        "```sh\npython train.py cluster=made parallel=ddp\n```",
+        "Both lines\nare one paragraph.",
+    ]
+    assert [(o.name, o.value, o.comment) for o in choice.options] == [
+        ("cluster.nodes", "1", "a | b, such as `x*`"),
+        ("cluster.size", "2.50", "first and second"),
+        ("cluster.none", "null", ""),
+        ("cluster.modules", "[a/1, b]", "some"),
+    ]
+
+
+def test_a_class_says_what_its_file_does_not(options):
+    said = options.described("ptdbench.models.gpt.GPT")
+    assert said["layers"] == "Number of blocks."
+    assert "multiple of 128, which is what" in said["vocabulary"]  # of two lines
+    page = options.markdown("model")
+    assert "| `model.layers` | Number of blocks. |" in page
+    assert options.described("torch.optim.AdamW") == {}
+
+
+def test_only_the_marker_is_replaced(options):
+    page = options.expand("# Title\n\n<!-- options: optimizer -->\n\nThe end.\n")
+    assert page.startswith("# Title\n\n## adamw\n")
+    assert "| `optimizer.lr` | `1e-3` |" in page
+    assert page.endswith("\n\nThe end.\n")

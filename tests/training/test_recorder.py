@@ -1,0 +1,138 @@
+"""The series of a run: drained as it goes on, taken over from checkpoints of either form, kept from a full disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from omegaconf import DictConfig
+
+import ptdbench
+from ptdbench import run as product
+from ptdbench.records import series
+from ptdbench.training import recorder
+from ptdbench.training.loop import StepLoop
+from ptdbench.workloads import train
+from tests.conftest import composed, record_of
+from tests.parallel.ranks import on_ranks
+from tests.records.test_load import FIRST_FORM
+from tests.workloads.made_job import job
+
+pytestmark = pytest.mark.ranks
+
+TOY = ("model=toy", "device=cpu", "parallel=ddp", "train.global_batch=4")
+#: The run in :data:`FIRST_FORM`.
+SMALL = (*TOY, "model.width=4", "model.inputs=3", "model.outputs=2", "model.layers=2", "train.clip_norm=1")
+
+
+def drained(directory: Path, composed: DictConfig) -> tuple[list[int], int, list[float]]:
+    """The steps of each block, the most that a rank held, and the losses, of a run that drains every three steps."""
+    directory.mkdir(exist_ok=True)
+    held = 0
+
+    def step(self: StepLoop) -> None:
+        nonlocal held
+        take(self)
+        noted = (self.losses, self.memory_bytes, self.feed.wait_seconds, self.update.learning_rates)
+        held = max(held, len(self.clock.seconds()), *map(len, noted))
+
+    take = StepLoop.step
+    with mock.patch.object(recorder, "DRAIN_EVERY", 3), mock.patch.object(StepLoop, "step", step):
+        outcome = train.Train()(job(directory, composed))
+    assert outcome.error is None
+    blocks = list(series.blocks(directory / series.NAME))
+    return [len(rows) for rows in blocks], held, series.column(blocks, "loss").tolist()
+
+
+def test_ranks_hold_no_more_steps_than_since_the_last_drain(tmp_path):
+    at_once = on_ranks(2, whole, tmp_path / "whole", composed(*TOY, "train.steps=10"))[0]
+    for blocks, held, losses in on_ranks(2, drained, tmp_path / "drained", composed(*TOY, "train.steps=10")):
+        assert (blocks, held) == ([3, 3, 3, 1], 3)
+        assert losses == at_once
+
+
+def whole(directory: Path, composed: DictConfig) -> list[float]:
+    """The losses of a run that brings its steps together once, at its end."""
+    directory.mkdir(exist_ok=True)
+    train.Train()(job(directory, composed))
+    (rows,) = series.blocks(directory / series.NAME)
+    return rows["loss"].tolist()
+
+
+def with_full_disk(directory: Path, composed: DictConfig, times: int) -> tuple[list[float], str]:
+    """The losses of a run whose disk takes nothing the first ``times`` times."""
+    directory.mkdir(exist_ok=True)
+    append, tried, failed = series.append, 0, ""
+
+    def full(path: Path, rows: np.ndarray) -> None:
+        nonlocal tried
+        tried += 1
+        if tried <= times:
+            raise OSError(28, "No space left on device")
+        append(path, rows)
+
+    with mock.patch.object(recorder, "DRAIN_EVERY", 3), mock.patch.object(series, "append", full):
+        try:
+            train.Train()(job(directory, composed))
+        except OSError as error:
+            failed = str(error)
+    return series.column(series.blocks(directory / series.NAME), "loss").tolist(), failed
+
+
+def test_what_a_full_disk_does_not_take_is_written_later(tmp_path):
+    options = composed(*TOY, "parallel=single", "cluster.ranks_per_node=1", "train.steps=10")
+    ((losses, failed),) = on_ranks(1, with_full_disk, tmp_path / "for a while", options, 2)
+    assert (len(losses), failed) == (10, "")
+    ((losses, failed),) = on_ranks(1, with_full_disk, tmp_path / "for ever", options, 99)
+    assert (losses, failed) == ([], "[Errno 28] No space left on device")
+
+
+def test_a_checkpoint_of_the_form_before_is_gone_on_with(tmp_path, run):
+    shutil.copytree(FIRST_FORM, tmp_path / "first")
+    written = json.loads((FIRST_FORM / "record.json").read_text())
+    found = run(*SMALL, "train.steps=6", f"resume={tmp_path / 'first'}")
+    assert found["error"] is None
+    for name, listed in (
+        ("losses", "losses"),
+        ("gradient_norms", "gradient_norms"),
+        ("memory_bytes", "step_memory_bytes"),
+    ):
+        assert len(found[name]) == 6
+        assert found[name][:3] == written[listed]
+    loaded: Any = ptdbench.load(found["directory"])
+    assert loaded.series("step_seconds")[:3].T.tolist() == written["rank_step_seconds"]
+    first = found["segments"][0]
+    assert (first["first_step"], first["steps"], first["warmup_steps"]) == (0, 3, 1)
+    assert not {"rank_step_seconds", "timed_seconds"} & first.keys()
+    assert "checkpoints" not in found["remarks"]
+
+
+@pytest.mark.parametrize("left", [None, 2])
+def test_steps_whose_series_are_gone_have_no_numbers_and_a_remark(tmp_path, run, left):
+    begun = Path(run(*TOY, "train.steps=4", "checkpoint.every_steps=4")["directory"])
+    if left is None:
+        (begun / series.NAME).unlink()
+    else:
+        assert series.keep(begun / series.NAME, left) == left
+    found = run(*TOY, "train.steps=6", f"resume={begun}")
+    assert found["error"] is None  # which is no divergence
+    assert [loss is None for loss in found["losses"]] == [step in range(left or 0, 4) for step in range(6)]
+    (remark,) = found["remarks"]["checkpoints"]
+    assert remark == f"{begun}/series.npy holds {left or 0} of the 4 steps before: the others have no numbers"
+    assert found["metrics"]["samples_per_second"] > 0
+
+
+def test_a_run_that_goes_on_where_it_was_replaces_what_followed_its_checkpoint(tmp_path, run):
+    begun = Path(run(*TOY, "train.steps=6", "checkpoint.every_steps=4")["directory"])
+    whole = record_of(begun)["losses"]
+    shutil.rmtree(begun / "checkpoints" / "step-00000006")
+    product.run(composed(*TOY, "train.steps=7", "checkpoint.every_steps=4"), begun)
+    found = record_of(begun)
+    assert found["error"] is None
+    assert (found["losses"][:6], len(found["losses"])) == (whole, 7)
+    assert [(one["first_step"], one["steps"]) for one in found["segments"]] == [(0, 4), (4, 3)]
