@@ -50,6 +50,7 @@ def single(shared_run: Callable[..., Record]) -> Callable[..., list[float]]:
 STRATEGIES = {
     "ddp": ("parallel=ddp",),
     "fsdp": ("parallel=fsdp",),
+    "hsdp": ("parallel=hsdp",),
     "gpipe": ("parallel=pdp", "parallel.schedule=gpipe"),
     "1f1b": ("parallel=pdp", "parallel.schedule=1f1b"),
 }
@@ -69,6 +70,8 @@ def cases() -> list[tuple[str, str, int, tuple[str, ...]]]:
         for name, batching in (PIPELINE_BATCHING if strategy in PIPELINES else BATCHING).items():
             if model == "toy" and (name == "micro" or ranks > 2):
                 continue  # what a model without attention and shared weights adds shows on two
+            if strategy == "hsdp" and ranks < 4:
+                continue  # two copies of two shards are the fewest
             if strategy == "gpipe" and ranks > 2 and name != "accumulated":
                 continue  # the stages are those of 1f1b
             found.append(pytest.param(model, strategy, ranks, batching, id=f"{model}-{strategy}-{ranks}-{name}"))
