@@ -99,8 +99,6 @@ def test_fp32_losses_follow_the_single_process(shared_run, single, model, strate
 
 #: Products of degrees, with their ranks; a replica's share is 12 samples on four ranks, and 6 on eight.
 PRODUCTS = {
-    "hsdp": (4, "parallel=hsdp"),
-    "hsdp-accumulated": (4, "parallel=hsdp", "train.micro_batch=2"),
     "hsdp-kept-whole": (4, "parallel=hsdp", "parallel.reshard_after_forward=false", "train.micro_batch=2"),
     "shard-pipeline": (4, "parallel=fsdp", "parallel.pipeline=2", "parallel.microbatches=4"),
     "shard-pipeline-accumulated": (4, "parallel=fsdp", "parallel.pipeline=2", "train.micro_batch=1",

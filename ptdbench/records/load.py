@@ -89,8 +89,8 @@ def load(path: str | Path) -> Run | list[Run]:
         path: The directory of a run, of a sweep, a folder with such in it however deep, or a ``results.jsonl``.
 
     Returns:
-        One record for the directory of a run; else a list with the runs of a ``results.jsonl`` in the order in which they
-        ended, those of a folder by their paths, numbers in order. Damaged records are left out with a warning.
+        One record for the directory of a run; else a list with the runs of a ``results.jsonl`` in the order in which
+        they ended, those of a folder by their paths, numbers in order. Damaged records are left out with a warning.
 
     Raises:
         FileNotFoundError: There are no records.
