@@ -69,6 +69,8 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
 
 def adapt(module: nn.Module, example: Callable[[], Example]) -> Model:
     """``module`` itself if it follows the protocol of :class:`Model`, else wrapped so that it does."""
+    if not hasattr(module, "tensor_plan"):  # may be left out even where all else is there
+        module.tensor_plan = lambda: None  # type: ignore[assignment]
     return module if isinstance(module, Model) else Adapted(module, example)
 
 
