@@ -65,7 +65,7 @@ class Saver:
         self._staging = Staging() if asynchronous else None
         self._thread: threading.Thread | None = None
 
-    def go_on(self, best: int) -> None:
+    def resume(self, best: int) -> None:
         """Take over from an earlier saver of this run, whose best checkpoint is that of step ``best``."""
         self.best = best
 

@@ -14,17 +14,17 @@ import torch.distributed as dist
 
 from ptdbench.data.feed import Feed
 from ptdbench.job import Job, Outcome
-from ptdbench.launch.brake import Brake
+from ptdbench.launch.stop_signal import StopSignal
 from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.dims import Mesh
 from ptdbench.problems import Problem, require
 from ptdbench.report import samples
 from ptdbench.training import agreement
+from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.evaluation import Evaluator
-from ptdbench.training.keeper import Keeper
 from ptdbench.training.loop import StepLoop, collect_garbage
-from ptdbench.training.pulse import Pulse
+from ptdbench.training.progress_reporter import ProgressReporter
 from ptdbench.training.recorder import Recorder
 from ptdbench.training.update import Update
 from ptdbench.workloads.check import preliminary, with_check
@@ -49,30 +49,35 @@ class Train:
         loop = assemble(job)
         evaluator = Evaluator(job, loop)
         recorder = Recorder(job, loop)
-        keeper = Keeper(job, loop, evaluator, recorder)
-        keeper.resume()
-        if keeper.saves or keeper.resumed_from:
+        checkpointing = Checkpointing(job, loop, evaluator, recorder)
+        checkpointing.resume()
+        if checkpointing.saves or checkpointing.resumed_from:
             loop.rehearse()
         job.watch.lap("build")
         stopped = None
         advancing = steps(job, loop, lambda: evaluator.remark)
-        with Brake() if keeper.saves else nullcontext() as brake, closing(advancing) as advance:
+        with StopSignal() if checkpointing.saves else nullcontext() as stop_signal, closing(advancing) as advance:
             for _ in advance:
                 evaluations = [evaluator().as_dict()] if evaluator.due() else []
                 if evaluations or recorder.due:
                     recorder.show(evaluations)
-                keeper.after_step(evaluator.is_best)
-                if brake and (stopped := brake.pressed(loop.taken)):
+                checkpointing.after_step(evaluator.is_best)
+                if stop_signal and (stopped := stop_signal.received(loop.taken)):
                     break
             if not stopped and evaluator.due(at_end=True):
                 evaluator()
-                keeper.after_step(evaluator.is_best)
-            keeper.finish()
-        return with_check(_outcome(job, loop, keeper, evaluator, recorder, stopped), checked)
+                checkpointing.after_step(evaluator.is_best)
+            checkpointing.finish()
+        return with_check(_outcome(job, loop, checkpointing, evaluator, recorder, stopped), checked)
 
 
 def _outcome(
-    job: Job, loop: StepLoop, keeper: Keeper, evaluator: Evaluator, recorder: Recorder, stopped: str | None
+    job: Job,
+    loop: StepLoop,
+    checkpointing: Checkpointing,
+    evaluator: Evaluator,
+    recorder: Recorder,
+    stopped: str | None,
 ) -> Outcome:
     """What came of it, and why there is no more."""
     asked = job.spec.config.train
@@ -82,9 +87,9 @@ def _outcome(
         remarks["cut_short"] = f"{loop.done} of {asked.steps} steps: more would exceed {limit}"
         if not isinstance(job.training.schedule, Constant):
             remarks["cut_short"] += "; the learning rate was on its way through all of them"
-    if keeper.resumed_from:
-        remarks["resumed"] = f"after step {loop.first_step}, from {keeper.resumed_from}"
-    if notes := [*keeper.problems, *recorder.warnings]:
+    if checkpointing.resumed_from:
+        remarks["resumed"] = f"after step {loop.first_step}, from {checkpointing.resumed_from}"
+    if notes := [*checkpointing.problems, *recorder.warnings]:
         remarks["checkpoints"] = notes
     found = agreement.outcome(job, recorder, remarks)
     fields = {**found.fields, "evaluations": evaluator.as_dicts()}
@@ -149,7 +154,7 @@ def steps(job: Job, loop: StepLoop, remark: Callable[[], str] = lambda: "") -> G
     """
     memory.reset_peak(job.device)
     wanted = job.spec.config.train.steps
-    pulse = Pulse(job, wanted, knows=loop.engine.owns_loss and loop.replica == 0)
+    reporter = ProgressReporter(job, wanted, owns_loss=loop.engine.owns_loss and loop.replica == 0)
     collect_garbage()
     gc.disable()
     try:
@@ -161,13 +166,13 @@ def steps(job: Job, loop: StepLoop, remark: Callable[[], str] = lambda: "") -> G
             if loop.taken == PROBE_STEPS:
                 wanted = _affordable(job, loop)
             job.watchdog.beat(loop.done)
-            pulse.beat(loop, wanted, remark())
+            reporter.report(loop, wanted, remark())
             yield loop.done
     finally:
         gc.enable()
         gc.unfreeze()
         loop.feed.close()
-        pulse.close()
+        reporter.close()
 
 
 def _affordable(job: Job, loop: StepLoop) -> int:
