@@ -30,7 +30,7 @@ def stranger(directory: Path, is_ours: Callable[[str], bool]) -> Path | None:
 
 def in_the_way(path: Path) -> FileExistsError:
     """The error for a path that is occupied by something the program did not create."""
-    return FileExistsError(f"{path} is not from ptdbench and in its way: move it elsewhere")
+    return FileExistsError(f"{path} was not created by ptdbench: move it elsewhere")
 
 
 def remove(directory: Path, is_ours: Callable[[str], bool]) -> None:

@@ -101,7 +101,7 @@ def read(directory: Path) -> Manifest:
     except OSError as error:
         raise Broken(f"{MANIFEST} cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise Broken(f"{MANIFEST} is no manifest") from None
+        raise Broken(f"{MANIFEST} is not a manifest") from None
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
@@ -112,7 +112,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
     """
     for name, wanted in manifest.files.items():
         if PurePath(name).name != name:
-            raise Broken(f"{name} is no name of a file")
+            raise Broken(f"{name} is not a file name")
         try:
             size = (directory / name).stat().st_size
         except OSError as error:

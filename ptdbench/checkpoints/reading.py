@@ -154,7 +154,7 @@ def _check(read: Any) -> None:
         raise TypeError("it does not describe a checkpoint")
     for name, item in read.state_dict_metadata.items():
         if not isinstance(item, TensorStorageMetadata):
-            raise _Forbidden(f"{name} is no tensor, and would be unpickled")
+            raise _Forbidden(f"{name} is not a tensor and would be unpickled")
     for place in read.storage_data.values():
         if not isinstance(place, filesystem._StorageInfo) or PurePath(place.relative_path).name != place.relative_path:
             raise _Forbidden(f"{METADATA} points to a file outside of the checkpoint")

@@ -73,7 +73,7 @@ def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Searc
         faults = list(dict.fromkeys(of_rank for of_rank in gathered(fault, group) if of_rank))
         if found and not faults:
             return Search(Found(path, found), tuple(warnings))
-        warnings.append(f"{path} is passed over: {'; '.join(faults)}")
+        warnings.append(f"{path} is skipped: {'; '.join(faults)}")
     return Search(None, tuple(warnings))
 
 

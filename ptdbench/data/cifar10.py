@@ -116,7 +116,7 @@ def _must_be_folder(root: str | None) -> Problem | None:
     """What is wrong with a root from which nothing else is asked than to hold the data."""
     remedy = "give data.root=FOLDER with cifar-10-python.tar.gz or cifar-10-batches-py in it, or data.download=true"
     if root is None:
-        return Problem("root", root, "nothing says where CIFAR-10 lies", remedy)
+        return Problem("root", root, "must name the folder of CIFAR-10", remedy)
     if not Path(root).expanduser().is_dir():
         return Problem("root", root, "there is no such folder", remedy)
     return None

@@ -182,7 +182,7 @@ def _read_line(path: Path, number: int, line: bytes) -> Iterator[bytes]:
     try:
         text = json.loads(line.decode(errors="replace"))["text"].encode(errors="replace")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise Malformed(f'{path}, line {number}: is no JSON object whose "text" is a string') from None
+        raise Malformed(f'{path}, line {number}: is not a JSON object whose "text" is a string') from None
     yield from _cut(io.BytesIO(text))
 
 

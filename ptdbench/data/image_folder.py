@@ -278,7 +278,7 @@ def _list(root: Path, folder: str) -> Listing:
 def _must_hold(root: str | None, train: str) -> Problem | None:
     remedy = try_these([f"data.root=FOLDER with {train}/CLASS/IMAGE.jpg in it"])
     if root is None:
-        return Problem("root", root, "nothing says where the images lie", remedy)
+        return Problem("root", root, "must name the folder of the images", remedy)
     if not (Path(root).expanduser() / train).is_dir():
         return Problem("root", root, f"there is no folder {train} in it", remedy)
     return None

@@ -47,7 +47,7 @@ class Tokenizer:
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library has no narrower one
-            rule = f"is no tokenizer.json of Hugging Face's tokenizers: {error}"
+            rule = f"is not a tokenizer.json of Hugging Face tokenizers: {error}"
             raise ConfigError([Problem("tokenizer", path, rule)]) from None
         self._tokenizer.no_truncation()  # a file may ask for 512 tokens and no more, and what follows would be lost
         self._tokenizer.no_padding()

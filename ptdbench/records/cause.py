@@ -122,7 +122,7 @@ def _mentions(failure: Failure, texts: Iterable[str]) -> bool:
 
 
 def _singled_out(failure: Failure) -> Failure:
-    return replace(failure, message=f"rank {failure.rank} was {failure.message}, which its peers did not get")
+    return replace(failure, message=f"rank {failure.rank} was {failure.message}, which its peers did not receive")
 
 
 def _silence(silent: Sequence[int], witness: Failure) -> Failure:

@@ -56,7 +56,7 @@ def _require_ended(directory: Path, earlier: Mapping[str, Any], mine: Mapping[st
         rule = f"{who} is writing its results there"
         raise ConfigError([Problem("directory", directory, rule, "wait for it, or end it")])
     if goes_on is None:
-        say(f"{directory}: was opened by {who}, which cannot be asked from here whether it has ended", sys.stderr)
+        say(f"{directory}: was opened by {who}; whether that has ended cannot be determined from here", sys.stderr)
 
 
 def _goes_on(owner: Mapping[str, Any]) -> bool | None:

@@ -108,7 +108,7 @@ def load(path: str | Path) -> Run | list[Run]:
 
 def _of_results(path: Path) -> list[Run]:
     if path.name != store.RESULTS:
-        raise FileNotFoundError(f"{path}: is no {store.RESULTS}; give that or a directory")
+        raise FileNotFoundError(f"{path}: is not a {store.RESULTS}; give that or a directory")
     sweep = path.parent
     records = store.read_results(sweep, warnings.warn)
     return [Run(record, sweep / store.below(sweep, record["directory"])) for record in records]

@@ -103,7 +103,7 @@ class Attempt:
         with locked(self.directory):
             written = self._written()
             if not self.owns(written):
-                say(f"{self.directory}: the run was started again; its record is left alone", sys.stderr)
+                say(f"{self.directory}: the run was started again; its record is left unchanged", sys.stderr)
                 return None
             if (changed := change(written)) is not None:
                 store.write_record(self.directory, changed)

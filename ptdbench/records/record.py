@@ -100,7 +100,7 @@ def _how_started(record: Mapping[str, Any]) -> str:
 
 def requeued(record: Mapping[str, Any], number: int, limit: int) -> dict[str, Any]:
     """The record of a run whose job waits in the queue once more: it stays open."""
-    message = f"saved and requeued for the {number}. time of at most {limit}; it goes on in the same directory"
+    message = f"saved and requeued ({number} of {limit}); it resumes in the same directory"
     error = {"rank": -1, "type": UNFINISHED, "message": message, "traceback": ""}
     return {**record, "status": "preempted", "error": error}
 

@@ -71,7 +71,7 @@ def earlier_record(directory: Path) -> dict[str, Any] | None:
         names = (directory / name for name in _numbered(f"{RECORD}.damaged"))
         aside = next(path for path in names if not os.path.lexists(path))
         (directory / RECORD).rename(aside)
-        say(f"{damage}; it is kept as {aside.name}, and the run is done again", sys.stderr)
+        say(f"{damage}; it is kept as {aside.name}, and the run is repeated", sys.stderr)
         return None
 
 
@@ -117,7 +117,7 @@ def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _
             record = schema.record(line)
         except ValueError as error:
             if line.strip() and number < len(lines):
-                tell(f"{path}: line {number} is damaged and passed over: {error}")
+                tell(f"{path}: line {number} is damaged and skipped: {error}")
         else:
             records[below(sweep_directory, record["directory"])] = record
     return list(records.values())
@@ -137,8 +137,8 @@ def _require_unused(directory: Path, option: str) -> None:
     """Raise a ConfigError if a directory that ``option`` names holds results: nothing finished is overwritten."""
     of_sweep = any((directory / name).exists() for name in OF_SWEEPS) or any(directory.glob(f"*/{RECORD}"))
     if of_sweep or (directory / RECORD).exists():
-        remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to go on with it, or another directory"
-        raise ConfigError([Problem(option, directory, "there are results already", remedy)])
+        remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to continue it, or another directory"
+        raise ConfigError([Problem(option, directory, "it already holds results", remedy)])
 
 
 def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], again: bool) -> None:
@@ -151,7 +151,7 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
         again: Whether results that are there already are gone on with; else they are a reason to refuse.
 
     Raises:
-        ConfigError: Another process is writing there, nobody may, or there are results already.
+        ConfigError: Another process is writing there, nobody may, or it already holds results.
     """
     try:
         is_new = appear(directory, fill)

@@ -132,8 +132,8 @@ class Checkpointing:
         data, identity = self._job.spec.config.call("data").name, found.manifest.facts.get("data")
         if identity is None or identity == gathered(self._identity(), group)[0]:
             return None
-        rule = f"was trained on other data than data={data} holds now: they were changed, or are another choice"
-        return Problem("resume", found.path, rule, "resume with the data as they were, or begin anew without resume")
+        rule = f"was trained on other data than data={data} holds now"
+        return Problem("resume", found.path, rule, "restore the data, or start a new run without resume")
 
     def _identity(self) -> str | None:
         """Digest of the data, on rank 0 only: it may require a stat of every file."""

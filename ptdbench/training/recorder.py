@@ -67,7 +67,9 @@ class Recorder:
             return
         if (known := self._take_over(steps, source, facts)) < steps:
             series.append(self.path, series.unknown(steps - known))
-            lost = f"{source}/{series.NAME} holds {known} of the {steps} steps before: the others have no numbers"
+            lost = (
+                f"{source}/{series.NAME} holds {known} of the {steps} steps before: the numbers of the others are lost"
+            )
             self.warnings.append(lost)
             say(f"warning: {lost}", sys.stderr)
 

@@ -1,4 +1,4 @@
-"""The workload ``train``: optimizer steps under a clock, and what the ranks make of their times together."""
+"""The workload ``train``: timed optimizer steps, with evaluation and checkpoints between them."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from ptdbench.training.recorder import Recorder
 from ptdbench.training.update import Update
 from ptdbench.workloads.check import preliminary, with_check
 
-#: The steps after which ``train.max_minutes`` is applied: the first compiles, the second allocates.
+#: Number of steps after which ``train.max_minutes`` is applied: the first compiles, the second allocates.
 PROBE_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Train:
-    """Train for ``train.steps`` steps, or for fewer where ``train.max_minutes`` would be exceeded."""
+    """Train for ``train.steps`` steps, or fewer if ``train.max_minutes`` would be exceeded."""
 
     trains = True
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
-        """What a strategy needs of the ranks it checks itself."""
+        """Accept any ranks: the strategy checks its own requirements."""
 
     def __call__(self, job: Job) -> Outcome:
         """One rank's part."""
@@ -79,14 +79,14 @@ def _outcome(
     recorder: Recorder,
     stopped: str | None,
 ) -> Outcome:
-    """What came of it, and why there is no more."""
+    """The outcome, with remarks on why there are fewer steps than asked for."""
     asked = job.spec.config.train
     remarks: dict[str, Any] = {}
     if loop.done < asked.steps and not stopped:
         limit = f"train.max_minutes={asked.max_minutes}"
         remarks["cut_short"] = f"{loop.done} of {asked.steps} steps: more would exceed {limit}"
         if not isinstance(job.training.schedule, Constant):
-            remarks["cut_short"] += "; the learning rate was on its way through all of them"
+            remarks["cut_short"] += "; the learning rate schedule spans all of them"
     if checkpointing.resumed_from:
         remarks["resumed"] = f"after step {loop.first_step}, from {checkpointing.resumed_from}"
     if notes := [*checkpointing.problems, *recorder.warnings]:
@@ -98,7 +98,7 @@ def _outcome(
 
 
 def _first_inputs(job: Job) -> dict[str, bytes]:
-    """The first samples of a run that trains on images, not on noise."""
+    """The first samples of a run that trains on real images."""
     data = job.training.data
     if job.world.rank > 0 or data.held_out is None or data.example()[0].dim() != 4:
         return {}
@@ -106,17 +106,17 @@ def _first_inputs(job: Job) -> dict[str, bytes]:
 
 
 def assemble(job: Job) -> StepLoop:
-    """Everything up to the first step: data, the model laid out over the ranks, the optimizer.
+    """Set up the step loop: data, the model laid out over the ranks, the optimizer.
 
     Raises:
-        ConfigError: The data are unusable, or keep nothing to evaluate on although that is asked for.
+        ConfigError: The data are unusable, or have no held-out part although evaluation is asked for.
     """
     training = job.training
-    with job.watchdog.paused():  # it may have to read and write much
+    with job.watchdog.paused():  # it may read and write a lot
         if job.world.local_rank == 0:
             training.prepare_data()
         dist.barrier()
-        training.prepare_data()  # finds it done, and looks at what is there before worker processes copy this one
+        training.prepare_data()  # finds it done, and lists the data before worker processes are forked
     require(_nothing_held_out(job))
     mesh = Mesh(training.layout.dims, job.spec.device_type)
     engine = training.engine(mesh, job.device)
@@ -138,19 +138,19 @@ def _nothing_held_out(job: Job) -> Problem | None:
     every = job.spec.config.eval.every
     if every is None or job.training.data.held_out is not None:
         return None
-    rule = f"data={job.spec.config.call('data').name} keeps nothing from training"
-    return Problem("eval.every", every, rule, "try null, or data with a part that is held out")
+    rule = f"data={job.spec.config.call('data').name} has no held-out part"
+    return Problem("eval.every", every, rule, "try null, or data with a held-out part")
 
 
 def steps(job: Job, loop: StepLoop, remark: Callable[[], str] = lambda: "") -> Generator[int, None, None]:
-    """Step after step, with everything that a run does between them; yields after each how many are done.
+    """Run the steps with the watchdog and progress updates between them; yields the number of steps done.
 
     The garbage collector is off until the iterator ends or is closed.
 
     Args:
         job: The run.
-        loop: Takes the steps.
-        remark: What a person who watches the steps should read beside the loss.
+        loop: The step loop.
+        remark: Text to show beside the loss.
     """
     memory.reset_peak(job.device)
     wanted = job.spec.config.train.steps
@@ -176,7 +176,7 @@ def steps(job: Job, loop: StepLoop, remark: Callable[[], str] = lambda: "") -> G
 
 
 def _affordable(job: Job, loop: StepLoop) -> int:
-    """How many steps ``train.max_minutes`` leaves, judged by the fastest undrained one; the same on every rank."""
+    """The steps that fit into ``train.max_minutes``, estimated by the fastest undrained one; same on every rank."""
     asked = job.spec.config.train
     if asked.max_minutes is None:
         return asked.steps
