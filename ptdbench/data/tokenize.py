@@ -1,4 +1,4 @@
-"""Text to the tokens of a Hugging Face tokenizer, on all cores."""
+"""Tokenizes text with a Hugging Face tokenizer, on all cores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
 class Tokenizer:
-    """What a ``tokenizer.json`` describes.
+    """A tokenizer from a ``tokenizer.json``.
 
     Attributes:
         digest: SHA-256 of the file, in hexadecimal digits.
@@ -59,7 +59,7 @@ class Tokenizer:
         self.end = next((end for end in ends if end is not None), None)
 
     def pieces(self, documents: Part, name: str) -> Iterator[Piece]:
-        """The tokens of all documents in order; standard error tells how far it is where that takes long.
+        """The tokens of all documents in order; progress is reported on standard error if it takes long.
 
         Documents are cut into blocks, most often at a line's end, and each block is tokenized on its own. What is
         no UTF-8 becomes the replacement character.
@@ -118,7 +118,7 @@ def _batches(every: Iterable[Block]) -> Iterator[list[Block]]:
 
 @contextmanager
 def _telling(name: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Tell people that ``total`` bytes are tokenized, if they are many; what it yields is called with bytes done.
+    """Report the progress of tokenizing ``total`` bytes, if they are many; yields a function of the bytes done.
 
     A terminal has a bar; elsewhere, where every line stays, there is one at the start and one at the end.
     """
@@ -154,5 +154,5 @@ def _is_terminal() -> bool:
 
 
 def _say(line: str) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # a run does not fail because nobody listens
+    with suppress(OSError, ValueError, AttributeError):  # a run does not fail because its progress cannot be printed
         say(line, sys.stderr)
