@@ -11,8 +11,6 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import options  # noqa: E402
 
-import ptdbench  # noqa: E402
-
 project = "ptdbench"
 author = "ptdbench"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -32,11 +30,8 @@ autodoc_class_signature = "separated"
 nitpicky = True
 nitpick_ignore_regex = [
     ("py:.*", r"(torch|collections|typing|hydra|numpy|np|pathlib)\b.*"),
-    ("py:.*", r"ptdbench\.models\.materiali[sz]e.*"),  # nothing that a user calls
+    ("py:.*", r"ptdbench\.models\.materialize.*"),  # nothing that a user calls
 ]
-
-if not hasattr(ptdbench, "load"):  # the page appears with the function
-    exclude_patterns.append("api/load.md")
 
 
 def _expand(app: Any, name: str, source: list[str]) -> None:

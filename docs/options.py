@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -42,6 +42,7 @@ class Choice:
         header: The comment at its top as Markdown: what it is, and commands that take it.
         target: The class or function that it names; empty where it names none.
         inherits: Other choices of the group that it starts from.
+        base: The file of conf/ whose options all choices of the group have; empty where there is none.
         chooses: Choices of other groups that it makes, as ``data=digits``.
         options: What it sets, in order.
     """
@@ -50,6 +51,7 @@ class Choice:
     header: str
     target: str
     inherits: tuple[str, ...]
+    base: str
     chooses: tuple[str, ...]
     options: tuple[Option, ...]
 
@@ -69,6 +71,8 @@ def markdown(group: str) -> str:
         key = (choice.target, *(o.name for o in choice.options)) if choice.target else (choice.name,)
         families.setdefault(key, []).append(choice)
     sections = [_choice(f[0]) if len(f) == 1 else _family(f, group) for f in families.values()]
+    for base in dict.fromkeys(choice.base for choice in choices if choice.base):
+        sections.append(_choice(replace(read(CONF / f"{base}.yaml", group), name="Options of every choice")))
     return "\n\n".join(sections)
 
 
@@ -81,7 +85,8 @@ def read(path: Path, group: str) -> Choice:
     content = yaml.safe_load(text)
     own = content.get(group, {}) if is_global else content
     target = own.get("_target_", "") if isinstance(own, dict) else ""
-    inherits = [e for e in content.get("defaults", []) if isinstance(e, str) and e != "_self_"]
+    names = [e for e in content.get("defaults", []) if isinstance(e, str) and e != "_self_"]
+    bases = [e.strip("/").partition("@")[0] for e in names if e.startswith("/")]
     overrides = [next(iter(e.items())) for e in content.get("defaults", []) if isinstance(e, dict)]
     chosen = [(re.match(r"override /(\w+)", key), value) for key, value in overrides]
     prefix = "" if is_global or not group else f"{group}."
@@ -90,7 +95,8 @@ def read(path: Path, group: str) -> Choice:
         name=path.stem,
         header=_header(text),
         target=target,
-        inherits=tuple(inherits),
+        inherits=tuple(e for e in names if not e.startswith("/")),
+        base=next(iter(bases), ""),
         chooses=tuple(f"{found[1]}={value}" for found, value in chosen if found),
         options=tuple(options),
     )

@@ -85,7 +85,7 @@ def _end_of_shared_ranks() -> Iterator[None]:
 
 
 def run_on_shared_ranks(directory: Path, *overrides: str) -> Record:
-    """The record of a run in ranks that the tests of a module share: it costs a third of one that starts its own."""
+    """The record of a run in ranks that the tests of a module share, so that none have to be started for it."""
     directory.mkdir(exist_ok=True)
     RANKS.run(composed(*overrides), directory)
     return record_of(directory)
@@ -187,7 +187,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(local, "start", refuse)
-        patched.setattr(RANKS, "call", refuse)
+        patched.setattr(type(RANKS), "call", refuse)
         return (yield)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -124,6 +125,7 @@ def _serve(place: Mapping[str, str], jobs: Connection) -> None:
     """In a rank: do jobs until one fails here or nobody has another."""
     local._die_with_server()
     everywhere = cores.mine()
+    gc.unfreeze = lambda: None  # or each run would collect garbage from among all that is imported once more
     while True:
         try:
             present, sys.path[:], body, arguments = jobs.recv()

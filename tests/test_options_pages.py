@@ -101,6 +101,12 @@ def test_a_class_says_what_its_file_does_not(options):
     assert options.described("torch.optim.AdamW") == {}
 
 
+def test_options_that_all_choices_of_a_group_have_are_there_once(options):
+    page = options.markdown("parallel")
+    assert page.count("## Options of every choice") == page.count("`parallel.bucket_mb`") == 1
+    assert page.index("| `parallel.replicate` | `2` |") < page.index("## Options of every choice")
+
+
 def test_only_the_marker_is_replaced(options):
     page = options.expand("# Title\n\n<!-- options: optimizer -->\n\nThe end.\n")
     assert page.startswith("# Title\n\n## adamw\n")

@@ -47,7 +47,7 @@ Layout = tuple[str, int]
 
 def on(layout: Layout) -> tuple[str, ...]:
     strategy, ranks = layout
-    return (*GPT, f"parallel={strategy}", f"cluster.ranks_per_node={ranks}", "checkpoint.every_steps=3")
+    return (*GPT, *f"parallel={strategy}".split(), f"cluster.ranks_per_node={ranks}", "checkpoint.every_steps=3")
 
 
 @pytest.fixture(scope="module")
@@ -61,11 +61,17 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout, int], d
     return begin
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pdp", 2), ("pdp", 3)],
-    ids=lambda layout: f"{layout[0]}-{layout[1]}",
-)
+LAYOUTS: list[Layout] = [
+    ("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pdp", 2), ("pdp", 3), ("hsdp", 4),
+    ("fsdp parallel.pipeline=2", 4),
+]  # fmt: skip
+CHANGES: list[tuple[Layout, Layout]] = [
+    (("ddp", 2), ("fsdp", 2)), (("fsdp", 2), ("ddp", 1)), (("ddp", 2), ("pdp", 3)), (("pdp", 2), ("fsdp", 3)),
+    (("hsdp", 4), ("pdp", 2)), (("ddp", 2), ("hsdp parallel.pipeline=2", 8)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}-{layout[1]}")
 def test_the_losses_are_those_of_a_run_that_was_not_interrupted(shared_run, begun, layout):
     whole, half = begun(layout, 6), begun(layout, 3)
     rest = shared_run(*on(layout), "train.steps=6", f"resume={half['directory']}")
@@ -76,10 +82,7 @@ def test_the_losses_are_those_of_a_run_that_was_not_interrupted(shared_run, begu
     assert rest["remarks"]["resumed"].startswith("after step 3, from ")
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [(("ddp", 2), ("fsdp", 2)), (("fsdp", 2), ("ddp", 1)), (("ddp", 2), ("pdp", 3)), (("pdp", 2), ("fsdp", 3))],
-)
+@pytest.mark.parametrize(("first", "then"), CHANGES)
 def test_another_strategy_and_another_world_go_on_with_the_same_numbers(shared_run, begun, first, then):
     whole, half = begun(("single", 1), 6), begun(first, 3)
     rest = shared_run(*on(then), "train.steps=6", f"resume={half['directory']}")

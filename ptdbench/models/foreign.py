@@ -68,6 +68,8 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
 
 def adapt(module: nn.Module, example: Callable[[], Example]) -> Model:
     """``module`` itself if it implements the protocol :class:`Model`, else a wrapper that does."""
+    if not hasattr(module, "tensor_plan"):  # optional, even if all other methods exist
+        module.tensor_plan = lambda: None  # type: ignore[assignment]
     return module if isinstance(module, Model) else Adapted(module, example)
 
 

@@ -89,8 +89,8 @@ def load(path: str | Path) -> Run | list[Run]:
         path: The directory of a run or a sweep, a folder that contains such at any depth, or a ``results.jsonl``.
 
     Returns:
-        One record for the directory of a run. Else a list: the runs of a ``results.jsonl`` in the order in which they
-        ended, those of a folder in natural order of their paths. Damaged records are skipped with a warning.
+        One record for the directory of a run; else a list with the runs of a ``results.jsonl`` in the order in which
+        they ended, those of a folder in natural order of their paths. Damaged records are skipped with a warning.
 
     Raises:
         FileNotFoundError: There are no records.

@@ -12,23 +12,26 @@ import torch.distributed as dist
 from ptdbench.launch import rendezvous
 from tests.shared_ranks import SharedRanks
 
-#: Ends after each module; see tests/conftest.py.
+#: For whole runs; they end after each module, see tests/conftest.py.
 RANKS = SharedRanks()
-
-_groups = 0
 
 
 def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What ``body(*arguments)`` returns in each of ``size`` ranks that share a gloo group, by rank."""
-    return RANKS.call(size, _in_group, body, arguments)
+    """What ``body(*arguments)`` returns in each of ``size`` ranks that share a gloo group, by rank.
+
+    Ranks of its own: torch keeps plans for DTensors by the shape of a mesh, with names of groups that are no more.
+    """
+    ranks = SharedRanks()
+    try:
+        return ranks.call(size, _in_group, body, arguments)
+    finally:
+        ranks.end()
 
 
 def _in_group(body: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    global _groups  # noqa: PLW0603 - each group needs a name of its own in the ranks' store
-    _groups += 1
     torch.set_num_threads(1)
-    store = dist.PrefixStore(f"group {_groups}", rendezvous.store())
-    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", store=rendezvous.store(), rank=rank, world_size=size)
     result = body(*arguments)
     dist.destroy_process_group()
     return result

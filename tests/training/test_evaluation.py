@@ -24,6 +24,7 @@ TASK = (
 )  # fmt: skip
 #: Every strategy on every number of ranks up to three that it takes; ``single`` is what the others are held against.
 LAYOUTS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pdp", 2), ("pdp", 3), ("pdp", 4)]
+LAYOUTS += [("hsdp", 4), ("fsdp parallel.pipeline=2", 4)]
 
 
 def looked(**changes) -> Evaluation:
@@ -98,7 +99,7 @@ class TestOnRanks:
 
     @pytest.mark.parametrize(("strategy", "ranks"), LAYOUTS)
     def test_every_layout_comes_to_the_same_number(self, shared_run, trained, expected, strategy, ranks):
-        layout = (f"parallel={strategy}", f"cluster.ranks_per_node={ranks}")
+        layout = (*f"parallel={strategy}".split(), f"cluster.ranks_per_node={ranks}")
         assert judged(shared_run, trained, *layout, "eval.micro_batch=10") == expected
 
     def test_a_rank_for_which_no_sample_is_left_takes_part(self, shared_run, trained, expected):
