@@ -133,7 +133,7 @@ def blocks(documents: Iterable[Document]) -> Iterator[Block]:
 
     Raises:
         OSError: If a file cannot be read.
-        Malformed: If a line of a ``.jsonl`` file is no object with a text.
+        Malformed: If a line of a ``.jsonl`` file is not an object with a text.
     """
     for document in documents:
         left = document.size

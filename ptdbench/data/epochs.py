@@ -35,7 +35,7 @@ class Epochs:
         return np.concatenate(stretches)
 
 
-@lru_cache(maxsize=2)  # whoever goes back and forth between two epochs has both
+@lru_cache(maxsize=2)  # for access that alternates between two epochs
 def _order(count: int, seed: int, epoch: int) -> Indices:
     # The sampler asks for no more than the length, and seeds a generator with seed + epoch, which must be below 2^64.
     items: Any = range(count)

@@ -49,7 +49,7 @@ class Text(Data):
             sequence_length: Tokens of a sample.
             vocabulary: The model's vocabulary: an entry for every token, of which bytes make 256.
             seed: Decides which windows are drawn.
-            path: A text file, or a folder of text files in any encoding (hidden ones are left out); ``None``
+            path: A text file, or a folder of text files in any encoding (hidden ones are skipped); ``None``
                 for the sources of the Python standard library. A file is a document, but in a ``.jsonl`` file
                 every line is one: an object whose ``text`` is taken.
             tokenizer: A Hugging Face ``tokenizer.json``; ``None`` for bytes.

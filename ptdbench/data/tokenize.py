@@ -39,7 +39,7 @@ class Tokenizer:
         """Read the file.
 
         Raises:
-            ConfigError: If there is none, or it is no tokenizer; the option is ``tokenizer``.
+            ConfigError: If there is none, or it is not a tokenizer; the option is ``tokenizer``.
         """
         import tokenizers
 
@@ -52,7 +52,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()  # a file may ask for 512 tokens and no more, and what follows would be lost
         self._tokenizer.no_padding()
         self.digest = hashlib.sha256(content).hexdigest()
-        # Not get_vocab_size(): numbers may be left out, and the model needs an entry for the largest.
+        # Not get_vocab_size(): numbers may be unused, and the model needs an entry for the largest.
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.dtype = np.dtype(np.uint16 if self.size <= 1 << 16 else np.uint32)
         ends: list[int | None] = [self._tokenizer.token_to_id(token) for token in _ENDS]
@@ -80,7 +80,7 @@ class Tokenizer:
         texts = [block.text.decode(errors="replace") for block in batch]
         rows = []
         for encoding, block in zip(
-            # On all cores, and without the offsets that nobody asks for.
+            # On all cores, and without the unused offsets.
             self._tokenizer.encode_batch_fast(texts, add_special_tokens=False),
             batch,
             strict=True,
