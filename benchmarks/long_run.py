@@ -39,8 +39,8 @@ from ptdbench.measure.stopwatch import Stopwatch
 from ptdbench.records import record, series, store
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
+from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.evaluation import Evaluator
-from ptdbench.training.keeper import Keeper
 from ptdbench.training.recorder import Recorder
 from ptdbench.workloads.train import Train
 
@@ -129,7 +129,7 @@ def _measure(environ: Mapping[str, str], composed: DictConfig, directory: str) -
         store.write_record(place, record.begin(config.resolve(composed), place, environment("cpu")))
     with (
         rendezvous.process_group(world, spec.backend, device, key=directory) as own_store,
-        _timed(Keeper, "_save", saved),
+        _timed(Checkpointing, "_save", saved),
         _timed(Evaluator, "__call__", evaluated),
         _timed(Recorder, "show", evaluated),
     ):

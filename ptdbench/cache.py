@@ -1,4 +1,4 @@
-"""Where is kept what nobody has said a place for: data sets, tokens, ceilings."""
+"""The default cache folder for data sets, tokens and ceilings."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from pathlib import Path
 
 def user_cache() -> Path:
     """The folder ``ptdbench`` in the user's cache folder."""
-    # An empty variable counts as unset, says the XDG Base Directory Specification.
+    # The XDG Base Directory Specification treats an empty variable as unset.
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ptdbench"

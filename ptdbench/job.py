@@ -1,4 +1,4 @@
-"""What a workload is, what it is given, and what it gives back."""
+"""The interface of a workload: its protocol, its input (`Job`) and its result (`Outcome`)."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ptdbench.setup.training_spec import TrainingSpec
 
 
 class Workload(Protocol):
-    """What ``workload=<name>`` is: an object that does the work of one rank.
+    """The type of ``workload=<name>``: an object that does the work of one rank.
 
     Attributes:
         trains: Whether it needs a model, data, an optimizer and a layout.
 
-    One that does not train leaves what it found in the record's field of its own name, and has a static method
-    ``show(found, width) -> str`` that makes plain text of it, ``width`` columns wide where figures allow.
+    A workload that does not train stores its results in the record's field of its own name, and has a static method
+    ``show(found, width) -> str`` that formats them as plain text, ``width`` columns wide where figures allow.
     """
 
     trains: bool
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
-        """Raises ConfigError for ranks, devices or a backend that it cannot work with; nothing has started yet."""
+        """Raise ConfigError for ranks, devices or a backend that it does not support; nothing has started yet."""
         ...
 
     def __call__(self, job: Job) -> Outcome:
@@ -41,17 +41,17 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's part in a run, ready to work: the ranks are in a process group.
+    """One rank's view of a run whose process group is initialized.
 
     Attributes:
-        spec: What is to be done.
-        world: This rank's place.
-        peers: Every rank as it describes itself, in order.
+        spec: The specification of the run.
+        world: This rank's position in the world.
+        peers: The description of every rank, in order.
         store: A key-value store that the run's ranks share.
         device: This rank's device.
         directory: The run's directory.
-        watch: Runs since the run was ready to start.
-        watchdog: To be told of every step; ends the run where they stop.
+        watch: Stopwatch started when the run was ready to start.
+        watchdog: Notified of every step; ends a run that makes no progress.
     """
 
     spec: RunSpec
@@ -65,21 +65,21 @@ class Job:
 
     @property
     def training(self) -> TrainingSpec:
-        """What is trained; only for a workload that trains."""
+        """The training specification; only for a workload that trains."""
         assert self.spec.training is not None
         return self.spec.training
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a workload.
+    """The result of a workload.
 
     Attributes:
-        fields: What the record gains, on rank 0; the other ranks may know less.
-        stopped: Why the run ended before it was done, such as ``SIGTERM after step 40 of 100``; it can go on later.
-        figures: PNG images by name, for people: files beside the record, and TensorBoard.
-        error: What is wrong with a result that is there all the same, such as a loss that is not finite.
-        shown: How many of its steps TensorBoard has already.
+        fields: Fields to add to the record, on rank 0; the other ranks may have fewer.
+        stopped: Why the run ended early, such as ``SIGTERM after step 40 of 100``; it can be resumed.
+        figures: PNG images by name: files beside the record, and TensorBoard.
+        error: An error that does not void the result, such as a loss that is not finite.
+        shown: Number of steps already written to TensorBoard.
     """
 
     fields: Mapping[str, Any]

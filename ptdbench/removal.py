@@ -1,9 +1,9 @@
-"""Deleting.
+"""Safe deletion.
 
-The rule: the program deletes only what it has made itself, file by file, by the names that it gives, and never a
-directory that holds anything else. People put their notes beside results, move checkpoints to other disks and leave
-links, and point options at folders of theirs; nothing of that is deleted, overwritten or renamed. So whoever deletes a
-directory comes here, and nothing deletes a tree.
+The program deletes only files that it created, one by one, by name, and never a directory that holds anything else.
+Users put notes beside results, replace checkpoints by links to other disks, and point options at their own folders;
+none of that is deleted, overwritten or renamed. All code that deletes a directory calls this module, and nothing
+deletes a tree.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 
 def stranger(directory: Path, is_ours: Callable[[str], bool]) -> Path | None:
-    """What is not the program's own in a directory, the first by name: all but regular files of such names.
+    """The first entry of a directory, by name, that the program did not create: not a regular file of such a name.
 
-    It is the path itself where that is no directory, but a file or a link to one.
+    The path itself if it is not a directory but a file or a link.
 
     Raises:
         OSError: The directory cannot be read.
@@ -29,16 +29,16 @@ def stranger(directory: Path, is_ours: Callable[[str], bool]) -> Path | None:
 
 
 def in_the_way(path: Path) -> FileExistsError:
-    """The error of whoever needs a place that something of somebody else's has taken."""
-    return FileExistsError(f"{path} is not from ptdbench and in its way: move it elsewhere")
+    """The error for a path that is occupied by something the program did not create."""
+    return FileExistsError(f"{path} was not created by ptdbench: move it elsewhere")
 
 
 def remove(directory: Path, is_ours: Callable[[str], bool]) -> None:
-    """Delete a directory that holds nothing but the program's own files; anything else stays as it is, in full.
+    """Delete a directory that holds only the program's own files; any other directory is left unchanged.
 
     Raises:
-        FileExistsError: There is something else in it, or it is no directory.
-        OSError: It cannot be deleted. Also where something was put into it meanwhile, which stays.
+        FileExistsError: It holds something else, or is not a directory.
+        OSError: It cannot be deleted, or something was put into it meanwhile, which is kept.
     """
     if other := stranger(directory, is_ours):
         raise in_the_way(other)

@@ -1,4 +1,4 @@
-"""Text for a person: no reader's end stops a run, and no text that others wrote can steer the terminal."""
+"""Terminal output: a closed stream does not stop a run, and control characters are escaped."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from errno import EPIPE
 from typing import TextIO
 
-#: What a terminal takes for a command, and halves of characters that no stream can encode.
+#: Control characters, and surrogates that no stream can encode.
 _CONTROL = [*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)]
 _ESCAPED = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROL if chr(code) not in "\n\t"
@@ -26,14 +26,14 @@ def plain(text: str) -> str:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Print a text on a line of its own, through to whoever reads it.
+    """Print a line of text and flush it.
 
-    A reader that is gone, as ``head -1`` soon is, ends the output and nothing else: the stream then leads to
-    /dev/null. A stream that cannot be written to for another reason is told once on standard error.
+    A closed pipe (``| head -1``) ends the output and nothing else: the stream is redirected to /dev/null. Any other
+    write error is reported once on standard error.
 
     Args:
         text: What to print; see :func:`plain`.
-        stream: Where to; standard output if ``None``.
+        stream: The stream to print to; standard output if ``None``.
     """
     stream = sys.stdout if stream is None else stream
     if stream is None:  # this process was started without one
@@ -49,7 +49,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
 
 
 def _silence(stream: TextIO) -> None:
-    """Let a stream lead nowhere, so that neither later writes nor Python's last flush fail."""
+    """Redirect a stream to /dev/null, so that neither later writes nor Python's final flush fail."""
     with suppress(OSError, ValueError):  # one without a descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())

@@ -77,7 +77,7 @@ def test_a_damaged_record_is_kept_aside_and_counts_for_nothing(sweep, capsys):
         assert (path / f"record.json.damaged{number}").read_bytes() == b"\x00garbage"
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"{path / store.RECORD} is damaged: not JSON")
-        assert line.endswith(f"; it is kept as record.json.damaged{number}, and the run is done again")
+        assert line.endswith(f"; it is kept as record.json.damaged{number}, and the run is repeated")
         assert store.earlier_record(path) is None  # there is none any more
 
 
@@ -112,7 +112,7 @@ def test_the_run_is_done_again_and_the_others_are_not(tmp_path, environ):
     again = train_py("sweep.resume=sweep")
     assert again.returncode == 0, again.stderr
     assert "Traceback" not in again.stderr
-    assert sum("is damaged and passed over" in line for line in again.stderr.splitlines()) == 2
+    assert sum("is damaged and skipped" in line for line in again.stderr.splitlines()) == 2
     assert json.loads(one.read_text())["status"] == "ok"
     assert one.with_name("record.json.damaged").read_bytes() == b"[1]"
     assert other.stat().st_mtime_ns == before

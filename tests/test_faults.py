@@ -27,7 +27,7 @@ FAULTY = (
     [
         ("raise", "failed", "RuntimeError", "this one is on purpose"),
         ("kill", "failed", "SIGKILL", "killed by SIGKILL"),
-        ("term", "failed", "SIGTERM", "was stopped by SIGTERM, which its peers did not get"),
+        ("term", "failed", "SIGTERM", "was stopped by SIGTERM, which its peers did not receive"),
         ("oom", "oom", "RuntimeError", "allocate memory"),
     ],
 )

@@ -214,7 +214,7 @@ class TestSignals:
         if how == "kill":
             assert error["message"].startswith("rank 1 left no report; rank 0 then saw: ")
         else:
-            assert error["message"] == "rank 1 was stopped by SIGTERM, which its peers did not get"
+            assert error["message"] == "rank 1 was stopped by SIGTERM, which its peers did not receive"
 
     def test_scancel_stops_all(self, tmp_path, slurm):
         endless = (*TOY, "parallel=ddp", "train.steps=1000000", "train.max_minutes=null", "hydra.run.dir=run")

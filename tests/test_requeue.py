@@ -47,7 +47,7 @@ def test_the_signal_ahead_of_the_time_limit_requeues_the_job_and_it_goes_on(tmp_
     ask(slurm, "scancel", "--signal=USR2", job)
     until(lambda: ask(slurm, "squeue", "--noheader", "--format=%T", f"--jobs={job}").strip() == "PENDING")
     waiting = record_of(directory)
-    assert "saved and requeued for the 1. time of at most 10" in waiting["error"]["message"]
+    assert "saved and requeued (1 of 10)" in waiting["error"]["message"]
     done = len(waiting["losses"])
     assert 100 <= done < 1000
     ask(slurm, "scontrol", "update", f"jobid={job}", "StartTime=now")  # SLURM would let it wait for two minutes

@@ -204,7 +204,7 @@ def test_a_broken_checkpoint_is_passed_over_with_a_warning(ended, tmp_path):
     done = train_py("resume=run", "train.steps=6", "hydra.run.dir=rest", cwd=tmp_path)
     rest = record_of(tmp_path / "rest")
     assert rest["remarks"]["resumed"].startswith("after step 2, from ")
-    (warning,) = [note for note in rest["remarks"]["checkpoints"] if "step-00000004 is passed over" in note]
+    (warning,) = [note for note in rest["remarks"]["checkpoints"] if "step-00000004 is skipped" in note]
     assert done.stderr.splitlines().count(f"warning: {warning}") == 1
     assert len(rest["losses"]) == 6
 
@@ -232,7 +232,7 @@ class TestRefused:
     def test_results_are_not_overwritten(self, ended, tmp_path):
         before = (ended / "record.json").read_bytes()
         said = self.refused(*TOY, "train.steps=3", "hydra.run.dir=run", cwd=tmp_path)
-        assert "hydra.run.dir=run: there are results already; try resume=run" in said
+        assert "hydra.run.dir=run: it already holds results; try resume=run" in said
         assert (ended / "record.json").read_bytes() == before
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: ``manifest.json``, written last, with the checksum of every file."""
+"""The manifest of a checkpoint: ``manifest.json``, written last, with the checksum of every file."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ptdbench.records.files import write_json
 
 MANIFEST = "manifest.json"
 
-#: Bytes that are read at a time; hashing that many lets other threads run.
+#: Bytes read at a time; hashing that many releases the GIL.
 _BLOCK = 4 << 20
 
 
 class Broken(Exception):
-    """A checkpoint that does not count; the message says which file and what is wrong with it."""
+    """A broken checkpoint; the message names the file and what is wrong with it."""
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """What a file must be.
+    """The expected size and checksum of a file.
 
     Attributes:
         bytes: Its size.
@@ -36,13 +36,13 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is.
+    """The description of a checkpoint.
 
     Attributes:
-        step: Optimizer steps that were done.
+        step: Number of optimizer steps done.
         world_size: Ranks that wrote it.
-        model: The options of the model, to compare.
-        facts: What else the run wants to know when it goes on; JSON, where a number that is not finite is ``null``.
+        model: The options of the model, for comparison.
+        facts: Other state for resuming; JSON, where a number that is not finite is ``null``.
         files: Every other file of the checkpoint, by name.
         torch: Version of torch that wrote it.
         time: When it was written, in seconds since the epoch.
@@ -58,7 +58,7 @@ class Manifest:
 
 
 def stamp(path: Path) -> Stamp:
-    """Size and checksum of the file as it is.
+    """Size and checksum of a file.
 
     Raises:
         OSError: It cannot be read.
@@ -73,11 +73,11 @@ def stamp(path: Path) -> Stamp:
 
 
 def write(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest through to the disk, with a checksum of its own.
+    """Write the manifest with a checksum of its own, and sync it to disk.
 
     Raises:
         OSError: It could not be written.
-        TypeError: The model's options or the facts are no JSON.
+        TypeError: The model's options or the facts are not JSON.
     """
     body = json.loads(json.dumps(asdict(manifest)), parse_constant=lambda _: None)
     write_json(directory / MANIFEST, body | {"sha256": _digest(body)})
@@ -87,7 +87,7 @@ def read(directory: Path) -> Manifest:
     """The manifest of the checkpoint in ``directory``.
 
     Raises:
-        Broken: It is missing, or not what was written.
+        Broken: It is missing or damaged.
     """
     try:
         body = json.loads((directory / MANIFEST).read_text())
@@ -101,18 +101,18 @@ def read(directory: Path) -> Manifest:
     except OSError as error:
         raise Broken(f"{MANIFEST} cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise Broken(f"{MANIFEST} is no manifest") from None
+        raise Broken(f"{MANIFEST} is not a manifest") from None
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Look whether every file is there and as long as it must be.
+    """Check that every file exists and has its size.
 
     Raises:
         Broken: One is not.
     """
     for name, wanted in manifest.files.items():
         if PurePath(name).name != name:
-            raise Broken(f"{name} is no name of a file")
+            raise Broken(f"{name} is not a file name")
         try:
             size = (directory / name).stat().st_size
         except OSError as error:
@@ -122,7 +122,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
 
 
 def check_contents(directory: Path, manifest: Manifest, share: int, shares: int) -> None:
-    """Read one of several shares of the files and compare their checksums.
+    """Read one of ``shares`` parts of the files and compare their checksums.
 
     Raises:
         Broken: One differs.

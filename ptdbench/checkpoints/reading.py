@@ -1,8 +1,8 @@
-"""Loading tensors from a checkpoint: data is read, and nothing in it can run code.
+"""Loading tensors from a checkpoint without running code from it.
 
-torch reads the tensors themselves with ``weights_only``. Two ways to run code remain in its distributed checkpoints:
-``.metadata`` is a pickle, and an item that is no tensor is unpickled without a check. Here the first may name nothing
-but the classes that metadata is made of, and the second is refused.
+torch reads the tensors with ``weights_only``. Two ways to run code remain in its distributed checkpoints: ``.metadata``
+is a pickle, and an item that is not a tensor is unpickled without a check. Here the first may refer only to the classes
+that metadata consists of, and the second is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ptdbench.problems import ConfigError, Problem
 
 METADATA = ".metadata"
 
-#: What metadata is made of, beside formats such as ``torch.float32``. None of it does more than to hold values.
+#: The classes of metadata, beside dtypes such as ``torch.float32``. All of them only hold values.
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
@@ -45,7 +45,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
             "_MEM_FORMAT_ENCODING",
         )
     },
-    # Where it was written, which nobody asks for.
+    # The path it was written to, which is not used.
     **{
         (module, name): PurePath
         for module in ("pathlib", "pathlib._local")  # Python 3.13 and newer
@@ -59,9 +59,9 @@ def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
 
     Args:
         path: The checkpoint's directory.
-        tensors: By name, of the sizes that :func:`names` tells; a DTensor gets its shards, however it was saved.
-            Ranks may ask for different names.
-        group: Ranks that load together, so that all fail where one does; without one this process is alone.
+        tensors: By name, of the sizes that :func:`names` returns; a DTensor gets its shards, however it was saved.
+            Ranks may pass different names.
+        group: Ranks that load together, so that all fail if one does; ``None``: this process alone.
 
     Raises:
         ConfigError: The checkpoint cannot be read, lacks a name, or would run code.
@@ -82,7 +82,7 @@ def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
 
 
 def names(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Size and format of every tensor in the checkpoint in ``path``, by name.
+    """Size and dtype of every tensor in the checkpoint in ``path``, by name.
 
     Raises:
         ConfigError: The checkpoint cannot be read, or would run code.
@@ -96,7 +96,7 @@ def names(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def why(failure: CheckpointException) -> str:
-    """What torch wraps, in a line: every rank's error. What was no error, such as a signal, is raised again."""
+    """Every rank's error in one line. A wrapped exception that is not an error, such as a signal, is raised again."""
     errors = {rank: wrapped[0] for rank, wrapped in sorted(failure.failures.items())}
     for error in errors.values():
         if not isinstance(error, Exception):
@@ -105,7 +105,7 @@ def why(failure: CheckpointException) -> str:
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's reader, with metadata that has been read already."""
+    """torch's reader, with metadata that is already read."""
 
     def __init__(self, path: Path, read: Metadata) -> None:
         super().__init__(path)
@@ -116,7 +116,7 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes nothing but metadata."""
+    """Unpickles only the classes of metadata."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
@@ -128,7 +128,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Forbidden(Exception):
-    """What a checkpoint has no need of."""
+    """Something that a checkpoint must not contain."""
 
 
 def _read_metadata(path: Path) -> Metadata:
@@ -138,23 +138,23 @@ def _read_metadata(path: Path) -> Metadata:
         _check(read)
     except _Forbidden as error:
         raise _refusal(path, f"would run code: {error}") from None
-    except Exception as error:  # whatever broken bytes may raise
+    except Exception as error:  # broken bytes may raise anything
         raise _refusal(path, f"cannot be read: {METADATA}: {type(error).__name__}: {error}") from None
     return read
 
 
 def _check(read: Any) -> None:
-    """Nothing is unpickled later on, and nothing is read from another directory.
+    """Check that nothing will be unpickled later, and nothing read from another directory.
 
     Raises:
         _Forbidden: Something would be.
-        TypeError: This is no metadata.
+        TypeError: This is not metadata.
     """
     if not isinstance(read, Metadata) or not isinstance(read.storage_data, dict):
         raise TypeError("it does not describe a checkpoint")
     for name, item in read.state_dict_metadata.items():
         if not isinstance(item, TensorStorageMetadata):
-            raise _Forbidden(f"{name} is no tensor, and would be unpickled")
+            raise _Forbidden(f"{name} is not a tensor and would be unpickled")
     for place in read.storage_data.values():
         if not isinstance(place, filesystem._StorageInfo) or PurePath(place.relative_path).name != place.relative_path:
             raise _Forbidden(f"{METADATA} points to a file outside of the checkpoint")
@@ -163,7 +163,7 @@ def _check(read: Any) -> None:
 
 
 def _explained(reason: str) -> str:
-    """The reason in a line; where torch gives advice on how to load without a check, what it is about."""
+    """The reason in one line, without torch's advice to load unchecked."""
     asked = re.search(r"GLOBAL (\S+)", reason)
     if asked and "UnpicklingError" in reason:
         return f"would run code: a tensor's file asks for {asked[1]}"

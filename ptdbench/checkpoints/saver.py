@@ -1,4 +1,4 @@
-"""Saving while training goes on: tensors are copied, and a thread writes the copies."""
+"""Saving during training: tensors are copied, and a thread writes the copies."""
 
 from __future__ import annotations
 
@@ -29,32 +29,31 @@ T = TypeVar("T")
 
 Facts = Mapping[str, Any]
 
-#: What is added to the writing thread's nice value, so that training comes first where cores are few.
+#: Added to the writing thread's nice value, so that training has priority on the cores.
 _NICE = 10
 
 
 class Saver:
-    """Writes a run's checkpoints; made, used and closed in all ranks alike.
+    """Writes a run's checkpoints; created, used and closed in all ranks.
 
-    A save that fails in any rank leaves no checkpoint and a line in the :attr:`problems` of every rank; then the run
-    goes on.
+    A save that fails in any rank leaves no checkpoint and adds a line to the :attr:`problems` of every rank; the run
+    continues.
 
     Attributes:
-        group: All ranks, on the CPU. The writing thread uses it; while nothing is being saved others may.
-        saved: Steps whose checkpoint was brought to the disk, in the order of saving.
-        problems: What went wrong, one line for each save that failed.
-        stall_seconds: How long each :meth:`save` held its caller.
-        best: The step whose checkpoint is the best, which stays beside the newest and is marked as such.
+        group: All ranks, on the CPU. Used by the writing thread; others may use it while no save is in progress.
+        saved: Steps whose checkpoint is on disk, in the order of saving.
+        problems: One line for each failed save.
+        stall_seconds: How long each :meth:`save` blocked its caller.
+        best: The step of the best checkpoint, which is kept beside the newest and marked.
 
     Args:
         run_directory: The run's directory, the same for all ranks.
-        keep: How many complete checkpoints stay, at least 1.
-        asynchronous: Write in a thread of its own. Otherwise :meth:`save` returns when all is on disk, and nothing is
-            copied.
+        keep: Number of complete checkpoints to keep, at least 1.
+        asynchronous: Write in a separate thread. Otherwise :meth:`save` returns when all is on disk, without a copy.
     """
 
     def __init__(self, run_directory: Path, *, keep: int, asynchronous: bool = True) -> None:
-        self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # no rank is left out
+        self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # contains all ranks
         self.saved: list[int] = []
         self.problems: list[str] = []
         self.stall_seconds: list[float] = []
@@ -65,8 +64,8 @@ class Saver:
         self._staging = Staging() if asynchronous else None
         self._thread: threading.Thread | None = None
 
-    def go_on(self, best: int) -> None:
-        """Take over from an earlier saver of this run, whose best checkpoint is that of step ``best``."""
+    def resume(self, best: int) -> None:
+        """Continue after an earlier saver of this run, whose best checkpoint is that of step ``best``."""
         self.best = best
 
     def save(
@@ -77,17 +76,17 @@ class Saver:
         facts: Facts | Callable[[], Facts],
         is_best: bool = False,
     ) -> None:
-        """Save ``tensors`` as they are now; called in all ranks, between two steps.
+        """Save the current values of ``tensors``; called in all ranks, between two steps.
 
-        Waits for the save before, where that goes on. Ranks may bring different tensors; what several bring under one
-        name must be the same, and is written once.
+        Waits for the previous save. Ranks may pass different tensors; tensors of the same name must be equal, and are
+        written once.
 
         Args:
-            step: Optimizer steps that are done.
-            tensors: By name, as :func:`ptdbench.checkpoints.state.collect` gives them.
+            step: Number of optimizer steps done.
+            tensors: By name, as :func:`ptdbench.checkpoints.state.collect` returns them.
             model: The options of the model.
-            facts: JSON; rank 0's count. A function is called at once, and on rank 0 only.
-            is_best: Whether it takes the place of the best one, once it is on the disk.
+            facts: JSON; those of rank 0 are saved. A function is called at once, on rank 0 only.
+            is_best: Whether it replaces the best one, once it is on disk.
         """
         started = time.perf_counter()
         self.wait()
@@ -103,13 +102,13 @@ class Saver:
         self.stall_seconds.append(time.perf_counter() - started)
 
     def wait(self) -> None:
-        """Return when the last save has ended, well or not."""
+        """Wait until the last save has succeeded or failed."""
         if self._thread:
             self._thread.join()
             self._thread = None
 
     def close(self) -> None:
-        """Wait for the last save, and give back the group and the memory."""
+        """Wait for the last save, and release the group and the memory."""
         self.wait()
         self._staging = None
         dist.destroy_process_group(self.group)
@@ -129,10 +128,10 @@ class Saver:
     def _save(
         self, step: int, prepared: Future[tuple[dict[str, Tensor], Facts]], model: Mapping[str, Any], is_best: bool
     ) -> None:
-        """Bring what was prepared to the disk, and make room for it."""
+        """Write the prepared tensors to disk, and prune older checkpoints."""
         try:
             self._write(step, prepared, model)
-        except Exception as error:  # of this rank, of another, or of the connection to one that has died
+        except Exception as error:  # of this rank, of another, or of the connection to a dead one
             self.problems.append(f"step {step}: not saved: {error}")
             return
         self.saved.append(step)
@@ -155,7 +154,7 @@ class Saver:
             shelf.mark_best(self._run_directory, self.best)
 
     def _write(self, step: int, prepared: Future[tuple[dict[str, Tensor], Facts]], model: Mapping[str, Any]) -> None:
-        """From tensors to a checkpoint that counts; where one rank fails all do, and nothing is left.
+        """Write a complete checkpoint; if one rank fails all do, and nothing is left.
 
         Raises:
             _Failed: In all ranks.
@@ -170,9 +169,9 @@ class Saver:
                 files |= of_rank
             written = Manifest(step, self._world_size, model, facts, files, torch.__version__, time.time())
             self._on_rank_0(lambda: _finish(partial, written))
-        except _Failed:  # here nobody writes any more
+        except _Failed:  # no rank is writing any more
             if self._rank == 0:
-                with suppress(OSError):  # the next start has another try
+                with suppress(OSError):  # the next start retries
                     shelf.discard(partial)
             raise
 
@@ -180,7 +179,7 @@ class Saver:
         self._together(task if self._rank == 0 else lambda: None)
 
     def _together(self, task: Callable[[], T]) -> T:
-        """What ``task`` returns here, once it has ended in all ranks.
+        """Run ``task`` in all ranks and return this rank's result.
 
         Raises:
             _Failed: It failed in one, or in several; in all ranks.
@@ -199,7 +198,7 @@ class _Failed(Exception):
 
 
 def _tried(task: Callable[[], T]) -> Future[T]:
-    """What ``task`` returns, or its error, to be dealt with later."""
+    """The result of ``task`` or its error, as a future."""
     done: Future[T] = Future()
     try:
         done.set_result(task())
@@ -213,7 +212,7 @@ def _told(rank: int, error: BaseException) -> str:
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """This rank's file and, from rank 0, the metadata; through to the disk.
+    """Write this rank's file and, on rank 0, the metadata, and sync them to disk.
 
     Raises:
         _Failed: It failed in one of them.
@@ -240,7 +239,7 @@ def _finish(partial: Path, written: Manifest) -> None:
 
 
 def _stand_back() -> None:
-    """Let this thread wait where others want the processor or the disk."""
+    """Lower this thread's CPU and I/O priority."""
     if sys.platform == "linux":  # elsewhere it would be the whole process
         thread = threading.get_native_id()
         with suppress(OSError, psutil.Error):

@@ -1,8 +1,8 @@
-"""A run's checkpoints on disk: ``checkpoints/step-00000100/``, and ``.partial`` behind the name while it is written.
+"""A run's checkpoints on disk: ``checkpoints/step-00000100/``, with the suffix ``.partial`` while it is written.
 
-A directory gets its final name when everything in it is on disk, and loses it before anything in it is deleted. So
-whoever is killed at any moment leaves no half checkpoint that looks whole. What holds anything that is not the saver's,
-such as a person's notes, is neither deleted nor renamed; see :mod:`ptdbench.removal`.
+A directory gets its final name when everything in it is on disk, and loses it before anything in it is deleted, so
+that a killed process never leaves an incomplete checkpoint under a final name. A directory that holds anything else,
+such as a user's notes, is neither deleted nor renamed; see :mod:`ptdbench.removal`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _PARTIAL, _DELETED = ".partial", ".deleted"
 
 _STEP = re.compile(r"step-(\d{8,})")
 
-#: Every name that the saver gives to a file, those that it has only while it is written included.
+#: All file names that the saver uses, including temporary ones.
 _FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|manifest\.json|\.manifest\.json\.[0-9a-f]{8}\.tmp")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that counts.
+    """A complete checkpoint.
 
     Attributes:
         path: Its directory.
-        manifest: What it says of itself.
+        manifest: Its manifest.
     """
 
     path: Path
@@ -45,11 +45,11 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search for the newest checkpoint came to.
+    """The result of a search for the newest checkpoint.
 
     Attributes:
-        found: The newest that counts, if there is one.
-        warnings: For each newer one that was passed over, which file is broken and how.
+        found: The newest complete one, if there is one.
+        warnings: For each newer one that was skipped, which file is broken and how.
     """
 
     found: Found | None
@@ -57,13 +57,13 @@ class Search:
 
 
 def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Search:
-    """The newest checkpoint of a run that is complete and matches its checksums; called in all ranks of ``group``.
+    """Find the newest checkpoint that is complete and matches its checksums; called in all ranks of ``group``.
 
-    Everyone looks at names and sizes; the files are read once, shared out over the ranks. All come to the same result.
+    Every rank checks names and sizes; the reading of the files is divided among the ranks. All get the same result.
 
     Args:
         run_directory: The run's directory.
-        group: Ranks that search together, on the CPU; without one this process is alone.
+        group: Ranks that search together, on the CPU; ``None``: this process alone.
     """
     warnings: list[str] = []
     # Rank 0's list: a network file system may show another host an older one.
@@ -73,23 +73,23 @@ def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Searc
         faults = list(dict.fromkeys(of_rank for of_rank in gathered(fault, group) if of_rank))
         if found and not faults:
             return Search(Found(path, found), tuple(warnings))
-        warnings.append(f"{path} is passed over: {'; '.join(faults)}")
+        warnings.append(f"{path} is skipped: {'; '.join(faults)}")
     return Search(None, tuple(warnings))
 
 
 def glance(run_directory: Path) -> Manifest | None:
-    """What the newest checkpoint that seems whole says of itself; its files are not read, so that this is quick."""
+    """The manifest of the newest checkpoint that seems complete; fast, as its files are not read."""
     whole = (path for path in _complete_by_name(run_directory) if _is_whole(path))
     return next((manifest.read(path) for path in whole), None)
 
 
 def partial(run_directory: Path, step: int) -> Path:
-    """Where the checkpoint after ``step`` steps is written."""
+    """The directory in which the checkpoint after ``step`` steps is written."""
     return run_directory / FOLDER / f"{_name(step)}{_PARTIAL}"
 
 
 def begin(partial: Path) -> None:
-    """Make that directory, empty.
+    """Create that directory, empty.
 
     Raises:
         OSError: It cannot be made, or holds something that the saver has not written.
@@ -100,7 +100,7 @@ def begin(partial: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a directory without a final name, if it is there.
+    """Delete a directory without a final name, if it exists.
 
     Raises:
         OSError: It cannot be deleted, or holds something that the saver has not written.
@@ -110,7 +110,7 @@ def discard(path: Path) -> None:
 
 
 def publish(partial: Path) -> Path:
-    """Give a directory whose files are on disk its final name; an older checkpoint of the same step makes room.
+    """Give a directory whose files are on disk its final name; an older checkpoint of the same step is replaced.
 
     Raises:
         OSError: It cannot be renamed, or the older one holds something that the saver has not written.
@@ -118,7 +118,7 @@ def publish(partial: Path) -> Path:
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))
     _sync(partial)
     replaced = _set_aside(final) if os.path.lexists(final) else None
-    partial.rename(final)  # whoever is killed before has left both, and sweep_partial() does this then
+    partial.rename(final)  # if killed before this, both remain, and sweep_partial() renames
     _sync(final.parent)
     if replaced:
         remove(replaced, _is_ours)
@@ -126,9 +126,9 @@ def publish(partial: Path) -> Path:
 
 
 def prune(run_directory: Path, keep: int, best: int | None = None) -> None:
-    """Delete all complete checkpoints but the newest ``keep`` and that of step ``best``.
+    """Delete all complete checkpoints except the newest ``keep`` and that of step ``best``.
 
-    Broken ones neither count nor go. Nor does one go in which there is anything but what its manifest names.
+    Broken ones are neither counted nor deleted. Nor is one deleted that holds files not named in its manifest.
 
     Raises:
         OSError: One cannot be deleted.
@@ -140,10 +140,10 @@ def prune(run_directory: Path, keep: int, best: int | None = None) -> None:
 
 
 def mark_best(run_directory: Path, step: int) -> None:
-    """Let the link ``checkpoints/best`` lead to the checkpoint after ``step`` steps, if that is there.
+    """Point the link ``checkpoints/best`` to the checkpoint after ``step`` steps, if it exists.
 
     Raises:
-        OSError: It cannot be made, or something that is no link to a checkpoint has its name.
+        OSError: It cannot be created, or its name is taken by something that is not a link to a checkpoint.
     """
     folder = run_directory / FOLDER
     if not (folder / _name(step)).exists():
@@ -158,9 +158,9 @@ def mark_best(run_directory: Path, step: int) -> None:
 
 
 def sweep_partial(run_directory: Path) -> None:
-    """Clear away what a killed run left unfinished; for one process, before the run starts.
+    """Clean up after a killed run; called in one process, before the run starts.
 
-    What was complete but for its name gets that. What holds anything that the saver has not written stays as it is.
+    A checkpoint that lacks only its final name gets it. One that holds files of others is left unchanged.
 
     Raises:
         OSError: Something cannot be removed.
@@ -179,18 +179,18 @@ def _name(step: int | None) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether the saver gives that name to files."""
+    """Whether the saver uses that file name."""
     return bool(_FILE.fullmatch(name))
 
 
 def _left(run_directory: Path, suffix: str) -> list[Path]:
-    """Directories with that end of their names that hold nothing but what the saver writes."""
+    """Directories with that suffix that hold only files of the saver."""
     named = sorted((run_directory / FOLDER).glob(f"step-*{suffix}"))
     return [path for path in named if _STEP.fullmatch(path.name.removesuffix(suffix)) and not stranger(path, _is_ours)]
 
 
 def _complete_by_name(run_directory: Path) -> list[Path]:
-    """What bears a final name, newest first."""
+    """Directories with a final name, newest first."""
     folder = run_directory / FOLDER
     steps = {path: _STEP.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir()}
     numbered = {path: int(found[1]) for path, found in steps.items() if found}
@@ -198,7 +198,7 @@ def _complete_by_name(run_directory: Path) -> list[Path]:
 
 
 def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | None]:
-    """The manifest of a checkpoint as one of several ranks sees it, or what is wrong."""
+    """The manifest of a checkpoint, or what is wrong with it, by this rank's share of the check."""
     try:
         found = manifest.read(path)
         manifest.check_sizes(path, found)
@@ -209,7 +209,7 @@ def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | N
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether all files are there and have their sizes; reading them all would take too long."""
+    """Whether all files exist and have their sizes; reading them all would take too long."""
     try:
         manifest.check_sizes(path, manifest.read(path))
     except Broken:
@@ -218,13 +218,13 @@ def _is_whole(path: Path) -> bool:
 
 
 def _holds_what_it_names(path: Path) -> bool:
-    """Whether there is nothing in a whole checkpoint but what its manifest names."""
+    """Whether a complete checkpoint holds only files that its manifest names."""
     named = {*manifest.read(path).files, manifest.MANIFEST}
     return not stranger(path, lambda name: _is_ours(name) and name in named)
 
 
 def _set_aside(path: Path) -> Path:
-    """Take a checkpoint's name away, so that it can be deleted.
+    """Rename a checkpoint, so that it can be deleted.
 
     Raises:
         OSError: It holds something that the saver has not written, or so does what was set aside before.
@@ -237,7 +237,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def _sync(directory: Path) -> None:
-    """Bring the names in a directory to the disk."""
+    """Sync the entries of a directory to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, so that training can go on while they are written."""
+"""Copies of tensors in host memory, so that training can continue while they are written."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 
 
 class Staging:
-    """Copies tensors into memory that is kept from one call to the next: to allocate it takes longer than to copy."""
+    """Copies tensors into memory that is reused between calls: allocating takes longer than copying."""
 
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the CPU, by name; a DTensor's is a DTensor. They are overwritten by the next call."""
+        """Copies on the CPU, by name; a DTensor stays a DTensor. The next call overwrites them."""
         self._copies = {name: self._room(name, tensor) for name, tensor in tensors.items()}
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -29,12 +29,12 @@ class Staging:
         old = self._copies.get(name)
         if old is not None and _shape(old) == _shape(tensor):
             return old
-        # Pinned, so that the GPU copies by itself and at full speed.
+        # Pinned, so that the copy is asynchronous and at full speed.
         return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
 
 
 def _shape(tensor: Tensor) -> object:
-    """What makes memory for one tensor fit another."""
+    """What must be equal for memory to be reused for another tensor."""
     spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     return tensor.size(), tensor.stride(), tensor.dtype, spread
 

@@ -1,6 +1,6 @@
-"""What a checkpoint holds of a run, as tensors by name: weights, optimizer state and random generators.
+"""The state of a run in a checkpoint, as tensors by name: weights, optimizer state and random generators.
 
-Names are those of the whole model, whatever the strategy: a pipeline's stages, DDP's replicas and FSDP's shards of one
+Names are those of the whole model under every strategy: a pipeline's stages, DDP's replicas and FSDP's shards of one
 weight are one entry, and can be loaded under another strategy and on another number of ranks.
 """
 
@@ -17,33 +17,33 @@ from ptdbench.checkpoints import reading
 from ptdbench.checkpoints.together import gathered
 from ptdbench.problems import ConfigError, Problem
 
-#: Pairs of full parameter names that are one weight, as :meth:`ptdbench.models.protocol.Model.tied` tells them.
+#: Pairs of full parameter names that are one weight, see :meth:`ptdbench.models.protocol.Model.tied`.
 Tied = Sequence[tuple[str, str]]
 
-#: How many differences a refusal shows.
+#: Number of differences shown in an error.
 _SHOWN = 3
 
 
 def collect(
     module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, *, rank: int, with_buffers: bool
 ) -> dict[str, Tensor]:
-    """This rank's tensors under the names of a checkpoint; they are the run's own, not copies.
+    """This rank's tensors by their names in a checkpoint; not copies.
 
-    Between two steps only: within one, FSDP holds whole weights in place of the shards.
+    Only between two steps: within one, FSDP holds whole weights instead of shards.
 
     Args:
         module: What this rank trains.
         optimizer: Over its parameters.
         tied: Pairs of names that are one weight; copies of it in different stages become one entry, under the first.
         rank: Whose random generators these are.
-        with_buffers: Whether this rank's buffers are the ones to keep; replicas' differ (batch norm's averages), so
-            one replica's are.
+        with_buffers: Whether to include this rank's buffers; set on one replica only, as buffers differ (batch norm
+            statistics).
 
     Returns:
         ``model.<name>``, ``optimizer.<name>.<key>``, ``rng.cpu.<rank>`` and, on a GPU, ``rng.cuda.<rank>``.
 
     Raises:
-        ConfigError: The optimizer keeps something that is no tensor.
+        ConfigError: The optimizer has state that is not a tensor.
     """
     found = _trained(module, optimizer, tied, with_buffers) | {f"rng.cpu.{rank}": torch.get_rng_state()}
     device = _device(module)
@@ -60,19 +60,19 @@ def restore(
     world_size: int,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Load a checkpoint into a run that has not made a step; called in all ranks.
+    """Load a checkpoint into a run before its first step; called in all ranks.
 
-    The strategy and the number of ranks may be others than when it was saved. The random generators go on where they
-    were if the number of ranks is the same, and are left alone otherwise.
+    The strategy and the number of ranks may differ from those at the save. The random generators are restored if the
+    number of ranks is the same, and left unchanged otherwise.
 
     Args:
         path: The checkpoint's directory.
         module: What this rank trains.
-        optimizer: Over its parameters, fresh.
+        optimizer: Over its parameters, without state.
         tied: As for :func:`collect`.
         rank: This rank.
         world_size: Ranks of this run.
-        group: All ranks, on the CPU; without one this process is alone.
+        group: All ranks, on the CPU; ``None``: this process alone.
 
     Raises:
         ConfigError: The checkpoint is of another model or optimizer (with the differences), cannot be read, or would
@@ -92,7 +92,7 @@ def restore(
 
 
 def _trained(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, with_buffers: bool) -> dict[str, Tensor]:
-    """Weights, buffers and optimizer state, by name; the tensors are detached, and share their memory with the run."""
+    """Weights, buffers and optimizer state, by name; detached tensors that share memory with the run."""
     found = dict(_buffers(module)) if with_buffers else {}
     for name, weight in _weights(module, tied):
         found[f"model.{name}"] = weight.detach()
@@ -121,10 +121,10 @@ def _device(module: nn.Module) -> torch.device:
 
 
 def _make_state(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, stored: Mapping[str, object]) -> None:
-    """Give the optimizer the state of weights that have one in the checkpoint, of whatever values.
+    """Create optimizer state, with arbitrary values, for the weights that have one in the checkpoint.
 
-    It makes it itself, in a step on gradients of zero: nobody else knows what it keeps where and in which format. What
-    the step does to the weights is undone when they are loaded.
+    By a step on zero gradients: only the optimizer knows the form of its state. Loading the weights undoes the step's
+    effect on them.
     """
     kept = {name.rpartition(".")[0] for name in stored}
     stepped = [weight for name, weight in _weights(module, tied) if f"optimizer.{name}" in kept]
@@ -142,7 +142,7 @@ def _require_same(
     stored: Mapping[str, tuple[torch.Size, torch.dtype]],
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Raise a ConfigError in all ranks where what any of them wants and what is stored are not the same."""
+    """Raise a ConfigError in all ranks if the tensors of any of them differ from those stored."""
     wanted: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for of_rank in gathered({name: (tensor.size(), tensor.dtype) for name, tensor in tensors.items()}, group):
         wanted |= of_rank
@@ -168,7 +168,7 @@ def _described(items: Mapping[str, tuple[torch.Size, torch.dtype]], name: str) -
 def _generators(
     stored: Mapping[str, tuple[torch.Size, torch.dtype]], rank: int, world_size: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Room for the states of this rank's random generators, as far as the checkpoint has them."""
+    """Empty tensors for the states of this rank's random generators that the checkpoint contains."""
     if sum(name.startswith("rng.cpu.") for name in stored) != world_size:
         return {}
     kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)

@@ -1,4 +1,4 @@
-"""What all ranks know, put together."""
+"""Gathering objects from all ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Every rank's ``value``, by rank; called in all ranks of ``group``. Without a group this process is alone."""
+    """Every rank's ``value``, by rank; called in all ranks of ``group``. ``None``: this process alone."""
     return [value] if group is None else gather(value, group)
 
 
 def place(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in ``group``, and how many there are."""
+    """This process's rank in ``group``, and the group's size."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

@@ -1,7 +1,7 @@
-"""The collective operations of ``torch.distributed``: each at one size, ready to be called again and again.
+"""The collective operations of ``torch.distributed``, each prepared at one size for repeated calls.
 
-The size of a message is that of the whole: where every rank holds a share of it (``scatter``, ``gather``,
-``all_gather``, ``reduce_scatter``, ``all_to_all``), all shares together, as nccl-tests counts.
+The size of a message is that of the whole: if every rank holds a share (``scatter``, ``gather``, ``all_gather``,
+``reduce_scatter``, ``all_to_all``), the sum of all shares, as in nccl-tests.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ptdbench.communication.patterns import Dtype, Reduction, contributed, reduc
 
 @dataclass(frozen=True)
 class Place:
-    """One rank among those that take part.
+    """One rank of a group.
 
     Attributes:
-        group: They; ``None`` for all ranks of the run.
-        ranks: Their numbers in the run; the first one is the root where there is one.
-        index: This rank's number among them.
+        group: The process group; ``None`` for all ranks of the run.
+        ranks: Global ranks of the group; the first one is the root of rooted operations.
+        index: This rank's index in the group.
         device: This rank's device.
-        dtype: What is sent.
-        reduction: What becomes of it, where it is reduced.
+        dtype: Dtype of the message.
+        reduction: The reduction, if the operation reduces.
     """
 
     group: dist.ProcessGroup | None
@@ -38,7 +38,7 @@ class Place:
 
     @property
     def root(self) -> int:
-        """The root's number in the run."""
+        """The global rank of the root."""
         return self.ranks[0]
 
     @property
@@ -47,19 +47,19 @@ class Place:
         return self.index == 0
 
     def empty(self, count: int) -> Tensor:
-        """Room for so many elements."""
+        """An empty tensor of ``count`` elements."""
         return torch.zeros(count, dtype=self.dtype.torch, device=self.device)
 
     def sent(self, source: int, count: int) -> Tensor:
-        """What ``source`` sends (:func:`ptdbench.communication.patterns.sent`)."""
+        """The pattern that ``source`` sends (:func:`ptdbench.communication.patterns.sent`)."""
         return sent(source, count, self.dtype, self.device)
 
     def contributed(self, count: int) -> Tensor:
-        """What this rank puts into a reduction."""
+        """This rank's input of a reduction."""
         return contributed(self.index, len(self.ranks), count, self.dtype, self.reduction, self.device)
 
     def reduced(self, count: int) -> Tensor:
-        """What comes out of it."""
+        """The expected result of the reduction."""
         return reduced(len(self.ranks), count, self.dtype, self.reduction, self.device)
 
 
@@ -68,11 +68,11 @@ class Message:
     """One operation at one size, on one rank.
 
     Attributes:
-        call: Does it; given ``True`` it only begins, and returns what to wait for.
-        given: What this rank passes; ``None`` where that is nothing.
-        result: Where this rank finds what came of it, maybe ``given`` itself; ``None`` where it gets nothing.
-        fill: What ``given`` holds before a call whose result is checked.
-        expected: What ``result`` holds after it.
+        call: Runs the operation; with ``True`` it is asynchronous and returns the work to wait for.
+        given: This rank's input; ``None`` if it has none.
+        result: This rank's result, possibly ``given`` itself; ``None`` if it gets none.
+        fill: Content of ``given`` before a call whose result is checked.
+        expected: Content of ``result`` after it.
     """
 
     call: Callable[[bool], dist.Work | None]
@@ -84,10 +84,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Operation:
-    """What can be done with a message.
+    """A collective operation.
 
     Attributes:
-        prepare: For a rank and a number of elements: of a share where there are shares, else of the whole.
+        prepare: Makes the message for a rank and a number of elements: of a share if there are shares, else in all.
         has_shares: Whether each rank holds its share of the whole.
         reduces: Whether it takes a reduction.
     """
@@ -97,11 +97,11 @@ class Operation:
     reduces: bool = False
 
     def count(self, size: int, ranks: int, item_bytes: int) -> int:
-        """Elements of a message of about ``size`` bytes, at least one: of a share where there are shares."""
+        """Elements of a message of about ``size`` bytes, at least one: per share if there are shares."""
         return max(1, size // (item_bytes * (ranks if self.has_shares else 1)))
 
     def bytes(self, count: int, ranks: int, item_bytes: int) -> int:
-        """The size of the whole message that :meth:`count` came to."""
+        """Size in bytes of the whole message with the ``count`` of :meth:`count`."""
         return count * item_bytes * (ranks if self.has_shares else 1)
 
 
@@ -193,7 +193,7 @@ def _reduce_scatter(at: Place, count: int) -> Message:
 
 
 def _all_to_all(at: Place, count: int) -> Message:
-    """The share that ``a`` sends to ``b`` is marked as the sending of number ``a * ranks + b``."""
+    """The share that ``a`` sends to ``b`` has the pattern of source ``a * ranks + b``."""
     ranks = len(at.ranks)
     given, result = at.empty(count * ranks), at.empty(count * ranks)
     return Message(
@@ -225,8 +225,8 @@ OPERATIONS: dict[str, Operation] = {
 def lacking(backend: str, device_type: str) -> list[str]:
     """The operations that a backend does not have for tensors of a device.
 
-    By the table of backends in the documentation of ``torch.distributed``: gloo works on the host's memory, and of
-    the operations on a GPU's tensors only two are documented. A barrier has no tensor.
+    According to the table of backends in the documentation of ``torch.distributed``: gloo works on host memory, and
+    supports only two operations on GPU tensors. A barrier has no tensor.
     """
     if (backend, device_type) != ("gloo", "cuda"):
         return []
@@ -234,13 +234,13 @@ def lacking(backend: str, device_type: str) -> list[str]:
 
 
 def verify(message: Message, name: str, place: Place, asynchronous: bool) -> None:
-    """Do it once with data that shows a mistake, and look at the result.
+    """Run the operation once on a test pattern and check the result.
 
     Args:
-        message: What is done.
-        name: What it is called, with its size, for the message of the error.
+        message: The operation at one size.
+        name: Its name and size, for the error message.
         place: This rank.
-        asynchronous: Whether to begin it and wait, instead of waiting inside.
+        asynchronous: Whether to start it and wait, instead of a blocking call.
 
     Raises:
         ArithmeticError: The result is wrong on this rank.
@@ -255,14 +255,14 @@ def verify(message: Message, name: str, place: Place, asynchronous: bool) -> Non
     if message.result is not None and message.expected:
         compare(message.result, message.expected(), name, place.ranks[place.index])
     if message.given is not None:
-        message.given.fill_(place.reduction.idle)  # which no number of reductions makes larger
+        message.given.fill_(place.reduction.idle)  # unchanged by any number of reductions
 
 
 def compare(result: Tensor, expected: Tensor, name: str, rank: int) -> None:
-    """Nothing where the two are equal.
+    """Raise if the two differ.
 
     Raises:
-        ArithmeticError: They are not; it says what arrived, where, and what should have.
+        ArithmeticError: They differ; names the first wrong element, its value and the expected one.
     """
     if torch.equal(result, expected):
         return

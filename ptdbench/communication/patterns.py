@@ -1,8 +1,8 @@
-"""Data whose journey shows: small whole numbers that every rank can compute for every other, exact in their dtype.
+"""Test patterns: small integers that every rank can compute for every other, exact in their dtype.
 
-Each element depends on who sent it and where it stands, so that a share of the wrong rank, an exchanged order, a
-contribution that is missing or counted twice all give other numbers than expected. What reductions make of them
-stays within the whole numbers that the dtype holds exactly, so that any order of additions gives the same bits.
+Each element depends on its source and position, so that a share of the wrong rank, a wrong order, and a contribution
+that is missing or counted twice all change the result. Reduced values stay within the integers that the dtype
+represents exactly, so that any order of additions gives the same bits.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Dtype:
     """A number format.
 
     Attributes:
-        torch: What torch calls it.
-        exact: Every whole number from 0 to this one is in it.
-        doublings: How often 1 can be doubled in it.
+        torch: The torch dtype.
+        exact: The largest ``n`` such that it represents all integers from 0 to ``n`` exactly.
+        doublings: How often 1 can be doubled exactly.
     """
 
     torch: torch.dtype
@@ -60,14 +60,14 @@ _LABELS = 113
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the elements of several ranks become one, and which of them show that it went right.
+    """A reduction, and the test values that show whether it is correct.
 
     Attributes:
-        op: What torch calls it.
+        op: The torch operation.
         combine: The same between two tensors.
-        labels: How many different numbers, from 1, the ranks contribute, from so many ranks.
-        capacity: How many ranks may contribute to one element in a dtype; ``None`` for any number.
-        idle: What the others contribute.
+        labels: Number of different values, from 1 on, that this many ranks contribute.
+        capacity: How many ranks may contribute to one element in a dtype; ``None``: any number.
+        idle: The value that the other ranks contribute.
     """
 
     op: dist.ReduceOp.RedOpType
@@ -78,7 +78,7 @@ class Reduction:
 
 
 def _as_many_as_ranks(ranks: int) -> int:
-    """So that each rank in turn holds the smallest and the largest."""
+    """One label per rank, so that each rank in turn holds the smallest and the largest."""
     return min(max(ranks, 2), _LABELS)
 
 
@@ -91,7 +91,7 @@ REDUCTIONS: dict[str, Reduction] = {
 
 
 def sent(source: int, count: int, dtype: Dtype, device: torch.device) -> Tensor:
-    """What ``source`` sends where nothing is reduced: ``count`` numbers from 1 to 113.
+    """The data that ``source`` sends in operations that do not reduce: ``count`` numbers from 1 to 113.
 
     Two of the first 113 sources differ at every position; others at most positions, though not always at the first.
     """
@@ -101,18 +101,18 @@ def sent(source: int, count: int, dtype: Dtype, device: torch.device) -> Tensor:
 def contributed(
     source: int, ranks: int, count: int, dtype: Dtype, reduction: Reduction, device: torch.device
 ) -> Tensor:
-    """What rank ``source`` of ``ranks`` puts into a reduction of ``count`` elements."""
+    """The input of rank ``source`` of ``ranks`` to a reduction of ``count`` elements."""
     return _stretched(_contribution(source, ranks, dtype, reduction), count, dtype, device)
 
 
 def reduced(ranks: int, count: int, dtype: Dtype, reduction: Reduction, device: torch.device) -> Tensor:
-    """What must come out of the reduction of all that the ranks contribute."""
+    """The expected result of reducing the inputs of all ranks."""
     return _stretched(_reduced(ranks, dtype, reduction), count, dtype, device)
 
 
 @cache
 def _reduced(ranks: int, dtype: Dtype, reduction: Reduction) -> Tensor:
-    """One period of the result; kept, because among many ranks it takes a while."""
+    """One period of the result; cached, because it is slow to compute for many ranks."""
     result = _contribution(0, ranks, dtype, reduction)
     for source in range(1, ranks):
         result = reduction.combine(result, _contribution(source, ranks, dtype, reduction))
@@ -122,15 +122,15 @@ def _reduced(ranks: int, dtype: Dtype, reduction: Reduction) -> Tensor:
 def _contribution(source: int, ranks: int, dtype: Dtype, reduction: Reduction) -> Tensor:
     """One period of a rank's numbers.
 
-    Where all ranks together would exceed the dtype, only every so many-th of them contributes to an element, and
-    others do when the labels have run through: a short message then shows mistakes of some ranks only.
+    If all ranks together would exceed the dtype, only every n-th rank contributes to an element, and the
+    contributors rotate after each cycle of labels: a short message then detects errors of some ranks only.
     """
     labels = reduction.labels(ranks)
     stride = -(-ranks // reduction.capacity(dtype)) if reduction.capacity else 1
     period = labels**2
     while period < labels * ranks:
         period *= labels
-    numbers = (_labels(source, labels, period * stride) + 1).double()  # holds every power of two that is met
+    numbers = (_labels(source, labels, period * stride) + 1).double()  # holds every power of two that occurs
     if stride == 1:
         return numbers
     takes_part = (torch.arange(len(numbers)) // period + source) % stride == 0
@@ -140,8 +140,8 @@ def _contribution(source: int, ranks: int, dtype: Dtype, reduction: Reduction) -
 def _labels(source: int, labels: int, length: int) -> Tensor:
     """Numbers from 0 to ``labels - 1``, so that neighbors differ and no two sources have the same sequence.
 
-    The digits of the source, to the base ``labels``, are the coefficients by which the position, its quotient by
-    ``labels``, by the square of it and so on add up.
+    The digits of the source in base ``labels`` are the coefficients of the position, its quotient by ``labels``, by
+    ``labels**2``, and so on.
     """
     position = torch.arange(length)
     found = position + source % labels

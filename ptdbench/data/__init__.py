@@ -1,1 +1,1 @@
-"""What a model is trained on: endless streams of numbered samples, the same for every layout."""
+"""Training data: endless streams of numbered samples, the same for every layout."""

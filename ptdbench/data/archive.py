@@ -1,7 +1,7 @@
-"""A data set that comes as an archive: fetched and unpacked once, by one process, whole or not at all.
+"""A data set in an archive: downloaded and unpacked once, by one process, atomically.
 
-The folder that holds it may be a person's, with more in it: no file is overwritten or deleted, and one that was changed
-is kept beside the right one.
+Its folder may belong to a user and hold other files: no file is overwritten or deleted, and a modified one is kept
+beside the correct one.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from ptdbench.removal import remove
 
 @dataclass(frozen=True)
 class Archive:
-    """A tar archive that holds one folder of files, all of them known by their MD5.
+    """A tar archive of one folder of files, each with a known MD5.
 
-    The problems that it raises are those of an option ``root``, beside which there is one ``download``.
+    Its problems refer to the options ``root`` and ``download``.
 
     Attributes:
-        root: The folder in which the archive lies, and into which it is unpacked.
+        root: The folder of the archive, into which it is unpacked.
         name: File name of the archive.
         md5: MD5 of the archive, in hexadecimal digits.
-        url: Where it can be had.
+        url: Where to download it.
         folder: Name of the folder in it.
-        files: Name and MD5 of each file in the folder that is needed; no others are unpacked.
+        files: Name and MD5 of each needed file in the folder; no others are unpacked.
     """
 
     root: Path
@@ -45,18 +45,16 @@ class Archive:
     files: Sequence[tuple[str, str]]
 
     def is_unpacked(self) -> bool:
-        """Whether all files are there, whole and unchanged."""
+        """Whether all files exist and match their checksums."""
         return self._holds_all(self.root / self.folder)
 
     def provide(self, *, download: bool) -> None:
-        """Unpack the archive unless that is done, and download it first if it is not there and ``download`` is set.
+        """Unpack the archive unless that is done, after downloading it if it is missing and ``download`` is set.
 
-        May be called by several processes at once, also on several hosts. Where the files are there already, nothing
-        is written.
+        May be called by several processes at once, also on several hosts. If the files exist, nothing is written.
 
         Raises:
-            ConfigError: If there is no archive or it is not the one it should be, if it cannot be had, or if the
-                folder cannot be written to.
+            ConfigError: There is no archive or a wrong one, it cannot be downloaded, or the folder is not writable.
         """
         if self.is_unpacked():
             return
@@ -66,13 +64,13 @@ class Archive:
             elif not (self.root / self.name).is_file():
                 raise ConfigError([self._absent()])
             with alone(self.root / f"{self.folder}.lock"):
-                # Whoever waited for the lock finds the work done.
+                # After waiting for the lock, the work may be done.
                 if not self.is_unpacked():
                     self._fetch()
                     self._unpack()
 
     def _fetch(self) -> None:
-        """Leave an archive in the root that is the right one."""
+        """Ensure that the correct archive is in the root."""
         from torchvision.datasets.utils import calculate_md5
 
         archive = self.root / self.name
@@ -100,7 +98,7 @@ class Archive:
         target = self.root / self.folder
         with _scratch(target, {name for name, _ in self.files}) as scratch:
             self._extract(scratch)
-            # A lock may not reach other hosts of a network file system, and one of them may have been faster.
+            # A lock may not work across hosts of a network file system, and another host may have been faster.
             if self.is_unpacked():
                 return
             if not os.path.lexists(target):
@@ -130,7 +128,7 @@ class Archive:
 
     @contextmanager
     def _blaming_root(self) -> Iterator[None]:
-        """Turn what the operating system refuses into a problem of the option that led there."""
+        """Turn an OSError into a problem of the option ``root``."""
         try:
             yield
         except OSError as error:
@@ -147,7 +145,7 @@ def _is_whole(path: Path, md5: str) -> bool:
 
 
 def _keep_aside(path: Path) -> None:
-    """Give a file, if there is one, a name that is free."""
+    """Rename a file, if it exists, to a free name."""
     if os.path.lexists(path):
         others = (path.with_name(f"{path.name}.broken{number or ''}") for number in itertools.count())
         path.rename(next(other for other in others if not os.path.lexists(other)))
@@ -155,10 +153,10 @@ def _keep_aside(path: Path) -> None:
 
 @contextmanager
 def _scratch(target: Path, names: Collection[str]) -> Iterator[Path]:
-    """An empty folder beside ``target`` for files of these names, which is gone afterwards.
+    """An empty temporary folder beside ``target`` for files of these names.
 
-    The caller holds the lock, and the folder carries the host's name, as the lock may not reach other hosts: so files
-    of these names that are found there were left by a process of this host that was killed.
+    The caller holds the lock, and the folder has the host's name, as the lock may not work across hosts: files of
+    these names found there were left by a killed process of this host.
 
     Raises:
         FileExistsError: Something else is there.

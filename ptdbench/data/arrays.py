@@ -1,4 +1,4 @@
-"""Labeled images that fit into memory: how a stream, and what is held out, is made of arrays."""
+"""Labeled images that fit into memory: a stream and a held-out part from arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ptdbench.problems import Problem, try_these
 
 
 class Labeled(NamedTuple):
-    """Images and what they show."""
+    """Images and their labels."""
 
     images: augment.Pixels  # uint8 of shape (N, H, W, 3)
     labels: npt.NDArray[np.int64]  # shape (N,)
@@ -33,9 +33,9 @@ class Labeled(NamedTuple):
 
 
 class ImageArrays(Data):
-    """A stream of images that every rank holds in memory, shuffled anew in every epoch, shifted and mirrored.
+    """A stream of images held in memory by every rank, reshuffled in every epoch, randomly shifted and mirrored.
 
-    A subclass says where they come from, in :meth:`read`, and what they look like.
+    A subclass defines :meth:`read` and the attributes below.
     """
 
     tokens_per_sample = None
@@ -50,7 +50,7 @@ class ImageArrays(Data):
     classes: ClassVar[int]
 
     def __init__(self, *, seed: int, padding: int, flip: bool, channels_last: bool) -> None:
-        """Take options that the subclass has checked.
+        """Set options that the subclass has checked.
 
         Args:
             seed: Decides the order of the images and what is done to each.
@@ -69,7 +69,7 @@ class ImageArrays(Data):
 
     @property
     def held_out(self) -> HeldOut | None:
-        """The images that are kept from training, as they are; ``None`` where none are."""
+        """The held-out images, not augmented; ``None`` if there are none."""
         return HeldOutArrays(self, self._held_out) if len(self._held_out.labels) else None
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,10 +90,10 @@ class ImageArrays(Data):
         return augment.normalized(images, self.mean, self.std, channels_last=self.channels_last)
 
     def suiting(self, *, classes: int, image_size: int) -> list[Problem]:
-        """What is wrong with a model of so many classes, made for images of such a size.
+        """Problems of a model with this number of classes and image size.
 
-        It may well be able to run, and so would not fail: its loss would have classes that never occur, and its FLOPs
-        would be counted for other images.
+        It might run without an error, but its loss would have classes that never occur, and its FLOPs would be
+        counted for other images.
         """
         asked = {"classes": (classes, self.classes), "image_size": (image_size, self.image_size)}
         return [
@@ -118,7 +118,7 @@ class ImageArrays(Data):
 
 
 class HeldOutArrays(HeldOut):
-    """Images that are kept from training, each as it is and always in the same order."""
+    """Held-out images, not augmented, in a fixed order."""
 
     def __init__(self, data: ImageArrays, part: Labeled) -> None:
         """Take the images, and the data that know how a model wants them."""

@@ -1,4 +1,4 @@
-"""What is done to a batch of images on its way from memory to the model, without a loop over the images."""
+"""Augmentation and normalization of a batch of images, vectorized."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Pixels = npt.NDArray[np.uint8]  # shape (B, H, W, 3)
 def shifted(images: Pixels, *, seed: int, start: int, padding: int, flip: bool) -> Pixels:
     """Move each image by up to ``padding`` pixels in both directions, and mirror half of them if asked to.
 
-    That is a random crop of the image's own size out of the image with a border of black. What happens to an image
-    depends on the seed and its number in the stream alone, not on the batch it comes in.
+    This is a random crop, of the image's own size, from the image padded with black. It depends only on the seed and
+    the image's number in the stream, not on the batch.
 
     Args:
         images: uint8 of shape ``(B, H, W, 3)``: samples ``start`` to ``start + B - 1`` of a stream.
@@ -51,8 +51,7 @@ def normalized(
         images: uint8 of shape ``(B, H, W, 3)``.
         mean: Of each channel, where white is 1.
         std: Standard deviation of each channel, in the same unit.
-        channels_last: Leave the channels of a pixel side by side in memory (``torch.channels_last``), as convolutions
-            like it best and as it costs nothing here; else put them into planes.
+        channels_last: Return ``torch.channels_last``, which is fastest for convolutions and free here; else contiguous.
 
     Returns:
         float32 of shape ``(B, 3, H, W)``.
@@ -67,7 +66,7 @@ def normalized(
 
 
 def empty(image_size: int, *, channels_last: bool) -> torch.Tensor:
-    """What :func:`normalized` makes of one square image, on the meta device."""
+    """The result of :func:`normalized` for one square image, on the meta device."""
     layout = torch.channels_last if channels_last else torch.contiguous_format
     return torch.empty(1, 3, image_size, image_size, dtype=torch.float32, device="meta", memory_format=layout)
 

@@ -19,7 +19,7 @@ class Cifar10(ImageArrays):
     """The data set of Krizhevsky, "Learning Multiple Layers of Features from Tiny Images" (2009).
 
     Its 50,000 training images are shifted and mirrored at random; its 10,000 test images are held out. Its files are
-    pickles, which can do anything to whoever reads them: they are read only after their checksums have been compared.
+    pickles, which can run code when read: they are read only after their checksums are verified.
     """
 
     # Over all pixels of the 50,000 training images: https://github.com/kuangliu/pytorch-cifar/issues/135. The smaller
@@ -55,7 +55,7 @@ class Cifar10(ImageArrays):
             image_size: Height and width, in pixels, of the images that the model is made for.
 
         Raises:
-            ConfigError: With every option that cannot stand.
+            ConfigError: With every invalid option.
         """
         require(
             *at_least(0, seed=seed, padding=padding),
@@ -116,7 +116,7 @@ def _must_be_folder(root: str | None) -> Problem | None:
     """What is wrong with a root from which nothing else is asked than to hold the data."""
     remedy = "give data.root=FOLDER with cifar-10-python.tar.gz or cifar-10-batches-py in it, or data.download=true"
     if root is None:
-        return Problem("root", root, "nothing says where CIFAR-10 lies", remedy)
+        return Problem("root", root, "must name the folder of CIFAR-10", remedy)
     if not Path(root).expanduser().is_dir():
         return Problem("root", root, "there is no such folder", remedy)
     return None

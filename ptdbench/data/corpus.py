@@ -1,4 +1,4 @@
-"""Text as it lies on disk: which files and documents there are, what identifies them, and their bytes."""
+"""Text on disk: its files and documents, their identity, and their bytes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Block(NamedTuple):
 
 
 class Malformed(ValueError):
-    """A file that does not hold what its name promises; the message names the file and the line."""
+    """A malformed file; the message names the file and the line."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,10 @@ def identity(files: Iterable[File]) -> str:
 
 
 def split(files: Sequence[File], share: float) -> tuple[Part, Part]:
-    """What is trained on, and what is kept from it: about ``share`` of the documents, at least one.
+    """The training part and the held-out part, about ``share`` of the documents and at least one.
 
-    A document is kept or not by its name alone, so that it stays where it is when others are added or go. Only
-    where the share comes to no document, or to all, does it depend on the others which one makes the exception.
+    The assignment depends on a document's name alone, so that it does not change when others are added or removed.
+    Only if the share amounts to no document, or to all, is one document reassigned depending on the others.
 
     Args:
         files: Of at least two documents.
@@ -133,7 +133,7 @@ def blocks(documents: Iterable[Document]) -> Iterator[Block]:
 
     Raises:
         OSError: If a file cannot be read.
-        Malformed: If a line of a ``.jsonl`` file is no object with a text.
+        Malformed: If a line of a ``.jsonl`` file is not an object with a text.
     """
     for document in documents:
         left = document.size
@@ -182,7 +182,7 @@ def _read_line(path: Path, number: int, line: bytes) -> Iterator[bytes]:
     try:
         text = json.loads(line.decode(errors="replace"))["text"].encode(errors="replace")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise Malformed(f'{path}, line {number}: is no JSON object whose "text" is a string') from None
+        raise Malformed(f'{path}, line {number}: is not a JSON object whose "text" is a string') from None
     yield from _cut(io.BytesIO(text))
 
 
@@ -224,5 +224,5 @@ def _walk(root: Path, without: frozenset[str] = frozenset()) -> Iterator[Path]:
 
 
 def _reraise(error: OSError) -> None:
-    """``os.walk`` skips folders that it cannot list; half a corpus must not pass for the whole."""
+    """For ``os.walk``, which otherwise skips folders that it cannot list."""
     raise error

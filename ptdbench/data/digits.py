@@ -1,4 +1,4 @@
-"""Handwritten digits that scikit-learn brings along: real images without a download."""
+"""Handwritten digits included in scikit-learn: real images without a download."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Digits(ImageArrays):
             image_size: Height and width, in pixels, of the images that the model is made for.
 
         Raises:
-            ConfigError: With every option that cannot stand.
+            ConfigError: With every invalid option.
         """
         require(
             *at_least(0, seed=seed, shift=shift),

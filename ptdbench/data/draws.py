@@ -1,4 +1,4 @@
-"""Random numbers by their position: what makes sample ``k`` a function of the seed and ``k`` alone."""
+"""Counter-based random numbers: make sample ``k`` a function of the seed and ``k`` alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the numbers of an endless stream to places in a data set: epoch after epoch, each in an order of its own."""
+"""Maps sample numbers of an endless stream to items of a data set, with a new order in every epoch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Epochs:
     """
 
     def __init__(self, count: int, seed: int) -> None:
-        """Go through ``count`` items, at least one, in orders that ``seed`` decides."""
+        """Order ``count`` items, at least one, by ``seed``."""
         self._count = count
         self._seed = seed
 
@@ -35,7 +35,7 @@ class Epochs:
         return np.concatenate(stretches)
 
 
-@lru_cache(maxsize=2)  # whoever goes back and forth between two epochs has both
+@lru_cache(maxsize=2)  # for access that alternates between two epochs
 def _order(count: int, seed: int, epoch: int) -> Indices:
     # The sampler asks for no more than the length, and seeds a generator with seed + epoch, which must be below 2^64.
     items: Any = range(count)

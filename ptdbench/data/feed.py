@@ -1,4 +1,4 @@
-"""From a stream of samples to the batches of one rank, as far ahead of its steps as they need."""
+"""Batches of one rank from a stream of samples, prefetched by worker processes if needed."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # here, as a pro
 
 
 class Feed:
-    """Gives one batch after another, made by this process or by worker processes, as the data ask for.
+    """Supplies batches, made by this process or by worker processes, depending on the data.
 
-    Which of them makes a batch changes nothing: a sample is a function of its number.
+    The result is the same in both cases: a sample is a function of its number.
 
     Attributes:
-        wait_seconds: How long each call has waited for its batch to be there, as far as :meth:`forget` was not called.
+        wait_seconds: How long each call since the last :meth:`forget` waited for its batch.
 
     Args:
-        data: Where the samples come from; prepared.
-        rows: Which samples, ``(start, stop)``, make up this rank's share of a step.
-        device: Where the batches go.
+        data: The data, prepared.
+        rows: Returns the samples ``(start, stop)`` of this rank's share of a step.
+        device: The device of the batches.
     """
 
     def __init__(self, data: Data, rows: Callable[[int], tuple[int, int]], device: torch.device) -> None:
@@ -50,7 +50,7 @@ class Feed:
         self._next = 0
 
     def __call__(self, step: int) -> Batch:
-        """Inputs and targets of a step, on the device; steps are asked for in their order."""
+        """Inputs and targets of a step, on the device; to be called in the order of steps."""
         started = time.perf_counter()
         if not self._workers:
             batch = self._batches[step]
@@ -62,11 +62,11 @@ class Feed:
         return self._moved(batch)
 
     def forget(self) -> None:
-        """Forget how long the calls so far have waited."""
+        """Discard the waiting times recorded so far."""
         self.wait_seconds.clear()
 
     def peek(self, step: int) -> Batch:
-        """The batch of a step, on the device, beside the order of the steps; not counted."""
+        """The batch of a step, on the device, without advancing or timing."""
         return self._moved(self._batches[step])
 
     def close(self) -> None:
@@ -103,9 +103,9 @@ class Feed:
 
 
 def _belong_to_the_rank(_: int) -> None:
-    """In a worker: leave to its rank what signals mean, and die with it at once and without a word.
+    """In a worker: ignore signals, which its rank handles, and die silently with the rank.
 
-    torchrun and SLURM signal all processes of a job, and a worker that ended would take its rank with it, which may be
+    torchrun and SLURM signal all processes of a job, and a worker that ended would also end its rank, which may be
     about to save.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -115,7 +115,7 @@ def _belong_to_the_rank(_: int) -> None:
 
 
 class _Batches(Dataset[Batch]):
-    """A step's number to this rank's share of its batch."""
+    """Maps a step to this rank's share of its batch."""
 
     def __init__(self, data: Data, rows: Callable[[int], tuple[int, int]]) -> None:
         self._data = data

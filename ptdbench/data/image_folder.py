@@ -1,4 +1,4 @@
-"""Images in files, one folder for each class: how ImageNet and most collections lie on disk."""
+"""Image files in one folder per class, as in ImageNet and most collections."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Listing(NamedTuple):
 
 
 class ImageFolder(Data):
-    """A stream of image files, shuffled anew in every epoch, of each of which a random part is cut out and resized.
+    """A stream of image files, reshuffled in every epoch, with a random resized crop of each.
 
-    What is done to the images is what torchvision's references do for ImageNet: to those trained on
-    ``RandomResizedCrop`` and ``RandomHorizontalFlip``, to those held out ``Resize`` and ``CenterCrop``.
+    The transforms are those of torchvision's ImageNet references: ``RandomResizedCrop`` and ``RandomHorizontalFlip``
+    in training, ``Resize`` and ``CenterCrop`` for held-out images.
     """
 
     tokens_per_sample = None
@@ -88,7 +88,7 @@ class ImageFolder(Data):
             channels_last: The memory format of the samples: ``torch.channels_last``, or else contiguous.
 
         Raises:
-            ConfigError: With every option that cannot stand.
+            ConfigError: With every invalid option.
         """
         require(
             *at_least(1, classes=classes, image_size=image_size),
@@ -202,7 +202,7 @@ class ImageFolder(Data):
         return Problem("classes", self.classes, rule, try_these([f"model.classes={len(classes)}"]))
 
     def _must_be_the_same(self, classes: tuple[str, ...]) -> Problem | None:
-        """Labels are places among the folders: one folder more, and the others mean something else."""
+        """Labels are indices of the folders, so that both parts must have the same folders."""
         different = sorted(set(classes) ^ set(self._training.classes))
         if not different:
             return None
@@ -252,7 +252,7 @@ def read(path: Path, transform: Transform) -> augment.Pixels:
 
     try:
         image = pil_loader(path)
-    except Exception as error:  # what a decoder raises is up to the format
+    except Exception as error:  # the exception type depends on the decoder
         raise ValueError(f"{path} cannot be read as an image: {error}") from error
     return np.asarray(transform(image))
 
@@ -278,7 +278,7 @@ def _list(root: Path, folder: str) -> Listing:
 def _must_hold(root: str | None, train: str) -> Problem | None:
     remedy = try_these([f"data.root=FOLDER with {train}/CLASS/IMAGE.jpg in it"])
     if root is None:
-        return Problem("root", root, "nothing says where the images lie", remedy)
+        return Problem("root", root, "must name the folder of the images", remedy)
     if not (Path(root).expanduser() / train).is_dir():
         return Problem("root", root, f"there is no folder {train} in it", remedy)
     return None

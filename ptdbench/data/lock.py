@@ -1,4 +1,4 @@
-"""One process at a time."""
+"""A lock between processes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def alone(lock: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, which the kernel gives back even if this process is killed.
+    """Hold an exclusive lock on a file, which the kernel releases even if this process is killed.
 
     Raises:
-        OSError: If the file cannot be made, or its file system knows no locks.
+        OSError: The file cannot be created, or its file system does not support locks.
     """
     with lock.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

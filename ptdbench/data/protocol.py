@@ -1,4 +1,4 @@
-"""What the rest of the benchmark asks of a source of samples."""
+"""The protocol of training data."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class HeldOut(Protocol):
-    """Samples that are kept from training, finite and in a fixed order: what a model is evaluated on."""
+    """Held-out samples for evaluation, finite and in a fixed order."""
 
-    #: Bytes of text that one target stands for, on average; ``None`` where samples are no text.
+    #: Average bytes of text per target; ``None`` if samples are not text.
     bytes_per_token: float | None = None
 
     def __len__(self) -> int:
@@ -23,16 +23,16 @@ class HeldOut(Protocol):
 
 
 class Data(Protocol):
-    """An endless stream of numbered samples that does not depend on who reads which part of it.
+    """An endless stream of numbered samples that does not depend on which rank reads which part.
 
-    Sample ``k`` is a pure function of the seed and ``k``. A rank asks for the numbers that its place in the
-    layout gives it, and so every strategy trains on the same global batch without any communication.
+    Sample ``k`` is a pure function of the seed and ``k``. Each rank reads the samples that the layout assigns to it,
+    so that every strategy trains on the same global batch without any communication.
 
     Constructing one is light: it checks its options, raising a :class:`~ptdbench.problems.ConfigError` with
     all problems and bare option names, and neither reads a corpus nor starts a process.
     """
 
-    #: Processes that make the samples, beside each rank; 0 where the rank itself makes them fast enough.
+    #: Number of worker processes per rank; 0: the rank itself makes the samples.
     workers: int = 0
 
     @property
@@ -42,12 +42,12 @@ class Data(Protocol):
 
     @property
     def held_out(self) -> HeldOut | None:
-        """What is kept from training, known once it is prepared; ``None`` where there is none."""
+        """The held-out part, available after :meth:`prepare`; ``None`` if there is none."""
         return None
 
     @property
     def identity(self) -> str | None:
-        """A digest that changes when the data do, known once they are prepared; ``None`` where nothing can change."""
+        """A digest that changes with the data, available after :meth:`prepare`; ``None`` if they cannot change."""
         return None
 
     def prepare(self) -> None:

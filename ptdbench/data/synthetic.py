@@ -1,4 +1,4 @@
-"""Data that is computed, not read: for measuring a model where no data set should stand in the way."""
+"""Synthetic data, for measuring a model without the cost of reading a data set."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SyntheticTokens(Data):
             seed: Decides every token.
 
         Raises:
-            ConfigError: With every option that cannot stand.
+            ConfigError: With every invalid option.
         """
         require(*at_least(1, sequence_length=sequence_length, vocabulary=vocabulary), *at_least(0, seed=seed))
         self.sequence_length = sequence_length
@@ -75,7 +75,7 @@ class SyntheticImages(Data):
             pool: Number of different images, each of ``12 * image_size**2`` bytes of memory in every rank.
 
         Raises:
-            ConfigError: With every option that cannot stand.
+            ConfigError: With every invalid option.
         """
         require(*at_least(1, image_size=image_size, classes=classes, pool=pool), *at_least(0, seed=seed))
         self.image_size = image_size
@@ -126,7 +126,7 @@ class SyntheticVectors(Data):
             seed: Decides the inputs.
 
         Raises:
-            ConfigError: With every option that cannot stand.
+            ConfigError: With every invalid option.
         """
         require(*at_least(1, inputs=inputs, outputs=outputs), *at_least(0, seed=seed))
         self.inputs = inputs

@@ -27,9 +27,9 @@ from ptdbench.problems import ConfigError, Findings, Problem, at_least, nearest,
 class Text(Data):
     """Next-token prediction: a sample is a window of the text, its targets are the tokens one place further.
 
-    All documents stand in one row of tokens, which is cached in a file and mapped into memory. Sample ``k``
-    begins at a place drawn from ``(seed, k)``; windows may overlap and may span documents. What is held out
-    stands in a row of its own.
+    All documents are concatenated into one sequence of tokens, which is cached in a file and mapped into memory.
+    Sample ``k`` begins at a position drawn from ``(seed, k)``; windows may overlap and may span documents. The
+    held-out part is a sequence of its own.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Text(Data):
             sequence_length: Tokens of a sample.
             vocabulary: The model's vocabulary: an entry for every token, of which bytes make 256.
             seed: Decides which windows are drawn.
-            path: A text file, or a folder of text files in any encoding (hidden ones are left out); ``None``
+            path: A text file, or a folder of text files in any encoding (hidden ones are skipped); ``None``
                 for the sources of the Python standard library. A file is a document, but in a ``.jsonl`` file
                 every line is one: an object whose ``text`` is taken.
             tokenizer: A Hugging Face ``tokenizer.json``; ``None`` for bytes.
@@ -57,7 +57,7 @@ class Text(Data):
             cache: Folder of the token files; ``None`` for ``ptdbench`` in the user's cache folder.
 
         Raises:
-            ConfigError: With every option that cannot stand.
+            ConfigError: With every invalid option.
         """
         found = Findings()
         found.of(lambda: require(*at_least(1, sequence_length=sequence_length)))
@@ -85,12 +85,12 @@ class Text(Data):
 
     @property
     def tokens(self) -> Tokens:
-        """All tokens that are trained on, in a row."""
+        """All tokens of the training part, concatenated."""
         return self._training.tokens
 
     @property
     def identity(self) -> str:
-        """A digest of all tokens, in training and held out: the same wherever and whenever they were made."""
+        """A digest of all tokens, training and held out, independent of where and when they were made."""
         digests = [stored.digest for stored in (self._training, self._held_out) if stored]
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
@@ -158,7 +158,7 @@ class Text(Data):
         return hashlib.sha256(f"{identity(self._files)} {tokenizer} {parts}".encode()).hexdigest()
 
     def _cache_file(self, source: str, held_out: bool) -> Path:
-        """Named for a person by what the text is, for programs by its identity."""
+        """The cache file: its name has the text's name for users and its identity for programs."""
         name = re.sub(r"[^A-Za-z0-9._-]", "_", self._name)[:64]
         return self.cache / f"{name}{'-held_out' if held_out else ''}-{source[:16]}.tokens"
 
@@ -194,7 +194,7 @@ class Text(Data):
 
 
 class HeldOutText(HeldOut):
-    """What is kept from training, as windows that share no target; what is left over at the end is dropped."""
+    """The held-out part as windows without common targets; an incomplete last window is dropped."""
 
     def __init__(self, stored: Stored, sequence_length: int) -> None:
         """Take the tokens, which are more than ``sequence_length``."""
@@ -251,7 +251,7 @@ def _must_exist(path: Path) -> Problem | None:
 
 @contextmanager
 def _blaming(option: str, value: object) -> Iterator[None]:
-    """Turn what the operating system refuses, or a malformed file, into a problem of the option that led there."""
+    """Turn an OSError or a malformed file into a problem of the option."""
     try:
         yield
     except (OSError, Malformed) as error:

@@ -1,4 +1,4 @@
-"""Text to the tokens of a Hugging Face tokenizer, on all cores."""
+"""Tokenizes text with a Hugging Face tokenizer, on all cores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
 class Tokenizer:
-    """What a ``tokenizer.json`` describes.
+    """A tokenizer from a ``tokenizer.json``.
 
     Attributes:
         digest: SHA-256 of the file, in hexadecimal digits.
@@ -39,7 +39,7 @@ class Tokenizer:
         """Read the file.
 
         Raises:
-            ConfigError: If there is none, or it is no tokenizer; the option is ``tokenizer``.
+            ConfigError: If there is none, or it is not a tokenizer; the option is ``tokenizer``.
         """
         import tokenizers
 
@@ -47,19 +47,19 @@ class Tokenizer:
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library has no narrower one
-            rule = f"is no tokenizer.json of Hugging Face's tokenizers: {error}"
+            rule = f"is not a tokenizer.json of Hugging Face tokenizers: {error}"
             raise ConfigError([Problem("tokenizer", path, rule)]) from None
         self._tokenizer.no_truncation()  # a file may ask for 512 tokens and no more, and what follows would be lost
         self._tokenizer.no_padding()
         self.digest = hashlib.sha256(content).hexdigest()
-        # Not get_vocab_size(): numbers may be left out, and the model needs an entry for the largest.
+        # Not get_vocab_size(): numbers may be unused, and the model needs an entry for the largest.
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.dtype = np.dtype(np.uint16 if self.size <= 1 << 16 else np.uint32)
         ends: list[int | None] = [self._tokenizer.token_to_id(token) for token in _ENDS]
         self.end = next((end for end in ends if end is not None), None)
 
     def pieces(self, documents: Part, name: str) -> Iterator[Piece]:
-        """The tokens of all documents in order; standard error tells how far it is where that takes long.
+        """The tokens of all documents in order; progress is reported on standard error if it takes long.
 
         Documents are cut into blocks, most often at a line's end, and each block is tokenized on its own. What is
         no UTF-8 becomes the replacement character.
@@ -80,7 +80,7 @@ class Tokenizer:
         texts = [block.text.decode(errors="replace") for block in batch]
         rows = []
         for encoding, block in zip(
-            # On all cores, and without the offsets that nobody asks for.
+            # On all cores, and without the unused offsets.
             self._tokenizer.encode_batch_fast(texts, add_special_tokens=False),
             batch,
             strict=True,
@@ -118,7 +118,7 @@ def _batches(every: Iterable[Block]) -> Iterator[list[Block]]:
 
 @contextmanager
 def _telling(name: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Tell people that ``total`` bytes are tokenized, if they are many; what it yields is called with bytes done.
+    """Report the progress of tokenizing ``total`` bytes, if they are many; yields a function of the bytes done.
 
     A terminal has a bar; elsewhere, where every line stays, there is one at the start and one at the end.
     """
@@ -154,5 +154,5 @@ def _is_terminal() -> bool:
 
 
 def _say(line: str) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # a run does not fail because nobody listens
+    with suppress(OSError, ValueError, AttributeError):  # a run does not fail because its progress cannot be printed
         say(line, sys.stderr)

@@ -70,7 +70,7 @@ def cached_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Callabl
         return stored
     path.parent.mkdir(parents=True, exist_ok=True)
     with alone(path.with_name(f"{path.name}.lock")):
-        # Whoever waited for the lock finds the work done.
+        # After waiting for the lock, the work may be done.
         if not read_tokens(path, dtype, source):
             write_tokens(path, dtype, source, pieces())
     stored = read_tokens(path, dtype, source)
@@ -131,7 +131,7 @@ def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file begins as one of tokens does, whole or not: with its header, or with room for that."""
+    """Whether a file begins like a token file, complete or not: with its header or the space reserved for it."""
     if path.is_symlink() or not path.is_file():
         return False
     with path.open("rb") as file:

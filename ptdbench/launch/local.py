@@ -248,8 +248,8 @@ def _begin(environ: Mapping[str, str], entry: Callable[..., Any], *arguments: An
 def _die_with_server() -> None:
     """Let the kernel kill this rank when the fork server ends, which ends with the process that started it.
 
-    torch asks for SIGINT instead, which a rank may have reason to only note (:mod:`ptdbench.launch.brake`). Who ended
-    before the kernel was asked is not told of: the server, or its starter before the server itself could ask.
+    torch asks for SIGINT instead, which a rank may only record (:mod:`ptdbench.launch.stop_signal`). A parent that
+    ended before this call is not reported: the server, or its starter before the server itself could ask.
     """
     import torch.multiprocessing as mp
 

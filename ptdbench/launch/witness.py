@@ -19,8 +19,8 @@ from ptdbench.launch import local
 def noting(note: Callable[[int], None]) -> Iterator[None]:
     """Meanwhile ``note`` is called in a thread with each stop signal that will raise :class:`local.Stopped`.
 
-    Signals that somebody else handles, as :class:`ptdbench.launch.brake.Brake` does, stop nothing by themselves and
-    are not noted. To be entered in the main thread.
+    Signals that have another handler, such as :class:`ptdbench.launch.stop_signal.StopSignal`, stop nothing by
+    themselves and are not noted. To be entered in the main thread.
     """
     here, there = socket.socketpair()
     there.setblocking(False)

@@ -1,8 +1,8 @@
-"""What times of messages say: bandwidths by the definitions of nccl-tests, and a line through time over size.
+"""From message times to bandwidths by the definitions of nccl-tests, and a line fitted to time over size.
 
 The definitions are those of ``doc/PERFORMANCE.md`` of https://github.com/NVIDIA/nccl-tests; for gather and scatter,
-which that page leaves out, those of its ``src/gather.cu`` and ``src/scatter.cu``. ``S`` is the whole message in bytes:
-where every rank holds a share of it, all shares together. ``n`` is the number of ranks, ``t`` the time.
+which that page omits, those of its ``src/gather.cu`` and ``src/scatter.cu``. ``S`` is the size of the whole message in
+bytes: the sum of all shares if every rank holds one. ``n`` is the number of ranks, ``t`` the time.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-#: Where the definitions come from, for those who read the numbers.
+#: The source of the definitions, for readers.
 SOURCE = "nccl-tests, doc/PERFORMANCE.md"
 
 
 @dataclass(frozen=True)
 class Factor:
-    """What turns algorithm bandwidth into bus bandwidth.
+    """The factor from algorithm bandwidth to bus bandwidth.
 
     Attributes:
         formula: As people write it, over ``n``.
@@ -53,7 +53,7 @@ def algorithm_bandwidth(size: int, seconds: float) -> float:
 
 
 def bus_bandwidth(operation: str, size: int, seconds: float, ranks: int) -> float:
-    """``busbw = algbw * factor``, in bytes a second: what the slowest link carried, whatever the number of ranks.
+    """``busbw = algbw * factor``, in bytes/s: the rate of the slowest link, comparable across numbers of ranks.
 
     Raises:
         KeyError: The operation moves no data, or is unknown.
@@ -63,16 +63,16 @@ def bus_bandwidth(operation: str, size: int, seconds: float, ranks: int) -> floa
 
 @dataclass(frozen=True)
 class Fit:
-    """The line ``t = alpha + beta * bytes``, with what there is to doubt about it.
+    """The line ``t = alpha + beta * bytes`` with its errors.
 
     Attributes:
-        alpha: Seconds of an empty message.
-        beta: Seconds a byte.
+        alpha: Seconds for an empty message.
+        beta: Seconds per byte.
         alpha_error: Standard error of ``alpha``.
         beta_error: Standard error of ``beta``.
         r2: Share of the weighted variance of the times that the line explains; 1 is all of it.
-        max_relative_error: The largest ``|line / t - 1|``: how far a prediction was off at the sizes measured.
-        points: How many sizes it was made from.
+        max_relative_error: The largest ``|line / t - 1|`` over the measured sizes.
+        points: Number of sizes fitted.
     """
 
     alpha: float
@@ -84,7 +84,7 @@ class Fit:
     points: int
 
     def seconds(self, size: float) -> float:
-        """The line's time for a message of so many bytes."""
+        """The predicted time of a message of ``size`` bytes."""
         return self.alpha + self.beta * size
 
     def as_dict(self) -> dict[str, float]:
@@ -93,10 +93,10 @@ class Fit:
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
-    """The latency-bandwidth line whose relative errors have the least sum of squares.
+    """Fit the latency-bandwidth line that minimizes the sum of squared relative errors.
 
-    Weighted least squares with weights ``1 / t^2``: times span orders of magnitude, and without weights the largest
-    message alone would decide. The standard errors are the usual ones, from the covariance ``s^2 (A' W A)^-1`` with
+    Weighted least squares with weights ``1 / t^2``: times span orders of magnitude, and unweighted the largest
+    message would dominate. The standard errors are the usual ones, from the covariance ``s^2 (A' W A)^-1`` with
     ``s^2`` the weighted residual sum of squares over ``points - 2``.
 
     Args:
@@ -104,7 +104,7 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
         seconds: The time of each, greater than 0.
 
     Returns:
-        The line, or ``None`` where fewer than three different sizes leave nothing to judge it by.
+        The line, or ``None`` for fewer than three different sizes, which leave no residual degree of freedom.
     """
     if len(set(sizes)) < 3:
         return None

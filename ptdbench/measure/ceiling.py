@@ -1,4 +1,4 @@
-"""What a device has reached in a matrix product, kept for the runs that come after, in the user's cache folder."""
+"""Measured matrix product rates of devices, stored in the user's cache folder for later runs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ptdbench.terminal import plural
 
 @dataclass(frozen=True)
 class Key:
-    """Everything that a ceiling depends on; where anything differs it is another ceiling.
+    """Everything that a ceiling depends on.
 
     Attributes:
         device: The GPU's name as torch reports it, or the CPU's model.
         driver: Version of the GPU's driver; ``None`` for a CPU.
         torch: Version of torch.
-        dtype: What the products run in: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
-        threads: Threads of a rank; ``None`` for a GPU, to which they do not matter.
+        dtype: Arithmetic of the products: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        threads: Threads of a rank; ``None`` for a GPU, where they do not matter.
     """
 
     device: str
@@ -44,9 +44,9 @@ def key(environment: Mapping[str, Any], gpu: str | None, dtype: str, threads: in
     """The key of a device.
 
     Args:
-        environment: As :func:`ptdbench.measure.hardware.environment` gives it.
+        environment: The result of :func:`ptdbench.measure.hardware.environment`.
         gpu: The GPU's name as torch reports it; ``None`` for the CPU.
-        dtype: What the products run in.
+        dtype: Arithmetic of the products.
         threads: Threads of a rank.
     """
     if gpu:
@@ -55,12 +55,12 @@ def key(environment: Mapping[str, Any], gpu: str | None, dtype: str, threads: in
 
 
 def keep(of: Key, flops_per_second: float, shape: str) -> Path:
-    """Keep what was measured last, in a file that appears complete or not at all.
+    """Store the latest measurement, atomically.
 
     Args:
-        of: What it was measured on.
-        flops_per_second: What was reached.
-        shape: The product's shape, for people.
+        of: The key of the device.
+        flops_per_second: The measured rate.
+        shape: The product's shape, for readers.
 
     Raises:
         OSError: It cannot be written.
@@ -77,7 +77,7 @@ def keep(of: Key, flops_per_second: float, shape: str) -> Path:
 
 
 def look_up(of: Key) -> float | None:
-    """FLOP/s that were reached on exactly this device; ``None`` where nobody has measured it, or the file is broken."""
+    """FLOP/s measured on exactly this device; ``None`` if it was not measured, or the file is damaged."""
     with suppress(OSError, ValueError):
         found = json.loads(_path(of).read_text())
         if isinstance(found, dict) and isinstance(found.get("flops_per_second"), float):

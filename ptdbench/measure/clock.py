@@ -1,4 +1,4 @@
-"""A clock for steps: what lies between ``start`` and ``stop`` counts, and nothing else does."""
+"""Clocks for steps: they time what is between ``start`` and ``stop``, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Clock(Protocol):
-    """Times one step after another."""
+    """Times steps."""
 
     def start(self) -> None:
         """A step begins."""
@@ -18,7 +18,7 @@ class Clock(Protocol):
         """The step is over (on a GPU: all its work has been queued)."""
 
     def over(self, step: int) -> bool:
-        """Whether the device has finished the step; never waits."""
+        """Whether the device has finished the step; never blocks."""
 
     def seconds(self) -> list[float]:
         """Seconds of every step that is not forgotten; waits for the device."""
@@ -43,7 +43,7 @@ class HostClock:
         self._seconds.append(time.perf_counter() - self._started)
 
     def over(self, step: int) -> bool:
-        """Whether the step was timed; a synchronous device has then finished it."""
+        """Whether the step is timed, and so finished on a synchronous device."""
         return step < len(self._seconds)
 
     def seconds(self) -> list[float]:
@@ -56,7 +56,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Time between events in the GPU's own stream, so that timing does not make the host wait for it."""
+    """Time between CUDA events in the GPU's stream, so that timing does not synchronize."""
 
     def __init__(self) -> None:
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []

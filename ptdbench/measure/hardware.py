@@ -1,4 +1,4 @@
-"""What a run ran on: the peak of its devices, and the versions, names and commit that a reader asks for."""
+"""The hardware and software of a run: peak of its devices, versions, names and commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _V100_PCIE = {"fp32": 14.0, "fp16": 112.0}
 
 #: Dense peak in TFLOP/s by the exact name that ``torch.cuda.get_device_name`` reports.
 #:
-#: ``fp32`` is what the plain cores do, ``tf32`` fp32 tensors on the tensor cores; 16-bit products accumulate
+#: ``fp32`` is without tensor cores, ``tf32`` is fp32 tensors on the tensor cores; 16-bit products accumulate
 #: in fp32. Data sheets often print the figure with 2:4 sparsity, twice what dense matrices can reach.
 DENSE_PEAKS = MappingProxyType(
     {
@@ -71,11 +71,11 @@ def dense_peak(device_name: str, dtype: str) -> tuple[float | None, str | None]:
 
     Args:
         device_name: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
-        dtype: What the matrix products run in: ``fp32``, ``tf32`` (fp32 tensors where TF32 is allowed),
+        dtype: Arithmetic of the matrix products: ``fp32``, ``tf32`` (fp32 tensors with TF32 allowed),
             ``bf16`` or ``fp16``.
 
     Returns:
-        ``(FLOP/s, None)``, or ``(None, reason)`` where no figure is on record.
+        ``(FLOP/s, None)``, or ``(None, reason)`` if no figure is on record.
     """
     if device_name == "cpu":
         return None, "a CPU has no data-sheet peak"
@@ -86,13 +86,13 @@ def dense_peak(device_name: str, dtype: str) -> tuple[float | None, str | None]:
 
 
 def environment(device_type: str) -> dict[str, Any]:
-    """Everything about this machine and this installation that a number may depend on.
+    """Properties of this machine and installation that a measurement may depend on.
 
     Args:
         device_type: ``cpu`` or ``cuda``. With ``cpu`` CUDA is not initialized, as a fork needs it.
 
     Returns:
-        JSON-able values; ``None`` where something does not exist here or is not to be had.
+        JSON-serializable values; ``None`` for what does not exist here or cannot be determined.
     """
     return {
         **_versions(),
@@ -119,7 +119,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _version(package: str) -> str | None:
-    """Asks the installer's metadata, because importing a package for its version can take seconds."""
+    """From the package metadata: importing a package for its version can take seconds."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -138,7 +138,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """The NVIDIA kernel driver's version; the kernel module knows it, so that nvidia-smi need not start."""
+    """The NVIDIA driver's version, from the kernel module: faster than nvidia-smi."""
     with suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
         found = re.search(r"Module .*?(\d+\.\d+(?:\.\d+)?) ", text)
@@ -149,7 +149,7 @@ def _driver() -> str | None:
 def _git(root: Path) -> dict[str, Any]:
     """Commit of the checkout at ``root`` and whether files differ; ``None`` without a checkout."""
     unknown = {"git_commit": None, "git_dirty": None}
-    if not (root / ".git").exists():  # an installed package may well lie inside somebody else's checkout
+    if not (root / ".git").exists():  # an installed package may be inside another checkout
         return unknown
     command = ["git", "--no-optional-locks", "-C", str(root), "status", "--porcelain=v2", "--branch"]
     try:
@@ -174,5 +174,5 @@ def _cpu_model() -> str:
 
 
 def _usable_cores() -> int | None:
-    """The cores that this process may run on, which a scheduler often keeps below those of the host."""
+    """The number of cores that this process may run on, often fewer than the host has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -1,9 +1,8 @@
 """The peak memory of one rank, in bytes.
 
-On a GPU this is what torch's caching allocator handed out: parameters, gradients, optimizer state,
-activations and buffers of this process, without the CUDA context, NCCL's buffers and unused cache. On a
-CPU it is the peak resident set of the whole process, so with the interpreter, the libraries and mapped files.
-Figures of one kind compare with each other, figures of the two kinds do not.
+On a GPU this is what torch's caching allocator handed out: parameters, gradients, optimizer state, activations and
+buffers of this process, without the CUDA context, NCCL's buffers and unused cache. On a CPU it is the peak resident
+set of the process, including interpreter, libraries and mapped files. Do not compare the two kinds.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory of this process since :func:`reset_peak`, or since it began.
+    """Peak memory of this process since :func:`reset_peak`, or since its start.
 
     Args:
-        device: The rank's device; decides which of the two kinds is measured (see the module).
+        device: The rank's device; selects which of the two kinds is measured (see the module).
     """
     if device.type == "cuda":
         import torch
@@ -33,9 +32,9 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Let the peak begin again at what is in use now.
+    """Reset the peak to the memory in use now.
 
-    Outside Linux, and where the kernel refuses, a CPU process keeps the peak of its whole life.
+    Outside Linux, or if the kernel refuses, a CPU process keeps the peak since its start.
     """
     if device.type == "cuda":
         import torch
@@ -56,12 +55,12 @@ def _peak_resident_bytes() -> int:
 
 
 def current_bytes(device: torch.device) -> int:
-    """Memory in use now, of the same kind as :func:`peak_bytes`; takes 0.1 ms at most, and waits for nothing."""
+    """Memory in use now, of the same kind as :func:`peak_bytes`; takes at most 0.1 ms, does not synchronize."""
     if device.type == "cuda":
         import torch
 
         return torch.cuda.memory_allocated(device)
-    # Raw and not as text, which takes twice as long: this is read after every step.
+    # Raw instead of text, which takes twice as long: this is read after every step.
     with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as pages:
         return int(pages.read().split()[1]) * resource.getpagesize()
     return _peak_resident_bytes()

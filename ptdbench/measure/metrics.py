@@ -1,4 +1,4 @@
-"""From what the ranks measured to the figures of a record."""
+"""From the measurements of the ranks to the figures of a record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ptdbench.measure.statistics import summary, warmup_end
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What the ranks of one run agreed on.
+    """The combined measurements of all ranks of a run.
 
     Attributes:
         step_seconds: Seconds of every step on its slowest rank; the first step included.
@@ -22,14 +22,14 @@ class Measurement:
         flops_reason: Why there is no such formula, else ``None``.
         world_size: Ranks, one device each.
         device_name: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
-        dtype: What matrix products run in: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        dtype: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
         peak_memory_bytes: Peak memory, maximum over ranks.
         first_step_seconds: From the start of the run's first step to its end, compilation included.
-        startup_seconds: Seconds of what came before the first step, by name.
-        minimum_warmup: Steps that are warm-up in any case.
-        earlier_seconds: Steps that earlier starts of this run took, their warm-up left out.
-        wait_seconds: How long each step of ``step_seconds`` has waited for its batch, maximum over ranks.
-        ceiling: ``(FLOP/s, None)`` that this device has reached in matrix products of ``dtype``, or ``(None, reason)``.
+        startup_seconds: Seconds of each phase before the first step, by name.
+        minimum_warmup: Minimum number of warm-up steps.
+        earlier_seconds: Seconds of steps of earlier starts of this run, without their warm-up.
+        wait_seconds: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
+        ceiling: ``(FLOP/s, None)`` measured on this device in matrix products of ``dtype``, or ``(None, reason)``.
     """
 
     step_seconds: Sequence[float]
@@ -46,19 +46,19 @@ class Measurement:
     minimum_warmup: int
     earlier_seconds: Sequence[float] = ()
     wait_seconds: Sequence[float] = ()
-    ceiling: tuple[float | None, str | None] = (None, "nobody has looked for a ceiling")
+    ceiling: tuple[float | None, str | None] = (None, "no ceiling was looked up")
 
 
 def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
     """The number of warm-up steps, and the figures of the steps after them.
 
-    A step costs what its slowest rank took. Throughput is all timed samples over all timed seconds, not a
-    mean of rates, which would favor the runs with the most uneven steps. ``mfu`` is model FLOP/s per device
-    over the device's dense peak (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count.
+    A step takes as long as its slowest rank. Throughput is all timed samples over all timed seconds, not a mean of
+    rates, which would favor runs with uneven steps. ``mfu`` is model FLOP/s per device over the device's dense peak
+    (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count.
 
     Returns:
-        ``(warmup_steps, figures)``. The figures have the same names for every run; what cannot be known is
-        ``None``, as all rates of a run that finished no step.
+        ``(warmup_steps, figures)``. The figures have the same names for every run; unknown ones are ``None``, such
+        as all rates of a run that finished no step.
     """
     warmup_steps = warmup_end(measured.step_seconds, measured.minimum_warmup)
     own = measured.step_seconds[warmup_steps:]
@@ -105,7 +105,7 @@ def _mfu(measured: Measurement, flops_per_second_per_device: float | None) -> tu
 
 
 def _against_ceiling(measured: Measurement, flops_per_second_per_device: float | None) -> dict[str, Any]:
-    """The ceiling that was measured on this device, and the share of it that the model's FLOPs are."""
+    """The ceiling measured on this device, and the model FLOP/s as a share of it."""
     ceiling, reason = measured.ceiling
     share = None if ceiling is None else _times(flops_per_second_per_device, 1 / ceiling)
     return {"ceiling_flops_per_second": ceiling, "share_of_ceiling": share, "ceiling_reason": reason}

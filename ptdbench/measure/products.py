@@ -1,4 +1,4 @@
-"""What one device does at its best: matrix products and copies of memory, each from a cold cache."""
+"""The best rates of one device: matrix products and memory copies, each from a cold cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ptdbench.measure import clock
 
-#: What a product is computed in → the type of its matrices. ``tf32`` is fp32 matrices where TF32 is allowed.
+#: Arithmetic of a product → dtype of its matrices. ``tf32``: fp32 matrices with TF32 allowed.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 #: Largest error of a product, relative to its largest entry: the inputs' and the output's rounding, with room for sums.
@@ -25,7 +25,7 @@ TOLERANCE = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 2e-2, "fp16": 5e-3}
 
 #: Repetitions that are not timed: the first makes the library choose its kernel.
 WARMUP = 2
-#: Bounds of the timed repetitions, whatever time there is.
+#: Bounds on the number of timed repetitions.
 LEAST, MOST = 5, 1000
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -48,7 +48,7 @@ class Shape:
             ValueError: It is neither.
         """
         if not re.fullmatch(r"\d+(x\d+x\d+)?", str(text)) or "0" in str(text).split("x"):
-            raise ValueError(f"{text} is no shape")
+            raise ValueError(f"{text} is not a shape")
         sides = [int(side) for side in str(text).split("x")]
         return cls(*(sides if len(sides) == 3 else sides * 3))
 
@@ -58,7 +58,7 @@ class Shape:
         return 2 * self.m * self.n * self.k
 
     def bytes(self, dtype: str) -> int:
-        """What the three matrices take."""
+        """Memory of the three matrices."""
         return DTYPES[dtype].itemsize * (self.m * self.k + self.k * self.n + self.m * self.n)
 
     def __str__(self) -> str:
@@ -66,26 +66,26 @@ class Shape:
 
 
 class Flush:
-    """Empties a device's last cache of everything else, by changing a buffer of twice its size."""
+    """Flushes a device's last-level cache by updating a buffer of twice its size."""
 
     def __init__(self, device: torch.device) -> None:
         self._buffer = torch.zeros(2 * cache_bytes(device) // 4, device=device)
 
     def __call__(self) -> None:
         """On a GPU the work is queued."""
-        self._buffer.add_(1)  # reads too: what only writes may go past the cache
+        self._buffer.add_(1)  # reads too: pure writes may bypass the cache
 
 
 def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: float) -> list[float]:
     """Seconds of each timed product of one pair of random matrices; the cache is flushed before each.
 
-    Random, because a GPU draws less power for zeros and clocks higher than it does in earnest.
+    Random, because for zeros a GPU draws less power and clocks higher than in real use.
 
     Args:
         shape: Of the matrices.
         dtype: One of :data:`DTYPES`.
-        device: Where.
-        seconds: About how long all repetitions may take, with the flushes between them.
+        device: The device.
+        seconds: Approximate duration of all repetitions, including the flushes between them.
 
     Raises:
         ArithmeticError: The product is wrong.
@@ -105,7 +105,7 @@ def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: flo
 def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, list[float]]]:
     """Seconds of each timed copy of memory, with the bytes that it moves, by kind.
 
-    A copy within one memory reads and writes each byte, and both count, as in the benchmark STREAM. A copy between host
+    A copy within one memory reads and writes each byte, and both count, as in STREAM. A copy between host
     and GPU crosses the link once and counts once.
     """
     size = min(max(4 * cache_bytes(device), 2**28), 2**30)
@@ -130,13 +130,13 @@ def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, l
 def repeat(
     work: Callable[[], object], between: Callable[[], object], device: torch.device, seconds: float
 ) -> list[float]:
-    """Seconds of each timed repetition of ``work``; ``between`` comes before each of them, off the clock.
+    """Seconds of each timed repetition of ``work``; ``between`` runs untimed before each of them.
 
     Args:
-        work: What is timed; on a GPU it queues its work on the current stream.
-        between: What is not.
-        device: Decides which clock.
-        seconds: About how long all may take; between :data:`LEAST` and :data:`MOST` repetitions in any case.
+        work: The timed work; on a GPU it is queued on the current stream.
+        between: The untimed work.
+        device: Selects the clock.
+        seconds: Approximate total duration; always between :data:`LEAST` and :data:`MOST` repetitions.
     """
 
     def times(count: int) -> list[float]:
@@ -157,7 +157,7 @@ def repeat(
 
 
 def rates(amount: float, seconds: Sequence[float]) -> dict[str, Any]:
-    """What repetitions that each do ``amount`` come to, per second: total over total, at the median and at best."""
+    """Rates per second of repetitions that each do ``amount``: total over total, median and best."""
     return {
         "repetitions": len(seconds),
         "mean": amount * len(seconds) / sum(seconds),
@@ -167,7 +167,7 @@ def rates(amount: float, seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The size of the last cache before the memory."""
+    """The size of the last-level cache."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [_bytes(path.read_text()) for path in _CACHES.glob("index*/size")]
@@ -187,7 +187,7 @@ def _copy(source: Tensor, target: Tensor) -> Callable[[], object]:
 
 @contextmanager
 def _arithmetic(dtype: str) -> Iterator[None]:
-    """Let fp32 matrices be multiplied as fp32 or as TF32, whatever else is set."""
+    """Set whether fp32 matrices are multiplied in fp32 or TF32, overriding other settings."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
@@ -198,7 +198,7 @@ def _arithmetic(dtype: str) -> Iterator[None]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from striking in a timed region."""
+    """Disable the garbage collector in a timed region."""
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -210,10 +210,10 @@ def _no_collection() -> Iterator[None]:
 
 
 def _verify(a: Tensor, b: Tensor, out: Tensor, dtype: str, shape: Shape) -> None:
-    """Hold a corner of the product against double precision."""
+    """Compare a corner of the product with double precision."""
     corner = a[:8].double() @ b[:, :8].double()
     error = ((out[:8, :8].double() - corner).abs().max() / corner.abs().max()).item()
-    if not error <= TOLERANCE[dtype]:  # also where it is not a number
+    if not error <= TOLERANCE[dtype]:  # also for NaN
         raise ArithmeticError(
             f"the {dtype} product {shape} on {a.device} is wrong by {error:.1e} of its size, "
             f"where {TOLERANCE[dtype]:.0e} is the most that rounding explains"

@@ -1,4 +1,4 @@
-"""What in the figures of a cluster's ranks is not as it should be: one finding for each, in words."""
+"""Findings: what is wrong in the measurements of a cluster's ranks, in words."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Finding:
 
     Attributes:
         kind: ``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``.
-        ranks: Those that it concerns.
-        text: For people.
+        ranks: The affected ranks.
+        text: The message to show.
     """
 
     kind: str
@@ -36,18 +36,18 @@ class Finding:
 
 
 def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float) -> dict[T, float]:
-    """Whose rate lies more than ``tolerance`` below the median of its peers.
+    """Find the rates more than ``tolerance`` below the median of their peers.
 
-    Without its own, because of two that differ neither would be far from the median of both; and of two in the middle
-    the lower one, so that a single fast peer does not make the others slow.
+    The median excludes the own rate, since of two that differ neither would be far from the median of both; of two
+    middle values it takes the lower, so that a single fast peer does not make the others slow.
 
     Args:
         rates: The higher the better.
-        peers: Who compares with whom: those that share a value.
+        peers: Items with equal values are compared with each other.
         tolerance: As a share of the median.
 
     Returns:
-        The slow ones with their rate as a share of that median.
+        The slow ones, with their rate as a share of that median.
     """
     found = {}
     for one, rate in rates.items():
@@ -58,26 +58,26 @@ def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float
 
 
 def best_of(attempts: Sequence[Mapping[T, float]]) -> dict[T, float]:
-    """The highest rate of each: what else goes on makes a device slower and never faster."""
+    """The highest rate of each: interference only makes a device slower."""
     return {one: max(rates[one] for rates in attempts if one in rates) for rates in attempts for one in rates}
 
 
 def slow_ranks(slow_ones: Mapping[tuple[str, int], float], attempts: int) -> Iterator[Finding]:
-    """Findings for ranks, by the dtype of the products in which they are slow."""
+    """Findings for slow ranks, by the dtype of the products."""
     for (dtype, rank), share in slow_ones.items():
         text = f"rank {rank} reaches {_share(share)} of its peers' median in {dtype} products"
         yield Finding("slow rank", [rank], f"{text}, at best of {attempts}")
 
 
 def slow_links(slow_ones: Mapping[tuple[int, int], float], attempts: int) -> Iterator[Finding]:
-    """Findings for links."""
+    """Findings for slow links."""
     for (source, target), share in slow_ones.items():
         text = f"rank {source} sends to rank {target} at {_share(share)} of the median of such links"
         yield Finding("slow link", [source, target], f"{text}, at best of {attempts}")
 
 
 def different_versions(environments: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """A finding for everything that differs between ranks, named with its values.
+    """A finding for each property that differs between ranks, with its values.
 
     Args:
         environments: Of the ranks, in order.
@@ -97,9 +97,9 @@ def gpu_troubles(rank: int, gpu: Mapping[str, Any], users: int, cores: Sequence[
 
     Args:
         rank: The rank.
-        gpu: What NVML says of it, see :mod:`ptdbench.measure.topology`.
-        users: How many ranks of this run use it.
-        cores: On which the rank may run.
+        gpu: Its state by NVML, see :mod:`ptdbench.measure.topology`.
+        users: Number of ranks of this run that use it.
+        cores: Cores on which the rank may run.
     """
     throttled = sorted(THROTTLES & set(gpu["clock_reasons"] or ()))
     if throttled:

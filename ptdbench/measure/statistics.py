@@ -1,4 +1,4 @@
-"""What a list of step times says, without assuming that they follow a normal distribution."""
+"""Statistics of step times, without assuming a normal distribution."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 
 
 def warmup_end(step_seconds: Sequence[float], minimum: int = 0) -> int:
-    """How many leading steps are warm-up, by the MSER rule.
+    """The number of leading warm-up steps, by the MSER rule.
 
     MSER drops the ``d`` steps that make the standard error of the remaining mean smallest,
-    ``argmin_d sum_{i >= d} (x_i - mean_d)^2 / (n - d)^2``: to drop more than the slow first steps costs more
-    in sample size than it wins in variance. Source: K. P. White, "An effective truncation heuristic for bias
-    reduction in simulation output", Simulation 69(6), 1997. ``d`` stays within the first half, because near
-    the end the estimate rests on too few steps to mean anything.
+    ``argmin_d sum_{i >= d} (x_i - mean_d)^2 / (n - d)^2``: dropping more than the slow first steps costs more in
+    sample size than it gains in variance. Source: K. P. White, "An effective truncation heuristic for bias
+    reduction in simulation output", Simulation 69(6), 1997. ``d`` is limited to the first half, because near the
+    end the estimate is based on too few steps.
 
     Args:
         step_seconds: Seconds of every step, the first one included.
-        minimum: Steps that are warm-up in any case, where that leaves at least half of them.
+        minimum: Minimum number of warm-up steps, limited to half of all steps.
 
     Returns:
         The index of the first timed step, between 0 and ``len(step_seconds) // 2``.
@@ -30,7 +30,7 @@ def warmup_end(step_seconds: Sequence[float], minimum: int = 0) -> int:
     first = min(minimum, last)
     if first == last:
         return first
-    # Running sums from the end give every candidate in one pass; centring keeps them from canceling.
+    # Running sums from the end give every candidate in one pass; centering avoids cancellation.
     centered = np.asarray(step_seconds, dtype=np.float64) - np.median(step_seconds)
     remaining = np.arange(count, 0, -1)
     total = np.cumsum(centered[::-1])[::-1]
@@ -64,12 +64,12 @@ def summary(step_seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def median_interval(values: Sequence[float]) -> list[float] | None:
-    """A 95 % confidence interval of the median from order statistics, whatever the distribution.
+    """A distribution-free 95 % confidence interval of the median, from order statistics.
 
     The median of the distribution lies outside ``[x_(k), x_(n+1-k)]`` with probability
     ``2 P(Binomial(n, 1/2) < k)`` (David and Nagaraja, "Order Statistics", 3rd edition, section 7.1). The
-    largest ``k`` for which that is at most 5 % is taken. It supposes independent values; steps that slow each
-    other down make the true interval wider.
+    largest ``k`` for which that is at most 5 % is taken. It assumes independent values; with correlated steps the
+    true interval is wider.
 
     Returns:
         ``[low, high]``, or ``None`` below six values: even their whole range covers less than 95 %.

@@ -9,10 +9,10 @@ class Stopwatch:
     """Seconds from one milestone to the next.
 
     Attributes:
-        laps: The seconds, by what they were spent on.
+        laps: Seconds by milestone.
 
     Args:
-        started: When it all began, in seconds since the epoch: that may have been in another process.
+        started: Start time in seconds since the epoch, possibly taken in another process.
     """
 
     def __init__(self, started: float) -> None:
@@ -20,7 +20,7 @@ class Stopwatch:
         self._started = self._last = started
 
     def lap(self, name: str, now: float | None = None) -> None:
-        """What took place since the last lap was ``name``; it ended ``now``."""
+        """Record the time since the last lap under ``name``; it ended ``now``."""
         now = time.time() if now is None else now
         self.laps[name] = now - self._last
         self._last = now

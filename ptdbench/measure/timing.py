@@ -1,8 +1,8 @@
-"""How messages are timed: how often, by whom, and what lies between two readings of the clock.
+"""Timing of messages.
 
-As in nccl-tests, the ranks meet at a barrier before a block of repetitions and not between them, so that one
-repetition may begin while another rank still ends the last; nothing else stands in the block. Every repetition is
-timed on every rank, and costs what its slowest rank took: the ranks compare their lists once, when the block is over.
+As in nccl-tests, the ranks synchronize at a barrier before a block of repetitions but not between them, so that one
+repetition may begin while another rank finishes the last; the block contains nothing else. Every repetition is timed
+on every rank, and takes as long as its slowest rank: the ranks compare their lists once, after the block.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ptdbench.launch.peers import gather
 from ptdbench.measure import clock
 from ptdbench.problems import ConfigError, Problem, at_least
 
-#: The clock's resolution, about: what took no time at all still divides.
+#: About the clock's resolution: avoids division by zero.
 _TICK = 1e-9
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is spent on one figure.
+    """The measurement effort for one figure.
 
     Attributes:
-        seconds: Repetitions are chosen to fill so much time.
-        min_repetitions: At least so many are timed.
-        max_repetitions: At most so many.
-        warmup: So many are done before, at least one; the fastest of them says how many will fit.
-        max_seconds: A size whose fewest repetitions would take longer is left out, and all above it.
+        seconds: Target duration of the timed repetitions.
+        min_repetitions: Minimum number of timed repetitions.
+        max_repetitions: Maximum number of timed repetitions.
+        warmup: Untimed repetitions, at least one; the fastest of them determines how many fit into ``seconds``.
+        max_seconds: A size whose ``min_repetitions`` would take longer is skipped, and all larger ones.
     """
 
     seconds: float = 0.03
@@ -43,16 +43,16 @@ class Effort:
     max_seconds: float = 1.0
 
     def repetitions(self, once: float) -> int:
-        """How many are timed of what takes ``once`` seconds."""
+        """The number of timed repetitions of something that takes ``once`` seconds."""
         return max(self.min_repetitions, min(self.max_repetitions, int(self.seconds / max(once, _TICK))))
 
     def affords(self, once: float) -> bool:
-        """Whether the fewest repetitions of what takes ``once`` seconds fit into ``max_seconds``."""
+        """Whether ``min_repetitions`` of something that takes ``once`` seconds fit into ``max_seconds``."""
         return self.min_repetitions * once <= self.max_seconds
 
 
 def problems(options: Mapping[str, Any]) -> list[Problem]:
-    """What is wrong with the sizes and the effort among a workload's options."""
+    """Problems of the sizes and the effort among a workload's options."""
     counts = ("warmup", "min_bytes", "max_bytes", "min_repetitions", "max_repetitions")
     found = at_least(1, **{name: options[name] for name in counts})
     found += at_least(2, factor=options["factor"])
@@ -66,7 +66,7 @@ def problems(options: Mapping[str, Any]) -> list[Problem]:
 
 
 def sizes(min_bytes: int, max_bytes: int, factor: int) -> list[int]:
-    """``min_bytes``, times ``factor`` each, up to ``max_bytes``, which is the last in any case."""
+    """``min_bytes``, multiplied by ``factor`` each time, up to ``max_bytes``, which is always the last."""
     found = []
     size = min_bytes
     while size < max_bytes:
@@ -76,16 +76,16 @@ def sizes(min_bytes: int, max_bytes: int, factor: int) -> list[int]:
 
 
 def require_memory(job: Job, need: int, option: str, value: object) -> None:
-    """Refuse what does not fit, on all ranks at once, so that none waits for one that has failed.
+    """Refuse what does not fit into memory, on all ranks at once, so that none waits for a failed one.
 
     Args:
         job: Every rank calls this.
-        need: Bytes that each rank will take.
-        option: What asks for so much, as it is typed.
-        value: What it says.
+        need: Bytes needed on each rank.
+        option: The option responsible, as typed.
+        value: Its value.
 
     Raises:
-        ConfigError: On every rank, naming the one that has the least room.
+        ConfigError: On every rank, naming the one with the least free memory.
     """
     if job.device.type == "cuda":
         free, what = torch.cuda.mem_get_info(job.device)[0], "its GPU"
@@ -100,15 +100,15 @@ def require_memory(job: Job, need: int, option: str, value: object) -> None:
 
 
 def repeat(step: Callable[[], object] | None, device: torch.device, effort: Effort) -> list[float]:
-    """Seconds of every timed repetition, as its slowest rank saw it; every rank calls this and gets the same.
+    """Seconds of every timed repetition on its slowest rank; every rank calls this and gets the same result.
 
     Args:
-        step: One repetition; ``None`` on ranks that have no part in it, and only wait.
+        step: One repetition; ``None`` on ranks that do not take part and only wait.
         device: This rank's device.
-        effort: How often.
+        effort: The number of repetitions.
 
     Returns:
-        Nothing where the fewest repetitions would take too long.
+        An empty list if ``min_repetitions`` would take too long.
     """
     return repeat_in_turns([step], device, effort)[0]
 
@@ -116,7 +116,7 @@ def repeat(step: Callable[[], object] | None, device: torch.device, effort: Effo
 def repeat_in_turns(
     steps: Sequence[Callable[[], object] | None], device: torch.device, effort: Effort
 ) -> list[list[float]]:
-    """:func:`repeat` for several steps that are to be compared: what slows the machine down meets all of them."""
+    """:func:`repeat` for several steps that are compared, interleaved so that interference affects all of them."""
     dist.barrier()
     warmup = [slowest(seconds, device) for seconds in timed(steps, effort.warmup, device)]
     once = max(min(seconds) for seconds in warmup)
@@ -127,7 +127,7 @@ def repeat_in_turns(
 
 
 def timed(steps: Sequence[Callable[[], object] | None], count: int, device: torch.device) -> list[list[float]]:
-    """Seconds of each of ``count`` repetitions of each step on this rank; zeros where it has no part."""
+    """Seconds of each of ``count`` repetitions of each step on this rank; zeros where it does not take part."""
     turns = [(step, clock.for_device(device)) for step in steps if step]
     for _ in range(count):
         for step, watch in turns:
@@ -139,7 +139,7 @@ def timed(steps: Sequence[Callable[[], object] | None], count: int, device: torc
 
 
 def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
-    """The largest of the ranks' values, one by one; every rank has equally many and gets the same."""
+    """The elementwise maximum over ranks; every rank has equally many values and gets the same result."""
     values = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return values.tolist()

@@ -1,7 +1,7 @@
-"""What the driver tells of a node's GPUs: clocks, limits, who uses them, and how they are linked.
+"""The state of a node's GPUs by NVML: clocks, limits, processes, and links.
 
-NVML tells it, through the package ``nvidia-ml-py`` where that is installed. What one GPU or one driver does not tell is
-``None``; nothing here initializes CUDA or changes a setting.
+Needs the package ``nvidia-ml-py``. Values that a GPU or driver does not report are ``None``; nothing here initializes
+CUDA or changes a setting.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-#: Bits of NVML's reasons why a GPU does not run at its highest clock, as <nvml.h> has them, in words.
+#: NVML's reasons why a GPU does not run at its highest clock: bits of <nvml.h>, in words.
 CLOCK_REASONS = {
     0x1: "idle",
     0x2: "clocks set by hand",
@@ -25,7 +25,7 @@ CLOCK_REASONS = {
     0x100: "display clocks",
 }
 
-#: Those that a sound GPU never shows. The power cap is not one of them: large products reach it on the best of GPUs.
+#: Those that a sound GPU never shows. Not the power cap: large products reach it on any GPU.
 THROTTLES = frozenset({"hardware slowdown", "too hot (software)", "too hot (hardware)", "power brake"})
 
 #: NVML's closest common ancestor of two GPUs, in the words of ``nvidia-smi topo -m``.
@@ -39,7 +39,7 @@ def inspect(nvml: Any = None) -> dict[str, Any]:
     """The GPUs of this node.
 
     Args:
-        nvml: What answers as the module ``pynvml`` does; ``None`` for that module itself.
+        nvml: A replacement for the module ``pynvml``; ``None`` for that module itself.
 
     Returns:
         ``gpus``, one mapping each, in NVML's order; ``links``, for each pair of them ``NV<links>`` for NVLink, else
@@ -50,7 +50,7 @@ def inspect(nvml: Any = None) -> dict[str, Any]:
         nvml.nvmlInit()
     except ImportError:
         return _nothing("the package nvidia-ml-py is not installed")
-    except Exception as error:  # pynvml has its own, which cannot be named before it is there
+    except Exception as error:  # pynvml's own exceptions, unknown before its import
         return _nothing(f"NVML does not answer: {error}")
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
@@ -63,7 +63,7 @@ def inspect(nvml: Any = None) -> dict[str, Any]:
 
 
 def identity(device: torch.device) -> str:
-    """By which of a node's GPUs NVML knows this one."""
+    """NVML's identity of this GPU."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
@@ -102,7 +102,7 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
         return _answer(lambda: getattr(nvml, question)(handle, *arguments))
 
     reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
-    if reasons is None:  # drivers before 535 know it by the older name only
+    if reasons is None:  # drivers before 535 have only the older name
         reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
     processes = ask("nvmlDeviceGetComputeRunningProcesses")
     affinity = ask("nvmlDeviceGetCpuAffinity", _MOST_CORES // _WORD_BITS)
@@ -143,7 +143,7 @@ def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Mapping[str, Any]])
 
 
 def _nvlink_ends(nvml: Any, handle: Any) -> list[str]:
-    """What lies at the other end of each NVLink that is up, by its bus address."""
+    """Bus address of the remote end of each NVLink that is up."""
     ends = []
     for number in range(nvml.NVML_NVLINK_MAX_LINKS):
         if _answer(lambda number=number: nvml.nvmlDeviceGetNvLinkState(handle, number)):  # type: ignore[misc]
@@ -155,7 +155,7 @@ def _nvlink_ends(nvml: Any, handle: Any) -> list[str]:
 
 
 def _answer(question: Callable[[], Any]) -> Any:
-    """What NVML answers, or ``None`` where it has no answer: to many questions some GPU or driver has none."""
+    """NVML's answer, or ``None`` if this GPU or driver does not support the query."""
     try:
         return question()
     except Exception:

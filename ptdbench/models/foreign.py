@@ -1,7 +1,6 @@
 """Your own ``nn.Module`` as a model of ptdbench.
 
-Any module will do whose ``forward(inputs)`` returns one tensor. What it may say about itself, all of it
-optional:
+Any module works whose ``forward(inputs)`` returns one tensor. It may define these methods, all of them optional:
 
 ``loss(outputs, targets)``
     The mean loss, a scalar. Default: cross entropy for integer targets, mean squared error for floating-point
@@ -48,7 +47,7 @@ PREFIX = "module."
 
 
 def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example]) -> Model:
-    """The model that ``config`` describes: on the meta device if it can fill itself in later, else for real.
+    """Build the model that ``config`` describes: on the meta device if it has ``reset``, else with its weights.
 
     Args:
         config: A class or function under ``_target_``, and its arguments.
@@ -68,14 +67,14 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
 
 
 def adapt(module: nn.Module, example: Callable[[], Example]) -> Model:
-    """``module`` itself if it follows the protocol of :class:`Model`, else wrapped so that it does."""
-    if not hasattr(module, "tensor_plan"):  # may be left out even where all else is there
+    """``module`` itself if it implements the protocol :class:`Model`, else a wrapper that does."""
+    if not hasattr(module, "tensor_plan"):  # optional, even if all other methods exist
         module.tensor_plan = lambda: None  # type: ignore[assignment]
     return module if isinstance(module, Model) else Adapted(module, example)
 
 
 class Adapted(nn.Module):
-    """A module under the protocol, with defaults for what it does not say; its names begin ``module.``."""
+    """A wrapper with defaults for the methods of the protocol that a module lacks; names begin ``module.``."""
 
     def __init__(self, module: nn.Module, example: Callable[[], Example]) -> None:
         super().__init__()
@@ -103,13 +102,13 @@ class Adapted(nn.Module):
         return None if parts is None else _prefixed(parts())
 
     def tensor_plan(self) -> dict[str, Cut] | None:
-        """The module's plan, or ``None``: then it cannot be cut."""
+        """The module's plan, or ``None``: then tensor parallelism is not available."""
         plan = self._method("tensor_plan")
         found = None if plan is None else plan()
         return None if found is None else _prefixed(found)
 
     def train_flops(self) -> dict[str, float]:
-        """What the module says; else what PyTorch counts for one sample, under the key ``module``.
+        """The module's own figures; else PyTorch's count for one sample, under the key ``module``.
 
         Raises:
             FlopsUnknown: If the module does not run on the meta device, where they are counted.
@@ -126,7 +125,7 @@ class Adapted(nn.Module):
         return [(PREFIX + first, PREFIX + second) for first, second in pairs]
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Have the module fill one of its tensors; :func:`build` gives values to a module that cannot.
+        """Let the module fill one of its tensors; one without ``reset`` gets its values in :func:`build`.
 
         Raises:
             NotImplementedError: If the module has no ``reset``.
@@ -137,16 +136,16 @@ class Adapted(nn.Module):
         reset(name.removeprefix(PREFIX), tensor, generator)
 
     def _method(self, name: str) -> Callable[..., Any] | None:
-        """The module's own method of that name, and not a submodule that happens to have it."""
+        """The module's own method of that name, not a submodule."""
         attribute = getattr(self.module, name, None)
         return attribute if inspect.ismethod(attribute) else None
 
 
 def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> float:
-    """FLOPs of forward and backward for one sample as PyTorch's own counter sees them, without the work.
+    """Count FLOPs of forward and backward for one sample with PyTorch's counter, without computing.
 
     Args:
-        module: Called as ``module(inputs, targets)``; its own tensors stay as they are.
+        module: Called as ``module(inputs, targets)``; its own tensors are not changed.
         inputs: One sample, batch dimension included, on the meta device.
         targets: Its targets, likewise.
 
@@ -157,13 +156,13 @@ def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> flo
         **{name: p.detach().to("meta").requires_grad_(p.requires_grad) for name, p in module.named_parameters()},
         **{name: buffer.to("meta") for name, buffer in module.named_buffers()},
     }
-    # Counted on two, as a batch norm refuses to train on one.
+    # Counted on two samples, as batch norm refuses to train on one.
     two = inputs.repeat_interleave(2, 0), targets.repeat_interleave(2, 0)
-    # The counter has no formula for some fused attention kernels and would count them as nothing.
+    # The counter has no formula for some fused attention kernels and would count them as zero.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         try:
             functional_call(module, tensors, two).backward()
-        except Exception as error:  # whatever a stranger's module may raise
+        except Exception as error:  # third-party code may raise anything
             reason = str(error).partition("\n")[0]
             raise FlopsUnknown(
                 f"the model has no train_flops(), and counting on the meta device failed: {reason}"

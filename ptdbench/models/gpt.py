@@ -17,19 +17,19 @@ from ptdbench.problems import Problem, at_least, nearest_numbers, require, try_t
 class GPT(nn.Module):
     """The decoder: a chain of an embedding, equal blocks and a head.
 
-    It follows :class:`ptdbench.models.protocol.Model`.
+    Implements :class:`ptdbench.models.protocol.Model`.
 
     Args:
         layers: Number of blocks.
         heads: Attention heads of a block; must divide ``width``.
         width: Features of a token.
-        sequence_length: Most tokens of a sequence, and the length that :meth:`train_flops` counts.
+        sequence_length: Maximum tokens of a sequence, and the length that :meth:`train_flops` counts.
         vocabulary: Number of different tokens. 50304 is GPT-2's 50257 rounded up to a multiple of 128, which
             is what matrix units like.
         tie_weights: Whether the head's projection is the token embedding, as in GPT-2.
 
     Raises:
-        ConfigError: With every option that cannot stand.
+        ConfigError: With every invalid option.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class GPT(nn.Module):
         Args:
             tokens: ``[batch, length]``, int64, ``length <= sequence_length``.
             targets: ``[batch, length]``, int64: the token that follows each one of ``tokens``.
-            positions: ``[length]``, int64: where in its sequence each of ``tokens`` stands; ``None``: from 0 on.
+            positions: ``[length]``, int64: position of each of ``tokens`` in its sequence; ``None``: from 0 on.
 
         Returns:
             Logits ``[batch, length, vocabulary]``, or with ``targets`` the mean cross entropy, an fp32
@@ -103,7 +103,7 @@ class GPT(nn.Module):
         return {"embedding": 0.0, **{f"blocks.{i}": block for i in range(len(self.blocks))}, "head": head}
 
     def tensor_plan(self) -> dict[str, Cut]:
-        """The two matrix products of attention and of the MLP, cut so that one all-reduce each puts them together."""
+        """The two matrix products of attention and of the MLP, cut so that each pair needs one all-reduce."""
         cuts: dict[str, Cut] = {
             "attention.query_key_value": "outputs",
             "attention.output": "inputs",
@@ -133,7 +133,7 @@ class GPT(nn.Module):
 
 
 class Embedding(nn.Module):
-    """What a token is plus where it stands."""
+    """Token embedding plus position embedding."""
 
     def __init__(self, vocabulary: int, sequence_length: int, width: int) -> None:
         super().__init__()

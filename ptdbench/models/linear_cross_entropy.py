@@ -46,7 +46,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     device = hidden.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
-    if not torch.is_grad_enabled():  # else the function below would compute gradients that nobody will ask for
+    if not torch.is_grad_enabled():  # the function below would compute unused gradients
         hidden, weight = hidden.detach(), weight.detach()
     loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), dtype)
     return loss

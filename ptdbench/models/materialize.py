@@ -1,7 +1,7 @@
 """From the meta device to real weights that do not depend on how the model was split.
 
-Every tensor draws its values from a generator of its own, whose seed is a hash of the run's seed and the
-tensor's full name. So it does not matter which rank fills which part of a model, or in which order.
+Every tensor is drawn from its own generator, seeded by a hash of the run's seed and the tensor's full name. So the
+values do not depend on which rank fills which part of a model, or in which order.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ptdbench.models.protocol import Model
 
 @torch.no_grad()
 def materialize(model: Model, module: nn.Module, *, prefix: str = "", device: torch.device | str, seed: int) -> None:
-    """Put ``module`` on ``device``, and give every tensor of it that is still on the meta device its value.
+    """Move ``module`` to ``device``, and initialize every tensor of it that is still on the meta device.
 
-    A parameter keeps its identity, so that whatever shares it still does. May be called for parts of a model
-    in any order, and again for the whole.
+    Parameters keep their identity, so that shared ones stay shared. May be called for parts of a model in any order,
+    and again for the whole.
 
     Args:
         model: Knows the initial values (:meth:`Model.reset`) and which weights are one (:meth:`Model.tied`);
@@ -42,11 +42,11 @@ def materialize(model: Model, module: nn.Module, *, prefix: str = "", device: to
         if isinstance(tensor, nn.Parameter):
             real = nn.Parameter(real, tensor.requires_grad)
         torch.utils.swap_tensors(tensor, real)
-    module.to(device)  # what was built for real
+    module.to(device)  # what is not on the meta device
 
 
 def parameter_count(module: nn.Module) -> int:
-    """How many numbers are trained or frozen in ``module``; a shared weight counts once."""
+    """Number of parameters of ``module``, frozen ones included; a shared weight counts once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 

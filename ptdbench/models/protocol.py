@@ -1,4 +1,4 @@
-"""What every model in ptdbench promises, so that a strategy can lay it out without knowing its class."""
+"""The protocol of a model, by which a strategy can lay it out without knowing its class."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Cut = Literal["outputs", "inputs"]
 
 
 class FlopsUnknown(Exception):
-    """The FLOPs of a model cannot be told; the message is the reason, written for the reader of a report."""
+    """The FLOPs of a model are unknown; the message is the reason, for a report."""
 
 
 @runtime_checkable
 class Model(Protocol):
-    """A plain ``nn.Module`` with seven methods; it knows nothing of ranks, devices or sharding.
+    """A plain ``nn.Module`` with seven methods, independent of ranks, devices and sharding.
 
-    Models are built on the meta device, so that a trillion parameters cost nothing until they have been
-    split, and get their values from :func:`ptdbench.models.materialize.materialize`.
+    Models are built on the meta device, so that a trillion parameters take no memory before they are sharded, and are
+    initialized by :func:`ptdbench.models.materialize.materialize`.
     """
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The outputs, or with ``targets`` the mean loss: a scalar in fp32 whatever the precision."""
+        """The outputs, or with ``targets`` the mean loss: a scalar in fp32 under every precision."""
         ...
 
     def layers(self) -> list[nn.Module]:
@@ -36,15 +36,15 @@ class Model(Protocol):
         """The model as an ordered chain, keyed by each part's full name in the model.
 
         ``forward(x, t)`` equals feeding ``x`` through each part in turn, where the last is called as
-        ``last(x, t)``. Pipeline stages are runs of neighboring parts. ``None`` if the model is no chain.
+        ``last(x, t)``. Pipeline stages are runs of consecutive parts. ``None`` if the model is not a chain.
         """
         ...
 
     def tensor_plan(self) -> dict[str, Cut] | None:
-        """Linear layers that tensor parallelism may cut, by full name, and how; all others stay whole.
+        """Linear layers that tensor parallelism may cut, by full name, and how; all others are replicated.
 
-        Cut so among any number of ranks that divides their features, and their ranks' outputs added up, the model
-        computes what it computes whole. ``None`` if it cannot be cut.
+        With these cuts, on any number of ranks that divides their features, and the ranks' outputs summed, the model
+        computes the same as on one rank. ``None`` if it cannot be cut.
         """
         ...
 
@@ -54,7 +54,7 @@ class Model(Protocol):
         A multiply-add is 2 FLOPs; only products of matrices and convolutions count; recomputation does not.
 
         Raises:
-            FlopsUnknown: If they cannot be told, with the reason.
+            FlopsUnknown: They are unknown, with the reason.
         """
         ...
 
@@ -68,18 +68,18 @@ class Model(Protocol):
         Args:
             name: Its full name in the model.
             tensor: Its storage, of any device.
-            generator: The only source of chance; it lives on the tensor's device.
+            generator: The only source of randomness, on the tensor's device.
         """
         ...
 
 
 def module_of(model: Model) -> nn.Module:
-    """The model as the ``nn.Module`` that it is: Python cannot say "a Model and a Module" in one type."""
+    """The model as an ``nn.Module``: Python has no intersection types."""
     return cast(nn.Module, model)
 
 
 def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """The loss of a model that names none, as an fp32 scalar.
+    """The loss of a model without its own, as an fp32 scalar.
 
     Args:
         outputs: Floating point, any shape.

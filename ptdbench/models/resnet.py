@@ -1,4 +1,4 @@
-"""torchvision's residual networks, by the same parameter names, as a chain that a pipeline can split."""
+"""torchvision's residual networks, with the same parameter names, as a chain that a pipeline can split."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ SHAPES: dict[int, tuple[type[BasicBlock | Bottleneck], list[int]]] = {
 
 
 class ResNet(torchvision.models.ResNet):
-    """A torchvision ResNet under the protocol of :class:`ptdbench.models.protocol.Model`.
+    """A torchvision ResNet that implements :class:`ptdbench.models.protocol.Model`.
 
     Args:
         depth: 18, 34, 50, 101 or 152.
         classes: Number of classes.
-        image_size: Height and width of an image in pixels; :meth:`train_flops` counts it. At least 32, or 8 with a
+        image_size: Height and width of an image in pixels, for :meth:`train_flops`. At least 32, or 8 with a
             small stem.
-        stem: What comes before the blocks. ``imagenet``: 7x7 pixels in steps of 2 and a max pooling, which leaves a
-            quarter of the width and height. ``small``: 3x3 pixels and no pooling, for images as small as CIFAR-10's (He
-            et al. 2015, section 4.2).
+        stem: The layers before the blocks. ``imagenet``: a 7x7 convolution with stride 2 and max pooling, which reduce
+            width and height to a quarter. ``small``: a 3x3 convolution and no pooling, for images as small as
+            CIFAR-10's (He et al. 2015, section 4.2).
         label_smoothing: Share of the target that the loss spreads evenly over all classes (Szegedy et al. 2015,
             https://arxiv.org/abs/1512.00567, section 7); in training only.
 
     Raises:
-        ConfigError: With every option that cannot stand.
+        ConfigError: With every invalid option.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ResNet(torchvision.models.ResNet):
         if stem == "small":
             self.conv1 = nn.Conv2d(3, 64, kernel_size=3, stride=1, padding=1, bias=False)
             self.maxpool = nn.Identity()
-        # A pipeline stage may begin with this one, on a leaf tensor that autograd lets nobody write to.
+        # A pipeline stage may begin with this ReLU, on a leaf tensor, which must not be modified in place.
         self.relu = nn.ReLU(inplace=False)
         self.fc: Classifier = Classifier(512 * SHAPES[depth][0].expansion, classes, label_smoothing)
 

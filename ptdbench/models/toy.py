@@ -1,4 +1,4 @@
-"""A small multilayer perceptron on vectors: a model to try things out with."""
+"""A small multilayer perceptron on vectors, for experiments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ptdbench.problems import at_least, require
 class Toy(nn.Module):
     """Linear layers with ReLU between them (see :class:`ptdbench.models.protocol.Model`).
 
-    It does regression on floating-point targets and classification on integer ones.
+    Regression on floating-point targets, classification on integer ones.
 
     Args:
         inputs: Features of a sample.
@@ -23,7 +23,7 @@ class Toy(nn.Module):
         layers: Number of linear layers, at least 2.
 
     Raises:
-        ConfigError: With every option that cannot stand.
+        ConfigError: With every invalid option.
     """
 
     def __init__(self, *, inputs: int = 32, width: int = 64, outputs: int = 8, layers: int = 4) -> None:

@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, which is often better than the last weights are."""
+"""An exponential moving average of the weights, which often evaluates better than the last weights."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ KEY = "average"
 
 
 class WeightAverage:
-    """Follows an optimizer's weights: after each step ``average = decay * average + (1 - decay) * weight``.
+    """Averages an optimizer's weights: after each step ``average = decay * average + (1 - decay) * weight``.
 
-    The averages lie in the optimizer's state, so that they are sharded, saved and loaded as it is. The first step's
-    weights begin the average. Buffers, such as a batch norm's statistics, are averages already and stay out.
+    The averages are part of the optimizer's state, and so are sharded, saved and loaded with it. The average starts at
+    the weights of the first step. Buffers, such as batch norm statistics, are not averaged.
 
     Args:
-        optimizer: Fresh.
+        optimizer: Without state.
         decay: Between 0 and 1.
     """
 
@@ -33,7 +33,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the model have the averages for weights; what it has learned comes back afterwards, bit for bit."""
+        """A context in which the weights are the averages; afterwards they are restored bit for bit."""
         pairs = self._pairs()
         kept = [weight.clone() for weight, _ in pairs]
         for weight, average in pairs:
@@ -55,7 +55,7 @@ class WeightAverage:
             self._follow(list(averages), list(weights), None)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Weights and their averages, as far as they lie on this rank."""
+        """Weights and their averages, the local parts on this rank."""
         state = self._optimizer.state
         weights = [
             weight for group in self._optimizer.param_groups for weight in group["params"] if KEY in state[weight]
@@ -64,6 +64,6 @@ class WeightAverage:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """What of it lies on this rank, sharing its memory."""
+    """The local part of a tensor, sharing its memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

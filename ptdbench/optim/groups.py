@@ -1,4 +1,4 @@
-"""Which weights decay."""
+"""Parameter groups for weight decay."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 
 def decay_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: matrices and kernels decay as its options say, vectors do not.
+    """Parameter groups for an optimizer: weight decay applies to matrices and kernels, not to vectors.
 
-    Biases and the scales of norms have one dimension. Pulling them to zero does not make a model simpler (GPT-3, Brown
-    et al. 2020, and He et al., "Bag of Tricks", 2019, section 3.1, leave them out).
+    Biases and the scales of norms have one dimension. Decaying them does not make a model simpler (GPT-3, Brown
+    et al. 2020, and He et al., "Bag of Tricks", 2019, section 3.1, omit them).
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.dim() > 1]

@@ -1,6 +1,6 @@
-"""How the learning rate changes over a run: each a factor of ``optimizer.lr``, a function of the step alone.
+"""Learning rate schedules: a factor of ``optimizer.lr`` that is a function of the step alone.
 
-A run that goes on after a checkpoint needs nothing but the number of its next step.
+A resumed run needs only the number of its next step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ptdbench.problems import Problem, at_least, require
 
 
 class Schedule(Protocol):
-    """What ``lr_schedule=<name>`` is."""
+    """The type of ``lr_schedule=<name>``."""
 
     def factor(self, step: int, steps: int) -> float:
         """The factor of step ``step``, counted from zero, of ``steps``."""
@@ -65,10 +65,10 @@ class Cosine:
 
 @dataclass(frozen=True)
 class OneCycle:
-    """Up from ``first`` to 1 and down to ``final``, both along half a cosine.
+    """Rises from ``first`` to 1 and falls to ``final``, both along half a cosine.
 
     Smith and Topin, "Super-Convergence" (2018), with the cosine that :class:`torch.optim.lr_scheduler.OneCycleLR` takes
-    by default. The momentum does not change.
+    by default. The momentum is constant.
 
     Attributes:
         rise: Share of the steps in which the rate rises.

@@ -1,4 +1,4 @@
-"""What of a layer's activations is kept for the backward pass, and how a layer is compiled: layer by layer."""
+"""Activation checkpointing and compilation, layer by layer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace ``module.forward`` by ``wrapper(module.forward)``.
+    """Replace ``module.forward`` with ``wrapper(module.forward)``.
 
-    Parameter names stay what they were, and hooks (DDP's, FSDP's) stay outside of the wrapper.
+    Parameter names do not change, and hooks (DDP's, FSDP's) stay outside the wrapper.
     """
     module.forward = wrapper(module.forward)  # type: ignore[method-assign]
 
 
 def recompute(layers: Sequence[nn.Module]) -> None:
-    """Apply activation checkpointing: keep each layer's input only, and run the layer again in the backward pass."""
+    """Apply activation checkpointing: keep only each layer's input, and recompute the layer in the backward pass."""
     for layer in layers:
         wrap_forward(layer, lambda forward: partial(checkpoint, forward, use_reentrant=False))
 

@@ -1,4 +1,4 @@
-"""What is done to a model, or to each stage of one, in this order."""
+"""The ordered transforms of a model or of each of its stages."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from ptdbench.parallel.shard import Sharding, shard
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and how a model is laid out.
+    """The ranks, formats and options of laying out a model.
 
     Attributes:
-        mesh: The ranks as a grid.
-        layout: How the batch falls onto them.
+        mesh: The mesh of ranks.
+        layout: How the batch is divided among them.
         device: This rank's device.
-        precision: Format of the arithmetic.
+        precision: Dtype of the arithmetic.
         compile: Whether the layers are compiled.
-        activation_checkpointing: ``full``: layers keep only their inputs and are run again in the backward pass.
-        seed: What the weights are drawn from.
-        channels_last: Whether images come with their channels last in memory.
+        activation_checkpointing: ``full``: layers keep only their inputs and are recomputed in the backward pass.
+        seed: Seed of the weights.
+        channels_last: Whether images are channels-last in memory.
     """
 
     mesh: Mesh
@@ -47,11 +47,11 @@ class Setting:
 
 @dataclass(frozen=True)
 class Transforms:
-    """Which of the transforms are applied that depend on the degrees.
+    """The transforms that depend on the degrees.
 
     Attributes:
-        sharding: Options of sharding, where weights are sharded.
-        replication: Options of replication, where whole weights are replicated.
+        sharding: Options of sharding, if weights are sharded.
+        replication: Options of replication, if whole weights are replicated.
         sync_batchnorm: Whether batch norms normalize over the global batch.
     """
 
@@ -61,7 +61,7 @@ class Transforms:
 
 
 def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transforms) -> Part:
-    """Lay out ``module``, which is the model or a stage of it; both are on the meta device, or have their weights."""
+    """Lay out ``module``, the model or a stage of it, on the meta device or with its weights."""
     inside = set(module.modules())
     layers = [layer for layer in model.layers() if layer in inside]
     device = setting.device
@@ -69,24 +69,24 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
     def fill(part: nn.Module, prefix: str = "") -> None:
         materialize(model, part, prefix=prefix, device=device, seed=setting.seed)
 
-    # First what changes the modules that a layer is made of: all that follows wraps them.
+    # First what changes the modules inside a layer: all that follows wraps them.
     if transforms.sync_batchnorm:
         synchronize_batchnorm(module, setting.mesh.batch.get_group(), device)
-    # Before the compiler, so that it sees what is recomputed and can choose what to keep.
+    # Before the compiler, so that it sees the recomputation and can choose what to keep.
     if setting.activation_checkpointing == "full":
         recompute(layers)
     # Before FSDP and DDP: their hooks communicate between the compiled graphs.
     if setting.compile:
         compile_each(layers)
-    # Gathers weights in the format of the arithmetic, so that no autocast is needed. Shards have to be contiguous.
+    # Gathers weights in the dtype of the arithmetic, so that no autocast is needed. Shards have to be contiguous.
     if transforms.sharding:
         return shard(module, layers, setting.mesh.shard, transforms.sharding, fill)
     fill(module)
-    # Kernels lie in memory as the images do, or their gradients would come in another order than DDP's buckets have.
+    # Kernels have the memory format of the images, or their gradients would have another one than DDP's buckets.
     # The messages of a pipeline are contiguous.
     if setting.channels_last and setting.layout.dims.pipeline == 1:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    # On the stage and not around a schedule, so that activations travel in the narrow format.
+    # On the stage and not around a schedule, so that activations are sent in the narrow dtype.
     autocast_forward(module, setting.precision, device.type)
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
     if transforms.replication:

@@ -1,4 +1,4 @@
-"""How a global batch falls onto the ranks: the numbers, and the rules they must satisfy."""
+"""How a global batch is divided among the ranks: the numbers, and the rules they must satisfy."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ptdbench.problems import Problem, nearest_numbers, require, try_these
 
 @dataclass(frozen=True)
 class Layout:
-    """One factorization of ranks and batch.
+    """A factorization of ranks and batch.
 
     ``dims.batch * accumulation * microbatches * micro_batch`` is the global batch.
 
     Attributes:
-        dims: How many ranks take part in what.
+        dims: The degrees of parallelism.
         global_batch: Samples of one optimizer step over all ranks.
         micro_batch: Samples of one forward and backward through one stage.
         microbatches: Micro-batches that one pass of a pipeline schedule works on; 1 without a pipeline.
-        accumulation: Passes whose gradients are added up before the optimizer steps.
+        accumulation: Passes whose gradients are accumulated before the optimizer step.
     """
 
     dims: Dims
@@ -31,30 +31,30 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Equal shares that the global batch is divided into."""
+        """Number of equal shares that the global batch is divided into."""
         return self.dims.batch
 
     @property
     def replica_batch(self) -> int:
-        """Samples of one step that one replica works on."""
+        """Samples of one step on one replica."""
         return self.global_batch // self.replicas
 
     def rows(self, step: int, replica: int) -> tuple[int, int]:
-        """The samples, numbered over the whole run, that a replica takes at a step: ``(start, stop)``."""
+        """The samples of a replica at a step, numbered over the whole run: ``(start, stop)``."""
         start = step * self.global_batch + replica * self.replica_batch
         return start, start + self.replica_batch
 
     def as_dict(self) -> dict[str, int]:
-        """The numbers by name, as they stand in a record; ``data`` is the number of replicas."""
+        """The numbers by name, as stored in a record; ``data`` is the number of replicas."""
         numbers = asdict(self)
         return {"data": self.replicas, **numbers.pop("dims"), **numbers}
 
 
 def share(replicas: int, global_batch: int, micro_batch: int | Literal["auto"]) -> int:
-    """Samples of one step that each replica works on.
+    """Samples of one step on each replica.
 
     Args:
-        replicas: Equal shares that the global batch is divided into.
+        replicas: Number of equal shares that the global batch is divided into.
         global_batch: Samples of one optimizer step.
         micro_batch: Samples of one forward and backward, or ``auto``.
 
@@ -68,7 +68,7 @@ def share(replicas: int, global_batch: int, micro_batch: int | Literal["auto"]) 
 
 
 def divides(option: str, value: int, total: int, what: str) -> Problem | None:
-    """What is wrong with a number that must divide another."""
+    """A problem if ``value`` does not divide ``total``."""
     if value >= 1 and total % value == 0:
         return None
     return Problem(option, value, f"must divide {what}, {total}", try_these(nearest_numbers(value, divisors(total))))

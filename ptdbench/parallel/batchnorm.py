@@ -1,7 +1,7 @@
 """Batch normalization over the global batch, on any device.
 
-torch's SyncBatchNorm refuses CPU tensors. There the same is computed here through differentiable all-reduces,
-so that a ResNet under ddp or fsdp can be compared with a single process anywhere.
+torch's SyncBatchNorm refuses CPU tensors. This module computes the same with differentiable all-reduces, so that a
+ResNet under ddp or fsdp can be compared with a single process on any device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class _Total(torch.autograd.Function):
-    """The sum of a tensor over the ranks. Every rank's loss depends on every rank's tensor, so gradients add up too."""
+    """The sum of a tensor over the ranks. Every rank's loss depends on every rank's tensor, so gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -30,9 +30,9 @@ class _Total(torch.autograd.Function):
 
 
 class HostSyncBatchNorm(_BatchNorm):
-    """Batch normalization whose mean and variance are those of all ranks' samples together.
+    """Batch normalization with mean and variance over the samples of all ranks.
 
-    Every rank must bring equally many samples, as :class:`ptdbench.parallel.batch.Layout` arranges.
+    Every rank must have equally many samples, as :class:`ptdbench.parallel.batch.Layout` ensures.
     """
 
     group: dist.ProcessGroup
@@ -42,7 +42,7 @@ class HostSyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dimensions (N, C, ...), got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """``(N, C, ...)`` to ``(N, C, ...)``; outside of training what BatchNorm does."""
+        """``(N, C, ...)`` to ``(N, C, ...)``; in eval mode the same as BatchNorm."""
         if not self.training:
             return super().forward(input)
         across = [dim for dim in range(input.dim()) if dim != 1]
@@ -59,9 +59,9 @@ class HostSyncBatchNorm(_BatchNorm):
     @torch.no_grad()
     def _update(self, mean: Tensor, variance: Tensor, count: int) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return  # a layer that tracks nothing
+            return  # no running statistics
         self.num_batches_tracked.add_(1)
-        # Without a momentum BatchNorm keeps the plain average of all batches.
+        # Without a momentum BatchNorm keeps the cumulative average of all batches.
         weight = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean, weight)
         self.running_var.lerp_(variance * count / (count - 1), weight)

@@ -1,4 +1,4 @@
-"""The degrees of parallelism, and the ranks as a grid of so many dimensions."""
+"""The degrees of parallelism, and the mesh of ranks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ptdbench.problems import Problem, require, try_these
 
 Degree = int | Literal["auto"]
 
-#: From the dimension whose neighbors may be far apart to the one whose neighbors talk most. Stages stand inside of
+#: From the dimension whose neighbors may be farthest apart to the one with the most communication. Stages are inside
 #: copies, so that activations stay inside a node.
 ORDER = ("replicate", "pipeline", "shard", "context", "tensor")
 
-#: In which order degrees that are not given are derived.
+#: The order in which ``auto`` degrees are derived.
 _DERIVED = ("pipeline", "shard", "replicate")
 
 
 @dataclass(frozen=True)
 class Dims:
-    """How many ranks take part in what; the degrees multiply to the world size.
+    """The degrees of parallelism, which multiply to the world size.
 
     Attributes:
         replicate: Copies of the model.
         shard: Ranks that share the weights of one copy; each takes a share of its batch.
         context: Ranks that share a sequence.
         tensor: Ranks that share each matrix product.
-        pipeline: Stages that a copy is cut into.
+        pipeline: Stages that a copy is split into.
     """
 
     replicate: int = 1
@@ -46,12 +46,12 @@ class Dims:
 
     @property
     def batch(self) -> int:
-        """Shares that the global batch is divided into."""
+        """Number of shares that the global batch is divided into."""
         return self.replicate * self.shard
 
 
 def derive(world_size: int, wanted: Mapping[str, Degree]) -> Dims:
-    """The degrees of a run.
+    """Derive the degrees of a run.
 
     Of several degrees that are ``auto``, the first one in the order pipeline, shard, replicate is the smallest divisor
     above 1 of what the others leave, and the last one is all that is left.
@@ -61,7 +61,7 @@ def derive(world_size: int, wanted: Mapping[str, Degree]) -> Dims:
         wanted: Each degree, or ``auto``.
 
     Raises:
-        ConfigError: The degrees do not multiply to the world size; with the equation and what fits.
+        ConfigError: The degrees do not multiply to the world size; with the equation and values that fit.
     """
     given = {name: degree for name, degree in wanted.items() if degree != "auto"}
     waiting = [name for name in _DERIVED if wanted[name] == "auto"]
@@ -82,7 +82,7 @@ def divisors(number: int) -> list[int]:
 
 
 def _unequal(world_size: int, wanted: Mapping[str, Degree]) -> Problem:
-    """The equation that does not hold, for a degree that can be changed, and the values of it that fit."""
+    """The violated equation, reported for a degree that can be changed, with the values of it that fit."""
     product = math.prod(degree for degree in wanted.values() if degree != "auto")
     factors = " x ".join(f"{name}({degree})" for name, degree in wanted.items() if degree != 1)
     relation = factors if "auto" in wanted.values() else f"{factors} = {product}"
@@ -98,7 +98,7 @@ def _unequal(world_size: int, wanted: Mapping[str, Degree]) -> Problem:
 
 
 def _fitting(world_size: int, wanted: Mapping[str, Degree], name: str) -> list[int]:
-    """Values of one degree above 1 that go with the others as they are."""
+    """Values above 1 of one degree that fit the others."""
     others = math.prod(degree for other, degree in wanted.items() if degree != "auto" and other != name)
     rest, odd = divmod(world_size, others)
     if odd or rest == 1:
@@ -107,14 +107,14 @@ def _fitting(world_size: int, wanted: Mapping[str, Degree], name: str) -> list[i
 
 
 class Mesh:
-    """The ranks as a grid, seen from one of them.
+    """The mesh of ranks, seen from one of them.
 
     Attributes:
         dims: The degrees.
-        batch: The ranks that hold the same part of the model and work on other samples.
-        replicate: Those of them that hold the same weights; ``None`` where there are none but shards.
-        shard: Those over which the weights are cut, with copies as a first dimension of two where there are several.
-        pipeline: The ranks that hold the stages of one copy; ``None`` for one stage.
+        batch: The ranks with the same part of the model and different samples.
+        replicate: Those of them with the same weights; ``None`` if there are only shards.
+        shard: Those over which the weights are sharded; with several copies the first of two dimensions is the copies.
+        pipeline: The ranks with the stages of one copy; ``None`` for one stage.
 
     Args:
         dims: The degrees.
@@ -123,7 +123,7 @@ class Mesh:
 
     def __init__(self, dims: Dims, device_type: str) -> None:
         self.dims = dims
-        # One of the two dimensions of the batch is always there, if only with one rank in it.
+        # One of the two dimensions of the batch always exists, even with a single rank.
         names = tuple(name for name in ORDER if getattr(dims, name) > 1 or (name == "replicate" and dims.batch == 1))
         grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)
         copies = tuple(name for name in ("replicate", "shard") if name in names)

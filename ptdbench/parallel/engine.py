@@ -1,4 +1,4 @@
-"""What turns a batch into gradients, whatever the layout."""
+"""The engine: turns a batch into gradients under any layout."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.nn.utils import get_total_norm
 #: Multiplies a loss by the loss scale before its backward pass.
 Scale = Callable[[Tensor], Tensor]
 
-#: Makes an optimizer of parameters.
+#: Creates an optimizer over parameters.
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def _nothing() -> None:
-    """A module whose weights lie where they belong."""
+    """Nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Part:
     """A model, or one stage of it, as :func:`ptdbench.parallel.apply.apply` lays it out.
 
     Attributes:
-        module: The bare module: its parameters have the names that they have in the whole model.
-        runner: What is called in its place: the module itself, or DDP around it.
-        deferred: Context of a forward and a backward pass after which gradients are not communicated yet.
-        settles_after: Backward passes after which all further ones do the same operations in the same order.
-        release: Frees what a forward pass without a backward pass has gathered.
+        module: The bare module, whose parameters have their names in the whole model.
+        runner: The callable that runs it: the module itself, or DDP around it.
+        deferred: Context of a forward and backward pass after which gradients are not communicated yet.
+        settles_after: Backward passes after which all further ones run the same operations in the same order.
+        release: Frees the weights gathered by a forward pass without a backward pass.
     """
 
     module: nn.Module
@@ -46,9 +46,9 @@ class Engine(ABC):
     """One rank's share of the work of a step.
 
     Attributes:
-        module: What this rank trains, bare: the model, its shards or its stages.
-        owns_loss: Whether this rank's loss is the one that counts for its replica; one rank of each replica owns it.
-        rehearsals: Calls of :meth:`gradients` after which all further ones do the same operations in the same order.
+        module: The bare module that this rank trains: the model, its shards or its stages.
+        owns_loss: Whether this rank computes its replica's loss; exactly one rank of each replica does.
+        rehearsals: Calls of :meth:`gradients` after which all further ones run the same operations in the same order.
     """
 
     module: nn.Module
@@ -57,7 +57,7 @@ class Engine(ABC):
 
     @abstractmethod
     def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:
-        """Forward and backward of this replica's share of a batch; leaves averaged gradients in ``.grad``.
+        """Run forward and backward on this replica's share of a batch; leaves averaged gradients in ``.grad``.
 
         Args:
             inputs: The replica's samples, ``(replica_batch, ...)``, on this rank's device.
@@ -77,27 +77,26 @@ class Engine(ABC):
 
     @abstractmethod
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
-        """The forward pass alone, without gradients; all ranks call it equally often.
+        """Run only the forward pass, without gradients; all ranks call it equally often.
 
         Args:
             inputs: This replica's samples, ``(any number, ...)``, on this rank's device.
             targets: Their targets, or ``None``.
 
         Returns:
-            On a rank that owns the loss what the model returns: its outputs, or with targets their mean loss, a scalar;
-            else ``None``.
+            On a rank that owns the loss, the model's outputs, or with targets the mean loss, a scalar; else ``None``.
         """
 
     def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
-        """The optimizer of what this rank trains."""
+        """Create the optimizer of this rank's parameters."""
         return make(self.module.parameters())
 
     def rehearse(self, inputs: Tensor, targets: Tensor, scale: Scale) -> None:
-        """Compute gradients until the engine has settled, and drop them; nothing else changes.
+        """Compute and discard gradients until the engine has reached its steady state; nothing else changes.
 
-        The first passes of an engine may differ from all later ones: DDP rebuilds its buckets after the first backward
-        pass, under ``static_graph`` after the second. Without this, the first steps of a resumed run would differ in
-        their last bits from the same steps of a run that was not interrupted.
+        The first passes of an engine may differ from later ones: DDP rebuilds its buckets after the first backward
+        pass, under ``static_graph`` after the second. Without this, the first steps of a resumed run would not be
+        bitwise equal to those of an uninterrupted run.
 
         Args:
             inputs: As for :meth:`gradients`.
@@ -114,7 +113,7 @@ class Engine(ABC):
 
 
 class Accumulating(Engine):
-    """The engine of a rank that runs the whole model: micro-batch after micro-batch.
+    """The engine of a rank that runs the whole model, with gradient accumulation over micro-batches.
 
     Args:
         part: The model; its runner is called as ``runner(inputs, targets)`` and returns a mean loss.
@@ -141,12 +140,12 @@ class Accumulating(Engine):
         return total
 
     def gradient_norm(self) -> Tensor:
-        """See :meth:`Engine.gradient_norm`; replicas have the same gradients, and shards bring their parts together."""
+        """See :meth:`Engine.gradient_norm`; replicas have the same gradients, and shards are reduced."""
         return norm_of(self.module.parameters())
 
     @torch.no_grad()
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
-        """See :meth:`Engine.outputs`; not through DDP, which would let the replicas wait for each other."""
+        """See :meth:`Engine.outputs`; not through DDP, which would synchronize the replicas."""
         try:
             return self.module(inputs) if targets is None else self.module(inputs, targets)
         finally:

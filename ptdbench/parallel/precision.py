@@ -1,4 +1,4 @@
-"""Number formats of the arithmetic: fp32, bf16 or fp16 with loss scaling. Master weights are fp32 always."""
+"""Precision of the arithmetic: fp32, bf16, or fp16 with loss scaling. Master weights are always fp32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES: dict[Name, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16
 
 
 def arithmetic(precision: Name, device_type: str) -> str:
-    """What matrix products run in, which under ``fp32`` depends on torch's settings: ``tf32`` where they allow it."""
+    """The arithmetic of matrix products; under ``fp32`` it is ``tf32`` if torch's settings allow that."""
     tf32 = device_type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return "tf32" if precision == "fp32" and tf32 else precision
 
@@ -24,7 +24,7 @@ def arithmetic(precision: Name, device_type: str) -> str:
 def autocast_forward(module: nn.Module, precision: Name, device_type: str) -> None:
     """Let ``module.forward`` compute its matrix products in ``precision``; fp32 leaves it as it is.
 
-    The context stands around the forward alone, as autocast wants it, also where a pipeline schedule calls it.
+    The context covers only the forward, as autocast requires, also under a pipeline schedule.
     """
     if precision != "fp32":
         wrap_forward(module, torch.autocast(device_type, DTYPES[precision]))
@@ -39,7 +39,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
 
     def __init__(self, device: str, enabled: bool) -> None:
         super().__init__(device, enabled=enabled)
-        if enabled:  # a pipeline's first stages never see a loss, at whose scaling torch would set this up
+        if enabled:  # torch sets this up when a loss is scaled, which never happens on a pipeline's first stages
             self._lazy_init_scale_growth_tracker(torch.device(device))
 
     def _unscale_grads_(self, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a copy of a module on every rank, gradients averaged while the backward pass goes on."""
+"""DistributedDataParallel: a copy of a module on every rank, gradients averaged during the backward pass."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ class Replication:
     """How gradients are averaged.
 
     Attributes:
-        bucket_mb: They are all-reduced in buckets of this many MiB: smaller ones start earlier, larger ones use the
-            links better.
+        bucket_mb: Size of the all-reduce buckets in MiB: smaller ones start earlier, larger ones use the links better.
         as_bucket_view: Let ``.grad`` point into the buckets, which saves one copy of all gradients.
         static_graph: Tell DDP that every step uses the same parameters in the same order.
     """
@@ -29,11 +28,11 @@ class Replication:
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Replication) -> Part:
-    """Wrap a module that has its weights: DDP compares them between the replicas, and groups them into buckets.
+    """Wrap a module that has its weights: DDP verifies their shapes between replicas, and groups them into buckets.
 
-    The next forward pass after DDP has watched a backward pass, under ``static_graph`` a second one, rebuilds the
-    buckets in the order in which gradients came, once and for all. Where a number lies in its bucket decides in which
-    order three or more ranks add theirs, and so how the sum is rounded.
+    The first forward pass after one backward pass, under ``static_graph`` after two, rebuilds the buckets once in the
+    order of the gradients. The position of a number in its bucket determines the order in which three or more ranks
+    add theirs, and so the rounding of the sum.
     """
     replica = DistributedDataParallel(
         module,

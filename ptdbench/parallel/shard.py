@@ -1,4 +1,4 @@
-"""FSDP2: weights, gradients and optimizer state in shards; each layer is gathered just before it computes."""
+"""FSDP2: weights, gradients and optimizer state are sharded; each layer is gathered just before it computes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Sharding:
     Attributes:
         reshard_after_forward: Free a layer's gathered weights after its forward pass and gather them again for the
             backward pass (ZeRO-3); false keeps them in between (ZeRO-2): more memory, less traffic.
-        precision: Format of the arithmetic.
-        reduce_dtype: Format in which gradients are reduced where the arithmetic is narrower than fp32.
+        precision: Dtype of the arithmetic.
+        reduce_dtype: Dtype in which gradients are reduced if the arithmetic is narrower than fp32.
     """
 
     reshard_after_forward: bool
@@ -38,14 +38,14 @@ def shard(
     how: Sharding,
     fill: Callable[[nn.Module, str], None],
 ) -> Part:
-    """Cut a module up over the ranks, layer by layer.
+    """Shard a module over the ranks, layer by layer.
 
     Args:
         module: A model, or a stage of one, on the meta device or with its weights.
-        layers: Those of its modules that are gathered one by one.
+        layers: The modules that are gathered separately.
         mesh: The ranks; of two dimensions, the first are copies and the second the shards of each.
-        how: Formats, and when to free.
-        fill: Gives a module its weights, whose names in ``module`` begin as it is told.
+        how: The options.
+        fill: Materializes a module, given the prefix of its names in ``module``.
     """
     narrow = how.precision != "fp32"
     policy = MixedPrecisionPolicy(
@@ -57,11 +57,11 @@ def shard(
         return fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=how.reshard_after_forward)
 
     names = {part: name for name, part in module.named_modules()}
-    # One layer after the other is given its weights and cut up, so that never more than one is whole here.
+    # Each layer is materialized and sharded in turn, so that at most one is whole.
     for layer in layers:
         fill(layer, f"{names[layer]}.")
         cut(layer)
-    # What is left, embedding and head, forms one group of its own: it is gathered first and freed last.
+    # The rest, embedding and head, forms one group: it is gathered first and freed last.
     fill(module, "")
     root = cut(module)
 
@@ -79,8 +79,8 @@ def shard(
 def _reshard(module: nn.Module) -> None:
     """Free all gathered weights.
 
-    With ``reshard_after_forward=False`` a backward pass would see to that. Where there is none, the next step or
-    checkpoint would meet whole weights that nobody brings up to date.
+    With ``reshard_after_forward=False`` the backward pass does that. Without a backward pass the next step or
+    checkpoint would use stale whole weights.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -88,7 +88,7 @@ def _reshard(module: nn.Module) -> None:
 
 
 def shared_between_layers(model: Model) -> tuple[str, str] | None:
-    """Two names of one weight in different layers, which cannot be cut up with either; no layers are one layer."""
+    """Two names of one weight in different layers, which cannot be sharded; without layers the module is one layer."""
     layers = set(model.layers())
     units = [f"{name}." for name, part in module_of(model).named_modules() if part in layers]
     first: dict[nn.Parameter, tuple[str, str | None]] = {}

@@ -1,4 +1,4 @@
-"""What ``parallel=<preset>`` is: the degrees of parallelism, and how each is carried out."""
+"""The type of ``parallel=<preset>``: the degrees of parallelism and their options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ptdbench.problems import Problem, at_least, require, try_these
 
 DEGREES = ("replicate", "shard", "context", "tensor", "pipeline")
 
-#: Which options say something only where a degree is not 1, and the presets where it is not.
+#: The options that have an effect only if a degree is not 1, and the presets where it is not.
 _OPTIONS_OF = {
     "replicate": ("bucket_mb", "gradient_as_bucket_view", "static_graph"),
     "shard": ("reshard_after_forward", "reduce_dtype"),
@@ -31,7 +31,7 @@ _PRESETS = {"replicate": "parallel=ddp,pdp", "shard": "parallel=fsdp,hsdp", "pip
 
 @dataclass(frozen=True)
 class Strategy:
-    """How a model is laid out over the ranks.
+    """Lays out a model over the ranks.
 
     Attributes:
         replicate: Copies of the model, each with its share of the batch. ``auto``, here and below: derived from the
@@ -39,24 +39,24 @@ class Strategy:
         shard: Ranks that share the weights of one copy, and its share of the batch.
         context: Ranks that share a sequence; 1.
         tensor: Ranks that share each matrix product; 1.
-        pipeline: Stages that a copy is cut into.
-        bucket_mb: DDP all-reduces gradients in buckets of this many MiB: smaller ones start earlier, larger ones use
-            the links better.
+        pipeline: Stages that a copy is split into.
+        bucket_mb: Size of DDP's all-reduce buckets in MiB: smaller ones start earlier, larger ones use the links
+            better.
         gradient_as_bucket_view: Let ``.grad`` point into DDP's buckets, which saves one copy of all gradients.
         static_graph: Tell DDP that every step uses the same parameters in the same order. ``auto``: where it is sound,
             that is without accumulation (with it torch fails an internal assertion) and without a pipeline (under 1F1B
             it silently gives wrong gradients).
         reshard_after_forward: Free a layer's gathered weights after its forward pass and gather them again for the
             backward pass (ZeRO-3); false keeps them in between (ZeRO-2): more memory, less traffic.
-        reduce_dtype: Format in which FSDP reduces gradients; ``auto``: fp32, also where the arithmetic is narrower.
+        reduce_dtype: Dtype in which FSDP reduces gradients; ``auto``: fp32, even if the arithmetic is narrower.
         schedule: ``gpipe``: all forward passes, then all backward passes. ``1f1b``: alternating as early as possible,
             which holds at most ``pipeline`` micro-batches in memory.
-        microbatches: Micro-batches of one pass of the schedule; ``auto``: from ``train.micro_batch`` where that is set,
-            else at least two a stage.
+        microbatches: Micro-batches of one pass of the schedule; ``auto``: from ``train.micro_batch`` if that is set,
+            else at least two per stage.
         sync_batchnorm: Normalize over the whole global batch instead of over each rank's share.
 
     Raises:
-        ConfigError: With every option that cannot stand.
+        ConfigError: With every invalid option.
     """
 
     replicate: Degree = 1
@@ -85,7 +85,7 @@ class Strategy:
         )  # fmt: skip
 
     def ranks(self, available: int) -> int:
-        """How many ranks a run has where its config does not say: as many of the available devices as fit."""
+        """The number of ranks if the config does not set it: as many of the available devices as fit."""
         fixed = Dims(**{name: degree for name, degree in self._degrees().items() if degree != "auto"}).world_size
         return max(available // fixed, 1) * fixed if self._derived() else fixed
 
@@ -98,16 +98,15 @@ class Strategy:
         return derive(world_size, self._degrees())
 
     def layout(self, dims: Dims, global_batch: int, micro_batch: int | Literal["auto"]) -> Layout:
-        """How a global batch falls onto the ranks.
+        """Divide a global batch among the ranks.
 
         Args:
-            dims: What :meth:`dims` gave.
-            global_batch: Samples of one optimizer step, which the replicas divide equally.
-            micro_batch: Samples of one forward and backward pass, which divides a replica's share; ``auto``: no
-                accumulation.
+            dims: The result of :meth:`dims`.
+            global_batch: Samples of one optimizer step; a multiple of the number of replicas.
+            micro_batch: Samples of one forward and backward pass; divides a replica's share; ``auto``: no accumulation.
 
         Raises:
-            ConfigError: An option does not go with the batch.
+            ConfigError: An option does not fit the batch.
         """
         share = global_batch // dims.batch
         if self._applies("pipeline", dims):
@@ -120,7 +119,7 @@ class Strategy:
         return found
 
     def check(self, model: Model, layout: Layout) -> None:
-        """Raises ConfigError for a model that cannot be laid out so."""
+        """Raise ConfigError for a model that cannot be laid out this way."""
         dims = layout.dims
         if self._applies("pipeline", dims):
             require(_cannot_be_cut(model, dims, self.pipeline))
@@ -153,18 +152,18 @@ class Strategy:
         return {name: getattr(self, name) for name in DEGREES}
 
     def _derived(self) -> list[str]:
-        """The degrees that are derived, the first of them first."""
+        """The derived degrees, in order."""
         return [name for name in ("pipeline", "shard", "replicate") if getattr(self, name) == "auto"]
 
     def _applies(self, degree: str, dims: Dims) -> bool:
-        """Whether what a degree stands for is done.
+        """Whether the transform of a degree is applied.
 
-        On one rank nothing is divided, but what was asked for is applied all the same, so that its cost can be seen.
+        A requested transform is applied on one rank too, so that its overhead can be measured.
         """
         return getattr(dims, degree) > 1 or (dims.world_size == 1 and self._derived()[:1] == [degree])
 
     def _without_effect(self) -> Iterator[Problem]:
-        """Options that were given a value although their degree is 1; FSDP leaves nothing to DDP."""
+        """Problems for options that are set although their degree is 1; with FSDP, DDP's have no effect."""
         defaults = {field.name: field.default for field in fields(self)}
         for degree, options in _OPTIONS_OF.items():
             if getattr(self, degree) == 1 or (degree == "replicate" and self.shard != 1):
@@ -207,7 +206,7 @@ class Strategy:
 
 
 def _cannot_be_cut(model: Model, dims: Dims, wanted: Degree) -> Problem | None:
-    """A model that is not a chain of parts, or has fewer layers than stages."""
+    """A problem if the model is not a chain of parts, or has fewer layers than stages."""
     parts = model.parts()
     if parts is None:
         rule = "the model has no parts(), so it cannot be cut into stages"

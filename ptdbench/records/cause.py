@@ -1,4 +1,4 @@
-"""Which rank failed first, and what that makes of the run: picked out of what all ranks have left."""
+"""The root cause of a failed run, selected from the reports of all ranks, and the status that follows from it."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ _OUT_OF_MEMORY_TEXTS = ("out of memory", "defaultcpuallocator: can't allocate me
 
 
 def root_cause(failures: Sequence[Failure], world_size: int) -> Failure:
-    """The failure that the others follow from.
+    """The failure that caused the others.
 
-    In this order:
+    In order of precedence:
 
-    1. the earliest that is not a consequence in itself, such as an exception of the model or a kill by the kernel;
-    2. a rank that its parent saw end by a signal which the others did not get;
-    3. a rank that left no report while its peers lost their connection, or were stopped because it was gone;
+    1. the earliest that is not a consequence of another, such as an exception of the model or a kill by the kernel;
+    2. a rank that ended by a signal that the others did not receive, as its parent reports;
+    3. a rank without a report whose peers lost their connection, or were stopped because it was gone;
     4. a rank that was stopped by a signal while others still worked, as their later reports show;
-    5. the earliest of all: where a signal stopped all ranks, nobody is to blame.
+    5. the earliest of all: a signal stopped all ranks, and none is the cause.
 
     Args:
-        failures: Reports of the ranks and what their parent saw, at least one.
+        failures: Reports of the ranks and of their parent, at least one.
         world_size: Ranks of the run.
 
     Returns:
-        One of ``failures``, or one that says more of it, or one that names the silent rank and quotes its peer.
+        One of ``failures``, possibly with details added, or a new one that names the silent rank and quotes its peer.
     """
     reports = sorted(_first_of_each_rank(failures), key=lambda failure: failure.time)
     reported = {failure.rank for failure in reports}
@@ -61,7 +61,7 @@ def root_cause(failures: Sequence[Failure], world_size: int) -> Failure:
         if failure.exit_code is not None and failure.unheard:
             return _singled_out(failure)
     for failure in reports:
-        # Who lost a connection first may have lost it to a silent rank; who was stopped knows whom it missed.
+        # The first to lose a connection may have lost it to a silent rank; a stopped rank knows its missing peers.
         missed = silent if failure is reports[0] and _is_communication(failure) else set(silent) & set(failure.unheard)
         if missed:
             return _silence(sorted(missed), failure)
@@ -72,10 +72,10 @@ def root_cause(failures: Sequence[Failure], world_size: int) -> Failure:
 
 
 def status_of(failure: Failure) -> str:
-    """The ``status`` of a run that ended so: ``oom``, ``diverged``, ``timeout``, ``preempted`` or ``failed``.
+    """The ``status`` of a run with this failure: ``oom``, ``diverged``, ``timeout``, ``preempted`` or ``failed``.
 
-    A rank that SIGKILL ended is ``failed``: the kernel's out-of-memory killer is one of several who send it. So is one
-    that was stopped by a signal of its own: a run is preempted by what stops all of its ranks.
+    A rank killed by SIGKILL is ``failed``: the kernel's out-of-memory killer is only one of its senders. So is a rank
+    stopped by a signal of its own: preemption stops all ranks.
     """
     if _is_out_of_memory(failure):
         return "oom"
@@ -89,12 +89,12 @@ def status_of(failure: Failure) -> str:
 
 
 def is_stop(failure: Failure) -> bool:
-    """Whether a signal has asked the rank to end, which is no failure of its own."""
+    """Whether a signal asked the rank to end, which is not a failure of its own."""
     return failure.type in _STOPPED
 
 
 def _first_of_each_rank(failures: Iterable[Failure]) -> list[Failure]:
-    """What a rank says of itself, else what its parent saw; the earliest where there are several."""
+    """Each rank's own report, else its parent's; the earliest of several."""
     first: dict[int, Failure] = {}
     for failure in sorted(failures, key=lambda f: (f.exit_code is not None, f.time)):
         first.setdefault(failure.rank, failure)
@@ -102,12 +102,12 @@ def _first_of_each_rank(failures: Iterable[Failure]) -> list[Failure]:
 
 
 def _is_consequence(failure: Failure) -> bool:
-    """Whether it may follow from another rank's failure: a lost peer, or the launcher's own SIGTERM."""
+    """Whether another rank's failure may have caused it: a lost peer, or the launcher's own SIGTERM."""
     return is_stop(failure) or _is_communication(failure)
 
 
 def _is_communication(failure: Failure) -> bool:
-    if _is_out_of_memory(failure):  # NCCL reports a lack of device memory as an error of its own
+    if _is_out_of_memory(failure):  # NCCL reports a lack of device memory as an NCCL error
         return False
     return failure.type in _COMMUNICATION_TYPES or _mentions(failure, _COMMUNICATION_TEXTS)
 
@@ -122,7 +122,7 @@ def _mentions(failure: Failure, texts: Iterable[str]) -> bool:
 
 
 def _singled_out(failure: Failure) -> Failure:
-    return replace(failure, message=f"rank {failure.rank} was {failure.message}, which its peers did not get")
+    return replace(failure, message=f"rank {failure.rank} was {failure.message}, which its peers did not receive")
 
 
 def _silence(silent: Sequence[int], witness: Failure) -> Failure:

@@ -1,7 +1,7 @@
-"""How a rank failed, as the rank itself tells it and as others see it.
+"""Failure reports of ranks, written by the rank itself or by others.
 
-When one rank dies, its peers fail within milliseconds because the connection to it is gone, and the launcher
-ends the rest. Every rank therefore leaves a report of its own, and the run's error is picked out of them
+When one rank dies, its peers fail within milliseconds because their connection is lost, and the launcher ends the
+rest. Every rank therefore writes its own report, and the run's error is selected from all of them
 (:mod:`ptdbench.records.cause`).
 """
 
@@ -28,13 +28,13 @@ class Failure:
     Attributes:
         rank: The rank; -1 for the process that starts the ranks.
         type: The exception's class, or the signal's name.
-        message: What a person should read.
-        traceback: The traceback as text; empty if the process could leave none.
+        message: The error message to show.
+        traceback: The traceback as text; empty if the process could not write one.
         time: Seconds since the epoch, by the clock of ``host``.
         host: The machine it ran on.
-        exit_code: Exit status that its parent saw, ``-n`` after signal ``n``; ``None`` in its own report.
-        unheard: Of a rank that a signal stopped, the ranks that it knows nothing like it of. Where such a rank reports
-            something later, it was alive, and the signal was not for all.
+        exit_code: Exit status seen by the parent, ``-n`` after signal ``n``; ``None`` in the rank's own report.
+        unheard: For a rank stopped by a signal: the ranks not known to be stopped. If one of them reports something
+            later, it was alive, and the signal was not sent to all.
     """
 
     rank: int
@@ -57,17 +57,17 @@ class Failure:
 
 
 def describe(exception: BaseException, rank: int) -> Failure:
-    """A failure as the failing process tells it.
+    """The failure report of the failing process itself.
 
-    Pipeline stages wrap whatever a model raises in a bare ``RuntimeError``, which says less than its
-    cause; the cause is named then, and the traceback shows both.
+    Pipeline stages wrap an exception of the model in a bare ``RuntimeError``, which says less than its cause; then
+    the cause is reported, and the traceback shows both.
     """
     telling = exception
     while type(telling) is RuntimeError and telling.__cause__ is not None:
         telling = telling.__cause__
     try:
         message = str(telling)
-    except Exception as error:  # anything: it is the code of whoever wrote the exception's class
+    except Exception as error:  # third-party code may raise anything
         message = f"(no message: the exception's own __str__ raised {type(error).__name__})"
     return Failure(
         rank=rank,
@@ -80,7 +80,7 @@ def describe(exception: BaseException, rank: int) -> Failure:
 
 
 def describe_exit(rank: int, exit_code: int) -> Failure:
-    """A failure as the parent sees it: the rank is gone with this exit status (``-n``: signal ``n``)."""
+    """The failure report of the parent for a rank that ended with this status (``-n``: signal ``n``)."""
     if exit_code < 0:
         name = _signal_name(-exit_code)
         kind, message = name, _signal_message(name)
@@ -90,16 +90,16 @@ def describe_exit(rank: int, exit_code: int) -> Failure:
 
 
 def of_launcher(kind: str, message: str) -> Failure:
-    """A failure of what was to start the ranks, in words of its own."""
+    """A failure of the launcher, with its own message."""
     return Failure(-1, kind, message, "", time.time(), socket.gethostname())
 
 
 def describe_exits(exit_codes: Mapping[int, int], world_size: int) -> list[Failure]:
-    """Failures as the parent sees them that has not yet sent a signal to any rank.
+    """The failure reports of a parent that has not yet signaled any rank.
 
     Args:
-        exit_codes: Of the ranks that had ended by then. A rank that ended well, before its time, is only silent: its
-            peers tell that they have lost it.
+        exit_codes: Of the ranks that have ended. A rank that ended early with status 0 is not reported here: its
+            peers report a lost connection.
         world_size: Ranks of the run.
     """
     found = []
@@ -111,18 +111,18 @@ def describe_exits(exit_codes: Mapping[int, int], world_size: int) -> list[Failu
 
 
 def without_result() -> Failure:
-    """All ranks have ended as if all were well, and none of them has closed the record."""
+    """The failure of a run whose ranks all ended with status 0 without closing the record."""
     message = "every rank ended with exit status 0 and without a result"
     return replace(of_launcher("ExitStatus", message), exit_code=0)
 
 
 def stuck(rank: int, message: str, stacks: str) -> Failure:
-    """A failure that the rank cannot tell itself, because it does not get on."""
+    """The failure of a rank that hangs and so cannot report it itself."""
     return Failure(rank, "TimeoutError", message, stacks, time.time(), socket.gethostname())
 
 
 def write_failure(folder: Path, failure: Failure) -> Failure:
-    """Leave a report; returns the one that stands, which is a rank's first: the next is a consequence of it."""
+    """Write a report unless the rank has one; returns the rank's first, as later ones are consequences of it."""
     folder.mkdir(parents=True, exist_ok=True)
     if _report(folder, failure.rank).exists():
         return _read(_report(folder, failure.rank))
@@ -131,17 +131,17 @@ def write_failure(folder: Path, failure: Failure) -> Failure:
 
 
 def amend_failure(folder: Path, failure: Failure) -> None:
-    """Leave a report in the place of the one that the rank has left before."""
+    """Replace the report of a rank."""
     write_json(_report(folder, failure.rank), asdict(failure))
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """The reports in a folder, in the order of time."""
+    """The reports in a folder, by time."""
     return sorted(map(_read, folder.glob("rank-*.json")), key=lambda failure: failure.time)
 
 
 def reporters(folder: Path) -> set[int]:
-    """The ranks that have left a report in a folder."""
+    """The ranks that have a report in a folder."""
     return {int(path.stem.removeprefix("rank-")) for path in folder.glob("rank-*.json")}
 
 

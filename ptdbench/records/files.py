@@ -1,11 +1,10 @@
-"""Files and directories that are there whole or not at all.
+"""Atomic files and directories.
 
-Whoever is killed while writing leaves the old file or the new one, never half of one. What is written is
-strict JSON: JSON has no NaN and no infinity, so a number that is not finite becomes ``null`` (the status and
-the error of the record say what happened), and a value of another type becomes its text.
+A process killed while writing leaves the old file or the new one, never a partial one. The content is strict JSON: a
+number that is not finite becomes ``null`` (the status and error of the record say what happened), and a value of
+another type becomes its text.
 
-What is deleted here this very process has made in the same call; the rule for all deletions is in
-:mod:`ptdbench.removal`.
+This module deletes only what the same call created; the rule for all deletions is in :mod:`ptdbench.removal`.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from typing import Any
 
 
 def write_json(path: Path, value: object, durable: bool = True) -> None:
-    """Write strict JSON (see the module) so that ``path`` holds all of it or what it held before.
+    """Write strict JSON (see the module) atomically.
 
     Args:
         path: The file.
-        value: What it will hold.
-        durable: Whether it must survive a crash of the machine, which takes the time of a disk.
+        value: The content.
+        durable: Whether it must survive a crash of the machine, which takes a disk sync.
 
     Raises:
         OSError: It could not be written.
@@ -47,7 +46,7 @@ def write_json(path: Path, value: object, durable: bool = True) -> None:
 
 
 def strict(value: Any) -> Any:
-    """The same value in types that JSON has."""
+    """The same value in JSON types."""
     if isinstance(value, Mapping):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -62,17 +61,17 @@ def strict(value: Any) -> Any:
 
 
 def appear(path: Path, fill: Callable[[Path, Path], None]) -> bool:
-    """Make a directory together with its first files; of several callers one does.
+    """Create a directory together with its first files, atomically; of several callers one succeeds.
 
     Args:
         path: The directory; missing parents are made too.
-        fill: Called with a folder to write at least one file into, and ``path``, which is what it will be called.
+        fill: Called with a folder to write at least one file into, and ``path``, its final name.
 
     Returns:
-        Whether this call made it; ``False`` where something of that name is there.
+        Whether this call created it; ``False`` if something of that name exists.
 
     Raises:
-        OSError: It cannot be made; nothing is left of it.
+        OSError: It cannot be created; nothing is left behind.
     """
     if os.path.lexists(path):
         return False
@@ -86,13 +85,13 @@ def appear(path: Path, fill: Callable[[Path, Path], None]) -> bool:
         if folder.exists():
             for file in folder.iterdir():
                 file.unlink()
-        with suppress(OSError):  # not empty: it has become what was asked for, or others have put something there
+        with suppress(OSError):  # not empty: it was renamed, or others put something there
             for empty in [folder, *made]:
                 empty.rmdir()
 
 
 def _renamed(folder: Path, path: Path) -> bool:
-    """Whether a folder could get its name: it is refused where somebody else's is, as none is ever empty."""
+    """Whether a folder could be renamed: this fails if another exists, as none is ever empty."""
     try:
         folder.rename(path)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""What workloads that do not train have found: each in a field of its record that has the workload's name.
+"""Results of workloads that do not train, each stored in the record's field of the workload's name.
 
-These types describe; a record is not checked against them, since a workload of one's own may find anything.
+These types are documentation; records are not checked against them, since a custom workload may store anything.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ from ptdbench.records.schema import StepSeconds
 
 
 class RankHello(TypedDict):
-    """One rank as it describes itself."""
+    """The description of one rank."""
 
     rank: int
-    """Its number among all ranks."""
+    """Its global rank."""
     local_rank: int
-    """Its number on its node."""
+    """Its local rank."""
     local_size: int
     """Ranks on its node."""
     node: str
-    """The node as the cluster names it."""
+    """The cluster's name of the node."""
     host: str
-    """The machine's own name."""
+    """The host name."""
     device: str
     """``cpu``, or the GPU with its name."""
     cores: list[int]
-    """CPU cores that it may use."""
+    """Number of CPU cores that it may use."""
     threads: int
-    """Threads that it computes with."""
+    """Number of compute threads."""
     settings: dict[str, str]
-    """Environment variables that matter to communication."""
+    """Environment variables that affect communication."""
 
 
 class Hello(TypedDict):
-    """Who is there (``workload=hello``)."""
+    """The ranks (``workload=hello``)."""
 
     launcher: str
-    """What started the ranks."""
+    """The launcher."""
     backend: str
     """The backend of the process group."""
     address: str
-    """Where the ranks met."""
+    """Address of the rendezvous."""
     port: int
-    """The port there."""
+    """Its port."""
     ranks: list[RankHello]
     """Every rank, in order."""
 
@@ -69,7 +69,7 @@ class Copy(TypedDict):
     """A copy of memory; rates in bytes/s."""
 
     kind: str
-    """From where to where."""
+    """Source and target."""
     bytes: int
     """Its size."""
     repetitions: int
@@ -83,7 +83,7 @@ class Copy(TypedDict):
 
 
 class RankProducts(TypedDict):
-    """What one rank's device reaches."""
+    """Rates of one rank's device."""
 
     rank: int
     """The rank."""
@@ -96,7 +96,7 @@ class RankProducts(TypedDict):
 
 
 class Ceiling(TypedDict):
-    """The best that a kind of device reaches, which later runs are held against."""
+    """The best rate of a kind of device, to which later runs are compared."""
 
     device: str
     """The device."""
@@ -105,41 +105,41 @@ class Ceiling(TypedDict):
     torch: str
     """Version of PyTorch."""
     dtype: str
-    """The arithmetic."""
+    """Arithmetic of the product."""
     threads: int
     """Threads of a rank."""
     ranks: int
     """Ranks that measured it."""
     shape: str
-    """The product that was fastest."""
+    """The fastest product."""
     flops_per_second: float
     """Its median rate."""
     share_of_peak: float | None
-    """That rate over the dense peak by the data sheet."""
+    """That rate over the data sheet's dense peak."""
     peak_reason: str | None
     """Why there is no peak."""
 
 
 class Matmul(TypedDict):
-    """What the devices reach (``workload=matmul``)."""
+    """Rates of the devices (``workload=matmul``)."""
 
     ranks: list[RankProducts]
     """Every rank, in order."""
     ceilings: list[Ceiling]
     """One for each kind of device and arithmetic."""
     kept: str | None
-    """Why the ceilings are not on record for later runs; null if they are."""
+    """Why the ceilings could not be stored for later runs; null if they are."""
 
 
 class Cut(TypedDict, total=False):
-    """Sizes that were left out because they would have taken too long."""
+    """Sizes that were skipped because they would have taken too long."""
 
     source: int
-    """The rank that sends, of a link in one direction."""
+    """The sending rank, for a link in one direction."""
     target: int
-    """The rank that receives."""
+    """The receiving rank."""
     ranks: list[int]
-    """The two ranks, of a link in both directions."""
+    """The two ranks, for a link in both directions."""
     op: str
     """The collective."""
     dtype: str | None
@@ -149,18 +149,18 @@ class Cut(TypedDict, total=False):
     mode: str
     """Its mode."""
     from_bytes: int
-    """The smallest size that was left out."""
+    """The smallest size that was skipped."""
     reason: str
     """Why."""
 
 
 class Fit(TypedDict):
-    """The line ``alpha + beta * bytes`` in seconds, fitted to what was measured."""
+    """The line ``alpha + beta * bytes`` in seconds, fitted to the measurements."""
 
     alpha: float
-    """Seconds of an empty message."""
+    """Seconds for an empty message."""
     beta: float
-    """Seconds a byte."""
+    """Seconds per byte."""
     alpha_error: float
     """Standard error of ``alpha``."""
     beta_error: float
@@ -168,9 +168,9 @@ class Fit(TypedDict):
     r2: float
     """Share of the weighted variance of the times that the line explains."""
     max_relative_error: float
-    """The largest relative distance of the line from a time."""
+    """The largest relative error over the measured sizes."""
     points: int
-    """How many sizes it is fitted to."""
+    """Number of sizes fitted."""
 
 
 class CollectiveFit(Fit):
@@ -194,9 +194,9 @@ class MessageSize(TypedDict, total=False):
     repetitions: int
     """How often it was timed."""
     seconds: StepSeconds
-    """The time of the message and its answer, or of the exchange in both directions."""
+    """Time of the round trip, or of the exchange in both directions."""
     one_way: float
-    """Seconds of the message without its answer; of a link in one direction."""
+    """Seconds of the message without its answer, for a link in one direction."""
     bandwidth: float
     """Bytes a second."""
 
@@ -207,13 +207,13 @@ class Pair(TypedDict):
     source: int
     """The rank that sends."""
     target: int
-    """The rank that receives."""
+    """The receiving rank."""
     latency: float | None
-    """Seconds of an answer, one way; null if that took too long."""
+    """One-way latency in seconds; null if that took too long."""
     bandwidth: float | None
     """Bytes a second at the largest size."""
     fit: Fit | None
-    """The line through all sizes; null where they are too few."""
+    """The line through all sizes; null if there are too few."""
     sizes: list[MessageSize]
     """What was measured."""
 
@@ -228,7 +228,7 @@ class BothWays(TypedDict):
 
 
 class Overlap(TypedDict):
-    """Communication beside computation."""
+    """Overlap of communication and computation."""
 
     ranks: list[int]
     """The two ranks."""
@@ -241,20 +241,20 @@ class Overlap(TypedDict):
     together: float
     """Seconds of both at once."""
     hidden: float
-    """Share of the shorter one that the longer one hid."""
+    """Share of the shorter one that was overlapped."""
 
 
 class P2P(TypedDict):
     """Links between ranks (``workload=p2p``)."""
 
     pairs: list[Pair]
-    """One for each direction."""
+    """One per direction."""
     both: list[BothWays]
     """Both directions at once."""
     overlap: list[Overlap]
-    """How far messages hide behind computation."""
+    """Overlap of messages and computation."""
     cut: list[Cut]
-    """What was left out."""
+    """Skipped sizes."""
 
 
 class CollectiveResult(TypedDict):
@@ -269,7 +269,7 @@ class CollectiveResult(TypedDict):
     mode: str
     """How it was called: ``blocking`` or ``async``."""
     bytes: int
-    """The size, counted as nccl-tests does."""
+    """The size, as nccl-tests defines it."""
     ranks: int
     """Ranks of a group."""
     repetitions: int
@@ -277,18 +277,18 @@ class CollectiveResult(TypedDict):
     seconds: StepSeconds
     """Its time on the slowest rank."""
     post_seconds: float | None
-    """Median seconds that the host takes to begin it, in ``async``."""
+    """Median seconds for the host to start it, in ``async``."""
     algbw: float | None
-    """Bytes over median seconds; null for what moves none."""
+    """Bytes over median seconds; null for a barrier."""
     busbw: float | None
-    """That times the factor of ``definitions``: what the wires carry."""
+    """``algbw`` times the factor of ``definitions``: the rate of the links."""
 
 
 class Collectives(TypedDict):
     """Collectives (``workload=collectives``)."""
 
     group: str
-    """The groups that were asked for."""
+    """The requested groups."""
     groups: list[list[int]]
     """The ranks of each group; all groups work at the same time."""
     definitions: dict[str, Any]
@@ -296,11 +296,11 @@ class Collectives(TypedDict):
     results: list[CollectiveResult]
     """One for each collective, dtype, mode and size."""
     fits: list[CollectiveFit]
-    """One for each collective, dtype, reduction and mode of enough sizes."""
+    """One for each collective, dtype, reduction and mode with enough sizes."""
     cut: list[Cut]
-    """What was left out."""
+    """Skipped sizes."""
     left_out: list[str]
-    """Collectives that the backend does not have."""
+    """Collectives that the backend does not support."""
 
 
 class Finding(TypedDict):
@@ -309,9 +309,9 @@ class Finding(TypedDict):
     kind: str
     """``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``."""
     ranks: list[int]
-    """Those that it concerns."""
+    """The affected ranks."""
     text: str
-    """For people."""
+    """The message to show."""
 
 
 class Check(TypedDict):
@@ -322,17 +322,17 @@ class Check(TypedDict):
     findings: list[Finding]
     """What is wrong."""
     remarks: list[str]
-    """What a reader should know, and what makes nothing unsound."""
+    """Remarks that do not make the cluster unsound."""
     tolerance: float
-    """How far from its peers a rank or link may be: a share of their median."""
+    """How far below the median of its peers a rank or link may be, as a share of the median."""
     attempts: dict[str, int]
-    """How often each workload was repeated for what looked slow."""
+    """How often each workload was repeated because something looked slow."""
     hello: Hello
-    """Who is there."""
+    """The ranks."""
     versions: dict[str, Any]
     """Versions of rank 0."""
     gpus: list[Any]
-    """What each rank's GPU says of itself; null on a CPU."""
+    """State of each rank's GPU by NVML; null on a CPU."""
     links: dict[str, Any]
     """How the ranks of each node are connected."""
     matmul: Matmul
@@ -347,7 +347,7 @@ class Findings(TypedDict, total=False):
     """Fields of a record that only some workloads have."""
 
     hello: Hello
-    """Who is there."""
+    """The ranks."""
     matmul: Matmul
     """What the devices reach."""
     p2p: P2P

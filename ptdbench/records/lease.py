@@ -1,7 +1,7 @@
-"""Who may write into a run's directory: one start of the run at a time.
+"""Exclusive write access to a run's directory: one start of the run at a time.
 
-The record says who opened it. While it is open, and that process or its job lives, nobody else opens it: two jobs of
-one run would write into each other's checkpoints.
+The record names the process that opened it. While it is open, and that process or its job is alive, no other may open
+it: two jobs of one run would overwrite each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from ptdbench.terminal import say
 
 
 def open_record(directory: Path, draft: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Write the first record of a start of a run; what an earlier start had found stays in it.
+    """Write the first record of a start of a run; results of an earlier start are kept in it.
 
     Args:
         directory: The run's directory, which exists.
-        draft: As :func:`ptdbench.records.record.begin` makes it.
+        draft: The result of :func:`ptdbench.records.record.begin`.
 
     Returns:
-        What was written.
+        The record written.
 
     Raises:
-        ConfigError: An earlier start still goes on.
+        ConfigError: An earlier start is still running.
         OSError: The record cannot be written.
     """
     with locked(directory):
@@ -56,13 +56,13 @@ def _require_ended(directory: Path, earlier: Mapping[str, Any], mine: Mapping[st
         rule = f"{who} is writing its results there"
         raise ConfigError([Problem("directory", directory, rule, "wait for it, or end it")])
     if goes_on is None:
-        say(f"{directory}: was opened by {who}, which cannot be asked from here whether it has ended", sys.stderr)
+        say(f"{directory}: was opened by {who}; whether that has ended cannot be determined from here", sys.stderr)
 
 
 def _goes_on(owner: Mapping[str, Any]) -> bool | None:
-    """Whether the owner of an open record lives; ``None`` where that cannot be known from here."""
+    """Whether the owner of an open record is alive; ``None`` if that cannot be determined from here."""
     if owner["job"]:
-        if owner["job"] == slurm_job(os.environ):  # an earlier start of this very job, which has begun again
+        if owner["job"] == slurm_job(os.environ):  # an earlier start of this same job, which was restarted
             return False
         try:
             state = slurm.queue([owner["job"]]).get(owner["job"])

@@ -1,7 +1,7 @@
-"""What a sweep was asked for and which jobs carry it out: ``sweep.json`` in its directory.
+"""The request and the jobs of a sweep: ``sweep.json`` in its directory.
 
-It is written before the first run begins, and each array of jobs is noted before and after it is submitted, so that
-whoever is killed leaves no job that nobody knows.
+It is written before the first run begins, and each job array is recorded before and after its submission, so that a
+killed process leaves no unknown job.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Job:
 
     Attributes:
         number: The run's number in the sweep.
-        name: The name of its array in the queue, which no other array has.
-        element: Its number in the array; ``None`` for a job by itself.
-        id: SLURM's name for it, ``123`` or ``123_0``; ``None`` before SLURM has told it.
-        label: The run in a word or two.
-        shape: Nodes and ranks, for people.
-        overrides: What was typed for this run.
+        name: The unique name of its array in the queue.
+        element: Its index in the array; ``None`` for a single job.
+        id: SLURM's job id, ``123`` or ``123_0``; ``None`` before it is known.
+        label: A short label of the run.
+        shape: Nodes and ranks, as text.
+        overrides: The overrides typed for this run.
         directory: The run's directory, below the sweep's.
         log: Folder of the ranks' output, with ``%j`` for an id that is not known.
     """
@@ -47,10 +47,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What a sweep was asked for, and its jobs.
+    """The request of a sweep, and its jobs.
 
     Attributes:
-        overrides: What was typed for the sweep, Hydra's own options left out.
+        overrides: The overrides typed for the sweep, without Hydra's own options.
         jobs: In the order of their numbers; the last one of each run.
     """
 
@@ -59,32 +59,32 @@ class Ledger:
 
 
 def with_id(job: Job, identity: str) -> Job:
-    """The same job, now that SLURM has told its id."""
+    """The same job with its SLURM id."""
     return replace(job, id=identity, log=job.log.replace("%j", identity))
 
 
 def begin(sweep_directory: Path, overrides: Sequence[str]) -> None:
-    """Note down what a sweep is asked for; its jobs so far stay."""
+    """Write the request of a sweep; existing jobs are kept."""
     write(sweep_directory, Ledger(list(overrides), read(sweep_directory).jobs))
 
 
 def add(sweep_directory: Path, jobs: Sequence[Job]) -> None:
-    """Note down jobs; those of other runs stay as they are."""
+    """Add jobs; those of other runs are kept."""
     known = read(sweep_directory)
     by_directory = {job.directory: job for job in [*known.jobs, *jobs]}
     write(sweep_directory, Ledger(known.overrides, sorted(by_directory.values(), key=lambda job: job.number)))
 
 
 def write(sweep_directory: Path, ledger: Ledger) -> None:
-    """Replace what is noted down; raises OSError."""
+    """Replace the file; raises OSError."""
     write_json(sweep_directory / LEDGER, asdict(ledger))
 
 
 def read(sweep_directory: Path) -> Ledger:
-    """What is noted down; nothing where nothing is.
+    """Read the file; empty if there is none.
 
     Raises:
-        Damaged: The file is not what was written.
+        Damaged: The file is damaged.
     """
     path = sweep_directory / LEDGER
     try:

@@ -1,4 +1,4 @@
-"""Results for programs and notebooks: records, with their long series as arrays. Nothing here imports torch."""
+"""Results for programs and notebooks: records, with their series as arrays. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Run(Mapping[str, Any]):
     """A run's record: a mapping of its fields, which ``docs/record.md`` describes, and its series.
 
     Attributes:
-        directory: Where the run lies now; its field ``directory`` says where it was when it ran.
+        directory: Where the run is now; its field ``directory`` says where it was when it ran.
     """
 
     def __init__(self, record: Mapping[str, Any], directory: Path) -> None:
@@ -49,26 +49,26 @@ class Run(Mapping[str, Any]):
         return f"<Run {self.directory}: {', '.join(f'{name}={value}' for name, value in shown.items() if value)}>"
 
     def series(self, name: str) -> np.ndarray:
-        """One number for each step of the run, over all its starts, in float64; NaN is what is not known.
+        """One number per step of the run, over all its starts, in float64; unknown numbers are NaN.
 
         Args:
             name: One of
 
                 - ``losses``: mean loss of the global batch; NaN if it was not finite;
                 - ``learning_rates``: of the first parameter group;
-                - ``gradient_norms``: before clipping; NaN where nothing is clipped;
-                - ``wait_seconds``: how long the step has waited for its batch, maximum over ranks;
+                - ``gradient_norms``: before clipping; NaN without clipping;
+                - ``wait_seconds``: how long the step waited for its batch, maximum over ranks;
                 - ``memory_bytes``: memory in use after the step, maximum over ranks;
                 - ``step_seconds``: how long it took each rank, ``[steps, ranks]``; NaN for ranks that were not there;
                 - ``slowest_seconds``: how long it took the slowest rank.
 
         Returns:
-            ``[steps]``, empty for a workload that does not train. A run that still goes on has the steps that its
-            ranks have brought together so far.
+            ``[steps]``, empty for a workload that does not train. A run that is still running has the steps that
+            its ranks have gathered so far.
 
         Raises:
             KeyError: There is no series of that name.
-            FileNotFoundError: The run has done steps, and the file of its series is gone.
+            FileNotFoundError: The run has done steps, but the file of its series is missing.
         """
         if name not in SERIES:
             raise KeyError(f"there is no series {name!r}: try {', '.join(SERIES)}")
@@ -86,15 +86,15 @@ def load(path: str | Path) -> Run | list[Run]:
     """Read results.
 
     Args:
-        path: The directory of a run, of a sweep, a folder with such in it however deep, or a ``results.jsonl``.
+        path: The directory of a run or a sweep, a folder that contains such at any depth, or a ``results.jsonl``.
 
     Returns:
         One record for the directory of a run; else a list with the runs of a ``results.jsonl`` in the order in which
-        they ended, those of a folder by their paths, numbers in order. Damaged records are left out with a warning.
+        they ended, those of a folder in natural order of their paths. Damaged records are skipped with a warning.
 
     Raises:
         FileNotFoundError: There are no records.
-        ptdbench.records.store.Damaged: The record of the run, ``path`` itself, is not what was written.
+        ptdbench.records.store.Damaged: ``path`` is the directory of a run, whose record is damaged.
     """
     path = Path(path)
     if (path / store.RECORD).exists():
@@ -108,14 +108,14 @@ def load(path: str | Path) -> Run | list[Run]:
 
 def _of_results(path: Path) -> list[Run]:
     if path.name != store.RESULTS:
-        raise FileNotFoundError(f"{path}: is no {store.RESULTS}; give that or a directory")
+        raise FileNotFoundError(f"{path}: is not a {store.RESULTS}; give that or a directory")
     sweep = path.parent
     records = store.read_results(sweep, warnings.warn)
     return [Run(record, sweep / store.below(sweep, record["directory"])) for record in records]
 
 
 def _of_folder(folder: Path) -> list[Run]:
-    """Every run has a record of its own; where only a sweep's results were kept, these count."""
+    """The runs by their own records, or by a sweep's results where only these were kept."""
     found = {}
     for path in folder.rglob(store.RECORD):
         try:

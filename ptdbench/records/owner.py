@@ -1,8 +1,8 @@
-"""Whose a run's record is: of one start of the run, and of no other.
+"""Ownership of a run's record: it belongs to exactly one start of the run.
 
-A run may be started again in its directory while a process of the earlier start still lives somewhere: on a node that
-was lost, or because nobody could end it. Each start therefore has a name, the record says which start opened it, and
-the processes of every other one leave it alone.
+A run may be restarted in its directory while a process of the earlier start is still alive, for example on a lost
+node. Each start therefore has a name, the record says which start opened it, and processes of other starts do not
+write it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import psutil
 from ptdbench.records import store
 from ptdbench.terminal import say
 
-#: Seconds to wait for another process that writes the record: one that is stopped just then must not stop all.
+#: Seconds to wait for another process that writes the record: a suspended one must not block the others.
 _PATIENCE = 2.0
 
 
@@ -35,8 +35,8 @@ class Owner:
         launch: The name of its start of the run.
         host: Its machine.
         pid: Its process id there.
-        started: When it was created, in seconds since the epoch: process ids are used again.
-        job: Its SLURM job as squeue writes it, ``123`` or ``123_4``; ``None`` outside of one.
+        started: When it was created, in seconds since the epoch: process ids are reused.
+        job: Its SLURM job in the form of squeue, ``123`` or ``123_4``; ``None`` outside a job.
     """
 
     launch: str
@@ -47,7 +47,7 @@ class Owner:
 
 
 def this_process(launch: str, environ: Mapping[str, str]) -> Owner:
-    """This process, as the owner of what it opens.
+    """This process as an owner.
 
     Args:
         launch: The name of this start.
@@ -57,7 +57,7 @@ def this_process(launch: str, environ: Mapping[str, str]) -> Owner:
 
 
 def slurm_job(environ: Mapping[str, str]) -> str | None:
-    """The SLURM job that an environment belongs to, in squeue's words."""
+    """The SLURM job of an environment, in the form of squeue."""
     if array := environ.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"
     return environ.get("SLURM_JOB_ID") or None
@@ -65,12 +65,12 @@ def slurm_job(environ: Mapping[str, str]) -> str | None:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run, and what is its own in the run's directory.
+    """One start of a run, and its files in the run's directory.
 
     Attributes:
         directory: The run's directory.
-        launch: The name of the start, the same in all its processes; fit to be a file's name.
-        draft: The record as this start opened it, if this process knows: it counts where the file is gone or damaged.
+        launch: The name of the start, the same in all its processes; valid as a file name.
+        draft: The record as this start opened it, if known: used if the file is missing or damaged.
     """
 
     directory: Path
@@ -79,23 +79,23 @@ class Attempt:
 
     @property
     def failures(self) -> Path:
-        """Where the ranks of this start leave their reports and stacks. Those of an earlier start stay beside it."""
+        """Folder of the failure reports and stacks of this start; those of an earlier start are kept beside it."""
         return self.directory / "failures" / self.launch
 
     def owns(self, record: Mapping[str, Any]) -> bool:
-        """Whether this start may write a record: it opened it, or nobody has yet."""
+        """Whether this start may write a record: it opened it, or no start has yet."""
         owner = record.get("owner")
         return not owner or owner["launch"] == self.launch
 
     def amend(self, change: Callable[[dict[str, Any]], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-        """Write the run's record anew, unless it belongs to another start by now; then a line on stderr says so.
+        """Update the run's record, unless it now belongs to another start, which is reported on stderr.
 
         Args:
-            change: Makes the new record from the one on disk, or ``None`` to leave it. The ranks come one after the
-                other, so that the one who knows most has the last word.
+            change: Returns the new record for the one on disk, or ``None`` to leave it unchanged. Calls of several
+                ranks are serialized.
 
         Returns:
-            What was written, or ``None`` if nothing was.
+            The record written, or ``None``.
 
         Raises:
             OSError: There is no record, or it cannot be written.
@@ -103,7 +103,7 @@ class Attempt:
         with locked(self.directory):
             written = self._written()
             if not self.owns(written):
-                say(f"{self.directory}: the run was started again; its record is left alone", sys.stderr)
+                say(f"{self.directory}: the run was started again; its record is left unchanged", sys.stderr)
                 return None
             if (changed := change(written)) is not None:
                 store.write_record(self.directory, changed)
@@ -117,7 +117,7 @@ class Attempt:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Alone with a directory, as far as its file system has locks and those who hold it get on.
+    """Hold an exclusive lock on a directory, if its file system has locks and the holder does not hang.
 
     The directory itself is locked: a file would have to stay in it.
     """
@@ -132,7 +132,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Whether there is nothing to wait for."""
+    """Whether the lock was taken, or cannot be."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,4 +1,4 @@
-"""The record of a run: what it says before the run, after it, and when it fails."""
+"""The record of a run: before it starts, after it ends, and when it fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNFINISHED = "Unfinished"
 #: Fields of every record, in the order in which they are written.
 FIELDS = tuple(schema.Record.__annotations__)
 
-#: What a run that goes on has found until then.
+#: Results that a resumed run keeps from its earlier starts.
 _FOUND = ("metrics", "steps", "final_loss", "evaluations", "segments")
 
 
@@ -32,17 +32,17 @@ def begin(
     overrides: Sequence[str] | None = None,
     owner: Owner | None = None,
 ) -> dict[str, Any]:
-    """What is known before a run: a record that says ``failed``, for the case that nobody can say more later.
+    """The record of a run before its start: its status is ``failed``, in case nothing can be written later.
 
-    It is written before the ranks start, so that no run directory is ever without a record, not even one
-    whose processes were killed all at once.
+    It is written before the ranks start, so that every run directory has a record, even if all processes are killed
+    at once.
 
     Args:
         config: The resolved configuration.
         directory: The run's directory.
         environment: Versions and hardware.
-        overrides: What was typed for the run, for :mod:`ptdbench.setup.resume`; ``None`` where it is not known.
-        owner: The process that starts the run; ``None`` where it only waits to be started.
+        overrides: The overrides typed for the run, for :mod:`ptdbench.setup.resume`; ``None`` if unknown.
+        owner: The process that starts the run; ``None`` if it waits to be started.
     """
     record: dict[str, Any] = dict.fromkeys(FIELDS)
     record |= {
@@ -64,7 +64,7 @@ def begin(
         "error": {
             "rank": -1,
             "type": UNFINISHED,
-            "message": "the run is still going, or was killed before it could say how it ended",
+            "message": "the run is still running, or was killed before it could record how it ended",
             "traceback": "",
         },
     }
@@ -72,12 +72,12 @@ def begin(
 
 
 def failed(record: Mapping[str, Any], failure: Failure) -> dict[str, Any]:
-    """The record of a run that ended so."""
+    """The record of a run with this failure."""
     return {**record, "status": status_of(failure), "error": failure.as_error()}
 
 
 def going_on(draft: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
-    """The draft of a run that has been here before, with what it had found until then."""
+    """The draft of a resumed run, with the results of its earlier starts."""
     kept = {name: earlier[name] for name in _FOUND if earlier.get(name) is not None}
     overrides = draft.get("overrides") if draft.get("overrides") is not None else earlier.get("overrides")
     goes_on = same_work(earlier.get("config") or {}, draft["config"])
@@ -85,49 +85,49 @@ def going_on(draft: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, 
 
 
 def stopped(record: Mapping[str, Any], why: str) -> dict[str, Any]:
-    """The record of a run that was asked to stop, has saved, and can go on."""
+    """The record of a run that was asked to stop, has saved, and can be resumed."""
     message = f"stopped by {why}; it has saved: {_how_started(record)} resume={record['directory']}"
     error = {"rank": -1, "type": "Stopped", "message": message, "traceback": ""}
     return {**record, "status": "preempted", "error": error}
 
 
 def _how_started(record: Mapping[str, Any]) -> str:
-    """The program that goes on with a run: it submits a job again by itself, but starts no ranks of srun's."""
+    """The command that resumes a run: train.py resubmits a job, but cannot start the ranks of srun."""
     launcher, cluster = record.get("launcher"), record["config"].get("cluster")
     by_hand = launcher not in (None, "local") and not (isinstance(cluster, Mapping) and "submit" in cluster)
     return f"{launcher} ... train.py" if by_hand else "python train.py"
 
 
 def requeued(record: Mapping[str, Any], number: int, limit: int) -> dict[str, Any]:
-    """The record of a run whose job waits in the queue once more: it stays open."""
-    message = f"saved and requeued for the {number}. time of at most {limit}; it goes on in the same directory"
+    """The record of a run whose job was requeued: it stays open."""
+    message = f"saved and requeued ({number} of {limit}); it resumes in the same directory"
     error = {"rank": -1, "type": UNFINISHED, "message": message, "traceback": ""}
     return {**record, "status": "preempted", "error": error}
 
 
 def is_open(record: Mapping[str, Any]) -> bool:
-    """Whether it still says what it said before the run: nobody has written down how that ended."""
+    """Whether the end of the run has not been recorded yet."""
     return (record.get("error") or {}).get("type") == UNFINISHED
 
 
 def is_settled(record: Mapping[str, Any]) -> bool:
-    """Whether its end was written down by one who sees more than a rank: the queue, or all ranks together.
+    """Whether its end was recorded by the queue or by all ranks together, which know more than one rank.
 
-    A rank on a node that was lost lives on for a while, and must not have the last word. Nor does what happens to a
-    rank after the run was ok, on its way out.
+    A rank on a lost node may live on for a while and must not overwrite it. Neither may a failure of a rank during
+    shutdown, after the run was ok.
     """
     error = record.get("error") or {}
     return record["status"] == "ok" or (error.get("rank") == -1 and not is_open(record))
 
 
-#: What of a cluster's options is part of what a run is; the rest says how its job is queued.
+#: The cluster options that are part of a run's identity; the others say how its job is queued.
 _SHAPE = ("nodes", "ranks_per_node", "gpus_per_node", "cpus_per_rank")
 
 
 def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two resolved configurations describe the same run, perhaps with other resources of the cluster.
+    """Whether two resolved configurations describe the same run, possibly with other cluster resources.
 
-    A run that has reached its time limit is given more time, and remains the run that it was.
+    For example, a run that reached its time limit may be given more time.
     """
 
     def work(config: Mapping[str, Any]) -> str:
@@ -148,9 +148,9 @@ def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:
-    """Sixteen hex digits that two runs share if and only if their resolved configurations are equal.
+    """Sixteen hex digits, equal for two runs if and only if their resolved configurations are equal.
 
-    Where a run began, ``resume``, is not what it is.
+    The option ``resume`` is ignored.
     """
     config = {name: value for name, value in config.items() if name not in ("resume", "sweep")}
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), default=str)

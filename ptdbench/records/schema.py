@@ -1,8 +1,8 @@
-"""What the fields of a record hold, and whether what was read from a file does.
+"""The schema of a record, and the validation of records read from files.
 
-A field may be missing: a record is written before its run begins, and by other versions of this package. What is there
-has the type that is stated here, so that readers need not ask. ``docs/record.md`` is made of this module and
-:mod:`ptdbench.records.findings` by :mod:`ptdbench.records.describe`: what stands below a field is its description.
+A field may be missing: a record is written before its run begins, and by other versions of this package. A field that
+is present has the type declared here. :mod:`ptdbench.records.describe` generates ``docs/record.md`` from this module
+and :mod:`ptdbench.records.findings`: the string below a field is its description.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, NoReturn, TypedDict, Union, get_args, get_origin, get_type_hints
 
-#: The form of record that this version writes.
+#: The schema version that this version writes.
 SCHEMA = 2
 
 
@@ -25,13 +25,13 @@ class Error(TypedDict):
     type: str
     """The class of the exception, or the name of the signal."""
     message: str
-    """What went wrong, for people."""
+    """The error message."""
     traceback: str
-    """The traceback as text; empty if the process could leave none."""
+    """The traceback as text; empty if the process could not write one."""
 
 
 class Layout(TypedDict, total=False):
-    """How a global batch falls onto the ranks."""
+    """How the global batch is divided among the ranks."""
 
     data: int
     """Shares that the global batch is divided into: ``replicate * shard``."""
@@ -50,7 +50,7 @@ class Layout(TypedDict, total=False):
     micro_batch: int
     """Samples of one forward pass."""
     microbatches: int
-    """Micro-batches that are in the pipeline together."""
+    """Micro-batches of one pass of the pipeline schedule."""
     accumulation: int
     """Passes whose gradients add up to one optimizer step."""
 
@@ -71,12 +71,12 @@ class StepSeconds(TypedDict, total=False):
 
 
 class Metrics(TypedDict, total=False):
-    """Figures of the timed steps, which are those after the warm-up; null is what cannot be known."""
+    """Figures of the timed steps, those after the warm-up; null if unknown."""
 
     step_seconds: StepSeconds | None
-    """How long steps take."""
+    """Statistics of the step times."""
     tokens_per_second: float | None
-    """Tokens of all ranks in all timed steps over the seconds of these; null where samples are no token sequences."""
+    """Tokens of all ranks in all timed steps over the seconds of these; null if samples are not token sequences."""
     samples_per_second: float | None
     """Samples of all ranks in all timed steps over the seconds of these."""
     tokens_per_second_per_device: float | None
@@ -84,53 +84,53 @@ class Metrics(TypedDict, total=False):
     samples_per_second_per_device: float | None
     """The same for one device."""
     model_flops_per_second: float | None
-    """FLOP/s of all devices by the model's formula; what is computed a second time does not count."""
+    """FLOP/s of all devices by the model's formula; recomputation does not count."""
     mfu: float | None
     """Model FLOP/s of a device over its dense peak by the data sheet."""
     mfu_reason: str | None
     """Why there is no ``mfu``."""
     ceiling_flops_per_second: float | None
-    """FLOP/s that ``workload=matmul`` has reached on this device in this arithmetic."""
+    """FLOP/s that ``workload=matmul`` measured on this device in this arithmetic."""
     share_of_ceiling: float | None
     """Model FLOP/s of a device over that ceiling."""
     ceiling_reason: str | None
     """Why there is no ceiling."""
     data_wait_share: float | None
-    """Share of the timed steps' seconds that ranks have waited for their batches."""
+    """Share of the timed steps' seconds spent waiting for batches."""
     peak_memory_bytes: float | None
     """Peak memory, the maximum over ranks: of the device, or of the process on a CPU."""
     first_step_seconds: float | None
     """Seconds from "ready to start" to the end of the first step on all ranks."""
     startup_seconds: dict[str, float] | None
-    """These by what took them: ``import``, ``config``, ``rendezvous``, ``check``, ``build``, ``first_step``."""
+    """These by phase: ``import``, ``config``, ``rendezvous``, ``check``, ``build``, ``first_step``."""
 
 
 class Evaluation(TypedDict):
-    """One look at the held-out part."""
+    """One evaluation on the held-out part."""
 
     step: int
-    """Optimizer steps that were done before it."""
+    """Number of optimizer steps done before it."""
     loss: float | None
-    """Mean loss of a target, label smoothing left out; null if it was not finite."""
+    """Mean loss per target, without label smoothing; null if it was not finite."""
     top1: float | None
-    """Share of the samples whose class had the largest output; null where samples have no classes."""
+    """Top-1 accuracy, 0 to 1; null if samples have no classes."""
     top5: float | None
-    """Share of those whose class was among the five largest."""
+    """Top-5 accuracy, 0 to 1."""
     bits_per_byte: float | None
-    """Loss in bits by byte of text; null where samples are no text."""
+    """Loss in bits per byte of text; null if samples are not text."""
     samples: int
     """Samples of the held-out part, each counted once."""
     seconds: float
-    """How long it took."""
+    """Duration."""
 
 
 class SegmentLayout(Layout, total=False):
-    """What steps must have in common for their times to be comparable: the layout, and what ran it."""
+    """What must be equal for the times of steps to be comparable: the layout, the launcher and the nodes."""
 
     parallel: dict[str, Any]
     """The options of ``parallel``."""
     launcher: str
-    """What started the ranks."""
+    """The launcher."""
     nodes: list[str]
     """The nodes, sorted."""
 
@@ -141,26 +141,26 @@ class Segment(TypedDict):
     first_step: int
     """The number of its first step."""
     steps: int
-    """Steps that it has done."""
+    """Number of steps that it has done."""
     layout: SegmentLayout
-    """What its times depend on. Starts with the same one share the timed steps of ``metrics``."""
+    """What its times depend on. ``metrics`` includes the timed steps of all starts with the same layout."""
     warmup_steps: int
-    """Its first steps, which are not timed."""
+    """Number of untimed steps at its beginning."""
     startup_seconds: dict[str, float]
-    """Seconds until the end of its first step, by what they were spent on."""
+    """Seconds until the end of its first step, by phase."""
 
 
 class Remarks(TypedDict, total=False):
-    """What the reader of a record should know."""
+    """Remarks on a run."""
 
     check: str | None
     """What the check before the run (``check=true``) found unsound."""
     cut_short: str | None
-    """That there were fewer steps than asked for, and why."""
+    """Why there were fewer steps than asked for."""
     resumed: str | None
-    """The step and the checkpoint that the run began with."""
+    """The step and the checkpoint that the run resumed from."""
     checkpoints: list[str] | None
-    """Checkpoints that were passed over or could not be written, and steps whose numbers are lost."""
+    """Checkpoints that were skipped or could not be written, and steps whose numbers are lost."""
     leaving: list[str] | None
     """Ranks that had to be ended after their work was done."""
 
@@ -178,7 +178,7 @@ class Train(TypedDict, total=False):
     """The options of ``train`` that readers use."""
 
     steps: int
-    """Steps that were asked for."""
+    """Number of steps asked for."""
 
 
 class Parallel(TypedDict, total=False):
@@ -192,11 +192,11 @@ class Config(TypedDict, total=False):
     """The resolved configuration: every option, of which these are read here; ``conf/`` describes all of them."""
 
     cluster: Cluster
-    """Where the ranks were asked to be."""
+    """The requested resources."""
     train: Train
-    """How much was to be trained."""
+    """The training options."""
     parallel: Parallel
-    """How the model was parallelized."""
+    """The parallelism."""
 
 
 class Owner(TypedDict):
@@ -211,11 +211,11 @@ class Owner(TypedDict):
     started: float
     """When it was created, in seconds since the epoch."""
     job: str | None
-    """Its SLURM job as squeue writes it; null outside of one."""
+    """Its SLURM job in the form of squeue; null outside a job."""
 
 
 class Environment(TypedDict, total=False):
-    """The machine and the installation that a number may depend on, as rank 0 sees them."""
+    """The machine and the installation, as seen by rank 0."""
 
     ptdbench: str | None
     """Version of this package."""
@@ -238,7 +238,7 @@ class Environment(TypedDict, total=False):
     devices: list[Any]
     """The GPUs that rank 0 sees."""
     git_commit: str | None
-    """The commit of this package, where it runs from a repository."""
+    """The commit of this package, if it runs from a repository."""
     git_dirty: bool | None
     """Whether files differ from that commit."""
     cpu: str | None
@@ -252,14 +252,14 @@ class Environment(TypedDict, total=False):
 
 
 class Identity(TypedDict):
-    """What every record has."""
+    """The fields of every record."""
 
     status: str
-    """``ok``, or how it failed: ``failed``, ``oom``, ``diverged``, ``timeout`` or ``preempted`` (which can go on)."""
+    """``ok``, or how it failed: ``failed``, ``oom``, ``diverged``, ``timeout`` or ``preempted`` (can be resumed)."""
     workload: str
-    """What was done: ``train``, ``hello``, ``matmul``, ``p2p``, ``collectives``, ``check`` or one of your own."""
+    """The workload: ``train``, ``hello``, ``matmul``, ``p2p``, ``collectives``, ``check`` or one of your own."""
     fingerprint: str
-    """Sixteen hex digits that two runs share if and only if their resolved configurations are equal."""
+    """Sixteen hex digits, equal for two runs if and only if their resolved configurations are equal."""
     directory: str
     """The run's directory when it ran."""
 
@@ -268,9 +268,9 @@ class Record(Identity, total=False):
     """``record.json`` of a run, and its line in the ``results.jsonl`` of its sweep."""
 
     schema: int
-    """The version of this description: 2. Records without one held their series in themselves."""
+    """The version of this schema: 2. Records without one contain their series."""
     model: str | None
-    """The choice of ``model``; null for a workload that does not train, as all that belongs to training."""
+    """The choice of ``model``; null for a workload that does not train, as are all fields of training."""
     parallel: str | None
     """The choice of ``parallel``."""
     world_size: int | None
@@ -278,41 +278,41 @@ class Record(Identity, total=False):
     global_batch: int | None
     """Samples of one optimizer step over all ranks."""
     tokens_per_sample: int | None
-    """Length of a sequence; null where samples are no token sequences."""
+    """Length of a sequence; null if samples are not token sequences."""
     precision: str | None
     """``fp32``, ``bf16`` or ``fp16``."""
     parameters: int | None
     """Parameters of the whole model; tied ones count once."""
     overrides: list[str] | None
-    """What was typed for the run; null where it is not known."""
+    """The overrides typed for the run; null if unknown."""
     started: str
     """When the run started, in UTC: ISO 8601."""
     owner: Owner | None
-    """The process that opened the record; null where it only waited to be started."""
+    """The process that opened the record; null if the run waited to be started."""
     launcher: str | None
-    """What started the ranks: ``local``, ``torchrun``, ``srun``, ..."""
+    """The launcher: ``local``, ``torchrun``, ``srun``, ..."""
     nodes: list[str] | None
-    """The nodes of the ranks, in the order of these."""
+    """The nodes, in the order of the ranks."""
     layout: Layout | None
-    """How the global batch fell onto the ranks."""
+    """How the global batch was divided among the ranks."""
     warmup_steps: int | None
-    """Steps of the last start of the run that were not timed."""
+    """Number of untimed steps of the last start of the run."""
     metrics: Metrics | None
-    """Figures of the timed steps; null for a run that did not come to its end."""
+    """Figures of the timed steps; null for a run that did not finish."""
     error: Error | None
     """Why the run did not end well; null if it did."""
     remarks: Remarks | None
-    """What the reader should know besides."""
+    """Remarks."""
     environment: Environment | None
     """Versions and hardware."""
     config: Config
     """The resolved configuration."""
     steps: int | None
-    """Optimizer steps that are done, those before a checkpoint included: so many rows has ``series.npy``."""
+    """Number of optimizer steps done, including those before a checkpoint: the number of rows of ``series.npy``."""
     final_loss: float | None
     """Loss of the last step; null if it was not finite."""
     evaluations: list[Evaluation] | None
-    """The looks at the held-out part, in the order of steps."""
+    """The evaluations on the held-out part, in the order of steps."""
     segments: list[Segment] | None
     """One for each start of the run."""
 
@@ -325,7 +325,7 @@ class _ListedSegment(TypedDict):
 
 
 class _Lists(TypedDict, total=False):
-    """What records before schema 2 held in the place of ``series.npy``, a number for each step."""
+    """The lists in records before schema 2 instead of ``series.npy``, one number per step."""
 
     losses: list[float | None] | None
     learning_rates: list[float | None] | None
@@ -337,7 +337,7 @@ class _Lists(TypedDict, total=False):
 
 
 class Progress(TypedDict):
-    """How far a run is that goes on: ``step`` of ``steps``, and ``unit`` ``per_second``."""
+    """The progress of a running run: ``step`` of ``steps``, and ``unit`` ``per_second``."""
 
     step: int
     steps: int
@@ -345,15 +345,15 @@ class Progress(TypedDict):
     per_second: float | None
 
 
-#: Larger ones cannot be shown as a figure: no quantity of a run comes near.
+#: Larger numbers are refused: they cannot be shown, and no quantity of a run is so large.
 _LARGEST = 2**63
 
 
 def record(text: bytes) -> dict[str, Any]:
-    """The record in a text; one from before schema 2 also has the ``steps`` and ``final_loss`` that it has now.
+    """Parse a record; one from before schema 2 gets the ``steps`` and ``final_loss`` of the current schema.
 
     Raises:
-        ValueError: It is not JSON, or no record.
+        ValueError: It is not JSON, or not a record.
     """
     value = parse(text, Record)
     if "schema" not in value:
@@ -365,11 +365,11 @@ def record(text: bytes) -> dict[str, Any]:
 
 
 def parse(text: bytes, kind: Any) -> dict[str, Any]:
-    """The strict JSON in a text.
+    """Parse strict JSON.
 
     Args:
-        text: What stands in a file.
-        kind: What the value must be; see :func:`fault`.
+        text: The content of a file.
+        kind: The required type; see :func:`fault`.
 
     Raises:
         ValueError: It is not JSON, or not of that type.
@@ -390,12 +390,12 @@ def parse(text: bytes, kind: Any) -> dict[str, Any]:
 
 
 def fault(value: object, kind: Any, name: str = "") -> str | None:
-    """What is wrong with a value that should be of a type, in a few words; ``None`` if nothing is.
+    """Describe in a few words why a value is not of a type; ``None`` if it is.
 
     Args:
         value: Parsed JSON.
         kind: A TypedDict, ``list[...]``, ``dict[str, ...]``, a union, a plain type, or ``Any``.
-        name: Where the value stands, as in ``metrics.mfu``; empty for the outermost.
+        name: The path of the value, as in ``metrics.mfu``; empty for the outermost.
     """
     if kind is Any or _is_plainly(value, kind):
         return None
@@ -422,7 +422,7 @@ def _fault_of_fields(value: dict[str, Any], kind: Any, name: str) -> str | None:
 
 
 def _is_plainly(value: object, kind: Any) -> bool:
-    """Whether a value is of a type without parts; a whole number will do for a ``float``, a boolean for no number."""
+    """Whether a value is of a plain type; an integer is accepted as a ``float``, a boolean not as a number."""
     if kind in (int, float) and isinstance(value, int) and not isinstance(value, bool):
         return -_LARGEST < value < _LARGEST
     if get_origin(kind) is list and isinstance(value, list):  # the long series

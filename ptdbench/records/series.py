@@ -1,9 +1,9 @@
-"""The long series of a run: ``series.npy`` in its directory, with a row of numbers for every step.
+"""The series of a run: ``series.npy`` in its directory, with a row of numbers for every step.
 
-The file is blocks one after the other, each an array in NumPy's own format (:func:`numpy.lib.format.write_array`), so
-that a block says itself what it holds: a later one may have another number of ranks, where a run was resumed elsewhere.
-Row ``i`` of all blocks together is step ``i``. What a killed writer left of the last block is none: a reader stops
-before it, and the next writer cuts it off. ``numpy.load`` on the open file gives one block after the other too.
+The file is a sequence of blocks, each an array in NumPy's own format (:func:`numpy.lib.format.write_array`) and so
+self-describing: after a resume elsewhere a block may have another number of ranks. Row ``i`` of all blocks together is
+step ``i``. An incomplete last block, left by a killed writer, is ignored by readers and truncated by the next writer.
+``numpy.load`` on the open file also returns one block per call.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from numpy.lib import format as npy
 
 NAME = "series.npy"
 
-#: Columns of one number a step. What is not known of a step is NaN.
+#: Columns of one number per step; NaN if unknown.
 NUMBERS = ("loss", "learning_rate", "gradient_norm", "wait_seconds", "memory_bytes")
 
-#: Where records and checkpoints before schema 2 held these columns.
+#: The names of these columns in records and checkpoints before schema 2.
 _LISTS = {
     "loss": "losses",
     "learning_rate": "learning_rates",
@@ -33,7 +33,7 @@ _LISTS = {
 
 
 def unknown(steps: int, ranks: int = 1) -> np.ndarray:
-    """``[steps]`` rows without a number in them, to be filled in.
+    """``[steps]`` rows of NaN, to be filled in.
 
     The columns are those of :data:`NUMBERS` and ``step_seconds``, ``[ranks]`` in each row; all of them float64.
     """
@@ -41,7 +41,7 @@ def unknown(steps: int, ranks: int = 1) -> np.ndarray:
 
 
 def append(path: Path, rows: np.ndarray) -> None:
-    """Add a block to a file that ends with a whole one, or that is not there yet; through to the disk.
+    """Append a block to a file that ends with a complete one or does not exist yet, and sync it to disk.
 
     Raises:
         OSError: It could not be written; the file is as it was before.
@@ -58,7 +58,7 @@ def append(path: Path, rows: np.ndarray) -> None:
 
 
 def keep(path: Path, steps: int) -> int:
-    """Cut a file down to its first ``steps`` steps; returns how many of them it holds."""
+    """Truncate a file to its first ``steps`` steps; returns how many of them it holds."""
     kept = 0
     with path.open("a+b") as file:
         file.seek(0)
@@ -69,7 +69,7 @@ def keep(path: Path, steps: int) -> int:
                 break
             kept += len(block)
         file.truncate()
-        if kept < steps and block is not None:  # the block that goes on beyond them
+        if kept < steps and block is not None:  # the block that extends beyond them
             file.write(_block(block[: steps - kept]))
             kept = steps
     return kept
@@ -82,14 +82,14 @@ def copy(source: Path, target: Path, steps: int) -> int:
 
 
 def write(path: Path, content: Iterable[np.ndarray]) -> None:
-    """Write a file of these blocks in the place of what is there."""
+    """Replace a file by one with these blocks."""
     with path.open("wb") as file:
         for rows in content:
             file.write(_block(rows))
 
 
 def blocks(path: Path) -> Iterator[np.ndarray]:
-    """The blocks of a file, one in memory at a time; none where it is missing."""
+    """The blocks of a file, one in memory at a time; none if it is missing."""
     try:
         file = path.open("rb")
     except (FileNotFoundError, IsADirectoryError):
@@ -102,7 +102,7 @@ def blocks(path: Path) -> Iterator[np.ndarray]:
 def column(content: Iterable[np.ndarray], name: str) -> np.ndarray:
     """A column of all blocks: ``[steps]``, or ``[steps, ranks]`` of ``step_seconds``.
 
-    ``slowest_seconds`` are those of each step's slowest rank. Ranks that were not there in a step are NaN.
+    ``slowest_seconds`` are those of each step's slowest rank. Ranks that did not take part in a step are NaN.
     """
     parts = [slowest(rows) if name == "slowest_seconds" else rows[name] for rows in content]
     if name == "step_seconds":
@@ -118,7 +118,7 @@ def slowest(rows: np.ndarray) -> np.ndarray:
 
 
 def from_lists(fields: Mapping[str, Any]) -> np.ndarray:
-    """The rows of a record, or of a checkpoint's facts, from before schema 2, when they held their series as lists."""
+    """The rows of a record or a checkpoint's facts from before schema 2, which hold their series as lists."""
     steps = len(fields.get("losses") or [])
     own = fields.get("rank_step_seconds") or []
     # Before there were segments, the times were those of the last start of the run.
@@ -148,7 +148,7 @@ def _block(rows: np.ndarray) -> bytes:
 
 
 def _read(file: BinaryIO) -> np.ndarray | None:
-    """The block that begins here; ``None`` where no whole one does."""
+    """The block that begins here; ``None`` if it is not complete."""
     try:
         if npy.read_magic(file) != (1, 0):
             return None
@@ -156,5 +156,5 @@ def _read(file: BinaryIO) -> np.ndarray | None:
         if steps < 0 or dtype != _dtype(dtype["step_seconds"].shape[0]):
             return None
         return np.frombuffer(file.read(steps * dtype.itemsize), dtype, steps)
-    except Exception:  # what the parser of headers raises for any bytes is of many kinds
+    except Exception:  # the header parser raises many types for arbitrary bytes
         return None

@@ -1,6 +1,6 @@
-"""Records on disk: one ``record.json`` in a run's directory, one line of ``results.jsonl`` in its sweep's.
+"""Records on disk: ``record.json`` in a run's directory, and a line of ``results.jsonl`` in its sweep's.
 
-How they are written, :mod:`ptdbench.records.files` says.
+See :mod:`ptdbench.records.files` for how they are written.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ RECORD = "record.json"
 RESULTS = "results.jsonl"
 LOCK = ".lock"
 
-#: What a sweep's directory is known by.
+#: The files that identify a sweep's directory.
 OF_SWEEPS = (RESULTS, "sweep.json", "multirun.yaml")
 
 
 class Damaged(ValueError):
-    """A file that does not hold what was written to it; the message names it and says in one line what is wrong."""
+    """A damaged file; the message names it and says in one line what is wrong."""
 
 
 def write_record(directory: Path, record: Mapping[str, Any]) -> Path:
-    """Write a run's record, atomically and through to the disk; an older one is replaced.
+    """Write a run's record, atomically and synced to disk; an older one is replaced.
 
     Returns:
         The path of the record.
@@ -48,8 +48,8 @@ def load_record(directory: Path) -> dict[str, Any]:
     """The record of the run in ``directory``.
 
     Raises:
-        FileNotFoundError: The run has left none.
-        Damaged: It is not what a run writes.
+        FileNotFoundError: There is none.
+        Damaged: It is damaged.
     """
     path = directory / RECORD
     try:
@@ -59,9 +59,9 @@ def load_record(directory: Path) -> dict[str, Any]:
 
 
 def earlier_record(directory: Path) -> dict[str, Any] | None:
-    """The record that an earlier start of the run has left, for one who is about to write another.
+    """The record of an earlier start of the run, read before it is replaced.
 
-    A damaged one counts for nothing, and is kept as ``record.json.damaged``.
+    A damaged one is ignored, and kept as ``record.json.damaged``.
     """
     try:
         return load_record(directory)
@@ -71,15 +71,15 @@ def earlier_record(directory: Path) -> dict[str, Any] | None:
         names = (directory / name for name in _numbered(f"{RECORD}.damaged"))
         aside = next(path for path in names if not os.path.lexists(path))
         (directory / RECORD).rename(aside)
-        say(f"{damage}; it is kept as {aside.name}, and the run is done again", sys.stderr)
+        say(f"{damage}; it is kept as {aside.name}, and the run is repeated", sys.stderr)
         return None
 
 
 def append_result(sweep_directory: Path, record: Mapping[str, Any]) -> None:
-    """Add a record to the results of a sweep, whose runs may end at the same time in several processes.
+    """Append a record to the results of a sweep, whose runs may end at the same time in several processes.
 
-    The line goes out in one write under a lock. What a killed writer left of a line is removed first: its run
-    still has its own record.
+    The line is written at once under a lock. A partial line, left by a killed writer, is removed first: its run still
+    has its own record.
 
     Raises:
         OSError: The line could not be written; the file is as it was before.
@@ -87,25 +87,25 @@ def append_result(sweep_directory: Path, record: Mapping[str, Any]) -> None:
     line = (json.dumps(strict(record), allow_nan=False) + "\n").encode()
     descriptor = os.open(sweep_directory / RESULTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        with suppress(OSError):  # some cluster file systems have no locks; one appending write is the best there
+        with suppress(OSError):  # on file systems without locks, a single appending write is the best option
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         end = _cut_torn_line(descriptor)
         if os.write(descriptor, line) != len(line):
             os.ftruncate(descriptor, end)
             raise OSError(f"no room for a result in {sweep_directory / RESULTS}")
     finally:
-        os.close(descriptor)  # which also gives the lock back
+        os.close(descriptor)  # also releases the lock
 
 
 def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _: None) -> list[dict[str, Any]]:
     """The records of a sweep in the order in which its runs ended.
 
-    Where a run has several, as one that was interrupted and went on, the last one counts.
+    If a run has several, for example after a resume, the last one counts.
 
     Args:
         sweep_directory: The sweep's directory.
-        tell: Is given a sentence for each line that is damaged and so passed over. What a killed writer left of the
-            last line is none: its run has a record of its own.
+        tell: Called with a message for each damaged line, which is skipped. A partial last line, left by a killed
+            writer, is ignored: its run has its own record.
     """
     path = sweep_directory / RESULTS
     if not path.exists():
@@ -117,14 +117,14 @@ def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _
             record = schema.record(line)
         except ValueError as error:
             if line.strip() and number < len(lines):
-                tell(f"{path}: line {number} is damaged and passed over: {error}")
+                tell(f"{path}: line {number} is damaged and skipped: {error}")
         else:
             records[below(sweep_directory, record["directory"])] = record
     return list(records.values())
 
 
 def below(sweep_directory: Path, path: str) -> str:
-    """A run's directory as it is below its sweep's, which may have been moved since.
+    """A run's directory relative to its sweep's, which may have been moved since.
 
     ``outputs/<sweep>/toy/ddp`` becomes ``toy/ddp``.
     """
@@ -134,24 +134,24 @@ def below(sweep_directory: Path, path: str) -> str:
 
 
 def _require_unused(directory: Path, option: str) -> None:
-    """Raise a ConfigError if a directory that ``option`` names holds results: nothing finished is overwritten."""
+    """Raise a ConfigError if a directory that ``option`` names holds results: they are never overwritten."""
     of_sweep = any((directory / name).exists() for name in OF_SWEEPS) or any(directory.glob(f"*/{RECORD}"))
     if of_sweep or (directory / RECORD).exists():
-        remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to go on with it, or another directory"
-        raise ConfigError([Problem(option, directory, "there are results already", remedy)])
+        remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to continue it, or another directory"
+        raise ConfigError([Problem(option, directory, "it already holds results", remedy)])
 
 
 def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], again: bool) -> None:
-    """Take a directory until this process ends, and write its first files.
+    """Lock a directory until this process ends, and write its first files.
 
     Args:
         directory: It may exist already, and hold other things.
         option: The option that it came from, for the message.
         fill: As for :func:`claim_directory`.
-        again: Whether results that are there already are gone on with; else they are a reason to refuse.
+        again: Whether existing results are continued; else they are refused.
 
     Raises:
-        ConfigError: Another process is writing there, nobody may, or there are results already.
+        ConfigError: Another process is writing there, it is not writable, or it holds results.
     """
     try:
         is_new = appear(directory, fill)
@@ -176,19 +176,18 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
 
 
 def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, Path], None]) -> Path:
-    """Make a directory that no other process has been given: ``name``, else ``name-2``, ``name-3``, ...
+    """Create a directory of this process alone: ``name``, else ``name-2``, ``name-3``, ...
 
-    It appears with its first files in it: whoever is killed at any moment leaves no directory of which nobody knows
-    what it is.
+    It appears with its first files in it, so that a killed process never leaves an unidentified directory.
 
     Args:
-        parent: Where to make it; made where it is missing.
-        name: Wished name. What would need quoting in a shell or in an override becomes ``-``.
+        parent: The parent directory; created if missing.
+        name: The preferred name. Characters that need quoting in a shell or an override become ``-``.
         option: The option that ``parent`` came from, for the message.
         fill: Called with a folder to write the first files into, at least one, and the name that it will have.
 
     Raises:
-        ConfigError: Nothing can be made there.
+        ConfigError: It is not writable.
     """
     stem = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.")[:200] or "run"
     try:
@@ -203,7 +202,7 @@ def _unwritable(directory: Path, option: str, error: OSError) -> ConfigError:
 
 
 def _cut_torn_line(descriptor: int) -> int:
-    """Cut off what follows the last line end, and return the length that is left."""
+    """Truncate after the last line end; returns the remaining length."""
     size = os.fstat(descriptor).st_size
     if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
         return size

@@ -1,4 +1,4 @@
-"""What came of a run's steps: the fields of its record, made of the series that all ranks have brought together."""
+"""The result of a training run: the fields of its record, computed from the series gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ptdbench.workloads.matmul import known_ceiling
 
 
 def outcome(job: Job, recorder: Recorder, remarks: Mapping[str, Any]) -> Outcome:
-    """The record's fields, and whether the run has diverged; called in all ranks, when their steps are done.
+    """Compute the record's fields and whether the run diverged; called in all ranks after the last step.
 
     Args:
         job: The run.
-        recorder: Has its steps.
-        remarks: What the reader of the record should know.
+        recorder: Holds the steps of the run.
+        remarks: Remarks for the record.
 
     Returns:
-        On rank 0; the others know nothing but the remarks.
+        All fields on rank 0; only the remarks on other ranks.
     """
     shown = recorder.finish()
     peak = torch.tensor(memory.peak_bytes(job.device), device=job.device)
@@ -55,28 +55,28 @@ def outcome(job: Job, recorder: Recorder, remarks: Mapping[str, Any]) -> Outcome
         "final_loss": losses[-1] if len(losses) else None,
         "segments": segments,
     }
-    wrong = np.flatnonzero(np.isnan(losses) & np.isfinite(seconds))  # a step that was lost has no time either
+    wrong = np.flatnonzero(np.isnan(losses) & np.isfinite(seconds))  # a lost step has no time either
     error = FloatingPointError(f"the loss of step {wrong[0]} is not a finite number") if len(wrong) else None
     return Outcome(fields, error=error, shown=shown)
 
 
 def _of(segment: Mapping[str, Any], values: np.ndarray) -> np.ndarray:
-    """What of a series belongs to one start of the run."""
+    """The part of a series that belongs to one start of the run."""
     return values[segment["first_step"] :][: segment["steps"]]
 
 
 def _measurement(
     job: Job, last: Mapping[str, Any], seconds: np.ndarray, earlier: np.ndarray, waits: np.ndarray, peak: int
 ) -> Measurement:
-    """What the figures are made of.
+    """Collect the input of the metrics.
 
     Args:
         job: The run.
         last: The segment of this process.
-        seconds: Its steps', on the slowest rank.
-        earlier: Those of the timed steps of earlier segments of the same layout.
-        waits: What each of its steps has waited for its batch.
-        peak: Bytes.
+        seconds: Seconds of each of its steps on the slowest rank.
+        earlier: Seconds of the timed steps of earlier segments of the same layout.
+        waits: Seconds that each of its steps waited for its batch.
+        peak: Peak memory in bytes.
     """
     spec, training = job.spec, job.training
     dtype = precision.arithmetic(spec.config.general.precision, job.device.type)

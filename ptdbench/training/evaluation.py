@@ -1,4 +1,4 @@
-"""What a model makes of samples that it is not trained on: exact, whatever the number of ranks."""
+"""Evaluation on held-out samples: exact for any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ptdbench.training.loop import StepLoop
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One look at the held-out part.
+    """One evaluation on the held-out part.
 
     Attributes:
-        step: Optimizer steps that were done before it.
-        samples: How many samples there were, each of them counted once.
-        loss: Mean loss of a target, in nats for cross entropy; label smoothing left out.
-        top1: Share of the samples whose class had the largest output; ``None`` where samples have no classes.
-        top5: Share of those whose class was among the five largest.
-        bits_per_byte: Loss in bits by byte of text; ``None`` where samples are no text.
-        seconds: How long it took.
+        step: Number of optimizer steps done before it.
+        samples: Number of samples, each counted once.
+        loss: Mean loss per target, in nats for cross entropy, without label smoothing.
+        top1: Top-1 accuracy, 0 to 1; ``None`` if samples have no classes.
+        top5: Top-5 accuracy, 0 to 1.
+        bits_per_byte: Loss in bits per byte of text; ``None`` if samples are not text.
+        seconds: Duration.
     """
 
     step: int
@@ -41,8 +41,8 @@ class Evaluation:
     seconds: float
 
     def better_than(self, other: Evaluation) -> bool:
-        """Whether a person would rather have the model that this was said of."""
-        if math.isnan(self.loss) or math.isnan(other.loss):  # it has diverged
+        """Whether this is the better evaluation: by top-1 accuracy if there is one, else by loss."""
+        if math.isnan(self.loss) or math.isnan(other.loss):  # diverged
             return not math.isnan(self.loss)
         if self.top1 is not None and other.top1 is not None:
             return self.top1 > other.top1
@@ -50,11 +50,11 @@ class Evaluation:
 
     @staticmethod
     def of(fields: Mapping[str, Any]) -> Evaluation:
-        """The evaluation that :meth:`as_dict` wrote down; JSON has no NaN: there it is null."""
+        """The evaluation that :meth:`as_dict` serialized; JSON has no NaN, so a NaN loss is null there."""
         return Evaluation(**{**fields, "loss": math.nan if fields["loss"] is None else fields["loss"]})
 
     def __str__(self) -> str:
-        """The figure that matters, as in ``held-out 97.2 %``."""
+        """The main figure, as in ``held-out 97.2 %``."""
         if self.top1 is not None:
             return f"held-out {100 * self.top1:.1f} %"
         if self.bits_per_byte is not None:
@@ -62,25 +62,24 @@ class Evaluation:
         return f"held-out loss {self.loss:.4f}"
 
     def as_dict(self) -> dict[str, Any]:
-        """As it stands in a record."""
+        """The fields as stored in a record."""
         return asdict(self)
 
 
 class Evaluator:
-    """Evaluates a run's model on all of its ranks.
+    """Evaluates the model on all ranks.
 
-    The held-out part is cut into blocks of ``eval.micro_batch`` samples, which the replicas take in turns. A block is
-    the same whatever the number of ranks, it is added up by one replica only, and the sums are put together exactly: so
-    one rank and many come to the same result, where a sampler that fills up the last ranks would count some samples
-    twice.
+    The held-out part is split into blocks of ``eval.micro_batch`` samples, assigned to the replicas round-robin. A
+    block does not depend on the number of ranks, is summed by one replica only, and the sums are combined exactly: the
+    result is the same for any number of ranks, while a sampler that pads the last ranks would count some samples twice.
 
     Attributes:
-        done: The evaluations so far, those before a checkpoint included.
-        remark: What a person who watches the steps should read of the last one of this process.
+        done: The evaluations so far, including those before a checkpoint.
+        remark: Text for the progress line: the last evaluation of this process.
 
     Args:
-        job: The run; its data are prepared.
-        loop: Has the model.
+        job: The run, with its data prepared.
+        loop: The step loop that trains the model.
     """
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
@@ -93,7 +92,7 @@ class Evaluator:
 
     @property
     def best(self) -> Evaluation | None:
-        """The best so far, the earliest of several."""
+        """The best evaluation so far; the earliest of equals."""
         best = None
         for evaluation in self.done:
             best = evaluation if best is None or evaluation.better_than(best) else best
@@ -101,19 +100,19 @@ class Evaluator:
 
     @property
     def is_best(self) -> bool:
-        """Whether the weights as they are now have been judged, and none before were as good."""
+        """Whether the current weights have been evaluated and are the best so far."""
         return bool(self.done) and self.done[-1].step == self._loop.done and self.best is self.done[-1]
 
-    def go_on(self, done: Sequence[Mapping[str, Any]]) -> None:
-        """Begin after the evaluations that a checkpoint holds, as they stand in a record."""
+    def resume(self, done: Sequence[Mapping[str, Any]]) -> None:
+        """Continue after the evaluations stored in a checkpoint, in the form of a record."""
         self.done = [Evaluation.of(fields) for fields in done]
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """The evaluations so far, as they stand in a record."""
+        """The evaluations so far, as stored in a record."""
         return [evaluation.as_dict() for evaluation in self.done]
 
     def due(self, at_end: bool = False) -> bool:
-        """Whether it is time to evaluate: every ``eval.every`` steps, and after the last."""
+        """Whether an evaluation is due: every ``eval.every`` steps and after the last step."""
         every, steps = self._job.spec.config.eval.every, self._loop.done
         if every is None or (self.done and self.done[-1].step == steps):
             return False
@@ -130,7 +129,7 @@ class Evaluator:
     def _evaluate(self) -> Evaluation:
         started = time.perf_counter()
         module, held_out = self._loop.engine.module, self._job.training.data.held_out
-        assert held_out is not None  # assemble() has refused data without
+        assert held_out is not None  # assemble() refuses data without a held-out part
         module.eval()
         with torch.no_grad(), self._loop.update.averaged():
             _share_buffers(module, self._loop.replicas)
@@ -150,24 +149,24 @@ class Evaluator:
         )
 
     def _sums(self, held_out: HeldOut) -> Tensor:
-        """``[blocks, 3]`` in float64: the sum of a block's losses, and how many of it are right in one and in five."""
+        """``[blocks, 3]`` in float64: each block's sum of losses, its top-1 hits and its top-5 hits."""
         size, replicas = self._job.spec.config.eval.micro_batch, self._job.training.layout.replicas
         blocks = math.ceil(len(held_out) / size)
         sums = torch.zeros(blocks, 3, dtype=torch.float64, device=self._job.device)
         for first in range(0, blocks, replicas):
-            # A replica for which no block is left takes part with another's: under FSDP a layer needs all ranks.
+            # A replica without a block of its own computes another's: under FSDP every forward needs all ranks.
             block = first + self._loop.replica
             idle = block >= blocks
             start = (first if idle else block) * size
             inputs, targets = held_out.samples(start, min(start + size, len(held_out)))
-            found = self._judge(inputs.to(self._job.device), targets.to(self._job.device))
+            found = self._evaluate_block(inputs.to(self._job.device), targets.to(self._job.device))
             if found is not None and not idle:
                 sums[block] = found
-        dist.all_reduce(sums)  # a block is zero on all ranks but one, so that nothing is rounded
+        dist.all_reduce(sums)  # exact: a block is zero on all ranks but one
         return sums
 
-    def _judge(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """A block's three sums, on a rank that holds the model's end."""
+    def _evaluate_block(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """A block's three sums, on a rank that owns the loss; else ``None``."""
         engine = self._loop.engine
         if not self._classifies:
             loss = engine.outputs(inputs, targets)  # the logits of a language model may not fit into memory
@@ -181,6 +180,6 @@ class Evaluator:
 
 
 def _share_buffers(module: nn.Module, replicas: dist.ProcessGroup | None) -> None:
-    """Let all replicas judge with the first one's statistics: a batch norm's differ, as each has seen other samples."""
+    """Broadcast the first replica's buffers: batch norm statistics differ, as each replica saw other samples."""
     for buffer in module.buffers():
         dist.broadcast(buffer, group=replicas, group_src=0)

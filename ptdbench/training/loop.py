@@ -1,4 +1,4 @@
-"""The step loop: one optimizer step after another, each under the clock, and nothing else under it."""
+"""The step loop: runs optimizer steps and times nothing but them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ptdbench.measure import clock, memory
 from ptdbench.parallel.engine import Engine
 from ptdbench.training.update import Update
 
-#: Steps between two collections of garbage. The collector is off inside steps, where it would strike at random.
+#: Steps between garbage collections. The collector is off during steps, where it would distort timings.
 COLLECT_EVERY = 100
 
 
 def collect_garbage() -> None:
-    """Collect garbage, and exempt what survives from later collections, until ``gc.unfreeze()``.
+    """Collect garbage, and exempt surviving objects from later collections until ``gc.unfreeze()``.
 
-    A collection that goes through everything torch has imported takes as long as a step of a small model.
+    A collection over everything that torch has imported takes as long as a step of a small model.
     """
     gc.collect()
     gc.freeze()
@@ -30,15 +30,15 @@ def collect_garbage() -> None:
 
 @dataclass(frozen=True)
 class Steps:
-    """What one rank notes of steps that it has taken: of each one an item.
+    """Measurements of one rank, one item per step.
 
     Attributes:
-        losses: This rank's share, on the device.
+        losses: This rank's share of the loss, on the device.
         learning_rates: Of the first parameter group.
-        gradient_norms: Before clipping, on the device; empty where nothing is clipped.
-        wait_seconds: How long the step has waited for its batch.
-        memory_bytes: Memory in use after it.
-        seconds: How long it took.
+        gradient_norms: Before clipping, on the device; empty without clipping.
+        wait_seconds: Time spent waiting for the batch.
+        memory_bytes: Memory in use after the step.
+        seconds: Duration of the step.
     """
 
     losses: list[Tensor]
@@ -50,25 +50,25 @@ class Steps:
 
 
 class StepLoop:
-    """Trains step by step.
+    """Runs optimizer steps.
 
     Attributes:
         engine: Turns a batch into gradients.
         update: Turns gradients into new weights.
-        feed: Gives the batches.
-        replicas: The ranks that hold replicas of what this rank holds, if there are more.
-        replica: This rank's number among them: which share of the batch is its own.
-        first_step: Steps that were done before this loop: it goes on after a checkpoint.
-        losses: This rank's share of each undrained step's loss, on the device: reading one waits for it.
+        feed: Supplies the batches.
+        replicas: Process group of the ranks with replicas of this rank's part; ``None`` if there is one replica.
+        replica: This rank's index among them, which selects its share of the batch.
+        first_step: Number of steps done before this loop, when resumed from a checkpoint.
+        losses: This rank's share of each undrained step's loss, on the device; reading one synchronizes.
         memory_bytes: Memory in use after each undrained step.
-        clock: Holds the undrained steps' times.
+        clock: Times of the undrained steps.
 
     Args:
         engine: Turns a batch into gradients.
         update: Turns gradients into new weights.
-        feed: Gives this rank's batches.
+        feed: Supplies this rank's batches.
         device: This rank's device.
-        replicas: The ranks that hold replicas of what this rank holds; without them it is the only one.
+        replicas: Process group of the ranks with replicas of this rank's part; ``None`` if there is one replica.
     """
 
     def __init__(
@@ -93,25 +93,25 @@ class StepLoop:
 
     @property
     def taken(self) -> int:
-        """Steps that this loop has taken."""
+        """Number of steps done by this loop."""
         return self._drained + len(self.losses)
 
     @property
     def done(self) -> int:
-        """Steps of the run that are done, those before this loop included."""
+        """Number of steps done by the run, including those before this loop."""
         return self.first_step + self.taken
 
-    def go_on(self, first_step: int, scaler: dict[str, Any]) -> None:
-        """Begin after ``first_step`` steps, whose weights and optimizer state are in place."""
+    def resume(self, first_step: int, scaler: dict[str, Any]) -> None:
+        """Continue after ``first_step`` steps; weights and optimizer state are already restored."""
         self.first_step = first_step
         self.update.load_scaler(scaler)
 
     def rehearse(self) -> None:
-        """Let the engine settle on the next step's batch; nothing else changes."""
+        """Let the engine reach its steady state on the next step's batch; no training state changes."""
         self.engine.rehearse(*self.feed.peek(self.done), self.update.scale)
 
     def step(self) -> None:
-        """One optimizer step; on a GPU its work is queued when this returns."""
+        """Run one optimizer step; on a GPU its work is queued when this returns."""
         number = self.done
         self.clock.start()
         inputs, targets = self.feed(number)
@@ -124,7 +124,7 @@ class StepLoop:
             collect_garbage()
 
     def drain(self) -> Steps:
-        """What this rank has noted of the steps since the last call; from now on nothing of it is held here."""
+        """Return and release the measurements of the steps since the last call."""
         noted = Steps(
             losses=list(self.losses),
             learning_rates=list(self.update.learning_rates),

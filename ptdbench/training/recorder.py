@@ -1,7 +1,7 @@
-"""A run's series while it goes on: drained from all ranks now and then, and appended to one file by rank 0.
+"""The series of a running run: drained from all ranks periodically, and appended to one file by rank 0.
 
-Nobody holds more than the steps since the last time, and nothing is brought together twice: a save or an evaluation
-costs the same after a million steps as after ten.
+No rank holds more than the steps since the last drain, and nothing is gathered twice: the cost of a save or an
+evaluation does not grow with the number of steps.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ptdbench.report.tensorboard import Live
 from ptdbench.terminal import say
 from ptdbench.training.loop import StepLoop
 
-#: Steps after which what the ranks hold is drained and shown, where no evaluation does it.
+#: Steps after which the series are drained and shown, if no evaluation does so earlier.
 DRAIN_EVERY = 1000
 
 
 class Recorder:
-    """Brings together what the ranks note of their steps, for the series file and for TensorBoard.
+    """Gathers the measurements of all ranks for the series file and TensorBoard.
 
     Attributes:
-        path: The series file, which rank 0 writes.
-        warnings: Steps before those of this process whose numbers are lost, and why.
+        path: The series file, written by rank 0.
+        warnings: Which steps before this process have lost their numbers, and why.
 
     Args:
         job: The run.
-        loop: Takes the steps.
+        loop: The step loop.
     """
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
@@ -52,12 +52,12 @@ class Recorder:
         self._live = Live(job.directory) if shows else None
 
     def begin(self, steps: int = 0, source: Path | None = None, facts: Mapping[str, Any] | None = None) -> None:
-        """Take over the steps before those of this process; called in all ranks, before the first step.
+        """Take over the steps done before this process; called in all ranks, before the first step.
 
         Args:
-            steps: How many there are.
-            source: The directory of the run that has done them.
-            facts: Those of its checkpoint: their ``segments`` and, before schema 2, the series too.
+            steps: Number of these steps.
+            source: Directory of the run that did them.
+            facts: Facts of its checkpoint: the ``segments`` and, before schema 2, the series too.
         """
         facts = facts or {}
         lists = ("timed_seconds", "rank_step_seconds")  # before schema 2
@@ -67,17 +67,19 @@ class Recorder:
             return
         if (known := self._take_over(steps, source, facts)) < steps:
             series.append(self.path, series.unknown(steps - known))
-            lost = f"{source}/{series.NAME} holds {known} of the {steps} steps before: the others have no numbers"
+            lost = (
+                f"{source}/{series.NAME} holds {known} of the {steps} steps before: the numbers of the others are lost"
+            )
             self.warnings.append(lost)
             say(f"warning: {lost}", sys.stderr)
 
     @property
     def due(self) -> bool:
-        """Whether :meth:`show` was not called for :data:`DRAIN_EVERY` steps."""
+        """Whether the last :meth:`show` was :data:`DRAIN_EVERY` steps ago."""
         return self._loop.taken - self._shown >= DRAIN_EVERY
 
     def drain(self) -> None:
-        """Bring together the steps since the last time; called in all ranks, between two steps."""
+        """Gather the steps since the last call; called in all ranks, between two steps."""
         if not self._loop.losses:
             return
         with self._job.watchdog.paused():
@@ -86,25 +88,25 @@ class Recorder:
                 self._unwritten.append(rows)
                 if self._live:
                     self._unshown.append(rows)
-                with suppress(OSError):  # another try with the next ones; finish() tells
+                with suppress(OSError):  # retried with the next steps; finish() reports it
                     self._write()
-            dist.barrier()  # else the others would wait for rank 0 within their next step, under its clock
+            dist.barrier()  # else the others would wait for rank 0 inside their next, timed step
 
     def show(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
-        """Let TensorBoard show new steps and these ``evaluations``; called in all ranks, between two steps."""
+        """Write new steps and these ``evaluations`` to TensorBoard; called in all ranks, between two steps."""
         self.drain()
         self._shown = self._loop.taken
         if self._live and self._unshown:
             rows, self._unshown = np.concatenate(self._unshown), []
-            with suppress(OSError):  # nobody stops training because curves cannot be written
+            with suppress(OSError):  # training continues if curves cannot be written
                 known = store.load_record(self._job.directory)
                 self._live.show(known, self._loop.done - len(rows), rows, evaluations)
         dist.barrier()
 
     def segments(self) -> list[dict[str, Any]]:
-        """One for each start of the run so far, as in a record but for ``warmup_steps``; called in all ranks.
+        """One segment per start of the run so far, as in a record except ``warmup_steps``; called in all ranks.
 
-        The ranks' own times until the end of the first step are brought together when this is called first.
+        The first call gathers the ranks' startup times up to the end of the first step.
         """
         if self._startup is None:
             laps: list[Any] = [None] * self._job.world.size
@@ -119,10 +121,10 @@ class Recorder:
         return [*self._earlier, mine]
 
     def finish(self) -> int:
-        """Bring the last steps to the disk; called in all ranks.
+        """Write the last steps to disk; called in all ranks.
 
         Returns:
-            How many steps TensorBoard shows already.
+            Number of steps already written to TensorBoard.
 
         Raises:
             OSError: They could not be written.
@@ -135,7 +137,7 @@ class Recorder:
         return self._live.shown
 
     def _take_over(self, steps: int, source: Path | None, facts: Mapping[str, Any]) -> int:
-        """Begin the file with so many steps of another one, or of this one itself; how many there were."""
+        """Start the file with the first steps of another one, or of itself; returns how many were found."""
         if "losses" in facts:
             series.write(self.path, [series.from_lists(facts)])
             return series.keep(self.path, steps)
@@ -144,7 +146,7 @@ class Recorder:
         return series.copy(source / series.NAME, self.path, steps)
 
     def _gathered(self) -> np.ndarray:
-        """The rows of the steps since the last time, the same on every rank."""
+        """The rows of the steps since the last drain, the same on every rank."""
         job, noted = self._job, self._loop.drain()
         losses = torch.stack(noted.losses).flatten().double() * self._loop.engine.owns_loss
         dist.all_reduce(losses)
@@ -152,10 +154,10 @@ class Recorder:
         dist.all_reduce(most, dist.ReduceOp.MAX)
         seconds = torch.zeros(len(losses), job.world.size, dtype=torch.float64, device=job.device)
         seconds[:, job.world.rank] = torch.tensor(noted.seconds, dtype=torch.float64)
-        dist.all_reduce(seconds)  # gloo gathers no tensors of GPUs
+        dist.all_reduce(seconds)  # gloo cannot gather GPU tensors
 
         rows = series.unknown(len(losses), job.world.size)
-        rows["loss"] = _finite(losses / job.training.layout.replicas)  # after the sum, whose order does not matter then
+        rows["loss"] = _finite(losses / job.training.layout.replicas)  # divide after the sum
         rows["learning_rate"] = noted.learning_rates
         if noted.gradient_norms:
             rows["gradient_norm"] = _finite(torch.stack(noted.gradient_norms))
@@ -170,7 +172,7 @@ class Recorder:
 
 
 def _layout(job: Job) -> dict[str, Any]:
-    """What steps must have in common for their times to be comparable."""
+    """What must be equal for the times of steps to be comparable."""
     return {
         "parallel": job.spec.config.resolved["parallel"],
         "launcher": job.world.launcher,
@@ -185,7 +187,7 @@ def _finite(values: torch.Tensor) -> np.ndarray:
 
 
 def _until_the_last(laps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Rank 0's laps, the first step drawn out until the last rank had finished its own."""
+    """Rank 0's laps, with the first step extended until the last rank has finished its own."""
     ends = [sum(of_rank.values()) for of_rank in laps]
     waited = max(ends) - ends[0]
-    return laps[0] | {"first_step": laps[0].get("first_step", 0.0) + waited}  # none where there was nothing left to do
+    return laps[0] | {"first_step": laps[0].get("first_step", 0.0) + waited}  # missing if no steps were left

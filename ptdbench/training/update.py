@@ -1,4 +1,4 @@
-"""From gradients to new weights: loss scaling, clipping, the learning rate, the optimizer, the average of weights."""
+"""From gradients to new weights: loss scaling, clipping, learning rate, optimizer, average of weights."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ptdbench.setup.config import Train
 
 
 class Update:
-    """Takes one optimizer step after another.
+    """Runs optimizer steps.
 
     Attributes:
         optimizer: Over the engine's parameters.
-        learning_rates: Of each step that is not forgotten; of the first parameter group.
-        gradient_norms: Of each such step, before clipping, on the device; empty where nothing is clipped.
+        learning_rates: Of each step since the last :meth:`forget`; of the first parameter group.
+        gradient_norms: Of each such step, before clipping, on the device; empty without clipping.
 
     Args:
-        engine: Has the gradients.
-        optimizer: Fresh, over its parameters.
-        schedule: How the learning rate changes.
-        asked: Steps of the run, clipping and averaging.
+        engine: Computes the gradients.
+        optimizer: New, over the engine's parameters.
+        schedule: The learning rate schedule.
+        asked: The options of ``train``: steps, clipping and averaging.
         device: This rank's device.
         scale: Whether losses are scaled, as fp16 needs.
     """
@@ -53,11 +53,11 @@ class Update:
         self._average = WeightAverage(optimizer, asked.ema) if asked.ema else None
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss as its backward pass should begin with it."""
+        """The loss multiplied by the loss scale, for the backward pass."""
         return self._scaler.scale(loss)
 
     def __call__(self, step: int) -> None:
-        """Use up the gradients of step ``step``, counted over the whole run."""
+        """Apply and clear the gradients of step ``step``, counted over the whole run."""
         factor = self._schedule.factor(step, self._asked.steps)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
@@ -69,25 +69,25 @@ class Update:
         self.optimizer.zero_grad()
 
     def forget(self) -> None:
-        """Forget the learning rates and gradient norms of the steps so far."""
+        """Discard the learning rates and gradient norms recorded so far."""
         self.learning_rates.clear()
         self.gradient_norms.clear()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Within it the model has the average of its weights, where one is kept."""
+        """A context in which the model has its averaged weights, if an average is kept."""
         return self._average.in_place() if self._average else nullcontext()
 
     def load_scaler(self, state: dict[str, Any]) -> None:
-        """Go on with the loss scale of a checkpoint."""
+        """Restore the state of loss scaling from a checkpoint."""
         if state and self._scaler.is_enabled():
             self._scaler.load_state_dict(state)
 
     def scaler_state(self) -> dict[str, Any]:
-        """The state of loss scaling, for a checkpoint; empty where losses are not scaled."""
+        """The state of loss scaling, for a checkpoint; empty without loss scaling."""
         return self._scaler.state_dict()
 
     def _clip(self, most: float) -> None:
-        """Shorten the gradient as a whole, over all ranks: each rank by itself would turn it into another direction."""
+        """Clip by the norm over all ranks: clipping each rank by its own norm would change the direction."""
         self._scaler.unscale_(self.optimizer)
         norm = self._engine.gradient_norm()
         clip_grads_with_norm_(self._engine.module.parameters(), most, norm)

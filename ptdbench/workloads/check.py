@@ -1,7 +1,7 @@
-"""The workload ``check``: is this cluster sound? Short forms of the other measurements, and a verdict.
+"""The workload ``check``: is this cluster sound? Short versions of the other measurements, and a verdict.
 
-What looks slow is measured again, in all ranks, before it is named, and the best of all attempts counts: on a machine
-that others use too, everything looks slow now and then.
+Whatever looks slow is measured again, on all ranks, before it is reported, and the best of all attempts counts: on a
+shared machine anything may be slow once.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from ptdbench.workloads.point_to_point import PointToPoint
 T = TypeVar("T", bound=Hashable)
 Figures = dict[str, Any]
 
-#: What is left for programs, beside the record.
+#: A file for programs, beside the record.
 FILE = "check.json"
 
-#: The product by the type of the device: large enough to be limited by arithmetic, and over soon.
+#: The matrix product by device type: large enough to be compute-bound, and short.
 _SHAPES = {"cpu": Shape.of(1024), "cuda": Shape.of(8192)}
 _DTYPES = ("fp32", "bf16")
 _SECONDS = 0.5
 _MESSAGE_BYTES = 2**24
-#: From so many ranks on each sends to the next one only, as the number of pairs grows with the square.
+#: From this many ranks on, each sends to the next one only: the number of pairs grows quadratically.
 _MOST_RANKS_IN_PAIRS = 8
 
 
 class Unsound(Exception):
-    """Something about this cluster is not as it should be."""
+    """The check found something wrong with this cluster."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """Judge the ranks and the links between them.
+    """Check the ranks and the links between them.
 
     Attributes:
-        tolerance: By how much a rank or a link may be slower than the median of its peers, as a share of it.
-        attempts: How often what looks slow is measured before it is named.
+        tolerance: How far below the median of its peers a rank or link may be, as a share of the median.
+        attempts: How often a suspected rank or link is measured before it is reported.
     """
 
     tolerance: float = 0.05
@@ -67,7 +67,7 @@ class Check:
     show = staticmethod(verdict.render)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what makes no sense anywhere."""
+        """Raise ConfigError for options that are invalid on any cluster."""
         wrong = not 0 < self.tolerance < 1
         rule = "must lie between 0 and 1: a share of the median"
         require(
@@ -76,7 +76,7 @@ class Check:
         )
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
-        """Raises ConfigError for a backend that cannot send; a single rank has no links, and that is fine."""
+        """Raise ConfigError for a backend that cannot send; a single rank without links is accepted."""
         if world_size > 1:
             PointToPoint().check(world_size, device_type, backend)
 
@@ -86,7 +86,7 @@ class Check:
         return Outcome({"check": found}, error=None if found["sound"] else Unsound(_texts(found)))
 
     def examine(self, job: Job) -> Figures:
-        """Measure and judge; rank 0 also leaves a file. Every rank calls this, and gets the same.
+        """Measure and evaluate; every rank calls this and gets the same result. Rank 0 also writes a file.
 
         Raises:
             ArithmeticError: A sum, a product or a message is wrong, so that nothing here can be trusted.
@@ -96,7 +96,7 @@ class Check:
         products, slow_ranks, product_attempts = self._until_sound(lambda: self.products(job), _product_rates(job))
         links, slow_links, link_attempts = self._until_sound(lambda: self.messages(job), _link_rates(job, facts))
         together = collectives.measure(job, _short_collectives()) if job.world.size > 1 else None
-        warm: list[Figures] = gather(_facts(job))  # what heat and load have done
+        warm: list[Figures] = gather(_facts(job))  # after heat and load
         findings = [
             *soundness.different_versions([of["environment"] for of in facts]),
             *_gpu_findings(job, facts, warm),
@@ -122,11 +122,11 @@ class Check:
         return found
 
     def products(self, job: Job) -> Figures:
-        """What the devices reach, in short."""
+        """A short measurement of the devices."""
         return matmul.measure(job, [_SHAPES[job.device.type]], _DTYPES, _SECONDS, copies=False)
 
     def messages(self, job: Job) -> Figures | None:
-        """What the links carry, in short; ``None`` for a single rank."""
+        """A short measurement of the links; ``None`` for a single rank."""
         if job.world.size == 1:
             return None
         pairs = "all" if job.world.size <= _MOST_RANKS_IN_PAIRS else "ring"
@@ -136,10 +136,10 @@ class Check:
     def _until_sound(
         self, measure: Callable[[], Figures | None], read: Callable[[Figures], tuple[dict[T, float], dict[T, Hashable]]]
     ) -> tuple[Figures | None, dict[T, float], int]:
-        """Measure until nothing looks slow or the attempts are used up; all ranks see the same figures and agree.
+        """Measure until nothing looks slow or the attempts are exhausted; all ranks decide on the same figures.
 
         Returns:
-            ``(the first figures, what is slow at best, attempts)``.
+            ``(the first figures, what is slow even at its best, attempts)``.
         """
         first, seen = measure(), []
         found, attempt = first, 1
@@ -154,10 +154,10 @@ class Check:
 
 
 def preliminary(job: Job) -> Figures | None:
-    """The check that ``check=true`` puts before a training run; on rank 0 it says at once what is unsound.
+    """Run the check that ``check=true`` puts before a training run; rank 0 prints what is unsound.
 
     Returns:
-        What :meth:`Check.examine` found; ``None`` where the run asks for no check.
+        The result of :meth:`Check.examine`; ``None`` without ``check=true``.
     """
     if not job.spec.config.general.check:
         return None
@@ -165,12 +165,12 @@ def preliminary(job: Job) -> Figures | None:
     _give_back(job.device)
     job.watch.lap("check")
     if job.world.rank == 0 and not found["sound"]:
-        say(f"{summary(found)}; the run goes on", sys.stderr)
+        say(f"{summary(found)}; the run continues", sys.stderr)
     return found
 
 
 def with_check(outcome: Outcome, found: Figures | None) -> Outcome:
-    """A training run's outcome with what the check before it found, and a remark where that is unsound."""
+    """Add the findings of the preliminary check to a training run's outcome, with a remark if they are unsound."""
     if found is None:
         return outcome
     remarks = dict(outcome.fields["remarks"])
@@ -189,17 +189,17 @@ def _texts(found: Mapping[str, Any]) -> str:
 
 
 def _give_back(device: torch.device) -> None:
-    """Return the memory that the check no longer needs, which would count as the training's."""
+    """Release the memory of the check, which would otherwise count as the training's."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
-        with suppress(OSError, AttributeError):  # a C library of another kind than GNU's
+        with suppress(OSError, AttributeError):  # not glibc
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def _facts(job: Job) -> Figures:
-    """What this rank knows without measuring."""
+    """This rank's properties that need no measurement."""
     on_gpu = job.device.type == "cuda"
     seen = topology.inspect() if on_gpu else {"gpus": [], "links": [], "reason": None}
     own = topology.identity(job.device) if on_gpu else ""
@@ -215,7 +215,7 @@ def _facts(job: Job) -> Figures:
 
 
 def _product_rates(job: Job) -> Callable[[Figures], tuple[dict[tuple[str, int], float], dict[Any, Hashable]]]:
-    """Rates by dtype and rank; a rank's peers have the same device and as many threads."""
+    """Rates by dtype and rank; peers have the same device and number of threads."""
 
     def read(found: Figures) -> tuple[dict[tuple[str, int], float], dict[Any, Hashable]]:
         rates: dict[tuple[str, int], float] = {
@@ -232,10 +232,10 @@ def _product_rates(job: Job) -> Callable[[Figures], tuple[dict[tuple[str, int], 
 def _link_rates(
     job: Job, facts: Sequence[Figures]
 ) -> Callable[[Figures], tuple[dict[tuple[int, int], float], dict[Any, Hashable]]]:
-    """Bytes a second by source and target, the way to an answer included; a link's peers are of its kind.
+    """Bytes/s by source and target, including the time until an answer; a link's peers are of the same kind.
 
-    Not the bandwidth without the latency, which the errors of both would blur; and not the latency itself: a few
-    microseconds depend on which cores two ranks happen to run on.
+    Not the bandwidth without latency, which has the errors of both; and not the latency: a few microseconds depend
+    on which cores two ranks happen to run on.
     """
 
     def kind(source: int, target: int) -> Hashable:
@@ -263,7 +263,7 @@ def _short_collectives() -> Collectives:
 
 
 def _gpu_findings(job: Job, before: Sequence[Figures], after: Sequence[Figures]) -> list[Finding]:
-    """Findings of the GPUs at rest and after work, each once."""
+    """Findings of the GPUs when idle and after load, each once."""
     found: dict[tuple[str, int], Finding] = {}
     for facts in (before, after):
         for rank, of in enumerate(facts):
@@ -275,16 +275,18 @@ def _gpu_findings(job: Job, before: Sequence[Figures], after: Sequence[Figures])
 
 
 def _remarks(job: Job, facts: Sequence[Figures]) -> list[str]:
-    """What a reader should know, and what makes nothing unsound."""
-    found = [f"node {of['node']}: nothing of its GPUs: {of['reason']}" for of in facts if of["reason"]]
+    """Remarks that do not make the cluster unsound."""
+    found = [f"node {of['node']}: no information about its GPUs: {of['reason']}" for of in facts if of["reason"]]
     if job.world.size == 1:
-        found.append("one rank has no links")
+        found.append("a single rank has no links")
     for node in dict.fromkeys(peer.node for peer in job.peers):
         here = [peer for peer in job.peers if peer.node == node]
         threads, cores = sum(peer.threads for peer in here), len({core for peer in here for core in peer.cores})
         load = facts[here[0].rank]["load"]
         if load > cores:
-            found.append(f"node {node}: a load of {load:.1f} on {cores} cores before the check: others slow it down")
+            found.append(
+                f"node {node}: a load of {load:.1f} on {cores} cores before the check: other processes slow it down"
+            )
         if threads > cores:
             found.append(f"node {node}: {threads} threads of {len(here)} ranks share {cores} cores")
     return list(dict.fromkeys(found))

@@ -1,4 +1,4 @@
-"""The workload ``collectives``: how long each collective operation takes at each size, and whether it is right."""
+"""The workload ``collectives``: time and correctness of each collective operation at each size."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ptdbench.report import messages
 
 MODES = ("blocking", "async")
 
-#: What a rank needs for a message: what it gives, what it gets, what that must be, and what the backend copies.
+#: Buffers per message on a rank: input, result, expected result, and the backend's copy.
 _COPIES = 4
 
 
 @dataclass(frozen=True)
 class Series:
-    """What is measured at one size after another.
+    """A series of measurements over sizes.
 
     Attributes:
         op: The operation.
-        dtype: What is sent; ``None`` where nothing is.
-        reduction: What becomes of it; ``None`` where nothing is reduced.
-        mode: ``blocking``, or ``async``: begun, and waited for at once.
+        dtype: Dtype of the message; ``None`` if there is none.
+        reduction: The reduction; ``None`` if the operation does not reduce.
+        mode: ``blocking``, or ``async``: started, then waited for at once.
     """
 
     op: str
@@ -43,7 +43,7 @@ class Series:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name to show."""
         return " ".join(part for part in (self.op, self.dtype, self.reduction, self.mode) if part)
 
 
@@ -65,7 +65,7 @@ class Collectives(Effort):
     show = staticmethod(messages.render_collectives)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what no ranks can make right."""
+        """Raise ConfigError for options that are invalid for any ranks."""
         found = timing.problems(asdict(self))
         for option, known in (("ops", OPERATIONS), ("dtypes", DTYPES), ("reductions", REDUCTIONS), ("modes", MODES)):
             found += _unknown(option, getattr(self, option), known)
@@ -74,7 +74,7 @@ class Collectives(Effort):
         require(*found)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
-        """Raises ConfigError for ranks that are not there, and for what the backend cannot do."""
+        """Raise ConfigError for missing ranks and for operations that the backend does not support."""
         lacks = [name for name in lacking(backend, device_type) if self.ops != "all" and name in _listed(self.ops, ())]
         has = [name for name in OPERATIONS if name not in lacking(backend, device_type)]
         rule = f"{backend} cannot do this on a GPU's tensors: {', '.join(lacks)}"
@@ -94,10 +94,10 @@ class Collectives(Effort):
         return Outcome({"collectives": measure(job, self)})
 
     def series(self, without: Sequence[str] = ()) -> Iterator[Series]:
-        """All that is to be measured.
+        """All series to measure.
 
         Args:
-            without: Operations to leave out.
+            without: Operations to omit.
         """
         for op in _listed(self.ops, OPERATIONS):
             operation = OPERATIONS[op]
@@ -109,15 +109,16 @@ class Collectives(Effort):
 
 
 def measure(job: Job, options: Collectives) -> dict[str, Any]:
-    """Measure all that the options ask for; every rank calls this, and all get the same.
+    """Run the measurements that the options ask for; every rank calls this and gets the same result.
 
     Returns:
         ``groups``: the ranks of each group; all groups work at the same time, and the slowest rank of all counts.
         ``results``: for each operation and size ``op``, ``dtype``, ``reduction``, ``mode``, ``bytes``, ``ranks``
         (of a group), ``repetitions``, ``seconds`` (:func:`ptdbench.measure.statistics.summary` of the slowest rank),
-        ``post_seconds`` (median of what the host takes to begin, in ``async``), ``algbw`` and ``busbw`` in bytes a
-        second by the median time. ``fits``: alpha and beta of each operation with their errors
-        (:class:`ptdbench.measure.bandwidth.Fit`). ``cut``: what took too long. ``left_out``: what the backend lacks.
+        ``post_seconds`` (median time for the host to start it, in ``async``), ``algbw`` and ``busbw`` in bytes/s
+        by the median time. ``fits``: alpha and beta of each operation with their errors
+        (:class:`ptdbench.measure.bandwidth.Fit`). ``cut``: sizes that took too long. ``left_out``: operations that
+        the backend lacks.
         ``definitions``: how ``algbw`` and ``busbw`` are computed.
 
     Raises:
@@ -149,7 +150,7 @@ def measure(job: Job, options: Collectives) -> dict[str, Any]:
 
 
 def definitions() -> dict[str, Any]:
-    """How bandwidths are computed, for those who read the numbers."""
+    """How the bandwidths are computed."""
     return {
         "source": bandwidth.SOURCE,
         "algbw": "bytes / median seconds",
@@ -158,7 +159,7 @@ def definitions() -> dict[str, Any]:
 
 
 def groups_of(group: str | Sequence[int], world_size: int, pipeline_size: int | Literal["auto"]) -> list[list[int]]:
-    """The ranks of each group that works.
+    """The ranks of each group.
 
     ``data`` and ``pipeline`` are the dimensions of the mesh that ``parallel=pdp`` makes of so many ranks
     (:class:`ptdbench.parallel.dims.Mesh`): neighbors are the stages of one replica, and the ranks that hold the same
@@ -176,20 +177,20 @@ def groups_of(group: str | Sequence[int], world_size: int, pipeline_size: int | 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that this one works with; the handle is ``None`` for all ranks of the run."""
+    """The group of this rank; the handle is ``None`` for all ranks of the run."""
 
     handle: dist.ProcessGroup | None
     ranks: Sequence[int]
 
 
 def _join(groups: Sequence[Sequence[int]], world: World) -> Group | None:
-    """This rank's group, or ``None`` where it is in none; every rank helps to make all of them."""
+    """This rank's group, or ``None`` if it is in none; creating the groups is collective over all ranks."""
     own = None
     for ranks in groups:
         everybody = list(ranks) == list(range(world.size))
         handle = None if everybody else dist.new_group(list(ranks))
         if world.rank in ranks:
-            assert not isinstance(handle, int)  # which stands for a group that this rank is not in
+            assert not isinstance(handle, int)  # NON_GROUP_MEMBER
             own = Group(handle, ranks)
     return own
 
@@ -207,7 +208,7 @@ def _stages(pipeline_size: int | Literal["auto"], world_size: int) -> int:
 def _group_problems(
     group: str | Sequence[int], pipeline_size: int | Literal["auto"], world_size: int
 ) -> Iterator[Problem]:
-    """What is wrong with a group among so many ranks."""
+    """Problems of a group in a world of this size."""
     if isinstance(group, str):
         stages = _stages(pipeline_size, world_size)
         if group != "all" and (stages < 1 or world_size % stages):
@@ -233,7 +234,7 @@ def _measure_series(
     own: Group | None,
     ranks: int,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The figures of one operation, size by size, and from where on it took too long."""
+    """The figures of one operation by size, and the size from which it took too long."""
     operation, dtype = OPERATIONS[series.op], DTYPES[series.dtype or "fp32"]
     reduction = REDUCTIONS[series.reduction or "sum"]
     place = None
@@ -259,10 +260,10 @@ def _measure_series(
 def _time(
     job: Job, message: Message | None, place: Place | None, name: str, asynchronous: bool, effort: Effort
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each repetition, and of beginning it; the result is checked before and after.
+    """Seconds of each repetition and of starting it; the result is checked before and after.
 
     Returns:
-        Empty lists where it would take too long. The second one is also empty where every call waits.
+        Empty lists if it would take too long. The second one is also empty for blocking calls.
     """
     if message is None or place is None:
         seconds = timing.repeat(None, job.device, effort)
@@ -285,7 +286,7 @@ def _time(
 
 
 def _figures(op: str, size: int, ranks: int, seconds: Sequence[float], posted: Sequence[float]) -> dict[str, Any]:
-    """What the record says of one size."""
+    """The record's entry for one size."""
     told = summary(seconds)
     moves = op in bandwidth.FACTORS
     return {
@@ -300,7 +301,7 @@ def _figures(op: str, size: int, ranks: int, seconds: Sequence[float], posted: S
 
 
 def _fitted(series: Series, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The line through the median times, where there are sizes enough."""
+    """The line through the median times, if there are enough sizes."""
     line = bandwidth.fit([row["bytes"] for row in rows], [row["seconds"]["median"] for row in rows])
     return [{**asdict(series), **line.as_dict()}] if line else []
 
@@ -313,7 +314,7 @@ def _listed(asked: str | Sequence[str], known: Iterable[str]) -> list[str]:
 
 
 def _unknown(option: str, asked: str | Sequence[str], known: Iterable[str]) -> list[Problem]:
-    """A problem for each name that is not known, and one where there is none at all."""
+    """A problem for each unknown name, and one for an empty list."""
     names = _listed(asked, known)
     if not names:
         return [Problem(option, asked, "must name at least one", try_these(["all", *known]))]

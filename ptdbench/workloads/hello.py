@@ -1,4 +1,4 @@
-"""The workload ``hello``: every rank says where it is and under which settings, and all of them add up a number."""
+"""The workload ``hello``: every rank reports its location and settings, and all compute one all-reduce."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ptdbench.report import roll_call
 
 @dataclass(frozen=True)
 class Hello:
-    """Show the ranks; it needs no model and no data."""
+    """List the ranks; needs no model and no data."""
 
     trains = False
     show = staticmethod(roll_call.render)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
-        """Any ranks will do."""
+        """Accept any ranks."""
 
     def __call__(self, job: Job) -> Outcome:
         """One rank's part.

@@ -1,6 +1,6 @@
-"""The workload ``matmul``: what each rank's device reaches in matrix products and copies while all ranks do the same.
+"""The workload ``matmul``: rates of matrix products and copies on each rank's device, measured on all ranks at once.
 
-Together, because ranks of one node share memory, power and cooling, and that is how they will train.
+At once, because ranks of one node share memory, power and cooling, as they do in training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ptdbench.measure.products import DTYPES, Shape
 from ptdbench.problems import Problem, require, try_these
 from ptdbench.report import ceilings
 
-#: What is measured where nothing is said, by the type of the device: dtypes, and shapes that suit them.
+#: The defaults by device type.
 AUTO_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
 AUTO_SHAPES = {
     "cpu": ("512", "1024", "2048", "1024x4096x1024"),
@@ -34,12 +34,12 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Matmul:
-    """Measure the compute ceiling; it needs no model and no data.
+    """Measure the compute ceiling; needs no model and no data.
 
     Attributes:
-        shapes: Of the products, each ``4096`` for a square one or ``MxNxK``; ``auto`` for those that suit the device.
-        dtypes: Of ``fp32``, ``tf32``, ``bf16`` and ``fp16``; ``auto`` for those that suit the device.
-        seconds: About how long each product of a shape and dtype is repeated.
+        shapes: Shapes of the products: ``4096`` for a square one or ``MxNxK``; ``auto``: chosen for the device.
+        dtypes: A list of ``fp32``, ``tf32``, ``bf16`` and ``fp16``; ``auto``: chosen for the device.
+        seconds: Approximate duration of the repetitions of one shape and dtype.
     """
 
     shapes: list[Any] | Literal["auto"] = "auto"
@@ -50,22 +50,22 @@ class Matmul:
     show = staticmethod(ceilings.render)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what no device can do."""
+        """Raise ConfigError for options that no device supports."""
         require(*self._wrong_shapes(), *self._wrong_dtypes(), *_not_positive(seconds=self.seconds))
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
-        """Raises ConfigError for a dtype that the device lacks, and for what does not fit its memory."""
+        """Raise ConfigError for a dtype that the device lacks, and for matrices that do not fit its memory."""
         shapes, dtypes = self._chosen(device_type)
         found = []
         if device_type == "cpu" and "tf32" in dtypes:
             rule = "TF32 is a format of GPUs"
             found.append(Problem("workload.dtypes", self._typed(dtypes), rule, "try fp32, bf16, fp16"))
-        if device_type == "cpu":  # of a GPU's memory, and of what others leave of it, only its rank knows
+        if device_type == "cpu":  # only a GPU's rank knows its free memory
             found += _too_large(shapes, dtypes, psutil.virtual_memory().total)
         require(*found)
 
     def __call__(self, job: Job) -> Outcome:
-        """One rank's part; what the devices have reached is kept for later runs.
+        """One rank's part; the measured ceilings are stored for later runs.
 
         Raises:
             ArithmeticError: A product is wrong, so that no result of this device can be trusted.
@@ -90,23 +90,23 @@ class Matmul:
 
     def _wrong_dtypes(self) -> list[Problem]:
         if self.dtypes != "auto" and (not self.dtypes or set(map(str, self.dtypes)) - set(DTYPES)):
-            return [Problem("dtypes", self._typed(self.dtypes), "must be formats of products", try_these(DTYPES))]
+            return [Problem("dtypes", self._typed(self.dtypes), "must be dtypes of matrix products", try_these(DTYPES))]
         return []
 
     @staticmethod
     def _typed(values: Sequence[object]) -> str:
-        """A list as it stands on the command line."""
+        """A list as typed on the command line."""
         return f"[{','.join(map(str, values))}]"
 
 
 def measure(job: Job, shapes: Sequence[Shape], dtypes: Sequence[str], seconds: float, copies: bool = True) -> Figures:
-    """Products, and copies of memory, in all ranks at once.
+    """Time matrix products and memory copies on all ranks at once.
 
     Args:
         job: This rank's part in the run; every rank calls this.
         shapes: Of the products.
-        dtypes: What they are computed in.
-        seconds: About how long each is repeated.
+        dtypes: Arithmetic of the products.
+        seconds: Approximate duration of the repetitions of each.
         copies: Whether copies are measured too.
 
     Raises:
@@ -114,8 +114,8 @@ def measure(job: Job, shapes: Sequence[Shape], dtypes: Sequence[str], seconds: f
         ConfigError: The matrices do not fit into memory.
 
     Returns:
-        The same on every rank, rates in FLOP/s and bytes/s: ``ranks`` with what each rank measured, and ``ceilings``
-        with the best median of every kind of device and dtype.
+        The same on every rank, rates in FLOP/s and bytes/s: ``ranks`` with the measurements of each rank, and
+        ``ceilings`` with the best median of every kind of device and dtype.
     """
     need, shape = max((_peak_bytes(shape, dtype), str(shape)) for shape in shapes for dtype in dtypes)
     timing.require_memory(job, need, "workload.shapes", shape)
@@ -133,17 +133,17 @@ def measure(job: Job, shapes: Sequence[Shape], dtypes: Sequence[str], seconds: f
 
 
 def known_ceiling(job: Job, dtype: str) -> tuple[float | None, str | None]:
-    """What rank 0's device has reached in an earlier run of this workload.
+    """The rate that rank 0's device reached in an earlier run of this workload.
 
     Returns:
-        ``(FLOP/s, None)``, or ``(None, reason)`` where nobody has measured exactly this device.
+        ``(FLOP/s, None)``, or ``(None, reason)`` if exactly this device has not been measured.
     """
     of = _key(environment(job.device.type), job, dtype)
     found = ceiling.look_up(of)
     if found is not None:
         return found, None
     command = ["python train.py workload=matmul"]
-    if job.device.type == "cpu":  # how many threads a rank has follows from how many ranks share the cores
+    if job.device.type == "cpu":  # the threads of a rank depend on the number of ranks on the node
         command.append(f"cluster.ranks_per_node={job.world.local_size}")
         asked = job.spec.config.cluster.cpus_per_rank
         command += [] if asked == "auto" else [f"cluster.cpus_per_rank={asked}"]
@@ -193,7 +193,7 @@ def _ceilings(ranks: Sequence[Figures]) -> list[Figures]:
 
 
 def _keep(job: Job, found: Figures) -> str | None:
-    """Keep the ceilings on every node; what is the matter where that fails, on rank 0."""
+    """Store the ceilings on every node; returns the error if that fails, on rank 0."""
     if job.world.local_rank == 0:
         try:
             for one in found["ceilings"]:
@@ -213,7 +213,7 @@ def _gpu(job: Job) -> str | None:
 
 
 def _too_large(shapes: Sequence[Shape], dtypes: Sequence[str], memory: int) -> list[Problem]:
-    """Products whose matrices one rank alone could not hold."""
+    """Problems for products whose matrices do not fit into memory even for one rank."""
     found = []
     for shape in shapes:
         needed = max(_peak_bytes(shape, dtype) for dtype in dtypes)
@@ -224,7 +224,7 @@ def _too_large(shapes: Sequence[Shape], dtypes: Sequence[str], memory: int) -> l
 
 
 def _peak_bytes(shape: Shape, dtype: str) -> int:
-    """All three matrices, and one of the factors in fp32, in which random values are drawn."""
+    """All three matrices, and one factor in fp32, in which random values are drawn."""
     return shape.bytes(dtype) + 4 * shape.k * max(shape.m, shape.n)
 
 

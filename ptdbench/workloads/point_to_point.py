@@ -1,12 +1,12 @@
-"""The workload ``p2p``: latency and bandwidth from every rank to every other, pair after pair.
+"""The workload ``p2p``: latency and bandwidth from every rank to every other, one pair at a time.
 
-*One direction.* ``a`` sends the message, ``b`` answers with one of :data:`ANSWER` bytes when it has it: a round trip,
-timed on ``a``. No clocks need to agree. The latency is half a round trip of two such short messages, and a message
-takes its round trip less that latency.
+*One direction.* ``a`` sends the message, and ``b`` answers with :data:`ANSWER` bytes on receipt: a round trip, timed on
+``a`` alone, so that no clocks are compared. The latency is half a round trip of two such short messages, and the
+one-way time of a message is its round trip minus that latency.
 
 *Both at once.* Each of the two sends and receives (``isend``, ``irecv``); timed on both, the slower one counts.
 
-*Overlap.* The same, with a computation between posting and waiting that alone takes about as long as the exchange.
+*Overlap.* The same, with a computation between post and wait that alone takes about as long as the exchange.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ptdbench.report import heat_map, messages
 #: Bytes of the answer to a message.
 ANSWER = 8
 
-#: What a rank needs for a message: what it sends, what it gets, what that must be, and what the backend copies.
+#: Buffers per message on a rank: sent, received, expected, and the backend's copy.
 _COPIES = 4
 
-#: Rows and columns of the matrices that are multiplied while messages are under way.
+#: Rows and columns of the matrices that are multiplied during an exchange.
 _SIDE = {"cpu": 128, "cuda": 1024}
 
 
@@ -54,7 +54,7 @@ class PointToPoint(Effort):
     show = staticmethod(messages.render_p2p)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for what no ranks can make right."""
+        """Raise ConfigError for options that are invalid for any ranks."""
         found = timing.problems(asdict(self))
         if self.pairs not in ("all", "ring"):
             found.append(Problem("pairs", self.pairs, "there are no such pairs", "try all, ring"))
@@ -63,7 +63,7 @@ class PointToPoint(Effort):
         require(*found)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
-        """Raises ConfigError for a single rank, and for a backend that cannot send."""
+        """Raise ConfigError for a single rank, and for a backend that cannot send."""
         found = []
         if world_size < 2:
             remedy = "try cluster.ranks_per_node=2, or more nodes"
@@ -86,7 +86,7 @@ class PointToPoint(Effort):
 
 
 def measure(job: Job, options: PointToPoint) -> dict[str, Any]:
-    """Measure all that the options ask for; every rank calls this, and all get the same.
+    """Run the measurements that the options ask for; every rank calls this and gets the same result.
 
     Returns:
         ``pairs``: for each ordered pair ``source``, ``target``, ``latency`` in seconds, ``bandwidth`` in bytes a
@@ -96,8 +96,8 @@ def measure(job: Job, options: PointToPoint) -> dict[str, Any]:
         ``both``: for each pair ``ranks``, and its ``sizes`` with ``bytes`` (of one message), ``repetitions``,
         ``seconds`` of the exchange and ``bandwidth`` of both directions together.
         ``overlap``: for each pair and size ``ranks``, ``bytes``, seconds (medians) of ``communication`` and
-        ``computation`` alone and ``together``, and ``hidden``, the share of the shorter one that the longer one hid.
-        ``cut``: what took too long.
+        ``computation`` alone and ``together``, and ``hidden``, the share of the shorter one that was overlapped.
+        ``cut``: sizes that took too long.
 
     Raises:
         ArithmeticError: A message arrived wrong on this rank.
@@ -121,19 +121,19 @@ def measure(job: Job, options: PointToPoint) -> dict[str, Any]:
 
 
 def ordered_pairs(ranks: int, ring: bool) -> Iterator[tuple[int, int]]:
-    """From whom to whom; in a ring each rank sends to the next one only."""
+    """``(source, target)`` of each link; in a ring each rank sends to the next one only."""
     return ((rank, (rank + 1) % ranks) for rank in range(ranks)) if ring else permutations(range(ranks), 2)
 
 
 def unordered_pairs(ranks: int, ring: bool) -> list[tuple[int, int]]:
-    """Who with whom."""
+    """Each pair of ranks once."""
     if not ring:
         return list(combinations(range(ranks), 2))
     return sorted({(min(pair), max(pair)) for pair in ordered_pairs(ranks, ring)})
 
 
 def _one_way(job: Job, options: PointToPoint, source: int, target: int, cut: list[dict[str, Any]]) -> dict[str, Any]:
-    """What one rank can send to another."""
+    """Measure the messages from one rank to another."""
     place = {"source": source, "target": target}
     answer = _round_trips(job, options, source, target, ANSWER)
     latency = summary(answer)["median"] / 2 if answer else None
@@ -158,7 +158,7 @@ def _one_way(job: Job, options: PointToPoint, source: int, target: int, cut: lis
 
 
 def _both(job: Job, options: PointToPoint, pair: tuple[int, int], cut: list[dict[str, Any]]) -> dict[str, Any]:
-    """What two ranks can send each other at the same time."""
+    """Measure two ranks that send to each other at the same time."""
     rows = []
     for size in timing.sizes(options.min_bytes, options.max_bytes, options.factor):
         job.watchdog.alive()
@@ -177,7 +177,7 @@ def _both(job: Job, options: PointToPoint, pair: tuple[int, int], cut: list[dict
 def _overlap(
     job: Job, options: PointToPoint, pair: tuple[int, int], size: int, cut: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """How much of an exchange hides behind a computation, or the other way round."""
+    """Measure the overlap of an exchange and a computation."""
     job.watchdog.alive()
     exchange = _Exchange.of(job, pair, size)
     alone = timing.repeat(exchange.run if exchange else None, job.device, options)
@@ -197,9 +197,9 @@ def _overlap(
 
 
 def hidden(communication: float, computation: float, together: float) -> float:
-    """The share of the shorter one that the longer one hid.
+    """The share of the shorter one that was overlapped by the longer one.
 
-    1: both together take what the longer one takes; 0: one after the other; below 0: they hinder each other.
+    1: together they take as long as the longer one; 0: as long as both in sequence; below 0: longer than that.
     """
     return (communication + computation - together) / min(communication, computation)
 
@@ -234,7 +234,7 @@ def _round_trips(job: Job, options: PointToPoint, source: int, target: int, size
 
 
 def _verify_one_way(data: Tensor, source: int, target: int, rank: int) -> None:
-    """Send once what shows a mistake, and look at what arrives."""
+    """Send a test pattern once and check it on receipt."""
     expected = sent(source, data.numel(), DTYPES["uint8"], data.device)
     if rank == source:
         dist.send(expected, target)
@@ -246,7 +246,7 @@ def _verify_one_way(data: Tensor, source: int, target: int, rank: int) -> None:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """Two ranks that send each other a message, as one of them does it."""
+    """One rank's side of two ranks that send each other a message."""
 
     given: Tensor
     taken: Tensor
@@ -255,7 +255,7 @@ class _Exchange:
 
     @classmethod
     def of(cls, job: Job, pair: tuple[int, int], size: int) -> _Exchange | None:
-        """This rank's side, checked once; ``None`` where it is not one of the two."""
+        """This rank's side, verified once; ``None`` if it is not one of the two."""
         if job.world.rank not in pair:
             return None
         given, taken = (torch.zeros(size, dtype=torch.uint8, device=job.device) for _ in range(2))
@@ -266,7 +266,7 @@ class _Exchange:
         return exchange
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> None:
-        """Post both, do something else, wait for both."""
+        """Post both, call ``meanwhile``, wait for both."""
         posted = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, self.given, self.peer), dist.P2POp(dist.irecv, self.taken, self.peer)]
         )
@@ -276,7 +276,7 @@ class _Exchange:
             work.wait()
 
     def verify(self) -> None:
-        """Look at what has arrived; the rank that sent it always sends the same."""
+        """Check the received data; the peer always sends the same."""
         name = f"{self.taken.numel()} bytes from rank {self.peer} to rank {self.rank}, both directions at once"
         compare(self.taken, self._from(self.peer), name, self.rank)
 
@@ -285,7 +285,7 @@ class _Exchange:
 
 
 def _computation(job: Job, options: PointToPoint, takes_part: bool, seconds: float) -> Callable[[], None] | None:
-    """Matrix products that keep the device busy for about so long; the same number of them on all ranks."""
+    """Matrix products that keep the device busy for about ``seconds``; the same number on all ranks."""
     side = _SIDE[job.device.type]
     left, right, product = (torch.ones(side, side, device=job.device) for _ in range(3))
 

@@ -1,4 +1,4 @@
-"""The workload ``train``: optimizer steps under a clock, and what the ranks make of their times together."""
+"""The workload ``train``: timed optimizer steps, with evaluation and checkpoints between them."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ import torch.distributed as dist
 
 from ptdbench.data.feed import Feed
 from ptdbench.job import Job, Outcome
-from ptdbench.launch.brake import Brake
+from ptdbench.launch.stop_signal import StopSignal
 from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.dims import Mesh
 from ptdbench.problems import Problem, require
 from ptdbench.report import samples
 from ptdbench.training import agreement
+from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.evaluation import Evaluator
-from ptdbench.training.keeper import Keeper
 from ptdbench.training.loop import StepLoop, collect_garbage
-from ptdbench.training.pulse import Pulse
+from ptdbench.training.progress_reporter import ProgressReporter
 from ptdbench.training.recorder import Recorder
 from ptdbench.training.update import Update
 from ptdbench.workloads.check import preliminary, with_check
 
-#: The steps after which ``train.max_minutes`` is applied: the first compiles, the second allocates.
+#: Number of steps after which ``train.max_minutes`` is applied: the first compiles, the second allocates.
 PROBE_STEPS = 3
 
 
 @dataclass(frozen=True)
 class Train:
-    """Train for ``train.steps`` steps, or for fewer where ``train.max_minutes`` would be exceeded."""
+    """Train for ``train.steps`` steps, or fewer if ``train.max_minutes`` would be exceeded."""
 
     trains = True
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
-        """What a strategy needs of the ranks it checks itself."""
+        """Accept any ranks: the strategy checks its own requirements."""
 
     def __call__(self, job: Job) -> Outcome:
         """One rank's part."""
@@ -49,42 +49,47 @@ class Train:
         loop = assemble(job)
         evaluator = Evaluator(job, loop)
         recorder = Recorder(job, loop)
-        keeper = Keeper(job, loop, evaluator, recorder)
-        keeper.resume()
-        if keeper.saves or keeper.resumed_from:
+        checkpointing = Checkpointing(job, loop, evaluator, recorder)
+        checkpointing.resume()
+        if checkpointing.saves or checkpointing.resumed_from:
             loop.rehearse()
         job.watch.lap("build")
         stopped = None
         advancing = steps(job, loop, lambda: evaluator.remark)
-        with Brake() if keeper.saves else nullcontext() as brake, closing(advancing) as advance:
+        with StopSignal() if checkpointing.saves else nullcontext() as stop_signal, closing(advancing) as advance:
             for _ in advance:
                 evaluations = [evaluator().as_dict()] if evaluator.due() else []
                 if evaluations or recorder.due:
                     recorder.show(evaluations)
-                keeper.after_step(evaluator.is_best)
-                if brake and (stopped := brake.pressed(loop.taken)):
+                checkpointing.after_step(evaluator.is_best)
+                if stop_signal and (stopped := stop_signal.received(loop.taken)):
                     break
             if not stopped and evaluator.due(at_end=True):
                 evaluator()
-                keeper.after_step(evaluator.is_best)
-            keeper.finish()
-        return with_check(_outcome(job, loop, keeper, evaluator, recorder, stopped), checked)
+                checkpointing.after_step(evaluator.is_best)
+            checkpointing.finish()
+        return with_check(_outcome(job, loop, checkpointing, evaluator, recorder, stopped), checked)
 
 
 def _outcome(
-    job: Job, loop: StepLoop, keeper: Keeper, evaluator: Evaluator, recorder: Recorder, stopped: str | None
+    job: Job,
+    loop: StepLoop,
+    checkpointing: Checkpointing,
+    evaluator: Evaluator,
+    recorder: Recorder,
+    stopped: str | None,
 ) -> Outcome:
-    """What came of it, and why there is no more."""
+    """The outcome, with remarks on why there are fewer steps than asked for."""
     asked = job.spec.config.train
     remarks: dict[str, Any] = {}
     if loop.done < asked.steps and not stopped:
         limit = f"train.max_minutes={asked.max_minutes}"
         remarks["cut_short"] = f"{loop.done} of {asked.steps} steps: more would exceed {limit}"
         if not isinstance(job.training.schedule, Constant):
-            remarks["cut_short"] += "; the learning rate was on its way through all of them"
-    if keeper.resumed_from:
-        remarks["resumed"] = f"after step {loop.first_step}, from {keeper.resumed_from}"
-    if notes := [*keeper.problems, *recorder.warnings]:
+            remarks["cut_short"] += "; the learning rate schedule spans all of them"
+    if checkpointing.resumed_from:
+        remarks["resumed"] = f"after step {loop.first_step}, from {checkpointing.resumed_from}"
+    if notes := [*checkpointing.problems, *recorder.warnings]:
         remarks["checkpoints"] = notes
     found = agreement.outcome(job, recorder, remarks)
     fields = {**found.fields, "evaluations": evaluator.as_dicts()}
@@ -93,7 +98,7 @@ def _outcome(
 
 
 def _first_inputs(job: Job) -> dict[str, bytes]:
-    """The first samples of a run that trains on images, not on noise."""
+    """The first samples of a run that trains on real images."""
     data = job.training.data
     if job.world.rank > 0 or data.held_out is None or data.example()[0].dim() != 4:
         return {}
@@ -101,17 +106,17 @@ def _first_inputs(job: Job) -> dict[str, bytes]:
 
 
 def assemble(job: Job) -> StepLoop:
-    """Everything up to the first step: data, the model laid out over the ranks, the optimizer.
+    """Set up the step loop: data, the model laid out over the ranks, the optimizer.
 
     Raises:
-        ConfigError: The data are unusable, or keep nothing to evaluate on although that is asked for.
+        ConfigError: The data are unusable, or have no held-out part although evaluation is asked for.
     """
     training = job.training
-    with job.watchdog.paused():  # it may have to read and write much
+    with job.watchdog.paused():  # it may read and write a lot
         if job.world.local_rank == 0:
             training.prepare_data()
         dist.barrier()
-        training.prepare_data()  # finds it done, and looks at what is there before worker processes copy this one
+        training.prepare_data()  # finds it done, and lists the data before worker processes are forked
     require(_nothing_held_out(job))
     mesh = Mesh(training.layout.dims, job.spec.device_type)
     engine = training.engine(mesh, job.device)
@@ -133,23 +138,23 @@ def _nothing_held_out(job: Job) -> Problem | None:
     every = job.spec.config.eval.every
     if every is None or job.training.data.held_out is not None:
         return None
-    rule = f"data={job.spec.config.call('data').name} keeps nothing from training"
-    return Problem("eval.every", every, rule, "try null, or data with a part that is held out")
+    rule = f"data={job.spec.config.call('data').name} has no held-out part"
+    return Problem("eval.every", every, rule, "try null, or data with a held-out part")
 
 
 def steps(job: Job, loop: StepLoop, remark: Callable[[], str] = lambda: "") -> Generator[int, None, None]:
-    """Step after step, with everything that a run does between them; yields after each how many are done.
+    """Run the steps with the watchdog and progress updates between them; yields the number of steps done.
 
     The garbage collector is off until the iterator ends or is closed.
 
     Args:
         job: The run.
-        loop: Takes the steps.
-        remark: What a person who watches the steps should read beside the loss.
+        loop: The step loop.
+        remark: Text to show beside the loss.
     """
     memory.reset_peak(job.device)
     wanted = job.spec.config.train.steps
-    pulse = Pulse(job, wanted, knows=loop.engine.owns_loss and loop.replica == 0)
+    reporter = ProgressReporter(job, wanted, owns_loss=loop.engine.owns_loss and loop.replica == 0)
     collect_garbage()
     gc.disable()
     try:
@@ -161,17 +166,17 @@ def steps(job: Job, loop: StepLoop, remark: Callable[[], str] = lambda: "") -> G
             if loop.taken == PROBE_STEPS:
                 wanted = _affordable(job, loop)
             job.watchdog.beat(loop.done)
-            pulse.beat(loop, wanted, remark())
+            reporter.report(loop, wanted, remark())
             yield loop.done
     finally:
         gc.enable()
         gc.unfreeze()
         loop.feed.close()
-        pulse.close()
+        reporter.close()
 
 
 def _affordable(job: Job, loop: StepLoop) -> int:
-    """How many steps ``train.max_minutes`` leaves, judged by the fastest undrained one; the same on every rank."""
+    """The steps that fit into ``train.max_minutes``, estimated by the fastest undrained one; same on every rank."""
     asked = job.spec.config.train
     if asked.max_minutes is None:
         return asked.steps

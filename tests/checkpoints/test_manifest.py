@@ -61,10 +61,10 @@ def broken(check: object, *arguments: object) -> str:
     ("content", "told"),
     [
         (None, "manifest.json is missing"),
-        ("", "manifest.json is no manifest"),
-        ('{"step": 7, "wor', "manifest.json is no manifest"),
-        ("[]", "manifest.json is no manifest"),
-        ("{}", "manifest.json is no manifest"),
+        ("", "manifest.json is not a manifest"),
+        ('{"step": 7, "wor', "manifest.json is not a manifest"),
+        ("[]", "manifest.json is not a manifest"),
+        ("{}", "manifest.json is not a manifest"),
         ('{"sha256": "00", "step": 7}', "manifest.json does not match its checksum"),
     ],
 )
@@ -89,7 +89,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path, written):
 def test_a_manifest_with_other_fields_is_none(tmp_path, written):
     body = {"step": 7, "of_tomorrow": 1, "files": {}}
     (tmp_path / "manifest.json").write_text(json.dumps(body | {"sha256": manifest._digest(body)}))
-    assert broken(manifest.read, tmp_path) == "manifest.json is no manifest"
+    assert broken(manifest.read, tmp_path) == "manifest.json is not a manifest"
 
 
 def test_missing_and_truncated_files(tmp_path, written):
@@ -120,4 +120,4 @@ def test_files_are_shared_out_and_every_one_is_read(tmp_path, written):
 
 def test_a_manifest_does_not_lead_out_of_its_directory(tmp_path, written):
     elsewhere = Manifest(7, 2, {}, {}, {"../file": Stamp(0, "")}, "2.15.0", 1.0)
-    assert broken(manifest.check_sizes, tmp_path, elsewhere) == "../file is no name of a file"
+    assert broken(manifest.check_sizes, tmp_path, elsewhere) == "../file is not a file name"

@@ -131,7 +131,7 @@ def test_items_that_are_no_tensors_are_refused(checkpoint, marker):
     tensors: dict[str, Any] = {**TENSORS, "rng.cpu.0": Touch(marker)}
     (checkpoint / ".metadata").unlink()
     dcp.save(tensors, storage_writer=dcp.FileSystemWriter(checkpoint))
-    assert refusal(checkpoint).startswith("would run code: rng.cpu.0 is no tensor, and would be unpickled; ")
+    assert refusal(checkpoint).startswith("would run code: rng.cpu.0 is not a tensor and would be unpickled; ")
     assert not marker.exists()
     dcp.load({"rng.cpu.0": 0}, checkpoint_id=checkpoint)
     assert marker.exists()

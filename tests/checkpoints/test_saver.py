@@ -227,7 +227,7 @@ def test_what_is_a_persons_costs_no_more_than_what_it_is_in_the_way_of(keeper, w
         keeper.save(step, weight, {}, {}, is_best=step == 4)
     keeper.wait()
     assert keeper.saved == [1, 3, 4, 5]
-    rule = "is not from ptdbench and in its way: move it elsewhere"
+    rule = "was not created by ptdbench: move it elsewhere"
     assert keeper.problems == [
         f"step 2: not saved: rank 0: FileExistsError: {folder}/step-00000002.partial/notes.txt {rule}",
         f"step 4: saved, but the best checkpoint could not be marked: rank 0: FileExistsError: {folder}/best {rule}",

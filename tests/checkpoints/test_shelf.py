@@ -44,7 +44,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "bit flipped": (lambda path: flip(path / "__2_0.distcp"), "__2_0.distcp does not match its checksum"),
     "file missing": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
-    "half a manifest": (lambda path: os.truncate(path / "manifest.json", 100), "manifest.json is no manifest"),
+    "half a manifest": (lambda path: os.truncate(path / "manifest.json", 100), "manifest.json is not a manifest"),
     "empty": (lambda path: [file.unlink() for file in path.iterdir()], "manifest.json is missing"),
 }
 
@@ -73,7 +73,7 @@ class TestNewest:
         search = shelf.newest(tmp_path)
         assert search.found.path == whole
         (warning,) = search.warnings
-        assert warning.startswith(f"{wrong} is passed over: {told}")
+        assert warning.startswith(f"{wrong} is skipped: {told}")
 
     def test_all_may_be_broken(self, tmp_path):
         for step in (1, 2):
@@ -106,7 +106,7 @@ def test_ranks_share_the_reading_and_agree(tmp_path):
     (first, read_by_first), (second, read_by_second) = on_ranks(2, search_on_ranks, tmp_path)
     assert first == second
     assert first.found.path == whole
-    assert first.warnings == (f"{wrong} is passed over: __1_0.distcp does not match its checksum",)
+    assert first.warnings == (f"{wrong} is skipped: __1_0.distcp does not match its checksum",)
     both = [f"{path.name}/__{number}_0.distcp" for path in (wrong, whole) for number in range(3)]
     assert sorted(read_by_first + read_by_second) == sorted(both)
     assert {name for name in read_by_second if "00001/" in name} == {"step-00000001/__1_0.distcp"}
@@ -195,7 +195,7 @@ class TestBest:
         else:
             path.write_text("mine")
         before = contents(tmp_path)
-        with pytest.raises(FileExistsError, match=f"{name} is not from ptdbench and in its way: move it elsewhere"):
+        with pytest.raises(FileExistsError, match=f"{name} was not created by ptdbench: move it elsewhere"):
             shelf.mark_best(tmp_path, 1)
         assert contents(tmp_path) == before
 
@@ -253,7 +253,7 @@ class TestInTheWay:
         (partial / "__0_0.distcp").write_bytes(b"half")
         put(partial, stranger)
         before = contents(tmp_path)
-        with pytest.raises(FileExistsError, match="is not from ptdbench and in its way: move it elsewhere"):
+        with pytest.raises(FileExistsError, match="was not created by ptdbench: move it elsewhere"):
             shelf.begin(partial)
         assert contents(tmp_path) == before
 
@@ -263,7 +263,7 @@ class TestInTheWay:
         (tmp_path / "checkpoints" / place).mkdir(exist_ok=True)
         put(tmp_path / "checkpoints" / place, "notes.txt")
         before = contents(tmp_path)
-        with pytest.raises(FileExistsError, match=r"notes.txt is not from ptdbench and in its way"):
+        with pytest.raises(FileExistsError, match=r"notes.txt was not created by ptdbench"):
             make(tmp_path, 1)
         shelf.discard(shelf.partial(tmp_path, 1))
         assert contents(tmp_path) == before

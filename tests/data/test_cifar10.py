@@ -218,7 +218,7 @@ class TestPreparing:
             (left / stranger).write_text("mine")
         (left / "data_batch_1").write_bytes(b"half")
         problem = refused_at_prepare(small(root))
-        assert f"{(left / stranger)} is not from ptdbench and in its way: move it elsewhere" in problem.rule
+        assert f"{(left / stranger)} was not created by ptdbench: move it elsewhere" in problem.rule
         assert names(left) == {stranger.rstrip("/"), "data_batch_1"}
 
     def test_shows_no_half_unpacked_folder_and_leaves_none(self, root, monkeypatch):

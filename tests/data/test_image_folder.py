@@ -186,7 +186,10 @@ class TestOptions:
         assert problem.option == "workers"
 
     def test_a_root_without_the_folder_is_refused_with_what_would_do(self, tmp_path):
-        for root, rule in ((None, "nothing says where"), (str(tmp_path), "there is no folder train in it")):
+        for root, rule in (
+            (None, "must name the folder of the images"),
+            (str(tmp_path), "there is no folder train in it"),
+        ):
             (problem,) = refusals(root=root)
             assert (problem.option, problem.value) == ("root", root)
             assert rule in problem.rule

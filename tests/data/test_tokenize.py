@@ -133,7 +133,7 @@ def test_for_a_folder_the_file_in_it_is_named(tmp_path):
 def test_what_is_no_tokenizer_is_refused(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    assert "no tokenizer.json" in refused(path).rule
+    assert "is not a tokenizer.json" in refused(path).rule
 
 
 class Terminal(io.StringIO):

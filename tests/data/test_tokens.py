@@ -115,7 +115,7 @@ def test_a_file_that_is_no_writers_is_neither_overwritten_nor_deleted(path, monk
     mine.write_bytes(content or b"linked to")
     if mine != place:
         place.symlink_to(mine)
-    with pytest.raises(FileExistsError, match=f"{place.name} is not from ptdbench and in its way: move it elsewhere"):
+    with pytest.raises(FileExistsError, match=f"{place.name} was not created by ptdbench: move it elsewhere"):
         cached_tokens(path, np.uint8, "id", one_piece)
     assert mine.read_bytes() == (content or b"linked to")
     assert place.is_symlink() == (content is None)

@@ -26,7 +26,7 @@ def test_shapes_are_read(text, shape):
 
 @pytest.mark.parametrize("text", ["", "0", "2x3", "2x0x5", "2x3x5x7", "-1", "1.5", "axb", None])
 def test_what_is_no_shape_is_refused(text):
-    with pytest.raises(ValueError, match="is no shape"):
+    with pytest.raises(ValueError, match="is not a shape"):
         Shape.of(text)
 
 

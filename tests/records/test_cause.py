@@ -26,7 +26,7 @@ def raised(rank: int, at: float) -> Failure:
     return Failure(rank, "ValueError", "bad input", "", at, "host")
 
 
-ALONE = "rank {} was stopped by SIGTERM, which its peers did not get"
+ALONE = "rank {} was stopped by SIGTERM, which its peers did not receive"
 
 
 @pytest.mark.parametrize(

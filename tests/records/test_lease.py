@@ -90,7 +90,7 @@ def test_where_nobody_can_tell_it_is_said(tmp_path, monkeypatch, capsys):
         store.write_record(tmp_path, store.load_record(tmp_path) | {"error": None})
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2
-    assert all("cannot be asked from here whether it has ended" in line for line in told)
+    assert all("whether that has ended cannot be determined from here" in line for line in told)
 
 
 @pytest.mark.ranks

@@ -72,7 +72,7 @@ def test_the_record_of_a_later_start_is_left_alone(tmp_path, capsys):
     before = (tmp_path / "record.json").read_bytes()
     assert Attempt(tmp_path, "one").amend(lambda written: {**written, "status": "ok"}) is None
     assert (tmp_path / "record.json").read_bytes() == before
-    assert capsys.readouterr().err == f"{tmp_path}: the run was started again; its record is left alone\n"
+    assert capsys.readouterr().err == f"{tmp_path}: the run was started again; its record is left unchanged\n"
 
 
 def test_each_start_has_failures_of_its_own_and_deletes_nobody_elses(tmp_path):

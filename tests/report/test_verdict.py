@@ -71,7 +71,7 @@ def test_long_findings_fold_and_lose_nothing():
 
 
 def test_remarks_are_notes():
-    assert "note          one rank has no links" in render(check(remarks=["one rank has no links"]), 100)
+    assert "note          a single rank has no links" in render(check(remarks=["a single rank has no links"]), 100)
 
 
 @pytest.mark.parametrize("changes", [{"p2p": None, "collectives": None}, {"p2p": {"pairs": []}}])

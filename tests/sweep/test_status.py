@@ -395,7 +395,7 @@ class TestDamaged:
         seen = status.look(sweep.path)
         assert [run.record["status"] for run in seen.runs] == ["ok"]
         where = f"{sweep.path / store.RESULTS}: line"
-        assert [line.partition(" is damaged and passed over: ")[0] for line in seen.damage] == [
+        assert [line.partition(" is damaged and skipped: ")[0] for line in seen.damage] == [
             f"{where} {number}" for number in (1, 2, 3, 4)
         ]
 

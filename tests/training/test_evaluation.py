@@ -158,4 +158,4 @@ def test_the_average_of_the_weights_is_judged_whatever_the_layout(shared_run):
 def test_data_that_keep_nothing_are_refused(shared_run):
     record = shared_run(*TASK, "+data.keeps=false", "train.steps=5", "eval.every=2")
     assert record["status"] == "failed"
-    assert "eval.every=2: data=synthetic_vectors keeps nothing from training" in record["error"]["message"]
+    assert "eval.every=2: data=synthetic_vectors has no held-out part" in record["error"]["message"]

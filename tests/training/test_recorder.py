@@ -123,7 +123,7 @@ def test_steps_whose_series_are_gone_have_no_numbers_and_a_remark(tmp_path, run,
     assert found["error"] is None  # which is no divergence
     assert [loss is None for loss in found["losses"]] == [step in range(left or 0, 4) for step in range(6)]
     (remark,) = found["remarks"]["checkpoints"]
-    assert remark == f"{begun}/series.npy holds {left or 0} of the 4 steps before: the others have no numbers"
+    assert remark == f"{begun}/series.npy holds {left or 0} of the 4 steps before: the numbers of the others are lost"
     assert found["metrics"]["samples_per_second"] > 0
 
 

@@ -43,7 +43,7 @@ class TestRun:
         record = shared_run(*WIDE, "cluster.ranks_per_node=1")
         found = record["check"]
         assert (record["status"], found["p2p"], found["collectives"]) == ("ok", None, None)
-        assert "one rank has no links" in found["remarks"]
+        assert "a single rank has no links" in found["remarks"]
 
     def test_a_slow_rank_is_named_the_run_has_failed_and_a_person_reads_it(self, tmp_path, environ):
         command = [sys.executable, str(ROOT / "train.py"), *WIDE, *SLOW, "cluster.ranks_per_node=3"]
@@ -146,7 +146,7 @@ def test_an_unsound_check_is_a_remark_beside_those_of_the_training():
 
 def test_it_is_said_at_once_on_rank_0(monkeypatch, capsys):
     monkeypatch.setattr(Check, "examine", lambda self, job: UNSOUND)
-    for rank, said in ((0, "unsound: rank 1 is slow; torch differs; the run goes on\n"), (1, "")):
+    for rank, said in ((0, "unsound: rank 1 is slow; torch differs; the run continues\n"), (1, "")):
         job = SimpleNamespace(
             spec=SimpleNamespace(config=SimpleNamespace(general=SimpleNamespace(check=True))),
             watch=SimpleNamespace(lap=lambda name: None), world=SimpleNamespace(rank=rank), device=torch.device("cpu"),

@@ -71,7 +71,7 @@ class TestRefused:
     def test_shapes_and_dtypes_that_nobody_knows(self):
         assert problems("workload.shapes=[64,2x3]", "workload.dtypes=[fp32,fp8]", "workload.seconds=0") == [
             "workload.shapes=[64,2x3]: must be numbers such as 4096, or MxNxK such as 4096x1024x512, and at least one",
-            "workload.dtypes=[fp32,fp8]: must be formats of products; try fp32, tf32, bf16, fp16",
+            "workload.dtypes=[fp32,fp8]: must be dtypes of matrix products; try fp32, tf32, bf16, fp16",
             "workload.seconds=0: must be greater than 0",
         ]
 

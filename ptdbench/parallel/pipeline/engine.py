@@ -28,20 +28,20 @@ def pipelined(
     kind: type[PipelineScheduleSingle | PipelineScheduleMulti],
     stages_per_rank: int = 1,
 ) -> Engine:
-    """Build this rank's stages, each laid out over its replicas or shards, and the schedule that drives them.
+    """Build this rank's stages, each laid out over its replicas or shards, and their schedule.
 
     Args:
         model: A chain of parts.
-        setting: Where and how it is laid out.
-        transforms: What is done to each stage.
+        setting: The ranks, formats and options.
+        transforms: The transforms of each stage.
         kind: The schedule's class.
-        stages_per_rank: How many stages a rank has; rank ``r`` of ``p`` has the stages ``r``, ``r + p``, ...
+        stages_per_rank: Number of stages on a rank; rank ``r`` of ``p`` has the stages ``r``, ``r + p``, ...
     """
     size = setting.layout.dims.pipeline
-    mesh = setting.mesh.pipeline or setting.mesh.batch  # a pipeline of one stage is alone in it
+    mesh = setting.mesh.pipeline or setting.mesh.batch  # of one rank for a pipeline of one stage
     where = cut(model, [stage % size for stage in range(size * stages_per_rank)])
     held = _stages(model, where, dist.get_rank(mesh.get_group()))
-    tied = model.tied()  # now: a model may compare weights, which sharding replaces
+    tied = model.tied()  # before sharding replaces the weights, which a model may compare
     parts = {number: apply(model, stage, setting, transforms) for number, stage in held.items()}
     return Pipelined(model, tied, where, parts, kind, setting.layout, mesh.get_group(), setting.device)
 
@@ -58,12 +58,12 @@ class Pipelined(Engine):
     """The engine of a pipeline.
 
     Args:
-        model: The whole model, of which this rank holds some parts.
+        model: The whole model.
         tied: Pairs of its weights that are one, see :meth:`ptdbench.models.protocol.Model.tied`.
-        where: The model's stages, and their ranks.
-        parts: This rank's stages by their number, laid out.
+        where: The model's stages and their ranks.
+        parts: This rank's stages by number, laid out.
         kind: The schedule's class.
-        layout: How the batch falls onto the ranks.
+        layout: How the batch is divided among the ranks.
         group: The ranks of the pipeline.
         device: This rank's device.
     """
@@ -81,14 +81,14 @@ class Pipelined(Engine):
     ) -> None:
         last = len(where.stages) - 1
         self.module: nn.Module = next(iter(parts.values())).module
-        if len(parts) > 1:  # the same parts under one roof
+        if len(parts) > 1:  # the same parts in one module
             named = model.parts() or {}
             self.module = Stage({name: named[name] for number in parts for name in where.stages[number]})
         self.owns_loss = last in parts
         settles = max(part.settles_after for part in parts.values())
-        # The very first pass begins with a trial, which draws random numbers too. DDP rebuilds its buckets in the last
-        # pass of a step, and moves into them what the passes before have added up. Such gradients it divides by the
-        # number of replicas, others it multiplies by the inverse.
+        # The very first pass begins with a shape inference pass, which also draws random numbers. DDP rebuilds its
+        # buckets in the last pass of a step, and moves the gradients accumulated before into them. It divides those by
+        # the number of replicas, and multiplies others by the inverse.
         self.rehearsals = settles + (layout.accumulation > 1) if settles else 1
         self._where = where
         self._parts = parts
@@ -112,7 +112,7 @@ class Pipelined(Engine):
         for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
             self._shares.clear()
             self._pass(some_inputs, some_targets, last=number == len(pieces))
-            # The very first pass begins with a trial on uninitialized memory that tells torch the shapes.
+            # The very first pass begins with torch's shape inference on uninitialized memory.
             total += sum(self._shares[-self._layout.microbatches :])
         shared.add_up(self._shared, self._group)
         return total
@@ -126,7 +126,7 @@ class Pipelined(Engine):
 
     @torch.no_grad()
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
-        """See :meth:`ptdbench.parallel.engine.Engine.outputs`; the stages hand on what each of them has computed.
+        """See :meth:`ptdbench.parallel.engine.Engine.outputs`; each stage sends its outputs to the next.
 
         Not through the schedule, whose micro-batches must all have one size.
         """
@@ -145,10 +145,10 @@ class Pipelined(Engine):
         return found if targets is None else found.mean()
 
     def _pass(self, inputs: Tensor, targets: Tensor, last: bool) -> None:
-        """One pass of the schedule; in the last one DDP averages the gradients.
+        """Run one pass of the schedule; in the last one DDP averages the gradients.
 
-        torch arms DDP itself before the backward of a pass's last micro-batch. Each forward outside of no_sync()
-        would arm it too, and then the first backward would reduce what is not yet complete.
+        torch itself arms DDP before the backward of a pass's last micro-batch. Each forward outside no_sync() would
+        arm it too, and the first backward would then reduce incomplete gradients.
         """
         arguments = (inputs,) if 0 in self._parts else ()
         options: dict[str, Any] = {"targets": targets} if self.owns_loss else {}
@@ -160,7 +160,7 @@ class Pipelined(Engine):
             self._schedule.step(*arguments, target=targets, **options)
 
     def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        """What a micro-batch adds to the loss of the step; the last stage has computed the mean already."""
+        """A micro-batch's contribution to the loss of the step; the last stage has already computed the mean."""
         share = loss.sum() / (self._layout.microbatches * self._layout.accumulation)
         self._shares.append(share.detach())
         return self._scale(share)

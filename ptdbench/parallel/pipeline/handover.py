@@ -1,4 +1,4 @@
-"""Tensors from one rank to another that does not know what is coming."""
+"""Sending tensors of unknown shape and dtype between ranks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: What a stage of a model may hand on; the place in this list is what travels.
+#: The dtypes that a stage may send, encoded by their index.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
 _MOST_DIMENSIONS = 8
 
 
 def send(tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
-    """Send a tensor, its shape and dtype ahead of it.
+    """Send a tensor, preceded by its shape and dtype.
 
     Args:
         tensor: Of at most eight dimensions.
-        group: Holds both ranks.
-        to: The receiver's rank in it.
+        group: A group of both ranks.
+        to: The receiver's rank in the group.
     """
     header = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     header += [0] * (2 + _MOST_DIMENSIONS - len(header))
@@ -26,7 +26,7 @@ def send(tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
 
 
 def receive(group: dist.ProcessGroup, origin: int, device: torch.device) -> Tensor:
-    """The tensor that rank ``origin`` of the group sends, on ``device``."""
+    """Receive the tensor that rank ``origin`` of the group sends, on ``device``."""
     header = torch.empty(2 + _MOST_DIMENSIONS, dtype=torch.int64, device=device)
     dist.recv(header, group=group, group_src=origin)
     dtype, dimensions, *shape = header.tolist()

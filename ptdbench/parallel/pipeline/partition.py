@@ -7,17 +7,17 @@ from functools import cache
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:
-    """Cut ``costs`` into ``stages`` non-empty runs whose largest sum is as small as it can be.
+    """Split ``costs`` into ``stages`` non-empty runs with the smallest possible maximum sum.
 
-    A pipeline is as fast as its slowest stage. Among equally good cuts the one is taken whose early stages are
-    shorter, because under 1F1B an earlier stage holds more micro-batches in memory.
+    A pipeline is as fast as its slowest stage. Among equally good splits it takes the one with shorter early stages,
+    because under 1F1B an earlier stage holds more micro-batches in memory.
 
     Args:
         costs: Cost of each part in order, in any unit.
-        stages: How many runs; at most ``len(costs)``.
+        stages: Number of runs; at most ``len(costs)``.
 
     Returns:
-        The parts' indices, one range a stage.
+        The indices of the parts, one range per stage.
 
     Raises:
         ValueError: There are more stages than parts.

@@ -1,4 +1,4 @@
-"""In which order the stages of a pipeline work on the micro-batches of one pass."""
+"""Pipeline schedules: the order in which the stages process the micro-batches of one pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from ptdbench.parallel.dims import divisors
 
-#: For one stage a rank.
+#: Schedules for one stage per rank.
 SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
@@ -20,13 +20,13 @@ def make(
     microbatches: int,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    """A schedule over this rank's stages that leaves the division of gradients to the loss.
+    """Create a schedule over this rank's stages that does not scale gradients: the loss does.
 
     Args:
-        kind: Its class; one for single stages takes one.
+        kind: Its class.
         stages: This rank's, in order.
-        microbatches: Of one pass.
-        loss: Of ``(outputs, targets)`` of a micro-batch, a scalar.
+        microbatches: Micro-batches of one pass.
+        loss: The loss of a micro-batch from ``(outputs, targets)``, a scalar.
     """
     if issubclass(kind, PipelineScheduleSingle):
         (stage,) = stages
@@ -35,7 +35,7 @@ def make(
 
 
 def busy(share: int, stages: int) -> int:
-    """Micro-batches of a replica's share of the batch that keep the stages busy: two a stage where it allows them.
+    """Number of micro-batches of a replica's share that keep the stages busy: two per stage if it allows them.
 
     Of ``m + p - 1`` slots a stage idles in ``p - 1`` (GPipe, Huang et al. 2019), so more micro-batches mean a smaller
     bubble, and smaller, less efficient matrix products.

@@ -1,4 +1,4 @@
-"""Weights that stand in two stages (GPT: embedding and head are one matrix), and their gradient's two halves."""
+"""Weights shared by two stages (GPT: embedding and head are one matrix), and the sum of their two gradients."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ptdbench.parallel.pipeline.stage import Cut
 
 @dataclass(frozen=True)
 class Shared:
-    """A copy that this rank has of a weight that stands in another rank's stage as well.
+    """This rank's copy of a weight that is also in a stage of another rank.
 
     Attributes:
         weight: This rank's copy, whole or in shards.
-        peer: Global rank of the process that holds the other copy, or its shard of it, in the same replica.
-        is_first: Whether this is the copy that counts where the weight may count once only.
+        peer: Global rank of the process with the other copy, or its shard of it, in the same replica.
+        is_first: Whether this is the copy to use if the weight must be counted once.
     """
 
     weight: nn.Parameter
@@ -29,12 +29,12 @@ class Shared:
 
 
 def find(tied: Sequence[tuple[str, str]], module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> list[Shared]:
-    """The shared weights in what a rank holds of a model.
+    """Find the shared weights on a rank.
 
     Args:
         tied: Pairs of full names of weights that are one, see :meth:`ptdbench.models.protocol.Model.tied`.
-        module: What this rank holds, under the names of the whole model.
-        cut: Which rank holds what.
+        module: This rank's part, with the names of the whole model.
+        cut: The stages and their ranks.
         group: The ranks of the pipeline.
     """
     here = dict(module.named_parameters())
@@ -49,7 +49,7 @@ def find(tied: Sequence[tuple[str, str]], module: nn.Module, cut: Cut, group: di
 
 
 def add_up(weights: Sequence[Shared], group: dist.ProcessGroup) -> None:
-    """Add the two halves of each shared weight's gradient, so that both copies take the same step."""
+    """Sum the two gradients of each shared weight, so that both copies take the same step."""
     for one in weights:
         assert one.weight.grad is not None
         mine = _here(one.weight.grad)
@@ -64,5 +64,5 @@ def add_up(weights: Sequence[Shared], group: dist.ProcessGroup) -> None:
 
 
 def _here(gradient: Tensor) -> Tensor:
-    """What lies on this rank of a gradient that may be in shards."""
+    """The local part of a gradient that may be sharded."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient

@@ -1,4 +1,4 @@
-"""The stages of a model: which parts each of them has, and which rank has which of them."""
+"""The stages of a model: their parts and their ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ptdbench.parallel.pipeline.partition import balance
 
 @dataclass(frozen=True)
 class Cut:
-    """A model's parts in stages.
+    """A split of a model into stages.
 
     Attributes:
         stages: The names of each stage's parts, in the model's order.
@@ -35,7 +35,7 @@ class Cut:
 
 
 def cut(model: Model, ranks: Sequence[int]) -> Cut:
-    """Cut a model that is a chain of parts into stages of nearly equal cost.
+    """Split a model that is a chain of parts into stages of nearly equal cost.
 
     By cost and not by number: the head of a small model with a large vocabulary can outweigh several layers.
 
@@ -49,7 +49,7 @@ def cut(model: Model, ranks: Sequence[int]) -> Cut:
 
 
 def costs(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
-    """What each part costs: its FLOPs where the model tells them by part, else its parameters."""
+    """The cost of each part: its FLOPs if the model states them by part, else its parameters."""
     try:
         flops = model.train_flops()
     except FlopsUnknown:
@@ -64,8 +64,8 @@ class Stage(nn.Module):
 
     Args:
         parts: The parts by their dotted names in the whole model, so that weights, checkpoints and gradients
-            carry the same names whatever the number of stages.
-        is_last: Whether the model ends here; other stages pass over the targets.
+            have the same names for any number of stages.
+        is_last: Whether this is the last stage; other stages ignore the targets.
     """
 
     def __init__(self, parts: Mapping[str, nn.Module], is_last: bool = False) -> None:
@@ -84,12 +84,12 @@ class Stage(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """Activations for the next stage; with targets, on the last stage, the mean loss as ``(1,)``.
 
-        The schedule joins what micro-batches return along the first dimension, which a scalar does not have.
+        The schedule concatenates the results of micro-batches along the first dimension, which a scalar lacks.
         """
         for part in self._chain[:-1]:
             inputs = part(inputs)
         last = self._chain[-1]
         if targets is not None and self._is_last:
-            return last(inputs, targets).reshape(1).clone()  # FSDP wants no view
-        # A stage hands its outputs on, and messages are contiguous: images may come with their channels last.
+            return last(inputs, targets).reshape(1).clone()  # FSDP does not accept a view
+        # Messages must be contiguous, and images may be channels-last.
         return last(inputs).contiguous()

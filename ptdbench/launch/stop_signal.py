@@ -1,4 +1,4 @@
-"""How a run stops in an orderly way: a signal is noted by the rank that gets it, and all ranks act on it together."""
+"""Graceful stop: the rank that receives a stop signal records it, and all ranks stop after the same step."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import torch.distributed as dist
 
 from ptdbench.launch import local, rendezvous
 
-#: Seconds between two checks, about: little beside the time that a cluster gives, and rare beside the steps.
+#: Approximate seconds between two checks: short against a cluster's grace period, long against a step.
 EVERY_SECONDS = 0.5
 
 
-class Brake:
-    """Takes this rank's stop signals, and tells all ranks after the same step that one of them got one.
+class StopSignal:
+    """Records this rank's stop signals, and reports them to all ranks after the same step.
 
-    A handler interrupts the rank anywhere, also in the middle of a collective, so that it can only take a note. The
-    notes are compared between two steps, which costs a message round; therefore not after every step, but about
-    every ``every_seconds``. How many steps that are is part of what the ranks agree on: each of them has a clock of
-    its own, and ranks that decided alone when to compare would wait for each other in different steps.
+    A handler may interrupt the rank anywhere, even inside a collective, so it only records the signal. The ranks
+    compare their signals between two steps, which costs an all-reduce, and therefore about every ``every_seconds``
+    only. They also agree on the number of steps until the next check: clocks differ, and ranks that decided by
+    themselves would wait for each other in different steps.
 
-    To be entered by all ranks, each in its main thread, while the default process group is there. Leaving it gives the
-    signals back to who had them; the group that it made goes with the default group, since a group that has lost a
-    peer may wait for it for ever.
+    All ranks enter it, each in its main thread, while the default process group exists. Leaving it restores the
+    previous handlers; its own group is destroyed with the default group, as destroying a group that has lost a peer
+    may block forever.
 
     Args:
-        every_seconds: The time between two checks; 0 checks after every step.
+        every_seconds: Seconds between two checks; 0 checks after every step.
     """
 
     def __init__(self, every_seconds: float = EVERY_SECONDS) -> None:
@@ -39,7 +39,7 @@ class Brake:
         self._checked_step: int | None = None
         self._handling = local.handling(self._note)
 
-    def __enter__(self) -> Brake:
+    def __enter__(self) -> StopSignal:
         # gloo, on GPUs too: a flag in device memory would have to wait for the steps in the device's queue.
         made = dist.new_group(backend="gloo", timeout=rendezvous.PATIENCE)
         assert isinstance(made, dist.ProcessGroup)  # all ranks are in it
@@ -53,15 +53,15 @@ class Brake:
     ) -> None:
         self._handling.__exit__(kind, error, trace)
 
-    def pressed(self, done: int) -> str | None:
-        """Whether to stop now; every rank asks between two steps and gets the same answer.
+    def received(self, done: int) -> str | None:
+        """Whether to stop now; every rank calls it between two steps and gets the same answer.
 
         Args:
-            done: How many steps are finished; the same number on all ranks.
+            done: Number of finished steps; the same on all ranks.
 
         Returns:
-            The name of the signal that some rank got, else ``None``; also where it is not time to compare, which costs
-            one comparison of integers.
+            The name of a signal that some rank received, else ``None``; also if no check is due, which costs one
+            comparison of integers.
         """
         return None if done < self._next_check else self._check(done)
 

@@ -1,4 +1,4 @@
-"""The brake: ranks that get a signal stop together, after the same step."""
+"""The stop_signal: ranks that get a signal stop together, after the same step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch import local, rendezvous
-from ptdbench.launch.brake import Brake
+from ptdbench.launch.stop_signal import StopSignal
 from ptdbench.launch.world import discover
 from tests.parallel.ranks import on_ranks
 
@@ -23,26 +23,26 @@ pytestmark = pytest.mark.ranks
 
 
 def drive(environ: dict[str, str], folder: Path, parent: int, name: str) -> None:
-    """In a rank: step until the brake is pressed, then save while more signals arrive.
+    """In a rank: step until a stop signal is received, then save while more signals arrive.
 
     After the third step rank 1 lets ``parent`` send the ranks a signal, or gets one itself if there is no parent.
     """
     world = discover(os.environ)
     assert world is not None
     number = getattr(signal, name)
-    with rendezvous.process_group(world, "gloo", torch.device("cpu"), key=str(folder)), Brake(0.01) as brake:
-        done, pressed = 0, None
-        while pressed is None:
+    with rendezvous.process_group(world, "gloo", torch.device("cpu"), key=str(folder)), StopSignal(0.01) as stop_signal:
+        done, received = 0, None
+        while received is None:
             dist.all_reduce(torch.ones(1))
             done += 1
             if (world.rank, done) == (1, 3):
                 os.kill(parent or os.getpid(), number)
-            pressed = brake.pressed(done)
+            received = stop_signal.received(done)
         if world.rank == 1:
             os.kill(parent or os.getpid(), number)  # a second one, during the save
         time.sleep(0.3)
         dist.barrier()
-        (folder / f"{world.rank}.json").write_text(json.dumps([pressed, done]))
+        (folder / f"{world.rank}.json").write_text(json.dumps([received, done]))
 
 
 def stopped_at(folder: Path) -> tuple[str, int]:
@@ -72,10 +72,10 @@ def test_a_signal_to_one_rank_stops_all_ranks_after_the_same_step(tmp_path):
 def collectives(every_seconds: float, steps: int, step_seconds: float) -> list[int]:
     """The steps after which a collective happened."""
     after, real = [], dist.all_reduce
-    with Brake(every_seconds) as brake, mock.patch.object(dist, "all_reduce", wraps=real) as reduce:
+    with StopSignal(every_seconds) as stop_signal, mock.patch.object(dist, "all_reduce", wraps=real) as reduce:
         for done in range(1, steps + 1):
             time.sleep(step_seconds)
-            assert brake.pressed(done) is None
+            assert stop_signal.received(done) is None
             if reduce.call_count > len(after):
                 after.append(done)
     return after
@@ -102,10 +102,10 @@ def test_ranks_of_different_speed_check_after_the_same_steps():
 def press(signals: list[list[str]]) -> list[Any]:
     """Each rank gets its own signals before it asks; and what it asks first and then again."""
     before = [signal.getsignal(getattr(signal, name)) for name in local.STOP_SIGNALS]
-    with Brake(0) as brake:
+    with StopSignal(0) as stop_signal:
         for name in signals[dist.get_rank()]:
             os.kill(os.getpid(), getattr(signal, name))
-        asked: list[Any] = [brake.pressed(7), brake.pressed(8)]
+        asked: list[Any] = [stop_signal.received(7), stop_signal.received(8)]
     after = [signal.getsignal(getattr(signal, name)) for name in local.STOP_SIGNALS]
     return [*asked, after == before]
 

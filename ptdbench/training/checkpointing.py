@@ -1,4 +1,4 @@
-"""What outlives a run's processes: its checkpoints."""
+"""The checkpoints of a run: resuming from one and writing new ones."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from ptdbench.training.loop import StepLoop
 from ptdbench.training.recorder import Recorder
 
 
-class Keeper:
-    """Begins a run where its last checkpoint ends, and makes the next ones.
+class Checkpointing:
+    """Resumes a run from its last checkpoint and writes new ones.
 
     Attributes:
-        resumed_from: The checkpoint that this process began with.
+        resumed_from: Path of the checkpoint that this process resumed from.
 
     Args:
         job: The run.
         loop: Its step loop, before the first step.
-        evaluator: What it finds is kept too.
-        recorder: Drains the steps before each save, so that a checkpoint and the series on the disk go together.
+        evaluator: Its evaluations are saved too.
+        recorder: Drained before each save, so that checkpoint and series on disk are consistent.
     """
 
     def __init__(self, job: Job, loop: StepLoop, evaluator: Evaluator, recorder: Recorder) -> None:
@@ -46,29 +46,29 @@ class Keeper:
         self.resumed_from: str | None = None
         if self._every:
             if job.world.rank == 0:
-                with suppress(OSError):  # a directory that cannot be written to is reported when it matters
+                with suppress(OSError):  # an unwritable directory is reported at the first save
                     shelf.sweep_partial(job.directory)
-            dist.barrier()  # the others may look for a checkpoint whose name rank 0 has just put right
+            dist.barrier()  # rank 0 may have renamed a checkpoint that the others search for
             options = job.spec.config.checkpoint
             self._saver = Saver(job.directory, keep=options.keep, asynchronous=options.asynchronous)
 
     @property
     def saves(self) -> bool:
-        """Whether this run makes checkpoints."""
+        """Whether this run writes checkpoints."""
         return self._saver is not None
 
     @property
     def problems(self) -> list[str]:
-        """Checkpoints that were passed over or could not be written, and why."""
+        """Checkpoints that were skipped or could not be written, and why."""
         return [*self._passed_over, *(self._saver.problems if self._saver else [])]
 
     def resume(self) -> None:
-        """Take the place of whoever was here before: of this run itself, else of the one that ``resume`` names.
+        """Resume from the newest checkpoint of this run, else of the run that ``resume`` names, if there is one.
 
         Called in all ranks, before the first step.
 
         Raises:
-            ConfigError: The run that ``resume`` names has no checkpoint that this one could begin with.
+            ConfigError: The run that ``resume`` names has no checkpoint that this one can resume from.
         """
         if (found := self._search()) is None:
             self._recorder.begin()
@@ -76,7 +76,7 @@ class Keeper:
             self._begin_with(*found)
 
     def _search(self) -> tuple[Found, dist.ProcessGroup] | None:
-        """The checkpoint to begin with, and a group of all ranks on the CPU."""
+        """The checkpoint to resume from, and a group of all ranks on the CPU."""
         named = self._job.spec.config.general.resume
         sources = [self._job.directory, *([Path(named)] if named else [])]
         if not any((source / shelf.FOLDER).exists() for source in sources):
@@ -93,13 +93,13 @@ class Keeper:
         return None
 
     def after_step(self, is_best: bool = False) -> None:
-        """Between two steps: save if it is time to, or if the weights are the best so far."""
+        """Save if a checkpoint is due or the weights are the best so far; called between two steps."""
         if self._saver and self._every and (is_best or self._loop.done % self._every == 0):
             with self._job.watchdog.paused():
                 self._save(self._saver, is_best)
 
     def finish(self) -> None:
-        """Save what has not been saved, and wait until it is on the disk."""
+        """Save the last step unless it is saved, and wait until it is on disk."""
         if self._saver:
             with self._job.watchdog.paused():
                 if self._saved != self._loop.done:
@@ -118,25 +118,25 @@ class Keeper:
             world_size=self._job.world.size,
             group=group,
         )
-        self._loop.go_on(found.manifest.step, facts["scaler"])
+        self._loop.resume(found.manifest.step, facts["scaler"])
         source = found.path.parent.parent
         self._saved = found.manifest.step if source == self._job.directory else -1
         self.resumed_from = str(found.path)
         self._recorder.begin(found.manifest.step, source, facts)
-        self._evaluator.go_on(facts.get("evaluations", []))
+        self._evaluator.resume(facts.get("evaluations", []))
         if self._saver and self._evaluator.best and self._saved >= 0:
-            self._saver.go_on(best=self._evaluator.best.step)
+            self._saver.resume(best=self._evaluator.best.step)
 
     def _same_data(self, found: Found, group: dist.ProcessGroup) -> Problem | None:
-        """Samples are numbered: in data that have changed the same numbers are other samples."""
+        """A problem if the data changed: the same sample numbers would then be other samples."""
         data, identity = self._job.spec.config.call("data").name, found.manifest.facts.get("data")
         if identity is None or identity == gathered(self._identity(), group)[0]:
             return None
-        rule = f"was trained on other data than data={data} holds now: they were changed, or are another choice"
-        return Problem("resume", found.path, rule, "resume with the data as they were, or begin anew without resume")
+        rule = f"was trained on other data than data={data} holds now"
+        return Problem("resume", found.path, rule, "restore the data, or start a new run without resume")
 
     def _identity(self) -> str | None:
-        """What the data are; on rank 0, as others need not ask the file system for every file once more."""
+        """Digest of the data, on rank 0 only: it may require a stat of every file."""
         return self._job.training.data.identity if self._job.world.rank == 0 else None
 
     def _save(self, saver: Saver, is_best: bool = False) -> None:
