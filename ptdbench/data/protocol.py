@@ -32,7 +32,7 @@ class Data(Protocol):
     all problems and bare option names, and neither reads a corpus nor starts a process.
     """
 
-    #: Number of worker processes per rank; 0: the rank itself makes the samples.
+    #: Worker processes per rank; with 0 the rank itself makes the samples.
     workers: int = 0
 
     @property

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.job import Job
+from ptdbench.launch.peers import gather
 from ptdbench.records import series, store
 from ptdbench.report.tensorboard import Live
 from ptdbench.terminal import say
@@ -109,9 +110,7 @@ class Recorder:
         The first call gathers the ranks' startup times up to the end of the first step.
         """
         if self._startup is None:
-            laps: list[Any] = [None] * self._job.world.size
-            dist.all_gather_object(laps, self._job.watch.laps)
-            self._startup = _until_the_last(laps)
+            self._startup = _until_the_last(gather(self._job.watch.laps))
         mine = {
             "first_step": self._loop.first_step,
             "steps": self._loop.taken,
