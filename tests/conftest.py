@@ -23,7 +23,7 @@ from ptdbench.launch import local
 from ptdbench.records.load import Run
 from ptdbench.setup.compose import compose_all
 from tests import slurm_cluster
-from tests.parallel.ranks import RANKS
+from tests.shared_ranks import RANKS
 
 ROOT = Path(__file__).parent.parent
 Record = dict[str, Any]
@@ -87,6 +87,8 @@ def _end_of_shared_ranks() -> Iterator[None]:
 def run_on_shared_ranks(directory: Path, *overrides: str) -> Record:
     """The record of a run in ranks that the tests of a module share, so that none have to be started for it."""
     directory.mkdir(exist_ok=True)
+    if (directory / "record.json").exists():
+        RANKS.end()  # one group of ranks does each run once: its addresses stay in their store
     RANKS.run(composed(*overrides), directory)
     return record_of(directory)
 

@@ -142,3 +142,7 @@ def _serve(place: Mapping[str, str], jobs: Connection) -> None:
             jobs.send((False, traceback.format_exc()))
             return
         jobs.send((True, value.getvalue()))
+
+
+#: For whole runs; they end after each module, see tests/conftest.py.
+RANKS = SharedRanks()

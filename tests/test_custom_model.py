@@ -135,15 +135,16 @@ def test_without_parts_a_pipeline_is_refused_with_the_reason(shared_run, my_pack
     record = shared_run(*COMMON, "model._target_=my_package.Plain", *IMAGES, "parallel=pdp")
     assert record["status"] == "failed"
     assert record["error"]["message"] == (
-        "parallel=pdp: the model has no parts(), so it cannot be cut into stages; try parallel=ddp, parallel=fsdp"
+        "parallel.pipeline=auto: the model has no parts(), so it cannot be cut into stages; "
+        "try parallel=ddp, parallel=fsdp"
     )
 
 
 def test_fsdp_cannot_shard_one_weight_in_two_layers_and_says_so(shared_run, my_package):
     record = shared_run(*COMMON, "model._target_=my_package.SharesBetweenLayers", *VECTORS, "parallel=fsdp")
     assert record["error"]["message"] == (
-        "parallel=fsdp: blocks.0.weight and blocks.1.weight are one weight, and fully_shard wants it in one layer; "
-        "try parallel=ddp"
+        "parallel.shard=auto: blocks.0.weight and blocks.1.weight are one weight, and fully_shard wants it in one "
+        "layer; try parallel=ddp"
     )
 
 

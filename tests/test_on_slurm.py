@@ -144,7 +144,7 @@ class TestSweep:
         spent = sound["metrics"]["startup_seconds"]
         assert set(spent) == {"import", "config", "rendezvous", "build", "first_step"}
         assert all(seconds >= 0 for seconds in spent.values())
-        assert sound["losses"][-1] is not None
+        assert sound["final_loss"] is not None
         assert done.stdout.count("step ms") == 1  # one table
         first, *_ = done.stdout.splitlines()
         (array,) = {word.partition("_")[0] for word in first.removeprefix("submitted 3 jobs: ").split()}

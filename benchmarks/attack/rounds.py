@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,8 @@ class _Saves:
         self._seen: set[str] = set()
 
     def __call__(self) -> bool:
-        self._seen.update(map(str, self._folder.glob("outputs/**/checkpoints/*.partial")))
+        with suppress(FileNotFoundError):  # a checkpoint is deleted, or gets its name, while the folder is read
+            self._seen.update(map(str, self._folder.glob("outputs/**/checkpoints/*.partial")))
         return len(self._seen) >= self._count
 
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ptdbench.launch import rendezvous
-from tests.shared_ranks import SharedRanks
-
-#: For whole runs; they end after each module, see tests/conftest.py.
-RANKS = SharedRanks()
+from ptdbench.launch import local
 
 
 def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -21,17 +19,22 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
 
     Ranks of its own: torch keeps plans for DTensors by the shape of a mesh, with names of groups that are no more.
     """
-    ranks = SharedRanks()
-    try:
-        return ranks.call(size, _in_group, body, arguments)
-    finally:
-        ranks.end()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            local.start(_in_rank, size, Path(folder), body, arguments)
+        except local.RankDied as death:
+            told = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
+            raise AssertionError("\n".join([str(death), *told])) from None
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
-def _in_group(body: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def _in_rank(environ: Mapping[str, str], folder: Path, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", store=rendezvous.store(), rank=rank, world_size=size)
-    result = body(*arguments)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    try:
+        torch.save(body(*arguments), folder / f"{rank}.pt")
+    except Exception:
+        (folder / f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
+        raise
     dist.destroy_process_group()
-    return result
