@@ -114,10 +114,17 @@ _ENVIRON = {name: value for name, value in os.environ.items() if not name.starts
 _LEFT_OUT = "left out: "
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Give tests a user cache of their own: a ceiling that a test has measured is not a figure for people."""
+    folder = tempfile.mkdtemp(prefix="ptdbench-cache-")
+    os.environ["XDG_CACHE_HOME"] = folder
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
 @pytest.fixture
 def environ() -> dict[str, str]:
     """The environment of a person's fresh shell, for programs that a test starts: no launcher's, and not pytest's."""
-    return dict(_ENVIRON)
+    return {**_ENVIRON, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
 
 
 @pytest.fixture(scope="session")

@@ -149,8 +149,8 @@ class TestSweep:
         first, *_ = done.stdout.splitlines()
         (array,) = {word.partition("_")[0] for word in first.removeprefix("submitted 3 jobs: ").split()}
         assert f"cancel     scancel {array}" in done.stdout.splitlines()
-        for state in ("PENDING", "ok"):
-            assert f"job {array}_2 {Path(sound['directory']).name}: {state}" in done.stderr
+        # Which states of the queue are seen on the way is a matter of time.
+        assert f"job {array}_2 {Path(sound['directory']).name}: ok" in done.stderr.splitlines()
 
         seen = run(*PTDBENCH, "status", str(sweep(folder)))
         assert seen.returncode == 1

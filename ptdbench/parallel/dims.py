@@ -110,9 +110,7 @@ class Mesh:
     """The mesh of ranks, seen from one of them.
 
     Attributes:
-        dims: The degrees.
         batch: The ranks with the same part of the model and different samples.
-        replicate: Those of them with the same weights; ``None`` if there are only shards.
         shard: Those over which the weights are sharded; with several copies the first of two dimensions is the copies.
         pipeline: The ranks with the stages of one copy; ``None`` for one stage.
 
@@ -122,12 +120,10 @@ class Mesh:
     """
 
     def __init__(self, dims: Dims, device_type: str) -> None:
-        self.dims = dims
         # One of the two dimensions of the batch always exists, even with a single rank.
         names = tuple(name for name in ORDER if getattr(dims, name) > 1 or (name == "replicate" and dims.batch == 1))
         grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)
         copies = tuple(name for name in ("replicate", "shard") if name in names)
         self.shard = grid[copies]
         self.batch = self.shard._flatten("batch") if len(copies) > 1 else self.shard
-        self.replicate = grid["replicate"] if "replicate" in names else None
         self.pipeline = grid["pipeline"] if "pipeline" in names else None

@@ -26,7 +26,7 @@ class RankHello(TypedDict):
     device: str
     """``cpu``, or the GPU with its name."""
     cores: list[int]
-    """Number of CPU cores that it may use."""
+    """The CPU cores that it may use, by their numbers."""
     threads: int
     """Number of compute threads."""
     settings: dict[str, str]

@@ -100,7 +100,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
     schedule: Schedule | None = found.of(lambda: choices.build(config, "lr_schedule"))
 
     def example() -> tuple[Tensor, Tensor]:
-        assert data  # nobody asks before every part of the plan stands
+        assert data  # nobody asks before strategy, data and model are there
         return data.example()
 
     def layout() -> Layout:
