@@ -7,10 +7,13 @@ set of the process, including interpreter, libraries and mapped files. Do not co
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,13 +57,19 @@ def _peak_resident_bytes() -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
 
 
-def current_bytes(device: torch.device) -> int:
-    """Memory in use now, of the same kind as :func:`peak_bytes`; takes at most 0.1 ms, does not synchronize."""
+def in_use(device: torch.device) -> Callable[[], int]:
+    """A function that returns the memory in use now, of the same kind as :func:`peak_bytes`; it does not synchronize.
+
+    To be called in the process that it measures, after every step: there the file is opened once. After a step has
+    filled the processor's caches, opening it takes 0.3 ms, and reading it 0.03 ms.
+    """
     if device.type == "cuda":
         import torch
 
-        return torch.cuda.memory_allocated(device)
-    # Raw instead of text, which takes twice as long: this is read after every step.
-    with suppress(OSError), open("/proc/self/statm", "rb", buffering=0) as pages:
-        return int(pages.read().split()[1]) * resource.getpagesize()
-    return _peak_resident_bytes()
+        return partial(torch.cuda.memory_allocated, device)
+    try:
+        pages = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115 # closed with the function that reads it
+    except OSError:
+        return _peak_resident_bytes
+    size = resource.getpagesize()
+    return lambda: int(os.pread(pages.fileno(), 100, 0).split()[1]) * size

@@ -84,7 +84,7 @@ class StepLoop:
         self.feed = feed
         self.replicas = replicas
         self.replica = dist.get_rank(replicas) if replicas else 0
-        self._device = device
+        self._memory = memory.in_use(device)
         self.first_step = 0
         self.clock = clock.for_device(device)
         self.losses: list[Tensor] = []
@@ -119,7 +119,7 @@ class StepLoop:
         self.update(number)
         self.clock.stop()
         self.losses.append(loss)
-        self.memory_bytes.append(memory.current_bytes(self._device))
+        self.memory_bytes.append(self._memory())
         if self.taken % COLLECT_EVERY == 0:
             collect_garbage()
 

@@ -31,11 +31,25 @@ def test_cpu_peak_outlives_its_memory_until_it_is_reset():
 
 
 def test_cpu_memory_in_use_rises_and_falls():
-    before = memory.current_bytes(CPU)
+    in_use = memory.in_use(CPU)
+    before = in_use()
     block = bytearray(b"x") * (200 * MIB)
-    assert memory.current_bytes(CPU) > before + 150 * MIB
+    assert in_use() > before + 150 * MIB
     del block
-    assert memory.current_bytes(CPU) < before + 50 * MIB
+    assert in_use() < before + 50 * MIB
+
+
+def test_cpu_memory_in_use_without_proc_is_the_peak(monkeypatch):
+    def missing(path: str, *_: object, **__: object) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("builtins.open", missing)
+    in_use = memory.in_use(CPU)
+    monkeypatch.undo()
+    block = bytearray(b"x") * (200 * MIB)
+    del block
+    before = memory.peak_bytes(CPU)
+    assert before <= in_use() <= memory.peak_bytes(CPU)
 
 
 def test_without_proc_the_peak_is_that_of_getrusage(monkeypatch):
@@ -53,7 +67,7 @@ def test_gpu_peak_counts_tensors_until_it_is_reset():
     memory.reset_peak(device)
     before = memory.peak_bytes(device)
     block = torch.empty(64 * MIB, dtype=torch.uint8, device=device)
-    assert memory.current_bytes(device) >= before + 64 * MIB
+    assert memory.in_use(device)() >= before + 64 * MIB
     del block
     assert memory.peak_bytes(device) >= before + 64 * MIB
     memory.reset_peak(device)

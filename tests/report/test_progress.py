@@ -4,7 +4,7 @@ import pty
 
 import pytest
 
-from ptdbench.report.progress import Progress
+from ptdbench.report.progress import Progress, read_progress
 
 
 class Terminal(io.StringIO):
@@ -107,3 +107,16 @@ def test_no_standard_error_is_silence(monkeypatch):
     line = progress(None)
     line.show(1, 2.5, 60.0)
     assert not line.due(1e9)
+
+
+def test_the_file_is_written_soon_now_and_then_and_at_the_end(tmp_path):
+    line = Progress(
+        100, "tokens", units_per_step=2048, label="gpt_tiny ddp", now=50.0, stream=Terminal(), directory=tmp_path
+    )
+    assert read_progress(tmp_path) is None
+    for step, now, written in ((10, 51.0, 10), (20, 52.0, 10), (30, 60.9, 10), (40, 61.0, 40), (100, 62.0, 100)):
+        line.show(step, 2.5, now)
+        found = read_progress(tmp_path)
+        assert found
+        assert (found["step"], found["steps"], found["unit"]) == (written, 100, "tokens")
+    assert found["per_second"] == 60 * 2048  # the last 60 steps took one second

@@ -66,8 +66,8 @@ def test_it_trains_as_a_loop_by_hand_does(micro_batch):
 
 
 def test_each_step_leaves_a_loss_a_time_and_the_memory_in_use(monkeypatch):
-    in_use = iter([100, 300, 200])
-    monkeypatch.setattr(module.memory, "current_bytes", lambda device: next(in_use))
+    read = iter([100, 300, 200])
+    monkeypatch.setattr(module.memory, "in_use", lambda device: lambda: next(read))
     loop = loop_over(toy(), Layout(Dims(), 8, 8))
     for _ in range(3):
         loop.step()
