@@ -10,8 +10,9 @@ import argparse
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ from ptdbench.setup.config import Slurm
 from ptdbench.sweep import directory as output
 from ptdbench.terminal import plural, say
 
+#: How long a rank that was refused stays while rank 0 says why, in seconds: mpirun and torchrun end all ranks as soon
+#: as one has ended with a failure, and rank 0 may have started later.
+TURN = 5.0
+
 
 def main(task: Callable[[], None], conf: Path) -> None:
     """Run a ``@hydra.main`` function; never returns.
@@ -41,6 +46,9 @@ def main(task: Callable[[], None], conf: Path) -> None:
     except ConfigError as error:
         if is_first_rank(os.environ) or type(error) is not ConfigError:  # what only this rank may know
             say(str(error), sys.stderr)
+        else:
+            with suppress(local.Stopped):  # rank 0 has ended, and so the launcher ends this one
+                time.sleep(TURN)
         sys.exit(1)
     except store.Damaged as damage:  # by somebody, while this process was going on
         say(str(damage), sys.stderr)
