@@ -44,7 +44,7 @@ def together(commands: Sequence[Sequence[str]], cwd: Path, environ: Mapping[str,
         for command in commands
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=120) for process in started]
+        said = [process.communicate(timeout=240) for process in started]
     finally:
         for process in started:
             process.kill()
