@@ -10,8 +10,9 @@ import argparse
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,13 @@ from ptdbench.setup.config import Slurm
 from ptdbench.sweep import directory as output
 from ptdbench.terminal import plural, say
 
+#: How long a rank that was refused stays while rank 0 says why, in seconds: mpirun and torchrun end all ranks as soon
+#: as one has ended with a failure, and rank 0 may have started later. They end this one too when rank 0 has ended.
+TURN = 30.0
+
+#: The same in a SLURM step: srun by itself ends nobody, and the command takes so much longer.
+TURN_IN_STEP = 5.0
+
 
 def main(task: Callable[[], None], conf: Path) -> None:
     """Run a ``@hydra.main`` function; never returns.
@@ -41,6 +49,8 @@ def main(task: Callable[[], None], conf: Path) -> None:
     except ConfigError as error:
         if is_first_rank(os.environ) or type(error) is not ConfigError:  # what only this rank may know
             say(str(error), sys.stderr)
+        else:
+            _await_rank_0()
         sys.exit(1)
     except store.Damaged as damage:  # by somebody, while this process was going on
         say(str(damage), sys.stderr)
@@ -50,6 +60,13 @@ def main(task: Callable[[], None], conf: Path) -> None:
         sys.exit(128 + stop.signal)
     finally:
         leaving.soon()
+
+
+def _await_rank_0() -> None:
+    """Leave the word to rank 0."""
+    world = discover(os.environ)
+    with suppress(local.Stopped):
+        time.sleep(TURN_IN_STEP if world and world.started_by.has_step else TURN)
 
 
 def one_run(composed: DictConfig, directory: Path) -> None:

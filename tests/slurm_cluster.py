@@ -55,8 +55,8 @@ _MUNGE_FOLDERS = {"/etc/munge": 0o700, "/run/munge": 0o755, "/var/log/munge": 0o
 _MUNGE_KEY = Path("/etc/munge/munge.key")
 #: Not the one that munged writes by itself: the munged that has this one was started here.
 _MUNGE_PID = Path("/run/munge/ptdbench.pid")
-#: Below the ports that the kernel gives to outgoing connections (32768 and up).
-_FIRST_PORT = 17000
+#: Below the ports at which ranks meet (10000 and up) and those that the kernel gives to outgoing connections.
+_FIRST_PORT = 7000
 #: A step's socket, ``spool/n1/n1_<job>.<step>`` in the folder, may have a path of 107 characters.
 _LONGEST_FOLDER = 70
 
@@ -85,8 +85,8 @@ PreemptType=preempt/none
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 
-# Jobs start within a second and leave within KillWait, and a busy machine is not taken for a dead node.
-KillWait=5
+# Jobs start within a second, and may save for as long as by SLURM's default. A busy machine is taken for no dead node.
+KillWait=30
 MinJobAge=300
 InactiveLimit=120
 SlurmdTimeout=60

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ptdbench.problems import ConfigError
@@ -41,7 +41,7 @@ class TestWhatHydraWrote:
         (line,) = str(caught.value).splitlines()
         assert line.startswith(f"{option}={tmp_path}: {name} is damaged (")
 
-    @settings(max_examples=50, deadline=None, database=None)
+    @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), database=None)
     @given(text=st.binary(max_size=60) | st.text(alphabet="{}[]&*?:- \n'\"!<ab1$", max_size=40).map(str.encode))
     def test_any_bytes(self, option, name, text):
         with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ptdbench import entry
 from tests import forked
 from tests.conftest import ROOT
 
@@ -71,6 +72,7 @@ class TestRefusals:
         assert len(refused(*arguments, cwd=tmp_path)) == 1
 
     def test_only_rank_0_of_a_launcher_speaks(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(entry, "TURN", 0.0)
         for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
             monkeypatch.setenv(name, str(value))
         told = []

@@ -44,7 +44,7 @@ def together(commands: Sequence[Sequence[str]], cwd: Path, environ: Mapping[str,
         for command in commands
     ]  # fmt: skip
     try:
-        said = [process.communicate(timeout=120) for process in started]
+        said = [process.communicate(timeout=240) for process in started]
     finally:
         for process in started:
             process.kill()
@@ -265,8 +265,10 @@ class TestRefused:
         assert len(jobs() - before) == 1  # the srun itself
 
     def test_a_world_that_is_not_the_one_that_was_asked_for(self, tmp_path, mpirun, environ):
+        """Said by rank 0, although mpirun ends it as soon as another rank has failed, and it is the last to start."""
+        late = ["sh", "-c", '[ "$OMPI_COMM_WORLD_RANK" = 1 ] || sleep 2; exec "$@"', "sh"]
         asked = ["cluster.nodes=2", "cluster.ranks_per_node=4"]
-        done = alone([*mpirun, "-np", "2", *TRAIN, *TOY, *asked], tmp_path, environ)
+        done = alone([*mpirun, "-np", "2", *late, *TRAIN, *TOY, *asked], tmp_path, environ)
         assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
         assert [line for line in done.stderr.splitlines() if line.startswith("cluster.")] == [
             "cluster.ranks_per_node=4: openmpi started 2 ranks on this node; try auto, 2",

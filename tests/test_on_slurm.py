@@ -80,7 +80,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def when(reached: Callable[[], Any]) -> None:
     """Wait until it is so; the patience only bounds a test that fails."""
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 200
     while not reached():
         assert time.monotonic() < deadline
         time.sleep(0.3)
@@ -197,8 +197,10 @@ class TestWithoutWaiting:
         assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
 
     def test_an_interrupted_wait_leaves_the_jobs_to_themselves(self, run, tmp_path, slurm):
+        # Held, so that the job cannot have ended before it is followed.
+        command = [*TRAIN, *HELLO, "+cluster.extra.hold=true"]
         process = subprocess.Popen(
-            [*TRAIN, *HELLO], cwd=tmp_path, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command, cwd=tmp_path, env=slurm, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         assert process.stdout
         assert process.stdout.readline().startswith("submitted 1 job: ")
@@ -207,6 +209,8 @@ class TestWithoutWaiting:
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGINT
+        (job,) = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
+        assert run("scontrol", "release", job["id"]).returncode == 0
         assert f"The jobs go on. Look at them with: python -m ptdbench status {sweep(tmp_path)}" in said.splitlines()
         assert "Traceback" not in said
         when((sweep(tmp_path) / "0_hello" / "record.json").exists)

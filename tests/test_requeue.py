@@ -12,15 +12,17 @@ from typing import Any
 
 from tests.conftest import record_of
 from tests.forked import train_py
+from tests.launch.patient import patient
 
 RUN = (
-    "cluster=slurm", "model=toy", "train.steps=1000", "train.max_minutes=null", "checkpoint.every_steps=100",
-    "device=cpu", "hydra.sweep.dir=sweep",
+    "cluster=slurm", "train.steps=1000", "train.max_minutes=null", "checkpoint.every_steps=100",
+    "hydra.sweep.dir=sweep",
 )  # fmt: skip
 ALONE = ("cluster.ranks_per_node=1", "parallel=single")
 
 
-def until(condition: Callable[[], Any], seconds: float = 90) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 200) -> Any:
+    """What ``condition`` comes to; the patience only bounds a test that fails."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline
@@ -29,13 +31,21 @@ def until(condition: Callable[[], Any], seconds: float = 90) -> Any:
 
 
 def submitted(cwd: Path, env: dict[str, str], *options: str) -> tuple[str, Path]:
-    """Submit a run; its job's id and its directory, once it has its first checkpoint."""
-    done = train_py(*RUN, "cluster.submit=detach", *options, cwd=cwd, environ=env)
+    """Submit a run; its job's id and its directory, once it has its first checkpoint.
+
+    It takes its time for the other steps until :func:`hurry`.
+    """
+    done = train_py(*RUN, *patient(cwd / "waits"), "cluster.submit=detach", *options, cwd=cwd, environ=env)
     assert done.returncode == 0, done.stderr
     (job,) = json.loads((cwd / "sweep" / "sweep.json").read_text())["jobs"]
     directory = cwd / "sweep" / job["directory"]
     until(lambda: list(directory.glob("checkpoints/step-????????/manifest.json")))
     return job["id"], directory
+
+
+def hurry(cwd: Path) -> None:
+    """Let the run in this folder come to its end."""
+    (cwd / "waits").unlink()
 
 
 def ask(env: dict[str, str], *command: str) -> str:
@@ -50,6 +60,7 @@ def test_the_signal_ahead_of_the_time_limit_requeues_the_job_and_it_goes_on(tmp_
     assert "saved and requeued (1 of 10)" in waiting["error"]["message"]
     done = len(waiting["losses"])
     assert 100 <= done < 1000
+    hurry(tmp_path)
     ask(slurm, "scontrol", "update", f"jobid={job}", "StartTime=now")  # SLURM would let it wait for two minutes
     finished = until(lambda: (found := record_of(directory))["status"] == "ok" and found)
     assert len(finished["losses"]) == 1000
@@ -81,6 +92,7 @@ def test_a_job_that_is_canceled_saves_and_is_not_requeued(tmp_path, slurm):
     until(lambda: ask(slurm, "squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}").strip() in over)
 
     assert f"it has saved: python train.py resume={directory}" in stopped["error"]["message"]
+    hurry(tmp_path)
     again = train_py(f"resume={directory}", "cluster.time_minutes=5", cwd=tmp_path, environ=slurm)
     assert again.returncode == 0, again.stderr
     assert again.stdout.startswith("submitted 1 job: ")  # where the run was, and not on the login node
@@ -91,7 +103,8 @@ def test_a_job_that_is_canceled_saves_and_is_not_requeued(tmp_path, slurm):
 
 
 def test_without_checkpoints_there_is_nothing_to_go_on_with(tmp_path, slurm):
-    done = train_py(*RUN, "cluster.requeue=true", "checkpoint.every_steps=null", cwd=tmp_path, environ=slurm)
+    words = (*RUN, "model=toy", "device=cpu", "cluster.requeue=true", "checkpoint.every_steps=null")
+    done = train_py(*words, cwd=tmp_path, environ=slurm)
     assert done.returncode == 1
     assert done.stderr.strip() == (
         "cluster.requeue=true: a run that is requeued goes on after its last checkpoint, and this one makes none; "

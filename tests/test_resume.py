@@ -25,6 +25,7 @@ from ptdbench.records import ledger, record, store
 from ptdbench.setup import resume
 from tests import forked
 from tests.conftest import ROOT, record_of, run_on_shared_ranks
+from tests.launch.patient import patient
 
 pytestmark = pytest.mark.ranks
 
@@ -112,7 +113,7 @@ def started(directory: Path, done: int, *arguments: str) -> subprocess.Popen[str
         [sys.executable, str(ROOT / "train.py"), *arguments],
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 200
     while saved(directory)[-1] <= done:
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline
@@ -131,8 +132,9 @@ SIGNALS = [["SIGTERM"], ["SIGUSR2", "SIGTERM"], ["SIGINT", "SIGINT"]]
 
 def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
     """Three times, by other signals each, and then to its end."""
-    run = tmp_path / "run"
-    words = (*TOY, "parallel=ddp", "train.steps=2000", "train.max_minutes=null", "checkpoint.every_steps=100")
+    run, waits = tmp_path / "run", tmp_path / "waits"
+    words = (*patient(waits), "parallel=ddp", "train.steps=2000", "train.max_minutes=null")
+    words += ("checkpoint.every_steps=100",)
     stops = [0]
     losses: list[float] = []
     for signals in SIGNALS:
@@ -151,6 +153,7 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
         stops.append(done)
         losses = stopped["losses"]
 
+    waits.unlink()
     again = train_py("resume=run", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     finished = record_of(run)
@@ -167,10 +170,12 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
 
 
 def test_a_run_that_was_killed_goes_on_after_its_last_checkpoint(tmp_path):
+    waits = tmp_path / "waits"
     steps = ("train.steps=600", "train.max_minutes=null", "checkpoint.every_steps=100", "checkpoint.keep=2")
-    process = started(tmp_path / "run", 100, *TOY, "parallel=ddp", *steps, f"hydra.run.dir={tmp_path}/run")
+    process = started(tmp_path / "run", 100, *patient(waits), "parallel=ddp", *steps, f"hydra.run.dir={tmp_path}/run")
     process.kill()
     process.communicate()
+    waits.unlink()
     assert record_of(tmp_path / "run")["error"]["type"] == "Unfinished"
     again = train_py("resume=run", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
@@ -347,7 +352,7 @@ class TestSweep:
         command = [sys.executable, str(ROOT / "train.py"), "-m", *arguments, "train.steps=1000000"]
         first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 200
             while not list(tmp_path.glob("sweep/*/record.json")):
                 assert time.monotonic() < deadline
                 time.sleep(0.1)

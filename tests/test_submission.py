@@ -19,6 +19,7 @@ import pytest
 from ptdbench.records import store
 from tests.conftest import ROOT
 from tests.forked import train_py
+from tests.launch.patient import patient
 
 STATUS = (sys.executable, "-m", "ptdbench", "status")
 #: Two shapes; the jobs stay in the queue.
@@ -140,9 +141,10 @@ def test_a_job_of_a_submission_that_was_killed_is_found_and_not_submitted_again(
 
 
 def test_a_record_that_is_moved_away_while_the_sweep_is_followed(run, slurm, tmp_path):
+    waits = tmp_path / "waits"
     command = (
-        "cluster=slurm", "model=toy", "train.steps=600", "train.max_minutes=null", "device=cpu",
-        "hydra.sweep.dir=sweep", "cluster.ranks_per_node=1", "parallel=single",
+        "cluster=slurm", *patient(waits), "train.steps=1000", "train.max_minutes=null", "hydra.sweep.dir=sweep",
+        "cluster.ranks_per_node=1", "parallel=single",
     )  # fmt: skip
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "thesis.txt").write_text("mine")
@@ -154,12 +156,13 @@ def test_a_record_that_is_moved_away_while_the_sweep_is_followed(run, slurm, tmp
         stderr=subprocess.PIPE,
         text=True,
     )
-    record = tmp_path / "sweep" / "0_toy_single" / "record.json"
-    deadline = time.monotonic() + 90
+    record = tmp_path / "sweep" / "0_custom_single" / "record.json"
+    deadline = time.monotonic() + 200
     while not record.with_name("progress.json").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     record.rename(record.with_name("moved.json"))
+    waits.unlink()
     said, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "Traceback" not in said + errors

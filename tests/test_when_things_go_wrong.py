@@ -17,13 +17,17 @@ import pytest
 
 from tests.conftest import ROOT, record_of
 from tests.forked import train_py
+from tests.launch.patient import patient
 
 pytestmark = pytest.mark.ranks
 
 LONG = ("model=toy", "device=cpu", "parallel=ddp", "train.steps=1000000", "train.max_minutes=null")
+#: Not so long, but until a file is gone.
+PATIENT = ("parallel=ddp", "train.steps=3000", "train.max_minutes=null")
 
 
-def until(condition: Callable[[], Any], seconds: float = 90) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 200) -> Any:
+    """What ``condition`` comes to; the patience only bounds a test that fails."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline
@@ -58,6 +62,13 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
     return dict(enumerate(until(both)[pid] for pid in sorted(until(both))))
 
 
+def lives(process: psutil.Process) -> bool:
+    """Whether it is there, and not only the entry of one that has ended."""
+    with suppress(psutil.NoSuchProcess):  # it may go between the two questions
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def progress_of(process: subprocess.Popen[str]) -> None:
     """Wait for the first sign of life of the steps."""
     assert process.stderr is not None
@@ -77,7 +88,7 @@ def ended() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def test_a_rank_that_is_stopped_is_named_and_the_run_ends(tmp_path, ended):
-    process = start(*LONG, "timeout_minutes=0.05", "hydra.run.dir=run", cwd=tmp_path)
+    process = start(*LONG, "timeout_minutes=0.1", "hydra.run.dir=run", cwd=tmp_path)
     ended.append(process)
     progress_of(process)
     children = ranks_of(process)
@@ -90,7 +101,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_ends(tmp_path, ended):
     rank = record["error"]["rank"]
     assert record["error"]["message"].startswith(f"rank {rank} has not finished step ")
     assert (tmp_path / "run" / "failures" / record["owner"]["launch"] / f"stacks-rank-{1 - rank}.txt").exists()
-    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children.values())
+    assert not any(map(lives, children.values()))
 
 
 def test_sigterm_to_one_rank_lets_all_of_them_save_and_nobody_but_this_machine_can_talk_to_them(tmp_path, ended):
@@ -147,12 +158,13 @@ def fill(disk: Path) -> None:
 
 
 def test_a_disk_that_is_full_is_said_in_one_line(tmp_path, tmpfs, ended):
-    disk = tmpfs("size=256k")
-    process = start(*LONG, "train.steps=3000", f"hydra.run.dir={disk}/run", cwd=tmp_path)
+    disk, waits = tmpfs("size=256k"), tmp_path / "waits"
+    process = start(*patient(waits), *PATIENT, f"hydra.run.dir={disk}/run", cwd=tmp_path)
     ended.append(process)
     progress_of(process)
     before = (disk / "run" / "record.json").read_bytes()
     fill(disk)
+    waits.unlink()
     output, errors = process.communicate(timeout=90)
     assert process.returncode == 1
     assert "its record cannot be written: No space left on device" in errors
@@ -161,11 +173,12 @@ def test_a_disk_that_is_full_is_said_in_one_line(tmp_path, tmpfs, ended):
 
 
 def test_a_sweep_on_a_disk_that_is_full_ends_with_one_message_and_nothing_half_made(tmp_path, tmpfs, ended):
-    disk = tmpfs("size=512k")
-    process = start("-m", *LONG, "train.steps=3000", "seed=0,1", f"hydra.sweep.dir={disk}/sweep", cwd=tmp_path)
+    disk, waits = tmpfs("size=512k"), tmp_path / "waits"
+    process = start("-m", *patient(waits), *PATIENT, "seed=0,1", f"hydra.sweep.dir={disk}/sweep", cwd=tmp_path)
     ended.append(process)
     progress_of(process)
     fill(disk)
+    waits.unlink()
     output, errors = process.communicate(timeout=90)
     assert process.returncode == 1
     assert errors.count("No space left on device") == 1, errors

@@ -28,6 +28,9 @@ STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2")
 #: that of the rank that failed first.
 END_SECONDS = 5.0
 
+#: How long ranks that were killed are waited for: they end at once, unless the machine is busy or a device holds them.
+KILLED_SECONDS = 5.0
+
 #: How long to wait, where a stop signal has ended a rank, for the same to happen to others: who sends it to all sends
 #: it to one after the other.
 _MOMENT = 0.5
@@ -283,8 +286,8 @@ def _send(ranks: Sequence[BaseProcess], number: int) -> None:
 
 def _end(ranks: Sequence[BaseProcess], number: int) -> None:
     """Ask the ranks to end, and kill those that do not: a rank stopped by SIGSTOP hears nothing but SIGKILL."""
-    for sent in (number, signal.SIGKILL):
+    for sent, seconds in ((number, END_SECONDS), (signal.SIGKILL, KILLED_SECONDS)):
         _send(ranks, sent)
-        until = time.monotonic() + END_SECONDS
+        until = time.monotonic() + seconds
         for rank in ranks:
             rank.join(max(0.0, until - time.monotonic()))

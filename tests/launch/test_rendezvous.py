@@ -227,16 +227,16 @@ def test_nobody_at_the_port(started, job, free):
 
 
 def test_peers_that_do_not_come(started, job, free):
-    with started(srun(job, 0) | {"MASTER_PORT": free}, arrival=1) as process:
-        assert f"srun=localhost:{free}: 1 of 2 ranks came within 1 s; " in refused(process)
+    with started(srun(job, 0) | {"MASTER_PORT": free}, arrival=3) as process:
+        assert f"srun=localhost:{free}: 1 of 2 ranks came within 3 s; " in refused(process)
 
 
 def test_another_launch_at_the_same_port(started, job, free):
     here = {"MASTER_PORT": free}
     with started(srun(job, 0) | here) as first:
         await_listener(free)
-        with started(srun(job + "1", 1) | here, arrival=2) as stranger:
-            assert f"srun=localhost:{free}: 1 of 2 ranks came within 2 s; " in refused(stranger)
+        with started(srun(job + "1", 1) | here, arrival=4) as stranger:
+            assert f"srun=localhost:{free}: 1 of 2 ranks came within 4 s; " in refused(stranger)
         with started(srun(job, 1) | here) as second:
             assert told(first)[0]["said"] == told(second)[0]["said"]
 

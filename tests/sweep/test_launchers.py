@@ -130,7 +130,7 @@ def test_jobs_on_this_machine_run_one_after_the_other_and_one_that_fails_ends_no
             "model=custom", "model._target_=tests.launch.faulty.Faulty", "data=synthetic_vectors", "data.inputs=8",
             "data.outputs=4", "train.steps=4", "device=cpu", "+model.how=raise,none", "hydra.sweep.dir=sweep",
         ],
-        cwd=tmp_path, env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240,
         check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
