@@ -64,8 +64,8 @@ def main(task: Callable[[], None], conf: Path) -> None:
 
 def _await_rank_0() -> None:
     """Leave the word to rank 0."""
-    world = discover(os.environ)
-    with suppress(local.Stopped):
+    with suppress(local.Stopped, ConfigError):  # the environment itself may be what was refused
+        world = discover(os.environ)
         time.sleep(TURN_IN_STEP if world and world.started_by.has_step else TURN)
 
 
