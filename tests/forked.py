@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def train_py(
-    *arguments: str, cwd: Path, environ: Mapping[str, str] | None = None, timeout: float = 120
+    *arguments: str, cwd: Path, environ: Mapping[str, str] | None = None, timeout: float = 240
 ) -> subprocess.CompletedProcess[str]:
     """What ``python train.py ARGUMENTS`` says, and its exit status; killed after ``timeout`` seconds."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

@@ -153,7 +153,7 @@ def test_the_real_command_line_finds_it(my_package, tmp_path, monkeypatch):
     done = subprocess.run(
         [sys.executable, ROOT / "train.py", *COMMON, "model._target_=my_package.Protocol", *VECTORS, "parallel=pdp",
          f"hydra.run.dir={tmp_path}/run"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "run" / "record.json").read_text())

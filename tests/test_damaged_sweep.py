@@ -98,7 +98,7 @@ def test_the_run_is_done_again_and_the_others_are_not(tmp_path, environ):
     def train_py(*words):
         return subprocess.run(
             [sys.executable, str(ROOT / "train.py"), "-m", *words],
-            cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=200, check=False,
+            cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
 
     toy = ("model=toy", "device=cpu", "train.steps=2", "parallel=ddp,single")

@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 TOY = ("model=toy", "train.steps=4", "device=cpu")
 
 
-def train_py(*arguments: str, cwd: Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def train_py(*arguments: str, cwd: Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "train.py"), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
 

@@ -54,7 +54,7 @@ def test_the_other_runs_of_a_sweep_complete(tmp_path):
             sys.executable, str(ROOT / "train.py"), "-m", *FAULTY, "+model.how=raise,kill,none", "parallel=ddp",
             f"hydra.sweep.dir={tmp_path}/sweep",
         ],
-        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     records = [json.loads(line) for line in (tmp_path / "sweep" / "results.jsonl").read_text().splitlines()]
     assert [record["status"] for record in records] == ["failed", "failed", "ok"]
@@ -72,7 +72,7 @@ def test_a_failing_rank_under_torchrun_is_recorded_too(tmp_path):
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"),
             *FAULTY, "+model.how=raise", f"hydra.run.dir={tmp_path}/run",
         ],
-        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     record = json.loads((tmp_path / "run" / "record.json").read_text())

@@ -229,7 +229,7 @@ class TestSignals:
                 assert time.monotonic() < until
                 time.sleep(0.1)
             job = json.loads((tmp_path / "run" / "record.json").read_text())["owner"]["job"]
-            subprocess.run(["scancel", job], env=slurm, timeout=60, check=True)
+            subprocess.run(["scancel", job], env=slurm, timeout=240, check=True)
             running.wait(60)
         finally:
             running.kill()

@@ -28,7 +28,7 @@ def finished(
     """What the command said, and its record; that it ends is most of each test."""
     done = subprocess.run(
         [*command, str(ROOT / "train.py"), *LINGERING, *overrides, "hydra.run.dir=run"],
-        cwd=cwd, env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=180, check=False,
+        cwd=cwd, env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     return done, json.loads((cwd / "run" / "record.json").read_text())
 

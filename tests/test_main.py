@@ -65,7 +65,7 @@ class TestStatus:
         done = subprocess.run(
             [sys.executable, "-m", "ptdbench", "status", str(sweep.path)],
             cwd=ROOT, env={**environ, "PYTHONPATH": str(sweep.path.parent)}, capture_output=True, text=True,
-            timeout=60, check=False,
+            timeout=240, check=False,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
         assert "toy ddp" in done.stdout

@@ -41,7 +41,7 @@ def run(tmp_path: Path, slurm: dict[str, str]) -> Run:
 
     def it(*command: str, told: str = "") -> Done:
         return subprocess.run(
-            command, cwd=tmp_path, env=slurm, input=told, capture_output=True, text=True, timeout=180, check=False
+            command, cwd=tmp_path, env=slurm, input=told, capture_output=True, text=True, timeout=240, check=False
         )
 
     return it
@@ -91,7 +91,7 @@ def shapes(tmp_path_factory, slurm_of_module) -> tuple[Path, Done]:
     """A sweep over shapes, in a folder of its own, and what was said."""
     folder = tmp_path_factory.mktemp("shapes")
     asked = ("-m", *HELLO, "cluster.nodes=1,2", "cluster.ranks_per_node=1,2")
-    return folder, train_py(*asked, cwd=folder, environ=slurm_of_module, timeout=180)
+    return folder, train_py(*asked, cwd=folder, environ=slurm_of_module, timeout=240)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def faulty(tmp_path_factory, slurm_of_module) -> tuple[Path, Done]:
     """A sweep of which one run fails on the first rank, one on the last, one is sound, and three are refused."""
     folder = tmp_path_factory.mktemp("faulty")
     asked = ("cluster.nodes=2", "cluster.ranks_per_node=1", "+model.how=raise", "+model.rank=0,1,99")
-    said = train_py(*FAULTY, *asked, "train.global_batch=16,15", cwd=folder, environ=slurm_of_module, timeout=180)
+    said = train_py(*FAULTY, *asked, "train.global_batch=16,15", cwd=folder, environ=slurm_of_module, timeout=240)
     return folder, said
 
 
@@ -207,7 +207,7 @@ class TestWithoutWaiting:
         assert process.stderr
         assert process.stderr.readline().startswith("job ")  # it follows the job now
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=240)
         assert process.returncode == 128 + signal.SIGINT
         (job,) = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
         assert run("scontrol", "release", job["id"]).returncode == 0

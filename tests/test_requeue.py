@@ -49,7 +49,7 @@ def hurry(cwd: Path) -> None:
 
 
 def ask(env: dict[str, str], *command: str) -> str:
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True).stdout
 
 
 def test_the_signal_ahead_of_the_time_limit_requeues_the_job_and_it_goes_on(tmp_path, slurm):
@@ -69,7 +69,7 @@ def test_the_signal_ahead_of_the_time_limit_requeues_the_job_and_it_goes_on(tmp_
     until((tmp_path / "sweep" / "results.jsonl").exists)
     status = subprocess.run(
         [sys.executable, "-m", "ptdbench", "status", "sweep"],
-        cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=60, check=False,
+        cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert status.returncode == 0, status.stdout
     assert " ok " in status.stdout

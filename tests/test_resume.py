@@ -39,7 +39,7 @@ GPT = (
 def train_py(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "train.py"), *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=200, check=False,
+        cwd=cwd, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
         process = started(run, stops[-1], *([f"resume={run}"] if losses else [*words, f"hydra.run.dir={run}"]))
         for name in signals:
             process.send_signal(getattr(signal, name))
-        output = process.communicate(timeout=90)[0]
+        output = process.communicate(timeout=240)[0]
         assert process.returncode == 128 + getattr(signal, signals[0])
         stopped = record_of(run)
         done = len(stopped["losses"])

@@ -17,7 +17,7 @@ from tests.conftest import ROOT
 
 
 def run(environ: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240, check=False)
 
 
 def said(environ: dict[str, str], *command: str) -> str:

@@ -51,7 +51,7 @@ def sbatch(tmp_path: Path, slurm: dict[str, str]) -> Callable[[str], dict[str, s
 def run(tmp_path: Path, slurm: dict[str, str]) -> Run:
     def it(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=180, check=False
+            command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=240, check=False
         )
 
     return it
@@ -163,7 +163,7 @@ def test_a_record_that_is_moved_away_while_the_sweep_is_followed(run, slurm, tmp
         time.sleep(0.05)
     record.rename(record.with_name("moved.json"))
     waits.unlink()
-    said, errors = process.communicate(timeout=120)
+    said, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     assert "Traceback" not in said + errors
     assert json.loads(record.read_text())["status"] == "ok"

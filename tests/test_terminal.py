@@ -46,7 +46,7 @@ def without_reader(*words, environ, cwd, both=False):
     try:
         return subprocess.run(
             [sys.executable, *words], env={**environ, "PYTHONPATH": str(ROOT)}, cwd=cwd, stdout=writer,
-            stderr=writer if both else subprocess.PIPE, text=True, timeout=120, check=False,
+            stderr=writer if both else subprocess.PIPE, text=True, timeout=240, check=False,
         )  # fmt: skip
     finally:
         os.close(writer)
@@ -63,7 +63,7 @@ def test_a_full_disk_is_said_once(environ, tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-c", program], env={**environ, "PYTHONPATH": str(ROOT)}, stdout=full,
-            stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+            stderr=subprocess.PIPE, text=True, timeout=240, check=False,
         )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "the output cannot be written: No space left on device\n")
 
@@ -96,7 +96,7 @@ class TestPrograms:
         done = subprocess.run(
             [sys.executable, str(ROOT / "train.py"), "model=custom", "model._target_=mine.Model", "device=cpu"],
             env={**environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}, cwd=tmp_path, capture_output=True, text=True,
-            timeout=120, check=False,
+            timeout=240, check=False,
         )  # fmt: skip
         assert done.returncode == 1
         assert r"\x1b[2Jgone\x07" in done.stdout + done.stderr

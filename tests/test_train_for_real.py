@@ -112,12 +112,12 @@ def test_a_run_goes_on_under_another_strategy_and_launcher(tmp_path, environ):
     """As it is typed: ddp first, then torchrun and fsdp from its checkpoint."""
     digits = ("experiment=digits_resnet18", "device=cpu", "train.global_batch=16", "eval.every=3")
     begin = [sys.executable, str(ROOT / "train.py"), *digits, "parallel=ddp", "train.steps=3", "hydra.run.dir=begun"]
-    subprocess.run([*begin, "checkpoint.every_steps=3"], cwd=tmp_path, env=environ, timeout=120, check=True)
+    subprocess.run([*begin, "checkpoint.every_steps=3"], cwd=tmp_path, env=environ, timeout=240, check=True)
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node=2"]
     go_on = ["parallel=fsdp", "resume=begun", "train.steps=5", "hydra.run.dir=gone_on"]
     subprocess.run(
         [*torchrun, str(ROOT / "train.py"), *digits, *go_on], cwd=tmp_path, env=environ | {"OMP_NUM_THREADS": "1"},
-        timeout=120, check=True,
+        timeout=240, check=True,
     )  # fmt: skip
     begun, gone_on = (record_of(tmp_path / name) for name in ("begun", "gone_on"))
     assert gone_on["status"] == "ok"

@@ -94,7 +94,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_ends(tmp_path, ended):
     children = ranks_of(process)
     victim = children[1]
     victim.send_signal(signal.SIGSTOP)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == 1
     record = record_of(tmp_path / "run")
     assert record["status"] == "timeout"
@@ -114,7 +114,7 @@ def test_sigterm_to_one_rank_lets_all_of_them_save_and_nobody_but_this_machine_c
     assert set(listening) <= {"127.0.0.1", "::1"}
 
     ranks_of(process)[1].terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == 1
     record = record_of(tmp_path / "run")
     done = len(record["losses"])
@@ -165,7 +165,7 @@ def test_a_disk_that_is_full_is_said_in_one_line(tmp_path, tmpfs, ended):
     before = (disk / "run" / "record.json").read_bytes()
     fill(disk)
     waits.unlink()
-    output, errors = process.communicate(timeout=90)
+    output, errors = process.communicate(timeout=240)
     assert process.returncode == 1
     assert "its record cannot be written: No space left on device" in errors
     assert "Traceback" not in output + errors
@@ -179,7 +179,7 @@ def test_a_sweep_on_a_disk_that_is_full_ends_with_one_message_and_nothing_half_m
     progress_of(process)
     fill(disk)
     waits.unlink()
-    output, errors = process.communicate(timeout=90)
+    output, errors = process.communicate(timeout=240)
     assert process.returncode == 1
     assert errors.count("No space left on device") == 1, errors
     assert f"make room, and go on with python train.py sweep.resume={disk}/sweep" in errors
@@ -211,7 +211,7 @@ def test_a_node_that_goes_down_is_a_row_with_that_reason(tmp_path, slurm):
         subprocess.run(
             ["scontrol", "update", "nodename=n2", "state=down", "reason=test"], env=slurm, timeout=30, check=True
         )
-        output, errors = watching.communicate(timeout=90)
+        output, errors = watching.communicate(timeout=240)
     finally:
         watching.kill()
         subprocess.run(["scontrol", "update", "nodename=n2", "state=resume"], env=slurm, timeout=30, check=False)

@@ -127,7 +127,7 @@ def test_workers_do_not_outlive_a_rank_that_is_killed(environ):
     # Started as ranks are, from whose server its own processes would be forked by default.
     body = f"import multiprocessing; multiprocessing.set_start_method('forkserver'){KILLED}"
     killed = subprocess.run(
-        [sys.executable, "-c", body], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, timeout=60, check=False
+        [sys.executable, "-c", body], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, timeout=240, check=False
     )
     maker = int(killed.stdout)
     deadline = time.monotonic() + 60

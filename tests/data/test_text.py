@@ -203,7 +203,7 @@ def test_the_samples_are_the_same_in_another_process(file):
         "print(source.samples(4, 6)[0].tolist())"
     )
     command = [sys.executable, "-c", program, str(file)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
     assert answer.strip() == str(text(file).samples(4, 6)[0].tolist())
 
 
@@ -255,7 +255,7 @@ class TestTokenizer:
             "Text(sequence_length=16, vocabulary=256, seed=3, path=sys.argv[1]).example();"
             "sys.exit('tokenizers' in sys.modules or 'rich' in sys.modules)"
         )
-        subprocess.run([sys.executable, "-c", program, str(file)], timeout=120, check=True)
+        subprocess.run([sys.executable, "-c", program, str(file)], timeout=240, check=True)
 
     def test_a_second_object_maps_the_file_of_the_first(self, counting, numbers, monkeypatch):
         first = text(counting, tokenizer=numbers, sequence_length=3).samples(0, 4)

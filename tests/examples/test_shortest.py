@@ -35,7 +35,7 @@ def expected(name: str, ranks: int, local_size: int) -> list[str]:
 def said(command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     done = subprocess.run(
         command, env={**environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.splitlines(), key=lambda line: int(re.findall(r"rank (\d+)", line)[0]))

@@ -13,7 +13,7 @@ TOY = ["-m", "ptdbench.examples.toy"]
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_two_ranks_train():

@@ -144,7 +144,7 @@ def test_other_replicas_are_silent(rank, capsys, wall):
 def test_a_real_pipeline(tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "train.py", "model=toy", "parallel=pdp", "train.steps=5", "device=cpu"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     line = [line for line in done.stderr.splitlines() if "step" in line][-1]

@@ -49,7 +49,7 @@ class TestRun:
         command = [sys.executable, str(ROOT / "train.py"), *WIDE, *SLOW, "cluster.ranks_per_node=3"]
         done = subprocess.run(
             [*command, "hydra.run.dir=run"], cwd=tmp_path, env={**environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True, timeout=120, check=False,
+            capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
         assert done.returncode == 1, done.stderr
         record = json.loads((tmp_path / "run" / "record.json").read_text())
@@ -64,7 +64,7 @@ class TestRun:
     def test_two_nodes(self, tmp_path, slurm):
         command = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, str(ROOT / "train.py"), *WIDE]
         done = subprocess.run(
-            command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=200, check=False
+            command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=240, check=False
         )
         assert done.returncode == 0, done.stderr
         (path,) = tmp_path.glob("outputs/*/check.json")
