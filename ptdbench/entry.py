@@ -30,12 +30,12 @@ from ptdbench.setup.config import Slurm
 from ptdbench.sweep import directory as output
 from ptdbench.terminal import plural, say
 
-#: How long a rank that was refused stays while rank 0 says why, in seconds: mpirun and torchrun end all ranks as soon
-#: as one has ended with a failure, and rank 0 may have started later. They end this one too when rank 0 has ended.
-TURN = 30.0
+#: Seconds that a refused rank waits for rank 0 to report the reason: mpirun and torchrun end all ranks as soon as one
+#: has failed, and rank 0 may have started later. When rank 0 has failed, they end the ranks that wait.
+REFUSED_WAIT = 30.0
 
-#: The same in a SLURM step: srun by itself ends nobody, and the command takes so much longer.
-TURN_IN_STEP = 5.0
+#: The same in a SLURM step, where srun does not end the ranks that wait: a refused command takes so much longer.
+REFUSED_WAIT_IN_STEP = 5.0
 
 
 def main(task: Callable[[], None], conf: Path) -> None:
@@ -63,10 +63,10 @@ def main(task: Callable[[], None], conf: Path) -> None:
 
 
 def _await_rank_0() -> None:
-    """Leave the word to rank 0."""
+    """Wait while rank 0 reports why the command line was refused."""
     with suppress(local.Stopped, ConfigError):  # the environment itself may be what was refused
         world = discover(os.environ)
-        time.sleep(TURN_IN_STEP if world and world.started_by.has_step else TURN)
+        time.sleep(REFUSED_WAIT_IN_STEP if world and world.started_by.has_step else REFUSED_WAIT)
 
 
 def one_run(composed: DictConfig, directory: Path) -> None:

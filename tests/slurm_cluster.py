@@ -85,7 +85,8 @@ PreemptType=preempt/none
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
 
-# Jobs start within a second, and may save for as long as by SLURM's default. A busy machine is taken for no dead node.
+# Jobs start within a second, and may save for as long as by SLURM's default.
+# A busy machine is not taken for a dead node.
 KillWait=30
 MinJobAge=300
 InactiveLimit=120

@@ -72,7 +72,7 @@ class TestRefusals:
         assert len(refused(*arguments, cwd=tmp_path)) == 1
 
     def test_only_rank_0_of_a_launcher_speaks(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(entry, "TURN", 0.0)
+        monkeypatch.setattr(entry, "REFUSED_WAIT", 0.0)
         for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
             monkeypatch.setenv(name, str(value))
         told = []

@@ -266,7 +266,7 @@ class TestRefused:
 
     def test_a_world_that_is_not_the_one_that_was_asked_for(self, tmp_path, mpirun, environ):
         """Said by rank 0, although mpirun ends it as soon as another rank has failed, and it is the last to start."""
-        late = ["sh", "-c", '[ "$OMPI_COMM_WORLD_RANK" = 1 ] || sleep 2; exec "$@"', "sh"]
+        late = ["sh", "-c", '[ "$OMPI_COMM_WORLD_RANK" = 1 ] || sleep 6; exec "$@"', "sh"]
         asked = ["cluster.nodes=2", "cluster.ranks_per_node=4"]
         done = alone([*mpirun, "-np", "2", *late, *TRAIN, *TOY, *asked], tmp_path, environ)
         assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])

@@ -16,7 +16,7 @@ PROGRESS = "progress.json"
 
 _REDRAW_SECONDS = 0.5  # on a terminal, in place
 _LINE_SECONDS = 10.0  # in a file or a pipe, where every line stays
-_FILE_SECONDS = 10.0  # for people who watch a job of a cluster; writing takes 6 ms, once a step has filled the caches
+_FILE_SECONDS = 10.0  # for people who watch a job of a cluster; more often, it shows in make overhead
 
 
 class Progress:
