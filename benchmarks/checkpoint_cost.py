@@ -35,7 +35,6 @@ from ptdbench.launch import local
 from ptdbench.setup.compose import compose_all, conf_folder
 from ptdbench.workloads.train import assemble
 
-
 #: The median step beside checkpoints is at most this many times the one without.
 STEP_LIMIT = 1.03
 

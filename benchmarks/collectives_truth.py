@@ -37,7 +37,6 @@ from ptdbench.measure.timing import Effort
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all, conf_folder
 
-
 #: Bytes of the message, and how often it is sent in a block.
 SIZES = {2**10: 300, 2**20: 50, 2**26: 10}
 

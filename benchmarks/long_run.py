@@ -44,7 +44,6 @@ from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.recorder import Recorder
 from ptdbench.workloads.train import Train
 
-
 #: The last fifth of the steps costs at most this many times what an early one does.
 LIMIT = 1.1
 

@@ -39,7 +39,6 @@ from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all, conf_folder
 from ptdbench.workloads.train import assemble, steps
 
-
 #: The upper end of the ratio's interval lies below this.
 LIMIT = 1.01
 
