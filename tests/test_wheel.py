@@ -195,7 +195,7 @@ def test_a_sweep_over_a_model_and_a_choice_of_ones_own(shell, home):
 
 
 def test_it_on_slurm(programs, slurm, home):
-    """As jobs of a sweep, and by a plain script."""
+    """As a job that it submits, and by a plain script."""
     shell = activated(slurm, programs)
     done = call("ptdbench", "train", *MINE, "cluster=slurm", "cluster.nodes=2", "train.steps=2", cwd=home, env=shell)
     assert done.returncode == 0, done.stderr
@@ -204,7 +204,7 @@ def test_it_on_slurm(programs, slurm, home):
     assert f"status     ptdbench status {Path(record['directory']).parent}" in done.stdout.splitlines()
 
     shutil.rmtree(home / "outputs")
-    written = call("ptdbench", "sbatch", *MINE, "train.steps=2", cwd=home, env=shell)
+    written = call("ptdbench", "sbatch", *MINE, "workload=hello", cwd=home, env=shell)
     assert written.returncode == 0, written.stderr
     program = ["-m", "ptdbench", "train", "--config-dir", str(home / "choices"), "model=mine"]
     assert shlex.split(written.stdout.splitlines()[-1])[3:9] == program
