@@ -16,6 +16,9 @@ _ESCAPED = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROL if chr(code) not in "\n\t"
 }
 
+#: In a checkout; an installed wheel has none.
+_TRAIN_PY = Path(__file__).parents[1] / "train.py"
+
 
 def command(name: str = "train") -> str:
     """How to type a command again, as this process was started: ``python train.py``, or ``ptdbench train``.
@@ -26,9 +29,10 @@ def command(name: str = "train") -> str:
         name: ``train``, ``status``, ``sbatch``.
     """
     program = Path(sys.argv[0])
-    if program.name == "ptdbench":
+    is_module = (program.name, program.parent.name) == ("__main__.py", "ptdbench")
+    if program.name == "ptdbench" or not (is_module or _TRAIN_PY.exists()):
         typed = f"ptdbench {name}"
-    elif name != "train" or (program.name, program.parent.name) == ("__main__.py", "ptdbench"):
+    elif is_module or name != "train":
         typed = f"python -m ptdbench {name}"
     else:
         typed = "python train.py"

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from ptdbench import terminal
 from ptdbench.terminal import command, plain, say, under
 from tests.conftest import ROOT
 
@@ -41,6 +42,12 @@ def test_a_hint_names_the_program_that_was_typed(typed, train, status, monkeypat
     monkeypatch.setattr(sys, "argv", typed)
     assert (command(), command("status")) == (train, status)
     assert under("torchrun") == f"torchrun ... {train.removeprefix('python ')}"
+
+
+def test_a_hint_names_no_file_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["my_sweep.py"])
+    monkeypatch.setattr(terminal, "_TRAIN_PY", tmp_path / "train.py")
+    assert command() == "ptdbench train"
 
 
 def test_a_line_is_written_through_to_whoever_reads_it():

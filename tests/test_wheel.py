@@ -201,6 +201,7 @@ def test_it_on_slurm(programs, slurm, home):
     assert done.returncode == 0, done.stderr
     (record,) = records(home)
     assert (record["status"], record["launcher"], record["nodes"]) == ("ok", "srun", ["n1", "n2"])
+    assert "try ptdbench train --config-dir choices workload=matmul" in record["metrics"]["ceiling_reason"]
     assert f"status     ptdbench status {Path(record['directory']).parent}" in done.stdout.splitlines()
 
     shutil.rmtree(home / "outputs")

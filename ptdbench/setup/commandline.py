@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hydra._internal.utils import get_args_parser
+from hydra._internal.utils import get_args_parser  # none is public: pyproject.toml keeps to tested versions
 
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.terminal import command
