@@ -212,4 +212,5 @@ def test_it_on_slurm(programs, slurm, home):
     (home / "job.sh").write_text(written.stdout)
     done = call("sbatch", "--wait", "job.sh", cwd=home, env=shell)
     assert done.returncode == 0, "".join(path.read_text() for path in home.glob("ptdbench-*.log"))
-    assert [(record["model"], record["status"]) for record in records(home)] == [("mine", "ok")]
+    (record,) = records(home)
+    assert (record["status"], record["config"]["model"]["_target_"]) == ("ok", "mine.Model")
