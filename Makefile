@@ -10,7 +10,7 @@ ARGS ?=
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test test test-quick docs overhead train-for-real data-speed model-speed launch-time status-speed long-run attack gpu-check slurm-up slurm-down clean
+.PHONY: help bench install install-test test test-quick docs dist overhead train-for-real data-speed model-speed launch-time status-speed long-run attack gpu-check slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -33,6 +33,10 @@ test-quick: install-test  ## the tests that start no ranks and no SLURM, in a mi
 
 docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html; broken links fail
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
+
+dist: install-test  ## build the source archive and the wheel into dist/; the version comes from the tags of git
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation $(ARGS)
 
 overhead: install  ## what steps and checkpoints cost, and whether collectives and products are timed right
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
@@ -70,21 +74,21 @@ slurm-up: $(BIN)/python  ## start a SLURM of two nodes on this machine, as root;
 slurm-down: $(BIN)/python  ## stop it and remove what it wrote
 	$(BIN)/python -m tests.slurm_cluster down $(ARGS)
 
-clean:  ## remove .venv, caches and the built documentation; outputs stay
-	rm -rf $(VENV) docs/_build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+clean:  ## remove .venv, caches and what was built; outputs stay
+	rm -rf $(VENV) docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"ptdbench needs Python 3.10 or newer, and {sys.executable} is {v[0]}.{v[1]}; try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
+$(VENV)/.installed: pyproject.toml setup.py | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml | $(BIN)/python
+$(VENV)/.installed-test: pyproject.toml setup.py | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@ $(VENV)/.installed
 
-$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
+$(VENV)/.installed-docs: pyproject.toml setup.py | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@ $(VENV)/.installed

@@ -1,19 +1,6 @@
-"""Benchmark how a PyTorch model is parallelized: ``python train.py --help``."""
-
-from pathlib import Path
-
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+"""Benchmark how a PyTorch model is parallelized: ``python train.py --help``. ``ptdbench train`` is the same."""
 
 from ptdbench import entry
 
-
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def train(config: DictConfig) -> None:
-    """One run; Hydra calls it once for each job of a sweep."""
-    entry.one_run(config, Path(HydraConfig.get().runtime.output_dir))
-
-
 if __name__ == "__main__":
-    entry.main(train, Path(__file__).parent / "conf")
+    entry.main()

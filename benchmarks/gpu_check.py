@@ -175,13 +175,13 @@ class Runs:
         from ptdbench.records import record, store
         from ptdbench.records.load import Run, load
         from ptdbench.setup import config
-        from ptdbench.setup.compose import compose_all
+        from ptdbench.setup.compose import compose_all, conf_folder
 
         if "parallel=single" in overrides:  # it holds no more samples at a time than a rank of the others
             shape = f"train.micro_batch={self.global_batch // self._ranks}"
         else:
             shape = f"cluster.ranks_per_node={self._ranks}"
-        composed = compose_all(ROOT / "conf", "config", [*self._common, shape, *overrides], multirun=False).jobs[0]
+        composed = compose_all(conf_folder(), "config", [*self._common, shape, *overrides], multirun=False).jobs[0]
 
         def begin(folder: Path, directory: Path) -> None:
             store.write_record(folder, record.begin(config.resolve(composed), directory, {}, overrides))

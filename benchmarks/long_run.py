@@ -38,13 +38,11 @@ from ptdbench.measure.hardware import environment
 from ptdbench.measure.stopwatch import Stopwatch
 from ptdbench.records import record, series, store
 from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all
+from ptdbench.setup.compose import compose_all, conf_folder
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.recorder import Recorder
 from ptdbench.workloads.train import Train
-
-CONF = Path(__file__).parents[1] / "conf"
 
 #: The last fifth of the steps costs at most this many times what an early one does.
 LIMIT = 1.1
@@ -77,7 +75,7 @@ class _Kept(HeldOut):
 def main() -> int:
     """Print the figures of the start and the end; 1 if one is not flat."""
     options = _parse()
-    composed = compose_all(CONF, "config", _overrides(options), multirun=False).jobs[0]
+    composed = compose_all(conf_folder(), "config", _overrides(options), multirun=False).jobs[0]
     with TemporaryDirectory() as directory:
         local.start(_measure, options.ranks, composed, directory)
         noted = json.loads(Path(directory, "noted.json").read_text())

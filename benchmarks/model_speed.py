@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import yaml
@@ -28,8 +27,8 @@ from ptdbench.measure.memory import peak_bytes
 from ptdbench.measure.statistics import median_interval
 from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
+from ptdbench.setup.compose import conf_folder
 
-CONF = Path(__file__).parents[1] / "conf" / "model"
 Step = Callable[[], Tensor]
 
 
@@ -106,7 +105,7 @@ def _seconds(step: Step, options: Options) -> float:
 
 def _stepper(who: str, options: Options, compiled: bool) -> Step:
     """One training step of a model, on tokens that are the same for both."""
-    sizes = yaml.safe_load((CONF / f"{options.model}.yaml").read_text())
+    sizes = yaml.safe_load((conf_folder() / "model" / f"{options.model}.yaml").read_text())
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(sizes["vocabulary"], (options.batch, options.sequence + 1), generator=generator)
     text = text.to(options.device)

@@ -36,10 +36,8 @@ from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all
+from ptdbench.setup.compose import compose_all, conf_folder
 from ptdbench.workloads.train import assemble, steps
-
-CONF = Path(__file__).parents[1] / "conf"
 
 #: The upper end of the ratio's interval lies below this.
 LIMIT = 1.01
@@ -54,7 +52,7 @@ Step = Callable[[], Tensor]
 def main() -> int:
     """Print both ratios; 1 if the harness costs more than it may."""
     options = _parse()
-    composed = compose_all(CONF, "config", _overrides(options), multirun=False).jobs[0]
+    composed = compose_all(conf_folder(), "config", _overrides(options), multirun=False).jobs[0]
     ranks = run_spec.specify(config.read(composed), None).world_size
     with TemporaryDirectory() as directory:
         local.start(_take_turns, ranks, composed, directory)

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import yaml
 
-CONF = Path(__file__).parent.parent / "conf"
+from ptdbench.setup.compose import conf_folder
+
+CONF = conf_folder()
 
 #: Keys that make a choice what it is, and are no options.
 NO_OPTIONS = ("defaults", "hydra", "name", "label", "_target_", "_partial_")

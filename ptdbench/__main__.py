@@ -1,15 +1,18 @@
-"""``python -m ptdbench COMMAND``; each module of :mod:`ptdbench.commands` is one.
+"""``ptdbench COMMAND``, also ``python -m ptdbench COMMAND``; each module of :mod:`ptdbench.commands` is one.
 
 A command has ``HELP``, ``add_arguments(parser)`` and ``main(arguments)``, which returns the exit status. It imports
-what it needs when it runs, so that ``--help`` answers at once.
+what it needs when it runs, so that ``--help`` answers at once. ``train`` is none of them: Hydra reads what follows it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import NoReturn
 
 from ptdbench import commands
 from ptdbench.problems import ConfigError
@@ -17,20 +20,64 @@ from ptdbench.terminal import say
 
 
 def main() -> int:
-    """Exit status 0: it worked. 1: it could not be done, or a run of the sweep was not ok."""
-    parser = argparse.ArgumentParser(prog="python -m ptdbench", description="Everything but the runs: see train.py.")
-    choices = parser.add_subparsers(dest="command", required=True)
-    for name in sorted(module.name for module in iter_modules(commands.__path__)):
+    """Exit status 0: it worked. 1: it could not be done, or a run was not ok."""
+    if sys.argv[1:2] == ["train"]:
+        del sys.argv[1]
+        _train()
+    if sys.argv[1:2] == ["-sc"]:  # Hydra's completion calls it so
+        return _complete()
+    parser = _parser()
+    arguments = parser.parse_args()
+    if arguments.version:
+        from ptdbench.measure import hardware
+
+        say(hardware.this_package())
+    elif arguments.command is None:
+        parser.print_help()
+    else:
+        try:
+            return int(arguments.main(arguments))
+        except ConfigError as error:
+            say(str(error), sys.stderr)
+            return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    program = "python -m ptdbench" if sys.argv[0].endswith("__main__.py") else "ptdbench"
+    about = "Which way of parallelizing a PyTorch model is fastest on this machine or cluster?"
+    parser = argparse.ArgumentParser(prog=program, description=about)
+    parser.add_argument("--version", action="store_true", help="the version, and in a checkout its commit")
+    choices = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
+    choices.add_parser("train", help="one run, or a sweep with -m, as python train.py: see train --help")
+    for name in _commands():
         command = import_module(f"{commands.__name__}.{name}")
         own = choices.add_parser(name, help=command.HELP, description=command.__doc__)
         command.add_arguments(own)
         own.set_defaults(main=command.main)
-    arguments = parser.parse_args()
-    try:
-        return int(arguments.main(arguments))
-    except ConfigError as error:
-        say(str(error), sys.stderr)
-        return 1
+    return parser
+
+
+def _commands() -> list[str]:
+    return sorted(module.name for module in iter_modules(commands.__path__))
+
+
+def _complete() -> int:
+    """Answer a shell that completes a line: which commands there are; Hydra knows what may follow ``train``."""
+    if "COMP_LINE" in os.environ:
+        line = re.match(r"\s*(\S+)\s+train\s(.*)", os.environ["COMP_LINE"])
+        if not line:
+            say("\n".join(["train", *_commands()]))
+            return 0
+        os.environ["COMP_LINE"] = f"{line[1]} {line[2]}"
+    _train()
+
+
+def _train() -> NoReturn:
+    """Do as ``train.py`` does."""
+    from ptdbench import entry
+
+    entry.main()
 
 
 if __name__ == "__main__":

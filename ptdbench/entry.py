@@ -1,4 +1,4 @@
-"""Around Hydra: what is checked before it starts, and what is printed when it is done.
+"""``python train.py`` and ``ptdbench train``: what is checked before Hydra starts, and what is printed when it is done.
 
 Nothing here imports torch until the command line has been understood, so that ``--help`` and misspellings answer
 at once.
@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -38,14 +39,14 @@ REFUSED_WAIT = 30.0
 REFUSED_WAIT_IN_STEP = 5.0
 
 
-def main(task: Callable[[], None], conf: Path) -> None:
-    """Run a ``@hydra.main`` function; never returns.
+def main() -> NoReturn:
+    """Carry out the command line; never returns.
 
     Exit status 0: every run was ok. 1: one was not, or the command line could not be used. ``128 + n``: signal ``n``.
     """
     try:
         local.stop_on_signals()
-        sys.exit(_main(task, conf))
+        sys.exit(_main())
     except ConfigError as error:
         if is_first_rank(os.environ) or type(error) is not ConfigError:  # what only this rank may know
             say(str(error), sys.stderr)
@@ -69,7 +70,7 @@ def _await_rank_0() -> None:
         time.sleep(REFUSED_WAIT_IN_STEP if world and world.started_by.has_step else REFUSED_WAIT)
 
 
-def one_run(composed: DictConfig, directory: Path) -> None:
+def one_run(composed: DictConfig) -> None:
     """What Hydra calls for each job: run it, and in a sweep add its record to the sweep's results.
 
     Raises:
@@ -78,18 +79,18 @@ def one_run(composed: DictConfig, directory: Path) -> None:
     from ptdbench.run import run
     from ptdbench.sweep.launchers import OneAfterTheOther
 
-    hydra = HydraConfig.get()
-    is_sweep = hydra.mode == RunMode.MULTIRUN
+    chosen = HydraConfig.get()
+    directory, is_sweep = Path(chosen.runtime.output_dir), chosen.mode == RunMode.MULTIRUN
     requests = OneAfterTheOther.agenda.requests  # none in a job's process, which did not read the command line
     try:
         try:
-            run(composed, directory, requests[hydra.job.num if is_sweep else 0].summary if requests else None)
+            run(composed, directory, requests[chosen.job.num if is_sweep else 0].summary if requests else None)
         finally:
             if is_sweep and is_first_rank(os.environ):
-                _add_result(Path(hydra.sweep.dir), directory)
+                _add_result(Path(chosen.sweep.dir), directory)
     except OSError as error:  # of the run itself only what it could not write comes here
         reason = f"{directory}: its record cannot be written: {error.strerror or error}"
-        whole = Path(hydra.sweep.dir) if is_sweep else directory
+        whole = Path(chosen.sweep.dir) if is_sweep else directory
         say(f"{reason}; make room, and go on with {resume.command(whole)}", sys.stderr)
         raise SystemExit(1) from None
 
@@ -101,12 +102,15 @@ def _add_result(sweep_directory: Path, directory: Path) -> None:
         store.append_result(sweep_directory, written)
 
 
-def _main(task: Callable[[], None], conf: Path) -> int:
+def _main() -> int:
     arguments = commandline.parse()
+    conf = Path(arguments.config_path).resolve() if arguments.config_path else compose.conf_folder()
+    if arguments.config_path:
+        sys.argv += ["--config-path", str(conf)]  # Hydra would look for it beside this file
+    task = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(one_run)
     if arguments.hydra_help or arguments.shell_completion:
         return show.show(task)
-    if arguments.config_path:
-        conf = conf.parent / arguments.config_path  # relative to train.py, as in Hydra
+    _import_from_here()
     commandline.imply(arguments)
     line = resume.read(arguments.overrides, arguments.multirun, discover(os.environ))
     commandline.retype(arguments, line.overrides)
@@ -116,13 +120,28 @@ def _main(task: Callable[[], None], conf: Path) -> int:
     if arguments.cfg:
         return show.show_configs(task, arguments, composed)
     if arguments.help or arguments.info:
-        return show.show(task) if is_first_rank(os.environ) else 0
+        return show.show(task, bool(arguments.help)) if is_first_rank(os.environ) else 0
 
     cluster, world = _cluster(composed), discover(os.environ)
     hydra_launcher.check(composed, cluster, world)
     if isinstance(cluster, Slurm):
         return _on_cluster(task, arguments, composed, line)
     return _here(task, arguments, composed, world, line)
+
+
+def _import_from_here() -> None:
+    """Let a model of the user's own lie in the current directory, however this process was started.
+
+    Raises:
+        ConfigError: Another ptdbench lies there: ranks and jobs would import that one.
+    """
+    here, package = Path.cwd(), Path(__file__).parent
+    other = here / package.name
+    if (other / "__init__.py").exists() and not other.samefile(package):
+        rule = f"ranks started here would import it instead of {package}"
+        raise ConfigError([Problem("ptdbench", other, rule, "use python train.py here, or another directory")])
+    if str(here) not in sys.path:
+        sys.path.insert(1, str(here))
 
 
 def _here(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from contextlib import suppress
 from errno import EPIPE
+from pathlib import Path
 from typing import TextIO
 
 #: Control characters, and surrogates that no stream can encode.
@@ -13,6 +15,42 @@ _CONTROL = [*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)]
 _ESCAPED = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROL if chr(code) not in "\n\t"
 }
+
+#: In a checkout; an installed wheel has none.
+_TRAIN_PY = Path(__file__).parents[1] / "train.py"
+
+
+def command(name: str = "train") -> str:
+    """How to type a command again, as this process was started: ``python train.py``, or ``ptdbench train``.
+
+    With the folder of configurations that was given, without which it might not find the user's own choices.
+
+    Args:
+        name: ``train``, ``status``, ``sbatch``.
+    """
+    program = Path(sys.argv[0])
+    is_module = (program.name, program.parent.name) == ("__main__.py", "ptdbench")
+    if program.name == "ptdbench" or not (is_module or _TRAIN_PY.exists()):
+        typed = f"ptdbench {name}"
+    elif is_module or name != "train":
+        typed = f"python -m ptdbench {name}"
+    else:
+        typed = "python train.py"
+    return f"{typed}{_config_dir()}" if name == "train" else typed
+
+
+def under(launcher: str) -> str:
+    """How to start the ranks by this launcher again: ``torchrun ... train.py``, ``srun ... ptdbench train``."""
+    return f"{launcher} ... {command().removeprefix('python ')}"
+
+
+def _config_dir() -> str:
+    """`` --config-dir FOLDER``, if this process was given one."""
+    for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag in ("--config-dir", "-cd"):
+            return f" --config-dir {shlex.quote(value if equals else following)}"
+    return ""
 
 
 def plural(count: int, noun: str) -> str:

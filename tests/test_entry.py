@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -107,6 +108,13 @@ class TestHelp:
         assert "  schedule: 1f1b\n" in done.stdout
         assert "hydra" not in done.stdout
         assert list(tmp_path.iterdir()) == []
+
+    def test_a_configuration_of_ones_own_lies_in_the_current_directory(self, tmp_path):
+        shutil.copytree(ROOT / "conf", tmp_path / "own")
+        (tmp_path / "own" / "model" / "mine.yaml").write_text("name: mine\n_target_: mine.Model\n")
+        done = forked.train_py("--config-path", "own", "model=mine", "--cfg", "job", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "_target_: mine.Model" in done.stdout
 
     def test_one_group_of_it(self, tmp_path):
         done = forked.train_py("parallel=fsdp", "--cfg", "job", "--package", "parallel", cwd=tmp_path)

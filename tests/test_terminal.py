@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from ptdbench.terminal import plain, say
+from ptdbench import terminal
+from ptdbench.terminal import command, plain, say, under
 from tests.conftest import ROOT
 
 
@@ -25,6 +26,28 @@ from tests.conftest import ROOT
 )
 def test_control_characters_are_shown_and_not_sent(text, shown):
     assert plain(text) == plain(plain(text)) == shown
+
+
+@pytest.mark.parametrize(
+    ("typed", "train", "status"),
+    [
+        (["train.py", "-m"], "python train.py", "python -m ptdbench status"),
+        (["/env/bin/ptdbench"], "ptdbench train", "ptdbench status"),
+        (["/lib/ptdbench/__main__.py"], "python -m ptdbench train", "python -m ptdbench status"),
+        (["train.py", "-cd", "my conf", "-m"], "python train.py --config-dir 'my conf'", "python -m ptdbench status"),
+        (["ptdbench", "--config-dir=mine"], "ptdbench train --config-dir mine", "ptdbench status"),
+    ],
+)
+def test_a_hint_names_the_program_that_was_typed(typed, train, status, monkeypatch):
+    monkeypatch.setattr(sys, "argv", typed)
+    assert (command(), command("status")) == (train, status)
+    assert under("torchrun") == f"torchrun ... {train.removeprefix('python ')}"
+
+
+def test_a_hint_names_no_file_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["my_sweep.py"])
+    monkeypatch.setattr(terminal, "_TRAIN_PY", tmp_path / "train.py")
+    assert command() == "ptdbench train"
 
 
 def test_a_line_is_written_through_to_whoever_reads_it():

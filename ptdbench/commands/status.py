@@ -1,4 +1,4 @@
-"""``python -m ptdbench status outputs/<sweep>``: where every run of a sweep stands."""
+"""``ptdbench status outputs/<sweep>``: where every run of a sweep stands."""
 
 from __future__ import annotations
 

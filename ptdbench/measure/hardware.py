@@ -105,6 +105,15 @@ def environment(device_type: str) -> dict[str, Any]:
     }
 
 
+def this_package() -> str:
+    """The version of ptdbench that was installed, and of a checkout, whose files may be newer, the commit."""
+    git = _git(Path(__file__).parents[2])
+    found = f"ptdbench {_version('ptdbench') or '(not installed)'}"
+    if git["git_commit"]:
+        found += f", checkout at {git['git_commit'][:10]}{' with changes' * git['git_dirty']}"
+    return found
+
+
 def _versions() -> dict[str, str | None]:
     import torch
 

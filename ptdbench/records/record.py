@@ -14,6 +14,7 @@ from ptdbench.records import schema, store
 from ptdbench.records.cause import status_of
 from ptdbench.records.failure import Failure
 from ptdbench.records.owner import Owner
+from ptdbench.terminal import command, under
 
 #: The type of error of a record that was opened and not yet closed.
 UNFINISHED = "Unfinished"
@@ -92,10 +93,10 @@ def stopped(record: Mapping[str, Any], why: str) -> dict[str, Any]:
 
 
 def _how_started(record: Mapping[str, Any]) -> str:
-    """The command that resumes a run: train.py resubmits a job, but cannot start the ranks of srun."""
+    """The command that resumes a run: by itself it resubmits a job, but cannot start the ranks of srun."""
     launcher, cluster = record.get("launcher"), record["config"].get("cluster")
     by_hand = launcher not in (None, "local") and not (isinstance(cluster, Mapping) and "submit" in cluster)
-    return f"{launcher} ... train.py" if by_hand else "python train.py"
+    return under(str(launcher)) if by_hand else command()
 
 
 def requeued(record: Mapping[str, Any], number: int, limit: int) -> dict[str, Any]:

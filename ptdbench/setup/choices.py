@@ -40,7 +40,7 @@ def check(call: Call, group: str, *given: str) -> Callable[..., Any]:
         target = get_object(call.target)
     except Exception as error:  # whatever an import may raise
         rule = f"cannot be imported: {error.__cause__ or error}".partition("\n")[0]
-        remedy = "it is looked for beside train.py, in PYTHONPATH and among what is installed"
+        remedy = "it is looked for in the current directory, in PYTHONPATH and among what is installed"
         raise ConfigError([Problem(f"{group}._target_", call.target, rule, remedy)]) from None
     if not callable(target):
         raise ConfigError([Problem(f"{group}._target_", call.target, "must be a class or a function")])

@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hydra._internal.utils import get_args_parser
+from hydra._internal.utils import get_args_parser  # none is public: pyproject.toml keeps to tested versions
 
 from ptdbench.problems import ConfigError, Problem
+from ptdbench.terminal import command
 
 LAUNCHER = "hydra/launcher"
 
@@ -33,7 +34,7 @@ def parse() -> argparse.Namespace:
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        problem = Problem("command line", " ".join(sys.argv[1:]), message, "see python train.py --help")
+        problem = Problem("command line", " ".join(sys.argv[1:]), message, f"see {command()} --help")
         raise ConfigError([problem])
 
     parser.error = refuse  # type: ignore[method-assign]

@@ -7,13 +7,13 @@ the same pieces of Hydra compose every job first, and what they refuse is explai
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,6 +25,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
 from ptdbench.setup.commandline import RENAMED
+from ptdbench.terminal import command
+
+
+def conf_folder() -> Path:
+    """The folder ``conf``: at the top of a checkout, in the package where a wheel was installed."""
+    package = Path(__file__).parents[1]
+    shipped = package / "conf"
+    return shipped if shipped.is_dir() else package.with_name("conf")
 
 
 @dataclass(frozen=True)
@@ -105,8 +113,21 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def _jobs(overrides: list[Override]) -> list[list[str]]:
-    """The overrides of each job: every combination of the lists, as Hydra's own sweeper makes them."""
-    return BasicSweeper.split_arguments(overrides, max_batch_size=None)[0]
+    """The overrides of each job: every combination of the lists, in the order of Hydra's own sweeper.
+
+    Raises:
+        HydraException: A sweep that is no list of values, such as ``interval(1, 2)``.
+    """
+    choices = {}  # of an option that was given twice the last counts
+    for override in overrides:
+        name = override.get_key_element()
+        if not override.is_sweep_override():
+            choices[name] = [f"{name}={override.get_value_element_as_str()}"]
+        elif override.is_discrete_sweep():
+            choices[name] = [f"{name}={value}" for value in override.sweep_string_iterator()]
+        else:
+            raise HydraException(f"{_line(override)}: a sweep needs values, as in {name}=1,2")
+    return [list(job) for job in itertools.product(*choices.values())]
 
 
 def _is_hydras(override: Override) -> bool:
@@ -178,7 +199,7 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
             found.append(Problem(name, _typed_value(override), f"is called {RENAMED[name]} now", remedy))
         elif not (name in options or _is_hydras(override) or override.is_add()):
             free = f"try +{_line(override)}" if _takes_any(compose(config_name, sound), name) else ""
-            remedy = try_these(_similar(name, options)) or "see python train.py --cfg job"
+            remedy = try_these(_similar(name, options)) or f"see {command()} --cfg job"
             remedy = free or _owners(config_name, name) or remedy
             found.append(Problem(name, _typed_value(override), "there is no such option", remedy))
     return found or [unclear]

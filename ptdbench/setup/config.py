@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.setup import signature
+from ptdbench.terminal import command
 
 T = TypeVar("T")
 
@@ -200,7 +201,7 @@ class Config:
     def _group(self, name: str) -> Mapping[str, Any]:
         options = self.resolved.get(name)
         if not isinstance(options, Mapping):
-            rule = f"is a group of options; look at them with python train.py --cfg job --package {name}"
+            rule = f"is a group of options; look at them with {command()} --cfg job --package {name}"
             raise ConfigError([Problem(name, options, rule)])
         return options
 

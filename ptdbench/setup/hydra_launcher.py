@@ -7,6 +7,7 @@ from ptdbench.problems import Problem, require
 from ptdbench.setup.commandline import LAUNCHER
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Cluster, Slurm
+from ptdbench.terminal import command
 
 #: Options of the launcher that say nothing of resources, and what they are where nobody gives them.
 OPTIONS = {"array_parallelism": 256, "signal_delay_s": 120}
@@ -36,7 +37,7 @@ def check(composed: Composed, cluster: Cluster, world: World | None) -> None:
 def _given_twice(composed: Composed) -> list[Problem]:
     """Resources are given in one place, the group ``cluster``."""
     rule = "the resources of a job are given in the group cluster only"
-    remedy = "see python train.py cluster=slurm --cfg job --package cluster"
+    remedy = f"see {command()} cluster=slurm --cfg job --package cluster"
     typed = dict(override.partition("=")[::2] for override in composed.first.hydra.overrides.hydra)
     passed_on = {f"hydra.launcher.{option}" for option in OPTIONS}
     names = [name for name in typed if name.startswith("hydra.launcher.") and name not in passed_on]

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from ptdbench import terminal
 from ptdbench.launch.world import KNOWN, World
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, store
@@ -40,7 +41,7 @@ class Line:
 def command(directory: Path) -> str:
     """What to type to go on with a run or a sweep."""
     is_sweep = any((directory / name).exists() for name in store.OF_SWEEPS)
-    return f"python train.py {SWEEP if is_sweep else RUN}={directory}"
+    return f"{terminal.command()} {SWEEP if is_sweep else RUN}={directory}"
 
 
 def read(typed: Sequence[str], multirun: bool, world: World | None) -> Line:
@@ -191,7 +192,8 @@ def _refuse_elsewhere(directory: Path, written: Mapping[str, Any]) -> None:
         return
     where = f" on {', '.join(nodes[:4])}{' ...' * (len(nodes) > 4)}" if nodes else ""
     rule = f"its ranks were started by {launcher}{where}, and this process is not a rank of a launcher"
-    remedy = f"start it as before, {launcher} ... train.py {RUN}={directory}, or give more options for a run of its own"
+    again = f"{terminal.under(str(launcher))} {RUN}={directory}"
+    remedy = f"start it as before, {again}, or give more options for a run of its own"
     raise ConfigError([Problem(RUN, directory, rule, remedy)])
 
 

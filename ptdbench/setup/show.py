@@ -13,10 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.setup.compose import Composed
-from ptdbench.terminal import say
+from ptdbench.terminal import command, say
 
 
-def show(task: Callable[[], None]) -> int:
+def show(task: Callable[[], None], is_help: bool = False) -> int:
     """Let Hydra show what was asked for instead of running it; 0, the exit status."""
     shown = io.StringIO()
     try:
@@ -27,8 +27,18 @@ def show(task: Callable[[], None]) -> int:
         raise ConfigError([Problem("command line", " ".join(sys.argv[1:]), reason)]) from None
     finally:
         if shown.getvalue():
-            say(shown.getvalue().removesuffix("\n"))
+            text = shown.getvalue().removesuffix("\n")
+            say(_as_typed(text) if is_help else text)
     return 0
+
+
+def _as_typed(text: str) -> str:
+    """The help of ``python train.py`` with the program that was started; the installed package has no ``train.py``."""
+    typed = command()
+    if typed == "python train.py":
+        return text
+    text = text.replace("python train.py", typed).replace(" train.py", " -m ptdbench train")
+    return text.replace("python -m ptdbench status", command("status"))
 
 
 def show_configs(task: Callable[[], None], arguments: argparse.Namespace, composed: Composed) -> int:

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import submitit
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from hydra_plugins.hydra_submitit_launcher import submitit_launcher as plugin
 from omegaconf import DictConfig, open_dict
@@ -41,25 +41,35 @@ from ptdbench.terminal import say
 def install(agenda: Agenda) -> None:
     """Put these launchers in the place of Hydra's and the plugin's, to carry out ``agenda``."""
     known = Plugins.instance().class_name_to_class
-    theirs = {OneAfterTheOther: BasicLauncher, SlurmLauncher: plugin.SlurmLauncher, LocalLauncher: plugin.LocalLauncher}
-    for ours, replaced in theirs.items():
-        known[f"{replaced.__module__}.{replaced.__qualname__}"] = ours
+    theirs: dict[str, type[OneAfterTheOther | _Launcher]] = {
+        "hydra._internal.core_plugins.basic_launcher.BasicLauncher": OneAfterTheOther,
+        f"{plugin.__name__}.SlurmLauncher": SlurmLauncher,
+        f"{plugin.__name__}.LocalLauncher": LocalLauncher,
+    }
+    for name, ours in theirs.items():
+        known[name] = ours
         ours.agenda = agenda
 
 
-class OneAfterTheOther(BasicLauncher):
+class OneAfterTheOther(Launcher):
     """Runs the jobs of a sweep in this process, each after its record was opened."""
 
     agenda: ClassVar[Agenda] = Agenda()
 
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Remember what Hydra hands over."""
+        self._hydra_context, self._function, self._config = hydra_context, task_function, config
+
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Carry out a batch of jobs; how each went is in its record."""
-        assert self.config is not None
-        sweep_directory, template = _place(self.config)
+        setup_globals()
+        sweep_directory, template = _place(self._config)
         for number, overrides in enumerate(job_overrides, start=initial_job_idx):
             if self.agenda.open(sweep_directory, template, number, overrides):
-                for done in super().launch([overrides], number):
-                    _ = done.return_value  # raises what Hydra has caught
+                composed = self._hydra_context.config_loader.load_sweep_config(self._config, list(overrides))
+                with open_dict(composed.hydra):
+                    composed.hydra.job.id = composed.hydra.job.num = number
+                _carry_out(self._hydra_context, self._function, composed)
         return [_silent() for _ in job_overrides]
 
 
@@ -73,6 +83,7 @@ class Task:
         function: The ``@hydra.main`` function.
         singletons: Hydra's global state.
         environment: Variables of the submitting process that the job must see; ``None`` for one it must not.
+        typed: ``sys.argv`` of the submitting process: what the job says of how to go on names the same program.
     """
 
     hydra_context: HydraContext
@@ -80,11 +91,13 @@ class Task:
     function: TaskFunction
     singletons: Mapping[type, Any]
     environment: Mapping[str, str | None]
+    typed: Sequence[str]
 
     def __call__(self, overrides: Sequence[str], subdirectory: str, number: int) -> None:
         """Run it; ends the process with an exit status other than 0 where the run failed."""
         for name, value in self.environment.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        sys.argv[:] = self.typed
         local.stop_on_signals()  # submitit's own handlers ignore SIGTERM, and requeue without being asked
         Singleton.set_state(dict(self.singletons))
         setup_globals()
@@ -97,14 +110,7 @@ class Task:
             if world and world.rank > 0:  # all ranks share the directory, and one writes into it
                 composed.hydra.output_subdir = None
         try:
-            done = run_job(
-                hydra_context=self.hydra_context,
-                task_function=self.function,
-                config=composed,
-                job_dir_key="hydra.sweep.dir",
-                job_subdir_key="hydra.sweep.subdir",
-            )
-            _ = done.return_value  # raises what Hydra has caught
+            _carry_out(self.hydra_context, self.function, composed)
         finally:
             leaving.soon()
 
@@ -133,7 +139,7 @@ class _Launcher(plugin.BaseSubmititLauncher):
         assert self.hydra_context is not None
         assert self.config is not None
         assert self.task_function is not None
-        return Task(self.hydra_context, self.config, self.task_function, Singleton.get_state(), environment)
+        return Task(self.hydra_context, self.config, self.task_function, Singleton.get_state(), environment, sys.argv)
 
 
 class SlurmLauncher(_Launcher):
@@ -236,6 +242,18 @@ class LocalLauncher(_Launcher):
 
 
 _YEAR_MINUTES = 60 * 24 * 365
+
+
+def _carry_out(context: HydraContext, function: TaskFunction, composed: DictConfig) -> None:
+    """Let Hydra run one job of a sweep in this process; raises what the job raised."""
+    done = run_job(
+        hydra_context=context,
+        task_function=function,
+        config=composed,
+        job_dir_key="hydra.sweep.dir",
+        job_subdir_key="hydra.sweep.subdir",
+    )
+    _ = done.return_value  # raises what Hydra has caught
 
 
 def _place(config: DictConfig) -> tuple[Path, str]:

@@ -1,4 +1,4 @@
-"""``python -m ptdbench sbatch``: a run as a plain script for sbatch, for whoever wants to see and keep what is run."""
+"""``ptdbench sbatch``: a run as a plain script for sbatch, for whoever wants to see and keep what is run."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from ptdbench.setup import commandline, compose, config
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.sweep import requests, resources
 from ptdbench.sweep.resources import Shape
-
-#: ``train.py`` and ``conf`` lie beside the package.
-ROOT = Path(__file__).parents[2]
+from ptdbench.terminal import command
 
 
-def write(overrides: Sequence[str]) -> tuple[str, list[str]]:
+def write(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str, list[str]]:
     """The script, and what its reader should know.
 
     Args:
         overrides: As for ``train.py``; ``cluster`` is ``slurm`` unless it is given. Lists make a sweep that runs in one
             job, one run after the other.
+        config_dir: One more folder of configurations, as for ``train.py``.
 
     Returns:
         The script, and what the SLURM of this machine would refuse in it: the script may be meant for another.
@@ -34,20 +33,28 @@ def write(overrides: Sequence[str]) -> tuple[str, list[str]]:
         ConfigError: The overrides cannot be used, or ask for jobs of several shapes.
     """
     chosen = [] if "cluster" in map(commandline.option, overrides) else ["cluster=slurm"]
-    composed = compose.compose_all(ROOT / "conf", "config", [*overrides, *chosen], multirun=True)
+    extra = str(config_dir.resolve()) if config_dir else None
+    composed = compose.compose_all(compose.conf_folder(), "config", [*overrides, *chosen], multirun=True, extra=extra)
     cluster = config.read(composed.jobs[0]).cluster
     if not isinstance(cluster, Slurm):
         raise ConfigError([Problem("cluster", cluster.name, "is not a SLURM cluster", "try slurm, or omit it")])
     shapes, remarks = _shapes([config.read(job) for job in composed.jobs])
     if len(shapes) != 1:
         rule = "one script has one shape, and these runs have several: " + ", ".join(sorted(map(str, shapes)))
-        require(Problem("sbatch", " ".join(overrides), rule, "write one for each, or python train.py cluster=slurm"))
+        require(Problem("sbatch", " ".join(overrides), rule, f"write one for each, or {command()} cluster=slurm"))
     shape = shapes.pop()
     sweep = ["-m"] if len(composed.jobs) > 1 else []
     name = "sweep" if sweep else composed.jobs[0].workload.label
-    command = [sys.executable, str(ROOT / "train.py"), *sweep, *_overrides(overrides, shape)]
+    flags = [*sweep, *(["--config-dir", extra] if extra else [])]
+    words = [sys.executable, *_program(), *flags, *_overrides(overrides, shape)]
     output = resources.Output("ptdbench-%j.log")
-    return resources.script(cluster, shape, f"ptdbench-{name}", command, output), [*remarks, *_variables()]
+    return resources.script(cluster, shape, f"ptdbench-{name}", words, output), [*remarks, *_variables()]
+
+
+def _program() -> list[str]:
+    """``train.py`` in a checkout, where nothing need be installed."""
+    script = compose.conf_folder().with_name("train.py")
+    return [str(script)] if script.exists() else ["-m", "ptdbench", "train"]
 
 
 def _variables() -> list[str]:

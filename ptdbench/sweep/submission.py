@@ -124,6 +124,7 @@ def submit(
 
 
 def _python_path() -> str:
-    """Where a model of the user's own may lie: beside ``train.py``, as when it is started by hand."""
-    here = str(Path(sys.argv[0]).resolve().parent)
-    return f"{shlex.quote(here)}${{PYTHONPATH:+:$PYTHONPATH}}"
+    """Where a model of the user's own may lie: beside ``train.py`` and in this directory, as when started by hand."""
+    script = Path(sys.argv[0]).resolve()
+    folders = dict.fromkeys([*([script.parent] if script.name == "train.py" else []), Path.cwd()])
+    return f"{':'.join(shlex.quote(str(folder)) for folder in folders)}${{PYTHONPATH:+:$PYTHONPATH}}"

@@ -15,7 +15,7 @@ from ptdbench.records import ledger, record
 from ptdbench.report.reason import OUTPUT
 from ptdbench.sweep import output, status, view
 from ptdbench.sweep.status import Run, Sweep
-from ptdbench.terminal import plain, plural, say
+from ptdbench.terminal import command, plain, plural, say
 
 #: Seconds between two looks at the queue: soon while a person waits for the first job, rarer later, out of courtesy.
 FIRST, LATER = 1.0, 10.0
@@ -29,7 +29,7 @@ def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
     ids = [job.id for job in jobs if job.id]
     arrays = list(dict.fromkeys(identity.partition("_")[0] for identity in ids))
     say(f"submitted {plural(len(jobs), 'job')}: {' '.join(ids[:20])}{' ...' * (len(ids) > 20)}")
-    say(f"status     python -m ptdbench status {sweep_directory}")
+    say(f"status     {command('status')} {sweep_directory}")
     say(f"cancel     scancel {' '.join(arrays)}")
     say(f"output     {sweep_directory}/logs")
 
@@ -48,7 +48,7 @@ def follow(sweep_directory: Path) -> None:
                     break
                 time.sleep(min(LATER, max(FIRST, (time.monotonic() - started) / 30)))
     except BaseException as error:
-        how = f"The jobs go on. Look at them with: python -m ptdbench status {sweep_directory}"
+        how = f"The jobs go on. Look at them with: {command('status')} {sweep_directory}"
         if isinstance(error, OSError):
             problem = f"{error.filename or sweep_directory}: {error.strerror or error}; make room, and look again"
             say(f"{problem}\n{how}", sys.stderr)

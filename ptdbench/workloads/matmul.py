@@ -21,6 +21,7 @@ from ptdbench.measure.hardware import dense_peak, environment
 from ptdbench.measure.products import DTYPES, Shape
 from ptdbench.problems import Problem, require, try_these
 from ptdbench.report import ceilings
+from ptdbench.terminal import command
 
 #: The defaults by device type.
 AUTO_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
@@ -142,13 +143,13 @@ def known_ceiling(job: Job, dtype: str) -> tuple[float | None, str | None]:
     found = ceiling.look_up(of)
     if found is not None:
         return found, None
-    command = ["python train.py workload=matmul"]
+    words = [f"{command()} workload=matmul"]
     if job.device.type == "cpu":  # the threads of a rank depend on the number of ranks on the node
-        command.append(f"cluster.ranks_per_node={job.world.local_size}")
+        words.append(f"cluster.ranks_per_node={job.world.local_size}")
         asked = job.spec.config.cluster.cpus_per_rank
-        command += [] if asked == "auto" else [f"cluster.cpus_per_rank={asked}"]
-    command += [] if dtype in AUTO_DTYPES[job.device.type] else [f"workload.dtypes=[{dtype}]"]
-    return None, f"no ceiling on record for {of}; try {' '.join(command)}"
+        words += [] if asked == "auto" else [f"cluster.cpus_per_rank={asked}"]
+    words += [] if dtype in AUTO_DTYPES[job.device.type] else [f"workload.dtypes=[{dtype}]"]
+    return None, f"no ceiling on record for {of}; try {' '.join(words)}"
 
 
 def _product(job: Job, shape: Shape, dtype: str, seconds: float) -> Figures:

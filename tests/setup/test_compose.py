@@ -6,10 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ptdbench.problems import ConfigError
-from ptdbench.setup.compose import Composed, compose_all
+from ptdbench.setup.compose import Composed, _jobs, compose_all
 from tests.conftest import ROOT
 
 CONF = ROOT / "conf"
@@ -51,6 +53,11 @@ class TestJobs:
     )
     def test_every_form_of_a_list(self, override, steps):
         assert [job.train.steps for job in compose(override, multirun=True).jobs] == steps
+
+    def test_they_are_those_that_hydra_will_run_in_its_order(self):
+        words = ["seed=1,2", "+model.depth=choice(4,5)", "parallel=ddp,pdp", "~eval", "data@x=range(0,2)", "seed=3,4"]
+        parsed = OverridesParser.create().parse_overrides(words)
+        assert _jobs(parsed) == BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
 
     def test_a_glob_is_every_choice_there_is(self):
         found = {job.parallel.name for job in compose("parallel=glob(*)", multirun=True).jobs}

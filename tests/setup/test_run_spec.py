@@ -180,7 +180,7 @@ class TestModelsOfTheUser:
         (line,) = refused("model=custom", "model._target_=no_such_package.Net", *VECTORS)
         assert line == (
             "model._target_=no_such_package.Net: cannot be imported: No module named 'no_such_package'; "
-            "it is looked for beside train.py, in PYTHONPATH and among what is installed"
+            "it is looked for in the current directory, in PYTHONPATH and among what is installed"
         )
 
     def test_one_that_its_module_has_not(self):

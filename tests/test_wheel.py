@@ -1,0 +1,216 @@
+"""The wheel, in an environment of its own: nothing of this checkout is there, as for whoever installs it.
+
+Only what it depends on is borrowed from the tests' environment: PyTorch alone takes gigabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+
+VERSION = "9.8.7"
+SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", ".gitattributes", ".git_archival.txt", "train.py")
+
+#: A model of the user's own, its choice of the group ``model`` in a folder of the user's own.
+MODEL = """
+from torch import nn
+
+
+class Model(nn.Sequential):
+    def __init__(self, width):
+        super().__init__(nn.Linear(8, width), nn.Linear(width, 4))
+"""
+CHOICE = "name: mine\n_target_: mine.Model\nwidth: 8\n"
+MINE = (
+    "--config-dir",
+    "choices",
+    "model=mine",
+    "data=synthetic_vectors",
+    "data.inputs=8",
+    "data.outputs=4",
+    "device=cpu",
+)
+
+Done = subprocess.CompletedProcess[str]
+
+
+def call(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> Done:
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200, check=False)
+
+
+def checked(*command: str | Path, cwd: Path) -> str:
+    done = call(*command, cwd=cwd)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory) -> Path:
+    """A repository of what the wheel is built from, with a tag."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in SOURCES:
+        shutil.copy(ROOT / name, folder)
+    for name in ("ptdbench", "conf"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    git = ("git", "-c", "user.name=Ada", "-c", "user.email=ada@example.org")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"], ["tag", f"v{VERSION}"]):
+        checked(*git, *words, cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def wheel(source, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation")
+    checked(*pip, "--wheel-dir", folder, source, cwd=folder)
+    (found,) = folder.iterdir()
+    return found
+
+
+@pytest.fixture(scope="session")
+def programs(wheel, tmp_path_factory) -> Path:
+    """The folder ``bin`` of an environment with the wheel and what it depends on."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    pip = (sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--no-index", "--no-deps")
+    checked(*pip, wheel, cwd=folder)
+    # Files like this one are not read in the folder that it names: no editable installation is found through it.
+    packages = sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)})
+    Path(packages, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin"
+
+
+@pytest.fixture
+def shell(programs, environ) -> dict[str, str]:
+    """The environment of a shell in which that one is active."""
+    return activated(environ, programs)
+
+
+def activated(environ: Mapping[str, str], programs: Path) -> dict[str, str]:
+    kept = {name: value for name, value in environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    return {**kept, "PATH": f"{programs}:{kept['PATH']}"}
+
+
+@pytest.fixture
+def home(tmp_path) -> Path:
+    """A folder with a model of the user's own and its choice."""
+    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "choices" / "model").mkdir(parents=True)
+    (tmp_path / "choices" / "model" / "mine.yaml").write_text(CHOICE)
+    return tmp_path
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The records of the runs below a folder, in the order of their names."""
+    return [json.loads(path.read_text()) for path in sorted((folder / "outputs").glob("**/record.json"))]
+
+
+def test_the_package_is_the_one_in_its_environment(programs, shell, tmp_path):
+    code = "import ptdbench, sys; print(ptdbench.__file__, *sys.path, *map(repr, sys.meta_path), sep='\\n')"
+    done = call("python", "-c", code, cwd=tmp_path, env=shell)
+    file, *searched = done.stdout.splitlines()
+    assert Path(file).is_relative_to(programs.parent)
+    assert str(ROOT) not in searched
+    assert not any("editable" in finder for finder in searched)
+
+
+def test_every_file_of_conf_is_in_it_and_in_a_source_archive(source, programs):
+    (shipped,) = programs.parent.glob("lib/python*/site-packages/ptdbench")
+    files = {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").glob("**/*.yaml")}
+    assert {path.relative_to(shipped / "conf") for path in (shipped / "conf").glob("**/*.*")} == files
+    modules = {path.relative_to(ROOT / "ptdbench") for path in (ROOT / "ptdbench").glob("**/*.py")}
+    assert modules <= {path.relative_to(shipped) for path in shipped.glob("**/*.py")}
+
+
+def test_version_and_help(programs, shell, tmp_path):
+    assert call("ptdbench", "--version", cwd=tmp_path, env=shell).stdout == f"ptdbench {VERSION}\n"
+    helped = call("ptdbench", cwd=tmp_path, env=shell)
+    assert (helped.returncode, helped.stderr) == (0, "")
+    assert all(f"    {command}" in helped.stdout for command in ("train", "sbatch", "status"))
+    helped = call("ptdbench", "train", "--help", cwd=tmp_path, env=shell)
+    assert "ptdbench train parallel=pdp --cfg job" in helped.stdout
+    assert "--nproc_per_node=2 -m ptdbench train parallel=fsdp" in helped.stdout
+    assert "train.py" not in helped.stdout
+
+
+def test_the_version_is_the_tags_and_a_fallback_without_git_or_tag(source, tmp_path):
+    """Clones of CI have no tags, and an archive of the sources has no git."""
+    command = (sys.executable, "-m", "setuptools_scm")
+    assert checked(*command, cwd=source) == VERSION
+    checked("git", "clone", "-q", "--no-tags", "--depth=1", f"file://{source}", "bare", cwd=tmp_path)
+    assert checked(*command, cwd=tmp_path / "bare").startswith("0.1.dev1+g")
+    shutil.rmtree(tmp_path / "bare" / ".git")
+    assert checked(*command, cwd=tmp_path / "bare") == "0.0"
+    (tmp_path / "archive").mkdir()
+    checked("git", "archive", "-o", tmp_path / "archive.tar", "HEAD", cwd=source)
+    shutil.unpack_archive(tmp_path / "archive.tar", tmp_path / "archive")
+    assert checked(*command, cwd=tmp_path / "archive") == VERSION
+
+
+@pytest.mark.parametrize(("line", "found"), [("ptdbench tr", "train"), ("ptdbench train parallel=h", "parallel=hsdp")])
+def test_a_shell_completes_it(line, found, shell, tmp_path):
+    done = call("ptdbench", "-sc", "query=bash", cwd=tmp_path, env={**shell, "COMP_LINE": line})
+    assert (done.returncode, found in done.stdout.split()) == (0, True)
+
+
+def test_another_ptdbench_in_this_directory_is_refused(shell, tmp_path):
+    """The fork server and jobs look there first."""
+    (tmp_path / "ptdbench").mkdir()
+    (tmp_path / "ptdbench" / "__init__.py").touch()
+    done = call("ptdbench", "train", "model=toy", cwd=tmp_path, env=shell)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"ptdbench={tmp_path}/ptdbench: ranks started here would import it instead of ")
+
+
+@pytest.mark.ranks
+def test_a_run(shell, tmp_path):
+    done = call("ptdbench", "train", "model=toy", "train.steps=3", "device=cpu", cwd=tmp_path, env=shell)
+    assert done.returncode == 0, done.stderr
+    (record,) = records(tmp_path)
+    assert (record["status"], record["steps"]) == ("ok", 3)
+    assert (record["environment"]["ptdbench"], record["environment"]["git_commit"]) == (VERSION, None)
+
+
+@pytest.mark.ranks
+def test_a_sweep_over_a_model_and_a_choice_of_ones_own(shell, home):
+    done = call("ptdbench", "train", "-m", *MINE, "train.steps=2,3", cwd=home, env=shell)
+    assert done.returncode == 0, done.stderr
+    assert [(record["model"], record["status"], record["steps"]) for record in records(home)] == [
+        ("mine", "ok", 2),
+        ("mine", "ok", 3),
+    ]
+
+
+def test_it_on_slurm(programs, slurm, home):
+    """As a job that it submits, and by a plain script."""
+    shell = activated(slurm, programs)
+    done = call("ptdbench", "train", *MINE, "cluster=slurm", "cluster.nodes=2", "train.steps=2", cwd=home, env=shell)
+    assert done.returncode == 0, done.stderr
+    (record,) = records(home)
+    assert (record["status"], record["launcher"], record["nodes"]) == ("ok", "srun", ["n1", "n2"])
+    assert "try ptdbench train --config-dir choices workload=matmul" in record["metrics"]["ceiling_reason"]
+    assert f"status     ptdbench status {Path(record['directory']).parent}" in done.stdout.splitlines()
+
+    shutil.rmtree(home / "outputs")
+    written = call("ptdbench", "sbatch", *MINE, "workload=hello", cwd=home, env=shell)
+    assert written.returncode == 0, written.stderr
+    program = ["-m", "ptdbench", "train", "--config-dir", str(home / "choices"), "model=mine"]
+    assert shlex.split(written.stdout.splitlines()[-1])[3:9] == program
+    (home / "job.sh").write_text(written.stdout)
+    done = call("sbatch", "--wait", "job.sh", cwd=home, env=shell)
+    assert done.returncode == 0, "".join(path.read_text() for path in home.glob("ptdbench-*.log"))
+    (record,) = records(home)
+    assert (record["status"], record["config"]["model"]["_target_"]) == ("ok", "mine.Model")
