@@ -35,8 +35,9 @@ from ptdbench.setup import config, run_spec, training_spec
 from ptdbench.setup.run_spec import RunSpec, Summary
 from ptdbench.terminal import say
 
-#: Seconds that ranks get to save what they have done when the run is asked to stop.
-SAVE_GRACE = 120.0
+#: Seconds that ranks get to finish a step and to write down what they have done when the run is asked to stop, without
+#: and with a checkpoint to save.
+STOP_GRACE, SAVE_GRACE = 10.0, 120.0
 
 #: The runs of this process so far: the first one of a rank also pays for the imports.
 _RUNS: list[Path] = []
@@ -85,7 +86,7 @@ def run(composed: DictConfig, directory: Path, known: Summary | None = None) -> 
 
 def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, watch: Stopwatch) -> None:
     """Start local ranks, and conclude from what they left behind if one of them fails."""
-    grace = SAVE_GRACE if config.read(composed).checkpoint.every_steps else 0.0
+    grace = SAVE_GRACE if config.read(composed).checkpoint.every_steps else STOP_GRACE
     try:
         local.start(_as_rank, size, composed, attempt, watch, grace=grace)
     except local.RankDied as death:
@@ -163,9 +164,8 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch) -> No
         met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
         watch.lap("rendezvous")
         with ending.watchdog(spec.config, world, own_store, attempt) as dog:
-            outcome = spec.workload(Job(spec, world, met, own_store, device, attempt.directory, watch, dog))
-        if outcome.stopped:
-            local.ignore_signals()  # it has done what it was asked for; SLURM signals once more when it requeues
+            note = partial(ending.note, attempt)
+            outcome = spec.workload(Job(spec, world, met, own_store, device, attempt.directory, watch, dog, note))
         if world.rank == 0:
             ending.close(attempt, spec, device, met, outcome)
 

@@ -298,7 +298,7 @@ class Record(Identity, total=False):
     warmup_steps: int | None
     """Number of untimed steps of the last start of the run."""
     metrics: Metrics | None
-    """Figures of the timed steps; null for a run that did not finish."""
+    """Figures of the timed steps; those until it ended for a run that did not finish."""
     error: Error | None
     """Why the run did not end well; null if it did."""
     remarks: Remarks | None

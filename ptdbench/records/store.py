@@ -33,14 +33,14 @@ class Damaged(ValueError):
     """A damaged file; the message names it and says in one line what is wrong."""
 
 
-def write_record(directory: Path, record: Mapping[str, Any]) -> Path:
-    """Write a run's record, atomically and synced to disk; an older one is replaced.
+def write_record(directory: Path, record: Mapping[str, Any], durable: bool = True) -> Path:
+    """Write a run's record, atomically and if ``durable`` synced to disk; an older one is replaced.
 
     Returns:
         The path of the record.
     """
     path = directory / RECORD
-    write_json(path, record)
+    write_json(path, record, durable)
     return path
 
 

@@ -1,6 +1,7 @@
 """A run as TensorBoard shows it: curves over its steps, and one line of the HPARAMS tab.
 
-Written from a run's record, when it is over and after every evaluation, so that nothing of it lies on the timed path.
+Written while a run goes on, whenever its ranks have brought their steps together, and when it is over: nothing of it
+lies on the timed path, and a run that is killed has its curves all the same.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def write_tensorboard(directory: Path, record: Mapping[str, Any], shown: int = 0
     columns = {column: run.series(name)[first:] for name, column in SERIES.items() if column in _SHOWN}
     with SummaryWriter(str(directory)) as writer:
         _write_steps(writer, record, first, columns, record.get("evaluations") or [], _started(record), shown)
-        _write_summary(writer, record)
+        _write_hparams(writer, record)
+        _write_figures(writer, record)
 
 
 class Live:
@@ -67,11 +69,14 @@ class Live:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        # A start of the run that was killed may have shown steps that are done once more now.
-        self._writer = self._writer or SummaryWriter(str(self._directory), purge_step=first or None)
+        if self._writer is None:
+            # A start of the run that was killed may have shown steps that are done once more now.
+            self._writer = SummaryWriter(str(self._directory), purge_step=first or None)
+            _write_hparams(self._writer, record)
         columns = {name: series.column([rows], name) for name in _SHOWN}
         begin = _started(record) if self._end is None else self._end
         self._end = _write_steps(self._writer, record, first, columns, evaluations, begin, first)
+        _write_figures(self._writer, record)
         self._writer.flush()
         self.shown = first + len(rows)
 
@@ -130,23 +135,26 @@ def _started(record: Mapping[str, Any]) -> float:
     return datetime.fromisoformat(record["started"]).timestamp()
 
 
-def _write_summary(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
-    """The hparams and summary metrics.
+def _write_hparams(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
+    """What the HPARAMS tab shows of the run, and of a run that was ok that it has ended.
 
     ``SummaryWriter.add_hparams`` would open a second run below this one, and TensorBoard would then show
     each run twice; its three summaries go into this run's own file instead.
     """
     from torch.utils.tensorboard.summary import hparams
 
-    figures = _summary_figures(record)
-    experiment, session_start, session_end = hparams(_hparams(record), figures)
+    experiment, session_start, session_end = hparams(_hparams(record), _figures(record))
     assert writer.file_writer is not None  # open until the writer is closed
     writer.file_writer.add_summary(experiment)
     writer.file_writer.add_summary(session_start)
     if record["status"] == "ok":  # the session end that torch builds says "success"
         writer.file_writer.add_summary(session_end)
+
+
+def _write_figures(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
+    """The metrics of the run so far; of each the last one written counts."""
     last_step = max((record.get("steps") or 0) - 1, 0)
-    for tag, value in figures.items():
+    for tag, value in _figures(record).items():
         if value is not None:
             writer.add_scalar(tag, value, last_step)
 
@@ -164,11 +172,10 @@ def _hparams(record: Mapping[str, Any]) -> dict[str, str | float]:
         **{name: str(record.get(name) or "") for name in ("model", "parallel", "precision")},
         **{name: record.get(name) or 0 for name in ("world_size", "global_batch")},
         **{f"x_{name}": layout.get(name) or 0 for name in factors},
-        "x_status": str(record["status"]),
     }
 
 
-def _summary_figures(record: Mapping[str, Any]) -> dict[str, float | None]:
+def _figures(record: Mapping[str, Any]) -> dict[str, float | None]:
     """The metrics by tag, for every run the same tags; a failed run has few values."""
     metrics = record.get("metrics") or {}
     last: Mapping[str, float | None] = next(reversed(record.get("evaluations") or [{}]))
@@ -181,6 +188,7 @@ def _summary_figures(record: Mapping[str, Any]) -> dict[str, float | None]:
         "first_step_seconds",
     )
     return {
+        "summary/ok": float(record["status"] == "ok"),  # no hparam: these are written before a run ends
         **{f"summary/{name}": metrics.get(name) for name in names},
         "summary/step_seconds_median": (metrics.get("step_seconds") or {}).get("median"),
         "summary/last_loss": record.get("final_loss"),

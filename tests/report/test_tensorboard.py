@@ -99,17 +99,17 @@ def test_a_loss_that_is_not_finite_does_not_end_the_curve(tmp_path):
 def test_the_run_is_one_session_with_its_hparams_and_metrics(tmp_path):
     events = written(tmp_path, RECORD)
     hparams = plugin_data(events, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
-    assert {name: hparams[name].string_value for name in ("model", "parallel", "precision", "x_status")} == {
+    assert {name: hparams[name].string_value for name in ("model", "parallel", "precision")} == {
         "model": "gpt_tiny",
         "parallel": "pdp",
         "precision": "fp32",
-        "x_status": "ok",
     }
     assert {name: hparams[name].number_value for name in ("world_size", "global_batch", "x_pipeline")} == {
         "world_size": 2,
         "global_batch": 16,
         "x_pipeline": 2,
     }
+    assert values(events, "summary/ok") == [(2, 1.0)]
     assert values(events, "summary/tokens_per_second") == [(2, 4096.0)]
     assert values(events, "summary/step_seconds_median") == [(2, 0.5)]
     assert values(events, "summary/peak_memory_bytes") == [(2, 400.0)]
@@ -126,11 +126,10 @@ def test_one_run_is_one_directory(tmp_path):
     assert sorted(multiplexer.Runs()) == ["0", "1"]
 
 
-def test_a_failed_run_has_its_status_and_no_success(tmp_path):
+def test_a_failed_run_is_not_ok_and_has_no_success(tmp_path):
     events = written(tmp_path, FAILED)
-    hparams = plugin_data(events, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
-    assert hparams["x_status"].string_value == "failed"
-    assert events.Tags()["scalars"] == []
+    assert events.Tags()["scalars"] == ["summary/ok"]
+    assert values(events, "summary/ok") == [(0, 0.0)]
     with pytest.raises(KeyError):
         events.SummaryMetadata(metadata.SESSION_END_INFO_TAG)
 
@@ -195,6 +194,8 @@ def test_what_was_shown_on_the_way_is_there_once(tmp_path):
     on_the_way.Reload()
     assert values(on_the_way, "step/tokens_per_second") == [(0, 1024.0)]
     assert values(on_the_way, "eval/top1") == [(1, 0.25)]
+    hparams = plugin_data(on_the_way, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
+    assert hparams["model"].string_value == "gpt_tiny"
 
     live.close()
     write_tensorboard(tmp_path, TRAINED, live.shown)
