@@ -129,7 +129,10 @@ def _conclude(world: World, attempt: Attempt, own: failure.Failure) -> failure.F
     def change(written: dict[str, Any]) -> Mapping[str, Any] | None:
         nonlocal cause
         cause = root_cause(failure.read_failures(attempt.failures) or [own], world.size)
-        return None if record.is_settled(written) else record.failed(written, cause)
+        if record.is_settled(written):
+            return None
+        failure.write_traceback(attempt.directory, cause)
+        return record.failed(written, cause)
 
     with suppress(OSError, Damaged):  # rank 0 may have died before it could open the record
         attempt.amend(change)

@@ -25,6 +25,7 @@ from ptdbench import ending
 from ptdbench.job import Job
 from ptdbench.launch import leaving, local, peers, rendezvous
 from ptdbench.launch.world import World, discover
+from ptdbench.measure import memory
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.stopwatch import Stopwatch
 from ptdbench.problems import ConfigError
@@ -87,11 +88,12 @@ def run(composed: DictConfig, directory: Path, known: Summary | None = None) -> 
 def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, watch: Stopwatch) -> None:
     """Start local ranks, and conclude from what they left behind if one of them fails."""
     grace = SAVE_GRACE if config.read(composed).checkpoint.every_steps else STOP_GRACE
+    killed = memory.oom_kills()
     try:
         local.start(_as_rank, size, composed, attempt, watch, grace=grace)
     except local.RankDied as death:
-        seen = [*failure.read_failures(attempt.failures), *failure.describe_exits(death.exit_codes, size)]
-        _fail(attempt, root_cause(seen, size))
+        ended = failure.describe_exits(death.exit_codes, size, memory.oom_kills() - killed)
+        _fail(attempt, root_cause([*failure.read_failures(attempt.failures), *ended], size))
     except local.LaunchError as error:
         _fail(attempt, failure.describe(error, rank=-1))
     except local.Stopped as stop:
@@ -102,6 +104,7 @@ def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, watch: Stopw
 
 
 def _fail(attempt: Attempt, cause: failure.Failure) -> None:
+    failure.write_traceback(attempt.directory, cause)
     attempt.amend(lambda written: None if record.is_settled(written) else record.failed(written, cause))
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from ptdbench.measure import memory
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.ranks
@@ -37,6 +40,9 @@ def test_the_first_failing_rank_and_its_reason_are_recorded(run, strategy, rank,
     assert (record["status"], error["rank"], error["type"]) == (status, rank, kind)
     assert message in error["message"]
     assert ("faulty.py" in error["traceback"]) == (how != "kill")
+    if how != "kill":
+        assert re.fullmatch(r"tests/launch/faulty\.py:\d+ in forward", error["where"])
+        assert (Path(record["directory"]) / "traceback.txt").read_text() == error["traceback"]
     assert record["world_size"] == 2
 
 
@@ -67,6 +73,14 @@ def test_what_was_measured_until_a_run_failed_is_kept(run, how, status):
     shown = [(event.step, event.value) for event in events.Scalars("step/loss")]
     assert shown == [(step, pytest.approx(loss)) for step, loss in enumerate(record["losses"])]
     assert events.Scalars("summary/ok")[-1].value == 0
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_is_out_of_memory(run, monkeypatch):
+    counted = iter([7, 8])
+    monkeypatch.setattr(memory, "oom_kills", lambda: next(counted))
+    record = run(*FAULTY, "parallel=ddp", "+model.how=kill")
+    assert (record["status"], record["error"]["type"], record["error"]["rank"]) == ("oom", "SIGKILL", 1)
+    assert record["error"]["message"] == "killed by SIGKILL: the kernel ran out of memory meanwhile"
 
 
 def test_a_loss_that_is_not_a_number_is_divergence(run):

@@ -6,7 +6,9 @@ lies on the timed path, and a run that is killed has its curves all the same.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +72,7 @@ class Live:
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer is None:
+            _expect_full_disks()
             # A start of the run that was killed may have shown steps that are done once more now.
             self._writer = SummaryWriter(str(self._directory), purge_step=first or None)
             _write_hparams(self._writer, record)
@@ -83,7 +86,19 @@ class Live:
     def close(self) -> None:
         """End the event file, so that TensorBoard goes on to the next one."""
         if self._writer:
-            self._writer.close()
+            with suppress(OSError):  # what is not shown by now is written by write_tensorboard
+                self._writer.close()
+
+
+def _expect_full_disks() -> None:
+    """Let the thread that writes events fail without a traceback: its writer raises the error once more."""
+    before = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if not (isinstance(failed.exc_value, OSError) and type(failed.thread).__name__ == "_AsyncWriterThread"):
+            before(failed)
+
+    threading.excepthook = hook
 
 
 #: The columns that become curves.

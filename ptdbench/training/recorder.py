@@ -102,15 +102,14 @@ class Recorder:
         """Gather the steps since the last call; called in all ranks, between two steps."""
         if not self._loop.losses:
             return
-        with self._job.watchdog.paused():
-            rows = self._gathered()
-            if self._job.world.rank == 0:
-                self._unwritten.append(rows)
-                if self._live:
-                    self._unshown.append(rows)
-                with suppress(OSError):  # retried with the next steps; finish() reports it
-                    self._write()
-            dist.barrier()  # else the others would wait for rank 0 inside their next, timed step
+        rows = self._gathered()
+        if self._job.world.rank == 0:
+            self._unwritten.append(rows)
+            if self._live:
+                self._unshown.append(rows)
+            with self._job.watchdog.paused(), suppress(OSError):  # retried with the next steps; finish() reports it
+                self._write()
+        dist.barrier()  # else the others would wait for rank 0 inside their next, timed step
 
     def show(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
         """Write new steps and these ``evaluations`` to TensorBoard, and figures to the record.
@@ -122,11 +121,11 @@ class Recorder:
         taken, pace = self._loop.taken, max(self._seconds_per_step, 1e-9)
         affordable = max(1, int(min(DRAIN_EVERY, DRAIN_SECONDS / pace)))
         self._next = taken + min(affordable, max(taken, _SECOND - taken))
-        with self._job.watchdog.paused():
-            fields = self.figures(if_quick=True)
-            if self._live:
+        fields = self.figures(if_quick=True)
+        if self._live:
+            with self._job.watchdog.paused():  # rank 0 alone: a rank that does not come to the barrier is stuck
                 self._show(self._live, fields, evaluations)
-            dist.barrier()
+        dist.barrier()
 
     def _show(self, live: Live, fields: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> None:
         if fields:
@@ -152,8 +151,9 @@ class Recorder:
         started = time.perf_counter()
         if self._job.world.rank > 0 or self._unwritten or (if_quick and started < self._note_at):
             return {}
-        self._ceiling = self._ceiling or ceiling(self._job)
-        fields = figures(self._job, self.path, segments, int(peak), self._ceiling)
+        with self._job.watchdog.paused():
+            self._ceiling = self._ceiling or ceiling(self._job)
+            fields = figures(self._job, self.path, segments, int(peak), self._ceiling)
         took = time.perf_counter() - started
         self._note_at = started + (took / _SHARE if self._loop.done >= _MANY else 0.0)
         return fields

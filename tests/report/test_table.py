@@ -85,13 +85,37 @@ def test_a_failed_run_is_not_ranked_by_what_it_did_before():
 
 def test_the_reason_is_whole_in_lines_that_fit():
     said = "CUDA out of memory.\n  Tried to allocate 20 GiB " + "x " * 200 + "x; its output is in /a/" + "long" * 30
-    text = render([failed("pdp", said, "oom")], 100)
-    reason = text[text.index("pdp: oom") :]
-    assert reason.startswith("pdp: oom on rank 1: RuntimeError: CUDA out of memory. Tried to allocate 20 GiB")
-    assert reason.split() == ["pdp:", "oom", "on", "rank", "1:", "RuntimeError:", *said.split()]
+    text = render([failed("pdp", said, "timeout")], 100)
+    reason = text[text.index("pdp: timeout") :]
+    assert reason.startswith("pdp: timeout on rank 1: RuntimeError: CUDA out of memory. Tried to allocate 20 GiB")
+    assert reason.split() == ["pdp:", "timeout", "on", "rank", "1:", "RuntimeError:", *said.split()]
     *lines, path = reason.splitlines()
     assert max(map(len, lines)) <= 100
     assert path.split() == ["/a/" + "long" * 30]
+
+
+def test_where_in_a_users_code_it_was_is_said_behind_a_message_however_long():
+    record = failed("ddp", "word " * 400)
+    record["error"]["where"] = "mymodels.py:13 in forward"
+    text = " ".join(render([record], 80).split())
+    assert text.endswith("... at mymodels.py:13 in forward; the whole traceback is in outputs/sweep/ddp/traceback.txt")
+
+
+def test_out_of_memory_says_what_to_try():
+    layout = {"data": 2, "pipeline": 1, "micro_batch": 8}
+    record = failed("ddp", "CUDA out of memory", "oom") | {"layout": layout}
+    record["config"] = {"activation_checkpointing": "none"}
+    tried = "try train.micro_batch=4, parallel=fsdp, activation_checkpointing=full, precision=bf16"
+    assert " ".join(render([record], 80).split()).endswith(f"CUDA out of memory; {tried}")
+    small = record | {"parallel": "fsdp", "precision": "bf16", "layout": {"micro_batch": 1}}
+    assert " ".join(render([small], 80).split()).endswith("; try activation_checkpointing=full")
+
+
+def test_the_remedies_of_a_refusal_are_whole():
+    message = "; ".join(f"model.heads={heads}: must divide width=128; try 2, 4, 8" for heads in range(99))
+    record = failed("ddp", message)
+    record["error"]["type"] = "ConfigError"
+    assert " ".join(render([record], 80).split()).endswith(message)
 
 
 @pytest.mark.parametrize("rank", [None, -1])
