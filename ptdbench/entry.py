@@ -23,7 +23,7 @@ from ptdbench.launch import leaving, local, slurm
 from ptdbench.launch.world import World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import record, store
-from ptdbench.report import table
+from ptdbench.report import table, text
 from ptdbench.setup import commandline, compose, config, hydra_launcher, resume, show
 from ptdbench.setup.config import Slurm
 from ptdbench.sweep import directory as output
@@ -245,7 +245,7 @@ def _print_results(directory: Path, is_sweep: bool, asked: int) -> list[dict[str
     else:
         records = [store.load_record(directory)] if (directory / store.RECORD).exists() else []
     if records:
-        say(table.render(records, max(shutil.get_terminal_size((110, 24)).columns, 100)))
+        text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns))
         say(table.closing_lines(directory))
     if _count_ok(records) < asked and _goes_on(directory, is_sweep, records):
         say(f"go on        {resume.command(directory)}")
