@@ -47,7 +47,7 @@ def close(
         }
         if outcome.error:
             return record.failed(done, failure.describe(outcome.error, rank=0))
-        return record.stopped(done, outcome.stopped) if outcome.stopped else done
+        return record.stopped(done, outcome.stopped, outcome.saved) if outcome.stopped else done
 
     done = attempt.amend(finish)
     if done is None:
@@ -55,7 +55,7 @@ def close(
     if done.get("steps"):
         tensorboard.write_tensorboard(attempt.directory, done, outcome.shown)
     write_figures(attempt.directory, outcome.figures)
-    if outcome.stopped:
+    if outcome.stopped and outcome.saved:
         _requeue(attempt, spec.config.cluster, done, outcome.stopped)
 
 
@@ -79,6 +79,12 @@ def _requeue(attempt: Attempt, cluster: config.Cluster, done: Mapping[str, Any],
     except SlurmError as error:
         why = f"{stopped}; it could not be requeued: {error}"
         attempt.amend(lambda _: record.stopped(done, why))
+
+
+def note(attempt: Attempt, fields: Mapping[str, Any]) -> None:
+    """Add what is known so far to the record of a run that goes on; without a disk sync, as more will follow."""
+    with suppress(OSError, Damaged):  # a run goes on if its record cannot be written yet
+        attempt.amend(lambda written: {**written, **fields} if record.is_open(written) else None, durable=False)
 
 
 @contextmanager
@@ -123,7 +129,10 @@ def _conclude(world: World, attempt: Attempt, own: failure.Failure) -> failure.F
     def change(written: dict[str, Any]) -> Mapping[str, Any] | None:
         nonlocal cause
         cause = root_cause(failure.read_failures(attempt.failures) or [own], world.size)
-        return None if record.is_settled(written) else record.failed(written, cause)
+        if record.is_settled(written):
+            return None
+        failure.write_traceback(attempt.directory, cause)
+        return record.failed(written, cause)
 
     with suppress(OSError, Damaged):  # rank 0 may have died before it could open the record
         attempt.amend(change)

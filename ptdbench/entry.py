@@ -25,7 +25,7 @@ from ptdbench.launch import leaving, local, slurm
 from ptdbench.launch.world import World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import record, store
-from ptdbench.report import table
+from ptdbench.report import table, text
 from ptdbench.setup import commandline, compose, config, hydra_launcher, resume, show
 from ptdbench.setup.config import Slurm
 from ptdbench.sweep import directory as output
@@ -167,7 +167,7 @@ def _here(
     try:
         _carry_out(task, directory)
     finally:
-        records = _print_results(directory, composed.is_sweep)
+        records = _print_results(directory, composed.is_sweep, len(composed.jobs))
     return int(_count_ok(records) < len(composed.jobs))
 
 
@@ -200,7 +200,7 @@ def _on_cluster(
     try:
         watch.follow(directory)
     finally:
-        records = _print_results(directory, is_sweep=True)
+        records = _print_results(directory, True, len(composed.jobs))
     if line.only:  # what became of the sweep's other runs is not what was asked
         records = [record for record in records if store.below(directory, record["directory"]) == line.only]
     return int(_count_ok(records) < (1 if line.only else len(composed.jobs)))
@@ -268,13 +268,32 @@ def _own_modules(jobs: Sequence[DictConfig]) -> list[str]:
     return sorted(target.rpartition(".")[0] for target in targets if target.startswith("ptdbench."))
 
 
-def _print_results(directory: Path, is_sweep: bool) -> list[dict[str, Any]]:
-    """Print the table of what the runs left; nothing where a signal came before the first one began."""
+def _print_results(directory: Path, is_sweep: bool, asked: int) -> list[dict[str, Any]]:
+    """Print the table of what the runs left; nothing where a signal came before the first one began.
+
+    Args:
+        directory: Of the run or the sweep.
+        is_sweep: Whether it is one of a sweep.
+        asked: How many runs were asked for.
+    """
     if is_sweep:
         records = store.read_results(directory, lambda damage: say(damage, sys.stderr))
     else:
         records = [store.load_record(directory)] if (directory / store.RECORD).exists() else []
     if records:
-        say(table.render(records, max(shutil.get_terminal_size((110, 24)).columns, 100)))
+        text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns))
         say(table.closing_lines(directory))
+    if _count_ok(records) < asked and _goes_on(directory, is_sweep, records):
+        say(f"go on        {resume.command(directory)}")
     return records
+
+
+def _goes_on(directory: Path, is_sweep: bool, records: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether to say how to go on: with what is missing of a sweep, or with a run that no message says it of."""
+    from ptdbench.checkpoints import shelf
+
+    if is_sweep or not records:
+        return is_sweep
+    (only,) = records
+    said = "resume=" in str((only.get("error") or {}).get("message"))
+    return not said and shelf.glance(directory) is not None

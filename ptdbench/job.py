@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -52,6 +52,7 @@ class Job:
         directory: The run's directory.
         watch: Stopwatch started when the run was ready to start.
         watchdog: Notified of every step; ends a run that makes no progress.
+        note: Adds fields to the run's record while it runs, so that they remain however it ends; called on rank 0.
     """
 
     spec: RunSpec
@@ -62,6 +63,7 @@ class Job:
     directory: Path
     watch: Stopwatch
     watchdog: Watchdog
+    note: Callable[[Mapping[str, Any]], None] = lambda _: None
 
     @property
     def training(self) -> TrainingSpec:
@@ -76,7 +78,8 @@ class Outcome:
 
     Attributes:
         fields: Fields to add to the record, on rank 0; the other ranks may have fewer.
-        stopped: Why the run ended early, such as ``SIGTERM after step 40 of 100``; it can be resumed.
+        stopped: Why the run ended early, such as ``SIGTERM after step 40 of 100``.
+        saved: Whether a run that ended early has saved a checkpoint.
         figures: PNG images by name: files beside the record, and TensorBoard.
         error: An error that does not void the result, such as a loss that is not finite.
         shown: Number of steps already written to TensorBoard.
@@ -86,4 +89,5 @@ class Outcome:
     figures: Mapping[str, bytes] = field(default_factory=dict)
     error: Exception | None = None
     stopped: str | None = None
+    saved: bool = False
     shown: int = 0

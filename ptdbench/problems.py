@@ -34,7 +34,7 @@ class Problem:
 
     def __str__(self) -> str:
         remedy = f"; {self.remedy}" if self.remedy else ""
-        return f"{self.option}={_as_typed(self.value)}: {self.rule}{remedy}"
+        return f"{self.option}={as_typed(self.value)}: {self.rule}{remedy}"
 
 
 class ConfigError(ValueError):
@@ -114,6 +114,6 @@ def nearest_numbers(value: int, allowed: Sequence[int], count: int = 3) -> list[
     return sorted(sorted(allowed, key=lambda number: abs(number - value))[:count])
 
 
-def _as_typed(value: object) -> object:
+def as_typed(value: object) -> str:
     """A value as it stands on the command line, where ``True`` is ``true`` and ``None`` is ``null``."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -25,6 +25,7 @@ from ptdbench import ending
 from ptdbench.job import Job
 from ptdbench.launch import leaving, local, peers, rendezvous
 from ptdbench.launch.world import World, discover
+from ptdbench.measure import memory
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.stopwatch import Stopwatch
 from ptdbench.problems import ConfigError
@@ -35,8 +36,9 @@ from ptdbench.setup import config, run_spec, training_spec
 from ptdbench.setup.run_spec import RunSpec, Summary
 from ptdbench.terminal import say
 
-#: Seconds that ranks get to save what they have done when the run is asked to stop.
-SAVE_GRACE = 120.0
+#: Seconds that ranks get to finish a step and to write down what they have done when the run is asked to stop, without
+#: and with a checkpoint to save.
+STOP_GRACE, SAVE_GRACE = 10.0, 120.0
 
 #: The runs of this process so far: the first one of a rank also pays for the imports.
 _RUNS: list[Path] = []
@@ -85,12 +87,13 @@ def run(composed: DictConfig, directory: Path, known: Summary | None = None) -> 
 
 def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, watch: Stopwatch) -> None:
     """Start local ranks, and conclude from what they left behind if one of them fails."""
-    grace = SAVE_GRACE if config.read(composed).checkpoint.every_steps else 0.0
+    grace = SAVE_GRACE if config.read(composed).checkpoint.every_steps else STOP_GRACE
+    killed = memory.oom_kills()
     try:
         local.start(_as_rank, size, composed, attempt, watch, grace=grace)
     except local.RankDied as death:
-        seen = [*failure.read_failures(attempt.failures), *failure.describe_exits(death.exit_codes, size)]
-        _fail(attempt, root_cause(seen, size))
+        ended = failure.describe_exits(death.exit_codes, size, memory.oom_kills() - killed)
+        _fail(attempt, root_cause([*failure.read_failures(attempt.failures), *ended], size))
     except local.LaunchError as error:
         _fail(attempt, failure.describe(error, rank=-1))
     except local.Stopped as stop:
@@ -101,6 +104,7 @@ def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, watch: Stopw
 
 
 def _fail(attempt: Attempt, cause: failure.Failure) -> None:
+    failure.write_traceback(attempt.directory, cause)
     attempt.amend(lambda written: None if record.is_settled(written) else record.failed(written, cause))
 
 
@@ -163,9 +167,8 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch) -> No
         met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
         watch.lap("rendezvous")
         with ending.watchdog(spec.config, world, own_store, attempt) as dog:
-            outcome = spec.workload(Job(spec, world, met, own_store, device, attempt.directory, watch, dog))
-        if outcome.stopped:
-            local.ignore_signals()  # it has done what it was asked for; SLURM signals once more when it requeues
+            note = partial(ending.note, attempt)
+            outcome = spec.workload(Job(spec, world, met, own_store, device, attempt.directory, watch, dog, note))
         if world.rank == 0:
             ending.close(attempt, spec, device, met, outcome)
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from ptdbench.measure import memory
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.ranks
@@ -27,7 +31,6 @@ FAULTY = (
     [
         ("raise", "failed", "RuntimeError", "this one is on purpose"),
         ("kill", "failed", "SIGKILL", "killed by SIGKILL"),
-        ("term", "failed", "SIGTERM", "was stopped by SIGTERM, which its peers did not receive"),
         ("oom", "oom", "RuntimeError", "allocate memory"),
     ],
 )
@@ -36,8 +39,48 @@ def test_the_first_failing_rank_and_its_reason_are_recorded(run, strategy, rank,
     error = record["error"]
     assert (record["status"], error["rank"], error["type"]) == (status, rank, kind)
     assert message in error["message"]
-    assert ("faulty.py" in error["traceback"]) == (how not in ("kill", "term"))
+    assert ("faulty.py" in error["traceback"]) == (how != "kill")
+    if how != "kill":
+        assert re.fullmatch(r"tests/launch/faulty\.py:\d+ in forward", error["where"])
+        assert (Path(record["directory"]) / "traceback.txt").read_text() == error["traceback"]
     assert record["world_size"] == 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_what_they_have_measured(run, rank):
+    record = run(*FAULTY, "parallel=ddp", "+model.how=term", f"+model.rank={rank}")
+    error = record["error"]
+    assert (record["status"], error["rank"], error["type"]) == ("preempted", -1, "Stopped")
+    begun_anew = (
+        f"no checkpoint (see checkpoint.every_steps), so this begins anew: python train.py resume={record['directory']}"
+    )
+    assert error["message"] == f"stopped by SIGTERM after step {record['steps']} of 5; {begun_anew}"
+    assert record["steps"] == len(record["losses"]) >= 3
+    assert record["metrics"]["samples_per_second"] > 0
+
+
+@pytest.mark.parametrize(("how", "status"), [("raise", "failed"), ("kill", "failed"), ("oom", "oom")])
+def test_what_was_measured_until_a_run_failed_is_kept(run, how, status):
+    """Brought together after step 1, and from then on before their number has doubled."""
+    record = run(*FAULTY, "train.steps=9", f"+model.how={how}", "+model.call=7")
+    assert (record["status"], record["error"]["rank"]) == (status, 1)
+    assert 4 <= record["steps"] == len(record["losses"]) <= 6
+    assert record["final_loss"] == record["losses"][-1]
+    assert record["metrics"]["samples_per_second"] > 0
+    assert [(one["first_step"], one["steps"]) for one in record["segments"]] == [(0, record["steps"])]
+    events = EventAccumulator(record["directory"])
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("step/loss")]
+    assert shown == [(step, pytest.approx(loss)) for step, loss in enumerate(record["losses"])]
+    assert events.Scalars("summary/ok")[-1].value == 0
+
+
+def test_a_rank_that_the_kernel_killed_for_memory_is_out_of_memory(run, monkeypatch):
+    counted = iter([7, 8])
+    monkeypatch.setattr(memory, "oom_kills", lambda: next(counted))
+    record = run(*FAULTY, "parallel=ddp", "+model.how=kill")
+    assert (record["status"], record["error"]["type"], record["error"]["rank"]) == ("oom", "SIGKILL", 1)
+    assert record["error"]["message"] == "killed by SIGKILL: the kernel ran out of memory meanwhile"
 
 
 def test_a_loss_that_is_not_a_number_is_divergence(run):

@@ -210,11 +210,12 @@ class TestSignals:
         assert done.returncode != 0
         record = json.loads((cwd / "run" / "record.json").read_text())
         error = record["error"]
+        if how == "term":
+            assert (record["status"], error["type"]) == ("preempted", "Stopped"), error
+            assert error["message"].startswith("stopped by SIGTERM after step ")
+            return
         assert (record["status"], error["rank"]) == ("failed", 1), error
-        if how == "kill":
-            assert error["message"].startswith("rank 1 left no report; rank 0 then saw: ")
-        else:
-            assert error["message"] == "rank 1 was stopped by SIGTERM, which its peers did not receive"
+        assert error["message"].startswith("rank 1 left no report; rank 0 then saw: ")
 
     def test_scancel_stops_all(self, tmp_path, slurm):
         endless = (*TOY, "parallel=ddp", "train.steps=1000000", "train.max_minutes=null", "hydra.run.dir=run")
@@ -235,7 +236,8 @@ class TestSignals:
             running.kill()
         record = json.loads((tmp_path / "run" / "record.json").read_text())
         assert (record["status"], record["error"]["type"]) == ("preempted", "Stopped")
-        assert record["error"]["message"] == "stopped by SIGTERM"
+        assert record["error"]["message"].startswith("stopped by SIGTERM after step ")
+        assert record["steps"] > 0
 
 
 class TestRefused:

@@ -331,8 +331,9 @@ class TestSweep:
         lines = results.read_text().splitlines(keepends=True)
         ended = [json.loads(line)["directory"] for line in lines]
         before = {name: (tmp_path / name / "record.json").stat().st_mtime_ns for name in ended}
-        # As a killed sweep leaves it: one run was never begun, one has no end.
-        results.write_text("".join(lines[:2]))
+        # As a killed sweep leaves it: one run was never begun, one has no end and the line of an earlier start.
+        failed = json.dumps(json.loads(lines[2]) | {"status": "failed"})
+        results.write_text("".join(lines[:2]) + f"{failed}\n")
         unfinished = record_of(tmp_path / ended[2])
         unfinished |= {"status": "failed", "error": {"rank": -1, "type": "Unfinished", "message": "", "traceback": ""}}
         (tmp_path / ended[2] / "record.json").write_text(json.dumps(unfinished))

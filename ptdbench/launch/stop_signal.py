@@ -25,8 +25,9 @@ class StopSignal:
     themselves would wait for each other in different steps.
 
     All ranks enter it, each in its main thread, while the default process group exists. Leaving it restores the
-    previous handlers; its own group is destroyed with the default group, as destroying a group that has lost a peer
-    may block forever.
+    previous handlers, or ignores stop signals if it has reported one: a person who presses Ctrl-C reaches the ranks
+    twice, at once and through their launcher. Its own group is destroyed with the default group, as destroying a group
+    that has lost a peer may block forever.
 
     Args:
         every_seconds: Seconds between two checks; 0 checks after every step.
@@ -37,6 +38,7 @@ class StopSignal:
         self._number = 0
         self._next_check = 0
         self._checked_step: int | None = None
+        self._reported = False
         self._handling = local.handling(self._note)
 
     def __enter__(self) -> StopSignal:
@@ -52,6 +54,8 @@ class StopSignal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._handling.__exit__(kind, error, trace)
+        if self._reported:
+            local.ignore_signals()
 
     def received(self, done: int) -> str | None:
         """Whether to stop now; every rank calls it between two steps and gets the same answer.
@@ -74,6 +78,7 @@ class StopSignal:
         # On a GPU the first steps seem to take no time, until its queue is full: the distance at most doubles.
         self._next_check = done + max(1, min(2 * steps, int(self._every_seconds / max(seconds_per_step, 1e-9))))
         self._checked_step, self._checked_at = done, time.perf_counter()
+        self._reported = bool(number)
         return signal.Signals(int(number)).name if number else None
 
     def _note(self, number: int, _: Any) -> None:

@@ -73,3 +73,17 @@ def in_use(device: torch.device) -> Callable[[], int]:
         return _peak_resident_bytes
     size = resource.getpagesize()
     return lambda: int(os.pread(pages.fileno(), 100, 0).split()[1]) * size
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has killed for lack of memory: of this control group, else of the machine.
+
+    A figure to compare with an earlier one; 0 where the kernel tells nothing.
+    """
+    with suppress(OSError):
+        group = re.search(r"^0::(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+        for path in [*([f"/sys/fs/cgroup{group[1]}/memory.events"] if group else []), "/proc/vmstat"]:
+            with suppress(OSError):
+                if found := re.search(r"^oom_kill (\d+)$", Path(path).read_text(), re.MULTILINE):
+                    return int(found[1])
+    return 0

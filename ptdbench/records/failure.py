@@ -13,12 +13,17 @@ import socket
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ptdbench.launch.local import STOP_SIGNALS
-from ptdbench.records.files import write_json
+from ptdbench.records.files import replace_bytes, write_json
+from ptdbench.records.frames import user_frame
+
+#: The traceback of the exception that made a run fail, in its directory.
+TRACEBACK = "traceback.txt"
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Failure:
         exit_code: Exit status seen by the parent, ``-n`` after signal ``n``; ``None`` in the rank's own report.
         unheard: For a rank stopped by a signal: the ranks not known to be stopped. If one of them reports something
             later, it was alive, and the signal was not sent to all.
+        where: The last frame in the user's code, as in ``mymodels.py:13 in forward``; empty if there is none.
     """
 
     rank: int
@@ -45,6 +51,7 @@ class Failure:
     host: str
     exit_code: int | None = None
     unheard: list[int] = field(default_factory=list)
+    where: str = ""
 
     def as_error(self) -> dict[str, Any]:
         """The ``error`` of a record."""
@@ -53,6 +60,7 @@ class Failure:
             "type": self.type,
             "message": self.message,
             "traceback": self.traceback,
+            "where": self.where,
         }
 
 
@@ -76,6 +84,7 @@ def describe(exception: BaseException, rank: int) -> Failure:
         traceback="".join(traceback.format_exception(exception)),
         time=time.time(),
         host=socket.gethostname(),
+        where=user_frame(telling) or user_frame(exception),
     )
 
 
@@ -94,18 +103,21 @@ def of_launcher(kind: str, message: str) -> Failure:
     return Failure(-1, kind, message, "", time.time(), socket.gethostname())
 
 
-def describe_exits(exit_codes: Mapping[int, int], world_size: int) -> list[Failure]:
+def describe_exits(exit_codes: Mapping[int, int], world_size: int, oom_kills: int = 0) -> list[Failure]:
     """The failure reports of a parent that has not yet signaled any rank.
 
     Args:
         exit_codes: Of the ranks that have ended. A rank that ended early with status 0 is not reported here: its
             peers report a lost connection.
         world_size: Ranks of the run.
+        oom_kills: Processes that the kernel has killed for lack of memory since the ranks were started.
     """
     found = []
     for rank, code in exit_codes.items():
         if code and (failure := describe_exit(rank, code)):
             others = [other for other in range(world_size) if exit_codes.get(other) != code]
+            if failure.type == "SIGKILL" and oom_kills:
+                failure = replace(failure, message="killed by SIGKILL: the kernel ran out of memory meanwhile")
             found.append(replace(failure, unheard=others) if failure.type in STOP_SIGNALS else failure)
     return found
 
@@ -128,6 +140,13 @@ def write_failure(folder: Path, failure: Failure) -> Failure:
         return _read(_report(folder, failure.rank))
     amend_failure(folder, failure)
     return failure
+
+
+def write_traceback(directory: Path, failure: Failure) -> None:
+    """Write the traceback of an exception in a user's code into the run's directory, as text for people."""
+    if failure.where:
+        with suppress(OSError):
+            replace_bytes(directory / TRACEBACK, failure.traceback.encode(errors="backslashreplace"))
 
 
 def amend_failure(folder: Path, failure: Failure) -> None:

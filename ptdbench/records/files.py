@@ -31,12 +31,16 @@ def write_json(path: Path, value: object, durable: bool = True) -> None:
     Raises:
         OSError: It could not be written.
     """
+    replace_bytes(path, (json.dumps(strict(value), indent=1, allow_nan=False) + "\n").encode(), durable)
+
+
+def replace_bytes(path: Path, content: bytes, durable: bool = True) -> None:
+    """Write a file atomically; see :func:`write_json`."""
     # Ranks of several hosts may write at once.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("w") as file:
-            json.dump(strict(value), file, indent=1, allow_nan=False)
-            file.write("\n")
+        with temporary.open("wb") as file:
+            file.write(content)
             file.flush()
             if durable:
                 os.fsync(file.fileno())

@@ -87,12 +87,15 @@ class Attempt:
         owner = record.get("owner")
         return not owner or owner["launch"] == self.launch
 
-    def amend(self, change: Callable[[dict[str, Any]], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    def amend(
+        self, change: Callable[[dict[str, Any]], Mapping[str, Any] | None], durable: bool = True
+    ) -> Mapping[str, Any] | None:
         """Update the run's record, unless it now belongs to another start, which is reported on stderr.
 
         Args:
             change: Returns the new record for the one on disk, or ``None`` to leave it unchanged. Calls of several
                 ranks are serialized.
+            durable: Whether the new record must survive a crash of the machine.
 
         Returns:
             The record written, or ``None``.
@@ -106,7 +109,7 @@ class Attempt:
                 say(f"{self.directory}: the run was started again; its record is left unchanged", sys.stderr)
                 return None
             if (changed := change(written)) is not None:
-                store.write_record(self.directory, changed)
+                store.write_record(self.directory, changed, durable)
             return changed
 
     def _written(self) -> dict[str, Any]:

@@ -85,9 +85,10 @@ def going_on(draft: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, 
     return {**draft, "overrides": overrides, **(kept if goes_on else {})}
 
 
-def stopped(record: Mapping[str, Any], why: str) -> dict[str, Any]:
-    """The record of a run that was asked to stop, has saved, and can be resumed."""
-    message = f"stopped by {why}; it has saved: {_how_started(record)} resume={record['directory']}"
+def stopped(record: Mapping[str, Any], why: str, saved: bool = True) -> dict[str, Any]:
+    """The record of a run that was asked to stop, and has saved a checkpoint to resume from if ``saved``."""
+    how = "it has saved" if saved else "no checkpoint (see checkpoint.every_steps), so this begins anew"
+    message = f"stopped by {why}; {how}: {_how_started(record)} resume={record['directory']}"
     error = {"rank": -1, "type": "Stopped", "message": message, "traceback": ""}
     return {**record, "status": "preempted", "error": error}
 

@@ -17,8 +17,8 @@ from typing import Any, NoReturn, TypedDict, Union, get_args, get_origin, get_ty
 SCHEMA = 2
 
 
-class Error(TypedDict):
-    """Why a run did not end well."""
+class _Cause(TypedDict):
+    """The fields of every error."""
 
     rank: int
     """The rank that failed first; -1 for the process that starts the ranks."""
@@ -28,6 +28,13 @@ class Error(TypedDict):
     """The error message."""
     traceback: str
     """The traceback as text; empty if the process could not write one."""
+
+
+class Error(_Cause, total=False):
+    """Why a run did not end well."""
+
+    where: str
+    """The last frame in the user's code, as in ``mymodels.py:13 in forward``; empty if there is none."""
 
 
 class Layout(TypedDict, total=False):
@@ -298,7 +305,7 @@ class Record(Identity, total=False):
     warmup_steps: int | None
     """Number of untimed steps of the last start of the run."""
     metrics: Metrics | None
-    """Figures of the timed steps; null for a run that did not finish."""
+    """Figures of the timed steps; those until it ended for a run that did not finish."""
     error: Error | None
     """Why the run did not end well; null if it did."""
     remarks: Remarks | None

@@ -11,14 +11,14 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import schema
-from ptdbench.records.files import appear, strict, write_json
+from ptdbench.records.files import appear, replace_bytes, strict, write_json
 from ptdbench.terminal import say
 
 RECORD = "record.json"
@@ -33,14 +33,14 @@ class Damaged(ValueError):
     """A damaged file; the message names it and says in one line what is wrong."""
 
 
-def write_record(directory: Path, record: Mapping[str, Any]) -> Path:
-    """Write a run's record, atomically and synced to disk; an older one is replaced.
+def write_record(directory: Path, record: Mapping[str, Any], durable: bool = True) -> Path:
+    """Write a run's record, atomically and if ``durable`` synced to disk; an older one is replaced.
 
     Returns:
         The path of the record.
     """
     path = directory / RECORD
-    write_json(path, record)
+    write_json(path, record, durable)
     return path
 
 
@@ -76,31 +76,65 @@ def earlier_record(directory: Path) -> dict[str, Any] | None:
 
 
 def append_result(sweep_directory: Path, record: Mapping[str, Any]) -> None:
-    """Append a record to the results of a sweep, whose runs may end at the same time in several processes.
+    """Add a record to the results of a sweep, whose runs may end at the same time in several processes.
 
-    The line is written at once under a lock. A partial line, left by a killed writer, is removed first: its run still
-    has its own record.
+    A run has one line: an older one of it, from before it was resumed, is replaced atomically. A partial line, left by
+    a killed writer, is removed: its run still has its own record.
 
     Raises:
         OSError: The line could not be written; the file is as it was before.
     """
+    path = sweep_directory / RESULTS
+    name = below(sweep_directory, record["directory"])
     line = (json.dumps(strict(record), allow_nan=False) + "\n").encode()
-    descriptor = os.open(sweep_directory / RESULTS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-    try:
-        with suppress(OSError):  # on file systems without locks, a single appending write is the best option
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with _locked_results(path) as descriptor:
         end = _cut_torn_line(descriptor)
-        if os.write(descriptor, line) != len(line):
+        written = os.pread(descriptor, end, 0).splitlines(keepends=True)
+        kept = [one for one in written if not _is_of(one, sweep_directory, name)]
+        if len(kept) < len(written):
+            replace_bytes(path, b"".join([*kept, line]))
+        elif os.write(descriptor, line) != len(line):
             os.ftruncate(descriptor, end)
-            raise OSError(f"no room for a result in {sweep_directory / RESULTS}")
-    finally:
-        os.close(descriptor)  # also releases the lock
+            raise OSError(f"no room for a result in {path}")
+
+
+@contextmanager
+def _locked_results(path: Path) -> Iterator[int]:
+    """The file, open and locked; created if missing."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        try:
+            with suppress(OSError):  # on file systems without locks, a single appending write is the best option
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_at(path, descriptor):
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)  # also releases the lock
+        # Another process has replaced the file while this one waited.
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_of(line: bytes, sweep_directory: Path, name: str) -> bool:
+    """Whether a line of results is of the run in the directory ``name`` below the sweep's."""
+    if json.dumps(Path(name).name)[1:-1].encode() not in line:  # saves parsing the lines of all other runs
+        return False
+    try:
+        return below(sweep_directory, json.loads(line)["directory"]) == name
+    except (ValueError, LookupError, TypeError):  # damaged: read_results reports it
+        return False
 
 
 def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _: None) -> list[dict[str, Any]]:
     """The records of a sweep in the order in which its runs ended.
 
-    If a run has several, for example after a resume, the last one counts.
+    If a run has several, as earlier versions left after a resume, the last one counts.
 
     Args:
         sweep_directory: The sweep's directory.
@@ -119,7 +153,9 @@ def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _
             if line.strip() and number < len(lines):
                 tell(f"{path}: line {number} is damaged and skipped: {error}")
         else:
-            records[below(sweep_directory, record["directory"])] = record
+            name = below(sweep_directory, record["directory"])
+            records.pop(name, None)
+            records[name] = record
     return list(records.values())
 
 

@@ -21,7 +21,7 @@ def differences(records: Sequence[Mapping[str, Any]]) -> list[str]:
     the choice alone is named: ``optimizer=sgd``. Of options that always differ together and end alike, as ``seed`` and
     ``data.seed``, the first is named.
     """
-    configs = [_options(record.get("config") or {}) for record in records]
+    configs = [options(record.get("config") or {}) for record in records]
     names = dict.fromkeys(name for config in configs for name in config)
     shown = {name: [_shown(config, name) for config in configs] for name in names}
     differing = {name: values for name, values in shown.items() if len(set(values)) > 1}
@@ -38,7 +38,7 @@ def differences(records: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _options(config: Mapping[str, Any]) -> dict[str, Any]:
+def options(config: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a configuration by their dotted names, shallow ones first; ``optimizer.name`` is ``optimizer``."""
     found: dict[str, Any] = {}
     waiting: list[tuple[str, Any]] = [("", config)]

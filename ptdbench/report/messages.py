@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from ptdbench.report.reason import wrap
 from ptdbench.report.text import as_text, empty_table, size_text, three_digits, time_text
 from ptdbench.terminal import plural
 
@@ -58,7 +58,7 @@ def render_collectives(collectives: Mapping[str, Any], width: int) -> str:
     blocks += [_fits(collectives["fits"], width)] if collectives["fits"] else []
     remarks = [*_definitions(collectives, width), *_cut(collectives["cut"], width)]
     if collectives["left_out"]:
-        remarks.append(textwrap.shorten(f"left out, not in this backend: {', '.join(collectives['left_out'])}", width))
+        remarks.append(wrap(f"left out, not in this backend: {', '.join(collectives['left_out'])}", width))
     return "\n\n".join([*blocks, "\n".join(remarks)])
 
 
@@ -147,12 +147,12 @@ def _definitions(collectives: Mapping[str, Any], width: int) -> Iterator[str]:
         ranks = len(collectives["groups"][0])
         yield f"algbw = {definitions['algbw']}, after {definitions['source']}; n = {ranks} ranks"
     for formula, ops in formulas.items():
-        yield textwrap.shorten(f"busbw = {formula}: {', '.join(ops)}", width)
+        yield wrap(f"busbw = {formula}: {', '.join(ops)}", width)
 
 
 def _cut(cut: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
     for row in cut:
-        yield textwrap.shorten(f"{_what(row)}: not from {size_text(row['from_bytes'])} on: {row['reason']}", width)
+        yield wrap(f"{_what(row)}: not from {size_text(row['from_bytes'])} on: {row['reason']}", width)
 
 
 def _what(row: Mapping[str, Any]) -> str:

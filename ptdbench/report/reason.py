@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+
+from ptdbench.records.failure import TRACEBACK
 
 #: Stands in a message before the path of what the run's processes wrote.
 OUTPUT = "; its output is in "
@@ -14,16 +18,42 @@ _LIMIT = 1000
 
 
 def reason(record: Mapping[str, Any]) -> str:
-    """Status, rank and error in one line: ``failed on rank 1: RuntimeError: ...``.
+    """Status, rank and error in one line: ``failed on rank 1: RuntimeError: ... at mymodels.py:13 in forward``.
 
-    A long message is cut, but never the path behind :data:`OUTPUT`.
+    A long message is cut, but never a refusal, which ends with its remedy, nor what comes behind the message: the path
+    behind :data:`OUTPUT`, where in the user's code it was, and what to try.
     """
     error = record.get("error") or {}
     rank = error.get("rank")  # negative: the process that starts the ranks
     where = f" on rank {rank}" if rank is not None and rank >= 0 else ""
     message, *output = (error.get("message") or "").split(OUTPUT)
-    text = ": ".join(filter(None, (error.get("type"), _cut(message))))
-    return OUTPUT.join([f"{record['status']}{where}: {text or 'no reason on record'}", *output])
+    kind = error.get("type")
+    text = ": ".join(filter(None, (kind, " ".join(message.split()) if kind == "ConfigError" else _cut(message))))
+    said = OUTPUT.join([f"{record['status']}{where}: {text or 'no reason on record'}", *output])
+    if frame := error.get("where"):
+        said += f" at {frame}; the whole traceback is in {_below_here(Path(record['directory']) / TRACEBACK)}"
+    remedies = ", ".join(_against_lack_of_memory(record)) if record["status"] == "oom" else ""
+    return f"{said}; try {remedies}" if remedies else said
+
+
+def _against_lack_of_memory(record: Mapping[str, Any]) -> Iterator[str]:
+    """Options that need less memory than those of a run that trains."""
+    if not record.get("model"):
+        return
+    micro_batch = (record.get("layout") or {}).get("micro_batch") or 1
+    if micro_batch > 1:
+        yield f"train.micro_batch={micro_batch // 2}"
+    if record.get("parallel") in ("single", "ddp"):
+        yield "parallel=fsdp"
+    if (record.get("config") or {}).get("activation_checkpointing") == "none":
+        yield "activation_checkpointing=full"
+    if record.get("precision") == "fp32":
+        yield "precision=bf16"
+
+
+def _below_here(path: Path) -> str:
+    """Relative to the working directory if it is below."""
+    return os.path.relpath(path) if Path.cwd() in path.absolute().parents else str(path)
 
 
 def wrap(text: str, width: int | None) -> str:

@@ -18,11 +18,22 @@ from ptdbench.terminal import plural
 
 _MISSING = "-"
 
+#: Columns that every table has.
+_KEPT = ("#", "parallel", "status")
+
+#: Columns that move into the title where there is no room and all runs have the same, and how they stand there.
+_MOVED = {"ranks": "{} ranks", "batch": "batch {}"}
+
+#: Columns that are left out where there still is no room, the first one first.
+_SPARED = ("of ceiling", "vs best", "memory", "held out")
+
 
 def render(records: Sequence[Mapping[str, Any]], width: int = 100) -> str:
     """The runs of each model, fastest first and those that did not finish last, as plain text.
 
-    Text folds to fit ``width`` columns; a figure is never cut, so that many digits may make it wider.
+    Columns without a figure are left out. Where there is no room for the others in ``width`` columns, the
+    number of ranks and the batch stand in the title if all runs have the same, what matters least is left out and named
+    below, and words fold; a figure is never cut.
     """
     trained = [record for record in records if record.get("model")]
     models = dict.fromkeys(record["model"] for record in trained)
@@ -37,7 +48,8 @@ def closing_lines(directory: Path) -> str:
     is_sweep = (directory / RESULTS).exists()
     lines = [f"records      {shown}/{RESULTS if is_sweep else RECORD}"]
     if any(directory.glob("events.*")) or any(directory.glob("*/events.*")):
-        lines.append(f"TensorBoard  tensorboard --logdir {shown}    (the HPARAMS tab ranks the runs)")
+        ranks = "    (the HPARAMS tab ranks the runs)" if is_sweep else ""
+        lines.append(f"TensorBoard  tensorboard --logdir {shown}{ranks}")
     return "\n".join(lines)
 
 
@@ -68,21 +80,18 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
     ranked = sorted(finished, key=lambda record: -_figure(record, rate))
     others = [record for record in records if not any(record is one for one in finished)]
     labels = _labels([*ranked, *others])
-    best = _figure(ranked[0], rate) if ranked else None
-
-    against_ceiling = any(_figure(record, "share_of_ceiling") for record in records)
-    evaluated = any(record.get("evaluations") for record in records)
-    optional = [*["of ceiling"] * against_ceiling, "loss", *["held out"] * evaluated]
-    headings = ("ranks", "batch", f"{unit}/s", "vs best", "step ms (p5-p95)", "memory", "MFU", *optional)
-    table = empty_table("#", "parallel", *headings, "status", words=["status"], folding="parallel")
-    for rank, (record, label) in enumerate(zip([*ranked, *others], labels, strict=True), start=1):
-        table.add_row(
-            str(rank) if rank <= len(ranked) else _MISSING,
-            *_cells(record, label, rate, best, against_ceiling),
-            *([_evaluation(record)] if evaluated else []),
-            record["status"],
-        )
+    best = _figure(ranked[0], rate) if len(ranked) > 1 else None
+    rows = [
+        {
+            "#": str(rank) if rank <= len(ranked) else _MISSING,
+            **_cells(record, label, rate, f"{unit}/s", best),
+            "status": record["status"],
+        }
+        for rank, (record, label) in enumerate(zip([*ranked, *others], labels, strict=True), start=1)
+    ]
+    table, moved, left_out = _fitted(rows, width)
     remarks = [
+        *([f"left out in {width} columns: {', '.join(left_out)}"] if left_out else []),
         *(
             wrap(f"{label}: {reason(record)}", width)
             for record, label in zip(others, labels[len(ranked) :], strict=True)
@@ -90,26 +99,58 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
         *_mfu_remarks(ranked, width),
         *_check_remarks(records, width),
     ]
-    return "\n".join([_title(records), as_text(table, width), *remarks])
+    return "\n".join([_title(records, moved), table, *remarks])
 
 
-def _cells(record: Mapping[str, Any], label: str, rate: str, best: float | None, against_ceiling: bool) -> list[str]:
-    """The cells of one run after its rank, up to its loss."""
+def _fitted(rows: Sequence[Mapping[str, str]], width: int) -> tuple[str, list[str], list[str]]:
+    """The table in ``width`` columns, what moved from it into the title, and the headings that were left out."""
+    filled = [name for name in rows[0] if name in _KEPT or any(row[name] != _MISSING for row in rows)]
+    moved: list[str] = []
+    left_out: list[str] = []
+    text = _drawn(rows, filled, width)
+    for name, title in _MOVED.items():
+        values = {row[name] for row in rows}
+        if _width(text) > width and name in filled and len(values) == 1:
+            filled.remove(name)
+            moved.append(title.format(*values))
+            text = _drawn(rows, filled, width)
+    for name in _SPARED:
+        if _width(text) > width and name in filled:
+            filled.remove(name)
+            left_out.append(name)
+            text = _drawn(rows, filled, width)
+    return text, moved, left_out
+
+
+def _drawn(rows: Sequence[Mapping[str, str]], names: Sequence[str], width: int) -> str:
+    table = empty_table(*names, words=["status"], folding="parallel")
+    for row in rows:
+        table.add_row(*(row[name] for name in names))
+    return as_text(table, width)
+
+
+def _width(text: str) -> int:
+    return max(map(len, text.splitlines()))
+
+
+def _cells(record: Mapping[str, Any], label: str, rate: str, heading: str, best: float | None) -> dict[str, str]:
+    """The cells of one run between its rank and its status, by their headings."""
     names = (rate, "mfu", "share_of_ceiling", "peak_memory_bytes")
     throughput, mfu, share, memory = (_figure(record, name) for name in names)
     ratio = throughput / best if best and throughput and record["status"] == "ok" else None
-    return [
-        label,
-        _text(record.get("world_size")),
-        _text(record.get("global_batch")),
-        _text(throughput, ",.0f" if (throughput or 0) >= 100 else ",.1f"),
-        _text(ratio, ".2f", "x"),
-        _step_time(_figure(record, "step_seconds")),
-        _bytes(memory),
-        _text(mfu and 100 * mfu, ".1f", "%"),
-        *([_text(share and 100 * share, ".1f", "%")] if against_ceiling else []),
-        _text(record.get("final_loss"), ".3f"),
-    ]
+    return {
+        "parallel": label,
+        "ranks": _text(record.get("world_size")),
+        "batch": _text(record.get("global_batch")),
+        heading: _text(throughput, ",.0f" if (throughput or 0) >= 100 else ",.1f"),
+        "vs best": _text(ratio, ".2f", "x"),
+        "step ms (p5-p95)": _step_time(_figure(record, "step_seconds")),
+        "memory": _bytes(memory),
+        "MFU": _text(mfu and 100 * mfu, ".1f", "%"),
+        "of ceiling": _text(share and 100 * share, ".1f", "%"),
+        "loss": _text(record.get("final_loss"), ".3f"),
+        "held out": _evaluation(record),
+    }
 
 
 def _evaluation(record: Mapping[str, Any]) -> str:
@@ -176,10 +217,10 @@ def _directory(record: Mapping[str, Any]) -> str:
     return f"[{Path(record['directory']).name}]"
 
 
-def _title(records: Sequence[Mapping[str, Any]]) -> str:
+def _title(records: Sequence[Mapping[str, Any]], moved: Sequence[str]) -> str:
     parameters = next((r["parameters"] for r in records if r.get("parameters")), None)
     precisions = dict.fromkeys(str(r["precision"]) for r in records if r.get("precision"))
-    parts = [records[0]["model"], _text(parameters, ",", " parameters"), ", ".join(precisions)]
+    parts = [records[0]["model"], _text(parameters, ",", " parameters"), ", ".join(precisions), *moved]
     return " · ".join(part for part in parts if part and part != _MISSING)
 
 

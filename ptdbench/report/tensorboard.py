@@ -1,19 +1,26 @@
 """A run as TensorBoard shows it: curves over its steps, and one line of the HPARAMS tab.
 
-Written from a run's record, when it is over and after every evaluation, so that nothing of it lies on the timed path.
+Written while a run goes on, whenever its ranks have brought their steps together, and when it is over: nothing of it
+lies on the timed path, and a run that is killed has its curves all the same.
 """
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptdbench.records import series
+from ptdbench.problems import as_typed
+from ptdbench.records import ledger, series
 from ptdbench.records.load import SERIES, Run
+from ptdbench.records.store import Damaged
+from ptdbench.report.differences import options
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -38,7 +45,8 @@ def write_tensorboard(directory: Path, record: Mapping[str, Any], shown: int = 0
     columns = {column: run.series(name)[first:] for name, column in SERIES.items() if column in _SHOWN}
     with SummaryWriter(str(directory)) as writer:
         _write_steps(writer, record, first, columns, record.get("evaluations") or [], _started(record), shown)
-        _write_summary(writer, record)
+        _write_hparams(writer, directory, record)
+        _write_figures(writer, record)
 
 
 class Live:
@@ -67,19 +75,38 @@ class Live:
         """
         from torch.utils.tensorboard import SummaryWriter
 
-        # A start of the run that was killed may have shown steps that are done once more now.
-        self._writer = self._writer or SummaryWriter(str(self._directory), purge_step=first or None)
+        if self._writer is None:
+            _expect_full_disks()
+            # A start of the run that was killed may have shown steps that are done once more now.
+            self._writer = SummaryWriter(str(self._directory), purge_step=first or None)
+            _write_hparams(self._writer, self._directory, record)
         columns = {name: series.column([rows], name) for name in _SHOWN}
         begin = _started(record) if self._end is None else self._end
         self._end = _write_steps(self._writer, record, first, columns, evaluations, begin, first)
+        _write_figures(self._writer, record)
         self._writer.flush()
         self.shown = first + len(rows)
 
     def close(self) -> None:
         """End the event file, so that TensorBoard goes on to the next one."""
         if self._writer:
-            self._writer.close()
+            with suppress(OSError):  # what is not shown by now is written by write_tensorboard
+                self._writer.close()
 
+
+def _expect_full_disks() -> None:
+    """Let the thread that writes events fail without a traceback: its writer raises the error once more."""
+    before = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if not (isinstance(failed.exc_value, OSError) and type(failed.thread).__name__ == "_AsyncWriterThread"):
+            before(failed)
+
+    threading.excepthook = hook
+
+
+#: How a value begins that Hydra takes for several.
+_SWEEPS = re.compile(r"(glob|range|choice|interval)\(")
 
 #: The columns that become curves.
 _SHOWN = (*series.NUMBERS, "slowest_seconds")
@@ -130,57 +157,79 @@ def _started(record: Mapping[str, Any]) -> float:
     return datetime.fromisoformat(record["started"]).timestamp()
 
 
-def _write_summary(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
-    """The hparams and summary metrics.
+def _write_hparams(writer: SummaryWriter, directory: Path, record: Mapping[str, Any]) -> None:
+    """What the HPARAMS tab shows of the run, and of a run that was ok that it has ended.
 
     ``SummaryWriter.add_hparams`` would open a second run below this one, and TensorBoard would then show
     each run twice; its three summaries go into this run's own file instead.
     """
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams
 
-    figures = _summary_figures(record)
-    experiment, session_start, session_end = hparams(_hparams(record), figures)
+    swept = _swept(directory)
+    experiment, session_start, session_end = hparams(_hparams(record, swept), _figures(record))
+    content = experiment.value[0].metadata.plugin_data
+    declared = HParamsPluginData.FromString(content.content)
+    for info in declared.experiment.hparam_infos:
+        info.differs = info.name in swept.values()  # shown first
+    content.content = declared.SerializeToString()
     assert writer.file_writer is not None  # open until the writer is closed
     writer.file_writer.add_summary(experiment)
     writer.file_writer.add_summary(session_start)
     if record["status"] == "ok":  # the session end that torch builds says "success"
         writer.file_writer.add_summary(session_end)
+
+
+def _swept(directory: Path) -> dict[str, str]:
+    """The options that a run's sweep gives several values, and what each is called: its last part if that is enough."""
+    for parent in directory.resolve().parents:
+        if (parent / ledger.LEDGER).exists():
+            with suppress(Damaged):
+                asked = (override.lstrip("+").partition("=") for override in ledger.read(parent).overrides)
+                names = [name for name, _, value in asked if "," in value or _SWEEPS.match(value)]
+                lasts = [name.rpartition(".")[2] for name in names]
+                return {name: last if lasts.count(last) == 1 else name for name, last in zip(names, lasts, strict=True)}
+    return {}
+
+
+def _write_figures(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
+    """The metrics of the run so far; of each the last one written counts."""
     last_step = max((record.get("steps") or 0) - 1, 0)
-    for tag, value in figures.items():
+    for tag, value in _figures(record).items():
         if value is not None:
             writer.add_scalar(tag, value, last_step)
 
 
-def _hparams(record: Mapping[str, Any]) -> dict[str, str | float]:
+def _hparams(record: Mapping[str, Any], swept: Mapping[str, str]) -> dict[str, str | float]:
     """What tells the runs of a sweep apart.
 
-    Every run has all of them, because TensorBoard takes the columns from whichever run it reads first. It shows
-    the first five of the alphabet and hides the others until they are ticked: hence the ``x_`` of those that matter
-    less, the factors of the layout.
+    Every run of it has all of them, because TensorBoard takes the columns from whichever run it reads first.
     """
-    layout = record.get("layout") or {}
-    factors = ("data", "pipeline", "micro_batch", "microbatches", "accumulation")
+    config = options(record.get("config") or {})
+    values = {called: config.get(name) for name, called in swept.items()}
     return {
         **{name: str(record.get(name) or "") for name in ("model", "parallel", "precision")},
-        **{name: record.get(name) or 0 for name in ("world_size", "global_batch")},
-        **{f"x_{name}": layout.get(name) or 0 for name in factors},
-        "x_status": str(record["status"]),
+        **{called: record.get(name) or 0 for called, name in (("ranks", "world_size"), ("batch", "global_batch"))},
+        **{
+            name: value if isinstance(value, int | float) and not isinstance(value, bool) else as_typed(value)
+            for name, value in values.items()
+        },
     }
 
 
-def _summary_figures(record: Mapping[str, Any]) -> dict[str, float | None]:
+def _figures(record: Mapping[str, Any]) -> dict[str, float | None]:
     """The metrics by tag, for every run the same tags; a failed run has few values."""
     metrics = record.get("metrics") or {}
     last: Mapping[str, float | None] = next(reversed(record.get("evaluations") or [{}]))
     names: Sequence[str] = (
-        "tokens_per_second",
-        "samples_per_second",
         "model_flops_per_second",
         "mfu",
         "peak_memory_bytes",
         "first_step_seconds",
     )
     return {
+        "summary/ok": float(record["status"] == "ok"),  # no hparam: these are written before a run ends
+        "summary/throughput": metrics.get(f"{_throughput_unit(record)[0]}_per_second"),  # one for any kind of data
         **{f"summary/{name}": metrics.get(name) for name in names},
         "summary/step_seconds_median": (metrics.get("step_seconds") or {}).get("median"),
         "summary/last_loss": record.get("final_loss"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Collection
 from typing import Literal
 
@@ -10,6 +11,9 @@ from rich import box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Column, Table
+from rich.text import Text
+
+from ptdbench.terminal import plain, say
 
 
 def empty_table(*headings: str, words: Collection[str] = (), folding: str | None = None) -> Table:
@@ -37,6 +41,24 @@ def as_text(table: Table, width: int) -> str:
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def emphasized(text: str) -> Text:
+    """The text of tables for a terminal: bold headings, the fastest run in green, and what did not end well in red."""
+    shown = Text(plain(text))
+    shown.highlight_regex(r"(?m)^.* · .*$|^#  .*$", "bold")
+    shown.highlight_regex(r"(?m)^1  .*$", "green")
+    shown.highlight_regex(r"(?m)^-  .*$", "red")
+    return shown
+
+
+def show(text: str) -> None:
+    """Print tables: with :func:`emphasized` on a terminal, as far as it has bold and colors, and else as they are."""
+    console = Console(highlight=False)
+    if console.is_terminal and sys.stdout:
+        console.print(emphasized(text), soft_wrap=True)
+    else:
+        say(text)
 
 
 def three_digits(value: float) -> str:

@@ -2,11 +2,14 @@
 
 No rank holds more than the steps since the last drain, and nothing is gathered twice: the cost of a save or an
 evaluation does not grow with the number of steps.
+
+What is drained is also shown: curves in TensorBoard, figures in the record. However a run ends, these remain.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,13 +21,21 @@ import torch.distributed as dist
 
 from ptdbench.job import Job
 from ptdbench.launch.peers import gather
+from ptdbench.measure import memory
 from ptdbench.records import series, store
 from ptdbench.report.tensorboard import Live
 from ptdbench.terminal import say
+from ptdbench.training.figures import ceiling, figures
 from ptdbench.training.loop import StepLoop
 
-#: Steps after which the series are drained and shown, if no evaluation does so earlier.
-DRAIN_EVERY = 1000
+#: The series are drained and shown about once in so many seconds, and at least once in so many steps.
+DRAIN_SECONDS, DRAIN_EVERY = 10.0, 1000
+
+#: The second drain comes not before so many steps: the first ones, not drained, tell how long the run will take.
+_SECOND = 4
+
+#: Figures are computed from all steps of a run. From so many steps on this takes at most that share of its time.
+_MANY, _SHARE = 10_000, 0.01
 
 
 class Recorder:
@@ -46,11 +57,14 @@ class Recorder:
         self._loop = loop
         self._earlier: list[dict[str, Any]] = []
         self._startup: dict[str, float] | None = None
+        self._evaluations: list[Mapping[str, Any]] = []
         self._unwritten: list[np.ndarray] = []
         self._unshown: list[np.ndarray] = []
-        self._shown = 0
-        shows = job.world.rank == 0 and job.spec.config.eval.every is not None
-        self._live = Live(job.directory) if shows else None
+        self._ceiling: tuple[float | None, str | None] | None = None
+        self._next = 1
+        self._seconds_per_step = 0.0
+        self._drained_at = self._note_at = time.perf_counter()
+        self._live = Live(job.directory) if job.world.rank == 0 else None
 
     def begin(self, steps: int = 0, source: Path | None = None, facts: Mapping[str, Any] | None = None) -> None:
         """Take over the steps done before this process; called in all ranks, before the first step.
@@ -64,8 +78,10 @@ class Recorder:
         lists = ("timed_seconds", "rank_step_seconds")  # before schema 2
         earlier = facts.get("segments", [])
         self._earlier = [{name: value for name, value in one.items() if name not in lists} for one in earlier]
+        self._evaluations = list(facts.get("evaluations", []))
         if self._job.world.rank > 0:
             return
+        self._job.note({"steps": steps or None})  # of an earlier start, those after its checkpoint count no longer
         if (known := self._take_over(steps, source, facts)) < steps:
             series.append(self.path, series.unknown(steps - known))
             lost = (
@@ -76,33 +92,71 @@ class Recorder:
 
     @property
     def due(self) -> bool:
-        """Whether the last :meth:`show` was :data:`DRAIN_EVERY` steps ago."""
-        return self._loop.taken - self._shown >= DRAIN_EVERY
+        """Whether it is time for :meth:`show`, in all ranks after the same step.
+
+        The number of steps at most doubles from one to the next: however a run ends, half of its steps are kept.
+        """
+        return self._loop.taken >= self._next
 
     def drain(self) -> None:
         """Gather the steps since the last call; called in all ranks, between two steps."""
         if not self._loop.losses:
             return
-        with self._job.watchdog.paused():
-            rows = self._gathered()
-            if self._job.world.rank == 0:
-                self._unwritten.append(rows)
-                if self._live:
-                    self._unshown.append(rows)
-                with suppress(OSError):  # retried with the next steps; finish() reports it
-                    self._write()
-            dist.barrier()  # else the others would wait for rank 0 inside their next, timed step
+        rows = self._gathered()
+        if self._job.world.rank == 0:
+            self._unwritten.append(rows)
+            if self._live:
+                self._unshown.append(rows)
+            with self._job.watchdog.paused(), suppress(OSError):  # retried with the next steps; finish() reports it
+                self._write()
+        dist.barrier()  # else the others would wait for rank 0 inside their next, timed step
 
     def show(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
-        """Write new steps and these ``evaluations`` to TensorBoard; called in all ranks, between two steps."""
+        """Write new steps and these ``evaluations`` to TensorBoard, and figures to the record.
+
+        Called in all ranks, between two steps.
+        """
         self.drain()
-        self._shown = self._loop.taken
-        if self._live and self._unshown:
+        self._evaluations += evaluations
+        taken, pace = self._loop.taken, max(self._seconds_per_step, 1e-9)
+        affordable = max(1, int(min(DRAIN_EVERY, DRAIN_SECONDS / pace)))
+        self._next = taken + min(affordable, max(taken, _SECOND - taken))
+        fields = self.figures(if_quick=True)
+        if self._live:
+            with self._job.watchdog.paused():  # rank 0 alone: a rank that does not come to the barrier is stuck
+                self._show(self._live, fields, evaluations)
+        dist.barrier()
+
+    def _show(self, live: Live, fields: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> None:
+        if fields:
+            self._job.note({**fields, "evaluations": self._evaluations})
+        if self._unshown:
             rows, self._unshown = np.concatenate(self._unshown), []
             with suppress(OSError):  # training continues if curves cannot be written
                 known = store.load_record(self._job.directory)
-                self._live.show(known, self._loop.done - len(rows), rows, evaluations)
-        dist.barrier()
+                live.show(known, self._loop.done - len(rows), rows, evaluations)
+
+    def figures(self, if_quick: bool = False) -> dict[str, Any]:
+        """The measured fields of the record; called in all ranks, between two steps.
+
+        Args:
+            if_quick: Whether to leave it out where it would take too much of the run's time.
+
+        Returns:
+            The fields on rank 0, if its disk has taken all steps so far; else nothing.
+        """
+        peak = torch.tensor(memory.peak_bytes(self._job.device), device=self._job.device)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        segments = self.segments()
+        started = time.perf_counter()
+        if self._job.world.rank > 0 or self._unwritten or (if_quick and started < self._note_at):
+            return {}
+        with self._job.watchdog.paused():
+            self._ceiling = self._ceiling or ceiling(self._job)
+            fields = figures(self._job, self.path, segments, int(peak), self._ceiling)
+        took = time.perf_counter() - started
+        self._note_at = started + (took / _SHARE if self._loop.done >= _MANY else 0.0)
+        return fields
 
     def segments(self) -> list[dict[str, Any]]:
         """One segment per start of the run so far, as in a record except ``warmup_steps``; called in all ranks.
@@ -151,6 +205,10 @@ class Recorder:
         dist.all_reduce(losses)
         most = torch.tensor([noted.wait_seconds, noted.memory_bytes], dtype=torch.float64, device=job.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
+        now = time.perf_counter()
+        pace = torch.tensor((now - self._drained_at) / len(losses), dtype=torch.float64, device=job.device)
+        dist.all_reduce(pace, dist.ReduceOp.MAX)
+        self._seconds_per_step, self._drained_at = pace.item(), now
         seconds = torch.zeros(len(losses), job.world.size, dtype=torch.float64, device=job.device)
         seconds[:, job.world.rank] = torch.tensor(noted.seconds, dtype=torch.float64)
         dist.all_reduce(seconds)  # gloo cannot gather GPU tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Generator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -56,13 +56,13 @@ class Train:
         job.watch.lap("build")
         stopped = None
         advancing = steps(job, loop, lambda: evaluator.remark)
-        with StopSignal() if checkpointing.saves else nullcontext() as stop_signal, closing(advancing) as advance:
+        with StopSignal() as stop_signal, closing(advancing) as advance:
             for _ in advance:
                 evaluations = [evaluator().as_dict()] if evaluator.due() else []
                 if evaluations or recorder.due:
                     recorder.show(evaluations)
                 checkpointing.after_step(evaluator.is_best)
-                if stop_signal and (stopped := stop_signal.received(loop.taken)):
+                if stopped := stop_signal.received(loop.taken):
                     break
             if not stopped and evaluator.due(at_end=True):
                 evaluator()
@@ -94,7 +94,8 @@ def _outcome(
     found = agreement.outcome(job, recorder, remarks)
     fields = {**found.fields, "evaluations": evaluator.as_dicts()}
     found = replace(found, fields=fields, figures=_first_inputs(job))
-    return replace(found, stopped=f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None)
+    why = f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None
+    return replace(found, stopped=why, saved=checkpointing.saves)
 
 
 def _first_inputs(job: Job) -> dict[str, bytes]:

@@ -13,31 +13,34 @@ from torch import Tensor, nn
 
 
 class Faulty(nn.Module):
-    """A linear layer that fails in its third forward pass, on one rank.
+    """A linear layer that fails in a forward pass, on one rank.
 
     Args:
         how: ``raise``, ``kill`` (SIGKILL), ``term`` (SIGTERM), ``oom``, ``limit`` (its address space), ``diverge``,
             ``hang`` or ``none``.
         rank: On which rank.
+        call: In which forward pass, counted from 1.
     """
 
-    def __init__(self, how: str, rank: int = 1) -> None:
+    def __init__(self, how: str, rank: int = 1, call: int = 3) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 4)
         self.how = how
         self.here = os.environ.get("RANK") == str(rank)
+        self.call = call
         self.calls = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs = self.linear(inputs)
         self.calls += not inputs.is_meta  # where its FLOPs are counted it does not count
-        if self.here and self.calls == 3 and self.how != "none":
+        if self.here and self.calls == self.call and self.how != "none":
             if self.how == "raise":
                 raise RuntimeError("this one is on purpose")
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.how == "term":
                 os.kill(os.getpid(), signal.SIGTERM)
+                return outputs
             if self.how == "oom":
                 torch.empty(2**60)
             if self.how == "limit":

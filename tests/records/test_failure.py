@@ -190,7 +190,7 @@ def test_describe():
     assert failure.host == socket.gethostname()
     assert before <= failure.time <= time.time()
     assert failure.exit_code is None
-    assert set(failure.as_error()) == {"rank", "type", "message", "traceback"}
+    assert set(failure.as_error()) == {"rank", "type", "message", "traceback", "where"}
 
 
 def test_a_wrapped_reason_is_named_as_pipeline_stages_wrap_it():

@@ -70,7 +70,9 @@ def test_a_write_that_fails_leaves_the_old_record_and_nothing_else(tmp_path, mon
 
 def append_many(directory: Path, writer: int) -> None:
     for number in range(50):
-        append_result(directory, {"writer": writer, "number": number, "padding": "x" * 20_000})
+        padding = {"number": number, "padding": "x" * 20_000}
+        append_result(directory, {"writer": writer, "directory": f"{writer}_{number}", **padding})
+        append_result(directory, {"writer": writer, "directory": f"again_{writer}", **padding})
 
 
 def test_results_of_writers_at_the_same_time_are_all_whole(tmp_path):
@@ -82,8 +84,10 @@ def test_results_of_writers_at_the_same_time_are_all_whole(tmp_path):
         process.join()
     assert [process.exitcode for process in writers] == [0, 0, 0]
     results = [strictly(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    found = sorted((result["writer"], result["number"]) for result in results)
+    found = sorted((result["writer"], result["number"]) for result in results if "again" not in result["directory"])
     assert found == [(writer, number) for writer in range(3) for number in range(50)]
+    again = sorted((result["writer"], result["number"]) for result in results if "again" in result["directory"])
+    assert again == [(writer, 49) for writer in range(3)]  # of each run its last line
 
 
 def test_a_torn_last_line_is_passed_over_and_repaired(tmp_path):
@@ -96,6 +100,40 @@ def test_a_torn_last_line_is_passed_over_and_repaired(tmp_path):
     append_result(tmp_path, result(3))
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == read_results(tmp_path) == [result(1), result(3)]
+
+
+def test_a_run_that_was_done_again_has_one_line_and_it_is_the_newest(tmp_path):
+    for number in (1, 2, 12):
+        append_result(tmp_path, result(number))
+    again = result(2) | {"status": "failed", "directory": f"elsewhere/{tmp_path.name}/2"}
+    append_result(tmp_path, again)  # also after the sweep was moved
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [result(1), result(12), again]
+    assert read_results(tmp_path) == [result(1), result(12), again]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+def test_of_two_lines_of_a_run_by_an_earlier_version_the_last_counts(tmp_path):
+    again = result(1) | {"status": "failed"}
+    lines = (json.dumps(record) + "\n" for record in (result(1), result(2), again))
+    (tmp_path / "results.jsonl").write_text("".join(lines))
+    assert read_results(tmp_path) == [result(2), again]
+    append_result(tmp_path, result(1))
+    assert [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()] == [
+        result(2), result(1),
+    ]  # fmt: skip
+
+
+def test_a_full_disk_leaves_the_older_line_of_a_run(tmp_path, monkeypatch):
+    append_result(tmp_path, result(1))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        append_result(tmp_path, result(1) | {"status": "failed"})
+    assert read_results(tmp_path) == [result(1)]
 
 
 def test_a_torn_first_line_is_repaired_too(tmp_path):

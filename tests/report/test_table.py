@@ -1,11 +1,15 @@
+import io
 import re
 import shutil
 import subprocess
 
 import pytest
+from rich.console import Console
 
 from ptdbench.records.store import append_result, write_record
 from ptdbench.report.table import closing_lines, render
+from ptdbench.report.text import emphasized
+from ptdbench.terminal import plain
 
 
 def run(parallel="ddp", tokens_per_second=1000.0, **changes):
@@ -50,7 +54,7 @@ def cells(text: str) -> list[list[str]]:
 def test_the_figures_of_a_row():
     (row,) = cells(render([run(tokens_per_second=41234.5)]))
     assert row == [
-        *("1", "ddp", "2", "16", "41,234", "1.00x", "199 (12.3-1,234)", "1.5 GiB", "41.9%", "2.513", "ok"),
+        *("1", "ddp", "2", "16", "41,234", "199 (12.3-1,234)", "1.5 GiB", "41.9%", "2.513", "ok"),
     ]
 
 
@@ -79,19 +83,47 @@ def test_the_fastest_comes_first_and_what_failed_last():
 
 
 def test_a_failed_run_is_not_ranked_by_what_it_did_before():
-    text = render([run("ddp", 100.0), run("pdp", 900.0, status="diverged")])
-    assert [(row[0], row[1], row[5]) for row in cells(text)] == [("1", "ddp", "1.00x"), ("-", "pdp", "-")]
+    text = render([run("ddp", 100.0), run("fsdp", 50.0), run("pdp", 900.0, status="diverged")])
+    assert [(row[0], row[1], row[5]) for row in cells(text)] == [
+        ("1", "ddp", "1.00x"),
+        ("2", "fsdp", "0.50x"),
+        ("-", "pdp", "-"),
+    ]
 
 
 def test_the_reason_is_whole_in_lines_that_fit():
     said = "CUDA out of memory.\n  Tried to allocate 20 GiB " + "x " * 200 + "x; its output is in /a/" + "long" * 30
-    text = render([failed("pdp", said, "oom")], 100)
-    reason = text[text.index("pdp: oom") :]
-    assert reason.startswith("pdp: oom on rank 1: RuntimeError: CUDA out of memory. Tried to allocate 20 GiB")
-    assert reason.split() == ["pdp:", "oom", "on", "rank", "1:", "RuntimeError:", *said.split()]
+    text = render([failed("pdp", said, "timeout")], 100)
+    reason = text[text.index("pdp: timeout") :]
+    assert reason.startswith("pdp: timeout on rank 1: RuntimeError: CUDA out of memory. Tried to allocate 20 GiB")
+    assert reason.split() == ["pdp:", "timeout", "on", "rank", "1:", "RuntimeError:", *said.split()]
     *lines, path = reason.splitlines()
     assert max(map(len, lines)) <= 100
     assert path.split() == ["/a/" + "long" * 30]
+
+
+def test_where_in_a_users_code_it_was_is_said_behind_a_message_however_long():
+    record = failed("ddp", "word " * 400)
+    record["error"]["where"] = "mymodels.py:13 in forward"
+    text = " ".join(render([record], 80).split())
+    assert text.endswith("... at mymodels.py:13 in forward; the whole traceback is in outputs/sweep/ddp/traceback.txt")
+
+
+def test_out_of_memory_says_what_to_try():
+    layout = {"data": 2, "pipeline": 1, "micro_batch": 8}
+    record = failed("ddp", "CUDA out of memory", "oom") | {"layout": layout}
+    record["config"] = {"activation_checkpointing": "none"}
+    tried = "try train.micro_batch=4, parallel=fsdp, activation_checkpointing=full, precision=bf16"
+    assert " ".join(render([record], 80).split()).endswith(f"CUDA out of memory; {tried}")
+    small = record | {"parallel": "fsdp", "precision": "bf16", "layout": {"micro_batch": 1}}
+    assert " ".join(render([small], 80).split()).endswith("; try activation_checkpointing=full")
+
+
+def test_the_remedies_of_a_refusal_are_whole():
+    message = "; ".join(f"model.heads={heads}: must divide width=128; try 2, 4, 8" for heads in range(99))
+    record = failed("ddp", message)
+    record["error"]["type"] = "ConfigError"
+    assert " ".join(render([record], 80).split()).endswith(message)
 
 
 @pytest.mark.parametrize("rank", [None, -1])
@@ -150,7 +182,7 @@ def test_a_missing_mfu_is_explained_once():
     reason = "a CPU has no data-sheet peak"
     metrics = {**run()["metrics"], "mfu": None, "mfu_reason": reason}
     text = render([run("ddp", metrics=metrics), run("fsdp", metrics=metrics)])
-    assert [row[8] for row in cells(text)] == ["-", "-"]
+    assert "MFU " not in text  # the column would be empty
     assert text.count(reason) == 1
 
 
@@ -166,9 +198,38 @@ LARGE = run(
 @pytest.mark.parametrize("width", [40, 80, 100, 200])
 def test_figures_are_whole_at_any_width(width):
     text = render([LARGE, run("ddp")], width)
-    for figure in ("123,456,789", "199 (12.3-1,234)", "1.5 GiB", "41.9%", "2.513", "1024", "16384", "status"):
+    for figure in ("123,456,789", "199 (12.3-1,234)", "41.9%", "2.513", "1024", "16384", "status"):
         assert figure in text
+    assert ("1.5 GiB" in text) == (width >= 100)
+    assert ("left out in 80 columns: vs best, memory" in text.splitlines()) == (width == 80)
     assert "…" not in text
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_table_is_whole_in_its_columns(width):
+    """As on two CPU cores: there is no MFU, and all runs have the same ranks and batch."""
+    metrics = {**run()["metrics"], "mfu": None, "mfu_reason": "a CPU has no data-sheet peak"}
+    pipeline = run("pdp", layout={"data": 1, "pipeline": 2, "microbatches": 4}, metrics=metrics)
+    text = render([pipeline, run("ddp", metrics=metrics), failed("fsdp", "word " * 100, "preempted")], width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert max(map(len, lines)) > width - 20  # the reason takes the room
+    assert "…" not in text
+    assert (lines[0].endswith("fp32 · 2 ranks · batch 16"), "ranks  batch" in text) == (width == 80, width == 140)
+    assert "vs best" in text
+    assert "MFU " not in text
+
+
+def test_on_a_terminal_the_fastest_and_what_failed_stand_out(monkeypatch):
+    text = render([run("ddp"), failed("fsdp", "no\x1b[2J")])
+    for no_color, codes in (("", {"1", "32", "31"}), ("1", {"1"})):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", highlight=False, width=200)
+        with console.capture() as capture:
+            console.print(emphasized(text), soft_wrap=True)
+        found = capture.get()
+        assert set(re.findall(r"\x1b\[(\d+)m", found)) - {"0"} == codes
+        assert re.sub(r"\x1b\[\d+m", "", found).rstrip("\n") == plain(text)
 
 
 def test_usual_runs_fit_a_hundred_columns():
@@ -195,10 +256,14 @@ def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
     single.mkdir(parents=True)
     write_record(single, run())
     assert "records      'out puts/0'/record.json" in closing_lines(single)
+    (single / "events.out.tfevents.0").touch()
+    assert "HPARAMS" not in closing_lines(single)  # it would rank one run
+    (single / "events.out.tfevents.0").unlink()
     append_result(sweep, run())
     assert "tensorboard" not in closing_lines(sweep)  # nothing is there for it to show
     (single / "events.out.tfevents.1").touch()
     records, board = closing_lines(sweep).splitlines()
+    assert "HPARAMS" in board
     path = records.removeprefix("records").strip()
     if shutil.which("sh"):
         listed = subprocess.run(["sh", "-c", f"cat {path}"], cwd=tmp_path, capture_output=True, check=True)

@@ -4,7 +4,7 @@ from tensorboard.backend.event_processing import plugin_event_multiplexer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-from ptdbench.records import series
+from ptdbench.records import ledger, series
 from ptdbench.report.tensorboard import Live, write_tensorboard
 
 # As records were before schema 2, with their series in them.
@@ -99,18 +99,17 @@ def test_a_loss_that_is_not_finite_does_not_end_the_curve(tmp_path):
 def test_the_run_is_one_session_with_its_hparams_and_metrics(tmp_path):
     events = written(tmp_path, RECORD)
     hparams = plugin_data(events, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
-    assert {name: hparams[name].string_value for name in ("model", "parallel", "precision", "x_status")} == {
+    assert {name: hparams[name].string_value for name in ("model", "parallel", "precision")} == {
         "model": "gpt_tiny",
         "parallel": "pdp",
         "precision": "fp32",
-        "x_status": "ok",
     }
-    assert {name: hparams[name].number_value for name in ("world_size", "global_batch", "x_pipeline")} == {
-        "world_size": 2,
-        "global_batch": 16,
-        "x_pipeline": 2,
+    assert {name: hparams[name].number_value for name in ("ranks", "batch")} == {
+        "ranks": 2,
+        "batch": 16,
     }
-    assert values(events, "summary/tokens_per_second") == [(2, 4096.0)]
+    assert values(events, "summary/ok") == [(2, 1.0)]
+    assert values(events, "summary/throughput") == [(2, 4096.0)]
     assert values(events, "summary/step_seconds_median") == [(2, 0.5)]
     assert values(events, "summary/peak_memory_bytes") == [(2, 400.0)]
     assert values(events, "summary/last_loss") == [(2, 3.5)]
@@ -126,13 +125,31 @@ def test_one_run_is_one_directory(tmp_path):
     assert sorted(multiplexer.Runs()) == ["0", "1"]
 
 
-def test_a_failed_run_has_its_status_and_no_success(tmp_path):
+def test_a_failed_run_is_not_ok_and_has_no_success(tmp_path):
     events = written(tmp_path, FAILED)
-    hparams = plugin_data(events, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
-    assert hparams["x_status"].string_value == "failed"
-    assert events.Tags()["scalars"] == []
+    assert events.Tags()["scalars"] == ["summary/ok"]
+    assert values(events, "summary/ok") == [(0, 0.0)]
     with pytest.raises(KeyError):
         events.SummaryMetadata(metadata.SESSION_END_INFO_TAG)
+
+
+def test_every_option_that_was_swept_is_a_column_and_the_first(tmp_path):
+    typed = ["model=toy", "parallel=ddp,fsdp", "parallel.schedule=1f1b,gpipe", "optimizer.lr=0.1,0.2", "+a.seed=1,2"]
+    ledger.begin(tmp_path, [*typed, "+b.seed=range(3)", "train.steps=9"])
+    config = {"parallel": {"name": "pdp", "schedule": "gpipe"}, "optimizer": {"lr": 0.2}, "a": {"seed": 1}}
+    events = written(tmp_path / "0_toy_pdp", {**RECORD, "config": config})
+    found = plugin_data(events, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
+    assert (found["parallel"].string_value, found["schedule"].string_value) == ("pdp", "gpipe")
+    assert (found["lr"].number_value, found["a.seed"].number_value, found["b.seed"].string_value) == (0.2, 1, "null")
+    assert "steps" not in found
+    declared = plugin_data(events, metadata.EXPERIMENT_TAG).experiment.hparam_infos
+    assert {info.name for info in declared if info.differs} == {"parallel", "schedule", "lr", "a.seed", "b.seed"}
+
+
+def test_samples_fill_the_metric_of_throughput_too(tmp_path):
+    metrics = {**RECORD["metrics"], "tokens_per_second": None, "samples_per_second": 5.0}
+    events = written(tmp_path, {**RECORD, "tokens_per_sample": None, "metrics": metrics})
+    assert values(events, "summary/throughput") == [(2, 5.0)]
 
 
 def test_all_runs_declare_the_same_columns(tmp_path):
@@ -147,7 +164,7 @@ def test_all_runs_declare_the_same_columns(tmp_path):
 
     of_success, of_failure = columns(tmp_path / "0", RECORD), columns(tmp_path / "1", FAILED)
     assert of_success == of_failure
-    assert ("", "summary/tokens_per_second") in of_success[1]
+    assert ("", "summary/throughput") in of_success[1]
 
 
 TRAINED = {
@@ -195,6 +212,8 @@ def test_what_was_shown_on_the_way_is_there_once(tmp_path):
     on_the_way.Reload()
     assert values(on_the_way, "step/tokens_per_second") == [(0, 1024.0)]
     assert values(on_the_way, "eval/top1") == [(1, 0.25)]
+    hparams = plugin_data(on_the_way, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
+    assert hparams["model"].string_value == "gpt_tiny"
 
     live.close()
     write_tensorboard(tmp_path, TRAINED, live.shown)

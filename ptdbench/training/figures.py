@@ -1,0 +1,113 @@
+"""The measured fields of a training run's record, computed on rank 0 from the series gathered from all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ptdbench.job import Job
+from ptdbench.measure.metrics import Measurement, metrics
+from ptdbench.measure.statistics import warmup_end
+from ptdbench.parallel import precision
+from ptdbench.records import series
+from ptdbench.workloads.matmul import known_ceiling
+
+Ceiling = tuple[float | None, str | None]
+
+
+def ceiling(job: Job) -> Ceiling:
+    """What matrix products of the run's arithmetic reach on this device; see :func:`known_ceiling`."""
+    return known_ceiling(job, _dtype(job))
+
+
+def figures(
+    job: Job, path: Path, segments: Sequence[dict[str, Any]], peak_bytes: int, ceiling: Ceiling
+) -> dict[str, Any]:
+    """The fields that the steps so far account for.
+
+    Args:
+        job: The run.
+        path: The series file of the run.
+        segments: Its starts, in the form of a record; each gains its ``warmup_steps``.
+        peak_bytes: Peak memory, the maximum over ranks.
+        ceiling: The result of :func:`ceiling`.
+    """
+    losses, seconds, waits = (
+        series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds", "wait_seconds")
+    )
+    for one in segments:
+        own = _of(one, seconds)
+        one.setdefault("warmup_steps", warmup_end(own[np.isfinite(own)], job.spec.config.train.warmup_steps))
+    *earlier, last = segments
+    timed = [_of(one, seconds)[one["warmup_steps"] :] for one in earlier if one["layout"] == last["layout"]]
+    before = np.concatenate([np.empty(0), *timed])
+    own, own_waits = _of(last, seconds), _of(last, waits)
+    measurement = _measurement(job, last, own, before[np.isfinite(before)], own_waits, peak_bytes, ceiling)
+    warmup_steps, found = metrics(measurement)
+    return {
+        "warmup_steps": warmup_steps,
+        "metrics": found,
+        "steps": len(losses),
+        "final_loss": losses[-1] if len(losses) else None,
+        "segments": list(segments),
+    }
+
+
+def first_not_finite(path: Path) -> int | None:
+    """The first step whose loss is not a finite number; a step that was lost has no time either, and does not count."""
+    losses, seconds = (series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds"))
+    wrong = np.flatnonzero(np.isnan(losses) & np.isfinite(seconds))
+    return int(wrong[0]) if len(wrong) else None
+
+
+def _of(segment: Mapping[str, Any], values: np.ndarray) -> np.ndarray:
+    """The part of a series that belongs to one start of the run."""
+    return values[segment["first_step"] :][: segment["steps"]]
+
+
+def _measurement(
+    job: Job,
+    last: Mapping[str, Any],
+    seconds: np.ndarray,
+    earlier: np.ndarray,
+    waits: np.ndarray,
+    peak: int,
+    ceiling: Ceiling,
+) -> Measurement:
+    """Collect the input of the metrics.
+
+    Args:
+        job: The run.
+        last: The segment of this process.
+        seconds: Seconds of each of its steps on the slowest rank.
+        earlier: Seconds of the timed steps of earlier segments of the same layout.
+        waits: Seconds that each of its steps waited for its batch.
+        peak: Peak memory in bytes.
+        ceiling: The result of :func:`ceiling`.
+    """
+    spec, training = job.spec, job.training
+    return Measurement(
+        step_seconds=seconds.tolist(),
+        samples_per_step=training.layout.global_batch,
+        tokens_per_sample=training.data.tokens_per_sample,
+        flops_per_sample=training.flops_per_sample,
+        flops_reason=training.flops_reason,
+        world_size=spec.world_size,
+        device_name=torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
+        dtype=_dtype(job),
+        peak_memory_bytes=peak,
+        first_step_seconds=sum(last["startup_seconds"].values()),
+        startup_seconds=last["startup_seconds"],
+        minimum_warmup=spec.config.train.warmup_steps,
+        earlier_seconds=earlier.tolist(),
+        wait_seconds=waits.tolist(),
+        ceiling=ceiling,
+    )
+
+
+def _dtype(job: Job) -> str:
+    return precision.arithmetic(job.spec.config.general.precision, job.device.type)
