@@ -152,9 +152,9 @@ def test_the_real_command_line_finds_it(my_package, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{my_package}:{ROOT}")
     done = subprocess.run(
         [sys.executable, ROOT / "train.py", *COMMON, "model._target_=my_package.Protocol", *VECTORS, "parallel=pdp",
-         f"hydra.run.dir={tmp_path}/run"],
+         "hydra.run.dir=${workload.label}"],
         cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "run" / "record.json").read_text())
-    assert (record["status"], record["model"], record["parallel"]) == ("ok", "custom", "pdp")
+    record = json.loads((tmp_path / "Protocol_pdp" / "record.json").read_text())
+    assert (record["status"], record["model"], record["parallel"]) == ("ok", "Protocol", "pdp")

@@ -42,6 +42,10 @@ LEAST = {
 RANKS_WITHOUT_GPU = 2
 
 
+# What conf/ calls the name of a class: the last word of its path, my_package.Net is Net.
+OmegaConf.register_new_resolver("class_name", lambda target: str(target).rpartition(".")[2], replace=True)
+
+
 @dataclass(frozen=True)
 class Train:
     """How much is trained; see ``conf/config.yaml`` for what each option means."""
@@ -139,6 +143,11 @@ class Call:
     name: str
     target: str
     options: Mapping[str, Any]
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it is named after what it calls, which somebody gave on the command line."""
+        return self.name == self.target.rpartition(".")[2]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from ptdbench.checkpoints import shelf
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
-from ptdbench.problems import ConfigError, Findings, Problem, require
+from ptdbench.problems import ConfigError, Findings, Problem
+from ptdbench.records import record
 from ptdbench.setup import choices, config, run_spec
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.run_spec import Summary
@@ -147,18 +148,9 @@ def _check_beginning(read: Config) -> None:
     if (found := shelf.glance(Path(named))) is None:
         rule = "holds no complete checkpoint"
         raise ConfigError([Problem("resume", named, rule, "omit it to start anew; see checkpoint.every_steps")])
-    saved, ours = found.model, read.resolved["model"]
-    problems = [
-        Problem(
-            f"model.{option}" if option != "name" else "model",
-            ours.get(option, "(not there)"),
-            f"resume={named} holds {saved.get(option, '(not there)')}",
-            "a run begins with the weights of the same model",
-        )
-        for option in {**saved, **ours}
-        if saved.get(option) != ours.get(option)
-    ]
-    require(*problems)
+    if other := record.other_model(found.model, read.resolved["model"]):
+        rule, remedy = f"resume={named} holds {other}", "a run begins with the weights of its model"
+        raise ConfigError([Problem("model", read.call("model").name, rule, remedy)])
 
 
 def _world(shape: Shape) -> World:

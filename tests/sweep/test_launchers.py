@@ -141,7 +141,7 @@ def test_jobs_on_this_machine_run_one_after_the_other_and_one_that_fails_ends_no
     ]
     assert (records[0]["error"]["rank"], records[0]["error"]["message"]) == (1, "this one is on purpose")
     assert records[0]["started"] < records[1]["started"]
-    assert "0_custom_ddp, rank 1:\nTraceback" in done.stderr
+    assert "0_Faulty_ddp, rank 1:\nTraceback" in done.stderr
     assert done.stdout.count("status\n") == 1  # one table
     told = [line for line in done.stderr.splitlines() if line.endswith((": started", ": failed", ": ok"))]
-    assert told == ["0 custom_ddp: started", "0_custom_ddp: failed", "1 custom_ddp: started", "1_custom_ddp: ok"]
+    assert told == ["0 Faulty_ddp: started", "0_Faulty_ddp: failed", "1 Faulty_ddp: started", "1_Faulty_ddp: ok"]
