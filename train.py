@@ -10,9 +10,9 @@ from ptdbench import entry
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def train(config: DictConfig) -> None:
-    """One run; Hydra calls it once for each job of a sweep."""
-    entry.one_run(config, Path(HydraConfig.get().runtime.output_dir))
+def train(config: DictConfig) -> float | None:
+    """One run; Hydra calls it once for each job of a sweep, and tells a sweeper that searches what it returns."""
+    return entry.one_run(config, Path(HydraConfig.get().runtime.output_dir))
 
 
 if __name__ == "__main__":

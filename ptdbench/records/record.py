@@ -164,8 +164,8 @@ def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
 def fingerprint(config: Mapping[str, Any]) -> str:
     """Sixteen hex digits, equal for two runs if and only if their resolved configurations are equal.
 
-    The option ``resume`` is ignored.
+    The options ``resume``, ``sweep`` and ``objective`` are ignored.
     """
-    config = {name: value for name, value in config.items() if name not in ("resume", "sweep")}
+    config = {name: value for name, value in config.items() if name not in ("resume", "sweep", "objective")}
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -31,6 +31,10 @@ def render(records: Sequence[Mapping[str, Any]], width: int = 100) -> str:
     return "\n\n".join(blocks)
 
 
+#: Where Hydra's Optuna writes what it found.
+SEARCHED = "optimization_results.yaml"
+
+
 def closing_lines(directory: Path) -> str:
     """Where the records of a run or a sweep are, and how to look at them in TensorBoard."""
     shown = shlex.quote(os.path.relpath(directory))
@@ -38,6 +42,8 @@ def closing_lines(directory: Path) -> str:
     lines = [f"records      {shown}/{RESULTS if is_sweep else RECORD}"]
     if any(directory.glob("events.*")) or any(directory.glob("*/events.*")):
         lines.append(f"TensorBoard  tensorboard --logdir {shown}    (the HPARAMS tab ranks the runs)")
+    if (directory / SEARCHED).exists():
+        lines.append(f"search       {shown}/{SEARCHED}")
     return "\n".join(lines)
 
 

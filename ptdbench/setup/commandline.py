@@ -12,6 +12,7 @@ from hydra._internal.utils import get_args_parser
 from ptdbench.problems import ConfigError, Problem
 
 LAUNCHER = "hydra/launcher"
+SWEEPER = "hydra/sweeper"
 
 
 def option(override: str) -> str:

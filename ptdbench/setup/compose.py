@@ -17,14 +17,14 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
-from ptdbench.setup.commandline import RENAMED
+from ptdbench.setup.commandline import RENAMED, SWEEPER
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,11 @@ class Composed:
 
     Attributes:
         first: The first job's configuration with Hydra's own node, which says where the output goes.
-        jobs: Every run's configuration, in the order in which Hydra will run them.
+        jobs: Every run's configuration, in the order in which Hydra will run them; of a search two that it may run.
         overrides: What was typed for each of them, Hydra's own options left out.
         is_sweep: Whether Hydra will run them as a sweep.
-        typed: What was typed for all of them, Hydra's own options left out.
+        typed: What was typed for all of them, Hydra's own options left out except those of its sweeper.
+        searches: Whether Hydra's sweeper chooses the runs as it goes, by the results of the earlier ones.
     """
 
     first: DictConfig
@@ -44,6 +45,7 @@ class Composed:
     overrides: list[list[str]]
     is_sweep: bool
     typed: list[str]
+    searches: bool = False
 
 
 def compose_all(
@@ -68,19 +70,28 @@ def compose_all(
             batch = [_line(override) for override in parsed if _is_hydras(override)]
             batch += [f"hydra.searchpath=['file://{Path(extra).resolve()}']"] if extra else []
             ours = [override for override in parsed if not _is_hydras(override)]
-            jobs = _jobs(ours)
-            first = compose(config_name, [*batch, *jobs[0]], return_hydra_config=True)
-            composed = [_without_hydra(first), *(compose(config_name, [*batch, *job]) for job in jobs[1:])]
+            first = compose(config_name, [*batch, *_corner(ours, 0)], return_hydra_config=True)
+            if params := first.hydra.sweeper.get("params"):  # a sweep's lists may lie in a file of conf/
+                ours = [*_parse([f"{name}={value}" for name, value in params.items()]), *ours]
+                first = compose(config_name, [*batch, *_corner(ours, 0)], return_hydra_config=True)
+            is_sweep = multirun or first.hydra.mode == RunMode.MULTIRUN
+            searches = is_sweep and first.hydra.runtime.choices.get(SWEEPER) != "basic"
+            if searches:
+                jobs = [_corner(ours, 0), _corner(ours, -1)]
+            else:
+                require(*_continuous(ours), *([] if is_sweep else _lists(ours)))
+                jobs = _jobs(ours)
+            composed = [without_hydra(first), *(compose(config_name, [*batch, *job]) for job in jobs[1:])]
         except (HydraException, OmegaConfBaseException, ValueError, IndexError) as error:
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(_explain(config_name, parsed, error)) from None
-        is_sweep = multirun or first.hydra.mode == RunMode.MULTIRUN
-        if not is_sweep:
-            require(*_lists(parsed))
-        return Composed(first, composed, jobs, is_sweep, [_line(override) for override in ours])
+        typed = [_line(override) for override in parsed if not _is_hydras(override) or _is_sweepers(override)]
+        return Composed(first, composed, jobs, is_sweep, typed, searches)
 
 
-def _without_hydra(config: DictConfig) -> DictConfig:
-    """What the first job is given; composing it once more would take as long again."""
+def without_hydra(config: DictConfig) -> DictConfig:
+    """What a job is given, of a configuration with Hydra's own node; composing it once more would take as long."""
     job = copy.deepcopy(config)
     with open_dict(job):
         del job["hydra"]
@@ -109,8 +120,26 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
     return BasicSweeper.split_arguments(overrides, max_batch_size=None)[0]
 
 
+def _corner(overrides: Sequence[Override], place: int) -> list[str]:
+    """The overrides of one run: of each list its first value (``place`` 0) or its last one (-1)."""
+    found = {}
+    for override in overrides:
+        name, value = override.get_key_element(), override.value()
+        if isinstance(value, IntervalSweep):
+            found[name] = str((value.start, value.end)[place])
+        elif override.is_sweep_override():
+            found[name] = list(override.sweep_string_iterator())[place]
+        else:
+            found[name] = override.get_value_element_as_str()
+    return [f"{name}={value}" for name, value in found.items()]
+
+
 def _is_hydras(override: Override) -> bool:
     return override.key_or_group.startswith(("hydra.", "hydra/"))
+
+
+def _is_sweepers(override: Override) -> bool:
+    return override.key_or_group.startswith((f"{SWEEPER}", "hydra.sweeper."))
 
 
 def _line(override: Override) -> str:
@@ -144,6 +173,16 @@ def _several_clusters(overrides: Sequence[Override]) -> list[Problem]:
         Problem(override.key_or_group, _typed_value(override), rule, "start one sweep for each")
         for override in overrides
         if override.key_or_group in ("cluster", "hydra/launcher") and override.is_sweep_override()
+    ]
+
+
+def _continuous(overrides: Sequence[Override]) -> list[Problem]:
+    rule = "is a range of numbers, of which a sweeper that searches chooses"
+    remedy = f"add -m {SWEEPER}=optuna, or give a list of values"
+    return [
+        Problem(override.key_or_group, _typed_value(override), rule, remedy)
+        for override in overrides
+        if isinstance(override.value(), IntervalSweep)
     ]
 
 

@@ -11,6 +11,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.records.objective import Objective
 from ptdbench.setup import signature
 
 T = TypeVar("T")
@@ -134,6 +135,7 @@ class General:
     resume: str | None
     timeout_minutes: float | None
     check: bool
+    objective: Objective
 
 
 @dataclass(frozen=True)

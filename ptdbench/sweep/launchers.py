@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ import submitit
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from hydra.core.utils import JobReturn, run_job, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from hydra_plugins.hydra_submitit_launcher import submitit_launcher as plugin
 from omegaconf import DictConfig, open_dict
@@ -56,11 +57,14 @@ class OneAfterTheOther(BasicLauncher):
         """Carry out a batch of jobs; how each went is in its record."""
         assert self.config is not None
         sweep_directory, template = _place(self.config)
+        told = []
         for number, overrides in enumerate(job_overrides, start=initial_job_idx):
+            self.agenda.add(number, partial(_composed, self, overrides), overrides)
             if self.agenda.open(sweep_directory, template, number, overrides):
                 for done in super().launch([overrides], number):
                     _ = done.return_value  # raises what Hydra has caught
-        return [_silent() for _ in job_overrides]
+            told.append(self.agenda.outcome(self.agenda.directory(sweep_directory, template, number), overrides))
+        return told
 
 
 @dataclass(frozen=True)
@@ -118,12 +122,13 @@ class _Launcher(plugin.BaseSubmititLauncher):
         """Carry out a batch of jobs; how each went is in its record."""
         assert self.config is not None
         sweep_directory, template = _place(self.config)
-        opened = [
-            self.agenda.open(sweep_directory, template, number, overrides)
-            for number, overrides in enumerate(job_overrides, start=initial_job_idx)
-        ]
+        batch = list(enumerate(job_overrides, start=initial_job_idx))
+        for number, overrides in batch:
+            self.agenda.add(number, partial(_composed, self, overrides), overrides)
+        opened = [self.agenda.open(sweep_directory, template, number, overrides) for number, overrides in batch]
         self._run(sweep_directory, [job for job in opened if job])
-        return [_silent() for _ in job_overrides]
+        directories = [self.agenda.directory(sweep_directory, template, number) for number, _ in batch]
+        return [self.agenda.outcome(*one) for one in zip(directories, job_overrides, strict=True)]
 
     @abstractmethod
     def _run(self, sweep_directory: Path, jobs: Sequence[Opened]) -> None:
@@ -156,6 +161,8 @@ class SlurmLauncher(_Launcher):
             raise
         if submitted:
             watch.announce(sweep_directory, sorted(submitted, key=lambda job: job.number))
+            if self.agenda.searches:  # the sweeper needs their results
+                watch.follow(sweep_directory)
 
     def _submit(self, sweep_directory: Path, name: str, array: Sequence[Opened]) -> list[ledger.Job]:
         """Submit the jobs of one shape; they are noted down before and after."""
@@ -243,6 +250,8 @@ def _place(config: DictConfig) -> tuple[Path, str]:
     return Path(config.hydra.sweep.dir), config.hydra.sweep._get_node("subdir")._value()
 
 
-def _silent() -> JobReturn:
-    """What Hydra gets for a job: nothing that it would raise."""
-    return JobReturn(status=JobStatus.COMPLETED, _return_value=None)
+def _composed(launcher: BasicLauncher | _Launcher, overrides: Sequence[str]) -> DictConfig:
+    """The configuration of a job, as Hydra composes it when it runs the job."""
+    assert launcher.config is not None
+    assert launcher.hydra_context is not None
+    return launcher.hydra_context.config_loader.load_sweep_config(launcher.config, list(overrides))
