@@ -40,6 +40,7 @@ from typing import Any
 import hydra
 import torch
 from torch import Generator, Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -213,21 +214,32 @@ def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> flo
     Raises:
         FlopsUnknown: If the module does not run on the meta device.
     """
+    try:
+        return _counted(module, inputs, targets, torch.device("meta"))
+    except Exception as error:  # third-party code may raise anything
+        reason = str(error).partition("\n")[0]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):  # code that looks at values often asks first if it is traced
+            return _counted(module, inputs, targets, torch.device("cpu"))
+    except Exception:
+        problem = f"the model has no train_flops(), and counting on the meta device failed: {reason}"
+        raise FlopsUnknown(problem) from None
+
+
+def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.device) -> float:
+    """Count on tensors without values, of a device."""
     tensors = {
-        **{name: p.detach().to("meta").requires_grad_(p.requires_grad) for name, p in module.named_parameters()},
-        **{name: buffer.to("meta") for name, buffer in module.named_buffers()},
+        **{
+            name: torch.empty_like(p, device=device, requires_grad=p.requires_grad)
+            for name, p in module.named_parameters()
+        },
+        **{name: torch.empty_like(buffer, device=device) for name, buffer in module.named_buffers()},
     }
     # Counted on two samples, as batch norm refuses to train on one.
-    two = inputs.repeat_interleave(2, 0), targets.repeat_interleave(2, 0)
+    two = [torch.empty((2, *one.shape[1:]), dtype=one.dtype, device=device) for one in (inputs, targets)]
     # The counter has no formula for some fused attention kernels and would count them as zero.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        try:
-            functional_call(module, tensors, two).backward()
-        except Exception as error:  # third-party code may raise anything
-            reason = str(error).partition("\n")[0]
-            raise FlopsUnknown(
-                f"the model has no train_flops(), and counting on the meta device failed: {reason}"
-            ) from error
+        functional_call(module, tensors, tuple(two)).backward()
     return counter.get_total_flops() / 2
 
 
