@@ -100,6 +100,12 @@ class TestRefused:
             "add -m hydra/sweeper=optuna, or give a list of values"
         )
 
+    def test_a_sweeper_that_is_not_installed(self, tmp_path):
+        (line,) = refused("-m", "hydra/sweeper=ax", "model=toy", "seed=1,2", cwd=tmp_path)
+        assert line == (
+            "hydra/sweeper=ax: there is no such choice; install its plugin, perhaps pip install hydra-ax-sweeper"
+        )
+
     def test_an_objective_that_there_would_not_be(self, tmp_path):
         (line,) = refused("model=toy", "objective=held_out_loss", cwd=tmp_path)
         assert line == (

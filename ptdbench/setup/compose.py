@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,8 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
     groups = _groups()
     found, sound = [], []
     for override in overrides:
+        if override.key_or_group == SWEEPER:
+            found += [replace(problem, remedy=_plugin(problem)) for problem in _unknown_choices(override)]
         if override.key_or_group in groups:
             found += (problems := _unknown_choices(override))
             if not problems and not override.is_sweep_override():
@@ -221,6 +223,11 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
             remedy = free or _owners(config_name, name) or remedy
             found.append(Problem(name, _typed_value(override), "there is no such option", remedy))
     return found or [unclear]
+
+
+def _plugin(problem: Problem) -> str:
+    """How a sweeper comes to be there."""
+    return f"install its plugin, perhaps pip install hydra-{problem.value}-sweeper"
 
 
 def _takes_any(config: DictConfig, option: str) -> bool:
