@@ -38,9 +38,7 @@ def write(overrides: Sequence[str]) -> tuple[str, list[str]]:
     if composed.searches:
         name = composed.first.hydra.runtime.choices[commandline.SWEEPER]
         rule = "each rank of the script's job would search by itself"
-        require(
-            Problem(commandline.SWEEPER, name, rule, "try python train.py -m cluster=slurm ..., which submits jobs")
-        )
+        require(Problem(commandline.SWEEPER, name, rule, "try python train.py -m cluster=slurm, which submits jobs"))
     cluster = config.read(composed.jobs[0]).cluster
     if not isinstance(cluster, Slurm):
         raise ConfigError([Problem("cluster", cluster.name, "is not a SLURM cluster", "try slurm, or omit it")])
