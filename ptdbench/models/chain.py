@@ -121,6 +121,7 @@ class Chain:
         self._example = example
         self._blocks = dict(blocks)
         self._dtype = torch.float32  # of the hidden state
+        self._device = torch.device("cpu")
         if len(self._blocks) < 2:
             raise NoChain("has no parts(), and no list of blocks of one class to cut between")
         self._before: dict[str, nn.Module] = {}  # what has weights, by name
@@ -165,6 +166,7 @@ class Chain:
     def _begin(self, inputs: Tensor) -> Tensor:
         """The first block's input."""
         _train(self._front, like=self._before)
+        self._place(inputs.device)
         try:
             self._call(self._front, inputs)
         except _Reached as reached:
@@ -179,6 +181,7 @@ class Chain:
     def _rest(self, shell: nn.Module, hidden: Tensor) -> Any:
         """What the module returns after the last block has returned ``hidden``."""
         _train(shell, like=self._after)
+        self._place(hidden.device)
         self._end, self._dtype = hidden, hidden.dtype
         try:
             return self._call(shell, self._inputs(hidden))
@@ -195,15 +198,21 @@ class Chain:
         return self._options[key]
 
     def _probe(self, module: nn.Module, inputs: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for one in module.modules():  # tables of positions and the like lie where the blocks are
-            for name, buffer in one._buffers.items():
-                if buffer is not None and buffer.device != inputs.device:
-                    one._buffers[name] = buffer.to(inputs.device)
+        self._place(inputs.device)
         try:
             self._call(module, inputs)
         except _Reached as reached:
             return _hidden(reached)[1:]
         raise AssertionError("no block was reached")
+
+    def _place(self, device: torch.device) -> None:
+        """Move tables of positions and the like to the device: they belong to no piece, so nobody else does."""
+        if device == self._device:
+            return
+        self._device = device
+        for one in self._front.modules():
+            for name, buffer in one._buffers.items():
+                one._buffers[name] = None if buffer is None else buffer.to(device)
 
     def _inputs(self, hidden: Tensor) -> Tensor:
         """Inputs of the right shape, whatever they are."""

@@ -50,6 +50,29 @@ class Scaled(Net):
         return self.head(hidden)
 
 
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.arange(1.0, WIDTH + 1), persistent=False)
+
+    def forward(self):
+        return self.scale
+
+
+class ByTable(Net):
+    """As positions are in a Llama: a module without weights makes what each block gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = Table()
+
+    def forward(self, inputs):
+        hidden, scale = self.stem(inputs) * self.table(), self.table()
+        for block in self.blocks:
+            hidden = block(hidden, scale)
+        return self.head(hidden) * self.table()[:4]
+
+
 class Guided(Net):
     """Its blocks get what depends on the samples."""
 
@@ -113,7 +136,7 @@ def sequential():
     return nn.Sequential(nn.Flatten(), nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4), nn.Tanh())
 
 
-@pytest.mark.parametrize("build", [Net, Scaled, sequential])
+@pytest.mark.parametrize("build", [Net, Scaled, ByTable, sequential])
 def test_the_pieces_one_after_the_other_are_the_module(build):
     model = adapt(build(), example)
     inputs, targets = torch.randn(5, 6), torch.randn(5, 4)
@@ -136,6 +159,16 @@ def test_every_weight_is_in_one_piece_under_its_own_name(build):
         for name, _ in module.named_parameters()
     ]
     assert sorted(held) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_each_piece_runs_where_its_weights_are(number):
+    """Also where it is alone, and tables of the module are on another device."""
+    model = adapt(ByTable(), example)
+    part = list(model.parts().values())[number]
+    for module in members("", part).values():
+        module.to("meta")
+    assert part(torch.empty(3, 6 if number == 0 else WIDTH, device="meta")).is_meta
 
 
 def test_what_has_no_weights_is_no_stage_of_its_own():
