@@ -24,9 +24,9 @@ from omegaconf import DictConfig
 from ptdbench.launch import leaving, local, slurm
 from ptdbench.launch.world import World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import record, store
+from ptdbench.records import objective, record, store
 from ptdbench.report import table, text
-from ptdbench.setup import commandline, compose, config, hydra_launcher, resume, show
+from ptdbench.setup import commandline, compose, config, hydra_launcher, hydra_sweeper, resume, show
 from ptdbench.setup.config import Slurm
 from ptdbench.sweep import directory as output
 from ptdbench.terminal import plural, say
@@ -70,8 +70,12 @@ def _await_rank_0() -> None:
         time.sleep(REFUSED_WAIT_IN_STEP if world and world.started_by.has_step else REFUSED_WAIT)
 
 
-def one_run(composed: DictConfig) -> None:
+def one_run(composed: DictConfig) -> float | None:
     """What Hydra calls for each job: run it, and in a sweep add its record to the sweep's results.
+
+    Returns:
+        The figure that ``objective`` names, for Hydra's sweepers; ``None`` for a run that has none, and in all ranks
+        but the first.
 
     Raises:
         SystemExit: The run's record cannot be written; whoever comes next in a sweep could not write either.
@@ -93,6 +97,9 @@ def one_run(composed: DictConfig) -> None:
         whole = Path(chosen.sweep.dir) if is_sweep else directory
         say(f"{reason}; make room, and go on with {resume.command(whole)}", sys.stderr)
         raise SystemExit(1) from None
+    if not is_first_rank(os.environ):
+        return None
+    return objective.value(store.load_record(directory), config.read(composed).general.objective)
 
 
 def _add_result(sweep_directory: Path, directory: Path) -> None:
@@ -124,6 +131,7 @@ def _main() -> int:
 
     cluster, world = _cluster(composed), discover(os.environ)
     hydra_launcher.check(composed, cluster, world)
+    hydra_sweeper.check(composed, cluster, world, line.goes_on)
     if isinstance(cluster, Slurm):
         return _on_cluster(task, arguments, composed, line)
     return _here(task, arguments, composed, world, line)
@@ -145,7 +153,7 @@ def _import_from_here() -> None:
 
 
 def _here(
-    task: Callable[[], None],
+    task: Callable[[], Any],
     arguments: argparse.Namespace,
     composed: compose.Composed,
     world: World | None,
@@ -159,20 +167,21 @@ def _here(
 
     runs = requests.of_machine(composed.jobs, composed.overrides, world)
     directory = output.claim(composed, arguments.overrides, world, line.goes_on)
-    commandline.insert(arguments.overrides, output.output_overrides(composed.is_sweep, directory, world))
-    launchers.install(Agenda(runs, line.only))
+    ours = [*output.output_overrides(composed.is_sweep, directory, world), *hydra_sweeper.overrides(composed)]
+    commandline.insert(arguments.overrides, ours)
+    launchers.install(Agenda([] if composed.searches else runs, line.only, searches=composed.searches))
     if world and world.rank > 0:
-        _carry_out(task, directory)
+        _carry_out(task, directory, composed)
         return 0
     try:
-        _carry_out(task, directory)
+        _carry_out(task, directory, composed)
     finally:
-        records = _print_results(directory, composed.is_sweep, len(composed.jobs))
-    return int(_count_ok(records) < len(composed.jobs))
+        records = _print_results(directory, composed.is_sweep, 0 if composed.searches else len(composed.jobs))
+    return int(_count_ok(records) < (max(1, len(records)) if composed.searches else len(composed.jobs)))
 
 
 def _on_cluster(
-    task: Callable[[], None], arguments: argparse.Namespace, composed: compose.Composed, line: resume.Line
+    task: Callable[[], Any], arguments: argparse.Namespace, composed: compose.Composed, line: resume.Line
 ) -> int:
     """Runs that SLURM carries out as jobs."""
     from ptdbench.sweep import launchers, rehearsal, requests, submission, watch
@@ -189,18 +198,23 @@ def _on_cluster(
     rehearsal.require_accepted(runs, options)
     submission.make_folders(runs)
     directory = output.claim(composed, arguments.overrides, None, line.goes_on).resolve()  # a job may start elsewhere
-    commandline.insert(arguments.overrides, output.output_overrides(composed.is_sweep, directory, None))
-    launchers.install(Agenda(runs, line.only, queued := _queued(directory, line)))
+    ours = [*output.output_overrides(composed.is_sweep, directory, None), *hydra_sweeper.overrides(composed)]
+    commandline.insert(arguments.overrides, ours)
+    queued = _queued(directory, line)
+    launchers.install(Agenda([] if composed.searches else runs, line.only, queued, composed.searches))
     if queued:
         names = ", ".join(sorted(queued))
         say(f"{plural(len(queued), 'run')} still in the queue, not submitted again: {names}", sys.stderr)
-    _carry_out(task, directory)
+    _carry_out(task, directory, composed)
     if cluster.submit == "detach":
         return 0
     try:
-        watch.follow(directory)
+        if not composed.searches:  # whose batches have been followed
+            watch.follow(directory)
     finally:
-        records = _print_results(directory, True, len(composed.jobs))
+        records = _print_results(directory, True, 0 if composed.searches else len(composed.jobs))
+    if composed.searches:
+        return int(_count_ok(records) < max(1, len(records)))
     if line.only:  # what became of the sweep's other runs is not what was asked
         records = [record for record in records if store.below(directory, record["directory"]) == line.only]
     return int(_count_ok(records) < (1 if line.only else len(composed.jobs)))
@@ -223,11 +237,11 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
     return frozenset(run.directory for run in sweep.runs if run.queue and not run.queue.is_over)
 
 
-def _carry_out(task: Callable[[], None], directory: Path) -> None:
+def _carry_out(task: Callable[[], Any], directory: Path, composed: compose.Composed) -> None:
     """Let Hydra run its jobs.
 
     Raises:
-        ConfigError: The directory cannot be written to.
+        ConfigError: The directory cannot be written to, or the sweeper of a search has failed.
     """
     with _hydra_raises():
         try:
@@ -236,6 +250,12 @@ def _carry_out(task: Callable[[], None], directory: Path) -> None:
             rule = f"{error.filename or 'what belongs there'} cannot be written: {error.strerror or error}"
             remedy = f"make room, and go on with {resume.command(directory)}"
             raise ConfigError([Problem("directory", directory, rule, remedy)]) from None
+        except Exception as error:
+            if not composed.searches or isinstance(error, ConfigError):
+                raise
+            name = composed.first.hydra.runtime.choices[commandline.SWEEPER]
+            reason = f"ended early: {' '.join(str(error).split())}"
+            raise ConfigError([Problem(commandline.SWEEPER, name, reason)]) from error
 
 
 @contextmanager

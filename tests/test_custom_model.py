@@ -30,6 +30,35 @@ class Plain(nn.Module):
         return self.net(inputs)
 
 
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, hidden):
+        return hidden + self.linear(self.norm(hidden)).tanh()
+
+
+class Blocks(nn.Module):
+    """Says nothing about itself, but has a list of blocks."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.stem = nn.Linear(6, width)
+        self.trunk = nn.ModuleList(Block(width) for _ in range(4))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, inputs):
+        hidden = self.stem(inputs)
+        for block in self.trunk:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def sequential(width):
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
+
+
 class First(nn.Linear):
     def forward(self, inputs):
         return super().forward(inputs).tanh()
@@ -105,6 +134,8 @@ def my_package(tmp_path, monkeypatch) -> Iterator[Path]:
     ("name", "data", "strategies"),
     [
         ("Plain", IMAGES, ("ddp", "fsdp")),
+        ("Blocks", VECTORS, ("fsdp", "pdp")),
+        ("sequential", VECTORS, ("pdp",)),
         ("Protocol", VECTORS, ("ddp", "fsdp", "pdp")),
         ("OnlyParts", VECTORS, ("fsdp", "pdp")),
     ],
@@ -131,12 +162,12 @@ def test_its_flops_are_counted_where_it_does_not_tell_them(shared_run, my_packag
     assert flops == pytest.approx(expected, rel=1e-6)
 
 
-def test_without_parts_a_pipeline_is_refused_with_the_reason(shared_run, my_package):
+def test_without_parts_or_blocks_a_pipeline_is_refused_with_the_reason(shared_run, my_package):
     record = shared_run(*COMMON, "model._target_=my_package.Plain", *IMAGES, "parallel=pdp")
     assert record["status"] == "failed"
     assert record["error"]["message"] == (
-        "parallel.pipeline=auto: the model has no parts(), so it cannot be cut into stages; "
-        "try parallel=ddp, parallel=fsdp"
+        "parallel.pipeline=auto: the model has no parts(), and no list of blocks of one class to cut between, "
+        "so it cannot be cut into stages; try parallel=ddp, parallel=fsdp"
     )
 
 
@@ -152,9 +183,9 @@ def test_the_real_command_line_finds_it(my_package, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{my_package}:{ROOT}")
     done = subprocess.run(
         [sys.executable, ROOT / "train.py", *COMMON, "model._target_=my_package.Protocol", *VECTORS, "parallel=pdp",
-         f"hydra.run.dir={tmp_path}/run"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+         "hydra.run.dir=${workload.label}"],
+         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "run" / "record.json").read_text())
-    assert (record["status"], record["model"], record["parallel"]) == ("ok", "custom", "pdp")
+    record = json.loads((tmp_path / "Protocol_pdp" / "record.json").read_text())
+    assert (record["status"], record["model"], record["parallel"]) == ("ok", "Protocol", "pdp")

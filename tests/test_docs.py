@@ -31,8 +31,11 @@ TEXTS = [page.read_text() for page in PAGES]
 REFUSED = [refusal for text in TEXTS for refusal in refusals(text)]
 
 #: Commands that are not run here: those that submit, download, or need the reader's own files; help; and what other
-#: tests run: experiments (test_train_for_real.py), the check and matrix products (workloads/), long at any size.
-ELSEWHERE = re.compile(r"cluster=|launcher=|my_package|/data/|download=|--help|--cfg|experiment=|\bcheck\b|matmul")
+#: tests run: experiments (test_train_for_real.py), searches (test_search.py), the check and matrix products
+#: (workloads/), long at any size.
+ELSEWHERE = re.compile(
+    r"cluster=|launcher=|my_package|/data/|download=|--help|--cfg|experiment=|sweeper=|\bcheck\b|matmul"
+)
 TO_RUN = sorted({command for text in TEXTS for command in commands(text) if not ELSEWHERE.search(command)})
 
 #: What makes a run small, by how its model or its workload is named.
@@ -40,6 +43,8 @@ SMALL = {
     "gpt": ("model.layers=2", "model.width=48", "model.sequence_length=32", "train.steps=2", "train.global_batch=8"),
     "resnet": ("model.image_size=32", "train.steps=2"),
     "MyModel": ("train.steps=2",),
+    "LlamaForCausalLM": ("data.sequence_length=16", "train.steps=2"),
+    "Qwen2ForCausalLM": ("data.sequence_length=16", "model.config.hidden_size=32", "train.steps=2"),
     "p2p": ("workload.max_bytes=1024", "workload.seconds=0.001"),
     "collectives": ("workload.max_bytes=1024", "workload.seconds=0.001"),
     "hello": (),

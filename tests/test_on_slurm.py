@@ -156,9 +156,9 @@ class TestSweep:
         assert seen.returncode == 1
         rows = [line.split() for line in seen.stdout.splitlines() if f" {array}_" in line]
         assert [(row[1], row[2:4], "ok" in row) for row in rows] == [
-            (f"{array}_0", ["custom", "ddp"], False),
-            (f"{array}_1", ["custom", "ddp"], False),
-            (f"{array}_2", ["custom", "ddp"], True),
+            (f"{array}_0", ["Faulty", "ddp"], False),
+            (f"{array}_1", ["Faulty", "ddp"], False),
+            (f"{array}_2", ["Faulty", "ddp"], True),
         ]
 
 

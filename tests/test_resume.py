@@ -227,7 +227,13 @@ class TestRefused:
 
     def test_another_model_with_the_difference(self, ended, tmp_path):
         said = self.refused("resume=run", "model.width=7", cwd=tmp_path)
-        assert said == f"model.width=7: resume={ended} holds 64; a run begins with the weights of the same model"
+        assert said == (
+            f"model=toy: resume={ended} holds toy with width=64 (here 7); a run begins with the weights of its model"
+        )
+
+    def test_another_model_in_one_line_however_much_differs(self, ended, tmp_path):
+        said = self.refused("resume=run", "model=gpt_tiny", cwd=tmp_path)
+        assert said == f"model=gpt_tiny: resume={ended} holds toy; a run begins with the weights of its model"
 
     def test_a_run_without_checkpoints(self, ended, tmp_path):
         shutil.rmtree(ended / "checkpoints")

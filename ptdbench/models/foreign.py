@@ -1,6 +1,8 @@
 """Your own ``nn.Module`` as a model of ptdbench.
 
-Any module works whose ``forward(inputs)`` returns one tensor. It may define these methods, all of them optional:
+Any module works whose ``forward(inputs)`` returns one tensor, or an object with ``.logits`` or ``.loss`` as those of
+Hugging Face. Their ``labels`` are not used: targets are the next tokens already, and the module would shift them once
+more. It may define these methods, all of them optional:
 
 ``loss(outputs, targets)``
     The mean loss, a scalar. Default: cross entropy for integer targets, mean squared error for floating-point
@@ -8,12 +10,15 @@ Any module works whose ``forward(inputs)`` returns one tensor. It may define the
     ``loss``.
 ``layers()``
     The repeated blocks, a list of modules (an attribute that is a ``ModuleList`` will do): the unit of
-    sharding (fsdp), recomputation and compilation. Default: none, so that fsdp shards the module as one.
+    sharding (fsdp), recomputation and compilation. Default: the members of the longest ``ModuleList`` or
+    ``Sequential`` of one class, and all others of that class; if there is none, fsdp shards the module as one.
 ``parts()``
     The module as an ordered chain, a dict from the full name of each submodule to the submodule; ``forward``
-    then takes ``targets``, and so does the last part. Default: none, and the module cannot be pipelined.
+    then takes ``targets``, and so does the last part. Default: the members of an ``nn.Sequential``; else what
+    comes before the repeated blocks, each block and what follows, if trying shows that they are a chain (see
+    :mod:`ptdbench.models.chain`).
 ``tied()``
-    Pairs of full parameter names in different parts that are one weight. Default: none.
+    Pairs of full parameter names in different parts that are one weight. Default: those that are one object.
 ``tensor_plan()``
     Linear layers that tensor parallelism may cut, a dict from full name to ``outputs`` or ``inputs``; see
     :meth:`ptdbench.models.protocol.Model.tensor_plan`. Default: none.
@@ -29,15 +34,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import hydra
 import torch
 from torch import Generator, Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from ptdbench.models import chain
 from ptdbench.models.protocol import Cut, FlopsUnknown, Model, default_loss
 
 Example = tuple[Tensor, Tensor]
@@ -74,32 +82,79 @@ def adapt(module: nn.Module, example: Callable[[], Example]) -> Model:
 
 
 class Adapted(nn.Module):
-    """A wrapper with defaults for the methods of the protocol that a module lacks; names begin ``module.``."""
+    """A wrapper with defaults for the methods of the protocol that a module lacks; names begin ``module.``.
+
+    Attributes:
+        uncut: Why the module has no :meth:`parts`, in words that follow "the model"; known after asking for them.
+    """
+
+    uncut: str | None = None
 
     def __init__(self, module: nn.Module, example: Callable[[], Example]) -> None:
         super().__init__()
         self.module = module
         self._example = example
-        self._takes_targets = "targets" in inspect.signature(module.forward).parameters
+        takes = inspect.signature(module.forward).parameters
+        self._takes_targets = "targets" in takes
+        name = getattr(module, "main_input_name", None)  # Hugging Face
+        self._input_name = name if name in takes else None
+        self._options = {"use_cache": False} if "use_cache" in takes else {}  # a cache is for generating text
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """The module's outputs, or with ``targets`` its mean loss in fp32."""
-        if targets is None:
-            return self.module(inputs)
-        if self._takes_targets:
-            return self.module(inputs, targets).float()
-        loss = getattr(self.module, "loss", default_loss)
-        return loss(self.module(inputs), targets).float()
+        if self._takes_targets and targets is not None:
+            found = self.module(inputs, targets)
+            return getattr(found, "loss", found).float()
+        return self._finish(self._call(self.module, inputs), targets)
 
     def layers(self) -> list[nn.Module]:
-        """The module's blocks, or none."""
-        layers: Any = getattr(self.module, "layers", [])
-        return list(layers() if inspect.ismethod(layers) else layers)
+        """The module's own blocks, else those that are repeated, see :func:`ptdbench.models.chain.repeated`."""
+        layers: Any = getattr(self.module, "layers", None)
+        if inspect.ismethod(layers):
+            return list(layers())
+        if isinstance(layers, nn.ModuleList | nn.Sequential | list | tuple):
+            return list(layers)
+        return list(chain.repeated(self.module).values())
 
     def parts(self) -> dict[str, nn.Module] | None:
-        """The module's chain, or ``None``: then it cannot be pipelined."""
+        """The module's own chain, else what can be found by trying; ``None``, and :attr:`uncut`, if it is none."""
         parts = self._method("parts")
-        return None if parts is None else _prefixed(parts())
+        return self._found if parts is None else _prefixed(parts())
+
+    @cached_property
+    def _found(self) -> dict[str, nn.Module] | None:
+        """The chain of a module that names none."""
+        if type(self.module) is nn.Sequential:
+            return chain.of_sequential(self.module, self._finish, PREFIX)
+        layers = set(self.layers())
+        blocks = {name: one for name, one in self.module.named_modules() if one in layers}
+        try:
+            if self._takes_targets:
+                raise chain.NoChain("has no parts(), and computes its loss in forward()")
+            found = chain.Chain(self.module, blocks, self._call, self._finish, self._example()[0])
+        except chain.NoChain as reason:
+            self.uncut = str(reason)
+            return None
+        return found.parts(PREFIX)
+
+    def _call(self, module: nn.Module, inputs: Tensor) -> Any:
+        """What the module returns; ``module`` is it, or another of its signature."""
+        if self._input_name:
+            return module(**{self._input_name: inputs}, **self._options)
+        return module(inputs, **self._options)
+
+    def _finish(self, found: Any, targets: Tensor | None) -> Tensor:
+        """The outputs, or with targets the loss, of what the module has returned."""
+        outputs = found if isinstance(found, Tensor) else getattr(found, "logits", None)
+        if targets is not None and outputs is None and getattr(found, "loss", None) is not None:
+            return found.loss.float()
+        if outputs is None:
+            kind = type(found).__name__
+            raise TypeError(f"forward() returns {kind}, and neither a tensor nor an object with .logits or .loss")
+        if targets is None:
+            return outputs
+        loss = getattr(self.module, "loss", default_loss)
+        return loss(outputs, targets).float()
 
     def tensor_plan(self) -> dict[str, Cut] | None:
         """The module's plan, or ``None``: then tensor parallelism is not available."""
@@ -119,10 +174,17 @@ class Adapted(nn.Module):
         return _prefixed(train_flops())
 
     def tied(self) -> list[tuple[str, str]]:
-        """The module's tied weights, or none."""
+        """The module's tied weights: those that it names, else those that are one object."""
         tied = self._method("tied")
-        pairs = [] if tied is None else tied()
+        pairs = self._same if tied is None else tied()
         return [(PREFIX + first, PREFIX + second) for first, second in pairs]
+
+    @cached_property
+    def _same(self) -> list[tuple[str, str]]:
+        """Found before sharding replaces the weights."""
+        first: dict[nn.Parameter, str] = {}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return [(first[weight], name) for name, weight in named if first.setdefault(weight, name) != name]
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
         """Let the module fill one of its tensors; one without ``reset`` gets its values in :func:`build`.
@@ -152,21 +214,32 @@ def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> flo
     Raises:
         FlopsUnknown: If the module does not run on the meta device.
     """
+    try:
+        return _counted(module, inputs, targets, torch.device("meta"))
+    except Exception as error:  # third-party code may raise anything
+        reason = str(error).partition("\n")[0]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):  # code that looks at values often asks first if it is traced
+            return _counted(module, inputs, targets, torch.device("cpu"))
+    except Exception:
+        problem = f"the model has no train_flops(), and counting on the meta device failed: {reason}"
+        raise FlopsUnknown(problem) from None
+
+
+def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.device) -> float:
+    """Count on tensors without values, of a device."""
     tensors = {
-        **{name: p.detach().to("meta").requires_grad_(p.requires_grad) for name, p in module.named_parameters()},
-        **{name: buffer.to("meta") for name, buffer in module.named_buffers()},
+        **{
+            name: torch.empty_like(p, device=device, requires_grad=p.requires_grad)
+            for name, p in module.named_parameters()
+        },
+        **{name: torch.empty_like(buffer, device=device) for name, buffer in module.named_buffers()},
     }
     # Counted on two samples, as batch norm refuses to train on one.
-    two = inputs.repeat_interleave(2, 0), targets.repeat_interleave(2, 0)
+    two = [torch.empty((2, *one.shape[1:]), dtype=one.dtype, device=device) for one in (inputs, targets)]
     # The counter has no formula for some fused attention kernels and would count them as zero.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        try:
-            functional_call(module, tensors, two).backward()
-        except Exception as error:  # third-party code may raise anything
-            reason = str(error).partition("\n")[0]
-            raise FlopsUnknown(
-                f"the model has no train_flops(), and counting on the meta device failed: {reason}"
-            ) from error
+        functional_call(module, tensors, tuple(two)).backward()
     return counter.get_total_flops() / 2
 
 

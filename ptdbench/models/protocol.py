@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol, cast, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
@@ -71,6 +72,34 @@ class Model(Protocol):
             generator: The only source of randomness, on the tensor's device.
         """
         ...
+
+
+class Piece(nn.Module):
+    """A part of a chain that is not one submodule: what it runs, and the submodules whose weights it uses.
+
+    Attributes:
+        members: The submodules by their full names; they are registered by whoever holds the piece.
+    """
+
+    def __init__(self, members: Mapping[str, nn.Module], run: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.members = dict(members)
+        self._run = run
+        self.__dict__["_modules"] = {}
+
+    def forward(self, *arguments: Any) -> Tensor:
+        """Run it."""
+        return self._run(*arguments)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The weights of its members."""
+        for member in self.members.values():
+            yield from member.parameters(recurse)
+
+
+def members(name: str, part: nn.Module) -> Mapping[str, nn.Module]:
+    """The submodules of a part, by their full names: of most parts, itself."""
+    return part.members if isinstance(part, Piece) else {name: part}
 
 
 def module_of(model: Model) -> nn.Module:

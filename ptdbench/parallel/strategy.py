@@ -209,7 +209,8 @@ def _cannot_be_cut(model: Model, dims: Dims, wanted: Degree) -> Problem | None:
     """A problem if the model is not a chain of parts, or has fewer layers than stages."""
     parts = model.parts()
     if parts is None:
-        rule = "the model has no parts(), so it cannot be cut into stages"
+        reason = getattr(model, "uncut", None) or "has no parts()"
+        rule = f"the model {reason}, so it cannot be cut into stages"
         return Problem("pipeline", wanted, rule, try_these(["parallel=ddp", "parallel=fsdp"]))
     layers = len(model.layers() or parts)
     if dims.pipeline <= layers:

@@ -140,6 +140,20 @@ def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return work(one) == work(other)
 
 
+def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """What was trained, if it is another model than now: ``gpt_tiny``, or ``toy with width=64 (here 32)``.
+
+    Args:
+        was: The options of the earlier model, as in ``config.model``.
+        now: Those of today's; a name is for people and makes no other model.
+    """
+    if was.get("_target_") != now.get("_target_"):
+        return str(was.get("name"))
+    options = [option for option in {**was, **now} if option != "name" and was.get(option) != now.get(option)]
+    found = [f"{option}={was.get(option, '(not set)')} (here {now.get(option, 'not set')})" for option in options]
+    return f"{was.get('name')} with {', '.join(found)}" if found else None
+
+
 def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
     """Whether a run of this configuration has been ok in ``directory``."""
     try:
@@ -152,8 +166,8 @@ def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
 def fingerprint(config: Mapping[str, Any]) -> str:
     """Sixteen hex digits, equal for two runs if and only if their resolved configurations are equal.
 
-    The option ``resume`` is ignored.
+    The options ``resume``, ``sweep`` and ``objective`` are ignored.
     """
-    config = {name: value for name, value in config.items() if name not in ("resume", "sweep")}
+    config = {name: value for name, value in config.items() if name not in ("resume", "sweep", "objective")}
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

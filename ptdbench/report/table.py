@@ -42,6 +42,10 @@ def render(records: Sequence[Mapping[str, Any]], width: int = 100) -> str:
     return "\n\n".join(blocks)
 
 
+#: Where Hydra's Optuna writes what it found.
+SEARCHED = "optimization_results.yaml"
+
+
 def closing_lines(directory: Path) -> str:
     """Where the records of a run or a sweep are, and how to look at them in TensorBoard."""
     shown = shlex.quote(os.path.relpath(directory))
@@ -50,6 +54,8 @@ def closing_lines(directory: Path) -> str:
     if any(directory.glob("events.*")) or any(directory.glob("*/events.*")):
         ranks = "    (the HPARAMS tab ranks the runs)" if is_sweep else ""
         lines.append(f"TensorBoard  tensorboard --logdir {shown}{ranks}")
+    if (directory / SEARCHED).exists():
+        lines.append(f"search       {shown}/{SEARCHED}")
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from ptdbench.problems import ConfigError, Problem
 from ptdbench.terminal import command
 
 LAUNCHER = "hydra/launcher"
+SWEEPER = "hydra/sweeper"
 
 
 def option(override: str) -> str:

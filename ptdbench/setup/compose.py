@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,14 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
-from ptdbench.setup.commandline import RENAMED
+from ptdbench.setup.commandline import RENAMED, SWEEPER
 from ptdbench.terminal import command
 
 
@@ -41,10 +41,11 @@ class Composed:
 
     Attributes:
         first: The first job's configuration with Hydra's own node, which says where the output goes.
-        jobs: Every run's configuration, in the order in which Hydra will run them.
+        jobs: Every run's configuration, in the order in which Hydra will run them; of a search two that it may run.
         overrides: What was typed for each of them, Hydra's own options left out.
         is_sweep: Whether Hydra will run them as a sweep.
-        typed: What was typed for all of them, Hydra's own options left out.
+        typed: What was typed for all of them, Hydra's own options left out except those of its sweeper.
+        searches: Whether Hydra's sweeper chooses the runs as it goes, by the results of the earlier ones.
     """
 
     first: DictConfig
@@ -52,6 +53,7 @@ class Composed:
     overrides: list[list[str]]
     is_sweep: bool
     typed: list[str]
+    searches: bool = False
 
 
 def compose_all(
@@ -76,19 +78,28 @@ def compose_all(
             batch = [_line(override) for override in parsed if _is_hydras(override)]
             batch += [f"hydra.searchpath=['file://{Path(extra).resolve()}']"] if extra else []
             ours = [override for override in parsed if not _is_hydras(override)]
-            jobs = _jobs(ours)
-            first = compose(config_name, [*batch, *jobs[0]], return_hydra_config=True)
-            composed = [_without_hydra(first), *(compose(config_name, [*batch, *job]) for job in jobs[1:])]
+            first = compose(config_name, [*batch, *_corner(ours, 0)], return_hydra_config=True)
+            if params := first.hydra.sweeper.get("params"):  # a sweep's lists may lie in a file of conf/
+                ours = [*_parse([f"{name}={value}" for name, value in params.items()]), *ours]
+                first = compose(config_name, [*batch, *_corner(ours, 0)], return_hydra_config=True)
+            is_sweep = multirun or first.hydra.mode == RunMode.MULTIRUN
+            searches = is_sweep and first.hydra.runtime.choices.get(SWEEPER) != "basic"
+            if searches:
+                jobs = [_corner(ours, 0), _corner(ours, -1)]
+            else:
+                require(*_continuous(ours), *([] if is_sweep else _lists(ours)))
+                jobs = _jobs(ours)
+            composed = [without_hydra(first), *(compose(config_name, [*batch, *job]) for job in jobs[1:])]
         except (HydraException, OmegaConfBaseException, ValueError, IndexError) as error:
+            if isinstance(error, ConfigError):
+                raise
             raise ConfigError(_explain(config_name, parsed, error)) from None
-        is_sweep = multirun or first.hydra.mode == RunMode.MULTIRUN
-        if not is_sweep:
-            require(*_lists(parsed))
-        return Composed(first, composed, jobs, is_sweep, [_line(override) for override in ours])
+        typed = [_line(override) for override in parsed if not _is_hydras(override) or _is_sweepers(override)]
+        return Composed(first, composed, jobs, is_sweep, typed, searches)
 
 
-def _without_hydra(config: DictConfig) -> DictConfig:
-    """What the first job is given; composing it once more would take as long again."""
+def without_hydra(config: DictConfig) -> DictConfig:
+    """What a job is given, of a configuration with Hydra's own node; composing it once more would take as long."""
     job = copy.deepcopy(config)
     with open_dict(job):
         del job["hydra"]
@@ -130,8 +141,26 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*choices.values())]
 
 
+def _corner(overrides: Sequence[Override], place: int) -> list[str]:
+    """The overrides of one run: of each list its first value (``place`` 0) or its last one (-1)."""
+    found = {}
+    for override in overrides:
+        name, value = override.get_key_element(), override.value()
+        if isinstance(value, IntervalSweep):
+            found[name] = str((value.start, value.end)[place])
+        elif override.is_sweep_override():
+            found[name] = list(override.sweep_string_iterator())[place]
+        else:
+            found[name] = override.get_value_element_as_str()
+    return [f"{name}={value}" for name, value in found.items()]
+
+
 def _is_hydras(override: Override) -> bool:
     return override.key_or_group.startswith(("hydra.", "hydra/"))
+
+
+def _is_sweepers(override: Override) -> bool:
+    return override.key_or_group.startswith((f"{SWEEPER}", "hydra.sweeper."))
 
 
 def _line(override: Override) -> str:
@@ -168,6 +197,16 @@ def _several_clusters(overrides: Sequence[Override]) -> list[Problem]:
     ]
 
 
+def _continuous(overrides: Sequence[Override]) -> list[Problem]:
+    rule = "is a range of numbers, of which a sweeper that searches chooses"
+    remedy = f"add -m {SWEEPER}=optuna, or give a list of values"
+    return [
+        Problem(override.key_or_group, _typed_value(override), rule, remedy)
+        for override in overrides
+        if isinstance(override.value(), IntervalSweep)
+    ]
+
+
 def _lists(overrides: Sequence[Override]) -> list[Problem]:
     rule = "is a list of values, each a run of its own"
     return [
@@ -184,6 +223,8 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
     groups = _groups()
     found, sound = [], []
     for override in overrides:
+        if override.key_or_group == SWEEPER:
+            found += [replace(problem, remedy=_plugin(problem)) for problem in _unknown_choices(override)]
         if override.key_or_group in groups:
             found += (problems := _unknown_choices(override))
             if not problems and not override.is_sweep_override():
@@ -203,6 +244,11 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
             remedy = free or _owners(config_name, name) or remedy
             found.append(Problem(name, _typed_value(override), "there is no such option", remedy))
     return found or [unclear]
+
+
+def _plugin(problem: Problem) -> str:
+    """How a sweeper comes to be there."""
+    return f"install its plugin, perhaps pip install hydra-{problem.value}-sweeper"
 
 
 def _takes_any(config: DictConfig, option: str) -> bool:

@@ -11,6 +11,7 @@ from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.records.objective import Objective
 from ptdbench.setup import signature
 from ptdbench.terminal import command
 
@@ -41,6 +42,10 @@ LEAST = {
 
 #: Ranks on a node without GPUs: the fewest that have something to say to each other.
 RANKS_WITHOUT_GPU = 2
+
+
+# What conf/ calls the name of a class: the last word of its path, my_package.Net is Net.
+OmegaConf.register_new_resolver("class_name", lambda target: str(target).rpartition(".")[2], replace=True)
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,7 @@ class General:
     resume: str | None
     timeout_minutes: float | None
     check: bool
+    objective: Objective
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,11 @@ class Call:
     name: str
     target: str
     options: Mapping[str, Any]
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it is named after what it calls, which somebody gave on the command line."""
+        return self.name == self.target.rpartition(".")[2]
 
 
 @dataclass(frozen=True)

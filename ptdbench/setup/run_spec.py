@@ -113,10 +113,13 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     workload: Workload | None = found.of(lambda: choices.build(config, "workload"))
     trains = workload is not None and workload.trains
     found.of(lambda: _check_requeue(config))
+    found.of(lambda: _check_evaluated(config))
     if workload and not workload.trains:
         found.of(lambda: _check_check(config))
     trained = found.of(lambda: training_spec.specify(config, world_size)) if trains else None
     size = trained.layout.dims.world_size if trained else found.of(lambda: world_size(lambda available: available))
+    if trained:
+        found.of(lambda: _check_classified(config, trained))
     backend = str(config.resolved.get("backend"))
     backend = {"cpu": "gloo", "cuda": "nccl"}[device_type] if backend == "auto" else backend
     if workload and size:
@@ -181,6 +184,21 @@ def _check_requeue(config: Config) -> None:
     if isinstance(cluster, Slurm) and cluster.requeue and config.checkpoint.every_steps is None:
         rule = "a run that is requeued goes on after its last checkpoint, and this one makes none"
         require(Problem("cluster.requeue", True, rule, "give checkpoint.every_steps"))
+
+
+def _check_evaluated(config: Config) -> None:
+    """A held-out figure needs an evaluation."""
+    if config.general.objective != "throughput" and config.eval.every is None:
+        rule = "is a figure of the held-out part, and eval.every=null never evaluates on it"
+        require(Problem("objective", config.general.objective, rule, f"try eval.every={config.train.steps}"))
+
+
+def _check_classified(config: Config, training: TrainingSpec) -> None:
+    """An accuracy needs classes."""
+    targets = training.data.example()[1]
+    if config.general.objective == "held_out_accuracy" and (targets.dim() != 1 or targets.is_floating_point()):
+        rule = f"the samples of data={config.call('data').name} have no classes"
+        require(Problem("objective", "held_out_accuracy", rule, "try held_out_loss"))
 
 
 def _world_size(config: Config, world: World | None, rule: Callable[[int], int], available: int) -> int:

@@ -184,7 +184,7 @@ def _check_data(config: Config, model: Model, data: Data) -> None:
 
 def _meant_for_another(call: Call, error: ConfigError) -> ConfigError:
     """Say what is behind the problems of a model of the user's own that was put under another model's options."""
-    if call.target.startswith("ptdbench.") or call.name == "custom":
+    if call.target.startswith("ptdbench.") or call.is_custom:
         return error
     rule = f"does not go with the options of model={call.name}"
     remedy = f"try model=custom model._target_={call.target}, which has no options but those you add"

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
 from ptdbench.launch.world import discover
-from ptdbench.problems import ConfigError
-from ptdbench.records import failure, lease, record, store
+from ptdbench.problems import ConfigError, Problem
+from ptdbench.records import failure, lease, objective, record, store
 from ptdbench.records.files import appear, write_json
+from ptdbench.setup.compose import without_hydra
+from ptdbench.sweep import requests
 from ptdbench.sweep.requests import Request
 from ptdbench.terminal import say
+
+
+class NoObjective(Exception):
+    """A run of a search that came to nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +57,52 @@ class Agenda:
         requests: In the order in which Hydra will ask for them.
         only: The directory of the one run that is meant, below the sweep's; ``None`` for all.
         queued: Directories of runs whose jobs are still in the queue: they are left to these.
+        searches: Whether Hydra's sweeper chooses the runs as it goes: the requests are added then.
     """
 
-    requests: Sequence[Request] = ()
+    requests: list[Request] = field(default_factory=list)
     only: str | None = None
     queued: frozenset[str] = frozenset()
+    searches: bool = False
+
+    def add(self, number: int, composed: Callable[[], DictConfig], overrides: Sequence[str]) -> None:
+        """Note a run that the sweeper has just chosen, if it is one of a search.
+
+        Args:
+            number: Its number in the sweep.
+            composed: Composes its configuration.
+            overrides: What the sweeper chose, and what was typed for all.
+
+        Raises:
+            ConfigError: It cannot be composed, or the cluster has not what it asks for.
+        """
+        if not self.searches:
+            return
+        assert number == len(self.requests)
+        try:
+            job = without_hydra(composed())
+        except (HydraException, OmegaConfBaseException) as error:
+            reason = str(error).partition("\n")[0]
+            raise ConfigError([Problem("command line", " ".join(overrides), reason)]) from None
+        self.requests.append(requests.of_search(job, overrides))
+
+    def outcome(self, directory: Path, overrides: Sequence[str]) -> JobReturn:
+        """What the sweeper is told of a run: in a search the objective of its record, or why it has none.
+
+        The basic sweeper is told nothing that it would raise: how a run went is in its record.
+        """
+        if not self.searches:
+            return JobReturn(overrides, status=JobStatus.COMPLETED, _return_value=None)
+        written = store.load_record(directory)
+        wanted = written["config"]["objective"]
+        if (value := objective.value(written, wanted)) is not None:
+            return JobReturn(overrides, status=JobStatus.COMPLETED, _return_value=value)
+        error = NoObjective(f"{directory.name}: {written['status']}, so that it has no {wanted}")
+        return JobReturn(overrides, status=JobStatus.FAILED, _return_value=error)
+
+    def directory(self, sweep_directory: Path, template: str, number: int) -> Path:
+        """The directory of a run, from the template of such names."""
+        return sweep_directory / self.requests[number].subdirectory(template, number)
 
     def open(self, sweep_directory: Path, template: str, number: int, overrides: Sequence[str]) -> Opened | None:
         """Open the record of a run; ``None`` for a run that is not to be carried out.
@@ -63,8 +115,8 @@ class Agenda:
             OSError: The record cannot be written.
         """
         request = self.requests[number]
-        name = request.subdirectory(template, number)
-        directory = sweep_directory / name
+        directory = self.directory(sweep_directory, template, number)
+        name = str(directory.relative_to(sweep_directory))
         if name in self.queued or self.only not in (None, name) or record.is_done(directory, request.config.resolved):
             return None
         world = discover(os.environ)
@@ -85,6 +137,9 @@ class Agenda:
         again, earlier = (directory / store.RECORD).exists(), store.earlier_record(directory)
         if not appear(directory, lambda folder, _: write_json(folder / store.RECORD, draft)):
             lease.open_record(directory, draft)
+        trained = (earlier or {}).get("config") or {}
+        if other := "model" in trained and record.other_model(trained["model"], draft["config"]["model"]):
+            say(f"{directory.name}: was done with another model, {other}; done again", sys.stderr)
         had_ended = again and not (earlier and record.is_open(earlier))
         if request.refused or had_ended:  # done once more: its earlier result counts no longer
             store.append_result(sweep_directory, draft)

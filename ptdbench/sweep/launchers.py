@@ -15,13 +15,14 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import submitit
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
-from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
+from hydra.core.utils import JobReturn, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from hydra_plugins.hydra_submitit_launcher import submitit_launcher as plugin
@@ -64,13 +65,17 @@ class OneAfterTheOther(Launcher):
         """Carry out a batch of jobs; how each went is in its record."""
         setup_globals()
         sweep_directory, template = _place(self._config)
+        outcomes = []
         for number, overrides in enumerate(job_overrides, start=initial_job_idx):
+            composed = partial(_composed, self._hydra_context, self._config, overrides)
+            self.agenda.add(number, composed, overrides)
             if self.agenda.open(sweep_directory, template, number, overrides):
-                composed = self._hydra_context.config_loader.load_sweep_config(self._config, list(overrides))
-                with open_dict(composed.hydra):
-                    composed.hydra.job.id = composed.hydra.job.num = number
-                _carry_out(self._hydra_context, self._function, composed)
-        return [_silent() for _ in job_overrides]
+                job = composed()
+                with open_dict(job.hydra):
+                    job.hydra.job.id = job.hydra.job.num = number
+                _carry_out(self._hydra_context, self._function, job)
+            outcomes.append(self.agenda.outcome(self.agenda.directory(sweep_directory, template, number), overrides))
+        return outcomes
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class Task:
         local.stop_on_signals()  # submitit's own handlers ignore SIGTERM, and requeue without being asked
         Singleton.set_state(dict(self.singletons))
         setup_globals()
-        composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+        composed = _composed(self.hydra_context, self.config, overrides)
         world = discover(os.environ)
         with open_dict(composed.hydra):
             composed.hydra.job.id = submitit.JobEnvironment().job_id
@@ -123,13 +128,15 @@ class _Launcher(plugin.BaseSubmititLauncher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Carry out a batch of jobs; how each went is in its record."""
         assert self.config is not None
+        assert self.hydra_context is not None
         sweep_directory, template = _place(self.config)
-        opened = [
-            self.agenda.open(sweep_directory, template, number, overrides)
-            for number, overrides in enumerate(job_overrides, start=initial_job_idx)
-        ]
+        batch = list(enumerate(job_overrides, start=initial_job_idx))
+        for number, overrides in batch:
+            self.agenda.add(number, partial(_composed, self.hydra_context, self.config, overrides), overrides)
+        opened = [self.agenda.open(sweep_directory, template, number, overrides) for number, overrides in batch]
         self._run(sweep_directory, [job for job in opened if job])
-        return [_silent() for _ in job_overrides]
+        directories = [self.agenda.directory(sweep_directory, template, number) for number, _ in batch]
+        return [self.agenda.outcome(*one) for one in zip(directories, job_overrides, strict=True)]
 
     @abstractmethod
     def _run(self, sweep_directory: Path, jobs: Sequence[Opened]) -> None:
@@ -162,6 +169,8 @@ class SlurmLauncher(_Launcher):
             raise
         if submitted:
             watch.announce(sweep_directory, sorted(submitted, key=lambda job: job.number))
+            if self.agenda.searches:  # the sweeper needs their results
+                watch.follow(sweep_directory)
 
     def _submit(self, sweep_directory: Path, name: str, array: Sequence[Opened]) -> list[ledger.Job]:
         """Submit the jobs of one shape; they are noted down before and after."""
@@ -261,6 +270,6 @@ def _place(config: DictConfig) -> tuple[Path, str]:
     return Path(config.hydra.sweep.dir), config.hydra.sweep._get_node("subdir")._value()
 
 
-def _silent() -> JobReturn:
-    """What Hydra gets for a job: nothing that it would raise."""
-    return JobReturn(status=JobStatus.COMPLETED, _return_value=None)
+def _composed(context: HydraContext, config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The configuration of a job, as Hydra composes it when it runs the job."""
+    return context.config_loader.load_sweep_config(config, list(overrides))

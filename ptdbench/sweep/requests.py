@@ -13,7 +13,8 @@ from ptdbench.checkpoints import shelf
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
-from ptdbench.problems import ConfigError, Findings, Problem, require
+from ptdbench.problems import ConfigError, Findings, Problem
+from ptdbench.records import record
 from ptdbench.setup import choices, config, run_spec
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.run_spec import Summary
@@ -70,7 +71,7 @@ def of_machine(jobs: Sequence[DictConfig], overrides: Sequence[Sequence[str]], w
     Raises:
         ConfigError: None of them can run.
     """
-    found = [_planned(job, words, None, world) for job, words in zip(jobs, overrides, strict=True)]
+    found = [planned(job, words, None, world) for job, words in zip(jobs, overrides, strict=True)]
     _require_one(found)
     return found
 
@@ -87,7 +88,7 @@ def of_cluster(jobs: Sequence[DictConfig], overrides: Sequence[Sequence[str]]) -
     for job, words in zip(jobs, overrides, strict=True):
         shape = problems.of(lambda job=job: shape_of(config.read(job), known))  # type: ignore[misc]
         if shape:
-            found.append(_planned(job, words, shape, _world(shape)))
+            found.append(planned(job, words, shape, _world(shape)))
     problems.close()
     _require_one(found)
     return found
@@ -130,7 +131,21 @@ def _partitions(cluster: config.Cluster) -> list[Partition]:
         raise ConfigError([Problem("cluster", cluster.name, f"SLURM does not answer: {error}")]) from None
 
 
-def _planned(job: DictConfig, words: Sequence[str], shape: Shape | None, world: World | None) -> Request:
+def of_search(job: DictConfig, words: Sequence[str]) -> Request:
+    """A run that a sweeper has just chosen.
+
+    Raises:
+        ConfigError: SLURM is not here, or has not what the run asks for.
+    """
+    cluster = config.read(job).cluster
+    if not isinstance(cluster, Slurm):
+        return planned(job, words, None, None)
+    shape = shape_of(config.read(job), _partitions(cluster))
+    return planned(job, words, shape, _world(shape))
+
+
+def planned(job: DictConfig, words: Sequence[str], shape: Shape | None, world: World | None) -> Request:
+    """One run, specified, or refused with the reason."""
     gpus = shape.gpus_per_node if shape else None
     try:
         summary = run_spec.summarize(config.read(job), world, gpus)
@@ -147,18 +162,9 @@ def _check_beginning(read: Config) -> None:
     if (found := shelf.glance(Path(named))) is None:
         rule = "holds no complete checkpoint"
         raise ConfigError([Problem("resume", named, rule, "omit it to start anew; see checkpoint.every_steps")])
-    saved, ours = found.model, read.resolved["model"]
-    problems = [
-        Problem(
-            f"model.{option}" if option != "name" else "model",
-            ours.get(option, "(not there)"),
-            f"resume={named} holds {saved.get(option, '(not there)')}",
-            "a run begins with the weights of the same model",
-        )
-        for option in {**saved, **ours}
-        if saved.get(option) != ours.get(option)
-    ]
-    require(*problems)
+    if other := record.other_model(found.model, read.resolved["model"]):
+        rule, remedy = f"resume={named} holds {other}", "a run begins with the weights of its model"
+        raise ConfigError([Problem("model", read.call("model").name, rule, remedy)])
 
 
 def _world(shape: Shape) -> World:

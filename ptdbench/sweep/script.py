@@ -35,6 +35,11 @@ def write(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str
     chosen = [] if "cluster" in map(commandline.option, overrides) else ["cluster=slurm"]
     extra = str(config_dir.resolve()) if config_dir else None
     composed = compose.compose_all(compose.conf_folder(), "config", [*overrides, *chosen], multirun=True, extra=extra)
+    if composed.searches:
+        name = composed.first.hydra.runtime.choices[commandline.SWEEPER]
+        rule = "each rank of the script's job would search by itself"
+        remedy = f"try {command()} -m cluster=slurm, which submits jobs"
+        require(Problem(commandline.SWEEPER, name, rule, remedy))
     cluster = config.read(composed.jobs[0]).cluster
     if not isinstance(cluster, Slurm):
         raise ConfigError([Problem("cluster", cluster.name, "is not a SLURM cluster", "try slurm, or omit it")])

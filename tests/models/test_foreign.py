@@ -1,10 +1,12 @@
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hydra.errors import InstantiationException
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from ptdbench.models.foreign import Adapted, adapt, build
 from ptdbench.models.materialize import materialize, parameter_count
@@ -134,6 +136,50 @@ def test_flops_are_counted_for_one_sample():
     assert adapt(module, example).train_flops() == {"module": 4 * 6 * 5 + 6 * 5 * 4}
     assert torch.equal(module.layers[1].running_mean, module.running)
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_flops_of_what_looks_at_values_unless_it_is_traced():
+    """Hugging Face: six FLOPs for each weight of a product and token, and the attention's own products."""
+    layers, width, words, tokens = 3, 16, 64, 12
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": 2, "vocab_size": words, "n_positions": tokens}
+    module = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    sample = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+    weights = 12 * width * width * layers + words * width
+    attention = 12 * layers * tokens * tokens * width
+    assert adapt(module, lambda: (sample, sample)).train_flops() == {"module": 6 * weights * tokens + attention}
+
+
+class Answers(Plain):
+    """Returns an object, as models of Hugging Face do, and names its inputs."""
+
+    main_input_name = "vectors"
+
+    def __init__(self, with_logits=True):
+        super().__init__()
+        self.with_logits = with_logits
+
+    def forward(self, anything=None, vectors=None, use_cache=True):
+        assert not use_cache
+        outputs = super().forward(vectors)
+        return SimpleNamespace(logits=outputs) if self.with_logits else SimpleNamespace(loss=outputs.mean())
+
+
+def test_an_object_with_logits_or_loss_is_understood_and_inputs_go_by_name():
+    inputs, classes = batch()
+    model = adapt(Answers(), example)
+    assert model(inputs).shape == (8, 4)
+    torch.testing.assert_close(model(inputs, classes), F.cross_entropy(model(inputs), classes))
+    loss = adapt(Answers(with_logits=False), example)
+    torch.testing.assert_close(loss(inputs, classes), loss.module(vectors=inputs, use_cache=False).loss)
+    with pytest.raises(TypeError, match=r"returns SimpleNamespace, and neither a tensor nor .* \.logits or \.loss"):
+        loss(inputs)
+
+
+def test_weights_that_are_one_object_are_tied():
+    module = Plain(4)
+    module.layers.append(nn.Linear(6, 4))
+    module.layers[3].weight = module.layers[0].weight
+    assert adapt(module, example).tied() == [("module.layers.0.weight", "module.layers.3.weight")]
 
 
 def test_flops_that_cannot_be_counted_say_why():

@@ -14,7 +14,7 @@ from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import Model
 
 FILES = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
-RUNNABLE = [path.stem for path in FILES if path.stem != "custom"]
+RUNNABLE = [path.stem for path in FILES if path.stem != "custom" and not path.stem.startswith("hf_")]
 
 # layers, width, sequence length, vocabulary
 GPTS = {

@@ -219,14 +219,14 @@ class TestModelsOfTheUser:
         (line,) = refused("model=custom", f"model._target_={target}", *VECTORS)
         assert line.startswith(f"model._target_={target}: ")
 
-    def test_one_without_parts_cannot_be_a_pipeline(self):
+    def test_one_without_parts_or_blocks_cannot_be_a_pipeline(self):
         (line,) = refused(
             "model=custom", "model._target_=torch.nn.Linear", "+model.in_features=4", "+model.out_features=4",
             "parallel=pdp", *VECTORS,
         )  # fmt: skip
         assert line == (
-            "parallel.pipeline=auto: the model has no parts(), so it cannot be cut into stages; "
-            "try parallel=ddp, parallel=fsdp"
+            "parallel.pipeline=auto: the model has no parts(), and no list of blocks of one class to cut between, "
+            "so it cannot be cut into stages; try parallel=ddp, parallel=fsdp"
         )
 
 

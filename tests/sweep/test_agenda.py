@@ -39,6 +39,17 @@ def test_what_is_done_or_queued_or_not_meant_is_left_alone(asked, tmp_path):
     assert [bool(only.open(tmp_path, TEMPLATE, number, [])) for number in range(3)] == [False, True, False]
 
 
+def test_a_run_that_was_done_with_another_model_is_done_again_and_says_so(asked, tmp_path, capsys):
+    Agenda(asked("seed=0")).open(tmp_path, TEMPLATE, 0, [])
+    done = store.load_record(tmp_path / "0_toy_ddp") | {"status": "ok", "error": None}
+    done["config"]["model"]["width"] = 7  # as if the file in conf/ had changed since
+    store.write_record(tmp_path / "0_toy_ddp", done)
+    capsys.readouterr()
+    assert Agenda(asked("seed=0")).open(tmp_path, TEMPLATE, 0, []) is not None
+    said = capsys.readouterr().err
+    assert said == "0_toy_ddp: was done with another model, toy with width=7 (here 64); done again\n"
+
+
 def test_with_more_time_a_run_that_is_done_remains_done(asked, tmp_path):
     Agenda(asked("cluster.time_minutes=1")).open(tmp_path, TEMPLATE, 0, [])
     done = store.load_record(tmp_path / "0_toy_ddp") | {"status": "ok", "error": None}

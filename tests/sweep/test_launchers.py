@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hydra.core.plugins import Plugins
@@ -15,8 +16,9 @@ from ptdbench.launch import local, slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, store
-from ptdbench.sweep import launchers
-from ptdbench.sweep.agenda import Agenda
+from ptdbench.setup.compose import compose_all
+from ptdbench.sweep import launchers, watch
+from ptdbench.sweep.agenda import Agenda, NoObjective
 from ptdbench.sweep.submission import arrays
 from tests.conftest import ROOT
 
@@ -111,6 +113,38 @@ class TestSubmission:
         assert len(launch.canceled) == 3
 
 
+def test_jobs_of_a_search_are_waited_for_and_their_objectives_told(asked, tmp_path, monkeypatch):
+    """Batch by batch: the numbers go on, and a job that fails raises when the sweeper asks for its result."""
+    asked()  # a SLURM that answers
+    submitted = []
+    monkeypatch.setattr(slurm, "submit", lambda script: submitted.append(script) or str(100 + len(submitted)))
+    monkeypatch.setattr(launchers.SlurmLauncher, "_task", lambda self, environment: print)
+    monkeypatch.setattr(launchers.SlurmLauncher, "agenda", Agenda(searches=True))
+
+    def follow(sweep_directory):
+        for job in ledger.read(sweep_directory).jobs:
+            directory = sweep_directory / job.directory
+            written = store.load_record(directory)
+            seed = written["config"]["seed"]
+            done = {"status": "ok", "metrics": {"samples_per_second": 8.0 * seed}} if seed < 3 else {"error": None}
+            store.write_record(directory, written | done)
+
+    monkeypatch.setattr(watch, "follow", follow)
+
+    def compose(_, overrides):
+        return compose_all(ROOT / "conf", "config", ["cluster=slurm", "model=toy", *overrides], multirun=True).first
+
+    launcher = launchers.SlurmLauncher(submitit_folder=str(tmp_path))
+    launcher.config = compose(None, [f"hydra.sweep.dir={tmp_path}"])
+    launcher.hydra_context = SimpleNamespace(config_loader=SimpleNamespace(load_sweep_config=compose))
+    first = launcher.launch([["seed=1"], ["seed=2"]], 0)
+    (second,) = launcher.launch([["seed=3"]], 2)
+    assert [done.return_value for done in first] == [8.0, 16.0]
+    with pytest.raises(NoObjective, match=r"^2_toy_ddp: failed, so that it has no throughput$"):
+        _ = second.return_value
+    assert [job.directory for job in ledger.read(tmp_path).jobs] == ["0_toy_ddp", "1_toy_ddp", "2_toy_ddp"]
+
+
 def test_hydra_finds_these_under_the_names_of_the_plugins(monkeypatch):
     plugins = Plugins.instance()
     monkeypatch.setattr(plugins, "class_name_to_class", dict(plugins.class_name_to_class))
@@ -141,7 +175,7 @@ def test_jobs_on_this_machine_run_one_after_the_other_and_one_that_fails_ends_no
     ]
     assert (records[0]["error"]["rank"], records[0]["error"]["message"]) == (1, "this one is on purpose")
     assert records[0]["started"] < records[1]["started"]
-    assert "0_custom_ddp, rank 1:\nTraceback" in done.stderr
+    assert "0_Faulty_ddp, rank 1:\nTraceback" in done.stderr
     assert done.stdout.count("status\n") == 1  # one table
     told = [line for line in done.stderr.splitlines() if line.endswith((": started", ": failed", ": ok"))]
-    assert told == ["0 custom_ddp: started", "0_custom_ddp: failed", "1 custom_ddp: started", "1_custom_ddp: ok"]
+    assert told == ["0 Faulty_ddp: started", "0_Faulty_ddp: failed", "1 Faulty_ddp: started", "1_Faulty_ddp: ok"]

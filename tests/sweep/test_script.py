@@ -83,6 +83,11 @@ def test_a_site_is_a_cluster_too_and_leaves_nothing_in_the_command():
             "1 node x 2 ranks, 2 nodes x 2 ranks; write one for each, or python train.py cluster=slurm",
         ),
         (["cluster=local"], "cluster=local: is not a SLURM cluster; try slurm, or omit it"),
+        (
+            ["hydra/sweeper=optuna", "seed=1,2"],
+            "hydra/sweeper=optuna: each rank of the script's job would search by itself; "
+            "try python train.py -m cluster=slurm, which submits jobs",
+        ),
         (["model=toyy"], "model=toyy: there is no such choice; try toy"),
     ],
 )

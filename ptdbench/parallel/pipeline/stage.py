@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ptdbench.models.protocol import FlopsUnknown, Model
+from ptdbench.models.protocol import FlopsUnknown, Model, members
 from ptdbench.parallel.pipeline.partition import balance
 
 
@@ -18,10 +18,12 @@ class Cut:
     Attributes:
         stages: The names of each stage's parts, in the model's order.
         ranks: Each stage's rank in the pipeline.
+        holds: The names of each stage's submodules: of its parts, or of what these are made of.
     """
 
     stages: Sequence[Sequence[str]]
     ranks: Sequence[int]
+    holds: Sequence[Sequence[str]]
 
     def of(self, rank: int) -> list[int]:
         """The stages of a rank, in order."""
@@ -30,7 +32,7 @@ class Cut:
     def owner(self, weight: str) -> int:
         """The stage that holds a weight, by its full name."""
         return next(
-            number for number, parts in enumerate(self.stages) if any(weight.startswith(f"{part}.") for part in parts)
+            number for number, names in enumerate(self.holds) if any(weight.startswith(f"{name}.") for name in names)
         )
 
 
@@ -45,7 +47,8 @@ def cut(model: Model, ranks: Sequence[int]) -> Cut:
     """
     parts = model.parts() or {}
     names = list(parts)
-    return Cut([names[run.start : run.stop] for run in balance(costs(model, parts), len(ranks))], ranks)
+    stages = [names[run.start : run.stop] for run in balance(costs(model, parts), len(ranks))]
+    return Cut(stages, ranks, [[held for name in stage for held in members(name, parts[name])] for stage in stages])
 
 
 def costs(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
@@ -70,7 +73,7 @@ class Stage(nn.Module):
 
     def __init__(self, parts: Mapping[str, nn.Module], is_last: bool = False) -> None:
         super().__init__()
-        for name, part in parts.items():
+        for name, part in ((name, member) for key, one in parts.items() for name, member in members(key, one).items()):
             *path, leaf = name.split(".")
             holder: nn.Module = self
             for step in path:

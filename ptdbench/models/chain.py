@@ -1,0 +1,368 @@
+"""A module that says nothing of stages, as a chain: what comes before its repeated blocks, each block, what follows.
+
+The code around the blocks stays the module's own: a stage runs the module's ``forward`` with a slot in the place of
+each block. The slots end the pass before the first block, hand the blocks' other arguments out (a mask, positions), or
+let the rest run on what the last block has returned. So the blocks must be called one after the other, each with what
+the one before has returned, and nothing else may depend on the samples. That is tried before it is believed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ptdbench.models.protocol import Piece
+
+#: Makes the outputs, or with targets the loss, of what a module's ``forward`` returns.
+Finish = Callable[[Any, Tensor | None], Tensor]
+
+
+class NoChain(Exception):
+    """Why a module cannot be cut between its blocks, in words that follow "the model"."""
+
+
+def repeated(module: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks of a module, by name.
+
+    They are of the class of the longest ``ModuleList`` or ``Sequential`` whose members are all of one class and made of
+    several modules. Those of shorter lists count too, as in a ResNet.
+    """
+    longest: list[nn.Module] = []
+    lists = [
+        list(one.children())
+        for one in module.modules()
+        if isinstance(one, nn.ModuleList | nn.Sequential) and len({type(child) for child in one.children()}) == 1
+    ]
+    for children in lists:
+        if len(children) > max(1, len(longest)) and any(True for _ in children[0].children()):
+            longest = children
+    if not longest:
+        return {}
+    of_lists = {child for children in lists for child in children if type(child) is type(longest[0])}
+    found: dict[str, nn.Module] = {}
+    for name, one in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if one in of_lists and not inside:
+            found[name] = one
+    return found
+
+
+class _Reached(Exception):
+    """The pass has come to a block: with these arguments."""
+
+    def __init__(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+        self.options = options
+
+
+class _Slot(nn.Module):
+    """Stands where a block is, and has the block's attributes, which the code around it may ask for."""
+
+    def __init__(self, block: nn.Module, act: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__["block"] = block  # not a submodule
+        self._act = act
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["block"], name)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        """Do what the pass is for."""
+        return self.__dict__["_act"](self, arguments, options)
+
+
+class _Stub(nn.Module):
+    """Stands where a module before the blocks is, and returns zeros of its shape: what they are does not matter."""
+
+    def __init__(self, shape: Sequence[int], dtype: Callable[[], torch.dtype], fill: float = 0.0) -> None:
+        super().__init__()
+        self._shape = tuple(shape)
+        self._dtype = dtype
+        self._fill = fill
+
+    def forward(self, inputs: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Zeros, as many as there are inputs."""
+        shape = (inputs.shape[0], *self._shape[1:])
+        return torch.full(shape, self._fill, dtype=self._dtype(), device=inputs.device)
+
+
+class Chain:
+    """A module as a chain of pieces.
+
+    Args:
+        module: The module.
+        blocks: Its repeated blocks in order, by name.
+        call: Calls a module as this one wants to be called: ``call(module, inputs)``.
+        finish: Makes the outputs, or with targets the loss, of what that returns: ``finish(returned, targets)``.
+        example: Inputs of one sample on the meta device.
+
+    Raises:
+        NoChain: It is none.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        call: Callable[[nn.Module, Tensor], Any],
+        finish: Finish,
+        example: Tensor,
+    ) -> None:
+        self._module = module
+        self._call = call
+        self._finish = finish
+        self._example = example
+        self._blocks = dict(blocks)
+        self._dtype = torch.float32  # of the hidden state
+        self._device = torch.device("cpu")
+        if len(self._blocks) < 2:
+            raise NoChain("has no parts(), and no list of blocks of one class to cut between")
+        self._before: dict[str, nn.Module] = {}  # what has weights, by name
+        self._after: dict[str, nn.Module] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._in_tuple = False
+        self._end: Tensor | None = None
+        self._hidden_shape = torch.Size()
+        self._options: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        if any(weight.is_meta for weight in module.parameters()):
+            raise NoChain("has no parts(), and has no values yet to find out what its blocks depend on")
+        modes = {one: one.training for one in module.modules()}
+        module.eval()  # no dropout, and batch norms that keep their statistics
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                self._observe()
+                self._front = self._with_slots({})
+                self._back = self._with_slots(self._stubs(0.0))
+                self._require_independence()
+        finally:
+            for one, mode in modes.items():
+                one.training = mode
+
+    def parts(self, prefix: str = "") -> dict[str, nn.Module]:
+        """The pieces in order; the last one is called with ``(hidden, targets)``.
+
+        Args:
+            prefix: What makes a name in the module a full name.
+        """
+
+        def full(members: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+            return {prefix + name: member for name, member in members.items()}
+
+        def last(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+            return self._finish(self._rest(self._back, hidden), targets)
+
+        found: dict[str, nn.Module] = {"(before the blocks)": Piece(full(self._before), self._begin)}
+        for name, block in self._blocks.items():
+            found[name] = Piece(full({name: block}), partial(self._through, block))
+        return found | {"(after the blocks)": Piece(full(self._after), last)}
+
+    def _begin(self, inputs: Tensor) -> Tensor:
+        """The first block's input."""
+        _train(self._front, like=self._before)
+        self._place(inputs.device)
+        try:
+            self._call(self._front, inputs)
+        except _Reached as reached:
+            return _hidden(reached)[0]
+        raise AssertionError("no block was reached")
+
+    def _through(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        arguments, options = self._others(hidden)
+        found = block(hidden, *arguments, **options)
+        return found[0] if self._in_tuple else found
+
+    def _rest(self, shell: nn.Module, hidden: Tensor) -> Any:
+        """What the module returns after the last block has returned ``hidden``."""
+        _train(shell, like=self._after)
+        self._place(hidden.device)
+        self._end, self._dtype = hidden, hidden.dtype
+        try:
+            return self._call(shell, self._inputs(hidden))
+        finally:
+            self._end = None
+
+    def _others(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the blocks are called with beside the hidden state; computed once for each size of batch."""
+        key = (hidden.shape, hidden.dtype, hidden.device)
+        self._dtype = hidden.dtype
+        if key not in self._options:
+            with torch.no_grad():
+                self._options[key] = self._probe(self._back, self._inputs(hidden))
+        return self._options[key]
+
+    def _probe(self, module: nn.Module, inputs: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._place(inputs.device)
+        try:
+            self._call(module, inputs)
+        except _Reached as reached:
+            return _hidden(reached)[1:]
+        raise AssertionError("no block was reached")
+
+    def _place(self, device: torch.device) -> None:
+        """Move tables of positions and the like to the device: they belong to no piece, so nobody else does."""
+        if device == self._device:
+            return
+        self._device = device
+        for one in self._front.modules():
+            for name, buffer in one._buffers.items():
+                one._buffers[name] = None if buffer is None else buffer.to(device)
+
+    def _inputs(self, hidden: Tensor) -> Tensor:
+        """Inputs of the right shape, whatever they are."""
+        shape = (hidden.shape[0], *self._example.shape[1:])
+        return torch.zeros(shape, dtype=self._example.dtype, device=hidden.device)
+
+    def _act(self, slot: _Slot, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if self._end is None:
+            raise _Reached(arguments, options)
+        return (self._end,) if self._in_tuple else self._end
+
+    def _with_slots(self, stubs: Mapping[str, nn.Module], act: Callable[..., Any] | None = None) -> nn.Module:
+        """The module with slots and stubs; the modules around them are copies, all others the same."""
+        replaced = {**{name: _Slot(block, act or self._act) for name, block in self._blocks.items()}, **stubs}
+
+        def rebuilt(module: nn.Module, prefix: str) -> nn.Module:
+            inside = [name for name in replaced if name.startswith(prefix)]
+            if not inside:
+                return module
+            found = copy.copy(module)
+            children = {}
+            for name, child in module._modules.items():
+                full = f"{prefix}{name}"
+                children[name] = replaced.get(full) or (rebuilt(child, f"{full}.") if child is not None else None)
+            found.__dict__["_modules"] = children
+            return found
+
+        return rebuilt(self._module, "")
+
+    def _observe(self) -> None:
+        """Run the module with only its first block in place, and see in which order it calls what."""
+        names, owners = list(self._blocks), _owners(self._module, self._blocks)
+        calls: list[str] = []
+        returned: list[Tensor] = []
+
+        def act(slot: _Slot, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+            name = next(name for name in names if self._blocks[name] is slot.__dict__["block"])
+            calls.append(name)
+            hidden = _hidden(_Reached(arguments, options))[0]
+            if returned and hidden is not returned[-1]:
+                raise NoChain(f"does not call {name} with what {calls[-2]} returns")
+            if not returned:
+                found = slot.__dict__["block"](*arguments, **options)
+                self._in_tuple = isinstance(found, tuple)
+                hidden = found[0] if self._in_tuple else found
+                self._hidden_shape = hidden.shape
+            returned.append(hidden.clone())
+            return (returned[-1],) if self._in_tuple else returned[-1]
+
+        def note(name: str) -> Callable[..., None]:
+            def hook(_: nn.Module, __: Any, output: Any) -> None:
+                calls.append(name)
+                self._shapes[name] = output.shape if isinstance(output, Tensor) else torch.Size()
+
+            return hook
+
+        handles = [one.register_forward_hook(note(name)) for name, one in owners.items()]
+        shell = self._with_slots({}, act)
+        try:
+            self._call(shell, torch.zeros((2, *self._example.shape[1:]), dtype=self._example.dtype))
+        except NoChain:
+            raise
+        except Exception as error:  # a stranger's code may raise anything
+            reason = str(error).partition("\n")[0]
+            raise NoChain(f"cannot be tried between its blocks: {reason}") from None
+        finally:
+            for handle in handles:
+                handle.remove()
+        if [name for name in calls if name in self._blocks] != names:
+            raise NoChain(f"does not call {names[0]} to {names[-1]} once each and in order")
+        start, end = calls.index(names[0]), calls.index(names[-1])
+        for name, one in owners.items():
+            if name not in calls:
+                raise NoChain(f"does not call {name}, which has weights")
+            if start < calls.index(name) < end:
+                raise NoChain(f"calls {name} between its blocks")
+            (self._before if calls.index(name) < start else self._after)[name] = one
+        if not self._before or not self._after:
+            raise NoChain(f"has no weights {'after' if self._before else 'before'} its blocks")
+
+    def _require_independence(self) -> None:
+        """Nothing but the hidden state may depend on the samples: tried with two, from which stubs make others."""
+        shape = (2, *self._example.shape[1:])
+        other = self._with_slots(self._stubs(1.0))
+        zeros, ones = torch.zeros(shape, dtype=self._example.dtype), torch.ones(shape, dtype=self._example.dtype)
+        given = zip(tree_leaves(self._probe(self._back, zeros)), tree_leaves(self._probe(other, ones)), strict=True)
+        if any(not (torch.equal(a, b) if isinstance(a, Tensor) else a is b or a == b) for a, b in given):
+            raise NoChain("calls its blocks with more than the hidden state that depends on the samples")
+        hidden = torch.randn((2, *self._hidden_shape[1:]))
+        results = [self._finish(self._rest(shell, hidden), None) for shell in (self._back, other)]
+        if not torch.equal(*results):
+            raise NoChain("uses what comes before its blocks after them too")
+
+    def _stubs(self, fill: float) -> dict[str, nn.Module]:
+        return {name: _Stub(self._shapes[name], lambda: self._dtype, fill) for name in self._before}
+
+
+def _train(shell: nn.Module, like: Mapping[str, nn.Module]) -> None:
+    """Let the copied modules know whether they train: nobody tells them but who holds the members."""
+    mode = next(iter(like.values())).training
+    for one in shell.modules():
+        if not any(True for _ in one.parameters(recurse=False)):
+            one.__dict__["training"] = mode
+
+
+def _hidden(reached: _Reached) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """A block's first argument, by position or by name, and the others."""
+    if reached.arguments:
+        return reached.arguments[0], reached.arguments[1:], reached.options
+    name, *_ = reached.options
+    return reached.options[name], (), {key: value for key, value in reached.options.items() if key != name}
+
+
+def _owners(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """The outermost modules outside of the blocks that have weights of their own.
+
+    Raises:
+        NoChain: One of them is around the blocks.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, one in module.named_modules():
+        inside = any(f"{name}.".startswith(f"{outer}.") for outer in (*blocks, *found))
+        if inside or not any(True for _ in one.parameters(recurse=False)):
+            continue
+        if not name or any(block.startswith(f"{name}.") for block in blocks):
+            weight, _ = next(one.named_parameters(recurse=False))
+            raise NoChain(f"has a weight, {weight}, in {type(one).__name__}, which is around the blocks")
+        found[name] = one
+    return found
+
+
+def of_sequential(module: nn.Sequential, finish: Finish, prefix: str = "") -> dict[str, nn.Module]:
+    """An ``nn.Sequential`` as a chain; what has no weights goes with what is before it. Arguments as above."""
+    groups: list[dict[str, nn.Module]] = [{}]
+    for name, child in module.named_children():
+        has_weights = any(True for _ in child.parameters())
+        if has_weights and any(True for member in groups[-1].values() for _ in member.parameters()):
+            groups.append({})
+        groups[-1][prefix + name] = child
+
+    def run(group: Mapping[str, nn.Module], inputs: Tensor) -> Tensor:
+        for child in group.values():
+            inputs = child(inputs)
+        return inputs
+
+    def last(group: Mapping[str, nn.Module], inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        return finish(run(group, inputs), targets)
+
+    runs = [run] * (len(groups) - 1) + [last]
+    return {
+        next(iter(group)).removeprefix(prefix): Piece(group, partial(one, group))
+        for group, one in zip(groups, runs, strict=True)
+    }

@@ -1,0 +1,34 @@
+"""What a sweeper that searches judges a run by: one figure of its record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+Objective = Literal["throughput", "held_out_loss", "held_out_accuracy"]
+
+#: In which direction each objective is better.
+DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
+    "throughput": "maximize",
+    "held_out_loss": "minimize",
+    "held_out_accuracy": "maximize",
+}
+
+
+def value(record: Mapping[str, Any], objective: Objective) -> float | None:
+    """The figure by which a run is judged; ``None`` for a run that is not ok, or has no such figure.
+
+    Args:
+        record: The run's record.
+        objective: ``throughput``: tokens per second, or samples per second where samples are not tokens.
+            ``held_out_loss``, ``held_out_accuracy``: of the best evaluation.
+    """
+    if record["status"] != "ok":
+        return None
+    if objective == "throughput":
+        metrics = record.get("metrics") or {}
+        return metrics.get("tokens_per_second") or metrics.get("samples_per_second")
+    name = {"held_out_loss": "loss", "held_out_accuracy": "top1"}[objective]
+    found = [figure for one in record.get("evaluations") or [] if (figure := one.get(name)) is not None]
+    best = max if DIRECTIONS[objective] == "maximize" else min
+    return best(found) if found else None

@@ -1,0 +1,227 @@
+"""Modules that say nothing of stages, cut between their repeated blocks; and why others are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ptdbench.models import chain
+from ptdbench.models.foreign import adapt
+from ptdbench.models.protocol import members
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden, scale=None):
+        hidden = hidden + self.linear(self.norm(hidden))
+        return hidden if scale is None else hidden * scale
+
+
+class Net(nn.Module):
+    """A stem, a list of blocks and a head, as most people write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(6, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, inputs):
+        hidden = self.stem(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class Scaled(Net):
+    """Its blocks get a constant beside the hidden state."""
+
+    def forward(self, inputs):
+        hidden, scale = self.stem(inputs), torch.arange(1.0, WIDTH + 1)
+        for block in self.blocks:
+            hidden = block(hidden, scale=scale)
+        return self.head(hidden)
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.arange(1.0, WIDTH + 1), persistent=False)
+
+    def forward(self):
+        return self.scale
+
+
+class ByTable(Net):
+    """As positions are in a Llama: a module without weights makes what each block gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = Table()
+
+    def forward(self, inputs):
+        hidden, scale = self.stem(inputs) * self.table(), self.table()
+        for block in self.blocks:
+            hidden = block(hidden, scale)
+        return self.head(hidden) * self.table()[:4]
+
+
+class Guided(Net):
+    """Its blocks get what depends on the samples."""
+
+    def forward(self, inputs):
+        hidden = self.stem(inputs)
+        scale = hidden.mean(1, keepdim=True)
+        for block in self.blocks:
+            hidden = block(hidden, scale)
+        return self.head(hidden)
+
+
+class Residual(Net):
+    def forward(self, inputs):
+        hidden = self.stem(inputs)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+class Skips(Net):
+    def forward(self, inputs):
+        hidden = self.stem(inputs)
+        for block in reversed(self.blocks):
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class Bare(Net):
+    """Has a weight that no module of its own uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, inputs):
+        return super().forward(inputs) + self.shift
+
+
+class HeadOnStem(Net):
+    """The head looks back at the stem: the chain is none, though its blocks are."""
+
+    def forward(self, inputs):
+        first = hidden = self.stem(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden + first)
+
+
+def example():
+    return torch.empty(1, 6, device="meta"), torch.empty(1, 4, device="meta")
+
+
+def run(model, inputs, targets=None):
+    *front, last = model.parts().values()
+    for part in front:
+        inputs = part(inputs)
+    return last(inputs) if targets is None else last(inputs, targets)
+
+
+def sequential():
+    return nn.Sequential(nn.Flatten(), nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4), nn.Tanh())
+
+
+@pytest.mark.parametrize("build", [Net, Scaled, ByTable, sequential])
+def test_the_pieces_one_after_the_other_are_the_module(build):
+    model = adapt(build(), example)
+    inputs, targets = torch.randn(5, 6), torch.randn(5, 4)
+    assert torch.equal(run(model, inputs), model(inputs))
+    assert torch.equal(run(model, inputs, targets), model(inputs, targets))
+    model(inputs, targets).backward()
+    whole = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
+    run(model, inputs, targets).backward()
+    assert all(torch.equal(weight.grad, whole[name]) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("build", [Net, Scaled, sequential])
+def test_every_weight_is_in_one_piece_under_its_own_name(build):
+    model = adapt(build(), example)
+    held = [
+        f"{member}.{name}"
+        for key, part in model.parts().items()
+        for member, module in members(key, part).items()
+        for name, _ in module.named_parameters()
+    ]
+    assert sorted(held) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_each_piece_runs_where_its_weights_are(number):
+    """Also where it is alone, and tables of the module are on another device."""
+    model = adapt(ByTable(), example)
+    part = list(model.parts().values())[number]
+    for module in members("", part).values():
+        module.to("meta")
+    assert part(torch.empty(3, 6 if number == 0 else WIDTH, device="meta")).is_meta
+
+
+def test_what_has_no_weights_is_no_stage_of_its_own():
+    assert [len(members("", part)) for part in adapt(sequential(), example).parts().values()] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (Guided, "calls its blocks with more than the hidden state that depends on the samples"),
+        (Residual, "does not call blocks.1 with what blocks.0 returns"),
+        (Skips, "does not call blocks.0 to blocks.2 once each and in order"),
+        (Bare, "has a weight, shift, in Bare, which is around the blocks"),
+        (HeadOnStem, "uses what comes before its blocks after them too"),
+        (lambda: nn.Linear(6, 4), "has no parts(), and no list of blocks of one class to cut between"),
+    ],
+)
+def test_what_is_no_chain_says_why(build, reason):
+    model = adapt(build(), example)
+    assert model.parts() is None
+    assert model.uncut == reason
+
+
+def test_trying_draws_no_random_numbers():
+    state = torch.random.get_rng_state()
+    model = adapt(nn.Sequential(Net()), example)
+    torch.random.set_rng_state(state)
+    model.parts()
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+class TestRepeated:
+    def test_they_are_the_layers_of_a_module_that_names_none(self):
+        model = adapt(Net(), example)
+        assert model.layers() == list(model.module.blocks)  # fsdp shards each of them
+
+    def names(self, module):
+        return list(chain.repeated(module))
+
+    def test_the_members_of_the_longest_list_of_one_class(self):
+        assert self.names(Net()) == ["blocks.0", "blocks.1", "blocks.2"]
+        assert self.names(sequential()) == []
+        assert self.names(nn.ModuleList(nn.Linear(2, 2) for _ in range(3))) == []  # single layers are no blocks
+
+    def test_those_of_shorter_lists_are_the_same_blocks(self):
+        from torchvision.models import resnet18
+
+        assert self.names(resnet18()) == [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)]
+
+    def test_blocks_in_blocks_are_not_listed_twice(self):
+        class Outer(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.inner = nn.ModuleList(Block() for _ in range(2))
+
+        assert self.names(nn.ModuleList(Outer() for _ in range(3))) == ["0", "1", "2"]

@@ -1,0 +1,177 @@
+"""Sweeps whose runs Hydra's Optuna chooses by the results of the earlier ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+from torch import nn
+
+from ptdbench.launch.world import World
+from ptdbench.problems import ConfigError
+from ptdbench.records import objective
+from ptdbench.setup import config, hydra_sweeper
+from ptdbench.setup.compose import compose_all
+from tests import forked
+from tests.conftest import ROOT
+
+OPTUNA = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", "hydra.sweeper.n_trials=3")
+SEEDED = (*OPTUNA, "hydra.sweeper.sampler.seed=1")
+RUN = ("model=toy", "parallel=single", "train.steps=4", "device=cpu")
+
+
+def train_py(*arguments, cwd):
+    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=240, check=False)
+
+
+def refused(*arguments, cwd):
+    done = forked.train_py(*arguments, cwd=cwd)
+    assert done.returncode == 1, done.stderr
+    return done.stderr.splitlines()
+
+
+def rows(sweep):
+    return [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.ranks
+class TestOptuna:
+    def test_it_is_told_each_runs_throughput_and_a_run_that_fails_ends_nothing(self, tmp_path):
+        search = ("optimizer.lr=interval(1e-4,1e-2)", "train.micro_batch=16,5", "hydra.sweep.dir=sweep")
+        done = train_py(*SEEDED, *RUN, *search, cwd=tmp_path)
+        sweep, records = tmp_path / "sweep", rows(tmp_path / "sweep")
+        names = [record["directory"].rpartition("/")[2] for record in records]
+        assert names == ["0_toy_single", "1_toy_single", "2_toy_single"]
+        assert {record["config"]["train"]["micro_batch"] for record in records} == {16, 5}  # as this seed draws them
+        for record in records:
+            assert (record["status"] == "ok") == (record["config"]["train"]["micro_batch"] == 16)
+        assert len({record["config"]["optimizer"]["lr"] for record in records}) == 3
+        assert done.returncode == 1  # not all were ok
+        best = max((objective.value(record, "throughput") or 0, record["directory"]) for record in records)
+        found = OmegaConf.load(sweep / "optimization_results.yaml")
+        assert found.best_value == best[0]  # and not the smallest, which is Optuna's own default
+        assert f"search       {sweep.relative_to(tmp_path)}/optimization_results.yaml" in done.stdout.splitlines()
+        assert "Traceback" not in done.stdout + done.stderr
+
+        again = train_py("sweep.resume=sweep", cwd=tmp_path)  # of the same seed: what is ok is told again
+        assert again.returncode == 1
+        later = rows(sweep)[len(records) :]
+        assert {row["status"] for row in later} == {"failed"}
+        assert OmegaConf.load(sweep / "optimization_results.yaml") == found
+
+    def test_a_held_out_figure_is_minimized(self, tmp_path):
+        digits = ("data=digits", "eval.every=2", "objective=held_out_loss")
+        model = ("model=custom", "model._target_=tests.test_search.digits_model", "train.steps=2", "device=cpu")
+        search = ("hydra/sweeper/sampler=grid", "optimizer.lr=1e-1,1e-8", "hydra.sweep.dir=sweep", "parallel=single")
+        done = train_py(*OPTUNA, *search, *digits, *model, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        records = rows(tmp_path / "sweep")
+        found = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml")
+        losses = [record["evaluations"][-1]["loss"] for record in records]
+        assert found.best_value == min(losses) < max(losses)
+
+    def test_where_no_run_is_ok_it_says_so_in_one_line(self, tmp_path):
+        faulty = ("model=custom", "model._target_=tests.launch.faulty.Faulty", "data.inputs=8", "data.outputs=4")
+        done = train_py(*OPTUNA, *faulty, "data=synthetic_vectors", "+model.how=raise", "+model.rank=0",
+                        "parallel=single", "device=cpu", "optimizer.lr=1,2",
+                        "hydra.sweeper.n_trials=1", "hydra.sweep.dir=sweep", cwd=tmp_path)  # fmt: skip
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith("hydra/sweeper=optuna: ended early: ")
+        assert len(rows(tmp_path / "sweep")) == 1
+        assert done.stdout.count("status\n") == 1  # the table all the same
+
+
+class TestRefused:
+    def test_what_no_run_could_do(self, tmp_path):
+        found = refused(*OPTUNA, "model=toy", "model.width=0", "optimizer.lr=interval(1e-4,1e-2)", cwd=tmp_path)
+        assert [line.partition(":")[0] for line in found] == ["model.width=0"]
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_range_without_a_sweeper_that_searches(self, tmp_path):
+        (line,) = refused("-m", "model=toy", "optimizer.lr=interval(1e-4,1e-2)", cwd=tmp_path)
+        assert line == (
+            "optimizer.lr=interval(1e-4,1e-2): is a range of numbers, of which a sweeper that searches chooses; "
+            "add -m hydra/sweeper=optuna, or give a list of values"
+        )
+
+    def test_a_sweeper_that_is_not_installed(self, tmp_path):
+        (line,) = refused("-m", "hydra/sweeper=ax", "model=toy", "seed=1,2", cwd=tmp_path)
+        assert line == (
+            "hydra/sweeper=ax: there is no such choice; install its plugin, perhaps pip install hydra-ax-sweeper"
+        )
+
+    def test_an_objective_that_there_would_not_be(self, tmp_path):
+        (line,) = refused("model=toy", "objective=held_out_loss", cwd=tmp_path)
+        assert line == (
+            "objective=held_out_loss: is a figure of the held-out part, and eval.every=null never evaluates on it; "
+            "try eval.every=60"
+        )
+        (line,) = refused("objective=held_out_accuracy", "data.held_out=0.1", "eval.every=5", cwd=tmp_path)
+        assert line == "objective=held_out_accuracy: the samples of data=text have no classes; try held_out_loss"
+        (line,) = refused("model=toy", "objective=speed", cwd=tmp_path)
+        assert line == "objective=speed: must be throughput, held_out_loss or held_out_accuracy"
+
+    def found(self, *overrides, world=None, goes_on=None):
+        composed = compose_all(ROOT / "conf", "config", [*OPTUNA[1:], *overrides], multirun=True)
+        with pytest.raises(ConfigError) as error:
+            hydra_sweeper.check(composed, config.read(composed.jobs[0]).cluster, world, goes_on)
+        return str(error.value)
+
+    def test_ranks_that_would_each_search_by_themselves(self):
+        said = self.found("model=toy", "seed=1,2", world=World(1, 2, 1, 2, "torchrun"))
+        assert said == (
+            "hydra/sweeper=optuna: each of the 2 ranks that torchrun started would search by itself; "
+            "start it with plain python, here or with cluster=slurm"
+        )
+
+    def test_jobs_whose_results_nobody_waits_for(self):
+        assert self.found("cluster=slurm", "cluster.submit=detach", "seed=1,2").endswith(
+            "needs the results of its jobs before it can choose the next ones; try wait"
+        )
+
+    def test_to_go_on_where_other_values_would_be_drawn(self, tmp_path):
+        assert self.found("model=toy", "seed=1,2", goes_on=tmp_path).endswith(
+            "its values were drawn without a seed, and optuna would draw others now; "
+            "start another sweep; one that can go on has hydra.sweeper.sampler.seed"
+        )
+
+
+RECORD = {
+    "status": "ok",
+    "metrics": {"tokens_per_second": None, "samples_per_second": 8.0},
+    "evaluations": [{"loss": 2.0, "top1": 0.5}, {"loss": None, "top1": 0.75}, {"loss": 3.0, "top1": 0.25}],
+}
+
+
+class TestObjective:
+    def test_it_is_one_figure_of_the_record(self):
+        assert objective.value(RECORD, "throughput") == 8.0
+        tokens = {**RECORD, "metrics": {"tokens_per_second": 128.0, "samples_per_second": 8.0}}
+        assert objective.value(tokens, "throughput") == 128.0
+        assert objective.value(RECORD, "held_out_loss") == 2.0
+        assert objective.value(RECORD, "held_out_accuracy") == 0.75
+
+    def test_there_is_none_of_a_run_that_is_not_ok_or_never_evaluated(self):
+        assert objective.value({**RECORD, "status": "failed"}, "throughput") is None
+        assert objective.value({**RECORD, "evaluations": []}, "held_out_loss") is None
+        assert objective.value({"status": "ok", "metrics": None}, "throughput") is None
+
+    def test_what_a_sweeper_is_set_to_where_nobody_did(self):
+        def overrides(*typed):
+            composed = compose_all(ROOT / "conf", "config", ["model=toy", "seed=1,2", *typed], multirun=True)
+            return hydra_sweeper.overrides(composed)
+
+        assert overrides() == []
+        assert overrides(OPTUNA[1]) == ["hydra.sweeper.direction=maximize", "hydra.sweeper.max_failure_rate=1.0"]
+        assert overrides(OPTUNA[1], "hydra.sweeper.direction=minimize") == ["hydra.sweeper.max_failure_rate=1.0"]
+        assert overrides(OPTUNA[1], "objective=held_out_loss", "eval.every=1")[0] == "hydra.sweeper.direction=minimize"
+
+
+def digits_model() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 10))
