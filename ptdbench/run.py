@@ -82,6 +82,8 @@ def run(composed: DictConfig, directory: Path, known: Summary | None = None) -> 
     if world:
         take_part(lambda: spec, world, attempt, watch)
     else:
+        if known.warning:
+            say(known.warning, sys.stderr)
         _start_ranks(composed, known.world_size, attempt, watch)
 
 
@@ -154,6 +156,10 @@ def _specify(composed: DictConfig, world: World, watch: Stopwatch) -> RunSpec:
     """What this rank takes part in."""
     watch.lap("import")
     spec = run_spec.specify(config.read(composed), world)
+    if not (world.started_by.has_parent and spec.device_type == "cpu"):  # the parent has checked the host
+        warning = run_spec.check_memory(spec, world)
+        if warning and world.rank == 0:
+            say(warning, sys.stderr)
     watch.lap("config")
     return spec
 

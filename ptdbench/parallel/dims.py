@@ -49,6 +49,10 @@ class Dims:
         """Number of shares that the global batch is divided into."""
         return self.replicate * self.shard
 
+    def stage(self, rank: int) -> int:
+        """The pipeline stage of a rank, by the order of the mesh."""
+        return rank // (self.shard * self.context * self.tensor) % self.pipeline
+
 
 def derive(world_size: int, wanted: Mapping[str, Degree]) -> Dims:
     """Derive the degrees of a run.

@@ -10,7 +10,8 @@ from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.apply import Setting, Transforms, apply
 from ptdbench.parallel.batch import Layout, divides
 from ptdbench.parallel.dims import Degree, Dims, derive, divisors
-from ptdbench.parallel.engine import Accumulating, Engine
+from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
+from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.pipeline import schedules
 from ptdbench.parallel.pipeline.engine import pipelined
 from ptdbench.parallel.precision import Name
@@ -126,6 +127,12 @@ class Strategy:
         if self._applies("shard", dims) and (names := shared_between_layers(model)):
             rule = f"{names[0]} and {names[1]} are one weight, and fully_shard wants it in one layer"
             require(Problem("shard", self.shard, rule, try_these(["parallel=ddp"])))
+
+    def footprints(self, model: Model, layout: Layout, make: MakeOptimizer, *, average: bool) -> list[Footprint]:
+        """The training state of a rank of each pipeline stage; ``average``: whether a moving average is kept."""
+        in_buckets = self._applies("replicate", layout.dims) and not self._applies("shard", layout.dims)
+        copies = 2 if in_buckets and not self.gradient_as_bucket_view else 1
+        return footprints(model, layout.dims, make, average=average, gradient_copies=copies)
 
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Lay the model out; called in every rank."""

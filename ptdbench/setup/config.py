@@ -137,6 +137,7 @@ class General:
     timeout_minutes: float | None
     check: bool
     objective: Objective
+    memory_reserve: float | None
 
 
 @dataclass(frozen=True)
@@ -273,6 +274,9 @@ def _out_of_range(options: Mapping[str, Any]) -> list[Problem]:
             found.append(Problem(limit, minutes, "must be greater than 0, or null for no limit"))
     if (norm := options.get("clip_norm")) is not None and norm <= 0:
         found.append(Problem("clip_norm", norm, "must be greater than 0, or null for no clipping"))
+    if (part := options.get("memory_reserve")) is not None and not 0 <= part < 1:
+        rule = "must be at least 0 and less than 1, or null to start a run whatever it needs"
+        found.append(Problem("memory_reserve", part, rule, "try 0.1"))
     if (decay := options.get("ema")) is not None and not 0 < decay < 1:
         found.append(Problem("ema", decay, "must be between 0 and 1, or null for no average", "try 0.999"))
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from ptdbench.launch.world import World
 from ptdbench.models.protocol import module_of
 from ptdbench.problems import Findings, Problem, require
-from ptdbench.setup import choices, training_spec
+from ptdbench.setup import choices, fit, training_spec
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.terminal import plural
@@ -33,11 +33,13 @@ class Summary:
         world_size: How many ranks there are.
         trains: Whether it trains, and its data have to be prepared.
         fields: What its record gains.
+        warning: A remark on its memory, if there is one.
     """
 
     world_size: int
     trains: bool
     fields: Mapping[str, Any]
+    warning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -139,15 +141,40 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
 def summarize(config: Config, world: World | None, gpus: int | None = None) -> Summary:
     """Specify a run, and keep no more than its summary; the arguments and errors are those of :func:`specify`.
 
-    A model without ``reset`` was built whole in host memory, which the ranks need, and is gone when this returns.
+    The run is refused if its training state cannot fit into memory. A model without ``reset`` was built whole in host
+    memory, which the ranks need, and is gone when this returns.
     """
     spec = specify(config, world, gpus)
-    summary = spec.summary
+    summary = replace(spec.summary, warning=check_memory(spec, world, is_elsewhere=gpus is not None))
     in_memory = spec.training and any(not p.is_meta for p in module_of(spec.training.model).parameters())
     del spec
     if in_memory:
         gc.collect()  # such a model may hold references to itself, and this process is about to do nothing but wait
     return summary
+
+
+def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False) -> str | None:
+    """Compare a run's training state with the memory of the machine, the GPU or the job; see :func:`fit.check`.
+
+    A GPU is asked only in a rank: asking initializes CUDA.
+
+    Args:
+        spec: The run.
+        world: This process's place among the run's ranks; ``None`` in the process that will start them here.
+        is_elsewhere: Whether a job of a cluster will carry the run out.
+    """
+    reserve, cluster = spec.config.general.memory_reserve, spec.config.cluster
+    if spec.training is None or reserve is None:
+        return None
+    ranks = world.local_size if world else spec.world_size
+    room: fit.Room | None = None
+    if is_elsewhere:
+        room = fit.in_job(cluster, ranks) if isinstance(cluster, Slurm) and spec.device_type == "cpu" else None
+    elif spec.device_type == "cpu":
+        room = fit.on_host(ranks, reserve, running=world is not None)
+    elif world:
+        room = fit.on_gpu(spec.device(world.local_rank))
+    return fit.check(spec.training, room) if room else None
 
 
 def _device_type(config: Config, gpus: int) -> str:

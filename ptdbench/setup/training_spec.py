@@ -20,6 +20,7 @@ from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.engine import Engine
+from ptdbench.parallel.footprint import Footprint
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, Findings, Problem, under
 from ptdbench.setup import choices
@@ -60,6 +61,11 @@ class TrainingSpec:
     def label(self) -> str:
         """What is trained in two words, for people."""
         return f"{self.config.call('model').name} {self.config.call('parallel').name}"
+
+    def footprints(self) -> list[Footprint]:
+        """The training state of a rank of each pipeline stage."""
+        average = self.config.train.ema is not None
+        return self.strategy.footprints(self.model, self.layout, self.optimizer, average=average)
 
     def prepare_data(self) -> None:
         """Do what the data need once a node, or find it done; raises ConfigError where they turn out to be unusable."""

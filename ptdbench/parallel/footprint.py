@@ -1,0 +1,101 @@
+"""The memory that training state takes on each rank, exact to the byte, without allocating any of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ptdbench.models.protocol import Model, module_of
+from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.engine import MakeOptimizer
+from ptdbench.parallel.pipeline.stage import cut
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of training state on one rank; activations, gathered weights and communication buffers come on top.
+
+    Attributes:
+        weights: The rank's parameters and buffers.
+        gradients: Gradients of its trained parameters.
+        optimizer: State of the optimizer after its first step, moving average of the weights included.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def footprints(
+    model: Model, dims: Dims, make: MakeOptimizer, *, average: bool, gradient_copies: int
+) -> list[Footprint]:
+    """The footprint of a rank of each pipeline stage; where weights are sharded, of the one with the largest shards.
+
+    Args:
+        model: On the meta device or with its weights.
+        dims: The degrees of parallelism.
+        make: Creates the optimizer.
+        average: Whether a moving average of the weights is kept.
+        gradient_copies: 2 if DDP keeps its buckets beside the gradients, else 1.
+    """
+    return [
+        _footprint(held, dims.shard, make, average, gradient_copies)
+        for held in ([module_of(model)] if dims.pipeline == 1 else _stages(model, dims.pipeline))
+    ]
+
+
+def _stages(model: Model, stages: int) -> list[nn.ModuleList]:
+    parts = model.parts() or {}
+    return [nn.ModuleList(parts[name] for name in names) for names in cut(model, range(stages)).stages]
+
+
+def _footprint(held: nn.Module, shards: int, make: MakeOptimizer, average: bool, gradient_copies: int) -> Footprint:
+    parameters = list(held.parameters())  # a shared one counts once
+    local = [_like(parameter, shards) for parameter in parameters]
+    trained = [tensor for tensor, parameter in zip(local, parameters, strict=True) if parameter.requires_grad]
+    averages = _bytes(trained) if average else 0
+    return Footprint(
+        weights=_bytes(local) + _bytes(held.buffers()),
+        gradients=gradient_copies * _bytes(trained),
+        optimizer=_state_bytes(trained, make) + averages,
+    )
+
+
+def _like(parameter: Tensor, shards: int) -> Tensor:
+    """A rank's part, on the meta device: ``fully_shard`` cuts the first dimension, and pads the last shard."""
+    first, *others = parameter.shape or (1,)
+    shape = parameter.shape if shards == 1 else (-(-first // shards), *others)
+    return torch.empty(shape, dtype=parameter.dtype, device="meta")
+
+
+def _state_bytes(trained: Sequence[Tensor], make: MakeOptimizer) -> int:
+    """Bytes of the optimizer's state after a step on fake tensors; 0 if the optimizer cannot take one on them.
+
+    Fake and not meta tensors: fused optimizers refuse the meta device.
+    """
+    total = 0
+    with FakeTensorMode():
+        for (shape, dtype), count in Counter((tensor.shape, tensor.dtype) for tensor in trained).items():
+            weight = nn.Parameter(torch.empty(shape, dtype=dtype))
+            weight.grad = torch.empty_like(weight)
+            try:
+                optimizer = make([weight])
+                optimizer.step()
+            except Exception:  # an optimizer of the user's own may read values, or need a closure
+                return 0
+            total += count * _bytes(value for value in optimizer.state[weight].values() if isinstance(value, Tensor))
+    return total
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,121 @@
+"""Refuses a run whose training state cannot fit into memory, before any of it is allocated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ptdbench.measure.host_memory import host_memory
+from ptdbench.models.materialize import parameter_count
+from ptdbench.models.protocol import module_of
+from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.footprint import footprints
+from ptdbench.problems import Problem, require
+from ptdbench.setup.config import Slurm
+from ptdbench.setup.training_spec import TrainingSpec
+
+_GIB = 2**30
+
+#: Above this part of the memory a run is warned about: activations need memory too.
+_CLOSE = 0.8
+
+#: No optimizer in use takes more than this many fp32 numbers a weight, the weight and its gradient included.
+_MOST_COPIES = 8
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that training state may take.
+
+    Attributes:
+        size: Bytes.
+        ranks: Ranks that share it.
+        owner: Where it is, for people: ``this machine``.
+        more: Several of them, for people: ``machines``.
+        origin: Where the size comes from, for people.
+    """
+
+    size: int
+    ranks: int
+    owner: str
+    more: str
+    origin: str
+
+
+def on_host(ranks: int, reserve: float, running: bool) -> Room:
+    """The memory of this host.
+
+    Args:
+        ranks: Ranks on it.
+        reserve: The part of it that is left to others.
+        running: The ranks run already, so that they have taken a part of what was available.
+    """
+    memory = host_memory()
+    size = memory.total if running else memory.available
+    kept = int(reserve * memory.total)
+    origin = f"{_gib(size)} {'in all' if running else 'available'}, and memory_reserve={reserve:g} keeps {_gib(kept)}"
+    return Room(max(size - kept, 0), ranks, "this machine", "such machines", origin)
+
+
+def on_gpu(device: torch.device) -> Room:
+    """The memory of a rank's GPU; initializes CUDA."""
+    properties = torch.cuda.get_device_properties(device)
+    return Room(properties.total_memory, 1, "its GPU", "such GPUs", properties.name)
+
+
+def in_job(cluster: Slurm, ranks: int) -> Room | None:
+    """The memory that is asked for each node of a job, if it is."""
+    if cluster.mem_gb is None:
+        return None
+    size = int(cluster.mem_gb * _GIB)
+    return Room(size, ranks, "a node of the job", "such nodes", f"cluster.mem_gb={cluster.mem_gb:g}")
+
+
+def check(training: TrainingSpec, room: Room) -> str | None:
+    """Compare the training state of a run with the memory for it.
+
+    Returns:
+        A warning if most of the memory is taken.
+
+    Raises:
+        ConfigError: The training state does not fit; with figures, and what to try.
+    """
+    dims, model = training.layout.dims, training.config.call("model").name
+    weights = 4 * parameter_count(module_of(training.model))
+    if room.ranks * _MOST_COPIES * weights < _CLOSE * room.size:  # exact figures take tens of milliseconds
+        return None
+    by_stage = [footprint.total for footprint in training.footprints()]
+    starts = range(0, dims.world_size, room.ranks)
+    need = max(sum(by_stage[dims.stage(rank)] for rank in range(start, start + room.ranks)) for start in starts)
+    if need > room.size:
+        rule = f"{_state(by_stage, room, need)}, and {room.owner} has {_gib(room.size)} for it ({room.origin})"
+        require(Problem("model", model, rule, _remedy(training, room)))
+    if need > _CLOSE * room.size:
+        return (
+            f"{training.label}: {_state(by_stage, room, need)}, of {_gib(room.size)} that {room.owner} has for it; "
+            "activations need memory too"
+        )
+    return None
+
+
+def _state(by_stage: list[int], room: Room, need: int) -> str:
+    """How much the training state takes, in words."""
+    up_to = "up to " if len(set(by_stage)) > 1 else ""
+    each = f"weights, gradients and optimizer state take {up_to}{_gib(max(by_stage))} a rank"
+    return each if room.ranks == 1 else f"{each}, {_gib(need)} on {room.ranks} ranks"
+
+
+def _remedy(training: TrainingSpec, room: Room) -> str:
+    """The least number of such places over which the sharded training state fits."""
+    if not room.size:
+        return "end other programs"
+    average = training.config.train.ema is not None
+    (whole,) = footprints(training.model, Dims(), training.optimizer, average=average, gradient_copies=1)
+    places = math.ceil(whole.total / room.size)
+    return "try parallel=fsdp" if places == 1 else f"try parallel=fsdp on at least {places:,} {room.more}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:,.1f} GiB"

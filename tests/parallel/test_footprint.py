@@ -1,0 +1,131 @@
+"""Training state as it is foreseen, against what ranks have really allocated after a step."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ptdbench.data.synthetic import SyntheticTokens
+from ptdbench.models.gpt import GPT
+from ptdbench.models.resnet import ResNet
+from ptdbench.parallel.apply import Setting
+from ptdbench.parallel.dims import Dims, Mesh
+from ptdbench.parallel.footprint import Footprint, footprints
+from ptdbench.parallel.strategy import Strategy
+from tests.parallel.ranks import on_ranks
+
+#: No number is a multiple of the number of shards.
+SHAPE = {"layers": 3, "heads": 1, "width": 13, "sequence_length": 7, "vocabulary": 41}
+STRATEGIES = {
+    "ddp": Strategy(replicate="auto"),
+    "fsdp": Strategy(shard="auto"),
+    "hsdp": Strategy(replicate=2, shard="auto"),
+    "pdp": Strategy(replicate="auto", pipeline=2, microbatches=2),
+    "stages in shards": Strategy(shard="auto", pipeline=2, microbatches=2),
+}
+ADAMW = partial(torch.optim.AdamW, fused=True)
+
+
+def gpt() -> GPT:
+    with torch.device("meta"):
+        return GPT(**SHAPE)
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> list[dict[str, Any]]:
+    return on_ranks(4, allocated)
+
+
+def allocated() -> dict[str, Any]:
+    """In a rank: the foreseen and the real footprint under each strategy."""
+    seen = {}
+    for name, strategy in STRATEGIES.items():
+        layout = strategy.layout(strategy.dims(4), 16, "auto")
+        foreseen = strategy.footprints(gpt(), layout, ADAMW, average=False)[layout.dims.stage(dist.get_rank())]
+        engine = strategy(gpt(), Setting(Mesh(layout.dims, "cpu"), layout, torch.device("cpu")))
+        optimizer = engine.optimizer(ADAMW)
+        data = SyntheticTokens(sequence_length=7, vocabulary=41, seed=0)
+        engine.gradients(*data.samples(0, layout.replica_batch), lambda loss: loss)
+        optimizer.step()
+        state = [value for values in optimizer.state.values() for value in values.values()]
+        weights = list(engine.module.parameters())
+        real = Footprint(
+            weights=storage([*weights, *engine.module.buffers()]),
+            gradients=storage([weight.grad for weight in weights]),
+            optimizer=storage(state),
+        )
+        seen[name] = foreseen, real
+    return seen
+
+
+def storage(tensors: list[Any]) -> int:
+    """Bytes of the memory that these tensors are in, each counted once."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in local}
+    return sum(storages.values())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_is_foreseen_is_what_ranks_allocate(of_ranks, name):
+    shards = STRATEGIES[name].dims(4).shard
+    for rank, of_rank in enumerate(of_ranks):
+        foreseen, real = of_rank[name]
+        assert (real.weights, real.gradients) == (foreseen.weights, foreseen.gradients)
+        if rank % shards == 0:
+            assert real.optimizer == foreseen.optimizer
+        else:  # the last shards of a weight are padded, and their state is not
+            assert 0 < real.optimizer <= foreseen.optimizer
+
+
+class TestOneProcess:
+    def test_adamw_has_two_numbers_a_weight_and_a_count_a_tensor(self):
+        (found,) = footprints(gpt(), Dims(), ADAMW, average=False, gradient_copies=1)
+        weights = 4 * sum(weight.numel() for weight in gpt().parameters())
+        assert found == Footprint(weights, weights, 2 * weights + 4 * len(list(gpt().parameters())))
+        assert found.total == 4 * weights + 4 * len(list(gpt().parameters()))
+
+    def test_buffers_count_and_frozen_weights_are_only_weights(self):
+        model = ResNet(depth=18, classes=10)
+        model.requires_grad_(False)
+        trained = next(model.parameters()).requires_grad_(True)
+        (found,) = footprints(model, Dims(), torch.optim.SGD, average=False, gradient_copies=1)
+        assert found.weights == sum(tensor.nbytes for tensor in model.state_dict().values())
+        assert (found.gradients, found.optimizer) == (trained.nbytes, 0)
+
+    def test_an_average_is_another_copy_and_so_are_buckets_beside_the_gradients(self):
+        (plain,) = footprints(gpt(), Dims(), ADAMW, average=False, gradient_copies=1)
+        (more,) = footprints(gpt(), Dims(), ADAMW, average=True, gradient_copies=2)
+        assert more == Footprint(plain.weights, 2 * plain.gradients, plain.optimizer + plain.weights)
+
+    @pytest.mark.parametrize(("in_buckets", "copies"), [(True, 1), (False, 2)])
+    def test_ddp_has_its_buckets_beside_the_gradients_if_those_are_no_views(self, in_buckets, copies):
+        strategy = Strategy(replicate="auto", gradient_as_bucket_view=in_buckets)
+        (found,) = strategy.footprints(gpt(), strategy.layout(Dims(replicate=4), 16, "auto"), ADAMW, average=False)
+        assert found.gradients == copies * found.weights
+
+    def test_an_optimizer_that_cannot_take_a_step_on_fake_tensors_has_no_state(self):
+        class Reader(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                return self.param_groups[0]["params"][0].sum().item()
+
+        (found,) = footprints(gpt(), Dims(), Reader, average=False, gradient_copies=1)
+        assert found.optimizer == 0
+
+    def test_nothing_is_allocated_for_a_model_of_a_trillion(self):
+        class Large(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = nn.Parameter(torch.empty(10**6, 10**6, device="meta"))
+
+            def forward(self, x: Tensor) -> Tensor:
+                return x
+
+        (found,) = footprints(Large(), Dims(shard=8), ADAMW, average=False, gradient_copies=1)  # type: ignore[arg-type]
+        assert found == Footprint(5 * 10**11, 5 * 10**11, 10**12 + 4)

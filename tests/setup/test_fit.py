@@ -1,0 +1,130 @@
+"""Runs that do not fit into memory, on machines, GPUs and jobs of made-up sizes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ptdbench.launch.world import World
+from ptdbench.measure.host_memory import HostMemory
+from ptdbench.problems import ConfigError
+from ptdbench.setup import config, fit, run_spec
+from tests.conftest import composed
+
+GIB = 2**30
+
+#: 124,439,808 weights of fp32 with a gradient and two numbers of AdamW each: 1.85 GiB, the whole model.
+SMALL = ("model=gpt_small", "model.vocabulary=50257", "device=cpu")
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """Gives this machine a memory of so many GiB."""
+
+    def has(total: float, available: float) -> None:
+        memory = HostMemory(int(total * GIB), int(available * GIB))
+        monkeypatch.setattr(fit, "host_memory", lambda: memory)
+
+    return has
+
+
+def warning(*overrides: str, world: World | None = None, gpus: int | None = None) -> str | None:
+    return run_spec.summarize(config.read(composed(*overrides)), world, gpus).warning
+
+
+def refused(*overrides: str, world: World | None = None, gpus: int | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        warning(*overrides, world=world, gpus=gpus)
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_refused_with_the_figures_and_what_to_try(host):
+    host(total=4, available=3)
+    assert refused(*SMALL, "parallel=ddp") == (
+        "model=gpt_small: weights, gradients and optimizer state take 1.9 GiB a rank, 3.7 GiB on 2 ranks, and this "
+        "machine has 2.6 GiB for it (3.0 GiB available, and memory_reserve=0.1 keeps 0.4 GiB); try parallel=fsdp"
+    )
+
+
+def test_shards_fit_where_copies_do_not(host):
+    host(total=4, available=3)
+    assert warning(*SMALL, "parallel=fsdp") is None
+
+
+def test_what_is_close_is_a_warning(host):
+    host(total=4, available=2.5)
+    assert warning(*SMALL, "parallel=fsdp") == (
+        "gpt_small fsdp: weights, gradients and optimizer state take 0.9 GiB a rank, 1.9 GiB on 2 ranks, of 2.1 GiB "
+        "that this machine has for it; activations need memory too"
+    )
+
+
+def test_what_no_layout_of_this_machine_holds_needs_more_machines(host):
+    host(total=4, available=1.2)
+    assert refused(*SMALL, "parallel=single").endswith("; try parallel=fsdp on at least 3 such machines")
+
+
+def test_stages_of_a_pipeline_are_added_up(host):
+    host(total=2, available=2)
+    said = refused(*SMALL, "parallel=pdp")  # the first stage has the embedding, the last one the head: shared, twice
+    assert "take up to 1.4 GiB a rank, 2.4 GiB on 2 ranks" in said
+
+
+def test_a_machine_without_memory_left(host):
+    host(total=4, available=0.1)
+    assert refused(*SMALL).endswith(
+        "has 0.0 GiB for it (0.1 GiB available, and memory_reserve=0.1 keeps 0.4 GiB); end other programs"
+    )
+
+
+def test_ranks_that_run_already_are_compared_with_all_the_memory(host):
+    host(total=4, available=0.5)
+    two_of_four = World(0, 4, 0, 2, "torchrun")
+    assert warning(*SMALL, "parallel=fsdp", world=two_of_four) is None
+    assert "1.9 GiB a rank, 3.7 GiB on 2 ranks, and this machine has 3.6 GiB" in refused(*SMALL, world=two_of_four)
+
+
+def test_the_reserve_can_be_changed_and_the_check_left_out(host):
+    host(total=4, available=4)
+    assert "gpt_small ddp: " in (warning(*SMALL, "memory_reserve=0") or "")
+    assert "model=gpt_small: " in refused(*SMALL, "memory_reserve=0.5")
+    host(total=1, available=0)
+    assert warning(*SMALL, "memory_reserve=null") is None
+
+
+@pytest.mark.parametrize("reserve", ["1", "-0.1"])
+def test_a_reserve_that_is_no_part(reserve):
+    rule = "must be at least 0 and less than 1, or null to start a run whatever it needs; try 0.1"
+    assert refused("device=cpu", f"memory_reserve={reserve}") == f"memory_reserve={reserve}: {rule}"
+
+
+def test_a_small_model_is_not_looked_at_closely(host, monkeypatch):
+    host(total=16, available=16)
+    monkeypatch.setattr(fit.TrainingSpec, "footprints", lambda _: pytest.fail("it takes tens of milliseconds"))
+    assert warning("model=gpt_tiny", "device=cpu") is None
+
+
+def test_a_job_is_compared_with_what_is_asked_for_its_nodes(host):
+    host(total=1, available=0)  # of the machine that submits
+    shape = World(0, 4, 0, 2, "SLURM", nodes=2)
+    cluster = ("cluster=slurm", *SMALL, "parallel=ddp", "cluster.nodes=2", "cluster.ranks_per_node=2")
+    assert warning(*cluster, world=shape, gpus=0) is None  # nothing is asked for
+    assert warning(*cluster, "cluster.mem_gb=5", world=shape, gpus=0) is None
+    assert "3.7 GiB on 2 ranks, and a node of the job has 3.0 GiB for it (cluster.mem_gb=3)" in refused(
+        *cluster, "cluster.mem_gb=3", world=shape, gpus=0
+    )
+
+
+def test_a_gpu_is_asked_for_its_memory(monkeypatch):
+    properties = SimpleNamespace(name="NVIDIA L4", total_memory=GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    spec = run_spec.specify(config.read(composed(*SMALL)), World(0, 2, 0, 2, "torchrun"))
+    assert spec.training
+    with pytest.raises(ConfigError) as caught:
+        fit.check(spec.training, fit.on_gpu(torch.device("cuda", 0)))
+    assert str(caught.value) == (
+        "model=gpt_small: weights, gradients and optimizer state take 1.9 GiB a rank, and its GPU has 1.0 GiB for it "
+        "(NVIDIA L4); try parallel=fsdp on at least 2 such GPUs"
+    )
