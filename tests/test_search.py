@@ -61,8 +61,12 @@ class TestOptuna:
 
         again = train_py("sweep.resume=sweep", cwd=tmp_path)  # of the same seed: what is ok is told again
         assert again.returncode == 1
-        later = rows(sweep)[len(records) :]
-        assert {row["status"] for row in later} == {"failed"}
+        later = rows(sweep)  # those that are ok are as they were; what failed was tried again, and counts once
+        by_run = {row["directory"]: row for row in later}
+        assert len(later) == len(records)
+        assert by_run.keys() == {record["directory"] for record in records}
+        for record in records:
+            assert (by_run[record["directory"]] == record) == (record["status"] == "ok")
         assert OmegaConf.load(sweep / "optimization_results.yaml") == found
 
     def test_a_held_out_figure_is_minimized(self, tmp_path):

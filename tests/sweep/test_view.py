@@ -81,11 +81,20 @@ def test_a_run_that_failed_by_itself(sweep):
 
 def test_a_failure_outside_of_the_ranks_names_no_rank(sweep):
     sweep.begin(0)
-    sweep.end(0, **failure(rank=-1, kind="ConfigError", message="model.width=3: must be even\n" * 100))
+    sweep.end(0, **failure(rank=-1, kind="LaunchError", message="rank 0 did not start\n" * 100))
     (line,) = view.reasons(status.look(sweep.path))
-    assert line.startswith("0_toy_ddp: failed: ConfigError: model.width=3: must be even model.width=3")
+    assert line.startswith("0_toy_ddp: failed: LaunchError: rank 0 did not start rank 0 did not start")
     assert line.endswith(" ...")
     assert 1000 < len(line) < 1100
+
+
+def test_a_refusal_is_never_cut_as_its_remedy_is_at_its_end(sweep):
+    sweep.begin(0)
+    refusal = "model.width=3: must be even\n" * 100
+    sweep.end(0, **failure(rank=-1, kind="ConfigError", message=refusal))
+    assert list(view.reasons(status.look(sweep.path))) == [
+        f"0_toy_ddp: failed: ConfigError: {' '.join(refusal.split())}"
+    ]
 
 
 @pytest.mark.parametrize(
