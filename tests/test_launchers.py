@@ -170,7 +170,8 @@ class TestFailure:
     def test_srun(self, tmp_path, slurm):
         done = alone(["srun", "-N2", "--ntasks-per-node=1", *TRAIN, *FAULTY, "+model.rank=1"], tmp_path, slurm)
         self.failed(done, tmp_path, 1)
-        assert "ddp: failed on rank 1: RuntimeError: this one is on purpose" in done.stdout.splitlines()
+        shown = " ".join(done.stdout.split())  # the line is as wide as the terminal, or wrapped
+        assert "ddp: failed on rank 1: RuntimeError: this one is on purpose at faulty.py:" in shown
 
     def test_mpirun(self, tmp_path, mpirun, environ):
         command = [*mpirun, "-np", "2", *TRAIN, *FAULTY, "+model.rank=1"]
