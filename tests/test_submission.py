@@ -156,7 +156,7 @@ def test_a_record_that_is_moved_away_while_the_sweep_is_followed(run, slurm, tmp
         stderr=subprocess.PIPE,
         text=True,
     )
-    record = tmp_path / "sweep" / "0_custom_single" / "record.json"
+    record = tmp_path / "sweep" / "0_Patient_single" / "record.json"
     deadline = time.monotonic() + 200
     while not record.with_name("progress.json").exists():
         assert time.monotonic() < deadline
