@@ -10,7 +10,7 @@ ARGS ?=
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test test test-quick docs dist overhead train-for-real data-speed model-speed launch-time status-speed long-run attack gpu-check slurm-up slurm-down clean
+.PHONY: help bench install install-test test test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed long-run attack gpu-check slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -29,7 +29,10 @@ test: install-test  ## lint, type check and run all tests
 	$(BIN)/python -m pytest $(ARGS)
 
 test-quick: install-test  ## the tests that start no ranks and no SLURM, in a minute
-	$(BIN)/python -m pytest -m "not ranks and not slurm and not mpi" $(ARGS)
+	$(BIN)/python -m pytest -m "not ranks and not slurm and not mpi and not slow" $(ARGS)
+
+newcomer: $(VENV)/.installed-newcomer  ## the wheel in an empty environment, every command of the pages, a terminal, a browser: half an hour
+	$(BIN)/python -m pytest -m slow tests/newcomer $(ARGS)
 
 docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html; broken links fail
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
@@ -88,6 +91,10 @@ $(VENV)/.installed: pyproject.toml setup.py | $(BIN)/python
 $(VENV)/.installed-test: pyproject.toml setup.py | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-newcomer: pyproject.toml setup.py | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable '.[newcomer]'
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
 $(VENV)/.installed-docs: pyproject.toml setup.py | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

@@ -121,7 +121,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def environ() -> dict[str, str]:
     """The environment of a person's fresh shell, for programs that a test starts: no launcher's, and not pytest's."""
     return {**_ENVIRON, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}

@@ -21,6 +21,19 @@ def commands(text: str) -> list[str]:
     return [command for command in found if not re.search(r"<|\[-|\[[A-Z]", command) and command not in refused]
 
 
+def typed(text: str) -> list[str]:
+    """The lines of a text that are typed into a shell and start something of this project, without remarks and prompts.
+
+    Left out are those that show a refusal, and those of ``make``.
+    """
+    starter = (
+        r"^(?: {4}|\$ )?((?:python|torchrun|srun|mpirun|ptdbench|tensorboard)\b.*(?:train\.py|ptdbench|logdir).*)$"
+    )
+    found = [re.split(r"\s{2,}|\s#", line)[0].strip() for line in re.findall(starter, text, re.MULTILINE)]
+    refused = {f"python train.py {command}" for command, _ in refusals(text)}
+    return [line for line in found if line not in refused and not line.startswith("ptdbench measures")]
+
+
 def refusals(text: str) -> list[tuple[str, list[str]]]:
     """Commands of a console session that are refused, with the lines that say so."""
     sessions = re.findall(r"^ *\$ python train\.py (.*)\n((?: *[\w.]+=\S+: .*\n)+)", text, re.MULTILINE)

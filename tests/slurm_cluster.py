@@ -39,6 +39,8 @@ PACKAGES = {
     "slurm-wlm": ("slurmctld", "slurmd", "sbatch", "srun", "scontrol"),
     "munge": ("munged", "munge", "mungekey"),
     "openmpi-bin": ("mpirun",),
+    "tmux": ("tmux",),
+    "chromium": ("chromium",),
 }
 
 #: How long the cluster may take to start, or its jobs to end, in seconds; both take about five on two busy cores.

@@ -98,14 +98,20 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
     table, moved, left_out = _fitted(rows, width)
     remarks = [
         *([f"left out in {width} columns: {', '.join(left_out)}"] if left_out else []),
-        *(
-            wrap(f"{label}: {reason(record)}", width)
-            for record, label in zip(others, labels[len(ranked) :], strict=True)
-        ),
+        *_reasons(others, labels[len(ranked) :], width),
         *_mfu_remarks(ranked, width),
         *_check_remarks(records, width),
     ]
     return "\n".join([_title(records, moved), table, *remarks])
+
+
+def _reasons(records: Sequence[Mapping[str, Any]], labels: Sequence[str], width: int) -> list[str]:
+    """Why each of these runs is not ok, each reason once."""
+    alike: dict[str, list[str]] = {}
+    for record, label in zip(records, labels, strict=True):
+        alike.setdefault(reason(record), []).append(label)
+    named = {why: [first, *([plural(len(more), "other")] if more else [])] for why, (first, *more) in alike.items()}
+    return [wrap(f"{' and '.join(names)}: {why}", width) for why, names in named.items()]
 
 
 def _fitted(rows: Sequence[Mapping[str, str]], width: int) -> tuple[str, list[str], list[str]]:

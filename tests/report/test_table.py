@@ -91,6 +91,15 @@ def test_a_failed_run_is_not_ranked_by_what_it_did_before():
     ]
 
 
+def test_a_reason_of_several_runs_is_told_once():
+    runs = [run("ddp"), *(failed(parallel, "no held-out part") for parallel in ("pdp", "fsdp", "hsdp"))]
+    last = failed("single", "another")
+    assert render([*runs, last]).splitlines()[-2:] == [
+        "pdp and 2 others: failed on rank 1: RuntimeError: no held-out part",
+        "single: failed on rank 1: RuntimeError: another",
+    ]
+
+
 def test_the_reason_is_whole_in_lines_that_fit():
     said = "CUDA out of memory.\n  Tried to allocate 20 GiB " + "x " * 200 + "x; its output is in /a/" + "long" * 30
     text = render([failed("pdp", said, "timeout")], 100)

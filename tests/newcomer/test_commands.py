@@ -1,0 +1,103 @@
+"""Every command of the pages that two cores can carry, typed as it stands there, and what a user brings along."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.newcomer.conftest import active
+from tests.shown import PAGES, typed
+
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+
+#: What two cores, or a machine without the reader's own files, cannot carry.
+LEFT_OUT = re.compile(
+    r"<|/data/|data\.download|\.\.\.|node_rank|rdzv_endpoint|/home/ada|tensorboard|job\.sh|nope|ptdbench status"
+)
+
+#: Commands that would take long as they stand, and what is added to them.
+SHORTENED = {
+    r"model=gpt_small|model=resnet50": "train.steps=2",
+    r"experiment=(?!digits)": "train.steps=20",
+    r"sampler\.seed=1 experiment": "train.steps=5 hydra.sweeper.n_trials=2",
+    r"workload=(p2p|collectives|matmul)": "workload.seconds=0.01",
+}
+
+COMMANDS = sorted({line for page in PAGES for line in typed(page.read_text()) if not LEFT_OUT.search(line)})
+
+
+def call(line: str, cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(line, shell=True, cwd=cwd, env=env, capture_output=True, text=True, timeout=500, check=False)
+
+
+def of_wheel(line: str) -> str:
+    """The command of a checkout, as it is where only the wheel is."""
+    line = re.sub(r"^python train\.py", "ptdbench train", line)
+    return re.sub(r"(?<!python) train\.py", " -m ptdbench train", line).replace(
+        "python train.py", "python -m ptdbench train"
+    )
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted((folder / "outputs").glob("**/record.json"))]
+
+
+def started_as_root(environ: Mapping[str, str]) -> dict[str, str]:
+    """What Open MPI wants of root, and for more ranks than cores."""
+    return {
+        **environ,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_of_the_pages(line, programs, shell, slurm, mpirun, home):
+    env = started_as_root(active(programs, slurm) if re.search("slurm|srun|sbatch", line) else shell)
+    more = " ".join(words for pattern, words in SHORTENED.items() if re.search(pattern, line))
+    done = call(f"{of_wheel(line)} {more}", home, env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert all(record["status"] == "ok" for record in records(home))
+
+
+def test_there_are_such_commands():
+    assert {"python train.py", "python train.py workload=check", "mpirun -np 2 python train.py parallel=ddp"} <= set(
+        COMMANDS
+    )
+    assert len(COMMANDS) > 35
+
+
+def test_a_model_data_and_an_optimizer_of_ones_own(shell, home):
+    mine = "ptdbench train -m --config-dir my_conf model=mine data=mine optimizer=mine parallel=ddp,fsdp,pdp"
+    done = call(f"{mine} train.steps=40", home, shell)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = records(home)
+    assert [(record["parallel"], record["model"], record["status"]) for record in found] == [
+        (parallel, "mine", "ok") for parallel in ("ddp", "fsdp", "pdp")
+    ]
+    assert all(record["final_loss"] < 0.4 for record in found)  # of targets whose variance is about 0.5
+
+
+def test_a_run_goes_on_where_it_was_saved(shell, home):
+    assert call("ptdbench train model=toy train.steps=10 checkpoint.every_steps=5", home, shell).returncode == 0
+    (run,) = (home / "outputs").iterdir()
+    done = call(f"ptdbench train resume={run.relative_to(home)} train.steps=20 parallel=fsdp", home, shell)
+    assert done.returncode == 0, done.stderr
+    assert [(record["parallel"], record["steps"]) for record in records(home)] == [("ddp", 10), ("fsdp", 20)]
+
+
+def test_a_script_for_sbatch(programs, slurm, home):
+    env = active(programs, slurm)
+    line = "ptdbench sbatch model=toy train.steps=3 parallel=ddp cluster.nodes=2 > job.sh && sbatch --wait job.sh"
+    done = call(line, home, env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record,) = records(home)
+    assert (record["status"], record["nodes"]) == ("ok", ["n1", "n2"])

@@ -1,0 +1,161 @@
+"""TensorBoard in a real browser: its HPARAMS are the options that were swept, and its scalars those of the records."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+import pytest
+
+import ptdbench
+from tests.newcomer.conftest import installed
+from tests.newcomer.test_commands import call
+
+pytestmark = [pytest.mark.slow, pytest.mark.ranks]
+
+#: The options of the sweep, how HPARAMS calls them, and what it shows for each value.
+SWEPT = {
+    "parallel.schedule": ("schedule", {"gpipe": "gpipe", "1f1b": "1f1b"}),
+    "optimizer.lr": ("lr", {"0.001": "0.0010000", "0.01": "0.010000"}),
+    "train.micro_batch": ("micro_batch", {"4": "4.0000", "8": "8.0000"}),
+}
+
+
+@pytest.fixture(scope="module")
+def sweep(shell, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sweep")
+    options = " ".join(f"{option}={','.join(values)}" for option, (_, values) in SWEPT.items())
+    line = (
+        "ptdbench train -m model=gpt_tiny parallel=pdp device=cpu train.steps=6 train.clip_norm=1 hydra.sweep.dir=sweep"
+    )
+    done = call(f"{line} eval.every=3 data.held_out=0.02 {options}", folder, shell)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "sweep"
+
+
+@pytest.fixture(scope="module")
+def tensorboard(sweep, programs) -> Iterator[str]:
+    """The address of a TensorBoard of the sweep."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [programs / "tensorboard", "--logdir", sweep, "--port", str(port)], stderr=subprocess.DEVNULL
+    )
+    address = f"http://localhost:{port}"
+    try:
+        deadline = time.monotonic() + 120
+        while not _read_runs(address) >= {
+            folder.name for folder in sweep.iterdir() if folder.is_dir() and list(folder.glob("events*"))
+        }:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        yield address
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _read_runs(address: str) -> set[str]:
+    try:
+        return set(fetch(address, "data/runs"))
+    except OSError:
+        return set()
+
+
+def fetch(address: str, path: str, **query: str) -> Any:
+    with urllib.request.urlopen(f"{address}/{path}?{urlencode(query)}", timeout=30) as answer:
+        return json.load(answer)
+
+
+def test_every_scalar_is_the_records(sweep, tensorboard):
+    tags = fetch(tensorboard, "data/plugin/scalars/tags")
+    runs = {run.directory.name: run for run in ptdbench.load(sweep)}
+    assert tags.keys() == runs.keys()
+    for name, run in runs.items():
+        expected = scalars(run)
+        assert tags[name].keys() == expected.keys()
+        for tag, points in expected.items():
+            found = {
+                step: value for _, step, value in fetch(tensorboard, "data/plugin/scalars/scalars", run=name, tag=tag)
+            }
+            if tag.startswith("summary/"):  # written again and again as the run goes on: the last one counts
+                found = {max(found): found[max(found)]}
+            assert found.keys() == points.keys(), tag
+            for step, value in points.items():
+                assert math.isclose(found[step], value, rel_tol=1e-6), (name, tag, step)  # it keeps float32
+
+
+def scalars(run: ptdbench.Run) -> dict[str, dict[int, float]]:
+    """What TensorBoard should have of a run of six steps over tokens: tag → step → value, from its record alone."""
+    seconds = run.series("slowest_seconds")
+    tokens = run["global_batch"] * run["tokens_per_sample"]
+    curves = {
+        "loss": run.series("losses"),
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "memory_bytes": run.series("memory_bytes"),
+        "learning_rate": run.series("learning_rates"),
+        "gradient_norm": run.series("gradient_norms"),
+        "data_wait_share": run.series("wait_seconds") / seconds,
+    }
+    metrics, last = run["metrics"], run["evaluations"][-1]
+    summary = {
+        "ok": 1.0,
+        "throughput": metrics["tokens_per_second"],
+        **{
+            name: metrics[name] for name in ("model_flops_per_second", "mfu", "peak_memory_bytes", "first_step_seconds")
+        },
+        "step_seconds_median": metrics["step_seconds"]["median"],
+        "last_loss": run["final_loss"],
+        **{name: last[name] for name in ("top1", "bits_per_byte")},
+    }
+    evaluated = {
+        f"eval/{name}": {entry["step"]: entry[name] for entry in run["evaluations"] if entry[name] is not None}
+        for name in ("loss", "top1", "top5", "bits_per_byte")
+    }
+    return {
+        **{f"step/{name}": dict(enumerate(np.asarray(values).tolist())) for name, values in curves.items()},
+        **{tag: points for tag, points in evaluated.items() if points},
+        **{f"summary/{name}": {5: value} for name, value in summary.items() if value is not None},
+    }
+
+
+def test_hparams_has_a_column_for_each_option_that_was_swept(sweep, tensorboard, tmp_path):
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = installed("chromium", "chromium")
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 3000, "height": 1200})
+        page.goto(tensorboard)
+        page.get_by_role("tab", name="HPARAMS").click(timeout=60_000)
+        cells = page.locator("vaadin-grid-cell-content")
+        cells.filter(has_text="0_").first.wait_for(timeout=60_000)
+        page.screenshot(path=tmp_path / "hparams.png")
+        texts = [text.strip() for text in cells.all_inner_texts()]
+        browser.close()
+    runs = {run.directory.name: run for run in ptdbench.load(sweep)}
+    shown = rows(texts, list(runs))
+    assert shown.keys() == runs.keys()
+    for name, run in runs.items():
+        words = dict(override.split("=") for override in run["overrides"])
+        for option, (called, values) in SWEPT.items():
+            assert shown[name][called] == values[words[option]], (name, option)
+        assert float(shown[name]["summary/throughput"]) == pytest.approx(run["metrics"]["tokens_per_second"], rel=1e-3)
+
+
+def rows(texts: list[str], names: list[str]) -> dict[str, dict[str, str]]:
+    """The table's left columns from the texts of its cells: run → heading → text."""
+    start = texts.index("Trial ID")
+    heading = texts[start : texts.index("summary/throughput") + 1]
+    return {name: dict(zip(heading, texts[texts.index(name) :], strict=False)) for name in names}
