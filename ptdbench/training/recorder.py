@@ -25,7 +25,7 @@ from ptdbench.measure import memory
 from ptdbench.records import series, store
 from ptdbench.report.tensorboard import Live
 from ptdbench.terminal import say
-from ptdbench.training.figures import ceiling, figures
+from ptdbench.training.figures import Ceiling, ceiling, figures
 from ptdbench.training.loop import StepLoop
 
 #: The series are drained and shown about once in so many seconds, and at least once in so many steps.
@@ -60,7 +60,7 @@ class Recorder:
         self._evaluations: list[Mapping[str, Any]] = []
         self._unwritten: list[np.ndarray] = []
         self._unshown: list[np.ndarray] = []
-        self._ceiling: tuple[float | None, str | None] | None = None
+        self._ceiling: Ceiling | None = None
         self._next = 1
         self._seconds_per_step = 0.0
         self._drained_at = self._note_at = time.perf_counter()
