@@ -56,7 +56,7 @@ class Train:
         job.watch.lap("build")
         stopped = None
         advancing = steps(job, loop, lambda: evaluator.remark)
-        with StopSignal() as stop_signal, closing(advancing) as advance:
+        with recorder, StopSignal() as stop_signal, closing(advancing) as advance:
             for _ in advance:
                 evaluations = [evaluator().as_dict()] if evaluator.due() else []
                 if evaluations or recorder.due:
