@@ -54,6 +54,8 @@ def close(
         return
     if done.get("steps"):
         tensorboard.write_tensorboard(attempt.directory, done, outcome.shown)
+    if outcome.log:
+        outcome.log.finish(done)
     write_figures(attempt.directory, outcome.figures)
     if outcome.stopped and outcome.saved:
         _requeue(attempt, spec.config.cluster, done, outcome.stopped)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from ptdbench.launch.world import World
 from ptdbench.measure.stopwatch import Stopwatch
 from ptdbench.setup.run_spec import RunSpec
 from ptdbench.setup.training_spec import TrainingSpec
+
+if TYPE_CHECKING:
+    from ptdbench.report.loggers import Log
 
 
 class Workload(Protocol):
@@ -83,6 +86,7 @@ class Outcome:
         figures: PNG images by name: files beside the record, and TensorBoard.
         error: An error that does not void the result, such as a loss that is not finite.
         shown: Number of steps already written to TensorBoard.
+        log: What sends the run's curves to a logging service, on rank 0 of a run that has one.
     """
 
     fields: Mapping[str, Any]
@@ -91,3 +95,4 @@ class Outcome:
     stopped: str | None = None
     saved: bool = False
     shown: int = 0
+    log: Log | None = None

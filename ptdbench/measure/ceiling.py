@@ -54,13 +54,27 @@ def key(environment: Mapping[str, Any], gpu: str | None, dtype: str, threads: in
     return Key(environment["cpu"], None, environment["torch"], dtype, threads)
 
 
-def keep(of: Key, flops_per_second: float, shape: str) -> Path:
+@dataclass(frozen=True)
+class Measured:
+    """A measured ceiling.
+
+    Attributes:
+        flops_per_second: The rate.
+        shape: The product's shape, for readers.
+        beside_load: Whether other processes used the device meanwhile, so that it may be too low; ``None`` if unknown.
+    """
+
+    flops_per_second: float
+    shape: str
+    beside_load: bool | None = None
+
+
+def keep(of: Key, found: Measured) -> Path:
     """Store the latest measurement, atomically.
 
     Args:
         of: The key of the device.
-        flops_per_second: The measured rate.
-        shape: The product's shape, for readers.
+        found: The measurement.
 
     Raises:
         OSError: It cannot be written.
@@ -69,19 +83,19 @@ def keep(of: Key, flops_per_second: float, shape: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # ranks of several hosts may write
     try:
-        partial.write_text(json.dumps({**asdict(of), "flops_per_second": flops_per_second, "shape": shape}, indent=1))
+        partial.write_text(json.dumps({**asdict(of), **asdict(found)}, indent=1))
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
     return path
 
 
-def look_up(of: Key) -> float | None:
-    """FLOP/s measured on exactly this device; ``None`` if it was not measured, or the file is damaged."""
+def look_up(of: Key) -> Measured | None:
+    """What was measured on exactly this device; ``None`` if nothing was, or the file is damaged."""
     with suppress(OSError, ValueError):
         found = json.loads(_path(of).read_text())
         if isinstance(found, dict) and isinstance(found.get("flops_per_second"), float):
-            return found["flops_per_second"]
+            return Measured(found["flops_per_second"], str(found.get("shape")), found.get("beside_load"))
     return None
 
 

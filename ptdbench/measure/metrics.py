@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ptdbench.measure.ceiling import Measured
 from ptdbench.measure.hardware import dense_peak
 from ptdbench.measure.statistics import summary, warmup_end
 
@@ -29,7 +30,7 @@ class Measurement:
         minimum_warmup: Minimum number of warm-up steps.
         earlier_seconds: Seconds of steps of earlier starts of this run, without their warm-up.
         wait_seconds: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
-        ceiling: ``(FLOP/s, None)`` measured on this device in matrix products of ``dtype``, or ``(None, reason)``.
+        ceiling: What was measured on this device in matrix products of ``dtype``, or ``None`` and the reason.
     """
 
     step_seconds: Sequence[float]
@@ -46,7 +47,7 @@ class Measurement:
     minimum_warmup: int
     earlier_seconds: Sequence[float] = ()
     wait_seconds: Sequence[float] = ()
-    ceiling: tuple[float | None, str | None] = (None, "no ceiling was looked up")
+    ceiling: tuple[Measured | None, str | None] = (None, "no ceiling was looked up")
 
 
 def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
@@ -78,7 +79,7 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
         "model_flops_per_second": flops_per_second,
         "mfu": mfu,
         "mfu_reason": mfu_reason,
-        **_against_ceiling(measured, _times(flops_per_second, per_device)),
+        **against_ceiling(*measured.ceiling, _times(flops_per_second, per_device)),
         "data_wait_share": _share(measured.wait_seconds[warmup_steps:], own),
         "peak_memory_bytes": measured.peak_memory_bytes,
         "first_step_seconds": measured.first_step_seconds,
@@ -104,8 +105,14 @@ def _mfu(measured: Measurement, flops_per_second_per_device: float | None) -> tu
     return (None, reason) if peak is None else (flops_per_second_per_device / peak, None)
 
 
-def _against_ceiling(measured: Measurement, flops_per_second_per_device: float | None) -> dict[str, Any]:
-    """The ceiling measured on this device, and the model FLOP/s as a share of it."""
-    ceiling, reason = measured.ceiling
-    share = None if ceiling is None else _times(flops_per_second_per_device, 1 / ceiling)
-    return {"ceiling_flops_per_second": ceiling, "share_of_ceiling": share, "ceiling_reason": reason}
+def against_ceiling(
+    ceiling: Measured | None, reason: str | None, flops_per_second_per_device: float | None
+) -> dict[str, Any]:
+    """The ceiling measured on this device, or why there is none, and the model FLOP/s as a share of it."""
+    rate = ceiling.flops_per_second if ceiling else None
+    return {
+        "ceiling_flops_per_second": rate,
+        "ceiling_beside_load": ceiling.beside_load if ceiling else None,
+        "share_of_ceiling": None if rate is None else _times(flops_per_second_per_device, 1 / rate),
+        "ceiling_reason": reason,
+    }

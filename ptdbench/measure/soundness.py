@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from ptdbench.measure.topology import THROTTLES
 
 T = TypeVar("T", bound=Hashable)
+Verdict = Literal["sound", "busy", "unsound"]
 
 #: What must be the same on all ranks, of :func:`ptdbench.measure.hardware.environment`.
 VERSIONS = ("ptdbench", "python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver", "git_commit")
@@ -24,11 +25,13 @@ class Finding:
         kind: ``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``.
         ranks: The affected ranks.
         text: The message to show.
+        beside_load: Whether other load may be the cause.
     """
 
     kind: str
     ranks: list[int]
     text: str
+    beside_load: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For the record."""
@@ -62,18 +65,36 @@ def best_of(attempts: Sequence[Mapping[T, float]]) -> dict[T, float]:
     return {one: max(rates[one] for rates in attempts if one in rates) for rates in attempts for one in rates}
 
 
-def slow_ranks(slow_ones: Mapping[tuple[str, int], float], attempts: int) -> Iterator[Finding]:
-    """Findings for slow ranks, by the dtype of the products."""
+def slow_ranks(
+    slow_ones: Mapping[tuple[str, int], float], attempts: int, loaded: Collection[int] = ()
+) -> Iterator[Finding]:
+    """Findings for slow ranks, by the dtype of the products.
+
+    Args:
+        slow_ones: Their rates as a share of their peers' median.
+        attempts: How often they were measured.
+        loaded: The ranks beside which other processes ran.
+    """
     for (dtype, rank), share in slow_ones.items():
         text = f"rank {rank} reaches {_share(share)} of its peers' median in {dtype} products"
-        yield Finding("slow rank", [rank], f"{text}, at best of {attempts}")
+        yield Finding("slow rank", [rank], f"{text}, at best of {attempts}", beside_load=rank in loaded)
 
 
-def slow_links(slow_ones: Mapping[tuple[int, int], float], attempts: int) -> Iterator[Finding]:
-    """Findings for slow links."""
+def slow_links(
+    slow_ones: Mapping[tuple[int, int], float], attempts: int, loaded: Collection[int] = ()
+) -> Iterator[Finding]:
+    """Findings for slow links; the arguments are those of :func:`slow_ranks`."""
     for (source, target), share in slow_ones.items():
         text = f"rank {source} sends to rank {target} at {_share(share)} of the median of such links"
-        yield Finding("slow link", [source, target], f"{text}, at best of {attempts}")
+        beside_load = not {source, target}.isdisjoint(loaded)
+        yield Finding("slow link", [source, target], f"{text}, at best of {attempts}", beside_load)
+
+
+def verdict(findings: Sequence[Finding]) -> Verdict:
+    """``sound`` without findings, ``busy`` if other load may be the cause of all of them, else ``unsound``."""
+    if not findings:
+        return "sound"
+    return "busy" if all(finding.beside_load for finding in findings) else "unsound"
 
 
 def different_versions(environments: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
@@ -108,7 +129,7 @@ def gpu_troubles(rank: int, gpu: Mapping[str, Any], users: int, cores: Sequence[
     if (gpu["processes"] or 0) > users:
         others = gpu["processes"] - users
         text = f"the GPU of rank {rank} is used by {others} other process{'es' * (others != 1)}"
-        yield Finding("busy", [rank], text)
+        yield Finding("busy", [rank], text, beside_load=True)
     limit, default = gpu["power_limit_watts"], gpu["power_limit_default_watts"]
     if limit and default and limit < default:
         text = f"the GPU of rank {rank} may draw {limit:.0f} W, and {default:.0f} W by default"

@@ -118,6 +118,23 @@ class Ceiling(TypedDict):
     """That rate over the data sheet's dense peak."""
     peak_reason: str | None
     """Why there is no peak."""
+    beside_load: bool
+    """Whether other processes used these devices meanwhile, so that it may be too low."""
+
+
+class OtherLoad(TypedDict):
+    """What other processes took of a node during a measurement."""
+
+    node: str
+    """The node."""
+    cores: int
+    """The number of cores that its ranks may use."""
+    taken: float | None
+    """Cores that other processes took, on average; null if the system does not say."""
+    gpu_ranks: list[int]
+    """Ranks whose GPU other processes use."""
+    on_gpu: bool
+    """Whether the ranks measured GPUs."""
 
 
 class Matmul(TypedDict):
@@ -127,8 +144,10 @@ class Matmul(TypedDict):
     """Every rank, in order."""
     ceilings: list[Ceiling]
     """One for each kind of device and arithmetic."""
+    other_load: list[OtherLoad]
+    """What other processes took of each node meanwhile."""
     kept: str | None
-    """Why the ceilings could not be stored for later runs; null if they are."""
+    """Why ceilings were not stored for later runs; null if all are."""
 
 
 class Cut(TypedDict, total=False):
@@ -312,6 +331,8 @@ class Finding(TypedDict):
     """The affected ranks."""
     text: str
     """The message to show."""
+    beside_load: bool
+    """Whether other load may be the cause."""
 
 
 class Check(TypedDict):
@@ -319,6 +340,10 @@ class Check(TypedDict):
 
     sound: bool
     """Whether there are no findings."""
+    verdict: str
+    """``sound``, ``busy`` (other load may be the cause of every finding) or ``unsound``."""
+    busy: str | None
+    """What other processes took of the nodes; null if the verdict is another."""
     findings: list[Finding]
     """What is wrong."""
     remarks: list[str]
@@ -327,6 +352,8 @@ class Check(TypedDict):
     """How far below the median of its peers a rank or link may be, as a share of the median."""
     attempts: dict[str, int]
     """How often each workload was repeated because something looked slow."""
+    other_load: dict[str, list[OtherLoad]]
+    """What other processes took of each node while products (``matmul``) and links (``p2p``) were measured."""
     hello: Hello
     """The ranks."""
     versions: dict[str, Any]

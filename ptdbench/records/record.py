@@ -166,8 +166,9 @@ def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
 def fingerprint(config: Mapping[str, Any]) -> str:
     """Sixteen hex digits, equal for two runs if and only if their resolved configurations are equal.
 
-    The options ``resume``, ``sweep`` and ``objective`` are ignored.
+    The options ``resume``, ``sweep``, ``objective`` and ``logger`` are ignored: they change nothing of the work.
     """
-    config = {name: value for name, value in config.items() if name not in ("resume", "sweep", "objective")}
+    ignored = ("resume", "sweep", "objective", "logger")
+    config = {name: value for name, value in config.items() if name not in ignored}
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

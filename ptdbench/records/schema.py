@@ -98,8 +98,10 @@ class Metrics(TypedDict, total=False):
     """Why there is no ``mfu``."""
     ceiling_flops_per_second: float | None
     """FLOP/s that ``workload=matmul`` measured on this device in this arithmetic."""
+    ceiling_beside_load: bool | None
+    """Whether other processes used the device while that was measured, so that it may be too low; null if unknown."""
     share_of_ceiling: float | None
-    """Model FLOP/s of a device over that ceiling."""
+    """Model FLOP/s of a device over that ceiling; ``remarks.ceiling`` says why where it is above 1."""
     ceiling_reason: str | None
     """Why there is no ceiling."""
     data_wait_share: float | None
@@ -162,6 +164,8 @@ class Remarks(TypedDict, total=False):
 
     check: str | None
     """What the check before the run (``check=true``) found unsound."""
+    ceiling: str | None
+    """That the run passed the ceiling, which was measured again, and what came of it."""
     cut_short: str | None
     """Why there were fewer steps than asked for."""
     resumed: str | None

@@ -69,7 +69,8 @@ def _ceilings(ceilings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for ceiling in ceilings:
         share = ceiling["share_of_peak"]
         of_peak = f"no share of a peak: {ceiling['peak_reason']}" if share is None else f"{share:.1%} of the peak"
+        beside = ", taken beside other load" if ceiling.get("beside_load") else ""
         threads = ceiling["threads"]
         where = ceiling["device"] + ("" if threads is None else f", {plural(threads, 'thread')}")
         rate = three_digits(ceiling["flops_per_second"] / 1e12)
-        yield f"ceiling of {where}: {rate} TFLOP/s in {ceiling['dtype']} ({ceiling['shape']}), {of_peak}"
+        yield f"ceiling of {where}: {rate} TFLOP/s in {ceiling['dtype']} ({ceiling['shape']}){beside}, {of_peak}"

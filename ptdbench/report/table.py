@@ -13,7 +13,7 @@ from hydra.utils import get_object
 from ptdbench.records.store import RECORD, RESULTS
 from ptdbench.report.differences import differences
 from ptdbench.report.reason import reason, wrap
-from ptdbench.report.text import as_text, empty_table, three_digits
+from ptdbench.report.text import as_text, empty_table, flops_text, three_digits
 from ptdbench.terminal import plural
 
 _MISSING = "-"
@@ -100,6 +100,7 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
         *([f"left out in {width} columns: {', '.join(left_out)}"] if left_out else []),
         *_reasons(others, labels[len(ranked) :], width),
         *_mfu_remarks(ranked, width),
+        *_ceiling_remarks(dict(zip(labels, [*ranked, *others], strict=True)), width),
         *_check_remarks(records, width),
     ]
     return "\n".join([_title(records, moved), table, *remarks])
@@ -239,6 +240,22 @@ def _title(records: Sequence[Mapping[str, Any]], moved: Sequence[str]) -> str:
 def _mfu_remarks(records: Iterable[Mapping[str, Any]], width: int) -> list[str]:
     reasons = dict.fromkeys(_figure(record, "mfu_reason") for record in records)
     return [wrap(f"no MFU: {reason}", width) for reason in reasons if reason]
+
+
+def _ceiling_remarks(records: Mapping[str, Mapping[str, Any]], width: int) -> Iterator[str]:
+    """Runs, by their labels, that passed their ceiling, and ceilings that may be too low."""
+    loaded: dict[str, None] = {}
+    for label, record in records.items():
+        rate, share = _figure(record, "ceiling_flops_per_second"), _figure(record, "share_of_ceiling")
+        if remark := (record.get("remarks") or {}).get("ceiling"):
+            yield wrap(f"{label}: {remark}", width)
+        elif share and share > 1:
+            why = "it is re-measured after a run that finishes"
+            yield wrap(f"{label}: ceiling passed: was {flops_text(rate)}; {why}", width)
+        elif share and _figure(record, "ceiling_beside_load"):
+            loaded[flops_text(rate)] = None
+    for text in loaded:
+        yield wrap(f"ceiling of {text}: taken beside other load, and perhaps too low", width)
 
 
 def _check_remarks(records: Iterable[Mapping[str, Any]], width: int) -> list[str]:

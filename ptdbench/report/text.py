@@ -70,6 +70,12 @@ def three_digits(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
+def flops_text(flops_per_second: float) -> str:
+    """``3.01e10`` FLOP/s become ``30.1 GFLOP/s``."""
+    unit, name = (1e12, "TFLOP/s") if flops_per_second >= 1e12 else (1e9, "GFLOP/s")
+    return f"{three_digits(flops_per_second / unit)} {name}"
+
+
 def size_text(size: int) -> str:
     """``1536`` bytes become ``1.5 KiB``."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):

@@ -29,6 +29,8 @@ def render(check: Mapping[str, Any], width: int) -> str:
 
 def remark(check: Mapping[str, Any]) -> str:
     """The verdict in a few words."""
+    if check.get("busy"):
+        return f"busy: {check['busy']}"
     return "sound" if check["sound"] else f"unsound, {plural(len(check['findings']), 'finding')}"
 
 
@@ -67,6 +69,7 @@ def _remarks(check: Mapping[str, Any], width: int) -> Iterator[str]:
 def _verdict(check: Mapping[str, Any], width: int) -> Iterator[str]:
     attempts = max(check["attempts"].values())
     again = f"; what looked slow was measured {attempts} times, and the best counts" if attempts > 1 else ""
-    yield f"verdict       {remark(check)} (tolerance {check['tolerance']:.0%}{again})"
+    text = f"verdict       {remark(check)} (tolerance {check['tolerance']:.0%}{again})"
+    yield textwrap.fill(text, width, subsequent_indent=" " * 14)
     for finding in check["findings"]:
         yield textwrap.fill(finding["text"], width, initial_indent="  - ", subsequent_indent="    ")

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 #: Groups whose choice is a call: ``_target_`` and its arguments. Each also has a ``name`` for people, a workload a
 #: ``label`` for directories.
-CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "workload")
+CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "workload", "logger")
 GROUPS = ("cluster", "train", "eval", "checkpoint", "sweep", *CALLS)
 
 #: The smallest whole number that an option may be.

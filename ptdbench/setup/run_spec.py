@@ -7,6 +7,7 @@ wrong before anything happens, and keeps a :class:`Summary`; every rank does it 
 from __future__ import annotations
 
 import gc
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from ptdbench.terminal import plural
 
 if TYPE_CHECKING:
     from ptdbench.job import Workload
+    from ptdbench.report.loggers import Service
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class RunSpec:
         world_size: How many ranks there are.
         workload: What is done.
         training: What it is done with; ``None`` for a workload that does not train.
+        logger: The service that gets its curves; ``None`` for none.
     """
 
     config: Config
@@ -61,6 +64,7 @@ class RunSpec:
     world_size: int
     workload: Workload
     training: TrainingSpec | None
+    logger: Service | None
 
     @property
     def label(self) -> str:
@@ -118,6 +122,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     found.of(lambda: _check_evaluated(config))
     if workload and not workload.trains:
         found.of(lambda: _check_check(config))
+    logger: Service | None = found.of(lambda: _logger(config, trains))
     trained = found.of(lambda: training_spec.specify(config, world_size)) if trains else None
     size = trained.layout.dims.world_size if trained else found.of(lambda: world_size(lambda available: available))
     if trained:
@@ -135,6 +140,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         world_size=size,
         workload=workload,
         training=trained,
+        logger=logger,
     )
 
 
@@ -203,6 +209,21 @@ def _check_check(config: Config) -> None:
     if config.general.check:
         rule = f"comes before training, and workload={config.call('workload').name} does not train"
         require(Problem("check", True, rule, "try workload=check"))
+
+
+def _logger(config: Config, trains: bool) -> Service | None:
+    """The service that gets the curves, which only training has; refused if its package is not installed."""
+    name = config.call("logger").name
+    logger: Service | None = choices.build(config, "logger")
+    if logger is None:
+        return None
+    if not trains:
+        rule = f"logs the curves of training, and workload={config.call('workload').name} does not train"
+        require(Problem("logger", name, rule, "omit it"))
+    if importlib.util.find_spec(logger.package) is None:
+        rule = f"needs the package {logger.package}, which is not installed"
+        require(Problem("logger", name, rule, f"try pip install 'ptdbench[{logger.extra}]'"))
+    return logger
 
 
 def _check_requeue(config: Config) -> None:

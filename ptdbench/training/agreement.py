@@ -27,4 +27,4 @@ def outcome(job: Job, recorder: Recorder, remarks: Mapping[str, Any]) -> Outcome
         return Outcome({"remarks": dict(remarks)})
     wrong = first_not_finite(recorder.path)
     error = None if wrong is None else FloatingPointError(f"the loss of step {wrong} is not a finite number")
-    return Outcome({**fields, "remarks": dict(remarks)}, error=error, shown=shown)
+    return Outcome({**fields, "remarks": dict(remarks)}, error=error, shown=shown, log=recorder.log)

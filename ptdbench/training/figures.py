@@ -10,18 +10,19 @@ import numpy as np
 import torch
 
 from ptdbench.job import Job
+from ptdbench.measure.ceiling import Measured
 from ptdbench.measure.metrics import Measurement, metrics
 from ptdbench.measure.statistics import warmup_end
 from ptdbench.parallel import precision
 from ptdbench.records import series
 from ptdbench.workloads.matmul import known_ceiling
 
-Ceiling = tuple[float | None, str | None]
+Ceiling = tuple[Measured | None, str | None]
 
 
 def ceiling(job: Job) -> Ceiling:
     """What matrix products of the run's arithmetic reach on this device; see :func:`known_ceiling`."""
-    return known_ceiling(job, _dtype(job))
+    return known_ceiling(job, dtype_of(job))
 
 
 def figures(
@@ -98,7 +99,7 @@ def _measurement(
         flops_reason=training.flops_reason,
         world_size=spec.world_size,
         device_name=torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
-        dtype=_dtype(job),
+        dtype=dtype_of(job),
         peak_memory_bytes=peak,
         first_step_seconds=sum(last["startup_seconds"].values()),
         startup_seconds=last["startup_seconds"],
@@ -109,5 +110,6 @@ def _measurement(
     )
 
 
-def _dtype(job: Job) -> str:
+def dtype_of(job: Job) -> str:
+    """The arithmetic of the run's matrix products."""
     return precision.arithmetic(job.spec.config.general.precision, job.device.type)

@@ -23,9 +23,10 @@ from ptdbench.job import Job
 from ptdbench.launch.peers import gather
 from ptdbench.measure import memory
 from ptdbench.records import series, store
+from ptdbench.report.loggers import Log
 from ptdbench.report.tensorboard import Live
 from ptdbench.terminal import say
-from ptdbench.training.figures import ceiling, figures
+from ptdbench.training.figures import Ceiling, ceiling, figures
 from ptdbench.training.loop import StepLoop
 
 #: The series are drained and shown about once in so many seconds, and at least once in so many steps.
@@ -44,6 +45,7 @@ class Recorder:
     Attributes:
         path: The series file, written by rank 0.
         warnings: Which steps before this process have lost their numbers, and why.
+        log: What sends the run's curves to a logging service, on rank 0 of a run that has one.
 
     Args:
         job: The run.
@@ -60,11 +62,13 @@ class Recorder:
         self._evaluations: list[Mapping[str, Any]] = []
         self._unwritten: list[np.ndarray] = []
         self._unshown: list[np.ndarray] = []
-        self._ceiling: tuple[float | None, str | None] | None = None
+        self._ceiling: Ceiling | None = None
         self._next = 1
         self._seconds_per_step = 0.0
         self._drained_at = self._note_at = time.perf_counter()
-        self._live = Live(job.directory) if job.world.rank == 0 else None
+        first = job.world.rank == 0
+        self._live = Live(job.directory) if first else None
+        self.log = Log(job.spec.logger, job.directory) if first and job.spec.logger else None
 
     def begin(self, steps: int = 0, source: Path | None = None, facts: Mapping[str, Any] | None = None) -> None:
         """Take over the steps done before this process; called in all ranks, before the first step.
@@ -89,6 +93,14 @@ class Recorder:
             )
             self.warnings.append(lost)
             say(f"warning: {lost}", sys.stderr)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
+        """Tell the logging service of a run that fails on this rank; that of any other is told its outcome."""
+        if failed and self.log:
+            self.log.abort()
 
     @property
     def due(self) -> bool:
@@ -135,6 +147,9 @@ class Recorder:
             with suppress(OSError):  # training continues if curves cannot be written
                 known = store.load_record(self._job.directory)
                 live.show(known, self._loop.done - len(rows), rows, evaluations)
+            if self.log:
+                known = store.load_record(self._job.directory)
+                self.log.show(known, self._loop.done - len(rows), rows, evaluations)
 
     def figures(self, if_quick: bool = False) -> dict[str, Any]:
         """The measured fields of the record; called in all ranks, between two steps.

@@ -1,14 +1,14 @@
 """The workload ``check``: is this cluster sound? Short versions of the other measurements, and a verdict.
 
 Whatever looks slow is measured again, on all ranks, before it is reported, and the best of all attempts counts: on a
-shared machine anything may be slow once.
+shared machine anything may be slow once. What is slow beside other load is no fault of the cluster: the verdict is
+then ``busy``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
@@ -19,8 +19,9 @@ import torch
 
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.peers import gather
-from ptdbench.measure import soundness, topology
+from ptdbench.measure import other_load, soundness, topology
 from ptdbench.measure.hardware import environment
+from ptdbench.measure.other_load import OtherLoad
 from ptdbench.measure.products import Shape
 from ptdbench.measure.soundness import Finding
 from ptdbench.problems import Problem, at_least, require
@@ -49,6 +50,10 @@ _MOST_RANKS_IN_PAIRS = 8
 
 class Unsound(Exception):
     """The check found something wrong with this cluster."""
+
+
+class Busy(Exception):
+    """The check cannot tell whether this cluster is sound: other processes used it."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,8 @@ class Check:
     def __call__(self, job: Job) -> Outcome:
         """One rank's part."""
         found = self.examine(job)
-        return Outcome({"check": found}, error=None if found["sound"] else Unsound(_texts(found)))
+        errors = {"sound": None, "busy": Busy(_texts(found)), "unsound": Unsound(_texts(found))}
+        return Outcome({"check": found}, error=errors[found["verdict"]])
 
     def examine(self, job: Job) -> Figures:
         """Measure and evaluate; every rank calls this and gets the same result. Rank 0 also writes a file.
@@ -93,22 +99,33 @@ class Check:
         """
         hello = Hello()(job).fields["hello"]
         facts: list[Figures] = gather(_facts(job))
+        load_so_far = other_load.watch(job)
         products, slow_ranks, product_attempts = self._until_sound(lambda: self.products(job), _product_rates(job))
+        product_load, load_so_far = load_so_far(), other_load.watch(job)
         links, slow_links, link_attempts = self._until_sound(lambda: self.messages(job), _link_rates(job, facts))
+        link_load = load_so_far()
         together = collectives.measure(job, _short_collectives()) if job.world.size > 1 else None
         warm: list[Figures] = gather(_facts(job))  # after heat and load
         findings = [
             *soundness.different_versions([of["environment"] for of in facts]),
             *_gpu_findings(job, facts, warm),
-            *soundness.slow_ranks(slow_ranks, product_attempts),
-            *soundness.slow_links(slow_links, link_attempts),
+            *soundness.slow_ranks(slow_ranks, product_attempts, _loaded(facts, product_load)),
+            *soundness.slow_links(slow_links, link_attempts, _loaded(facts, link_load)),
         ]
+        verdict = soundness.verdict(findings)
+        load = _heaviest(product_load, link_load)
         found = {
-            "sound": not findings,
+            "sound": verdict == "sound",
+            "verdict": verdict,
+            "busy": _why_busy(load) if verdict == "busy" else None,
             "findings": [finding.as_dict() for finding in findings],
-            "remarks": _remarks(job, facts),
+            "remarks": _remarks(job, facts, load),
             "tolerance": self.tolerance,
             "attempts": {"matmul": product_attempts, "p2p": link_attempts},
+            "other_load": {
+                "matmul": [one.as_dict() for one in product_load],
+                "p2p": [one.as_dict() for one in link_load],
+            },
             "hello": hello,
             "versions": {name: facts[0]["environment"].get(name) for name in soundness.VERSIONS},
             "gpus": [of["gpu"] for of in warm],
@@ -180,12 +197,12 @@ def with_check(outcome: Outcome, found: Figures | None) -> Outcome:
 
 
 def summary(found: Mapping[str, Any]) -> str:
-    """The findings in one line."""
-    return f"unsound: {_texts(found)}"
+    """The verdict and the findings in one line."""
+    return f"{found['verdict']}: {_texts(found)}"
 
 
 def _texts(found: Mapping[str, Any]) -> str:
-    return "; ".join(finding["text"] for finding in found["findings"])
+    return "; ".join([*filter(None, [found["busy"]]), *(finding["text"] for finding in found["findings"])])
 
 
 def _give_back(device: torch.device) -> None:
@@ -205,7 +222,6 @@ def _facts(job: Job) -> Figures:
     own = topology.identity(job.device) if on_gpu else ""
     return {
         "environment": environment(job.device.type),
-        "load": os.getloadavg()[0],
         "node": job.peers[job.world.rank].node,
         "gpu": next((gpu for gpu in seen["gpus"] if gpu["uuid"] == own), None),
         "seen": seen,
@@ -274,19 +290,33 @@ def _gpu_findings(job: Job, before: Sequence[Figures], after: Sequence[Figures])
     return list(found.values())
 
 
-def _remarks(job: Job, facts: Sequence[Figures]) -> list[str]:
+def _loaded(facts: Sequence[Figures], load: Sequence[OtherLoad]) -> set[int]:
+    """The ranks beside which other processes ran."""
+    of = {one.node: one for one in load}
+    return {rank for rank, fact in enumerate(facts) if of[fact["node"]].slows(rank)}
+
+
+def _heaviest(*measurements: Sequence[OtherLoad]) -> list[OtherLoad]:
+    """For each node the heavier load of several measurements."""
+    pairs = zip(*measurements, strict=True)
+    return [max(of_node, key=lambda one: (len(one.gpu_ranks), one.taken or 0)) for of_node in pairs]
+
+
+def _why_busy(load: Sequence[OtherLoad]) -> str:
+    """What other processes took of each busy node."""
+    texts = [f"{one} of node {one.node}" if len(load) > 1 else str(one) for one in load if one.is_busy]
+    return "; ".join([*texts, "measure again on a quiet machine"])
+
+
+def _remarks(job: Job, facts: Sequence[Figures], load: Sequence[OtherLoad]) -> list[str]:
     """Remarks that do not make the cluster unsound."""
     found = [f"node {of['node']}: no information about its GPUs: {of['reason']}" for of in facts if of["reason"]]
+    found += [f"node {one.node}: {one}, which slows it down" for one in load if one.is_busy]
     if job.world.size == 1:
         found.append("a single rank has no links")
     for node in dict.fromkeys(peer.node for peer in job.peers):
         here = [peer for peer in job.peers if peer.node == node]
         threads, cores = sum(peer.threads for peer in here), len({core for peer in here for core in peer.cores})
-        load = facts[here[0].rank]["load"]
-        if load > cores:
-            found.append(
-                f"node {node}: a load of {load:.1f} on {cores} cores before the check: other processes slow it down"
-            )
         if threads > cores:
             found.append(f"node {node}: {threads} threads of {len(here)} ranks share {cores} cores")
     return list(dict.fromkeys(found))

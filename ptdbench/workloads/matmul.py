@@ -5,6 +5,7 @@ At once, because ranks of one node share memory, power and cooling, as they do i
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,12 +16,15 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.job import Job, Outcome
-from ptdbench.launch.peers import gather
-from ptdbench.measure import ceiling, products, timing
+from ptdbench.launch.peers import gather, node
+from ptdbench.measure import ceiling, other_load, products, timing
+from ptdbench.measure.ceiling import Measured
 from ptdbench.measure.hardware import dense_peak, environment
+from ptdbench.measure.other_load import OtherLoad
 from ptdbench.measure.products import DTYPES, Shape
 from ptdbench.problems import Problem, require, try_these
 from ptdbench.report import ceilings
+from ptdbench.report.text import flops_text
 from ptdbench.terminal import command
 
 #: The defaults by device type.
@@ -115,29 +119,48 @@ def measure(job: Job, shapes: Sequence[Shape], dtypes: Sequence[str], seconds: f
         ConfigError: The matrices do not fit into memory.
 
     Returns:
-        The same on every rank, rates in FLOP/s and bytes/s: ``ranks`` with the measurements of each rank, and
-        ``ceilings`` with the best median of every kind of device and dtype.
+        The same on every rank, rates in FLOP/s and bytes/s: ``ranks`` with the measurements of each rank,
+        ``ceilings`` with the best median of every kind of device and dtype, and ``other_load`` with that of each node.
     """
     need, shape = max((_peak_bytes(shape, dtype), str(shape)) for shape in shapes for dtype in dtypes)
     timing.require_memory(job, need, "workload.shapes", shape)
     known = environment(job.device.type)
+    load_so_far = other_load.watch(job)
     mine: Figures = {
         "rank": job.world.rank,
         "device": _gpu(job) or known["cpu"],
         "keys": {dtype: asdict(_key(known, job, dtype)) for dtype in dtypes},
         "products": [_product(job, shape, dtype, seconds) for dtype in dtypes for shape in shapes],
         "copies": _copies(job, seconds) if copies else [],
+        "node": node(os.environ),
     }
-    ranks: list[Figures] = gather(mine)
-    found = _ceilings(ranks)
-    return {"ranks": [{name: of[name] for name in of if name != "keys"} for of in ranks], "ceilings": found}
+    load, ranks = load_so_far(), gather(mine)
+    found = _ceilings(ranks, load)
+    return {
+        "ranks": [{name: of[name] for name in of if name not in ("keys", "node")} for of in ranks],
+        "ceilings": found,
+        "other_load": [one.as_dict() for one in load],
+    }
 
 
-def known_ceiling(job: Job, dtype: str) -> tuple[float | None, str | None]:
-    """The rate that rank 0's device reached in an earlier run of this workload.
+def measure_again(job: Job, dtype: str) -> Measured:
+    """Measure the ceiling of rank 0's device once more; called in all ranks, the result is the same in all.
+
+    The higher of the earlier and the new measurement is kept for later runs.
+
+    Raises:
+        ConfigError: The matrices do not fit into memory beside what is there.
+    """
+    found = measure(job, [Shape.of(shape) for shape in AUTO_SHAPES[job.device.type]], [dtype], 0.5, copies=False)
+    _keep(job, found, only_higher=True)
+    return _measured(found["ceilings"][0])
+
+
+def known_ceiling(job: Job, dtype: str) -> tuple[Measured | None, str | None]:
+    """What rank 0's device reached in an earlier run of this workload.
 
     Returns:
-        ``(FLOP/s, None)``, or ``(None, reason)`` if exactly this device has not been measured.
+        ``(ceiling, None)``, or ``(None, reason)`` if exactly this device has not been measured.
     """
     of = _key(environment(job.device.type), job, dtype)
     found = ceiling.look_up(of)
@@ -165,8 +188,9 @@ def _copies(job: Job, seconds: float) -> list[Figures]:
     return [{"kind": kind, "bytes": amount, **products.rates(amount, taken)} for kind, (amount, taken) in found.items()]
 
 
-def _ceilings(ranks: Sequence[Figures]) -> list[Figures]:
+def _ceilings(ranks: Sequence[Figures], load: Sequence[OtherLoad]) -> list[Figures]:
     """For every kind of device and dtype: the shape whose median rate is best, as the median over the ranks."""
+    loads = {one.node: one for one in load}
     keys = dict.fromkeys(ceiling.Key(**of_dtype) for of in ranks for of_dtype in of["keys"].values())
     found = []
     for key in keys:
@@ -188,21 +212,36 @@ def _ceilings(ranks: Sequence[Figures]) -> list[Figures]:
             {
                 **asdict(key), "ranks": len(alike), "shape": shape, "flops_per_second": rate,
                 "share_of_peak": share, "peak_reason": reason,
+                "beside_load": any(loads[of["node"]].slows(of["rank"]) for of in alike),
             }
         )  # fmt: skip
     return found
 
 
-def _keep(job: Job, found: Figures) -> str | None:
-    """Store the ceilings on every node; returns the error if that fails, on rank 0."""
-    if job.world.local_rank == 0:
+def _keep(job: Job, found: Figures, only_higher: bool = False) -> str | None:
+    """Store the ceilings on every node; returns what could not be stored and why, on rank 0.
+
+    One that was taken beside other load, which makes a device slower, does not replace a higher one.
+    """
+    if job.world.local_rank > 0:
+        return None
+    remarks = []
+    for one in found["ceilings"]:
+        key, new = ceiling.Key(**{name: one[name] for name in ceiling.Key.__dataclass_fields__}), _measured(one)
+        known = ceiling.look_up(key)
+        if known and known.flops_per_second > new.flops_per_second and (new.beside_load or only_higher):
+            higher = f"{flops_text(known.flops_per_second)} measured earlier is higher"
+            remarks.append(f"{one['dtype']} not kept for later runs: taken beside other load, and {higher}")
+            continue
         try:
-            for one in found["ceilings"]:
-                key = ceiling.Key(**{name: one[name] for name in ceiling.Key.__dataclass_fields__})
-                ceiling.keep(key, one["flops_per_second"], one["shape"])
+            ceiling.keep(key, new)
         except OSError as error:
             return f"not kept for later runs: {error}"
-    return None
+    return "; ".join(remarks) or None
+
+
+def _measured(found: Figures) -> Measured:
+    return Measured(found["flops_per_second"], found["shape"], found["beside_load"])
 
 
 def _key(known: Figures, job: Job, dtype: str) -> ceiling.Key:

@@ -20,7 +20,7 @@ from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.dims import Mesh
 from ptdbench.problems import Problem, require
 from ptdbench.report import samples
-from ptdbench.training import agreement
+from ptdbench.training import agreement, passed
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop, collect_garbage
@@ -56,7 +56,7 @@ class Train:
         job.watch.lap("build")
         stopped = None
         advancing = steps(job, loop, lambda: evaluator.remark)
-        with StopSignal() as stop_signal, closing(advancing) as advance:
+        with recorder, StopSignal() as stop_signal, closing(advancing) as advance:
             for _ in advance:
                 evaluations = [evaluator().as_dict()] if evaluator.due() else []
                 if evaluations or recorder.due:
@@ -93,6 +93,8 @@ def _outcome(
         remarks["checkpoints"] = notes
     found = agreement.outcome(job, recorder, remarks)
     fields = {**found.fields, "evaluations": evaluator.as_dicts()}
+    if not stopped:
+        fields = passed.check(job, fields)
     found = replace(found, fields=fields, figures=_first_inputs(job))
     why = f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None
     return replace(found, stopped=why, saved=checkpointing.saves)

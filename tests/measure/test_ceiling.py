@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from ptdbench.measure import ceiling
-from ptdbench.measure.ceiling import Key
+from ptdbench.measure.ceiling import Key, Measured
 
 GPU = Key("NVIDIA H200", "550.54", "2.15.0", "bf16", None)
+FOUND = Measured(7.5e14, "8192x8192x8192", beside_load=False)
 ENVIRONMENT = {"cpu": "AMD EPYC", "driver": "550.54", "torch": "2.15.0"}
 
 
@@ -20,10 +22,18 @@ def _own_cache(tmp_path, monkeypatch):
 
 def test_what_is_kept_is_found_again():
     assert ceiling.look_up(GPU) is None
-    ceiling.keep(GPU, 7.5e14, "8192x8192x8192")
-    assert ceiling.look_up(GPU) == 7.5e14
-    ceiling.keep(GPU, 7.6e14, "4096x4096x4096")
-    assert ceiling.look_up(GPU) == 7.6e14
+    ceiling.keep(GPU, FOUND)
+    assert ceiling.look_up(GPU) == FOUND
+    ceiling.keep(GPU, Measured(7.6e14, "4096x4096x4096", beside_load=True))
+    assert ceiling.look_up(GPU) == Measured(7.6e14, "4096x4096x4096", beside_load=True)
+
+
+def test_of_one_that_an_earlier_version_kept_the_load_is_unknown():
+    path = ceiling.keep(GPU, FOUND)
+    text = json.loads(path.read_text())
+    del text["beside_load"]
+    path.write_text(json.dumps(text))
+    assert ceiling.look_up(GPU) == replace(FOUND, beside_load=None)
 
 
 @pytest.mark.parametrize(
@@ -31,19 +41,19 @@ def test_what_is_kept_is_found_again():
     [{"device": "NVIDIA H100 PCIe"}, {"driver": "550.55"}, {"torch": "2.16.0"}, {"dtype": "fp16"}, {"threads": 1}],
 )
 def test_any_difference_makes_it_another(change):
-    ceiling.keep(GPU, 7.5e14, "8192x8192x8192")
+    ceiling.keep(GPU, FOUND)
     assert ceiling.look_up(replace(GPU, **change)) is None
 
 
 def test_it_lies_in_the_users_cache_folder_and_nothing_else_does(tmp_path):
-    path = ceiling.keep(GPU, 1.0, "2x2x2")
+    path = ceiling.keep(GPU, FOUND)
     assert [entry for entry in tmp_path.rglob("*") if entry.is_file()] == [path]
     assert path.parent == tmp_path / "ptdbench" / "ceilings"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"flops_per_second": null}'])
 def test_a_broken_file_is_no_ceiling(text):
-    ceiling.keep(GPU, 1.0, "2x2x2").write_text(text)
+    ceiling.keep(GPU, FOUND).write_text(text)
     assert ceiling.look_up(GPU) is None
 
 

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from ptdbench.measure.ceiling import Measured
 from ptdbench.measure.metrics import Measurement, metrics
 
 # Two ranks, the first step slow; the others take 2.0 s in all.
@@ -79,18 +80,21 @@ def test_a_run_without_a_step_has_all_names_and_no_rates():
 
 
 def test_the_share_of_the_ceiling_by_hand():
-    _, found = metrics(replace(MEASURED, ceiling=(240e12, None)))
+    _, found = metrics(replace(MEASURED, ceiling=(Measured(240e12, "8x8x8", beside_load=True), None)))
     # 48 TFLOP/s on each device, see above.
     assert (found["ceiling_flops_per_second"], found["ceiling_reason"]) == (240e12, None)
+    assert found["ceiling_beside_load"] is True
     assert found["share_of_ceiling"] == pytest.approx(0.2)
 
 
 def test_without_a_ceiling_there_is_a_reason():
     _, found = metrics(replace(MEASURED, ceiling=(None, "nobody has measured it")))
     assert (found["ceiling_flops_per_second"], found["share_of_ceiling"]) == (None, None)
+    assert found["ceiling_beside_load"] is None
     assert found["ceiling_reason"] == "nobody has measured it"
 
 
 def test_a_model_without_flops_has_no_share_of_a_known_ceiling():
-    _, found = metrics(replace(MEASURED, flops_per_sample=None, flops_reason="it states none", ceiling=(240e12, None)))
+    ceiling = (Measured(240e12, "8x8x8"), None)
+    _, found = metrics(replace(MEASURED, flops_per_sample=None, flops_reason="it states none", ceiling=ceiling))
     assert (found["ceiling_flops_per_second"], found["share_of_ceiling"]) == (240e12, None)

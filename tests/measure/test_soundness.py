@@ -53,11 +53,35 @@ def test_slow_ones_are_named_with_their_share():
     assert link.text == "rank 1 sends to rank 2 at 25.0% of the median of such links, at best of 2"
 
 
+def test_what_other_load_may_have_slowed_is_marked():
+    slow_ones = {("bf16", 3): 0.9, ("bf16", 4): 0.9}
+    assert [found.beside_load for found in soundness.slow_ranks(slow_ones, 5, {4})] == [False, True]
+    slow_links = {(0, 1): 0.9, (3, 4): 0.9, (4, 3): 0.9}
+    assert [found.beside_load for found in soundness.slow_links(slow_links, 5, {4})] == [False, True, True]
+
+
+class TestVerdict:
+    SLOW, ERROR = soundness.Finding("slow rank", [1], "slow", beside_load=True), soundness.Finding("versions", [1], "")
+
+    def test_nothing_found(self):
+        assert soundness.verdict([]) == "sound"
+
+    def test_nothing_but_what_other_load_may_have_caused(self):
+        assert soundness.verdict([self.SLOW, self.SLOW]) == "busy"
+
+    def test_anything_else_stays_unsound_whatever_the_load(self):
+        assert soundness.verdict([self.SLOW, self.ERROR]) == "unsound"
+
+    def test_a_gpu_that_others_use_is_busy(self):
+        assert soundness.verdict([*soundness.gpu_troubles(0, {**GPU, "processes": 2}, 1, [0])]) == "busy"
+
+
 def test_versions_that_differ_are_named_with_their_ranks():
     same = {"torch": "2.15.0", "python": "3.11.7", "driver": "550.54", "host": "n1"}
     (found,) = soundness.different_versions([same, {**same, "host": "n2"}, {**same, "driver": "535.1", "host": "n3"}])
     assert found.as_dict() == {
         "kind": "versions", "ranks": [2], "text": "driver differs: 550.54 on ranks 0, 1, 535.1 on rank 2",
+        "beside_load": False,
     }  # fmt: skip
 
 

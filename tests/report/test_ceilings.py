@@ -45,6 +45,11 @@ def test_the_ceiling_beside_the_peak():
     assert line == "ceiling of NVIDIA H200: 750 TFLOP/s in bf16 (8x8x8), 75.8% of the peak"
 
 
+def test_one_that_was_taken_beside_other_load_says_so():
+    *_, line = render(matmul(800e12, beside_load=True), 100).splitlines()
+    assert line.endswith("(8x8x8), taken beside other load, 75.8% of the peak")
+
+
 def test_a_cpu_has_threads_and_no_peak():
     cpu = {"device": "AMD EPYC", "threads": 1, "flops_per_second": 5.9e10, "share_of_peak": None}
     *_, line = render(matmul(6e10, **cpu, peak_reason="a CPU has no data-sheet peak"), 100).splitlines()

@@ -289,6 +289,25 @@ def test_the_share_of_the_ceiling_is_a_column_where_any_run_has_one():
     assert [row[8:10] for row in cells(text)] == [["41.9%", "-"], ["41.9%", "52.5%"]]
 
 
+class TestCeiling:
+    def text(self, remarks=None, **metrics):
+        record = run("ddp", remarks=remarks or {})
+        figures = {"ceiling_flops_per_second": 30.1e9, "share_of_ceiling": 1.12, "ceiling_beside_load": False}
+        return render([{**record, "metrics": {**record["metrics"], **figures, **metrics}}], 120).splitlines()
+
+    def test_what_came_of_one_that_was_passed_is_said(self):
+        remark = "ceiling re-measured: was 30.1 GFLOP/s, taken beside other load"
+        assert f"ddp: {remark}" in self.text({"ceiling": remark})
+
+    def test_one_that_was_passed_is_never_without_a_remark(self):
+        assert "ddp: ceiling passed: was 30.1 GFLOP/s; it is re-measured after a run that finishes" in self.text()
+
+    def test_one_that_may_be_too_low(self):
+        text = "ceiling of 30.1 GFLOP/s: taken beside other load, and perhaps too low"
+        assert text in self.text(share_of_ceiling=0.5, ceiling_beside_load=True)
+        assert text not in self.text(share_of_ceiling=0.5)
+
+
 def test_an_unsound_check_before_a_run_is_told_once():
     remark = {"check": "unsound: rank 1 is slow"}
     text = render([run("ddp", remarks=remark), run("fsdp", remarks=remark), run("pdp", remarks={})])

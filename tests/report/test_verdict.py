@@ -55,13 +55,19 @@ def test_the_slowest_link_is_named():
 
 
 def test_every_finding_has_a_line_after_the_verdict():
-    lines = render(check("rank 1 is slow", "torch differs", attempts=5), 100).splitlines()
+    lines = render(check("rank 1 is slow", "torch differs", attempts=5), 120).splitlines()
     again = "what looked slow was measured 5 times, and the best counts"
     assert lines[-3:] == [
         f"verdict       unsound, 2 findings (tolerance 5%; {again})",
         "  - rank 1 is slow",
         "  - torch differs",
     ]
+
+
+def test_a_busy_machine_is_called_so():
+    busy = "other processes took 1.1 of 2 cores; measure again on a quiet machine"
+    lines = render(check("rank 1 is slow", verdict="busy", busy=busy), 120).splitlines()
+    assert lines[-2:] == [f"verdict       busy: {busy} (tolerance 5%)", "  - rank 1 is slow"]
 
 
 def test_long_findings_fold_and_lose_nothing():

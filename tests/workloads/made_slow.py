@@ -1,20 +1,63 @@
-"""A check whose last rank is slow by a factor that no busy machine reaches: ``workload._target_`` names it."""
+"""Checks whose last rank is slow by a factor that no busy machine reaches: ``workload._target_`` names one.
+
+What other processes took of the cores is made up, too.
+"""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ptdbench.job import Job
+from ptdbench.job import Job, Outcome
+from ptdbench.launch import cores
+from ptdbench.measure import other_load
 from ptdbench.workloads.check import Check
 
 
 @dataclass(frozen=True)
 class MadeSlow(Check):
-    """Measures truly, then divides what the last rank reached."""
+    """Measures truly, then divides what the last rank reached; nobody else is there."""
+
+    column = 3  # idle
+
+    def __call__(self, job: Job) -> Outcome:
+        before = other_load.STAT
+        with tempfile.TemporaryDirectory() as folder:
+            other_load.STAT = Path(folder) / "stat"
+            self._count(0)
+            try:
+                return super().__call__(job)
+            finally:
+                other_load.STAT = before
 
     def products(self, job: Job) -> dict[str, Any]:
         found = super().products(job)
         for product in found["ranks"][-1]["products"]:
             product["median"] /= 1e6
+        self._count(10**6 * os.sysconf("SC_CLK_TCK"))  # more than the ranks can have taken
         return found
+
+    def _count(self, ticks: int) -> None:
+        values = [0] * 8
+        values[self.column] = ticks
+        lines = [f"cpu{core} {' '.join(map(str, values))}" for core in cores.mine()]
+        other_load.STAT.write_text("\n".join(lines))
+
+
+@dataclass(frozen=True)
+class MadeBusy(MadeSlow):
+    """The same beside other processes."""
+
+    column = 0  # user
+
+
+@dataclass(frozen=True)
+class MadeWrong(MadeBusy):
+    """A product is wrong beside other processes."""
+
+    def products(self, job: Job) -> dict[str, Any]:
+        super().products(job)
+        raise ArithmeticError("the fp32 product is wrong")

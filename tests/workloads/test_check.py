@@ -6,15 +6,18 @@ The tolerance of the runs that must be sound is so wide that no busy machine exc
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ptdbench.job import Outcome
+from ptdbench.measure.other_load import OtherLoad
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.workloads import check
@@ -22,7 +25,8 @@ from ptdbench.workloads.check import Check
 from tests.conftest import ROOT, composed
 
 WIDE = ("workload=check", "device=cpu", "workload.tolerance=0.9999")
-SLOW = ("workload._target_=tests.workloads.made_slow.MadeSlow", "workload.attempts=2")
+MADE = "workload._target_=tests.workloads.made_slow"
+SLOW = (f"{MADE}.MadeSlow", "workload.attempts=2")
 
 
 @pytest.mark.ranks
@@ -55,11 +59,26 @@ class TestRun:
         record = json.loads((tmp_path / "run" / "record.json").read_text())
         assert (record["status"], record["error"]["type"]) == ("failed", "Unsound")
         found = record["check"]
-        assert (found["sound"], found["attempts"]["matmul"]) == (False, 2)
+        assert (found["sound"], found["verdict"], found["busy"]) == (False, "unsound", None)
+        assert found["attempts"]["matmul"] == 2
         assert {(finding["kind"], *finding["ranks"]) for finding in found["findings"]} == {("slow rank", 2)}
         assert "rank 2 reaches less than 0.1% of its peers' median in fp32 products" in record["error"]["message"]
         assert "verdict       unsound, 2 findings" in done.stdout
         assert "  - rank 2 reaches less than 0.1% of its peers' median in bf16 products, at best of 2" in done.stdout
+
+    def test_beside_other_processes_it_is_busy_which_is_no_success_either(self, shared_run):
+        record = shared_run(*WIDE, f"{MADE}.MadeBusy", "workload.attempts=1", "cluster.ranks_per_node=2")
+        assert (record["status"], record["error"]["type"]) == ("failed", "Busy")
+        found = record["check"]
+        assert (found["sound"], found["verdict"]) == (False, "busy")
+        assert {(finding["kind"], finding["beside_load"]) for finding in found["findings"]} == {("slow rank", True)}
+        assert re.fullmatch(r"other processes took \d+.\d of 2 cores; measure again on a quiet machine", found["busy"])
+        assert record["error"]["message"].startswith(f"{found['busy']}; rank 1 reaches less than 0.1% of its peers'")
+        assert record["check"]["other_load"]["matmul"][0]["taken"] > 2
+
+    def test_a_wrong_result_is_an_error_beside_other_processes_too(self, shared_run):
+        record = shared_run(*WIDE, f"{MADE}.MadeWrong", "cluster.ranks_per_node=2")
+        assert (record["status"], record["error"]["type"]) == ("failed", "ArithmeticError")
 
     def test_two_nodes(self, tmp_path, slurm):
         command = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, str(ROOT / "train.py"), *WIDE]
@@ -133,7 +152,37 @@ class TestAttempts:
         assert Check()._until_sound(lambda: None, lambda found: ({}, {})) == (None, {}, 1)
 
 
-UNSOUND = {"sound": False, "findings": [{"text": "rank 1 is slow"}, {"text": "torch differs"}]}
+UNSOUND = {
+    "sound": False, "verdict": "unsound", "busy": None,
+    "findings": [{"text": "rank 1 is slow"}, {"text": "torch differs"}],
+}  # fmt: skip
+BUSY = {"sound": False, "verdict": "busy", "busy": "others took 1 core", "findings": [{"text": "rank 1 is slow"}]}
+
+
+def test_a_busy_check_is_a_remark_too():
+    fields = check.with_check(Outcome({"remarks": {}}), BUSY).fields
+    assert fields["remarks"]["check"] == "busy: others took 1 core; rank 1 is slow"
+
+
+class TestLoad:
+    FACTS = ({"node": "n1"}, {"node": "n1"}, {"node": "n2"})
+    QUIET, LOADED = OtherLoad("n1", 2, 0.0, [], on_gpu=False), OtherLoad("n2", 2, 1.14, [], on_gpu=False)
+
+    def test_every_rank_of_a_busy_node_is_beside_it(self):
+        assert check._loaded(self.FACTS, [self.QUIET, self.LOADED]) == {2}
+
+    def test_on_gpus_the_ranks_whose_gpus_are_shared(self):
+        on_gpu = [replace(self.QUIET, on_gpu=True, gpu_ranks=[1]), replace(self.LOADED, on_gpu=True)]
+        assert check._loaded(self.FACTS, on_gpu) == {1}
+
+    def test_the_heavier_of_two_measurements(self):
+        assert check._heaviest([self.QUIET], [replace(self.QUIET, taken=0.5)]) == [replace(self.QUIET, taken=0.5)]
+
+    def test_why(self):
+        text = "other processes took 1.1 of 2 cores"
+        again = "measure again on a quiet machine"
+        assert check._why_busy([self.LOADED]) == f"{text}; {again}"
+        assert check._why_busy([self.QUIET, self.LOADED]) == f"{text} of node n2; {again}"
 
 
 def test_an_unsound_check_is_a_remark_beside_those_of_the_training():

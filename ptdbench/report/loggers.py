@@ -1,0 +1,249 @@
+"""Logging services that get the scalars of a training run beside TensorBoard: ``logger=wandb``, ``logger=mlflow``.
+
+A service never ends a run: the first error is reported, and nothing more is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from ptdbench.records.ledger import LEDGER
+from ptdbench.report import scalars
+from ptdbench.report.scalars import Scalar
+from ptdbench.terminal import say
+
+#: Beside the record: the service's own name of the run, under which a run that is resumed goes on.
+FILE = "logger.json"
+
+#: Seconds that a service may take to answer.
+_TIMEOUT = 30
+
+
+class Service(Protocol):
+    """The type of ``logger=<name>``.
+
+    Attributes:
+        package: What is imported for it.
+        extra: The optional dependencies that install this.
+    """
+
+    package: str
+    extra: str
+
+    def begin(self, directory: Path, sweep: str | None, hparams: Mapping[str, Any], known: str | None) -> str:
+        """Open the run.
+
+        Args:
+            directory: The run's directory.
+            sweep: The name of its sweep, if it is part of one.
+            hparams: What tells it apart from other runs.
+            known: The name that an earlier start of the run got; ``None`` for a new run.
+
+        Returns:
+            The service's name of the run.
+        """
+        ...
+
+    def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
+        """Add these points to the curves, and set the figures of the whole run."""
+        ...
+
+    def end(self, is_ok: bool) -> None:
+        """Close the run."""
+        ...
+
+
+def none() -> None:
+    """No service."""
+
+
+class WandB:
+    """Weights & Biases.
+
+    Args:
+        project: Its project.
+        entity: A user or a team; ``null``: the default of the account.
+        mode: ``online``, or ``offline``: files in the run's directory, for ``wandb sync``; ``null``: ``WANDB_MODE``,
+            else ``online``.
+    """
+
+    package = extra = "wandb"
+
+    def __init__(
+        self, project: str, entity: str | None = None, mode: Literal["online", "offline"] | None = None
+    ) -> None:
+        self._project, self._entity, self._mode = project, entity, mode
+        self._run: Any = None
+
+    def begin(self, directory: Path, sweep: str | None, hparams: Mapping[str, Any], known: str | None) -> str:
+        """See :class:`Service`."""
+        import wandb
+
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            disable_git=True,
+            x_disable_stats=True,  # its sampling would run beside the steps
+            init_timeout=_TIMEOUT,
+            finish_timeout=_TIMEOUT,
+            finish_timeout_raises=True,
+        )
+        self._run = wandb.init(
+            project=self._project,
+            entity=self._entity,
+            mode=self._mode,
+            dir=str(directory),
+            name=directory.name,
+            group=sweep,
+            config=dict(hparams),
+            id=known,
+            resume="allow",
+            settings=settings,
+        )
+        return str(self._run.id)
+
+    def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
+        """See :class:`Service`."""
+        rows: dict[int, dict[str, float]] = defaultdict(dict)
+        for tag, value, step, _ in found:
+            rows[step][tag] = value
+        for step in sorted(rows):
+            self._run.log(rows[step], step=step)
+        self._run.summary.update(dict(summary))
+
+    def end(self, is_ok: bool) -> None:
+        """See :class:`Service`."""
+        self._run.finish(exit_code=0 if is_ok else 1)
+
+
+class MLflow:
+    """MLflow.
+
+    Args:
+        experiment: Its experiment, which is created if it does not exist.
+        tracking_uri: A server (``http://...``), a database (``sqlite:///mlflow.db``) or a folder (``file:...``);
+            ``null``: ``MLFLOW_TRACKING_URI``, else MLflow's default.
+    """
+
+    package = extra = "mlflow"
+
+    def __init__(self, experiment: str, tracking_uri: str | None = None) -> None:
+        self._experiment, self._uri = experiment, tracking_uri
+        self._client: Any = None
+        self._run = ""
+
+    def begin(self, directory: Path, sweep: str | None, hparams: Mapping[str, Any], known: str | None) -> str:
+        """See :class:`Service`."""
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_TIMEOUT))
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # by default it tries for minutes
+        if (self._uri or "").startswith("file:"):
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # chosen: MLflow asks for that since 3.7
+        from mlflow import MlflowClient
+        from mlflow.entities import Param, RunStatus
+
+        self._client = MlflowClient(self._uri)
+        if known:
+            self._run = known
+            self._client.update_run(known, RunStatus.to_string(RunStatus.RUNNING))
+            return known
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        tags = {"sweep": sweep} if sweep else {}
+        self._run = self._client.create_run(experiment, run_name=directory.name, tags=tags).info.run_id
+        params = [Param(name, str(value)) for name, value in hparams.items()]
+        self._client.log_batch(self._run, params=params)
+        return self._run
+
+    def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
+        """See :class:`Service`."""
+        from mlflow.entities import Metric
+
+        now = time.time()  # of the summaries at one step the latest counts
+        points = [*found, *(Scalar(tag, value, last_step, now) for tag, value in summary.items())]
+        metrics = [Metric(tag, value, int(1e3 * at), step) for tag, value, step, at in points]
+        for place in range(0, len(metrics), 1000):  # the most that MLflow takes at once
+            self._client.log_batch(self._run, metrics=metrics[place : place + 1000])
+
+    def end(self, is_ok: bool) -> None:
+        """See :class:`Service`."""
+        self._client.set_terminated(self._run, "FINISHED" if is_ok else "FAILED")
+
+
+class Log:
+    """Sends the curves of a run to a service while it goes on; stops at the first error.
+
+    Args:
+        service: The service.
+        directory: The run's directory.
+    """
+
+    def __init__(self, service: Service, directory: Path) -> None:
+        self._service = service
+        self._directory = directory
+        self._curves = scalars.Curves()
+        self._shown = 0
+        self._is_open = self._has_failed = False
+
+    def show(
+        self, record: Mapping[str, Any], first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Send what is new; the arguments are those of :meth:`ptdbench.report.scalars.Curves.advance`."""
+        self._try(lambda: self._send(record, self._curves.advance(record, first, rows, evaluations), first))
+        self._shown = first + len(rows)
+
+    def finish(self, record: Mapping[str, Any]) -> None:
+        """Send what is left of the run that this is the record of, and close it."""
+        left = scalars.remaining(self._directory, record, self._shown)
+        first = record["segments"][-1]["first_step"] if record.get("segments") else 0
+        self._try(lambda: self._send(record, left, first))
+        if self._is_open:
+            self._try(lambda: self._service.end(record["status"] == "ok"))
+
+    def abort(self) -> None:
+        """Close the run as one that failed."""
+        if self._is_open:
+            self._try(lambda: self._service.end(is_ok=False))
+
+    def _send(self, record: Mapping[str, Any], found: Sequence[Scalar], first: int) -> None:
+        if not self._is_open:
+            self._open(record, first)
+        summary = {tag: value for tag, value in scalars.summary(record).items() if value is not None}
+        self._service.send(found, summary, scalars.last_step(record))
+
+    def _open(self, record: Mapping[str, Any], first: int) -> None:
+        path = self._directory / FILE
+        known = _read(path).get(self._service.package) if first else None  # the run goes on where it was
+        parent = self._directory.absolute().parent
+        sweep = parent.name if (parent / LEDGER).exists() else None
+        hparams = scalars.hparams(record, scalars.swept(self._directory))
+        name = self._service.begin(self._directory, sweep, hparams, known)
+        self._is_open = True
+        path.write_text(json.dumps({self._service.package: name}))
+
+    def _try(self, step: Callable[[], None]) -> None:
+        if self._has_failed:
+            return
+        try:
+            step()
+        except Exception as error:  # the service's own, and a stranger's
+            self._has_failed = True
+            cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+            rest = "the run goes on without it; TensorBoard and the record have everything"
+            say(f"logger: {self._service.package} failed: {cause}; {rest}", sys.stderr)
+
+
+def _read(path: Path) -> dict[str, str]:
+    with suppress(OSError, ValueError):
+        found = json.loads(path.read_text())
+        return found if isinstance(found, dict) else {}
+    return {}

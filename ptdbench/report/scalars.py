@@ -1,0 +1,184 @@
+"""A run in scalars: curves over its steps, what tells it apart from others, and its summary.
+
+TensorBoard and logging services get the same ones from here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptdbench.problems import as_typed
+from ptdbench.records import ledger, series
+from ptdbench.records.load import SERIES, Run
+from ptdbench.records.store import Damaged
+from ptdbench.report.differences import options
+
+#: How a value begins that Hydra takes for several.
+_SWEEPS = re.compile(r"(glob|range|choice|interval)\(")
+
+#: The columns that become curves.
+_SHOWN = (*series.NUMBERS, "slowest_seconds")
+
+
+class Scalar(NamedTuple):
+    """One point of a curve.
+
+    Attributes:
+        tag: The name of the curve.
+        value: A finite number.
+        step: The step, or the number of steps before an evaluation.
+        time: When the step ended, in seconds since the epoch.
+    """
+
+    tag: str
+    value: float
+    step: int
+    time: float
+
+
+class Curves:
+    """The curves of a run that goes on."""
+
+    def __init__(self) -> None:
+        self._end: float | None = None
+
+    def advance(
+        self, record: Mapping[str, Any], first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]
+    ) -> list[Scalar]:
+        """What is new.
+
+        Args:
+            record: The run's record so far.
+            first: The step of the first row.
+            rows: Those of the steps since the last call, as :func:`ptdbench.records.series.unknown` makes them.
+            evaluations: Those of these steps.
+        """
+        columns = {name: series.column([rows], name) for name in _SHOWN}
+        begin = _started(record) if self._end is None else self._end
+        found, self._end = _curves(record, first, columns, evaluations, begin, first)
+        return found
+
+
+def remaining(directory: Path, record: Mapping[str, Any], shown: int = 0) -> list[Scalar]:
+    """The curves of the run's last start, without those before step ``shown`` and their evaluations.
+
+    Per step: ``step/loss``, ``step/seconds`` (of the slowest rank), ``step/tokens_per_second`` or
+    ``step/samples_per_second``, ``step/memory_bytes`` (the maximum over ranks), ``step/learning_rate``,
+    ``step/data_wait_share`` (of the step's time), and ``step/gradient_norm`` where it is clipped.
+    Per evaluation: ``eval/loss``, ``eval/top1``, ``eval/top5`` and ``eval/bits_per_byte``, as far as there are such.
+    """
+    run = Run(record, directory)
+    first = run["segments"][-1]["first_step"] if run.get("segments") else 0
+    columns = {column: run.series(name)[first:] for name, column in SERIES.items() if column in _SHOWN}
+    return _curves(record, first, columns, record.get("evaluations") or [], _started(record), shown)[0]
+
+
+def _curves(
+    record: Mapping[str, Any],
+    first: int,
+    columns: Mapping[str, np.ndarray],
+    evaluations: Sequence[Mapping[str, Any]],
+    begin: float,
+    shown: int,
+) -> tuple[list[Scalar], float]:
+    """The steps from ``first`` on, which began at the time ``begin``, but for those before ``shown``; and their end."""
+    seconds = columns["slowest_seconds"]
+    unit, units_per_step = _throughput_unit(record)
+    curves = {
+        "step/loss": columns["loss"],
+        "step/seconds": seconds,
+        f"step/{unit}_per_second": units_per_step / seconds,
+        "step/memory_bytes": columns["memory_bytes"],
+        "step/learning_rate": columns["learning_rate"],
+        "step/gradient_norm": columns["gradient_norm"],
+        "step/data_wait_share": columns["wait_seconds"] / seconds,
+    }
+    # The steps' own wall times: curves are written long after the steps.
+    ends = begin + np.cumsum(np.nan_to_num(seconds))
+    found = [
+        Scalar(tag, float(values[place]), first + int(place), float(ends[place]))
+        for tag, values in curves.items()
+        for place in np.flatnonzero(np.isfinite(values))
+        if first + place >= shown
+    ]
+    for evaluation in evaluations:
+        place = evaluation["step"] - first - 1
+        if 0 <= place < len(ends) and evaluation["step"] > shown:
+            found += [
+                Scalar(f"eval/{name}", evaluation[name], evaluation["step"], float(ends[place]))
+                for name in ("loss", "top1", "top5", "bits_per_byte")
+                if evaluation[name] is not None
+            ]
+    return found, float(ends[-1]) if len(ends) else begin
+
+
+def _started(record: Mapping[str, Any]) -> float:
+    """When a run started, in seconds since the epoch."""
+    return datetime.fromisoformat(record["started"]).timestamp()
+
+
+def swept(directory: Path) -> dict[str, str]:
+    """The options that a run's sweep gives several values, and what each is called: its last part if that is enough."""
+    for parent in directory.resolve().parents:
+        if (parent / ledger.LEDGER).exists():
+            with suppress(Damaged):
+                asked = (override.lstrip("+").partition("=") for override in ledger.read(parent).overrides)
+                names = [name for name, _, value in asked if "," in value or _SWEEPS.match(value)]
+                lasts = [name.rpartition(".")[2] for name in names]
+                return {name: last if lasts.count(last) == 1 else name for name, last in zip(names, lasts, strict=True)}
+    return {}
+
+
+def hparams(record: Mapping[str, Any], swept: Mapping[str, str]) -> dict[str, str | float]:
+    """What tells the runs of a sweep apart.
+
+    Every run of it has all of them, because TensorBoard takes the columns from whichever run it reads first.
+    """
+    config = options(record.get("config") or {})
+    values = {called: config.get(name) for name, called in swept.items()}
+    return {
+        **{name: str(record.get(name) or "") for name in ("model", "parallel", "precision")},
+        **{called: record.get(name) or 0 for called, name in (("ranks", "world_size"), ("batch", "global_batch"))},
+        **{
+            name: value if isinstance(value, int | float) and not isinstance(value, bool) else as_typed(value)
+            for name, value in values.items()
+        },
+    }
+
+
+def summary(record: Mapping[str, Any]) -> dict[str, float | None]:
+    """The metrics by tag, for every run the same tags; a failed run has few values."""
+    metrics = record.get("metrics") or {}
+    last: Mapping[str, float | None] = next(reversed(record.get("evaluations") or [{}]))
+    names: Sequence[str] = (
+        "model_flops_per_second",
+        "mfu",
+        "peak_memory_bytes",
+        "first_step_seconds",
+    )
+    return {
+        "summary/ok": float(record["status"] == "ok"),  # no hparam: these are written before a run ends
+        "summary/throughput": metrics.get(f"{_throughput_unit(record)[0]}_per_second"),  # one for any kind of data
+        **{f"summary/{name}": metrics.get(name) for name in names},
+        "summary/step_seconds_median": (metrics.get("step_seconds") or {}).get("median"),
+        "summary/last_loss": record.get("final_loss"),
+        **{f"summary/{name}": last.get(name) for name in ("top1", "bits_per_byte")},
+    }
+
+
+def last_step(record: Mapping[str, Any]) -> int:
+    """The step at which the summary stands."""
+    return max((record.get("steps") or 0) - 1, 0)
+
+
+def _throughput_unit(record: Mapping[str, Any]) -> tuple[str, float]:
+    """What throughput counts, and how many of it a step makes."""
+    batch, tokens = record.get("global_batch") or 0, record.get("tokens_per_sample")
+    return ("tokens", batch * tokens) if tokens else ("samples", batch)

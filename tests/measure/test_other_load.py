@@ -1,0 +1,117 @@
+"""Other load, from counters that are made up: whose time counts, and when it is enough to slow a measurement down."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ptdbench.measure import other_load
+from ptdbench.measure.other_load import OtherLoad, Spent, busy_ticks, taken
+
+HERTZ = os.sysconf("SC_CLK_TCK")
+#: user nice system idle iowait irq softirq steal guest guest_nice
+STAT = """cpu  999 999 999 999 999 999 999 999 0 0
+cpu0 100 20 30 400 50 6 7 8 9 10
+cpu1 1 2 3 4 5 6 7 8 9 10
+cpu10 7 0 0 1 0 0 0 0 0 0
+intr 1 2 3
+"""
+
+
+def load(cores=2, taken=0.0, gpu_ranks=(), on_gpu=False):
+    return OtherLoad("n1", cores, taken, list(gpu_ranks), on_gpu)
+
+
+class TestTicks:
+    def test_busy_are_user_nice_system_and_steal(self):
+        assert busy_ticks(STAT, [0]) == {0: (100 + 20 + 30 + 8, 621)}
+
+    def test_only_the_cores_that_are_asked_for(self):
+        assert busy_ticks(STAT, [10, 1, 99]) == {1: (14, 36), 10: (7, 8)}
+
+    def test_kernels_with_fewer_columns(self):
+        assert busy_ticks("cpu0 1 2 3 4\n", [0]) == {0: (6, 10)}
+
+    @pytest.mark.parametrize("text", ["", "\n\n", "nothing of the kind"])
+    def test_no_counters(self, text):
+        assert busy_ticks(text, [0, 1]) == {}
+
+
+class TestTaken:
+    def test_what_the_ranks_did_not_take_themselves(self):
+        ranks = [Spent(10.0, own, {0: 9.0, 1: 10.0}, [0, 1]) for own in (4.0, 4.0)]
+        assert taken(ranks) == (2, pytest.approx(1.1))
+
+    def test_ranks_that_have_cores_of_their_own(self):
+        ranks = [Spent(10.0, 9.0, {0: 9.0}, [0]), Spent(5.0, 2.0, {1: 5.0}, [1])]
+        assert taken(ranks) == (2, pytest.approx(0.6))
+
+    def test_never_less_than_nothing(self):
+        """A rank's own time is exact, and that of a core is counted in ticks."""
+        assert taken([Spent(1.0, 1.01, {0: 1.0}, [0])]) == (1, 0.0)
+
+    def test_cores_without_counters_say_nothing(self):
+        assert taken([Spent(1.0, 1.0, {0: 1.0}, [0, 1])]) == (2, None)
+
+
+class TestBusy:
+    @pytest.mark.parametrize(
+        ("cores", "others", "is_busy"),
+        [(2, 0.09, False), (2, 0.11, True), (2, None, False), (128, 0.6, False), (128, 0.7, True)],
+    )
+    def test_from_a_tenth_of_a_core_on_or_half_a_percent_of_many(self, cores, others, is_busy):
+        assert load(cores, others).is_busy == load(cores, others).slows(0) == is_busy
+
+    def test_on_gpus_the_gpus_count_and_the_cores_do_not(self):
+        assert not load(taken=2.0, on_gpu=True).is_busy
+        shared = load(gpu_ranks=[3], on_gpu=True)
+        assert (shared.is_busy, shared.slows(3), shared.slows(2)) == (True, True, False)
+
+    def test_in_words(self):
+        assert str(load(taken=1.14)) == "other processes took 1.1 of 2 cores"
+        assert str(load(gpu_ranks=[3], on_gpu=True)) == "other processes use the GPU of rank 3"
+        assert str(load(gpu_ranks=[3, 4], on_gpu=True)) == "other processes use the GPUs of ranks 3, 4"
+
+
+class TestWatch:
+    @pytest.fixture
+    def stat(self, tmp_path, monkeypatch):
+        """One rank on cores 0 and 1, whose counters are in this file, while its own CPU time stands still."""
+        monkeypatch.setattr(other_load, "STAT", tmp_path / "stat")
+        monkeypatch.setattr(other_load, "gather", lambda value: [value])
+        monkeypatch.setattr(other_load, "node", lambda environ: "n1")
+        monkeypatch.setattr(other_load.cores, "mine", lambda: frozenset({0, 1}))
+        clock = iter([100.0, 110.0])
+        monkeypatch.setattr(other_load, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
+        return tmp_path / "stat"
+
+    @staticmethod
+    def watched(stat, before, after):
+        if before is not None:
+            stat.write_text(before)
+        stop = other_load.watch(SimpleNamespace(device=torch.device("cpu")))
+        if after is not None:
+            stat.write_text(after)
+        (found,) = stop()
+        return found
+
+    def test_the_difference_over_the_seconds_between(self, stat):
+        ten = 10 * HERTZ
+        found = self.watched(stat, "cpu0 5 0 0 7\ncpu1 0 0 0 0\n", f"cpu0 {5 + ten} 0 0 7\ncpu1 0 0 {ten // 2} {ten}\n")
+        assert found == OtherLoad("n1", 2, pytest.approx(1.5), [], False)
+
+    def test_counters_that_stand_still_say_nothing(self, stat):
+        assert self.watched(stat, "cpu0 0 0 0 0\ncpu1 0 0 0 0\n", None).taken is None
+
+    def test_a_system_without_them(self, stat):
+        assert self.watched(stat, None, None).taken is None
+
+
+def test_a_gpu_with_more_processes_than_ranks_is_shared():
+    spent = Spent(1.0, 0.5, {0: 1.0}, [0])
+    told = [("n1", spent, "GPU-a", 1), ("n1", spent, "GPU-b", 2), ("n2", spent, "GPU-c", 2), ("n2", spent, "GPU-c", 2)]
+    assert other_load._of_node("n1", told, on_gpu=True).gpu_ranks == [1]
+    assert other_load._of_node("n2", told, on_gpu=True).gpu_ranks == []

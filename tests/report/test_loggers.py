@@ -1,0 +1,244 @@
+"""Logging services: they get what TensorBoard gets, and never end a run. W&B and MLflow are the real ones, offline."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from ptdbench.problems import ConfigError
+from ptdbench.records import ledger, record, series
+from ptdbench.report import loggers, scalars
+from ptdbench.report.loggers import Log, MLflow, WandB
+from ptdbench.report.scalars import Scalar
+from ptdbench.setup import config, run_spec
+from tests.conftest import composed
+from tests.report.test_tensorboard import TRAINED
+from tests.training.test_evaluation import TASK
+
+RUN = (*TASK, "parallel=ddp", "train.steps=6", "eval.every=3")
+
+
+@dataclass
+class Kept:
+    """A service that keeps what it gets, and fails from a certain call on."""
+
+    fails_at: int = 99
+    package: str = "kept"
+    extra: str = "kept"
+    calls: list[str] = field(default_factory=list)
+    opened: list[tuple[str | None, Mapping[str, Any], str | None]] = field(default_factory=list)
+    points: list[Scalar] = field(default_factory=list)
+    summary: Mapping[str, float] = field(default_factory=dict)
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if len(self.calls) > self.fails_at:
+            raise ConnectionError("gone\nfor good")
+
+    def begin(self, directory: Path, sweep: str | None, hparams: Mapping[str, Any], known: str | None) -> str:
+        self._called("begin")
+        self.opened.append((sweep, hparams, known))
+        return known or "abc"
+
+    def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
+        self._called("send")
+        self.points += found
+        self.summary = summary
+
+    def end(self, is_ok: bool) -> None:
+        self._called(f"end {is_ok}")
+
+
+def shown(service: Kept, directory: Path) -> Log:
+    log, rows = Log(service, directory), series.from_lists(TRAINED)
+    log.show(TRAINED, 0, rows[:1], TRAINED["evaluations"][:1])
+    log.show(TRAINED, 1, rows[1:2], [])
+    return log
+
+
+class TestLog:
+    def test_every_point_is_sent_once_and_as_to_tensorboard(self, tmp_path):
+        service = Kept()
+        shown(service, tmp_path).finish(TRAINED)
+        assert service.calls == ["begin", "send", "send", "send", "end True"]
+        whole = scalars.remaining(tmp_path, TRAINED)
+        assert len(service.points) == len(whole)
+        assert set(service.points) == set(whole)
+        assert service.summary["summary/last_loss"] == 3.5
+
+    def test_a_run_that_showed_nothing_on_the_way_is_sent_at_its_end(self, tmp_path):
+        service = Kept()
+        Log(service, tmp_path).finish({**TRAINED, "status": "diverged"})
+        assert service.calls == ["begin", "send", "end False"]
+        assert service.points == scalars.remaining(tmp_path, TRAINED)
+
+    def test_one_that_breaks_off_has_failed(self, tmp_path):
+        service = Kept()
+        shown(service, tmp_path).abort()
+        assert service.calls[-1] == "end False"
+        unopened = Kept()
+        Log(unopened, tmp_path).abort()
+        assert unopened.calls == []
+
+    @pytest.mark.parametrize("fails_at", range(5))
+    def test_a_service_that_fails_is_reported_once_and_asked_nothing_more(self, tmp_path, capsys, fails_at):
+        service = Kept(fails_at)
+        shown(service, tmp_path).finish(TRAINED)
+        assert len(service.calls) == fails_at + 1
+        rest = "the run goes on without it; TensorBoard and the record have everything"
+        assert capsys.readouterr().err == f"logger: kept failed: ConnectionError: gone; {rest}\n"
+
+    def test_a_start_that_goes_on_continues_the_run_and_a_new_one_does_not(self, tmp_path):
+        shown(Kept(), tmp_path)
+        assert json.loads((tmp_path / loggers.FILE).read_text()) == {"kept": "abc"}
+        rows = series.from_lists(TRAINED)
+        for first, known in ((1, "abc"), (0, None)):
+            service = Kept()
+            Log(service, tmp_path).show(TRAINED, first, rows[first:], [])
+            assert service.opened[0][2] == known
+
+    def test_runs_of_a_sweep_belong_together_and_have_its_options(self, tmp_path):
+        directory = tmp_path / "my_sweep" / "0_toy"
+        directory.mkdir(parents=True)
+        ledger.begin(directory.parent, ["optimizer.lr=0.1,0.2"])
+        service = Kept()
+        Log(service, directory).finish({**TRAINED, "config": {"optimizer": {"lr": 0.2}}})
+        ((sweep, hparams, _),) = service.opened
+        assert sweep == "my_sweep"
+        assert (hparams["lr"], hparams["parallel"], hparams["ranks"]) == (0.2, "pdp", 2)
+
+
+class TestRefused:
+    @pytest.mark.parametrize("name", ["wandb", "mlflow"])
+    def test_a_package_that_is_not_installed(self, name, monkeypatch):
+        monkeypatch.setattr(run_spec.importlib.util, "find_spec", lambda package: None)
+        rule = f"needs the package {name}, which is not installed; try pip install 'ptdbench[{name}]'"
+        assert self.problem(f"logger={name}") == f"logger={name}: {rule}"
+
+    def test_a_workload_that_does_not_train(self):
+        rule = "logs the curves of training, and workload=hello does not train; omit it"
+        assert self.problem("logger=wandb", "workload=hello") == f"logger=wandb: {rule}"
+
+    def test_a_mode_that_does_not_exist(self):
+        assert "logger.mode=of: must be online, offline or null" in self.problem("logger=wandb", "logger.mode=of")
+
+    @staticmethod
+    def problem(*overrides: str) -> str:
+        with pytest.raises(ConfigError) as found:
+            run_spec.specify(config.read(composed("model=toy", "device=cpu", *overrides)), None)
+        return str(found.value)
+
+
+def test_none_is_the_default_and_no_choice_changes_the_identity_of_a_run():
+    plain, logged = composed("model=toy", "device=cpu"), composed("model=toy", "device=cpu", "logger=wandb")
+    assert run_spec.specify(config.read(plain), None).logger is None
+    assert record.fingerprint(config.resolve(plain)) == record.fingerprint(config.resolve(logged))
+
+
+def curves_of(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """What a run's record and its series say."""
+    assert found["status"] == "ok", found["error"]
+    slowest = [max(of_ranks) for of_ranks in zip(*found["rank_step_seconds"], strict=True)]
+    return {
+        "step/loss": dict(enumerate(found["losses"])),
+        "step/seconds": dict(enumerate(slowest)),
+        "step/learning_rate": dict(enumerate(found["learning_rates"])),
+        "eval/loss": {one["step"]: one["loss"] for one in found["evaluations"]},
+    }
+
+
+def tensorboard_tags(found: Mapping[str, Any]) -> set[str]:
+    events = EventAccumulator(found["directory"])
+    events.Reload()
+    return {tag for tag in events.Tags()["scalars"] if not tag.startswith("inputs")}
+
+
+def same(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
+    return one.keys() == other.keys() and all(math.isclose(one[step], other[step], rel_tol=1e-6) for step in one)
+
+
+def wandb_records(path: Path) -> Iterator[Any]:
+    """The messages in a file of W&B's offline mode, which has the format of LevelDB's log."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, message = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        message += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or its last part
+            found = Record()
+            found.ParseFromString(message)
+            message = b""
+            yield found
+
+
+@pytest.mark.ranks
+class TestServices:
+    def test_wandb_offline_has_the_series_of_the_record(self, run):
+        found = run(*RUN, "logger=wandb", "logger.mode=offline")
+        expected = curves_of(found)
+        directory = Path(found["directory"])
+        (path,) = directory.glob("wandb/offline-run-*/*.wandb")
+        curves: dict[str, dict[int, float]] = {}
+        summary, hparams, ends = {}, {}, []
+        for message in wandb_records(path):
+            kind = message.WhichOneof("record_type")
+            if kind == "history":
+                row = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in message.history.item}
+                for tag in row.keys() - {"_step", "_timestamp", "_runtime"}:
+                    curves.setdefault(tag, {})[row["_step"]] = row[tag]
+            elif kind == "summary":
+                summary |= {item.key: json.loads(item.value_json) for item in message.summary.update if item.key}
+            elif kind == "run":
+                hparams |= {item.key: json.loads(item.value_json) for item in message.run.config.update}
+            elif kind == "exit":
+                ends.append(message.exit.exit_code)
+        for tag, values in expected.items():
+            assert same(curves[tag], values), tag
+        assert curves.keys() | {tag for tag in summary if tag.startswith("summary/")} == tensorboard_tags(found)
+        assert summary["summary/ok"] == 1.0
+        assert summary["summary/throughput"] == pytest.approx(found["metrics"]["samples_per_second"])
+        assert (hparams["model"], hparams["parallel"], hparams["ranks"]) == ("Net", "ddp", 2)
+        assert ends == [0]
+
+    def test_mlflow_has_the_series_of_the_record(self, run, tmp_path, monkeypatch):
+        from mlflow import MlflowClient
+
+        uri = f"file:{tmp_path}/mlruns"
+        found = run(*RUN, "logger=mlflow", f"logger.tracking_uri={uri}")
+        expected = curves_of(found)
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # this process reads; the run has set it for itself
+        client = MlflowClient(uri)
+        experiment = client.get_experiment_by_name("ptdbench")
+        assert experiment
+        (logged,) = client.search_runs([experiment.experiment_id])
+        for tag, values in expected.items():
+            history = client.get_metric_history(logged.info.run_id, tag)
+            assert same({point.step: point.value for point in history}, values), tag
+        assert logged.data.metrics.keys() == tensorboard_tags(found)
+        assert logged.data.metrics["summary/ok"] == 1.0
+        assert (logged.data.params["model"], logged.data.params["ranks"]) == ("Net", "2")
+        assert (logged.info.status, logged.info.run_name) == ("FINISHED", Path(found["directory"]).name)
+
+    def test_a_server_that_is_not_there_ends_no_run(self, run):
+        found = run(*RUN, "logger=mlflow", "logger.tracking_uri=http://127.0.0.1:9")
+        assert (found["status"], len(found["losses"])) == ("ok", 6)
+        assert not (Path(found["directory"]) / loggers.FILE).exists()
+
+
+def test_both_can_be_built_of_their_files():
+    made = [run_spec.specify(config.read(composed("model=toy", "device=cpu", f"logger={name}")), None).logger
+            for name in ("wandb", "mlflow")]  # fmt: skip
+    assert [type(one) for one in made] == [WandB, MLflow]
