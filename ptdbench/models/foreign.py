@@ -124,7 +124,7 @@ class Adapted(nn.Module):
     @cached_property
     def _found(self) -> dict[str, nn.Module] | None:
         """The chain of a module that names none."""
-        if type(self.module) is nn.Sequential:
+        if isinstance(self.module, nn.Sequential) and type(self.module).forward is nn.Sequential.forward:
             return chain.of_sequential(self.module, self._finish, PREFIX)
         layers = set(self.layers())
         blocks = {name: one for name, one in self.module.named_modules() if one in layers}

@@ -136,7 +136,27 @@ def sequential():
     return nn.Sequential(nn.Flatten(), nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4), nn.Tanh())
 
 
-@pytest.mark.parametrize("build", [Net, Scaled, ByTable, sequential])
+class Named(nn.Sequential):
+    """A Sequential of the user's own, with the forward of every Sequential."""
+
+    def __init__(self):
+        super().__init__(*sequential())
+
+
+class OfItsOwn(Named):
+    """One that is no chain of its members."""
+
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def test_a_sequential_with_a_forward_of_its_own_is_not_cut_between_its_members():
+    model = adapt(OfItsOwn(), example)
+    assert model.parts() is None
+    assert model.uncut == "has no parts(), and no list of blocks of one class to cut between"
+
+
+@pytest.mark.parametrize("build", [Net, Scaled, ByTable, sequential, Named])
 def test_the_pieces_one_after_the_other_are_the_module(build):
     model = adapt(build(), example)
     inputs, targets = torch.randn(5, 6), torch.randn(5, 4)
@@ -149,7 +169,7 @@ def test_the_pieces_one_after_the_other_are_the_module(build):
     assert all(torch.equal(weight.grad, whole[name]) for name, weight in model.named_parameters())
 
 
-@pytest.mark.parametrize("build", [Net, Scaled, sequential])
+@pytest.mark.parametrize("build", [Net, Scaled, sequential, Named])
 def test_every_weight_is_in_one_piece_under_its_own_name(build):
     model = adapt(build(), example)
     held = [
