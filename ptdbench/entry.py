@@ -39,7 +39,7 @@ REFUSED_WAIT = 30.0
 REFUSED_WAIT_IN_STEP = 5.0
 
 #: What rank 0 of a run that trains writes TensorBoard's files with.
-EVENT_FILES = ("torch.utils.tensorboard", "tensorboard.plugins.hparams.plugin_data_pb2")
+EVENT_FILES = ("torch.utils.tensorboard", "tensorboard.plugins.hparams.metadata")
 
 
 def main() -> NoReturn:

@@ -39,8 +39,8 @@ class Agent(LocalElasticAgent):
         entry: A function that can be pickled.
         size: How many ranks.
         arguments: Its arguments.
-        look: Called with the ranks' processes, by rank, at least every :data:`INTERVAL` seconds; says whether all have ended
-            well. What it raises ends the run, and by then it has ended the ranks.
+        look: Called with the ranks' processes, by rank, at least every :data:`INTERVAL` seconds; says whether all have
+            ended well. What it raises ends the run, and by then it has ended the ranks.
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import submitit
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, run_job, setup_globals
@@ -40,8 +41,9 @@ from ptdbench.terminal import say
 
 
 def install(agenda: Agenda) -> None:
-    """Put these launchers in the place of Hydra's and the plugin's, to carry out ``agenda``."""
+    """Put these in the place of Hydra's and the plugin's, to carry out ``agenda``."""
     known = Plugins.instance().class_name_to_class
+    known["hydra._internal.core_plugins.basic_sweeper.BasicSweeper"] = Sweeper
     theirs: dict[str, type[OneAfterTheOther | _Launcher]] = {
         "hydra._internal.core_plugins.basic_launcher.BasicLauncher": OneAfterTheOther,
         f"{plugin.__name__}.SlurmLauncher": SlurmLauncher,
@@ -50,6 +52,13 @@ def install(agenda: Agenda) -> None:
     for name, ours in theirs.items():
         known[name] = ours
         ours.agenda = agenda
+
+
+class Sweeper(BasicSweeper):
+    """Hydra's own, without composing every job just to see whether it can be: ``compose_all`` has done so."""
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Nothing to do."""
 
 
 class OneAfterTheOther(Launcher):
