@@ -1,6 +1,9 @@
 """Records on disk: ``record.json`` in a run's directory, and a line of ``results.jsonl`` in its sweep's.
 
-See :mod:`ptdbench.records.files` for how they are written.
+See :mod:`ptdbench.records.files` for how they are written. Locks are taken by hand: ``filelock`` leaves a lock file
+behind, where here the results themselves are locked; it raises one error for a file system without locks and for a
+folder that is not writable; and its lock ends with a Python object, where a directory stays locked until the process
+ends.
 """
 
 from __future__ import annotations
