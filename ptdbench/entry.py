@@ -172,7 +172,9 @@ def _here(
     directory = output.claim(composed, arguments.overrides, world, line.goes_on)
     ours = [*output.output_overrides(composed.is_sweep, directory, world), *hydra_sweeper.overrides(composed)]
     commandline.insert(arguments.overrides, ours)
-    launchers.install(Agenda([] if composed.searches else runs, line.only, searches=composed.searches))
+    launchers.install(
+        Agenda([] if composed.searches else runs, line.only, searches=composed.searches, whole=composed.whole)
+    )
     if world and world.rank > 0:
         _carry_out(task, directory, composed)
         return 0
