@@ -56,7 +56,7 @@ data-speed: install  ## what each data pipeline delivers, and how fast the step 
 model-speed: install-test  ## our GPT-2 against the one of transformers
 	$(BIN)/python benchmarks/model_speed.py $(ARGS)
 
-launch-time: install  ## how long local ranks take to start, against torchrun
+launch-time: install  ## how long local ranks take to start, against torchrun, and what a run of a sweep costs
 	$(BIN)/python benchmarks/launch_time.py $(ARGS)
 
 status-speed: install  ## how long `ptdbench status` takes on a sweep of 1,000 runs

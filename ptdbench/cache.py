@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
+
+from platformdirs import user_cache_path
 
 
 def user_cache() -> Path:
-    """The folder ``ptdbench`` in the user's cache folder."""
-    # The XDG Base Directory Specification treats an empty variable as unset.
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ptdbench"
+    """The folder ``ptdbench`` in the user's cache folder: ``$XDG_CACHE_HOME`` or ``~/.cache`` on Linux."""
+    return user_cache_path("ptdbench")

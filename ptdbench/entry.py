@@ -38,6 +38,9 @@ REFUSED_WAIT = 30.0
 #: The same in a SLURM step, where srun does not end the ranks that wait: a refused command takes so much longer.
 REFUSED_WAIT_IN_STEP = 5.0
 
+#: What rank 0 of a run that trains writes TensorBoard's files with.
+EVENT_FILES = ("torch.utils.tensorboard", "tensorboard.plugins.hparams.metadata")
+
 
 def main() -> NoReturn:
     """Carry out the command line; never returns.
@@ -161,7 +164,7 @@ def _here(
 ) -> int:
     """Runs on this machine, or as a rank of the world that a launcher made."""
     if world is None:
-        local.warm_up(_own_modules(composed.jobs))
+        local.warm_up(_rank_modules(composed.jobs))
     from ptdbench.sweep import launchers, requests
     from ptdbench.sweep.agenda import Agenda
 
@@ -169,7 +172,9 @@ def _here(
     directory = output.claim(composed, arguments.overrides, world, line.goes_on)
     ours = [*output.output_overrides(composed.is_sweep, directory, world), *hydra_sweeper.overrides(composed)]
     commandline.insert(arguments.overrides, ours)
-    launchers.install(Agenda([] if composed.searches else runs, line.only, searches=composed.searches))
+    launchers.install(
+        Agenda([] if composed.searches else runs, line.only, searches=composed.searches, whole=composed.whole)
+    )
     if world and world.rank > 0:
         _carry_out(task, directory, composed)
         return 0
@@ -281,11 +286,12 @@ def _count_ok(records: Sequence[Mapping[str, Any]]) -> int:
     return sum(record["status"] == "ok" for record in records)
 
 
-def _own_modules(jobs: Sequence[DictConfig]) -> list[str]:
-    """Modules of this package that the jobs' ranks will need; a stranger's might touch the GPU when imported."""
+def _rank_modules(jobs: Sequence[DictConfig]) -> list[str]:
+    """Modules that the jobs' ranks will need; not a stranger's own, which might touch the GPU when imported."""
     groups = [node for job in jobs for node in config.resolve(job).values() if isinstance(node, dict)]
     targets = {str(group.get("_target_")) for group in groups}
-    return sorted(target.rpartition(".")[0] for target in targets if target.startswith("ptdbench."))
+    chosen = {target.rpartition(".")[0] for target in targets if target.startswith("ptdbench.")}
+    return ["ptdbench.rank_imports", *sorted(chosen), *(EVENT_FILES if "ptdbench.workloads.train" in chosen else ())]
 
 
 def _print_results(directory: Path, is_sweep: bool, asked: int) -> list[dict[str, Any]]:

@@ -2,7 +2,8 @@
 
 This is the lowest room of the house: it imports nothing of the package, and anything may raise a
 :class:`ConfigError`. Problems are collected and shown together, because a person who fixes one at a time
-starts the program once for each.
+starts the program once for each. By hand: pydantic's errors name fields of a model and one rule each, these the option
+as it is typed, its value, the rule with the figures it depends on, and what to type instead.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ import pytest
 from omegaconf import DictConfig
 
 import ptdbench
+from ptdbench import entry
 from ptdbench import run as product
 from ptdbench.launch import local
 from ptdbench.records.load import Run
@@ -40,7 +41,8 @@ def _preload(request: pytest.FixtureRequest) -> None:
     if not any(item.get_closest_marker("ranks") for item in request.session.items):
         return
     models = (f"ptdbench.models.{name}" for name in ("gpt", "resnet", "toy"))
-    local.warm_up(["ptdbench.run", "ptdbench.workloads.train", "ptdbench.parallel.strategy", *models])
+    chosen = ("ptdbench.workloads.train", "ptdbench.parallel.strategy", *models)
+    local.warm_up(["ptdbench.rank_imports", *chosen, *entry.EVENT_FILES])
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 
-from ptdbench.data.lock import alone
+from filelock import FileLock
+
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.removal import remove
 
@@ -63,7 +64,7 @@ class Archive:
                 self.root.mkdir(parents=True, exist_ok=True)
             elif not (self.root / self.name).is_file():
                 raise ConfigError([self._absent()])
-            with alone(self.root / f"{self.folder}.lock"):
+            with FileLock(self.root / f"{self.folder}.lock", fallback_to_soft=False):
                 # After waiting for the lock, the work may be done.
                 if not self.is_unpacked():
                     self._fetch()

@@ -1,4 +1,8 @@
-"""Augmentation and normalization of a batch of images, vectorized."""
+"""Augmentation and normalization of a batch of images, vectorized.
+
+By hand: transforms of torchvision draw from one global generator, once for a whole batch; here what happens to a sample
+depends on the seed and its number alone, for any layout and after a resume.
+"""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from filelock import FileLock
 
-from ptdbench.data.lock import alone
 from ptdbench.removal import in_the_way
 
 HEADER_BYTES = 4096  # a page, so that the tokens begin on one
@@ -69,7 +69,7 @@ def cached_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Callabl
     if stored := read_tokens(path, dtype, source):
         return stored
     path.parent.mkdir(parents=True, exist_ok=True)
-    with alone(path.with_name(f"{path.name}.lock")):
+    with FileLock(path.with_name(f"{path.name}.lock"), fallback_to_soft=False):
         # After waiting for the lock, the work may be done.
         if not read_tokens(path, dtype, source):
             write_tokens(path, dtype, source, pieces())

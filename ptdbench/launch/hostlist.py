@@ -1,4 +1,8 @@
-"""SLURM's shorthand for many nodes: lists of host names, and of how many tasks each node has."""
+"""SLURM's shorthand for many nodes: lists of host names, and of how many tasks each node has.
+
+By hand: ``python-hostlist`` is under the GPL, ClusterShell reads no counts such as ``2(x3)``, and ``scontrol show
+hostnames`` is one more process for every rank and often missing in a job's container.
+"""
 
 from __future__ import annotations
 

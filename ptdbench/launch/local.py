@@ -7,6 +7,7 @@ run fresh processes.
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing.forkserver
 import os
@@ -239,6 +240,7 @@ class _Overseer:
 def _begin(environ: Mapping[str, str], entry: Callable[..., Any], *arguments: Any) -> None:
     """In a rank: run ``entry``, and let the rank neither outlive the run nor what started it."""
     _die_with_server()
+    gc.freeze()  # what the server has imported is no garbage: looking through it would copy all of its memory
     try:
         entry(environ, *arguments)
     finally:

@@ -1,7 +1,9 @@
 """Who this process is among the ranks: a pure function of the environment that its launcher left.
 
 No guessing: a launcher is recognized by variables that only it sets, and a process that none of them
-describes is not a rank (it starts the local ranks itself, see :mod:`ptdbench.launch.local`).
+describes is not a rank (it starts the local ranks itself, see :mod:`ptdbench.launch.local`). By hand: torch
+reads torchrun's variables only, and Lightning's environments take the first launcher that fits, without a word where
+its variables contradict each other.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class Attempt:
 def locked(directory: Path) -> Iterator[None]:
     """Hold an exclusive lock on a directory, if its file system has locks and the holder does not hang.
 
-    The directory itself is locked: a file would have to stay in it.
+    The directory itself is locked, which ``filelock`` cannot: a file would have to stay in it.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     until = time.monotonic() + _PATIENCE

@@ -1,6 +1,9 @@
 """Records on disk: ``record.json`` in a run's directory, and a line of ``results.jsonl`` in its sweep's.
 
-See :mod:`ptdbench.records.files` for how they are written.
+See :mod:`ptdbench.records.files` for how they are written. Locks are taken by hand: ``filelock`` leaves a lock file
+behind, where here the results themselves are locked; it raises one error for a file system without locks and for a
+folder that is not writable; and its lock ends with a Python object, where a directory stays locked until the process
+ends.
 """
 
 from __future__ import annotations
@@ -89,7 +92,9 @@ def append_result(sweep_directory: Path, record: Mapping[str, Any]) -> None:
     line = (json.dumps(strict(record), allow_nan=False) + "\n").encode()
     with _locked_results(path) as descriptor:
         end = _cut_torn_line(descriptor)
-        written = os.pread(descriptor, end, 0).splitlines(keepends=True)
+        data = os.pread(descriptor, end, 0)
+        # A run that is new here, as all are in most sweeps, is seen without looking at each line.
+        written = data.splitlines(keepends=True) if _last_part(name) in data else []
         kept = [one for one in written if not _is_of(one, sweep_directory, name)]
         if len(kept) < len(written):
             replace_bytes(path, b"".join([*kept, line]))
@@ -123,12 +128,17 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 def _is_of(line: bytes, sweep_directory: Path, name: str) -> bool:
     """Whether a line of results is of the run in the directory ``name`` below the sweep's."""
-    if json.dumps(Path(name).name)[1:-1].encode() not in line:  # saves parsing the lines of all other runs
+    if _last_part(name) not in line:  # saves parsing the lines of all other runs
         return False
     try:
         return below(sweep_directory, json.loads(line)["directory"]) == name
     except (ValueError, LookupError, TypeError):  # damaged: read_results reports it
         return False
+
+
+def _last_part(name: str) -> bytes:
+    """The last part of a run's directory, as it stands in a line of results."""
+    return json.dumps(Path(name).name)[1:-1].encode()
 
 
 def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _: None) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 Every config group ends in a call (``_target_`` and its arguments). The callable's annotations are the schema,
 so that an option is declared once, where it is used, and all that is wrong is found before anything is called.
+By hand: pydantic's ``validate_call`` converts values unless it is told not to (``"5"`` and ``5.0`` pass for 5), has to
+wrap classes of other people, and names neither the option as it is typed nor the nearest one.
 """
 
 from __future__ import annotations

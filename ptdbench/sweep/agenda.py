@@ -58,12 +58,14 @@ class Agenda:
         only: The directory of the one run that is meant, below the sweep's; ``None`` for all.
         queued: Directories of runs whose jobs are still in the queue: they are left to these.
         searches: Whether Hydra's sweeper chooses the runs as it goes: the requests are added then.
+        whole: Their configurations, see :attr:`ptdbench.setup.compose.Composed.whole`.
     """
 
     requests: list[Request] = field(default_factory=list)
     only: str | None = None
     queued: frozenset[str] = frozenset()
     searches: bool = False
+    whole: Sequence[bytes] = ()
 
     def add(self, number: int, composed: Callable[[], DictConfig], overrides: Sequence[str]) -> None:
         """Note a run that the sweeper has just chosen, if it is one of a search.

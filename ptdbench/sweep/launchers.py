@@ -34,14 +34,19 @@ from ptdbench.launch.slurm import SlurmError
 from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import failure, ledger, record, store
+from ptdbench.setup.compose import of_sweep
 from ptdbench.sweep import submission, watch
 from ptdbench.sweep.agenda import Agenda, Opened
 from ptdbench.terminal import say
 
 
 def install(agenda: Agenda) -> None:
-    """Put these launchers in the place of Hydra's and the plugin's, to carry out ``agenda``."""
+    """Put these in the place of Hydra's and the plugin's, to carry out ``agenda``."""
     known = Plugins.instance().class_name_to_class
+    # It would compose every job just to see whether it can be, which compose_all has seen. Not a subclass: Hydra loads
+    # the module of this class twice, and the subclass of one would call the other.
+    sweeper = known["hydra._internal.core_plugins.basic_sweeper.BasicSweeper"]
+    sweeper.validate_batch_is_legal = lambda *_: None  # type: ignore[attr-defined]
     theirs: dict[str, type[OneAfterTheOther | _Launcher]] = {
         "hydra._internal.core_plugins.basic_launcher.BasicLauncher": OneAfterTheOther,
         f"{plugin.__name__}.SlurmLauncher": SlurmLauncher,
@@ -67,7 +72,7 @@ class OneAfterTheOther(Launcher):
         sweep_directory, template = _place(self._config)
         outcomes = []
         for number, overrides in enumerate(job_overrides, start=initial_job_idx):
-            composed = partial(_composed, self._hydra_context, self._config, overrides)
+            composed = partial(self._composed, number, overrides)
             self.agenda.add(number, composed, overrides)
             if self.agenda.open(sweep_directory, template, number, overrides):
                 job = composed()
@@ -76,6 +81,11 @@ class OneAfterTheOther(Launcher):
                 _carry_out(self._hydra_context, self._function, job)
             outcomes.append(self.agenda.outcome(self.agenda.directory(sweep_directory, template, number), overrides))
         return outcomes
+
+    def _composed(self, number: int, overrides: Sequence[str]) -> DictConfig:
+        if self.agenda.searches:
+            return _composed(self._hydra_context, self._config, overrides)
+        return of_sweep(self.agenda.whole[number], self._config)
 
 
 @dataclass(frozen=True)

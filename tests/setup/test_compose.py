@@ -6,12 +6,15 @@ import re
 from pathlib import Path
 
 import pytest
+from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from ptdbench.problems import ConfigError
-from ptdbench.setup.compose import Composed, _jobs, compose_all
+from ptdbench.setup.compose import Composed, _jobs, compose_all, of_sweep
 from tests.conftest import ROOT
 
 CONF = ROOT / "conf"
@@ -180,3 +183,19 @@ class TestSyntax:
         for conf, name in ((CONF, "nothing"), (tmp_path / "nowhere", "config")):
             with pytest.raises(ConfigError, match="config"):
                 compose_all(Path(conf), name, (), multirun=False)
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_a_job_of_a_sweep_is_what_hydra_would_compose_once_more(tmp_path, extra):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults:\n  - toy\n  - _self_\nwidth: 128\n")
+    typed = [f"model=toy,{'mine' if extra else 'gpt_tiny'}", "seed=3", "hydra.job.chdir=false"]
+    asked = compose_all(CONF, "config", typed, multirun=True, extra=str(tmp_path) if extra else None)
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF), job_name="another"):
+        loader = GlobalHydra.instance().config_loader()
+        hydras = ["hydra.job.chdir=false", "hydra.sweep.dir='/x y'", "hydra.output_subdir=null", "hydra.mode=MULTIRUN"]
+        hydras += [f"hydra.searchpath=['file://{tmp_path}']"] if extra else []
+        sweep = loader.load_configuration("config", [*typed, *hydras], RunMode.MULTIRUN)
+        for whole, overrides in zip(asked.whole, asked.overrides, strict=True):
+            ours, theirs = of_sweep(whole, sweep), loader.load_sweep_config(sweep, overrides)
+            assert OmegaConf.to_yaml(ours) == OmegaConf.to_yaml(theirs)

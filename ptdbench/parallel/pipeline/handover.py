@@ -1,4 +1,8 @@
-"""Sending tensors of unknown shape and dtype between ranks."""
+"""Sending tensors of unknown shape and dtype between ranks, for evaluation.
+
+By hand: ``PipelineStage``, which training uses, infers shapes too, but once, in its first pass, and receives into
+buffers of these shapes from then on. The last batch of an evaluation is smaller.
+"""
 
 from __future__ import annotations
 

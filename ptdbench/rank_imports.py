@@ -1,0 +1,25 @@
+"""What the fork server imports for the ranks of ``python train.py``, whatever they will do.
+
+A rank that imported any of it by itself would do so in each run of a sweep.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.popen_forkserver  # with this and with queues the description of a rank is unpickled
+import multiprocessing.queues  # noqa: F401
+
+import numpy.ma  # noqa: F401 - np.median needs it
+from omegaconf import OmegaConf
+
+import ptdbench.entry
+import ptdbench.run  # noqa: F401
+
+
+def _parse_once() -> None:
+    """Let OmegaConf build the tables of its parser, which it does at the first interpolation."""
+    written = OmegaConf.create({"a": 1, "b": "${a}", "c": "${oc.env:HOME,none}-${.b}"})
+    OmegaConf.to_container(written, resolve=True)
+    OmegaConf.select(written, "a")
+
+
+_parse_once()

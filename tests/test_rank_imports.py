@@ -1,0 +1,55 @@
+"""What a rank of ``python train.py`` imports by itself, and what the fork server has imported for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+#: Python reads this when it starts, so also in the fork server: each of its forks says what it began and ended with.
+SITE = """
+import json, os, sys
+
+def note_forks():
+    global before
+    before = sorted(sys.modules)
+
+def leave(status, leave=os._exit):
+    if "RANK" in os.environ and "before" in globals():
+        with open(os.environ["MODULES"] + os.environ["RANK"], "w") as file:
+            json.dump([before, sorted(sys.modules.keys() - set(before))], file)
+    leave(status)
+
+os.register_at_fork(after_in_child=note_forks)
+os._exit = leave
+"""
+
+
+#: What takes time to import; Python's own modules differ from one version to the next.
+HEAVY = ("torch", "tensorboard", "google", "hydra", "omegaconf", "antlr4", "numpy", "ptdbench", "mine")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "pdp"])
+def test_a_rank_imports_nothing_but_a_strangers_model(parallel, tmp_path, environ):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
+    (tmp_path / "mine.py").write_text("from ptdbench.models.toy import Toy\n\nclass Mine(Toy):\n    pass\n")
+    done = subprocess.run(
+        [
+            sys.executable, str(ROOT / "train.py"), "model=toy", "model._target_=mine.Mine", f"parallel={parallel}",
+            "device=cpu", "train.steps=2", "hydra.run.dir=run",
+        ],
+        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
+        env={**environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "MODULES": f"{tmp_path}/modules"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        before, imported = json.loads((tmp_path / f"modules{rank}").read_text())
+        assert "mine" not in before
+        imported = [name for name in imported if name.partition(".")[0] in HEAVY]
+        assert imported == ["mine", "ptdbench.models.toy"]  # which it imports, and the command line does not name
