@@ -86,6 +86,14 @@ def say(text: str, stream: TextIO | None = None) -> None:
             say(f"the output cannot be written: {error.strerror}", sys.stderr)
 
 
+def clear_line(stream: TextIO | None) -> None:
+    """On a terminal, clear the line of the cursor: what a process left there that could not tidy up."""
+    with suppress(OSError, ValueError):
+        if stream and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+            stream.write("\r\x1b[2K")
+            stream.flush()
+
+
 def _silence(stream: TextIO) -> None:
     """Redirect a stream to /dev/null, so that neither later writes nor Python's final flush fail."""
     with suppress(OSError, ValueError):  # one without a descriptor
