@@ -93,7 +93,7 @@ def run(composed: DictConfig, directory: Path, known: Summary | None = None, hea
 
 def _prepare_data(composed: DictConfig, heading: Heading | None) -> None:
     """Do what the data need once a machine, which may be a download."""
-    with Display(heading) as display:
+    with Display(heading, stays=False) as display:
         display.phase("preparing the data")
         training_spec.prepare_data(config.read(composed))
 
@@ -159,9 +159,8 @@ def take_part(
     """
     leaving.on_forced_end(partial(ending.remark, attempt, world.rank))
     try:
-        with ending.witness(world, attempt):
-            with Display(heading if world.rank == 0 else None) as display:
-                _work(specified(), world, attempt, watch, display)
+        with ending.witness(world, attempt), Display(heading if world.rank == 0 else None) as display:
+            _work(specified(), world, attempt, watch, display)
     except BaseException as error:
         try:
             local.ignore_signals()  # the launcher sends them to all ranks as soon as it sees that one has failed

@@ -78,6 +78,7 @@ class Display:
 
     Args:
         heading: Which run it is; ``None`` for a rank that shows nothing.
+        stays: Whether a line stays on a terminal when the display ends.
         stream: Where to write; standard error if ``None``.
         clock: Seconds; the ``now`` of all methods is of this clock.
     """
@@ -85,12 +86,15 @@ class Display:
     def __init__(
         self,
         heading: Heading | None = None,
+        *,
+        stays: bool = True,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.total_steps = 0
         self.remark = ""
         self._heading = heading
+        self._stays = stays
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._live: Live | None = None
@@ -139,7 +143,7 @@ class Display:
             with suppress(OSError, ValueError):
                 self._live.stop()
             self._live = None
-            if error is None:
+            if error is None and self._stays:
                 self._write(self._last_words(self._clock()))
 
     def phase(self, name: str | None) -> None:
@@ -336,7 +340,7 @@ def _redraws(stream: TextIO | None) -> bool:
 def _fitting(words: dict[str, str], room: int) -> list[str]:
     """As many of the words as there is room for, what matters most first, in their order."""
     kept: set[str] = set()
-    for name in ("left", "rate", "loss", "sweep", "remark"):
+    for name in ("left", "rate", "sweep", "loss", "remark"):
         needed = sum(len(words[one]) + 2 for one in {*kept, name} if one in words)
         if name in words and needed - 2 <= room:
             kept.add(name)

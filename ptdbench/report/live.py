@@ -46,7 +46,7 @@ class Live(Progress):
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Called by rich for what it draws."""
-        line = self._line(self.console.width)
         for task in self.task_ids:  # none yet when rich asks for the first time
+            line = self._line(self.console.width)
             self.update(task, description=line.left, total=line.total, completed=line.done, figures=line.right)
         yield from super().get_renderables()
