@@ -86,10 +86,20 @@ def say(text: str, stream: TextIO | None = None) -> None:
             say(f"the output cannot be written: {error.strerror}", sys.stderr)
 
 
+def redraws(stream: TextIO | None) -> bool:
+    """Whether the stream is a terminal where a line can be drawn again in its place, in Unicode."""
+    try:
+        is_terminal = stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
+    encoding = (getattr(stream, "encoding", None) or "").lower()
+    return is_terminal and os.environ.get("TERM") not in (None, "", "dumb", "unknown") and encoding.startswith("utf")
+
+
 def clear_line(stream: TextIO | None) -> None:
-    """On a terminal, clear the line of the cursor: what a process left there that could not tidy up."""
-    with suppress(OSError, ValueError):
-        if stream and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+    """Clear the line that a process has left on a terminal which could not tidy up: it was killed."""
+    if stream and redraws(stream):
+        with suppress(OSError):
             stream.write("\r\x1b[2K")
             stream.flush()
 

@@ -7,7 +7,6 @@ one shows it: it can speak while the first one compiles or waits for other ranks
 from __future__ import annotations
 
 import math
-import os
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from ptdbench.report.heading import Heading
-from ptdbench.terminal import plain, say
+from ptdbench.terminal import plain, redraws, say
 
 if TYPE_CHECKING:
     from ptdbench.report.live import Live
@@ -61,7 +60,7 @@ class _Figures:
 
     at: float
     rate: float | None
-    left: float
+    left: float | None
     loss: float | None
 
 
@@ -98,7 +97,7 @@ class Display:
         self._stream = sys.stderr if stream is None else stream
         self._clock = clock
         self._live: Live | None = None
-        self._in_place = heading is not None and _redraws(self._stream)
+        self._in_place = heading is not None and redraws(self._stream)
         self._interval = _REDRAW_SECONDS if self._in_place else _LINE_SECONDS
         self._phase: str | None = "starting"  # None: steps are done
         self._announced = False
@@ -108,7 +107,7 @@ class Display:
         self._expects: Callable[[], str | None] = lambda: None
         self._expected: str | None = None
         self._base: tuple[int, float] | None = None
-        self._paused = 0.0
+        self._paused = self._first_seconds = 0.0
         self._next = math.inf
         self._figures: _Figures | None = None
         self._shown_step, self._shown_at = 0, self._began
@@ -180,19 +179,19 @@ class Display:
             unit: What throughput counts: ``tokens`` or ``samples``.
             units_per_step: How many of them a step makes.
             name: The name of the phase until the first step is done.
-            expects: Says how long a step may take, if that can be known; called once, by another thread.
+            expects: Says how long a step may take (``about 40 s``), if that is known; called once, by another thread.
         """
         self.total_steps = total
         self._done, self._unit, self._units_per_step, self._expects = done, unit, units_per_step, expects
         self.phase(name)
-        self._shown_step, self._shown_at = done, self._moved_at
-        self._next = self._moved_at + _FIRST_SECONDS
 
     def step(self, done: int, now: float) -> None:
         """A step is over, the number ``done`` of the run."""
         self._done, self._moved_at, self._noted = done, now, 0.0
-        if self._base is None:
+        if self._base is None:  # the first one, which says nothing of those to come
             self._base, self._phase, self._paused = (done, now), None, 0.0
+            self._first_seconds = now - self._phase_at
+            self._shown_step, self._shown_at, self._next = done, now, now + _FIRST_SECONDS
 
     def due(self, now: float) -> bool:
         """Whether it is time for :meth:`show`."""
@@ -202,12 +201,15 @@ class Display:
         """Show the steps so far; ``loss`` may be unknown on this rank.
 
         Returns:
-            Tokens or samples a second since the last time.
+            Tokens or samples a second since the last time; ``None`` after the first step.
         """
-        seconds = (now - self._shown_at) / max(self._done - self._shown_step, 1)
+        rate = left = None
+        if self._done > self._shown_step:
+            seconds = (now - self._shown_at) / (self._done - self._shown_step)
+            rate = self._units_per_step / seconds if seconds > 0 else None
+            left = (self.total_steps - self._done) * seconds
         self._shown_step, self._shown_at, self._next = self._done, now, now + self._interval
-        rate = self._units_per_step / seconds if seconds > 0 else None
-        self._figures = _Figures(now, rate, (self.total_steps - self._done) * seconds, loss)
+        self._figures = _Figures(now, rate, left, loss)
         if self._heading is not None and not self._in_place:
             self._write("  ".join([str(self._heading), self._step_words(), *self._words(now).values()]))
         return rate
@@ -215,28 +217,28 @@ class Display:
     def line(self, width: int, now: float) -> Line:
         """The live line, in so many columns."""
         heading = _cropped(str(self._heading), max(12, width - 40))
-        idle = now - self._moved_at
-        if self._phase is not None:
-            left = f"{heading} · {self._phase}… {_duration(int(now - self._phase_at))}"
-            note = self._reason() if idle >= _NOTES[0] else None
-            return Line(left, _cropped(note or "", width - len(left) - _BAR), self._done, self.total_steps or None)
-        left = f"{heading}  {self._step_words()}"
-        if idle >= self._patience():
-            words = [f"{_span(idle)} in the next step", *filter(None, [self._reason()])]
+        idle, phase = now - self._moved_at, self._phase
+        if phase is not None:
+            left = f"{heading} · {phase}… {_duration(int(now - self._phase_at))}"
+            expected = self._expectation() if idle >= _NOTES[0] else None
+            right = f"a step takes {expected}" if expected else ""
         else:
-            words = _fitting(self._words(now), width - len(left) - _BAR)
-        return Line(left, _cropped("  ".join(words), width - len(left) - _BAR), self._done, self.total_steps)
+            left = f"{heading}  {self._step_words()}"
+            if idle >= self._patience():
+                right = f"step {self._done + 1}: {_span(idle)}, {self._pace()}"
+            else:
+                right = "  ".join(_fitting(self._words(now), width - len(left) - _BAR))
+        return Line(left, _cropped(right, width - len(left) - _BAR), self._done, self.total_steps or None)
 
     def tick(self, now: float) -> None:
         """Say what lasts, where nothing is redrawn; called now and then by another thread than the run's."""
-        idle = now - self._moved_at
+        idle, phase = now - self._moved_at, self._phase
         if self._noted < (reached := self._note_reached(idle)):
             self._noted, self._announced = reached, True
-            because = self._reason()
-            self._write(f"{self._heading}: {self._what()}, {_span(idle)} so far{f'; {because}' if because else ''}")
-        elif self._phase is not None and not self._announced and now - self._phase_at >= _LASTING:
+            self._write(f"{self._heading}: {self._note(phase, idle)}")
+        elif phase is not None and not self._announced and now - self._phase_at >= _LASTING:
             self._announced = True
-            self._write(f"{self._heading} · {self._phase}…")
+            self._write(f"{self._heading} · {phase}…")
 
     def _watch(self) -> None:
         while not self._over:
@@ -278,17 +280,23 @@ class Display:
             return None
         return (self._moved_at - self._base[1] - self._paused) / (self._done - self._base[0])
 
-    def _what(self) -> str:
-        return self._phase or f"step {self._done + 1}/{self.total_steps}"
+    def _note(self, phase: str | None, idle: float) -> str:
+        """What has been going on for so long, and how long a step takes, as far as that is known; never a guess."""
+        if phase is None:
+            return f"step {self._done + 1}/{self.total_steps}, {_span(idle)} so far; {self._pace()}"
+        expected = self._expectation()
+        known = f"; a step of this model will take {expected} here" if expected else ""
+        return f"{phase}, {_span(idle)} so far{known}"
 
-    def _reason(self) -> str | None:
-        """How long a step takes, as far as that is known; never a guess."""
-        if self._phase is None:
-            mean = self._mean()
-            return f"the steps before took {_span(mean)} each" if mean else None
+    def _pace(self) -> str:
+        mean = self._mean()
+        return f"before {_span(mean)} each" if mean else f"the first one took {_span(self._first_seconds)}"
+
+    def _expectation(self) -> str | None:
+        """How long the first step may take, while it is done."""
         if self._base is None and self.total_steps and self._expected is None:
             self._expected = self._expects() or ""
-        return self._expected or None
+        return self._expected if self._base is None else None
 
     def _step_words(self) -> str:
         return f"step {self._done}/{self.total_steps}"
@@ -297,14 +305,15 @@ class Display:
         """What is shown behind the step, by what it says."""
         words = {"rate": "", "loss": "", "remark": self.remark, "left": "", "sweep": ""}
         if (known := self._figures) and self._heading:
-            left = max(0.0, known.left - (now - known.at))
             if known.rate is not None:
                 words["rate"] = f"{known.rate:,.0f} {self._unit}/s"
             if known.loss is not None:
                 words["loss"] = f"loss {known.loss:.4f}"
-            words["left"] = f"{_duration(left)} left"
-            if self._heading.rest:
-                words["sweep"] = f"sweep {_duration(self._heading.rest.left(now - self._began, left))}"
+            if known.left is not None:
+                left = max(0.0, known.left - (now - known.at))
+                words["left"] = f"{_duration(left)} left"
+                if self._heading.rest:
+                    words["sweep"] = f"(sweep {_duration(self._heading.rest.left(now - self._began, left))})"
         return {name: text for name, text in words.items() if text}
 
     def _last_words(self, now: float) -> str:
@@ -319,22 +328,9 @@ class Display:
 
     def _write(self, line: str) -> None:
         """Write a line; a run does not fail because nobody reads it."""
-        if line:
+        if line and self._stream:
             with suppress(ValueError):  # the stream is closed
                 say(line, self._stream)
-
-
-def _redraws(stream: TextIO | None) -> bool:
-    """Whether a line can be drawn again in its place, with the characters of a bar."""
-    try:
-        return bool(
-            stream
-            and stream.isatty()
-            and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-            and (stream.encoding or "").lower().startswith("utf")
-        )
-    except (AttributeError, ValueError):
-        return False
 
 
 def _fitting(words: dict[str, str], room: int) -> list[str]:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from rich.console import Console, RenderableType
+from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from ptdbench.report.display import Line
+
+
+def _plain_streams() -> None:
+    """In a forked process, such as one that makes samples: print past the live line, which is not drawn there."""
+    for name in ("stdout", "stderr"):
+        if isinstance(stream := getattr(sys, name), FileProxy):
+            setattr(sys, name, stream.rich_proxied_file)
+
+
+os.register_at_fork(after_in_child=_plain_streams)
 
 
 class _Console(Console):
