@@ -34,7 +34,7 @@ _NOTES = (10.0, 30.0, 60.0)
 _LATE = 2.0
 
 #: Columns of a terminal's line that are kept for the bar and the spaces beside it.
-_BAR = 10
+_BAR = 8
 
 
 @dataclass(frozen=True)

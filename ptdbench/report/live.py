@@ -8,11 +8,15 @@ from collections.abc import Callable, Iterable
 from typing import TextIO
 
 from rich.console import Console, RenderableType
+from rich.constrain import Constrain
 from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from ptdbench.report.display import Line
+
+#: Columns that are left to the right: a terminal shows Ctrl-C as ^C, and the line would wrap.
+_ECHO = 3
 
 
 def _plain_streams() -> None:
@@ -58,7 +62,12 @@ class Live(Progress):
 
     def get_renderables(self) -> Iterable[RenderableType]:
         """Called by rich for what it draws."""
-        for task in self.task_ids:  # none yet when rich asks for the first time
-            line = self._line(self.console.width)
-            self.update(task, description=line.left, total=line.total, completed=line.done, figures=line.right)
-        yield from super().get_renderables()
+        if not self.task_ids:  # rich asks before there is anything
+            return
+        line = self._line(self._width)
+        self.update(self.task_ids[0], description=line.left, total=line.total, completed=line.done, figures=line.right)
+        yield Constrain(self.make_tasks_table(self.tasks), self._width)
+
+    @property
+    def _width(self) -> int:
+        return max(1, self.console.width - _ECHO)
