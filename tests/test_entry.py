@@ -171,7 +171,7 @@ class TestRuns:
             "name: guest\nlabel: guest\n_target_: guest.Guest\nanswer: 42\n"
         )
         done = train_py("--config-dir", "conf", "workload=guest", "device=cpu", cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[0] == "2 ranks say 42"
 
 

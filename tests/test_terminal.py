@@ -100,7 +100,7 @@ class TestPrograms:
     def test_the_exit_status_is_that_of_the_run(self, environ, tmp_path):
         done = without_reader(*self.TRAIN, environ=environ, cwd=tmp_path)
         assert done.returncode == 0
-        assert all(line.startswith("toy ddp  step ") for line in (done.stderr or "").splitlines())
+        assert all(line.startswith("toy ddp") for line in (done.stderr or "").splitlines())
         assert (tmp_path / "run" / "record.json").exists()
 
     def test_a_run_that_fails_still_does(self, environ, tmp_path):

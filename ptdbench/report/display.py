@@ -22,7 +22,7 @@ from ptdbench.terminal import plain, redraws, say
 if TYPE_CHECKING:
     from ptdbench.report.live import Live
 
-_REDRAW_SECONDS = 0.5  # on a terminal, in place
+REDRAW_SECONDS = 0.5  # on a terminal, in place
 _LINE_SECONDS = 10.0  # in a file or a pipe, where every line stays
 _FIRST_SECONDS = 0.5  # the first sign of the steps comes soon everywhere
 _LASTING = 2.0  # a phase that takes so long is a line in a file or a pipe
@@ -98,7 +98,7 @@ class Display:
         self._clock = clock
         self._live: Live | None = None
         self._in_place = heading is not None and redraws(self._stream)
-        self._interval = _REDRAW_SECONDS if self._in_place else _LINE_SECONDS
+        self._interval = REDRAW_SECONDS if self._in_place else _LINE_SECONDS
         self._phase: str | None = "starting"  # None: steps are done
         self._announced = False
         self._began = self._phase_at = self._moved_at = clock()
@@ -257,7 +257,7 @@ class Display:
     def _pause(self, now: float) -> float:
         """Seconds until there may be something to say."""
         if self._in_place:
-            return _REDRAW_SECONDS
+            return REDRAW_SECONDS
         if self._phase is not None and not self._announced:
             return max(0.1, self._phase_at + _LASTING - now)
         reached = self._note_reached(now - self._moved_at)
