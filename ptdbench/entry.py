@@ -30,7 +30,7 @@ from ptdbench.report.reason import reason
 from ptdbench.setup import commandline, compose, config, hydra_launcher, hydra_sweeper, resume, show
 from ptdbench.setup.config import Slurm
 from ptdbench.sweep import directory as output
-from ptdbench.terminal import plural, say
+from ptdbench.terminal import hint, plural, say
 
 if TYPE_CHECKING:
     from ptdbench.sweep.agenda import Agenda
@@ -184,10 +184,12 @@ def _here(
     """Runs on this machine, or as a rank of the world that a launcher made."""
     if world is None:
         local.warm_up(_own_modules(composed.jobs))
-    from ptdbench.sweep import launchers, requests
-    from ptdbench.sweep.agenda import Agenda
+    shows = world is None or world.rank == 0
+    with hint(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
+        from ptdbench.sweep import launchers, requests
+        from ptdbench.sweep.agenda import Agenda
 
-    runs = requests.of_machine(composed.jobs, composed.overrides, world)
+        runs = requests.of_machine(composed.jobs, composed.overrides, world)
     directory = output.claim(composed, arguments.overrides, world, line.goes_on)
     ours = [*output.output_overrides(composed.is_sweep, directory, world), *hydra_sweeper.overrides(composed)]
     commandline.insert(arguments.overrides, ours)

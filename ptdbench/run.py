@@ -36,7 +36,7 @@ from ptdbench.report.display import Display
 from ptdbench.report.heading import Heading
 from ptdbench.setup import config, run_spec, training_spec
 from ptdbench.setup.run_spec import RunSpec, Summary
-from ptdbench.terminal import clear_line, say
+from ptdbench.terminal import hint, say
 
 #: Seconds that ranks get to finish a step and to write down what they have done when the run is asked to stop, without
 #: and with a checkpoint to save.
@@ -103,7 +103,8 @@ def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, watch: Stopw
     grace = SAVE_GRACE if config.read(composed).checkpoint.every_steps else STOP_GRACE
     killed = memory.oom_kills()
     try:
-        local.start(_as_rank, size, composed, attempt, watch, heading, grace=grace)
+        with hint(f"{heading} · starting the ranks…", sys.stderr):
+            local.start(_as_rank, size, composed, attempt, watch, heading, grace=grace)
     except local.RankDied as death:
         ended = failure.describe_exits(death.exit_codes, size, memory.oom_kills() - killed)
         _fail(attempt, root_cause([*failure.read_failures(attempt.failures), *ended], size))
@@ -114,8 +115,6 @@ def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, watch: Stopw
         raise
     else:
         _fail_if_open(attempt, failure.without_result())
-    finally:
-        clear_line(sys.stderr)  # of what rank 0 showed, if it was killed
 
 
 def _fail(attempt: Attempt, cause: failure.Failure) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from errno import EPIPE
 from pathlib import Path
 from typing import TextIO
@@ -96,8 +98,22 @@ def redraws(stream: TextIO | None) -> bool:
     return is_terminal and os.environ.get("TERM") not in (None, "", "dumb", "unknown") and encoding.startswith("utf")
 
 
+@contextmanager
+def hint(text: str, stream: TextIO | None) -> Iterator[None]:
+    """Meanwhile show what goes on, on a terminal; another process may draw over it, and be killed."""
+    if stream and redraws(stream):
+        room = shutil.get_terminal_size().columns - 4
+        with suppress(OSError):
+            stream.write(f"\r\x1b[2K{plain(text)[:room]}")
+            stream.flush()
+    try:
+        yield
+    finally:
+        clear_line(stream)
+
+
 def clear_line(stream: TextIO | None) -> None:
-    """Clear the line that a process has left on a terminal which could not tidy up: it was killed."""
+    """On a terminal, clear the line of the cursor."""
     if stream and redraws(stream):
         with suppress(OSError):
             stream.write("\r\x1b[2K")

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from ptdbench.report.heading import Heading
-from ptdbench.terminal import plain, redraws, say
+from ptdbench.terminal import clear_line, plain, redraws, say
 
 if TYPE_CHECKING:
     from ptdbench.report.live import Live
@@ -106,8 +106,8 @@ class Display:
         self._done, self._unit, self._units_per_step = 0, "steps", 1.0
         self._expects: Callable[[], str | None] = lambda: None
         self._expected: str | None = None
-        self._base: tuple[int, float] | None = None
-        self._paused = self._first_seconds = 0.0
+        self._base: int | None = None  # the first step of this start
+        self._first_seconds = self._later_seconds = 0.0
         self._next = math.inf
         self._figures: _Figures | None = None
         self._shown_step, self._shown_at = 0, self._began
@@ -125,6 +125,7 @@ class Display:
                 from ptdbench.report.live import Live
 
                 self._live = Live(self._stream, lambda width: self.line(width, self._clock()))
+                clear_line(self._stream)  # of the hint of the process that has started this one
                 with suppress(OSError, ValueError):
                     self._live.start()
             self._thread.start()
@@ -154,13 +155,12 @@ class Display:
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         """Around something between two steps."""
-        before, began = self._phase, self._clock()
+        before = self._phase
         self.phase(name)
         try:
             yield
         finally:
             self.phase(before)
-            self._paused += self._moved_at - began
 
     def begin_steps(
         self,
@@ -187,10 +187,12 @@ class Display:
 
     def step(self, done: int, now: float) -> None:
         """A step is over, the number ``done`` of the run."""
+        took = now - self._moved_at
         self._done, self._moved_at, self._noted = done, now, 0.0
-        if self._base is None:  # the first one, which says nothing of those to come
-            self._base, self._phase, self._paused = (done, now), None, 0.0
-            self._first_seconds = now - self._phase_at
+        if self._base is not None:
+            self._later_seconds += took
+        else:  # the first one, which says nothing of those to come
+            self._base, self._phase, self._first_seconds = done, None, took
             self._shown_step, self._shown_at, self._next = done, now, now + _FIRST_SECONDS
 
     def due(self, now: float) -> bool:
@@ -276,9 +278,9 @@ class Display:
 
     def _mean(self) -> float | None:
         """Mean seconds of the steps after the first one."""
-        if self._base is None or self._done <= self._base[0]:
+        if self._base is None or self._done <= self._base:
             return None
-        return (self._moved_at - self._base[1] - self._paused) / (self._done - self._base[0])
+        return self._later_seconds / (self._done - self._base)
 
     def _note(self, phase: str | None, idle: float) -> str:
         """What has been going on for so long, and how long a step takes, as far as that is known; never a guess."""
@@ -323,6 +325,8 @@ class Display:
         if self._base is None:
             return f"{self._heading}  {took}" if self._heading.number else ""
         words = self._words(now)
+        if mean := self._mean():
+            words["rate"] = f"{self._units_per_step / mean:,.0f} {self._unit}/s"
         kept = [words[name] for name in ("rate", "loss", "remark") if name in words]
         return "  ".join([str(self._heading), self._step_words(), *kept, took])
 
