@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -26,10 +26,14 @@ from ptdbench.launch.world import World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import objective, record, store
 from ptdbench.report import table, text
+from ptdbench.report.reason import reason
 from ptdbench.setup import commandline, compose, config, hydra_launcher, hydra_sweeper, resume, show
 from ptdbench.setup.config import Slurm
 from ptdbench.sweep import directory as output
-from ptdbench.terminal import plural, say
+from ptdbench.terminal import hint, plural, say
+
+if TYPE_CHECKING:
+    from ptdbench.sweep.agenda import Agenda
 
 #: Seconds that a refused rank waits for rank 0 to report the reason: mpirun and torchrun end all ranks as soon as one
 #: has failed, and rank 0 may have started later. When rank 0 has failed, they end the ranks that wait.
@@ -88,10 +92,15 @@ def one_run(composed: DictConfig) -> float | None:
 
     chosen = HydraConfig.get()
     directory, is_sweep = Path(chosen.runtime.output_dir), chosen.mode == RunMode.MULTIRUN
-    requests = OneAfterTheOther.agenda.requests  # none in a job's process, which did not read the command line
+    agenda = OneAfterTheOther.agenda
     try:
         try:
-            run(composed, directory, requests[chosen.job.num if is_sweep else 0].summary if requests else None)
+            if not agenda.requests:  # in a job's process, which did not read the command line
+                run(composed, directory)
+            elif is_sweep:
+                _one_of_several(composed, directory, agenda, chosen.job.num)
+            else:
+                run(composed, directory, agenda.requests[0].summary)
         finally:
             if is_sweep and is_first_rank(os.environ):
                 _add_result(Path(chosen.sweep.dir), directory)
@@ -103,6 +112,19 @@ def one_run(composed: DictConfig) -> float | None:
     if not is_first_rank(os.environ):
         return None
     return objective.value(store.load_record(directory), config.read(composed).general.objective)
+
+
+def _one_of_several(composed: DictConfig, directory: Path, agenda: Agenda, number: int) -> None:
+    """Carry out a run of a sweep; one that fails says so, as the table comes only when all have ended."""
+    from ptdbench.run import run
+
+    heading, started = agenda.outlook.heading(number), time.monotonic()
+    run(composed, directory, agenda.requests[number].summary, heading)
+    if is_first_rank(os.environ):
+        written = store.load_record(directory)
+        agenda.outlook.ended(number, time.monotonic() - started, written)
+        if written["status"] != "ok":
+            say(f"{heading}: {reason(written)}", sys.stderr)
 
 
 def _add_result(sweep_directory: Path, directory: Path) -> None:
@@ -165,10 +187,12 @@ def _here(
     """Runs on this machine, or as a rank of the world that a launcher made."""
     if world is None:
         local.warm_up(_rank_modules(composed.jobs))
-    from ptdbench.sweep import launchers, requests
-    from ptdbench.sweep.agenda import Agenda
+    shows = world is None or world.rank == 0
+    with hint(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
+        from ptdbench.sweep import launchers, requests
+        from ptdbench.sweep.agenda import Agenda
 
-    runs = requests.of_machine(composed.jobs, composed.overrides, world)
+        runs = requests.of_machine(composed.jobs, composed.overrides, world)
     directory = output.claim(composed, arguments.overrides, world, line.goes_on)
     ours = [*output.output_overrides(composed.is_sweep, directory, world), *hydra_sweeper.overrides(composed)]
     commandline.insert(arguments.overrides, ours)

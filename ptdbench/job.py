@@ -14,6 +14,7 @@ from ptdbench.launch.peers import Peer
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import World
 from ptdbench.measure.stopwatch import Stopwatch
+from ptdbench.report.display import Display
 from ptdbench.setup.run_spec import RunSpec
 from ptdbench.setup.training_spec import TrainingSpec
 
@@ -55,6 +56,7 @@ class Job:
         directory: The run's directory.
         watch: Stopwatch started when the run was ready to start.
         watchdog: Notified of every step; ends a run that makes no progress.
+        display: Says what the run does; shows something on rank 0 only.
         note: Adds fields to the run's record while it runs, so that they remain however it ends; called on rank 0.
     """
 
@@ -66,6 +68,7 @@ class Job:
     directory: Path
     watch: Stopwatch
     watchdog: Watchdog
+    display: Display = field(default_factory=Display)
     note: Callable[[Mapping[str, Any]], None] = lambda _: None
 
     @property

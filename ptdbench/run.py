@@ -32,9 +32,11 @@ from ptdbench.problems import ConfigError
 from ptdbench.records import failure, lease, record
 from ptdbench.records.cause import root_cause
 from ptdbench.records.owner import Attempt, this_process
+from ptdbench.report.display import Display
+from ptdbench.report.heading import Heading
 from ptdbench.setup import config, run_spec, training_spec
 from ptdbench.setup.run_spec import RunSpec, Summary
-from ptdbench.terminal import say
+from ptdbench.terminal import hint, say
 
 #: Seconds that ranks get to finish a step and to write down what they have done when the run is asked to stop, without
 #: and with a checkpoint to save.
@@ -44,13 +46,14 @@ STOP_GRACE, SAVE_GRACE = 10.0, 120.0
 _RUNS: list[Path] = []
 
 
-def run(composed: DictConfig, directory: Path, known: Summary | None = None) -> None:
+def run(composed: DictConfig, directory: Path, known: Summary | None = None, heading: Heading | None = None) -> None:
     """Carry out one run; whatever happens to it, ``record.json`` in its directory says so.
 
     Args:
         composed: The configuration as Hydra composed it.
         directory: The run's own directory, which exists.
         known: What this process knows of the run, if it has specified it before.
+        heading: What the run is called in its display, if not by its own name alone.
 
     Raises:
         SystemExit: This process is a rank, and the run failed here; or another start of the run still goes on.
@@ -70,8 +73,9 @@ def run(composed: DictConfig, directory: Path, known: Summary | None = None) -> 
             known = spec.summary
         else:
             known = known or run_spec.summarize(config.read(composed), None)
-            if known.trains:  # what is wrong with the data shows before anything is started for them
-                training_spec.prepare_data(config.read(composed))
+        heading = heading or Heading(known.label)
+        if known.trains and not world:  # what is wrong with the data shows before anything is started for them
+            _prepare_data(composed, heading)
     except ConfigError as refused:
         if writes:
             _fail(attempt, failure.describe(refused, rank=-1))
@@ -80,19 +84,27 @@ def run(composed: DictConfig, directory: Path, known: Summary | None = None) -> 
         fields = {**known.fields, "launcher": world.launcher if world else "local"}
         attempt = replace(attempt, draft=attempt.amend(lambda written: written | fields))
     if world:
-        take_part(lambda: spec, world, attempt, watch)
+        take_part(lambda: spec, world, attempt, watch, heading)
     else:
         if known.warning:
             say(known.warning, sys.stderr)
-        _start_ranks(composed, known.world_size, attempt, watch)
+        _start_ranks(composed, known.world_size, attempt, watch, heading)
 
 
-def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, watch: Stopwatch) -> None:
+def _prepare_data(composed: DictConfig, heading: Heading | None) -> None:
+    """Do what the data need once a machine, which may be a download."""
+    with Display(heading, stays=False) as display:
+        display.phase("preparing the data")
+        training_spec.prepare_data(config.read(composed))
+
+
+def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, watch: Stopwatch, heading: Heading | None) -> None:
     """Start local ranks, and conclude from what they left behind if one of them fails."""
     grace = SAVE_GRACE if config.read(composed).checkpoint.every_steps else STOP_GRACE
     killed = memory.oom_kills()
     try:
-        local.start(_as_rank, size, composed, attempt, watch, grace=grace)
+        with hint(f"{heading} · starting the ranks…", sys.stderr):
+            local.start(_as_rank, size, composed, attempt, watch, heading, grace=grace)
     except local.RankDied as death:
         ended = failure.describe_exits(death.exit_codes, size, memory.oom_kills() - killed)
         _fail(attempt, root_cause([*failure.read_failures(attempt.failures), *ended], size))
@@ -114,7 +126,9 @@ def _fail_if_open(attempt: Attempt, cause: failure.Failure) -> None:
     attempt.amend(lambda written: record.failed(written, cause) if record.is_open(written) else None)
 
 
-def _as_rank(environ: Mapping[str, str], composed: DictConfig, attempt: Attempt, watch: Stopwatch) -> None:
+def _as_rank(
+    environ: Mapping[str, str], composed: DictConfig, attempt: Attempt, watch: Stopwatch, heading: Heading | None
+) -> None:
     """Where a local rank begins: what the fork server could not know is set first."""
     for number in local.STOP_SIGNALS:  # a rank has nothing to tidy up: let it go at once
         signal.signal(getattr(signal, number), signal.SIG_DFL)
@@ -124,10 +138,12 @@ def _as_rank(environ: Mapping[str, str], composed: DictConfig, attempt: Attempt,
     world = discover(os.environ)
     assert world is not None  # the agent has just said who this is, in torchrun's words
     world = replace(world, launcher="local")
-    take_part(lambda: _specify(composed, world, watch), world, attempt, watch)
+    take_part(lambda: _specify(composed, world, watch), world, attempt, watch, heading)
 
 
-def take_part(specified: Callable[[], RunSpec], world: World, attempt: Attempt, watch: Stopwatch) -> None:
+def take_part(
+    specified: Callable[[], RunSpec], world: World, attempt: Attempt, watch: Stopwatch, heading: Heading | None
+) -> None:
     """One rank's run.
 
     Args:
@@ -135,14 +151,15 @@ def take_part(specified: Callable[[], RunSpec], world: World, attempt: Attempt, 
         world: This rank's place.
         attempt: This start of the run.
         watch: Runs since the run was ready to start.
+        heading: What rank 0 shows the run as.
 
     Raises:
         SystemExit: The run failed here; the reason lies in the run's directory.
     """
     leaving.on_forced_end(partial(ending.remark, attempt, world.rank))
     try:
-        with ending.witness(world, attempt):
-            _work(specified(), world, attempt, watch)
+        with ending.witness(world, attempt), Display(heading if world.rank == 0 else None) as display:
+            _work(specified(), world, attempt, watch, display)
     except BaseException as error:
         try:
             local.ignore_signals()  # the launcher sends them to all ranks as soon as it sees that one has failed
@@ -164,7 +181,7 @@ def _specify(composed: DictConfig, world: World, watch: Stopwatch) -> RunSpec:
     return spec
 
 
-def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch) -> None:
+def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, display: Display) -> None:
     """The story of a run, as every rank lives it."""
     device = spec.device(world.local_rank)
     if device.type == "cuda":
@@ -174,7 +191,9 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch) -> No
         watch.lap("rendezvous")
         with ending.watchdog(spec.config, world, own_store, attempt) as dog:
             note = partial(ending.note, attempt)
-            outcome = spec.workload(Job(spec, world, met, own_store, device, attempt.directory, watch, dog, note))
+            display.phase("working")  # a workload may say it better
+            job = Job(spec, world, met, own_store, device, attempt.directory, watch, dog, display, note)
+            outcome = spec.workload(job)
         if world.rank == 0:
             ending.close(attempt, spec, device, met, outcome)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from errno import EPIPE
 from pathlib import Path
 from typing import TextIO
@@ -84,6 +86,38 @@ def say(text: str, stream: TextIO | None = None) -> None:
         _silence(stream)
         if error.errno != EPIPE and stream is not sys.stderr:
             say(f"the output cannot be written: {error.strerror}", sys.stderr)
+
+
+def redraws(stream: TextIO | None) -> bool:
+    """Whether the stream is a terminal where a line can be drawn again in its place, in Unicode."""
+    try:
+        is_terminal = stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
+    encoding = (getattr(stream, "encoding", None) or "").lower()
+    return is_terminal and os.environ.get("TERM") not in (None, "", "dumb", "unknown") and encoding.startswith("utf")
+
+
+@contextmanager
+def hint(text: str, stream: TextIO | None) -> Iterator[None]:
+    """Meanwhile show what goes on, on a terminal; another process may draw over it, and be killed."""
+    if stream and redraws(stream):
+        room = shutil.get_terminal_size().columns - 4
+        with suppress(OSError):
+            stream.write(f"\r\x1b[2K{plain(text)[:room]}")
+            stream.flush()
+    try:
+        yield
+    finally:
+        clear_line(stream)
+
+
+def clear_line(stream: TextIO | None) -> None:
+    """On a terminal, clear the line of the cursor."""
+    if stream and redraws(stream):
+        with suppress(OSError):
+            stream.write("\r\x1b[2K")
+            stream.flush()
 
 
 def _silence(stream: TextIO) -> None:

@@ -12,12 +12,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ptdbench import entry
+from ptdbench.records import failure, record, store
+from ptdbench.report.heading import Heading
+from ptdbench.setup import config
 from tests import forked
-from tests.conftest import ROOT
+from tests.conftest import ROOT, composed
 
 TOY = ("model=toy", "train.steps=4", "device=cpu")
 
@@ -171,8 +176,18 @@ class TestRuns:
             "name: guest\nlabel: guest\n_target_: guest.Guest\nanswer: 42\n"
         )
         done = train_py("--config-dir", "conf", "workload=guest", "device=cpu", cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[0] == "2 ranks say 42"
+
+
+def test_a_run_of_a_sweep_that_fails_says_so_at_once(tmp_path, monkeypatch, capsys):
+    draft = record.begin(config.resolve(composed("model=toy")), tmp_path, {})
+    store.write_record(tmp_path, record.failed(draft, failure.of_launcher("Lost", "the node is gone")))
+    monkeypatch.setattr("ptdbench.run.run", lambda *_: None)
+    known: Any = SimpleNamespace(heading=lambda _: Heading("toy ddp", 2, 3), ended=lambda *_: None)
+    agenda: Any = SimpleNamespace(outlook=known, requests=[None, SimpleNamespace(summary=None)])
+    entry._one_of_several(composed("model=toy"), tmp_path, agenda, 1)
+    assert capsys.readouterr().err == "[2/3] toy ddp: failed: Lost: the node is gone\n"
 
 
 GUEST = """

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from ptdbench import terminal
-from ptdbench.terminal import command, plain, say, under
+from ptdbench.terminal import command, hint, plain, say, under
 from tests.conftest import ROOT
 
 
@@ -100,7 +100,7 @@ class TestPrograms:
     def test_the_exit_status_is_that_of_the_run(self, environ, tmp_path):
         done = without_reader(*self.TRAIN, environ=environ, cwd=tmp_path)
         assert done.returncode == 0
-        assert all(line.startswith("toy ddp  step ") for line in (done.stderr or "").splitlines())
+        assert all(line.startswith("toy ddp") for line in (done.stderr or "").splitlines())
         assert (tmp_path / "run" / "record.json").exists()
 
     def test_a_run_that_fails_still_does(self, environ, tmp_path):
@@ -124,3 +124,24 @@ class TestPrograms:
         assert done.returncode == 1
         assert r"\x1b[2Jgone\x07" in done.stdout + done.stderr
         assert "\x1b" not in done.stdout + done.stderr
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "kind", "sent"),
+    [(Terminal, "xterm", "\r\x1b[2Kchecking…\r\x1b[2K"), (Terminal, "dumb", ""), (io.StringIO, "xterm", "")],
+)
+def test_a_hint_is_gone_when_it_is_over(stream, kind, sent, monkeypatch):
+    monkeypatch.setenv("TERM", kind)
+    shown = stream()
+    with hint("checking…", shown):
+        pass
+    assert shown.getvalue() == sent
+    with hint("checking…", None):
+        pass

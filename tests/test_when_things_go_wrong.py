@@ -73,7 +73,7 @@ def lives(process: psutil.Process) -> bool:
 def progress_of(process: subprocess.Popen[str]) -> None:
     """Wait for the first sign of life of the steps."""
     assert process.stderr is not None
-    assert "step" in process.stderr.readline()
+    assert any("  step " in line for line in process.stderr)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 from hydra.utils import get_object
 
 from ptdbench.records.store import RECORD, RESULTS
-from ptdbench.report.differences import differences
+from ptdbench.report.labels import labels
 from ptdbench.report.reason import reason, wrap
 from ptdbench.report.text import as_text, empty_table, flops_text, three_digits
 from ptdbench.terminal import plural
@@ -85,7 +85,7 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
     finished = [record for record in records if record["status"] == "ok" and _figure(record, rate)]
     ranked = sorted(finished, key=lambda record: -_figure(record, rate))
     others = [record for record in records if not any(record is one for one in finished)]
-    labels = _labels([*ranked, *others])
+    called = labels([*ranked, *others])
     best = _figure(ranked[0], rate) if len(ranked) > 1 else None
     rows = [
         {
@@ -93,14 +93,14 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
             **_cells(record, label, rate, f"{unit}/s", best),
             "status": record["status"],
         }
-        for rank, (record, label) in enumerate(zip([*ranked, *others], labels, strict=True), start=1)
+        for rank, (record, label) in enumerate(zip([*ranked, *others], called, strict=True), start=1)
     ]
     table, moved, left_out = _fitted(rows, width)
     remarks = [
         *([f"left out in {width} columns: {', '.join(left_out)}"] if left_out else []),
-        *_reasons(others, labels[len(ranked) :], width),
+        *_reasons(others, called[len(ranked) :], width),
         *_mfu_remarks(ranked, width),
-        *_ceiling_remarks(dict(zip(labels, [*ranked, *others], strict=True)), width),
+        *_ceiling_remarks(dict(zip(called, [*ranked, *others], strict=True)), width),
         *_check_remarks(records, width),
     ]
     return "\n".join([_title(records, moved), table, *remarks])
@@ -174,60 +174,6 @@ def _evaluation(record: Mapping[str, Any]) -> str:
     if last.get("bits_per_byte") is not None:
         return f"{last['bits_per_byte']:.3f} b/B"
     return _text(last.get("loss"), ".3f")
-
-
-def _labels(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How each run is parallelized, with as much else as it takes to tell apart those that look the same."""
-    labels = [_parallel(record) for record in records]
-    for detail in (_nodes, _precision, _microbatches, _accumulation, None, _directory):
-        alike: dict[tuple[Any, ...], list[int]] = {}
-        for place, (label, record) in enumerate(zip(labels, records, strict=True)):
-            alike.setdefault((label, record.get("world_size"), record.get("global_batch")), []).append(place)
-        for places in alike.values():
-            same = [records[place] for place in places]
-            details = [detail(record) for record in same] if detail else differences(same)
-            if len(set(filter(None, details))) > 1:
-                for place, text in zip(places, details, strict=True):
-                    labels[place] = f"{labels[place]} {text}".rstrip()
-    return labels
-
-
-def _parallel(record: Mapping[str, Any]) -> str:
-    """The preset, with its degrees if there are several and its schedule if there is one.
-
-    ``pdp 2x4 1f1b`` is 2 replicas of 4 stages, ``hsdp 2x8`` 2 replicas in 8 shards each.
-    """
-    name, layout = str(record.get("parallel")), record.get("layout") or {}
-    shard, pipeline = layout.get("shard", 1), layout.get("pipeline", 1)
-    replicas = layout.get("data", 1) // shard
-    if pipeline == 1 and 1 in (replicas, shard):
-        return name
-    schedule = ((record.get("config") or {}).get("parallel") or {}).get("schedule", "") if pipeline > 1 else ""
-    degrees = [replicas, *[shard] * (shard > 1), *[pipeline] * (pipeline > 1)]
-    return f"{name} {'x'.join(map(str, degrees))} {schedule}".rstrip()
-
-
-def _nodes(record: Mapping[str, Any]) -> str:
-    """How many there were, or else should have been; nothing where neither is known."""
-    asked = ((record.get("config") or {}).get("cluster") or {}).get("nodes")
-    nodes = len(record.get("nodes") or []) or asked
-    return plural(nodes, "node") if isinstance(nodes, int) else ""
-
-
-def _precision(record: Mapping[str, Any]) -> str:
-    return str(record.get("precision"))
-
-
-def _microbatches(record: Mapping[str, Any]) -> str:
-    return f"m{(record.get('layout') or {}).get('microbatches', 1)}"
-
-
-def _accumulation(record: Mapping[str, Any]) -> str:
-    return f"acc{(record.get('layout') or {}).get('accumulation', 1)}"
-
-
-def _directory(record: Mapping[str, Any]) -> str:
-    return f"[{Path(record['directory']).name}]"
 
 
 def _title(records: Sequence[Mapping[str, Any]], moved: Sequence[str]) -> str:

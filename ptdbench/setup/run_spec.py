@@ -34,13 +34,17 @@ class Summary:
     Attributes:
         world_size: How many ranks there are.
         trains: Whether it trains, and its data have to be prepared.
+        label: The run in a word or two, for people.
         fields: What its record gains.
+        flops_per_step: FLOPs of a step over all ranks, if the model's are known.
         warning: A remark on its memory, if there is one.
     """
 
     world_size: int
     trains: bool
+    label: str
     fields: Mapping[str, Any]
+    flops_per_step: float | None = None
     warning: str | None = None
 
 
@@ -83,7 +87,8 @@ class RunSpec:
                 "tokens_per_sample": self.training.data.tokens_per_sample,
                 "layout": self.training.layout.as_dict(),
             }
-        return Summary(self.world_size, self.training is not None, fields)
+        flops = self.training.flops_per_step if self.training else None
+        return Summary(self.world_size, self.training is not None, self.label, fields, flops)
 
     def device(self, local_rank: int) -> torch.device:
         """The device of a rank: the GPU of its number, or the only one that its launcher lets it see."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from hydra.core.utils import JobReturn, JobStatus
@@ -19,6 +20,7 @@ from ptdbench.records import failure, lease, objective, record, store
 from ptdbench.records.files import appear, write_json
 from ptdbench.setup.compose import without_hydra
 from ptdbench.sweep import requests
+from ptdbench.sweep.outlook import Outlook
 from ptdbench.sweep.requests import Request
 from ptdbench.terminal import say
 
@@ -66,6 +68,11 @@ class Agenda:
     queued: frozenset[str] = frozenset()
     searches: bool = False
     whole: Sequence[bytes] = ()
+
+    @cached_property
+    def outlook(self) -> Outlook:
+        """What is known of the runs that this process carries out itself."""
+        return Outlook(self.requests, is_whole=not self.searches)
 
     def add(self, number: int, composed: Callable[[], DictConfig], overrides: Sequence[str]) -> None:
         """Note a run that the sweeper has just chosen, if it is one of a search.
@@ -119,7 +126,7 @@ class Agenda:
         request = self.requests[number]
         directory = self.directory(sweep_directory, template, number)
         name = str(directory.relative_to(sweep_directory))
-        if name in self.queued or self.only not in (None, name) or record.is_done(directory, request.config.resolved):
+        if self._is_left_out(name, directory, request):
             return None
         world = discover(os.environ)
         try:
@@ -131,6 +138,21 @@ class Agenda:
             say(f"{held}; skipped", sys.stderr)
             return None
         return None if request.refused else Opened(number, request, list(overrides), name)
+
+    def to_do(self, sweep_directory: Path, template: str, numbers: Iterable[int]) -> list[int]:
+        """Which of these runs will be carried out, unless a start of them still goes on."""
+        found = []
+        for number in numbers:
+            directory, request = self.directory(sweep_directory, template, number), self.requests[number]
+            name = str(directory.relative_to(sweep_directory))
+            if not request.refused and not self._is_left_out(name, directory, request):
+                found.append(number)
+        return found
+
+    def _is_left_out(self, name: str, directory: Path, request: Request) -> bool:
+        if name in self.queued or self.only not in (None, name):
+            return True
+        return record.is_done(directory, request.config.resolved)
 
     def _write(self, sweep_directory: Path, directory: Path, request: Request, overrides: Sequence[str]) -> None:
         draft = record.begin(request.config.resolved, directory, {}, overrides)

@@ -71,6 +71,9 @@ class OneAfterTheOther(Launcher):
         setup_globals()
         sweep_directory, template = _place(self._config)
         outcomes = []
+        if not self.agenda.searches:
+            numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
+            self.agenda.outlook.expect(self.agenda.to_do(sweep_directory, template, numbers))
         for number, overrides in enumerate(job_overrides, start=initial_job_idx):
             composed = partial(self._composed, number, overrides)
             self.agenda.add(number, composed, overrides)

@@ -95,13 +95,13 @@ class Checkpointing:
     def after_step(self, is_best: bool = False) -> None:
         """Save if a checkpoint is due or the weights are the best so far; called between two steps."""
         if self._saver and self._every and (is_best or self._loop.done % self._every == 0):
-            with self._job.watchdog.paused():
+            with self._job.watchdog.paused(), self._job.display.during("saving"):
                 self._save(self._saver, is_best)
 
     def finish(self) -> None:
         """Save the last step unless it is saved, and wait until it is on disk."""
         if self._saver:
-            with self._job.watchdog.paused():
+            with self._job.watchdog.paused(), self._job.display.during("saving"):
                 if self._saved != self._loop.done:
                     self._save(self._saver)
                 self._saver.close()

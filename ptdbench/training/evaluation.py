@@ -75,7 +75,6 @@ class Evaluator:
 
     Attributes:
         done: The evaluations so far, including those before a checkpoint.
-        remark: Text for the progress line: the last evaluation of this process.
 
     Args:
         job: The run, with its data prepared.
@@ -84,7 +83,6 @@ class Evaluator:
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
         self.done: list[Evaluation] = []
-        self.remark = ""
         self._job = job
         self._loop = loop
         targets = job.training.data.example()[1]
@@ -120,10 +118,10 @@ class Evaluator:
 
     def __call__(self) -> Evaluation:
         """Evaluate now; called in all ranks, between two steps."""
-        with self._job.watchdog.paused():
+        with self._job.watchdog.paused(), self._job.display.during("evaluating"):
             found = self._evaluate()
         self.done.append(found)
-        self.remark = str(found)
+        self._job.display.remark = str(found)
         return found
 
     def _evaluate(self) -> Evaluation:

@@ -35,7 +35,7 @@ def check(job: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
     share = (fields.get("metrics") or {}).get("share_of_ceiling") or 0.0
     if not gather(share > 1)[0]:
         return dict(fields)
-    with job.watchdog.paused():
+    with job.watchdog.paused(), job.display.during("measuring the ceiling again"):
         try:
             again: Measured | str = matmul.measure_again(job, dtype_of(job))
         except ConfigError as lack:  # of memory, in all ranks: the model takes some

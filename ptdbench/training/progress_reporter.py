@@ -1,9 +1,7 @@
-"""The progress line of a training run, whose loss may be on another rank than the one that prints it."""
+"""Reports the steps of a training run, whose loss may be on another rank than the one that shows it."""
 
 from __future__ import annotations
 
-import io
-import sys
 import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -12,65 +10,75 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.job import Job
-from ptdbench.report.progress import Progress
+from ptdbench.report.progress import ProgressFile
+from ptdbench.report.text import time_text
+from ptdbench.training.figures import ceiling
 from ptdbench.training.loop import StepLoop
 
 _KEY, _LAST_KEY = "progress/loss", "progress/last_loss"
-_PUBLISH_SECONDS = 0.5  # the refresh interval of the progress line
-#: How long the line waits for the last loss: a stage that never publishes it has died, which is detected elsewhere.
+_PUBLISH_SECONDS = 0.5  # the refresh interval of the display
+#: How long rank 0 waits for the last loss: a stage that never publishes it has died, which is detected elsewhere.
 _LAST_WAIT = timedelta(seconds=5)
 
 
 class ProgressReporter:
     """Reports the progress of a run between its steps.
 
-    Rank 0 prints. Under a pipeline the last stage computes the loss and publishes it periodically in the run's store:
+    Rank 0 shows it. Under a pipeline the last stage computes the loss and publishes it periodically in the run's store:
     no rank waits for another before the last step is done.
+
+    Args:
+        job: The run.
+        loop: The step loop, before the first step.
+        steps: Total number of steps.
     """
 
-    def __init__(self, job: Job, steps: int, owns_loss: bool) -> None:
+    def __init__(self, job: Job, loop: StepLoop, steps: int) -> None:
         per_sample = job.training.data.tokens_per_sample
-        self._prints = job.world.rank == 0
+        unit = "tokens" if per_sample else "samples"
+        self._loop, self._store, self._display = loop, job.store, job.display
+        self._shows = job.world.rank == 0
+        self._owns_loss = loop.engine.owns_loss and loop.replica == 0
+        self._publishes = self._owns_loss and not self._shows
         self._loss: float | None = None
-        self._owns_loss, self._publishes = owns_loss, owns_loss and not self._prints
-        self._store = job.store
-        now = time.perf_counter()
-        self._next_publish = now
-        self._progress = Progress(
+        self._next_publish = time.perf_counter()
+        in_job = self._shows and not job.world.started_by.has_parent
+        self._file = ProgressFile(job.directory, unit) if in_job else None
+        self._display.begin_steps(
+            loop.done,
             steps,
-            "tokens" if per_sample else "samples",
+            unit,
             units_per_step=job.training.layout.global_batch * (per_sample or 1),
-            label=job.spec.label,
-            now=now,
-            stream=sys.stderr if self._prints else io.StringIO(),
-            directory=job.directory if self._prints and not job.world.started_by.has_parent else None,
+            name="first step, compiling" if job.spec.config.general.compile else "first step",
+            expects=lambda: expected_step(job),
         )
 
-    def report(self, loop: StepLoop, steps: int, remark: str = "") -> None:
-        """Print or publish the latest loss if an update is due; called between two steps.
+    def report(self, steps: int) -> None:
+        """Show or publish the latest loss if an update is due; called between two steps.
 
         Args:
-            loop: The step loop.
             steps: Total number of steps.
-            remark: Text to show beside the loss.
         """
-        now, done = time.perf_counter(), loop.done
+        now, done = time.perf_counter(), self._loop.done
         at_end = done == steps
+        self._display.step(done, now)
         if self._publishes and (at_end or now >= self._next_publish):
             self._next_publish = now + _PUBLISH_SECONDS
-            if (loss := self._latest(loop)) is not None:
+            if (loss := self._latest()) is not None:
                 self._store.set(_LAST_KEY if at_end else _KEY, str(loss))
-        elif self._prints and (at_end or self._progress.due(now)):
-            self._progress.total_steps = steps
-            self._progress.show(done, self._latest(loop) if self._owns_loss else self._published(at_end), now, remark)
+        elif self._shows and (at_end or self._display.due(now)):
+            self._display.total_steps = steps
+            rate = self._display.show(self._latest() if self._owns_loss else self._published(at_end), now)
+            if self._file:
+                self._file.write(done, steps, rate, now)
 
     def close(self) -> None:
-        """End the line."""
-        self._progress.close()
+        """The steps are over."""
+        self._display.phase("finishing")
 
-    def _latest(self, loop: StepLoop) -> float | None:
+    def _latest(self) -> float | None:
         """The latest known loss, kept after its step is drained."""
-        self._loss = self._loss if (loss := _finished(loop)) is None else loss
+        self._loss = self._loss if (loss := _finished(self._loop)) is None else loss
         return self._loss
 
     def _published(self, at_end: bool) -> float | None:
@@ -80,6 +88,22 @@ class ProgressReporter:
                 self._store.wait([_LAST_KEY], _LAST_WAIT)
         key = next((key for key in (_LAST_KEY, _KEY) if self._store.check([key])), None)
         return float(self._store.get(key)) if key else None
+
+
+def expected_step(job: Job) -> str | None:
+    """How long a step will take, by what this machine has been measured to do: ``at least 40 s``.
+
+    By an earlier run of this model in the sweep, else by the stored rate of matrix products, which no model reaches.
+    ``None`` if there is neither.
+    """
+    if (flops := job.training.flops_per_step) is None:
+        return None
+    if measured := job.display.flops_per_second:
+        return f"about {time_text(flops / measured)}"
+    found, _ = ceiling(job)
+    if found is None:
+        return None
+    return f"at least {time_text(flops / job.world.size / found.flops_per_second)}"
 
 
 def _finished(loop: StepLoop) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,18 +44,20 @@ class Train:
 
     def __call__(self, job: Job) -> Outcome:
         """One rank's part."""
-        with job.watchdog.paused():
+        with job.watchdog.paused(), job.display.during("checking"):
             checked = preliminary(job)
+        job.display.phase("building")
         loop = assemble(job)
         evaluator = Evaluator(job, loop)
         recorder = Recorder(job, loop)
         checkpointing = Checkpointing(job, loop, evaluator, recorder)
         checkpointing.resume()
         if checkpointing.saves or checkpointing.resumed_from:
+            job.display.phase("rehearsing the first step")
             loop.rehearse()
         job.watch.lap("build")
         stopped = None
-        advancing = steps(job, loop, lambda: evaluator.remark)
+        advancing = steps(job, loop)
         with recorder, StopSignal() as stop_signal, closing(advancing) as advance:
             for _ in advance:
                 evaluations = [evaluator().as_dict()] if evaluator.due() else []
@@ -145,7 +147,7 @@ def _nothing_held_out(job: Job) -> Problem | None:
     return Problem("eval.every", every, rule, "try null, or data with a held-out part")
 
 
-def steps(job: Job, loop: StepLoop, remark: Callable[[], str] = lambda: "") -> Generator[int, None, None]:
+def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:
     """Run the steps with the watchdog and progress updates between them; yields the number of steps done.
 
     The garbage collector is off until the iterator ends or is closed.
@@ -153,11 +155,10 @@ def steps(job: Job, loop: StepLoop, remark: Callable[[], str] = lambda: "") -> G
     Args:
         job: The run.
         loop: The step loop.
-        remark: Text to show beside the loss.
     """
     memory.reset_peak(job.device)
     wanted = job.spec.config.train.steps
-    reporter = ProgressReporter(job, wanted, owns_loss=loop.engine.owns_loss and loop.replica == 0)
+    reporter = ProgressReporter(job, loop, wanted)
     collect_garbage()
     gc.disable()
     try:
@@ -169,7 +170,7 @@ def steps(job: Job, loop: StepLoop, remark: Callable[[], str] = lambda: "") -> G
             if loop.taken == PROBE_STEPS:
                 wanted = _affordable(job, loop)
             job.watchdog.beat(loop.done)
-            reporter.report(loop, wanted, remark())
+            reporter.report(wanted)
             yield loop.done
     finally:
         gc.enable()

@@ -1,7 +1,10 @@
-"""The progress line, and how a pipeline's loss comes to the rank that draws it."""
+"""What is reported of the steps, and how a pipeline's loss comes to the rank that shows it."""
 
 from __future__ import annotations
 
+import io
+import os
+import pty
 import re
 import subprocess
 import sys
@@ -13,27 +16,42 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch.world import World
+from ptdbench.report.display import Display
+from ptdbench.report.heading import Heading
 from ptdbench.training import progress_reporter as module
-from ptdbench.training.progress_reporter import ProgressReporter
+from ptdbench.training.progress_reporter import ProgressReporter, expected_step
 from tests.conftest import ROOT
 
 
-class Loop:
-    """What the reporter reads of a step loop: ``finished`` of the steps are over."""
+class Rank:
+    """A rank of pdp, with what the reporter reads of its step loop: ``finished`` of the steps are over."""
 
-    def __init__(self, losses: list[float], finished: int | None = None) -> None:
+    def __init__(self, wall: SimpleNamespace, store: Any, rank: int = 0, pipeline: int = 1, steps: int = 3) -> None:
+        self.losses: list[torch.Tensor] = []
+        self.done, self.finished = 0, 0
+        self.clock = SimpleNamespace(over=lambda step: step < self.finished)
+        self.engine, self.replica = SimpleNamespace(owns_loss=rank == pipeline - 1), 0
+        self.err = io.StringIO()
+        heading = Heading("toy pdp") if rank == 0 else None
+        display = Display(heading, stream=self.err, clock=lambda: wall.now)
+        training = SimpleNamespace(
+            data=SimpleNamespace(tokens_per_sample=None), layout=SimpleNamespace(global_batch=4), flops_per_step=None
+        )
+        spec = SimpleNamespace(config=SimpleNamespace(general=SimpleNamespace(compile=False)))
+        world = World(rank, 2, rank, 2, "local")
+        job: Any = SimpleNamespace(
+            spec=spec, training=training, world=world, store=store, directory=None, display=display
+        )
+        self._reporter = ProgressReporter(job, self, steps)  # type: ignore[arg-type]
+
+    def report(self, losses: list[float], steps: int = 3, finished: int | None = None, drained: int = 0) -> str:
+        """What is shown after these steps."""
         self.losses = [torch.tensor(loss) for loss in losses]
-        self.done = len(losses)
-        count = len(losses) if finished is None else finished
-        self.clock = SimpleNamespace(over=lambda step: step < count)
-
-
-def reporter(store: dist.Store, rank: int, pipeline: int, steps: int = 3) -> ProgressReporter:
-    layout = SimpleNamespace(global_batch=4)
-    training = SimpleNamespace(data=SimpleNamespace(tokens_per_sample=None), layout=layout)
-    spec, world = SimpleNamespace(label="toy pdp"), World(rank, 2, rank, 2, "local")
-    job: Any = SimpleNamespace(spec=spec, training=training, world=world, store=store, directory=None)
-    return ProgressReporter(job, steps, owns_loss=rank == pipeline - 1)
+        self.done, self.finished = drained + len(losses), len(losses) if finished is None else finished
+        self._reporter.report(steps)
+        shown = self.err.getvalue()
+        self.err.truncate(self.err.seek(0))
+        return shown
 
 
 @pytest.fixture
@@ -49,72 +67,67 @@ def last_loss(text: str) -> str | None:
     return found[0] if found else None
 
 
-def test_one_stage_draws_what_it_knows_itself(capsys, wall):
-    alone = reporter(dist.HashStore(), rank=0, pipeline=1)
-    alone.report(Loop([3.0]), 3)
-    assert capsys.readouterr().err == ""  # it is not time yet
+def test_one_stage_shows_what_it_knows_itself(wall):
+    alone = Rank(wall, dist.HashStore())
+    assert alone.report([3.0]) == ""  # it is not time yet
     wall.now = 60.0
-    alone.report(Loop([3.0, 2.5]), 3)
-    line = capsys.readouterr().err
-    assert "toy pdp  step 2/3" in line
+    line = alone.report([3.0, 2.5])
+    assert "toy pdp  step 2/3  0 samples/s" in line
     assert last_loss(line) == "2.5000"
 
 
-def test_a_run_that_was_cut_short_ends_its_line_at_the_new_last_step(capsys, wall):
-    alone = reporter(dist.HashStore(), rank=0, pipeline=1, steps=100)
-    alone.report(Loop([3.0, 2.5]), 2)
-    line = capsys.readouterr().err
+def test_a_run_that_was_cut_short_ends_at_the_new_last_step(wall):
+    alone = Rank(wall, dist.HashStore(), steps=100)
+    alone.report([3.0], 100)
+    wall.now = 0.1
+    line = alone.report([3.0, 2.5], 2)
     assert "step 2/2" in line
     assert "0:00 left" in line
 
 
-def test_a_loss_that_the_device_has_not_finished_is_not_waited_for(capsys, wall):
-    alone = reporter(dist.HashStore(), rank=0, pipeline=1)
+def test_a_loss_that_the_device_has_not_finished_is_not_waited_for(wall):
+    alone = Rank(wall, dist.HashStore(), steps=4)
+    alone.report([3.0], 4)
     wall.now = 60.0
-    alone.report(Loop([3.0, 2.5], finished=0), 3)
-    assert last_loss(capsys.readouterr().err) is None
+    assert last_loss(alone.report([3.0, 2.5], 4, finished=0)) is None
     wall.now = 120.0
-    alone.report(Loop([3.0, 2.5], finished=1), 3)
-    assert last_loss(capsys.readouterr().err) == "3.0000"
+    assert last_loss(alone.report([3.0, 2.5], 4, finished=1)) == "3.0000"
 
 
-def test_the_last_loss_stays_when_the_steps_are_drained(capsys, wall):
-    alone = reporter(dist.HashStore(), rank=0, pipeline=1)
+def test_the_last_loss_stays_when_the_steps_are_drained(wall):
+    alone = Rank(wall, dist.HashStore(), steps=4)
+    alone.report([3.0], 4)
     wall.now = 60.0
-    alone.report(Loop([3.0, 2.5]), 4)
-    capsys.readouterr()
+    alone.report([3.0, 2.5], 4)
     wall.now = 120.0
-    alone.report(Loop([]), 4)
-    assert last_loss(capsys.readouterr().err) == "2.5000"
+    assert last_loss(alone.report([], 4, drained=2)) == "2.5000"
 
 
-def test_the_loss_of_the_last_stage_reaches_the_line(capsys, wall):
+def test_the_loss_of_the_last_stage_is_shown(wall):
     store = dist.HashStore()
-    first, last = reporter(store, rank=0, pipeline=2), reporter(store, rank=1, pipeline=2)
+    first, last = Rank(wall, store, rank=0, pipeline=2), Rank(wall, store, rank=1, pipeline=2)
+    first.report([0.0], 9)
     wall.now = 60.0
-    first.report(Loop([0.0]), 3)
-    assert last_loss(capsys.readouterr().err) is None  # nobody has told yet, and nobody is waited for
-    last.report(Loop([3.0]), 3)
+    assert last_loss(first.report([0.0, 0.0], 9)) is None  # nobody has told yet, and nobody is waited for
+    assert last.report([3.0], 9) == ""
     wall.now = 120.0
-    first.report(Loop([0.0, 0.0]), 3)
-    assert last_loss(capsys.readouterr().err) == "3.0000"
+    assert last_loss(first.report([0.0, 0.0, 0.0], 9)) == "3.0000"
 
 
-def test_the_line_ends_with_the_last_loss_however_short_the_run(capsys, wall):
+def test_the_last_loss_is_shown_however_short_the_run(wall):
     store = dist.HashStore()
-    first, last = reporter(store, rank=0, pipeline=2), reporter(store, rank=1, pipeline=2)
-    last.report(Loop([3.0]), 3)
-    last.report(Loop([3.0, 2.5, 2.0]), 3)
-    first.report(Loop([0.0, 0.0, 0.0]), 3)
-    line = capsys.readouterr().err
+    first, last = Rank(wall, store, rank=0, pipeline=2), Rank(wall, store, rank=1, pipeline=2)
+    last.report([3.0])
+    last.report([3.0, 2.5, 2.0])
+    line = first.report([0.0, 0.0, 0.0])
     assert "step 3/3" in line
     assert last_loss(line) == "2.0000"
 
 
-def test_a_last_stage_that_never_tells_does_not_hold_the_others_up_for_long(capsys, wall, monkeypatch):
+def test_a_last_stage_that_never_tells_does_not_hold_the_others_up_for_long(wall, monkeypatch):
     monkeypatch.setattr(module, "_LAST_WAIT", module.timedelta(milliseconds=10))
-    reporter(dist.HashStore(), rank=0, pipeline=2, steps=1).report(Loop([0.0]), 1)
-    assert last_loss(capsys.readouterr().err) is None
+    first = Rank(wall, dist.HashStore(), rank=0, pipeline=2, steps=1)
+    assert last_loss(first.report([0.0], 1)) is None
 
 
 def test_it_does_not_tell_at_every_step(wall):
@@ -124,28 +137,80 @@ def test_it_does_not_tell_at_every_step(wall):
         def set(self, key: str, value: str) -> None:
             told.append(value)
 
-    last: ProgressReporter = reporter(Watched(), rank=1, pipeline=2, steps=100)  # type: ignore[arg-type]
+    last = Rank(wall, Watched(), rank=1, pipeline=2, steps=100)
     for step in range(1, 11):
-        last.report(Loop([float(step)] * step), 100)
+        last.report([float(step)] * step, 100)
         wall.now += 0.125
     assert told == ["1.0", "5.0", "9.0"]
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-def test_other_replicas_are_silent(rank, capsys, wall):
-    silent: ProgressReporter = reporter(None, rank=rank, pipeline=2)  # type: ignore[arg-type]
+def test_other_replicas_are_silent(rank, wall):
+    silent = Rank(wall, None, rank=rank, pipeline=2)
     wall.now = 60.0
-    silent.report(Loop([1.0, 1.0, 1.0]), 3)
-    silent.close()
-    assert capsys.readouterr() == ("", "")
+    assert silent.report([1.0, 1.0, 1.0]) == ""
+
+
+class TestExpectedStep:
+    """8 TFLOP a step over 2 ranks."""
+
+    def job(self, flops: float | None = 8e12, measured: float | None = None) -> Any:
+        display = Display(Heading("toy", flops_per_second=measured))
+        return SimpleNamespace(
+            training=SimpleNamespace(flops_per_step=flops), world=SimpleNamespace(size=2), display=display
+        )
+
+    @pytest.mark.parametrize(
+        ("job", "rate", "expected"),
+        [
+            ({}, 1e11, "at least 40.0 s"),
+            ({}, None, None),
+            ({"flops": None}, 1e11, None),
+            ({"measured": 4e11}, 1e11, "about 20.0 s"),
+        ],
+    )
+    def test_it_is_what_was_measured_or_nothing(self, job, rate, expected, monkeypatch):
+        monkeypatch.setattr(module, "ceiling", lambda _: (rate, None))
+        assert expected_step(self.job(**job)) == expected
+
+
+RUN = (str(ROOT / "train.py"), "model=toy", "parallel=pdp", "train.steps=5", "device=cpu")
 
 
 @pytest.mark.ranks
 def test_a_real_pipeline(tmp_path):
     done = subprocess.run(
-        [sys.executable, ROOT / "train.py", "model=toy", "parallel=pdp", "train.steps=5", "device=cpu"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        [sys.executable, *RUN], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
-    line = [line for line in done.stderr.splitlines() if "step" in line][-1]
+    line = [line for line in done.stderr.splitlines() if "  step " in line][-1]
     assert re.fullmatch(r"toy pdp  step 5/5  [\d,]+ samples/s  loss \d\.\d{4}  0:00 left", line)
+
+
+def on_terminal(*arguments: str, cwd: Any, environ: Any) -> tuple[int, str]:
+    """The exit status of ``train.py`` on a terminal, and all that it has sent there."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, *arguments], cwd=cwd, env=environ, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    sent = b""
+    while True:
+        try:
+            sent += os.read(ours, 1 << 16)
+        except OSError:  # nobody has it open any more
+            break
+    os.close(ours)
+    return process.wait(), sent.decode()
+
+
+@pytest.mark.ranks
+def test_a_real_sweep_on_a_terminal(tmp_path, environ):
+    here = {**environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+    status, sent = on_terminal(RUN[0], "-m", *RUN[1:], "seed=0,1", cwd=tmp_path, environ=here)
+    assert status == 0, sent
+    for number in (1, 2):
+        name = re.escape(f"[{number}/2] toy pdp seed={number - 1}")
+        assert f"[{number}/2] toy pdp seed={number - 1} · starting… 0:00 " in sent
+        assert re.search(rf"\x1b\[2K{name}  step 5/5  [\d,]+ samples/s  loss \d\.\d+  in \d:\d\d\r\n", sent)
+    assert "\x1b[?25l" not in sent

@@ -1,0 +1,116 @@
+"""What runs are called beside each other: how each is parallelized, and as much else as it takes to tell them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptdbench.report.differences import differences
+from ptdbench.terminal import plural
+
+Record = Mapping[str, Any]
+
+#: More words on a run, nothing where they are not known; ``None`` stands for the options that differ.
+_Detail = Callable[[Record], str] | None
+
+
+def labels(records: Sequence[Record]) -> list[str]:
+    """How each run of one model is parallelized, for a table with columns for the ranks and the global batch.
+
+    ``pdp 2x4 1f1b`` is 2 replicas of 4 stages, ``hsdp 2x8`` 2 replicas in 8 shards each.
+    """
+    details = (_nodes, _precision, _microbatches, _accumulation, None, _directory)
+    shown = [(record.get("world_size"), record.get("global_batch")) for record in records]
+    return _told_apart(records, [_parallel(record) for record in records], details, shown)
+
+
+def titles(records: Sequence[Record]) -> list[str]:
+    """What each run is called in the display of its sweep, where it stands alone: ``gpt_tiny pdp gpipe b16``.
+
+    Model and preset, or the workload of a run without a model, then what differs between runs of the same name.
+    Records of runs that have not begun will do.
+    """
+    details = (_schedule, _ranks, _degrees, _batch, _nodes, _precision, _microbatches, _accumulation, None)
+    return _told_apart(records, [_name(record) for record in records], details, [()] * len(records))
+
+
+def _told_apart(
+    records: Sequence[Record], names: list[str], details: Sequence[_Detail], shown: Sequence[tuple[Any, ...]]
+) -> list[str]:
+    """The names, with one detail after the other for runs that look the same without it.
+
+    Args:
+        records: The runs.
+        names: What they are called so far.
+        details: What to add, the first one first.
+        shown: What else is shown of each run.
+    """
+    for detail in details:
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for place, looks in enumerate(zip(names, shown, strict=True)):
+            alike.setdefault(looks, []).append(place)
+        for places in alike.values():
+            same = [records[place] for place in places]
+            words = [detail(record) for record in same] if detail else differences(same)
+            if len(set(filter(None, words))) > 1:
+                for place, text in zip(places, words, strict=True):
+                    names[place] = f"{names[place]} {text}".rstrip()
+    return names
+
+
+def _name(record: Record) -> str:
+    named = " ".join(str(record[name]) for name in ("model", "parallel") if record.get(name))
+    return named or str(record.get("workload"))
+
+
+def _parallel(record: Record) -> str:
+    """The preset, with its degrees if there are several and its schedule if there is one."""
+    return " ".join(filter(None, (str(record.get("parallel")), _degrees(record), _schedule(record))))
+
+
+def _degrees(record: Record) -> str:
+    layout = record.get("layout") or {}
+    shard, pipeline = layout.get("shard", 1), layout.get("pipeline", 1)
+    replicas = layout.get("data", 1) // shard
+    if pipeline == 1 and 1 in (replicas, shard):
+        return ""
+    return "x".join(map(str, [replicas, *[shard] * (shard > 1), *[pipeline] * (pipeline > 1)]))
+
+
+def _schedule(record: Record) -> str:
+    if (record.get("layout") or {}).get("pipeline", 1) == 1:
+        return ""
+    return str(((record.get("config") or {}).get("parallel") or {}).get("schedule", ""))
+
+
+def _ranks(record: Record) -> str:
+    size = record.get("world_size")
+    return plural(size, "rank") if size else ""
+
+
+def _batch(record: Record) -> str:
+    return f"b{record['global_batch']}" if record.get("global_batch") else ""
+
+
+def _nodes(record: Record) -> str:
+    """How many there were, or else should have been; nothing where neither is known."""
+    asked = ((record.get("config") or {}).get("cluster") or {}).get("nodes")
+    nodes = len(record.get("nodes") or []) or asked
+    return plural(nodes, "node") if isinstance(nodes, int) else ""
+
+
+def _precision(record: Record) -> str:
+    return str(record.get("precision"))
+
+
+def _microbatches(record: Record) -> str:
+    return f"m{(record.get('layout') or {}).get('microbatches', 1)}"
+
+
+def _accumulation(record: Record) -> str:
+    return f"acc{(record.get('layout') or {}).get('accumulation', 1)}"
+
+
+def _directory(record: Record) -> str:
+    return f"[{Path(record['directory']).name}]"

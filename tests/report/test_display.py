@@ -1,0 +1,325 @@
+"""What a run shows of itself, by a clock that the test moves."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import sys
+import threading
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+
+from ptdbench.report.display import Display, Line
+from ptdbench.report.heading import Heading, Rest
+from ptdbench.terminal import say
+
+TINY = Heading("gpt_tiny ddp")
+
+
+class Terminal(io.TextIOWrapper):
+    """A terminal of 80 columns, as far as rich asks."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding="utf-8", write_through=True)
+
+    def isatty(self) -> bool:
+        return True
+
+    @property
+    def text(self) -> str:
+        raw = self.buffer
+        assert isinstance(raw, io.BytesIO)
+        return raw.getvalue().decode()
+
+
+@pytest.fixture
+def wall() -> SimpleNamespace:
+    return SimpleNamespace(now=50.0)
+
+
+@pytest.fixture
+def stream() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    return Terminal()
+
+
+def shown(stream, wall, heading=TINY, **more) -> Display:
+    """A display that nobody has entered: what its thread would do is called by the test."""
+    return Display(heading, stream=stream, clock=lambda: wall.now, **more)
+
+
+def at_step(display: Display, done: int, now: float, loss: float | None = 2.5) -> None:
+    display.step(done, now)
+    display.show(loss, now)
+
+
+def begun(stream, wall, heading=TINY, total=100, **more) -> Display:
+    """In its first step."""
+    display = shown(stream, wall, heading)
+    display.begin_steps(0, total, "tokens", 2048, **more)
+    return display
+
+
+class TestLines:
+    """Where nothing is redrawn."""
+
+    def test_steps(self, stream, wall):
+        display = begun(stream, wall)
+        display.step(1, 55.0)  # what it takes, such as compiling, says nothing of the others
+        at_step(display, 11, 60.0)
+        display.remark = "held-out 97.2 %"
+        at_step(display, 31, 65.0, None)
+        assert stream.getvalue().splitlines() == [
+            "gpt_tiny ddp  step 11/100  4,096 tokens/s  loss 2.5000  0:45 left",
+            "gpt_tiny ddp  step 31/100  8,192 tokens/s  held-out 97.2 %  0:18 left",
+        ]
+
+    def test_after_the_first_step_nothing_is_known_of_the_others(self, stream, wall):
+        at_step(begun(stream, wall, total=1), 1, 55.0)
+        assert stream.getvalue() == "gpt_tiny ddp  step 1/1  loss 2.5000\n"
+
+    def test_hours(self, stream, wall):
+        display = begun(stream, wall, total=3677)
+        display.step(1, 51.0)
+        at_step(display, 2, 52.0)
+        assert "1:01:15 left" in stream.getvalue()
+
+    def test_when_a_line_is_due(self, stream, wall):
+        display = begun(stream, wall)
+        assert not display.due(1e9)
+        display.step(1, 55.0)
+        assert not display.due(55.4)
+        assert display.due(55.5)  # the first one comes soon
+        at_step(display, 2, 55.5)
+        assert not display.due(65.4)
+        assert display.due(65.5)
+
+    def test_a_phase_that_lasts_is_a_line_and_a_short_one_is_none(self, stream, wall):
+        display = shown(stream, wall)
+        display.tick(51.9)
+        display.phase("building")
+        display.tick(51.9)
+        assert stream.getvalue() == ""
+        for now in (52.0, 53.0, 59.0):
+            display.tick(now)
+        assert stream.getvalue() == "gpt_tiny ddp · building…\n"
+
+    def test_a_long_first_step_is_explained_rarely(self, stream, wall):
+        asked = []
+        display = begun(stream, wall, expects=lambda: asked.append(1) or "at least 40 s")
+        for second in range(51, 50 + 200):
+            display.tick(second)
+        known = "a step of this model will take at least 40 s here"
+        assert stream.getvalue().splitlines() == [
+            "gpt_tiny ddp · first step…",
+            f"gpt_tiny ddp: first step, 10 s so far; {known}",
+            f"gpt_tiny ddp: first step, 30 s so far; {known}",
+            f"gpt_tiny ddp: first step, 60 s so far; {known}",
+            f"gpt_tiny ddp: first step, 2 min so far; {known}",
+            f"gpt_tiny ddp: first step, 3 min so far; {known}",
+        ]
+        assert asked == [1]
+
+    def test_what_is_not_known_is_not_said(self, stream, wall):
+        display = begun(stream, wall)
+        display.tick(61.0)
+        assert stream.getvalue() == "gpt_tiny ddp: first step, 11 s so far\n"
+
+    def test_a_step_that_is_stuck(self, stream, wall):
+        display = begun(stream, wall)
+        display.step(1, 52.0)
+        display.step(5, 56.0)
+        display.tick(65.0)
+        assert stream.getvalue() == ""
+        display.tick(66.0)
+        display.tick(67.0)
+        assert stream.getvalue() == "gpt_tiny ddp: step 6/100, 10 s so far; before 1 s each\n"
+
+    def test_slow_steps_are_no_news_and_one_that_is_twice_as_slow_is(self, stream, wall):
+        display = begun(stream, wall)
+        display.step(1, 100.0)
+        display.step(2, 140.0)
+        display.tick(219.0)
+        assert stream.getvalue() == ""
+        display.tick(220.0)
+        assert stream.getvalue() == "gpt_tiny ddp: step 3/100, 80 s so far; before 40 s each\n"
+
+    def test_what_is_done_between_two_steps_is_no_time_of_theirs(self, stream, wall):
+        display = begun(stream, wall)
+        display.step(1, 51.0)
+        display.step(2, 52.0)
+        wall.now = 52.0
+        with display.during("evaluating"):
+            display.tick(54.0)
+            wall.now = 70.0
+        display.step(3, 71.0)
+        display.tick(81.0)
+        assert stream.getvalue().splitlines() == [
+            "gpt_tiny ddp · evaluating…",
+            "gpt_tiny ddp: step 4/100, 10 s so far; before 1 s each",
+        ]
+
+    def test_the_thread_does_not_wake_up_more_often_than_there_may_be_something_to_say(self, stream, wall):
+        display = shown(stream, wall)
+        assert display._pause(50.0) == 2.0
+        display.tick(52.0)
+        assert display._pause(52.0) == 8.0
+        display.begin_steps(0, 100, "tokens", 1)
+        display.step(1, 60.0)
+        assert display._pause(60.0) == 10.0
+        assert display._pause(69.0) == 1.0
+
+    def test_a_rank_without_a_heading_is_silent(self, stream, wall):
+        with shown(stream, wall, heading=None) as display:
+            display.begin_steps(0, 10, "tokens", 1)
+            at_step(display, 10, 99.0)
+        assert stream.getvalue() == ""
+
+    def test_a_closed_stream_is_silence(self, stream, wall):
+        display = begun(stream, wall)
+        stream.close()
+        at_step(display, 2, 70.0)
+
+    def test_a_reader_that_went_away_is_silence(self, wall):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w", buffering=1) as stream:
+            at_step(begun(stream, wall), 1, 60.0)
+            at_step(begun(stream, wall), 2, 61.0)
+
+    def test_no_standard_error_is_silence(self, monkeypatch, wall, capsys):
+        monkeypatch.setattr("sys.stderr", None)
+        at_step(begun(None, wall), 1, 60.0)
+        assert capsys.readouterr().out == ""
+
+    @pytest.mark.parametrize("kind", ["dumb", ""])
+    def test_a_terminal_that_cannot_redraw(self, terminal, wall, monkeypatch, kind):
+        monkeypatch.setenv("TERM", kind)
+        with begun(terminal, wall) as display:
+            at_step(display, 1, 60.0)
+        assert terminal.text == "gpt_tiny ddp  step 1/100  loss 2.5000\n"
+
+
+class TestSweep:
+    SECOND = Heading("gpt_tiny pdp gpipe b16", 2, 8, Rest(seconds=30.0, work=3.0, own=3.0, waiting=[(3.0, None)]))
+
+    def test_a_run_says_which_of_how_many_it_is(self):
+        assert str(self.SECOND) == "[2/8] gpt_tiny pdp gpipe b16"
+        assert str(Heading("gpt_tiny ddp", 2)) == "[2] gpt_tiny ddp"
+
+    def test_the_time_that_is_left(self, stream, wall):
+        display = begun(stream, wall, self.SECOND, total=11)
+        display.step(1, 60.0)
+        at_step(display, 6, 65.0, None)  # 5 s are left of 20, and 30 have been taken by as much work
+        assert stream.getvalue().endswith("  0:05 left  (sweep 0:30)\n")
+
+    @pytest.mark.parametrize(("limit", "left"), [(None, 5 + 50), (20.0, 5 + 20)])
+    def test_runs_take_time_by_their_work_and_no_more_than_they_may(self, limit, left):
+        assert Rest(seconds=30.0, work=3.0, own=3.0, waiting=[(6.0, limit)]).left(15.0, 5.0) == left
+
+
+class TestLiveLine:
+    def test_a_phase(self, terminal, wall):
+        display = shown(terminal, wall)
+        display.phase("building")
+        assert display.line(80, 57.5) == Line("gpt_tiny ddp · building… 0:07", "", 0, None)
+
+    def test_a_long_first_step(self, terminal, wall):
+        display = begun(terminal, wall, expects=lambda: "at least 40 s")
+        assert display.line(80, 59.9).right == ""
+        assert display.line(80, 60.0) == Line("gpt_tiny ddp · first step… 0:10", "a step takes at least 40 s", 0, 100)
+
+    @pytest.mark.parametrize(
+        ("width", "right"),
+        [
+            (140, "4,096 tokens/s  loss 2.5000  held-out 97.2 %  0:45 left  (sweep 1:00)"),
+            (93, "4,096 tokens/s  loss 2.5000  0:45 left  (sweep 1:00)"),
+            (80, "4,096 tokens/s  0:45 left  (sweep 1:00)"),
+            (66, "4,096 tokens/s  0:45 left"),
+            (58, "0:45 left"),
+        ],
+    )
+    def test_what_matters_least_makes_room(self, terminal, wall, width, right):
+        heading = Heading("gpt_tiny ddp", 2, 8, Rest(0.0, 0.0, 4.0, [(1.0, None)]))
+        display = begun(terminal, wall, heading)
+        display.step(1, 60.0)
+        display.remark = "held-out 97.2 %"
+        at_step(display, 11, 65.0)
+        line = display.line(width, 65.0)
+        assert (line.left, line.right) == ("[2/8] gpt_tiny ddp  step 11/100", right)
+
+    def test_time_goes_on_during_a_step_and_then_it_is_late(self, terminal, wall):
+        display = begun(terminal, wall)
+        display.step(1, 51.0)
+        at_step(display, 11, 61.0)
+        assert display.line(80, 65.0).right.endswith("1:25 left")
+        assert display.line(80, 73.0).right == "step 12: 12 s, before 1 s each"
+
+    def test_a_long_name_and_control_characters(self, terminal, wall):
+        line = shown(terminal, wall, Heading("\x1b[2J" + "x" * 300)).line(80, 50.0)
+        assert len(line.left) < 70
+        assert line.left.startswith("\\x1b[2Jxxx")
+
+
+class TestTerminal:
+    def test_the_line_is_gone_at_the_end_and_one_stays(self, terminal, wall):
+        with begun(terminal, wall) as display:
+            display.step(1, 51.0)
+            at_step(display, 100, 60.0)
+            wall.now = 61.0
+        assert "━" in terminal.text
+        assert terminal.text.endswith("\x1b[2Kgpt_tiny ddp  step 100/100  22,528 tokens/s  loss 2.5000  in 0:11\n")
+
+    @pytest.mark.parametrize("heading", [TINY, Heading("gpt_tiny ddp", 1, 2)], ids=str)
+    def test_of_a_failed_run_no_line_stays(self, terminal, wall, heading):
+        with pytest.raises(RuntimeError), begun(terminal, wall, heading):
+            raise RuntimeError
+        assert terminal.text.endswith("\x1b[2K")
+
+    def test_the_cursor_is_left_alone(self, terminal, wall):
+        """A process that is killed could not show it again."""
+        with begun(terminal, wall):
+            pass
+        assert "\x1b[?25" not in terminal.text
+
+    def test_no_color(self, terminal, wall, monkeypatch):
+        monkeypatch.setenv("NO_COLOR", "1")
+        with begun(terminal, wall) as display:
+            display.step(50, 51.0)
+        assert "━" in terminal.text
+        assert "\x1b[3" not in terminal.text  # of a foreground
+        assert "\x1b[9" not in terminal.text
+
+    def test_what_is_said_meanwhile_is_a_line_of_its_own(self, terminal, wall, monkeypatch):
+        monkeypatch.setattr(sys, "stderr", terminal)
+        with begun(None, wall):
+            say("warning: \x1b [bold]", sys.stderr)
+        assert sys.stderr is terminal
+        (line,) = [line for line in terminal.text.split("\n") if "warning" in line]
+        assert line.endswith("\x1b[2Kwarning: \\x1b [bold]")
+
+    def test_a_terminal_that_goes_away_is_silence(self, wall, monkeypatch):
+        monkeypatch.setenv("TERM", "xterm")
+        ours, theirs = pty.openpty()
+        before = sys.stderr
+        failed: list[object] = []
+        monkeypatch.setattr(threading, "excepthook", failed.append)
+        stream = os.fdopen(theirs, "w", encoding="utf-8")
+        with begun(stream, wall) as display:
+            os.close(ours)
+            display.phase("building")  # drawn at once
+            display.step(1, 51.0)
+        assert failed == []
+        assert sys.stderr is before
+        with suppress(OSError):
+            stream.close()
