@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch.world import World
+from ptdbench.measure.ceiling import Measured
 from ptdbench.report.display import Display
 from ptdbench.report.heading import Heading
 from ptdbench.training import progress_reporter as module
@@ -170,7 +171,7 @@ class TestExpectedStep:
         ],
     )
     def test_it_is_what_was_measured_or_nothing(self, job, rate, expected, monkeypatch):
-        monkeypatch.setattr(module, "ceiling", lambda _: (rate, None))
+        monkeypatch.setattr(module, "ceiling", lambda _: (Measured(rate, "") if rate else None, None))
         assert expected_step(self.job(**job)) == expected
 
 
