@@ -52,8 +52,9 @@ def closing_lines(directory: Path) -> str:
     is_sweep = (directory / RESULTS).exists()
     lines = [f"records      {shown}/{RESULTS if is_sweep else RECORD}"]
     if any(directory.glob("events.*")) or any(directory.glob("*/events.*")):
-        ranks = "    (the HPARAMS tab ranks the runs)" if is_sweep else ""
-        lines.append(f"TensorBoard  tensorboard --logdir {shown}{ranks}")
+        lines.append(f"TensorBoard  tensorboard --logdir {shown}")
+        if is_sweep:
+            lines.append("             (its HPARAMS tab ranks the runs)")
     if (directory / SEARCHED).exists():
         lines.append(f"search       {shown}/{SEARCHED}")
     return "\n".join(lines)
