@@ -55,6 +55,23 @@ class Blocks(nn.Module):
         return self.head(hidden)
 
 
+class Summed(Blocks):
+    """Sums what goes into a block with what comes out."""
+
+    def forward(self, inputs):
+        hidden = self.stem(inputs)
+        for block in self.trunk:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+class Whole(nn.Linear):
+    """Has nothing to cut between."""
+
+    def __init__(self, width):
+        super().__init__(6, 4)
+
+
 def sequential(width):
     return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 4))
 
@@ -133,7 +150,8 @@ def my_package(tmp_path, monkeypatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("name", "data", "strategies"),
     [
-        ("Plain", IMAGES, ("ddp", "fsdp")),
+        ("Plain", IMAGES, ("ddp", "fsdp", "pdp")),
+        ("Summed", VECTORS, ("fsdp", "pdp")),
         ("Blocks", VECTORS, ("fsdp", "pdp")),
         ("sequential", VECTORS, ("pdp",)),
         ("Protocol", VECTORS, ("ddp", "fsdp", "pdp")),
@@ -162,12 +180,13 @@ def test_its_flops_are_counted_where_it_does_not_tell_them(shared_run, my_packag
     assert flops == pytest.approx(expected, rel=1e-6)
 
 
-def test_without_parts_or_blocks_a_pipeline_is_refused_with_the_reason(shared_run, my_package):
-    record = shared_run(*COMMON, "model._target_=my_package.Plain", *IMAGES, "parallel=pdp")
+def test_with_nothing_to_cut_between_a_pipeline_is_refused_with_the_reason(shared_run, my_package):
+    record = shared_run(*COMMON, "model._target_=my_package.Whole", *VECTORS, "parallel=pdp")
     assert record["status"] == "failed"
     assert record["error"]["message"] == (
         "parallel.pipeline=auto: the model has no parts(), and no list of blocks of one class to cut between, "
-        "so it cannot be cut into stages; try parallel=ddp, parallel=fsdp"
+        "and has a weight, weight, outside of its submodules, so it cannot be cut into stages; "
+        "try parallel=ddp, parallel=fsdp"
     )
 
 

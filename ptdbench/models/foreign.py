@@ -16,7 +16,7 @@ more. It may define these methods, all of them optional:
     The module as an ordered chain, a dict from the full name of each submodule to the submodule; ``forward``
     then takes ``targets``, and so does the last part. Default: the members of an ``nn.Sequential``; else what
     comes before the repeated blocks, each block and what follows, if trying shows that they are a chain (see
-    :mod:`ptdbench.models.chain`).
+    :mod:`ptdbench.models.chain`); else what its traced ``forward`` shows (see :mod:`ptdbench.models.trace`).
 ``tied()``
     Pairs of full parameter names in different parts that are one weight. Default: those that are one object.
 ``tensor_plan()``
@@ -45,7 +45,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ptdbench.models import chain
+from ptdbench.models import chain, trace
 from ptdbench.models.protocol import Cut, FlopsUnknown, Model, default_loss
 
 Example = tuple[Tensor, Tensor]
@@ -126,16 +126,21 @@ class Adapted(nn.Module):
         """The chain of a module that names none."""
         if isinstance(self.module, nn.Sequential) and type(self.module).forward is nn.Sequential.forward:
             return chain.of_sequential(self.module, self._finish, PREFIX)
+        if self._takes_targets:
+            self.uncut = "has no parts(), and computes its loss in forward()"
+            return None
         layers = set(self.layers())
         blocks = {name: one for name, one in self.module.named_modules() if one in layers}
+        inputs = self._example()[0]
         try:
-            if self._takes_targets:
-                raise chain.NoChain("has no parts(), and computes its loss in forward()")
-            found = chain.Chain(self.module, blocks, self._call, self._finish, self._example()[0])
+            return chain.Chain(self.module, blocks, self._call, self._finish, inputs).parts(PREFIX)
         except chain.NoChain as reason:
             self.uncut = str(reason)
+        try:
+            return trace.parts(self.module, layers, self._call, self._finish, inputs, PREFIX)
+        except chain.NoChain as reason:
+            self.uncut = f"{self.uncut}, and {reason}"
             return None
-        return found.parts(PREFIX)
 
     def _call(self, module: nn.Module, inputs: Tensor) -> Any:
         """What the module returns; ``module`` is it, or another of its signature."""

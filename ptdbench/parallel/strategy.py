@@ -219,7 +219,7 @@ def _cannot_be_cut(model: Model, dims: Dims, wanted: Degree) -> Problem | None:
         reason = getattr(model, "uncut", None) or "has no parts()"
         rule = f"the model {reason}, so it cannot be cut into stages"
         return Problem("pipeline", wanted, rule, try_these(["parallel=ddp", "parallel=fsdp"]))
-    layers = len(model.layers() or parts)
+    layers = min(len(parts), len(model.layers() or parts))
     if dims.pipeline <= layers:
         return None
     close = [size for size in divisors(dims.world_size) if 1 < size <= layers][-3:]

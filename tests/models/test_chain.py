@@ -144,19 +144,13 @@ class Named(nn.Sequential):
 
 
 class OfItsOwn(Named):
-    """One that is no chain of its members."""
+    """One that does more than to call its members."""
 
     def forward(self, x):
         return super().forward(x) + 1
 
 
-def test_a_sequential_with_a_forward_of_its_own_is_not_cut_between_its_members():
-    model = adapt(OfItsOwn(), example)
-    assert model.parts() is None
-    assert model.uncut == "has no parts(), and no list of blocks of one class to cut between"
-
-
-@pytest.mark.parametrize("build", [Net, Scaled, ByTable, sequential, Named])
+@pytest.mark.parametrize("build", [Net, Scaled, ByTable, sequential, Named, OfItsOwn])
 def test_the_pieces_one_after_the_other_are_the_module(build):
     model = adapt(build(), example)
     inputs, targets = torch.randn(5, 6), torch.randn(5, 4)
@@ -207,9 +201,10 @@ def test_what_has_no_weights_is_no_stage_of_its_own():
     ],
 )
 def test_what_is_no_chain_says_why(build, reason):
-    model = adapt(build(), example)
-    assert model.parts() is None
-    assert model.uncut == reason
+    module = build()
+    with pytest.raises(chain.NoChain) as caught:
+        chain.Chain(module, chain.repeated(module), lambda one, x: one(x), lambda found, _: found, example()[0])
+    assert str(caught.value) == reason
 
 
 def test_trying_draws_no_random_numbers():

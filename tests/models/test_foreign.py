@@ -109,10 +109,10 @@ def test_the_loss_is_fp32_under_autocast():
         assert adapt(WithLoss(), example)(inputs, classes).dtype == torch.float32
 
 
-def test_a_plain_module_has_its_list_of_layers_and_no_stages():
+def test_a_plain_module_has_its_list_of_layers_and_is_cut_between_them():
     model = adapt(Plain(), example)
     assert model.layers() == list(model.module.layers)
-    assert model.parts() is None
+    assert list(model.parts()) == ["layers.0", "layers.1", "layers.2"]
     assert model.tied() == []
     assert adapt(nn.Linear(6, 4), example).layers() == []
 

@@ -226,7 +226,8 @@ class TestModelsOfTheUser:
         )  # fmt: skip
         assert line == (
             "parallel.pipeline=auto: the model has no parts(), and no list of blocks of one class to cut between, "
-            "so it cannot be cut into stages; try parallel=ddp, parallel=fsdp"
+            "and has a weight, weight, outside of its submodules, so it cannot be cut into stages; "
+            "try parallel=ddp, parallel=fsdp"
         )
 
 

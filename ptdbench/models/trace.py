@@ -1,0 +1,168 @@
+"""A module that says nothing of stages, as a chain: its forward is traced, and cut where a single tensor passes.
+
+By ``torch.fx`` and not by ``torch.distributed.pipelining.pipeline``, which takes modules apart into operations with the
+dropout of training, so that an evaluation would need stages of its own. Here submodules stay as they are, and only what
+is between them is replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ptdbench.models.chain import Finish, NoChain
+from ptdbench.models.protocol import Piece
+
+
+def parts(
+    module: nn.Module,
+    blocks: Collection[nn.Module],
+    call: Callable[[nn.Module, Tensor], Any],
+    finish: Finish,
+    example: Tensor,
+    prefix: str,
+) -> dict[str, nn.Module]:
+    """The pieces of a module, by name.
+
+    Args:
+        module: The module.
+        blocks: Its repeated blocks, which stay whole: they are the unit of sharding, recomputation and compilation.
+        call: Calls a module as this one wants to be called: ``call(module, inputs)``.
+        finish: Makes the outputs, or with targets the loss, of what that returns: ``finish(returned, targets)``.
+        example: Inputs of one sample on the meta device.
+        prefix: What names of weights begin with, as whoever holds the module calls it.
+
+    Raises:
+        NoChain: It cannot be traced, or there is nowhere to cut it.
+    """
+    called = _Called(module, call)
+    groups = _groups(module, list(_traced(called, blocks).nodes))
+    if len(groups) < 2:
+        raise NoChain("has no place between its submodules where only one tensor passes")
+    pieces = [_piece(called, nodes, prefix) for nodes in groups]
+    _try(module, call, pieces, example)
+    runs = [*pieces[:-1], Piece(pieces[-1].members, partial(_last, pieces[-1], finish))]
+    return {next(iter(piece.members)).removeprefix(prefix): piece for piece in runs}
+
+
+class _Tracer(fx.Tracer):
+    """Looks into modules that are no blocks and have no weights of their own: weights are used where one is called."""
+
+    def __init__(self, blocks: Collection[nn.Module]) -> None:
+        super().__init__()
+        self._blocks = blocks
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether the call of a module stands in the graph as one."""
+        return m in self._blocks or super().is_leaf_module(m, module_qualified_name) or any(True for _ in _own(m))
+
+
+def _own(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+class _Called(nn.Module):
+    """The module with its inputs as the only argument."""
+
+    def __init__(self, module: nn.Module, call: Callable[[nn.Module, Tensor], Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._call = call
+
+    def forward(self, inputs: Tensor) -> Any:
+        return self._call(self.module, inputs)
+
+
+def _traced(called: _Called, blocks: Collection[nn.Module]) -> fx.Graph:
+    """What the module does, with names of submodules that begin ``module.``."""
+    own = [*called.module.named_parameters(recurse=False), *called.module.named_buffers(recurse=False)]
+    if own:
+        raise NoChain(f"has a weight, {own[0][0]}, outside of its submodules")
+    try:
+        return _Tracer(blocks).trace(called)
+    except Exception as error:  # the code of a stranger, with proxies in the place of tensors
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise NoChain(f"cannot be traced: {reason}") from error
+
+
+def _groups(module: nn.Module, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The nodes of each piece, as many pieces as there can be: each has weights, and hands on one value."""
+    places = {node: place for place, node in enumerate(nodes)}
+    last_call = {node.target: place for place, node in enumerate(nodes) if node.op == "call_module"}
+    groups: list[list[fx.Node]] = [[]]
+    cut: int | None = None  # where the present group may end: the last place after its last weight
+    start, bound = 0, 0
+    for place, node in enumerate(nodes):
+        if _has_weights(module, node) and cut is not None:
+            groups[-1] = list(nodes[start:cut])
+            groups.append([])
+            start, cut = cut, None
+        bound = max(bound, last_call.get(node.target, 0) if node.op == "call_module" else 0)
+        weighted = any(_has_weights(module, earlier) for earlier in nodes[start : place + 1])
+        crossing = [one for one in nodes[: place + 1] if any(places[user] > place for user in one.users)]
+        if weighted and place >= bound and len(crossing) == 1 and crossing[0].op != "placeholder":
+            cut = place + 1
+    groups[-1] = list(nodes[start:])
+    return groups
+
+
+def _has_weights(module: nn.Module, node: fx.Node) -> bool:
+    if node.op != "call_module":
+        return False
+    return any(True for _ in module.get_submodule(str(node.target).removeprefix("module.")).parameters())
+
+
+def _piece(called: _Called, nodes: Sequence[fx.Node], prefix: str) -> Piece:
+    """What replays these nodes on the one value that they get."""
+    inside = set(nodes)
+    own = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    outside = {used for node in nodes for used in node.all_input_nodes if used not in inside}
+    for used in outside:  # one, or none for the first piece
+        known[used] = own.placeholder("hidden")
+    for node in nodes:
+        known[node] = own.node_copy(node, lambda used: known[used])
+    if nodes[-1].op != "output":
+        (value,) = (node for node in nodes if any(user not in inside for user in node.users))
+        own.output(known[value])
+    names = dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")
+    constants = {str(node.target): getattr(called, str(node.target)) for node in nodes if node.op == "get_attr"}
+    modules = {name: called.get_submodule(name) for name in names}
+    replay = fx.GraphModule({**modules, **constants}, own)
+    members = {prefix + name.removeprefix("module."): one for name, one in modules.items()}
+    return Piece(members, partial(_run, replay))
+
+
+def _run(replay: nn.Module, inputs: Tensor) -> Any:
+    return replay(inputs)
+
+
+def _last(piece: Piece, finish: Finish, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+    return finish(piece(inputs), targets)
+
+
+def _try(module: nn.Module, call: Callable[[nn.Module, Tensor], Any], pieces: Sequence[Piece], example: Tensor) -> None:
+    """Compare the pieces, one after the other, with the module, on two samples."""
+    weights = [*module.parameters(), *module.buffers()]
+    device = next((weight.device for weight in weights), torch.device("cpu"))
+    inputs: Any = torch.ones((2, *example.shape[1:]), dtype=example.dtype, device=device)
+    modes: Mapping[nn.Module, bool] = {one: one.training for one in module.modules()}
+    module.eval()  # no dropout, and batch norms that keep their statistics
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            expected = call(module, inputs)
+            for piece in pieces:
+                if not (isinstance(inputs, Tensor) and inputs.shape[:1] == (2,)):
+                    raise NoChain("hands on something else than a tensor with the samples first")
+                inputs = piece(inputs)
+    finally:
+        for one, mode in modes.items():
+            one.training = mode
+    alike = isinstance(expected, Tensor) and isinstance(inputs, Tensor) and expected.shape == inputs.shape
+    if not alike or not (expected.is_meta or torch.equal(expected, inputs)):
+        raise NoChain("computes something else when its submodules are called one after the other")

@@ -1,0 +1,153 @@
+"""Modules that are no chain of blocks, cut where a single tensor passes; and why others are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ptdbench.models.foreign import adapt
+from ptdbench.models.protocol import members
+from tests.models.test_chain import WIDTH, Net, example, run
+
+
+class Plain(nn.Module):
+    """Layers by name, as most small models are written."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, WIDTH)
+        self.dropout = nn.Dropout(0.5)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.third = nn.Linear(WIDTH, 4)
+
+    def forward(self, x):
+        x = self.dropout(torch.relu(self.first(x)))
+        x = x + torch.tanh(self.second(x))
+        return self.third(x.view(x.size(0), -1)) * torch.arange(1.0, 5.0)
+
+
+class Residual(Net):
+    """The blocks are called in order, but each gets a sum."""
+
+    def forward(self, inputs):
+        hidden = self.stem(inputs)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+class Again(Plain):
+    """Calls a layer twice: what is between belongs to the same stage."""
+
+    def forward(self, x):
+        return self.third(self.second(self.dropout(self.second(self.first(x)))))
+
+
+class ByDefault(Plain):
+    """Has an argument that nobody gives."""
+
+    def forward(self, x, mask=None):
+        x = self.first(x)
+        return self.third(self.second(x if mask is None else x * mask))
+
+
+BUILDS = [Plain, Residual, Again, ByDefault]
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_pieces_one_after_the_other_are_the_module(build):
+    model = adapt(build(), example)
+    model.parts()
+    model.eval()
+    inputs, targets = torch.randn(5, 6), torch.randn(5, 4)
+    assert torch.equal(run(model, inputs), model(inputs))
+    assert torch.equal(run(model, inputs, targets), model(inputs, targets))
+    model(inputs, targets).backward()
+    whole = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
+    run(model, inputs, targets).backward()
+    assert all(torch.equal(weight.grad, whole[name]) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("build", "cuts"),
+    [
+        (Plain, [["first", "dropout"], ["second"], ["third"]]),
+        (Residual, [["stem"], ["blocks.0"], ["blocks.1"], ["blocks.2"], ["head"]]),
+        (Again, [["first"], ["second", "dropout"], ["third"]]),
+        (ByDefault, [["first"], ["second"], ["third"]]),
+    ],
+)
+def test_every_submodule_is_in_one_piece_under_its_own_name(build, cuts):
+    parts = adapt(build(), example).parts()
+    assert [[name.removeprefix("module.") for name in members(key, part)] for key, part in parts.items()] == cuts
+
+
+def test_dropout_is_that_of_the_mode():
+    model = adapt(Plain(), example)
+    inputs = torch.randn(64, 6)
+    assert not torch.equal(run(model, inputs), run(model, inputs))
+    model.eval()
+    assert torch.equal(run(model, inputs), run(model, inputs))
+
+
+def test_trying_draws_no_random_numbers_and_leaves_the_mode():
+    model = adapt(Plain(), example)
+    state = torch.random.get_rng_state()
+    model.parts()
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(module.training for module in model.modules())
+
+
+class Skip(Plain):
+    """All layers see the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.fourth = nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x))) + self.fourth(x)
+
+
+class Branches(Plain):
+    def forward(self, x):
+        x = self.first(x)
+        return self.third(self.second(x) if x.sum() > 0 else x)
+
+
+class Functional(Plain):
+    """Its dropout is no module: traced, it would be that of training for ever."""
+
+    def forward(self, x):
+        return self.third(self.second(functional.dropout(self.first(x), training=self.training)))
+
+
+class Bare(Plain):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+BLOCKS = "has no parts(), and no list of blocks of one class to cut between, and "
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (Skip, "has no place between its submodules where only one tensor passes"),
+        (Branches, "cannot be traced: symbolically traced variables cannot be used as inputs to control flow"),
+        (Functional, "computes something else when its submodules are called one after the other"),
+        (Bare, "has a weight, scale, outside of its submodules"),
+        (lambda: nn.Linear(6, 4), "has a weight, weight, outside of its submodules"),
+    ],
+)
+def test_what_cannot_be_cut_says_why(build, reason):
+    model = adapt(build(), example)
+    assert model.parts() is None
+    assert model.uncut == BLOCKS + reason
