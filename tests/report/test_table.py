@@ -271,8 +271,8 @@ def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
     append_result(sweep, run())
     assert "tensorboard" not in closing_lines(sweep)  # nothing is there for it to show
     (single / "events.out.tfevents.1").touch()
-    records, board = closing_lines(sweep).splitlines()
-    assert "HPARAMS" in board
+    records, board, remark = closing_lines(sweep).splitlines()
+    assert remark.strip() == "(its HPARAMS tab ranks the runs)"
     path = records.removeprefix("records").strip()
     if shutil.which("sh"):
         listed = subprocess.run(["sh", "-c", f"cat {path}"], cwd=tmp_path, capture_output=True, check=True)
