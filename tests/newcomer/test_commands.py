@@ -25,6 +25,7 @@ LEFT_OUT = re.compile(
 SHORTENED = {
     r"model=gpt_small|model=resnet50": "train.steps=2",
     r"experiment=(?!digits)": "train.steps=20",
+    r"n_trials=20": "hydra.sweeper.n_trials=4",
     r"sampler\.seed=1 experiment": "train.steps=5 hydra.sweeper.n_trials=2",
     r"workload=(p2p|collectives|matmul)": "workload.seconds=0.01",
 }
@@ -58,7 +59,7 @@ def started_as_root(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("line", COMMANDS, ids=[str(number) for number in range(len(COMMANDS))])
 def test_a_command_of_the_pages(line, programs, shell, slurm, mpirun, home):
     env = started_as_root(active(programs, slurm) if re.search("slurm|srun|sbatch", line) else shell)
     more = " ".join(words for pattern, words in SHORTENED.items() if re.search(pattern, line))
