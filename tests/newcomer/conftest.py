@@ -23,9 +23,6 @@ MY_PACKAGE = Path(__file__).with_name("my_package.py")
 @pytest.fixture(scope="session")
 def programs() -> Iterator[Path]:
     """The folder ``bin`` of an environment of its own in which the wheel was installed, with all that it depends on."""
-    if os.path.isdir("/tmp/nc/environment"):  # DEV
-        yield Path("/tmp/nc/environment/bin")  # DEV
-        return  # DEV
     with tempfile.TemporaryDirectory(prefix="ptdbench-newcomer-") as folder:  # gigabytes, not to be kept as tmp_path is
         subprocess.run(
             [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT], check=True
@@ -33,7 +30,7 @@ def programs() -> Iterator[Path]:
         (wheel,) = Path(folder).glob("*.whl")
         venv.create(Path(folder, "environment"), with_pip=True)
         bin_folder = Path(folder, "environment", "bin")
-        extras = f"ptdbench[huggingface,optuna] @ {wheel.as_uri()}"
+        extras = f"ptdbench[huggingface,mlflow,optuna,wandb] @ {wheel.as_uri()}"
         subprocess.run([bin_folder / "pip", "install", "--quiet", extras], check=True)
         yield bin_folder
 
