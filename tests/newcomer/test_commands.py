@@ -23,7 +23,8 @@ LEFT_OUT = re.compile(
 
 #: Commands that would take long as they stand, and what is added to them.
 SHORTENED = {
-    r"model=gpt_small|model=resnet50": "train.steps=2",
+    r"model=gpt_small": "train.steps=2 train.global_batch=4",
+    r"model=resnet50": "train.steps=2",
     r"experiment=(?!digits)": "train.steps=20",
     r"n_trials=20": "hydra.sweeper.n_trials=4",
     r"sampler\.seed=1 experiment": "train.steps=5 hydra.sweeper.n_trials=2",
