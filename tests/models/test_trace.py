@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ptdbench.models.foreign import adapt
 from ptdbench.models.protocol import members
-from tests.models.test_chain import WIDTH, Net, example, run
+from tests.models.test_chain import WIDTH, Residual, example, run
 
 
 class Plain(nn.Module):
@@ -26,16 +26,6 @@ class Plain(nn.Module):
         x = self.dropout(torch.relu(self.first(x)))
         x = x + torch.tanh(self.second(x))
         return self.third(x.view(x.size(0), -1)) * torch.arange(1.0, 5.0)
-
-
-class Residual(Net):
-    """The blocks are called in order, but each gets a sum."""
-
-    def forward(self, inputs):
-        hidden = self.stem(inputs)
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        return self.head(hidden)
 
 
 class Again(Plain):
