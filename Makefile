@@ -68,8 +68,8 @@ long-run: install  ## 50,000 steps of toy: do memory, saves and evaluations stay
 attack: install  ## SIGKILL random processes of real runs 250 times: is anything lost; ARGS="--slurm 0" without SLURM
 	$(BIN)/python -m benchmarks.attack $(ARGS)
 
-gpu-check:  ## check every strategy on the GPUs here: make gpu-check PYTHON=python3 WHEELS=wheels
-	$(PYTHON) benchmarks/gpu_check.py $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+gpu-check:  ## the acceptance run of one GPU: make gpu-check PYTHON=python3 WHEELS=wheels ARGS="--part numbers"
+	$(PYTHON) -m benchmarks.gpu_check $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
 
 slurm-up: $(BIN)/python  ## start a SLURM of two nodes on this machine, as root; make test does it by itself
 	$(BIN)/python -m tests.slurm_cluster up $(ARGS)

@@ -1,33 +1,39 @@
-"""A training step of our GPT against ``transformers``' GPT2LMHeadModel of the same size.
+"""A training step of ptdbench's GPT against the same step of ``transformers`` or of nanoGPT's recipe.
 
     python benchmarks/model_speed.py                      # fp32 on a CPU, bf16 on a GPU; eager and compiled
-    python benchmarks/model_speed.py --batch 8 --sequence 1024 --steps 50
+    python benchmarks/model_speed.py --against nanogpt --model gpt_xl --batch 8 --sequence 1024 --steps 50
 
-One step is forward, backward and AdamW. For time the two run by turns in one process, so that whatever
-disturbs the machine disturbs both; the figure is the ratio of neighboring steps, with a 95 % interval of
-its median. For memory each runs alone in a fresh process: peak resident memory on a CPU, peak allocated
-memory on a GPU.
+One step is forward, backward and AdamW. Ours is the one that a run does, built from the configuration; theirs is
+autocast in bf16 and ``torch.compile`` of the whole model, as their scripts have it, with torch's fused AdamW. For time
+the two run by turns in one process, so that whatever disturbs the machine disturbs both; the figure is the ratio of
+neighboring steps, with a 95 % interval of its median. For memory each runs alone in a fresh process: peak resident
+memory on a CPU, peak allocated memory on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import yaml
+from rivals import RIVALS
 from torch import Tensor
 
 from ptdbench.measure.memory import peak_bytes
 from ptdbench.measure.statistics import median_interval
-from ptdbench.models.gpt import GPT
-from ptdbench.models.materialize import materialize
-from ptdbench.setup.compose import conf_folder
+from ptdbench.parallel.dims import Mesh
+from ptdbench.setup import config, run_spec
+from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.training.update import Update
 
 Step = Callable[[], Tensor]
 
@@ -37,34 +43,53 @@ class Options:
     """The command line."""
 
     model: str
+    against: str
     batch: int
     sequence: int
     steps: int
     warmup: int
     threads: int
-    dtype: torch.dtype
+    precision: str
     device: torch.device
+    modes: list[str]
+    json: bool
 
 
 def main() -> None:
     """Print both figures for both modes, or be the fresh process that measures the memory of one model."""
-    options, memory_of, compiled = _parse()
+    options, memory_of, mode = _parse()
     torch.set_num_threads(options.threads)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # a mesh wants one
     if memory_of:
-        print(_peak_bytes(_stepper(memory_of, options, compiled), options))
+        print(_peak_bytes(_stepper(memory_of, options, mode), options))
         return
-    print(
-        f"{options.model}, batch {options.batch} x {options.sequence} tokens, {options.dtype}, "
-        f"{options.device}, {options.threads} threads"
+    if not options.json:
+        print(
+            f"{options.model}, batch {options.batch} x {options.sequence} tokens, {options.precision}, "
+            f"{options.device}, {options.threads} threads"
+        )
+    found = {}
+    for mode in options.modes:
+        found[mode] = _times(options, mode) | _memory(options, mode)
+        if not options.json:
+            print(_shown(mode, options.against, found[mode]), flush=True)
+    if options.json:
+        print(json.dumps(found))
+
+
+def _shown(mode: str, rival: str, found: dict[str, Any]) -> str:
+    interval = "unknown: too few pairs" if found["interval"] is None else "{:.3f} to {:.3f}".format(*found["interval"])
+    head = f"compile={mode}"
+    return (
+        f"{head:<17} step     ours {found['ours']:.4f} s, {rival} {found['theirs']:.4f} s; ours/theirs "
+        f"{found['ratio']:.3f} (95 % interval {interval}, {found['pairs']} pairs)\n"
+        f"{'':<17} peak     ours {found['our_peak'] / 2**20:.0f} MiB, {rival} {found['their_peak'] / 2**20:.0f} MiB "
+        f"{found['memory']}; ours/theirs {found['our_peak'] / found['their_peak']:.3f}"
     )
-    for compiled in (False, True):
-        mode = "compiled" if compiled else "eager"
-        print(f"{mode + ':':<9}", _time_line(options, compiled), flush=True)
-        print(f"{'':<9}", _memory_line(options, compiled), flush=True)
 
 
-def _time_line(options: Options, compiled: bool) -> str:
-    ours, theirs = (_stepper(who, options, compiled) for who in ("ours", "theirs"))
+def _times(options: Options, mode: str) -> dict[str, Any]:
+    ours, theirs = (_stepper(who, options, mode) for who in ("ours", "theirs"))
     for _ in range(options.warmup):
         ours(), theirs()
     pairs = [
@@ -75,24 +100,15 @@ def _time_line(options: Options, compiled: bool) -> str:
     ]
     ratios = [mine / other for mine, other in pairs]
     mine, other = (statistics.median(column) for column in zip(*pairs, strict=True))
-    return (
-        f"step     ours {mine:.4f} s, transformers {other:.4f} s; ours/theirs "
-        f"{statistics.median(ratios):.3f} (95 % interval {_interval(ratios)}, {len(pairs)} pairs)"
-    )
-
-
-def _interval(ratios: list[float]) -> str:
     interval = median_interval(ratios)
-    return "unknown: too few pairs" if interval is None else "{:.3f} to {:.3f}".format(*interval)
+    ratio = statistics.median(ratios)
+    return {"ours": mine, "theirs": other, "ratio": ratio, "interval": interval, "pairs": len(pairs)}
 
 
-def _memory_line(options: Options, compiled: bool) -> str:
-    mine, other = (_peak_of_fresh_process(who, compiled) for who in ("ours", "theirs"))
+def _memory(options: Options, mode: str) -> dict[str, Any]:
+    mine, other = (_peak_of_fresh_process(who, mode) for who in ("ours", "theirs"))
     kind = "allocated" if options.device.type == "cuda" else "resident"
-    return (
-        f"peak     ours {mine / 2**20:.0f} MiB, transformers {other / 2**20:.0f} MiB {kind}; "
-        f"ours/theirs {mine / other:.3f}"
-    )
+    return {"our_peak": mine, "their_peak": other, "memory": kind}
 
 
 def _seconds(step: Step, options: Options) -> float:
@@ -103,20 +119,55 @@ def _seconds(step: Step, options: Options) -> float:
     return time.perf_counter() - start
 
 
-def _stepper(who: str, options: Options, compiled: bool) -> Step:
+def _stepper(who: str, options: Options, mode: str) -> Step:
     """One training step of a model, on tokens that are the same for both."""
     sizes = yaml.safe_load((conf_folder() / "model" / f"{options.model}.yaml").read_text())
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(sizes["vocabulary"], (options.batch, options.sequence + 1), generator=generator)
     text = text.to(options.device)
-    model, loss_of = (_ours if who == "ours" else _theirs)(sizes, text, options.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    forward = torch.compile(loss_of) if compiled else loss_of
+    inputs, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    return (_ours if who == "ours" else _theirs)(options, sizes, inputs, targets, mode)
+
+
+def _ours(options: Options, _: dict[str, Any], inputs: Tensor, targets: Tensor, mode: str) -> Step:
+    """What a run of this configuration does in each step, but for its data and its clock."""
+    typed = [
+        f"model={options.model}",
+        f"model.sequence_length={options.sequence}",
+        "parallel=single",
+        f"train.global_batch={options.batch}",
+        f"precision={options.precision}",
+        f"compile={mode}",
+        f"device={options.device.type}",
+        "cluster.ranks_per_node=1",
+        "optimizer.lr=1e-4",
+    ]
+    composed = compose_all(conf_folder(), "config", typed, multirun=False).jobs[0]
+    spec = run_spec.specify(config.read(composed), None)
+    training = spec.training
+    assert training
+    engine = training.engine(Mesh(training.layout.dims, options.device.type), options.device)
+    engine.module.train()
+    optimizer = engine.optimizer(training.optimizer)
+    update = Update(engine, optimizer, training.schedule, spec.config.train, options.device)
 
     def step() -> Tensor:
-        mixed = options.dtype != torch.float32
-        with torch.autocast(options.device.type, dtype=options.dtype, enabled=mixed):
-            loss = forward()
+        loss = engine.gradients(inputs, targets, update.scale)
+        update(0)
+        return loss
+
+    return step
+
+
+def _theirs(options: Options, sizes: dict[str, Any], inputs: Tensor, targets: Tensor, mode: str) -> Step:
+    model, loss_of = RIVALS[options.against](sizes)
+    model.to(options.device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    forward = loss_of if mode == "false" else torch.compile(loss_of)
+
+    def step() -> Tensor:
+        with torch.autocast(options.device.type, torch.bfloat16, enabled=options.precision == "bf16"):
+            loss = forward(inputs, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -125,51 +176,22 @@ def _stepper(who: str, options: Options, compiled: bool) -> Step:
     return step
 
 
-def _ours(sizes: dict, text: Tensor, device: torch.device) -> tuple[torch.nn.Module, Step]:
-    shape = {key: value for key, value in sizes.items() if key not in ("name", "_target_")}
-    with torch.device("meta"):
-        model = GPT(**shape)
-    materialize(model, model, device=device, seed=0)
-    inputs, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    return model, lambda: model(inputs, targets)
-
-
-def _theirs(sizes: dict, text: Tensor, device: torch.device) -> tuple[torch.nn.Module, Step]:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=sizes["vocabulary"],
-        n_positions=sizes["sequence_length"],
-        n_embd=sizes["width"],
-        n_layer=sizes["layers"],
-        n_head=sizes["heads"],
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
-    config._attn_implementation = "sdpa"
-    model: torch.nn.Module = GPT2LMHeadModel(config)
-    model.to(device).train()
-    inputs, targets = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    return model, lambda: model(input_ids=inputs, labels=inputs, shift_labels=targets).loss
-
-
 def _peak_bytes(step: Step, options: Options) -> int:
     for _ in range(3):  # the first step has no optimizer state yet
         step()
     return peak_bytes(options.device)
 
 
-def _peak_of_fresh_process(who: str, compiled: bool) -> int:
-    command = [sys.executable, *sys.argv, "--memory-of", who, *(["--compiled"] if compiled else [])]
+def _peak_of_fresh_process(who: str, mode: str) -> int:
+    command = [sys.executable, *sys.argv, "--memory-of", who, "--mode", mode]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
-def _parse() -> tuple[Options, str | None, bool]:
+def _parse() -> tuple[Options, str | None, str]:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="gpt_small", help="a GPT of conf/model (default: %(default)s)")
+    parser.add_argument("--against", choices=list(RIVALS), default="transformers", help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=8 if on_gpu else 2, help="sequences (default: %(default)s)")
     parser.add_argument(
         "--sequence", type=int, default=1024 if on_gpu else 256, help="tokens each (default: %(default)s)"
@@ -178,18 +200,16 @@ def _parse() -> tuple[Options, str | None, bool]:
     parser.add_argument("--warmup", type=int, default=10 if on_gpu else 2, help="steps (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: %(default)s")
     parser.add_argument(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        default="bfloat16" if on_gpu else "float32",
-        help="bfloat16 runs under autocast (default: %(default)s)",
+        "--precision", choices=["fp32", "bf16"], default="bf16" if on_gpu else "fp32", help="default: %(default)s"
     )
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu", help="default: %(default)s")
+    parser.add_argument("--modes", nargs="+", default=["false", "layers", "whole"], help="of compile, ours")
+    parser.add_argument("--json", action="store_true", help="print the figures as one line of JSON")
     parser.add_argument("--memory-of", choices=["ours", "theirs"], help=argparse.SUPPRESS)
-    parser.add_argument("--compiled", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--mode", default="false", help=argparse.SUPPRESS)
     values = vars(parser.parse_args())
-    memory_of, compiled = values.pop("memory_of"), values.pop("compiled")
-    values |= {"dtype": getattr(torch, values["dtype"]), "device": torch.device(values["device"])}
-    return Options(**values), memory_of, compiled
+    memory_of, mode = values.pop("memory_of"), values.pop("mode")
+    return Options(**values | {"device": torch.device(values["device"])}), memory_of, mode
 
 
 if __name__ == "__main__":

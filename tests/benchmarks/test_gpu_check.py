@@ -4,45 +4,165 @@ import os
 import subprocess
 import sys
 import zipfile
-from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks.gpu_check import parts, results, session
+from benchmarks.gpu_check.__main__ import importable
+from benchmarks.gpu_check.results import Check, Found
+from benchmarks.gpu_check.session import SIZES, Session
 from tests.conftest import ROOT
+
+H100 = "NVIDIA H100 80GB HBM3"
 
 
 @pytest.fixture
-def runs(tmp_path: Path) -> gpu_check.Runs:
-    options = Namespace(model="gpt_tiny", device="cpu", batch=4)
-    return gpu_check.Runs(options, ranks=1, directory=tmp_path)
+def on_cpu(tmp_path: Path) -> Session:
+    return Session("cpu", "cpu", tmp_path, SIZES["cpu"])
+
+
+class Scripted(Session):
+    """A session on an H100 whose runs end as the test says."""
+
+    def __init__(self, *records: dict[str, Any]) -> None:
+        super().__init__("cuda", H100, Path("nowhere"), SIZES["cuda"])
+        self.records = list(records)
+        self.typed: list[tuple[str, ...]] = []
+
+    def run(self, name: str, *overrides: str) -> dict[str, Any]:
+        self.typed.append(overrides)
+        return self.records.pop(0)
+
+    def launched(self, name: str, *overrides: str) -> list[dict[str, Any]]:
+        count = 5 if name == "together" else 1
+        taken, self.records = self.records[:count], self.records[count:]
+        return taken
+
+
+def trained(losses: tuple[float, ...] = (5.0, 4.0, 3.0, 2.0, 1.0), mfu: float = 0.5, rate=100.0, peak=2**30):
+    metrics = {
+        "tokens_per_second": rate,
+        "samples_per_second": rate,
+        "mfu": mfu,
+        "peak_memory_bytes": peak,
+        "step_seconds": {"median": 0.1},
+    }
+    return {"status": "ok", "losses": list(losses), "metrics": metrics, "overrides": []}
+
+
+def failed(status: str = "failed") -> dict[str, Any]:
+    return {"status": status, "error": {"rank": 0, "type": "RuntimeError", "message": "no\nmore"}}
+
+
+def verdicts(of: Session) -> dict[str, bool]:
+    return {check.name: check.passed for check in of.checks}
 
 
 @pytest.mark.ranks
-def test_one_rank_of_each_strategy_passes_and_another_seed_does_not(runs: gpu_check.Runs, capsys) -> None:
-    gpu_check._check_numbers(runs)
-    assert runs.failed == []
-    assert capsys.readouterr().out.count("  ok  ") == 4
+def test_a_strategy_follows_single_and_another_seed_does_not(on_cpu: Session) -> None:
+    common = ("model=gpt_tiny", "train.global_batch=4", *parts.SGD)
+    reference = on_cpu.reference("single", "parallel=single", *common)
+    assert len(reference) == 5
+    on_cpu.follows("ddp of 2", reference, 1e-4, "parallel=ddp", "cluster.ranks_per_node=2", *common)
+    on_cpu.follows("another seed", reference, 1e-4, "parallel=single", "seed=2", *common)
+    on_cpu.follows("refused", reference, 1e-4, "parallel=single", "train.micro_batch=3", *common)
+    assert verdicts(on_cpu) == {"single": True, "ddp of 2": True, "another seed": False, "refused": False}
 
-    reference = runs.reference("other", "seed=1", "train.steps=5")
-    runs.compared("other", "ddp", reference, 1e-4, "seed=2", "train.steps=5")
-    assert runs.failed == ["other ddp"]
+
+def test_a_reference_that_learns_nothing_is_none() -> None:
+    of = Scripted(trained((5.0, 5.0, 5.0, 5.0, 4.9)), trained())
+    assert of.reference("idle") == []
+    of.follows("after it", [], 1e-4)
+    assert verdicts(of) == {"idle": False, "after it": False}
 
 
-@pytest.mark.ranks
-def test_a_run_without_a_reference_or_without_success_fails(runs: gpu_check.Runs) -> None:
-    assert runs.reference("idle", "optimizer.lr=0", "train.steps=2") == []
-    runs.compared("idle", "ddp", [], 1e-4, "train.steps=1")
-    runs.compared("refused", "fsdp", [5.0], 1e-4, "train.global_batch=9", "train.micro_batch=2")
-    assert runs.failed == ["idle single", "idle ddp", "refused fsdp"]
+def test_an_mfu_of_1_or_more_fails_and_running_out_of_memory_is_a_result() -> None:
+    of = Scripted(trained(mfu=1.2), failed("oom"), failed())
+    for name in ("too fast", "too large", "broken"):
+        of.measured(name)
+    assert verdicts(of) == {"too fast": False, "too large": True, "broken": False}
+    assert of.checks[2].said == "failed on rank 0: RuntimeError: no"
+
+
+def test_products_above_or_far_below_the_peak_fail() -> None:
+    def product(dtype: str, rate: float) -> dict[str, Any]:
+        return {"dtype": dtype, "median": rate * 1e12}
+
+    products = [product("bf16", 700.0), product("bf16", 300.0), product("tf32", 480.0), product("fp16", 500.0)]
+    of = Scripted(
+        {"status": "ok", "matmul": {"ranks": [{"products": products}]}},
+        {"status": "ok", "check": {"verdict": "sound"}},
+    )
+    parts.ceilings(of)
+    assert verdicts(of) == {"matmul bf16": True, "matmul tf32": False, "matmul fp16": False, "check": True}
+
+
+def test_runs_of_one_process_must_be_as_fast_and_as_small_as_fresh_ones() -> None:
+    of = Scripted(*[trained()] * 5, *[trained(rate=104.0, peak=2**30)] * 5)
+    parts.processes(of)
+    assert verdicts(of) == {"throughput": False, "peak memory": True}
+
+    of = Scripted(*[trained(peak=2**30 + 2**26)] * 5, *[trained()] * 5)
+    parts.processes(of)
+    assert verdicts(of) == {"throughput": True, "peak memory": False}
+
+
+def test_the_large_model_runs_at_every_micro_batch_and_tells_its_goal() -> None:
+    of = Scripted(trained(mfu=0.4), trained(mfu=0.55), failed("oom"))
+    parts.PARTS["large-fp8"](of)
+    assert [one for typed in of.typed for one in typed if "global_batch" in one] == [
+        "train.global_batch=8",
+        "train.global_batch=16",
+        "train.global_batch=32",
+    ]
+    assert all({"precision=fp8", "compile=layers"} <= set(typed) for typed in of.typed)
+    assert of.checks[-1].name == "goal"
+    assert "MFU 55.0%" in of.checks[-1].said
+    assert "missed by 5.0%" in of.checks[-1].said
+
+
+def test_an_error_of_a_part_is_a_failed_check(on_cpu: Session) -> None:
+    def broken(_: Session) -> None:
+        raise KeyError("metrics")
+
+    found = on_cpu.carry_out("broken", broken)
+    assert [(check.name, check.passed) for check in found.checks] == [("broken", False), ("duration", True)]
+
+
+def test_who_holds_the_device_is_found_by_its_open_file(tmp_path: Path) -> None:
+    device = tmp_path / "nvidia0"
+    device.touch()
+    with device.open():
+        assert os.getpid() in session.holders(f"{tmp_path}/nvidia\\d+")
+    assert session.holders(f"{tmp_path}/nvidia\\d+") == {}
+
+
+def test_a_process_that_stays_on_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "RELEASE_SECONDS", 0.3)
+    looks = iter([{1: "1 mine", 2: "2 old"}, {2: "2 old"}])
+    assert session.wait_until_released({2}, lambda: next(looks)) == []
+    assert session.wait_until_released({2}, lambda: {1: "1 mine", 2: "2 old"}) == ["1 mine"]
+
+
+def test_a_part_replaces_what_it_found_before_and_leaves_the_others(tmp_path: Path) -> None:
+    def found(passed: bool) -> Found:
+        return Found("2026-01-01T00:00:00+00:00", 1.0, {}, [Check("loss", passed, "a figure")])
+
+    assert "nothing is on record" in results.tables(tmp_path / "results")
+    for part, passed in (("numbers", False), ("images", False), ("numbers", True)):
+        results.keep(tmp_path / "results", H100, part, found(passed))
+    assert [path.name for path in (tmp_path / "results").iterdir()] == ["NVIDIA-H100-80GB-HBM3.json"]
+    rows = [line.split()[:3] for line in results.tables(tmp_path / "results").splitlines() if "figure" in line][1:]
+    assert rows == [["numbers", "loss", "ok"], ["images", "loss", "FAIL"]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_it_says_so_in_one_line() -> None:
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu_check.py"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "benchmarks.gpu_check"], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
     assert done.stderr.startswith("gpu-check needs a GPU")
@@ -55,7 +175,7 @@ def test_wheels_are_unpacked_onto_the_path_unless_installed(tmp_path: Path, monk
             wheel.writestr(f"{name}_of_the_wheel/data.txt", "text")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "before")
-    with gpu_check._importable(tmp_path):
+    with importable(tmp_path):
         checkout, site, before = os.environ["PYTHONPATH"].split(os.pathsep)
         assert (checkout, before) == (str(ROOT), "before")
         assert sys.path[:2] == [checkout, site]

@@ -1,0 +1,114 @@
+"""The acceptance run of one GPU, in parts of less than nine minutes each.
+
+    make gpu-check PYTHON=python3 WHEELS=wheels        # a machine that has torch and cannot install
+    python -m benchmarks.gpu_check --list              # the parts, and what each shows
+    python -m benchmarks.gpu_check --part numbers ceilings
+    python -m benchmarks.gpu_check --table             # what is on record of each device
+
+Every part adds what it found to ``benchmarks/gpu/<device>.json``, in place of what it found there before. Exit status
+0: all checks passed; 1: one failed; 2: there is no GPU here. ``--device cpu`` tries the parts themselves with small
+models; it shows nothing about a GPU and records nothing unless ``--results`` says where.
+
+The wheels (``benchmarks/README.md`` lists them) are made elsewhere by ``pip wheel``. They are unpacked and not
+installed; what the machine has already is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from zipfile import ZipFile
+
+# Only main() puts ptdbench and what it needs on the path, so that what imports them is imported after that.
+
+ROOT = Path(__file__).parents[2]
+
+
+def main() -> int:
+    """Carry out the parts that were asked for and print what came out."""
+    options = _parse()
+    with importable(options.wheels):
+        from benchmarks.gpu_check import parts, results
+
+        if options.list:
+            print("\n".join(f"{name:<16}{part.__doc__}" for name, part in parts.PARTS.items()))
+            return 0
+        if options.table:
+            print(results.tables(options.results or results.FOLDER))
+            return 0
+        unknown = sorted(set(options.part or ()) - set(parts.PARTS))
+        if unknown:
+            print(f"--part {unknown[0]}: there is no such part; try {', '.join(parts.PARTS)}", file=sys.stderr)
+            return 2
+        return _check(options)
+
+
+def _check(options: argparse.Namespace) -> int:
+    import torch
+
+    from benchmarks.gpu_check import parts, results
+    from benchmarks.gpu_check.session import Session
+
+    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
+    if options.device == "cuda" and not gpus:
+        print(f"gpu-check needs a GPU, and torch {torch.__version__} finds none on this machine", file=sys.stderr)
+        return 2
+    session = Session.begin(options)
+    folder = options.results or (results.FOLDER if options.device == "cuda" else None)
+    failed = []
+    for name in options.part or parts.PARTS:
+        print(f"\n{name}: {parts.PARTS[name].__doc__}", flush=True)
+        found = session.carry_out(name, parts.PARTS[name])
+        failed += [f"{name}: {check.name}" for check in found.checks if not check.passed]
+        if folder:
+            results.keep(folder, session.device_name, name, found)
+    print(f"\nrecords in {session.directory}")
+    print(f"{len(failed)} checks failed: {'; '.join(failed)}" if failed else "all checks passed")
+    return int(bool(failed))
+
+
+@contextmanager
+def importable(wheels: Path | None) -> Iterator[None]:
+    """Put the checkout on the path, and what the wheels hold; Hydra finds its files only outside of a wheel."""
+    with TemporaryDirectory() as site:
+        for wheel in sorted(wheels.glob("*.whl")) if wheels else ():
+            if not _installed(wheel.name.split("-")[0]):
+                with ZipFile(wheel) as archive:
+                    archive.extractall(site)
+        folders = [str(ROOT), site]
+        sys.path[:0] = folders
+        # Also for the processes that this one starts: the fork server, and torch's compilers.
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, *inherited]))
+        yield
+
+
+def _installed(name: str) -> bool:
+    try:
+        return bool(distribution(name))
+    except PackageNotFoundError:
+        return False
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", nargs="+", metavar="NAME", help="default: all parts, one after the other")
+    parser.add_argument("--list", action="store_true", help="list the parts and end")
+    parser.add_argument("--table", action="store_true", help="show what is on record and end")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels to put on the path")
+    parser.add_argument("--outputs", type=Path, default=ROOT / "outputs", help="default: %(default)s")
+    parser.add_argument("--results", type=Path, help="folder of the results (default: benchmarks/gpu)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

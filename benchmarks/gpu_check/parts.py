@@ -1,0 +1,285 @@
+"""The parts of the acceptance run: each a function whose docstring says what it shows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from benchmarks.gpu_check.session import (
+    CHECKED_STEPS,
+    ROOT,
+    Record,
+    Session,
+    largest_difference,
+    plausible,
+    reason,
+    speed,
+    speed_text,
+)
+from benchmarks.rank import joined
+from ptdbench.launch import local
+from ptdbench.measure.hardware import dense_peak
+from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.workloads.train import assemble
+
+STRATEGIES = ("single", "ddp", "fsdp", "pdp")
+
+#: Largest relative difference of a loss. A GPU adds up in another order from run to run, and every step amplifies that;
+#: a wrong gradient is off by far more, as long as the losses move at all.
+FP32, IMAGES, NARROW = 1e-4, 1e-3, 2e-2
+
+#: The shares of the data sheet's peak between which the fastest product of a healthy GPU lies.
+CEILING = (0.6, 0.9)
+
+#: The MFU to reach in bf16 on one GPU.
+GOALS = {"gpt_small": 0.5, "gpt_xl": 0.6}
+
+#: What several runs in one process may differ by from fresh processes: throughput and peak memory.
+SPEED_TOLERANCE, MEMORY_TOLERANCE = 0.03, 0.02
+
+#: A run that does not fit must say so within this time, the start of its processes included.
+OOM_SECONDS = 120
+
+SGD = ("optimizer=sgd", "optimizer.lr=0.01", f"train.steps={CHECKED_STEPS}")
+
+
+def numbers(session: Session) -> None:
+    """Losses in fp32 of every strategy, eager and compiled, against single, with SGD."""
+    # SGD, because Adam would hide gradients of the wrong scale.
+    common = (*_small(session), *SGD)
+    reference = session.reference("single", "parallel=single", *common)
+    for strategy in STRATEGIES:
+        for mode in ("false", "layers", *(("whole",) if strategy in ("single", "ddp") else ())):
+            if (strategy, mode) != ("single", "false"):
+                options = (f"parallel={strategy}", f"compile={mode}", *common)
+                session.follows(f"{strategy} compile={mode}", reference, FP32, *options)
+
+
+def narrow(session: Session) -> None:
+    """Losses and speed in bf16 and fp16 of every strategy, eager and compiled, against single in fp32, with AdamW."""
+    reference = session.reference("single fp32", "parallel=single", f"train.steps={CHECKED_STEPS}", *_small(session))
+    steps = f"train.steps={session.sizes.steps}"
+    for precision, modes in {"bf16": ("false", "layers"), "fp16": ("layers",)}.items():
+        for strategy in STRATEGIES:
+            for mode in modes:
+                options = (f"parallel={strategy}", f"precision={precision}", f"compile={mode}", steps)
+                session.follows(f"{strategy} {precision} compile={mode}", reference, NARROW, *options, *_small(session))
+    if session.device == "cuda":
+        session.follows("single tf32", reference, NARROW, "parallel=single", "precision=tf32", steps, *_small(session))
+
+
+def ceilings(session: Session) -> None:
+    """Matrix products against the data sheet's peak, and workload=check."""
+    found = session.run("matmul", "workload=matmul", *(() if session.device == "cuda" else ("workload.shapes=[256]",)))
+    if found["status"] != "ok":
+        session.tell("matmul", False, reason(found))
+        return
+    best: dict[str, float] = {}
+    for product in found["matmul"]["ranks"][0]["products"]:
+        best[product["dtype"]] = max(best.get(product["dtype"], 0.0), product["median"])
+    for dtype, rate in best.items():
+        peak, why = dense_peak(session.device_name, dtype)
+        share = rate / peak if peak else None
+        passed = share is None or CEILING[0] <= share <= CEILING[1]
+        of_peak = f"{share:.1%} of the peak, {CEILING[0]:.0%} to {CEILING[1]:.0%} expected" if share else why
+        session.tell(f"matmul {dtype}", passed, f"{rate / 1e12:,.1f} TFLOP/s: {of_peak}", rate=rate, share=share)
+    checked = session.run("check", "workload=check")
+    verdict = checked.get("check", {}).get("verdict") if checked["status"] == "ok" else reason(checked)
+    session.tell("check", checked["status"] == "ok", str(verdict), verdict=verdict)
+
+
+def images(session: Session) -> None:
+    """ResNet: losses in fp32, tf32 and bf16 under single, ddp and fsdp, eager and compiled, and their speed."""
+    common = (*session.sizes.images, "optimizer=sgd", "optimizer.lr=0.05", f"train.steps={session.sizes.steps}")
+    reference = session.reference("single fp32", "parallel=single", *common)
+    precisions = {"fp32": IMAGES, "bf16": 5 * NARROW, **({"tf32": NARROW} if session.device == "cuda" else {})}
+    for precision, tolerance in precisions.items():
+        for strategy in ("single", "ddp", "fsdp"):
+            for mode in ("false", "layers"):
+                if (precision, strategy, mode) != ("fp32", "single", "false"):
+                    options = (f"parallel={strategy}", f"precision={precision}", f"compile={mode}")
+                    session.follows(f"{strategy} {precision} compile={mode}", reference, tolerance, *options, *common)
+
+
+def small(session: Session) -> None:
+    """The fastest bf16 step of the small model on one device; its MFU is to be at least 50 %."""
+    batches = (16, 32, 64) if session.device == "cuda" else (2,)
+    found = [
+        _one_device(session, session.sizes.model, batch, f"compile={mode}")
+        for batch in batches
+        for mode in ("false", "layers", "whole")
+    ]
+    _goal(session, session.sizes.model, found)
+
+
+def large(session: Session, mode: str, precision: str = "bf16") -> None:
+    """The large model at several micro-batches; its MFU is to be at least 60 %."""
+    options = (f"compile={mode}", f"precision={precision}")
+    found = [_one_device(session, session.sizes.large, size, *options) for size in session.sizes.micro_batches]
+    _goal(session, session.sizes.large, found)
+
+
+def beside(session: Session) -> None:
+    """The same step of nanoGPT's recipe and of transformers' GPT-2 beside ours, by turns in one process."""
+    if session.device == "cuda":
+        rounds = [("gpt_small", "--batch=16", "--steps=50"), ("gpt_xl", "--batch=8", "--steps=20")]
+    else:
+        rounds = [("gpt_tiny", "--batch=2", "--sequence=32", "--steps=6", "--warmup=1")]
+    for model, *options in rounds:
+        for rival in ("nanogpt", "transformers"):
+            command = [sys.executable, "benchmarks/model_speed.py", f"--model={model}", f"--against={rival}", *options]
+            command += [f"--device={session.device}", "--json"]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            if done.returncode:
+                why = (done.stderr.strip().splitlines() or ["no output"])[-1]
+                session.tell(f"{model} against {rival}", False, why)
+                continue
+            for mode, figures in json.loads(done.stdout.splitlines()[-1]).items():
+                ratio = figures["ratio"]
+                said = f"our step takes {ratio:.3f} of theirs ({figures['ours']:.4f} s), required below 1"
+                session.tell(f"{model} {mode} against {rival}", ratio < 1 or session.device == "cpu", said, **figures)
+
+
+def processes(session: Session) -> None:
+    """Five runs in one process against five in fresh ones: speed within 3 %, memory within 2 %."""
+    common = (*_small(session), "parallel=single", f"train.steps={session.sizes.steps}", "compile=layers")
+    seeds = range(1, 6)
+    together = session.launched("together", "seed=1,2,3,4,5", *common)
+    apart = [session.launched(f"apart-{seed}", f"seed={seed}", *common)[0] for seed in seeds]
+    unwell = [found for found in (*together, *apart) if found["status"] != "ok"]
+    if unwell or len(together) != len(apart):
+        session.tell("runs", False, reason(unwell[0]) if unwell else f"{len(together)} of {len(apart)} in one process")
+        return
+    pairs = [(_rate(one) / _rate(other), one, other) for one, other in zip(together, apart, strict=True)]
+    ratio = median(pair[0] for pair in pairs)
+    memory = max(_peak(one) / _peak(other) for _, one, other in pairs)
+    timed = session.device == "cpu"  # a CPU shows that this works, not how fast a GPU is
+    said = f"{ratio:.3f} of fresh processes (median of {len(pairs)}), within {SPEED_TOLERANCE:.0%}"
+    session.tell("throughput", timed or abs(ratio - 1) <= SPEED_TOLERANCE, said, ratio=ratio)
+    said = f"{memory:.3f} of fresh processes (largest), within {MEMORY_TOLERANCE:.0%}"
+    session.tell("peak memory", timed or abs(memory - 1) <= MEMORY_TOLERANCE, said, ratio=memory)
+
+
+def endings(session: Session) -> None:
+    """A resumed run follows one that was not interrupted; a run that does not fit says so in seconds."""
+    common = (*_small(session), "parallel=single", "optimizer=sgd", "optimizer.lr=0.01")
+    whole = session.run("whole", *common, "train.steps=10")
+    first = session.run("first-half", *common, "train.steps=5", "checkpoint.every_steps=5")
+    resumed = session.run("second-half", *common, "train.steps=10", f"resume={first['directory']}")
+    ended = [one for one in (whole, first, resumed) if one["status"] != "ok"]
+    if ended:
+        session.tell("resume", False, reason(ended[0]))
+    else:
+        off = largest_difference(resumed["losses"][-5:], whole["losses"][-5:])
+        session.tell("resume", off <= FP32, f"steps 5 to 9 off by {off:.1e}, at most {FP32:.0e}", off=off)
+    if session.device == "cuda":
+        started = time.monotonic()
+        options = ("parallel=single", "precision=bf16", "train.global_batch=4096", "train.steps=3")
+        found = session.run("out-of-memory", f"model={session.sizes.large}", *options)
+        seconds = time.monotonic() - started
+        said = f"{found['status']} after {seconds:.0f} s, at most {OOM_SECONDS}"
+        session.tell("out of memory", found["status"] == "oom" and seconds < OOM_SECONDS, said, seconds=seconds)
+
+
+def two_ranks(session: Session) -> None:
+    """Two ranks on one device over gloo: losses of what gloo can carry, against single."""
+    common = (*_small(session), *SGD)
+    reference = session.reference("single", "parallel=single", *common)
+    for strategy in ("ddp", "fsdp", "pdp"):
+        options = (f"parallel={strategy}", "backend=gloo", "cluster.ranks_per_node=2", *common)
+        session.follows(f"{strategy} of 2", reference, FP32, *options)
+
+
+def silent(session: Session) -> None:
+    """The host never waits for the device within a step: torch's synchronization guard raises where it would."""
+    for precision in ("fp32", "bf16", "fp16"):
+        options = (*_small(session), "parallel=single", f"device={session.device}", f"precision={precision}")
+        composed = compose_all(conf_folder(), "config", [*options, "train.clip_norm=1"], multirun=False).jobs[0]
+        try:
+            local.start(_guarded_steps, 1, composed, str(session.directory / f"silent-{precision}"))
+        except local.RankDied as died:
+            session.tell(precision, False, f"a step synchronized: {died}; the traceback is above")
+        else:
+            asked = session.device == "cuda"
+            session.tell(
+                precision, True, f"five steps {'without a synchronization' if asked else 'ran; a CPU has no guard'}"
+            )
+
+
+def _guarded_steps(environ: Mapping[str, str], composed: DictConfig, directory: str) -> None:
+    with joined(environ, composed, directory) as job:
+        loop = assemble(job)
+        for _ in range(3):
+            loop.step()
+        if job.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        for _ in range(5):
+            loop.step()
+        if job.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        loop.feed.close()
+
+
+def _small(session: Session) -> tuple[str, ...]:
+    return f"model={session.sizes.model}", f"train.global_batch={session.sizes.batch}"
+
+
+def _one_device(session: Session, model: str, batch: int, *overrides: str) -> Record:
+    typed = {"precision": "precision=bf16", **{one.partition("=")[0]: one for one in overrides}}.values()
+    name = f"{model} {batch} {' '.join(typed)}"
+    steps = f"train.steps={session.sizes.steps}"
+    return session.measured(name, f"model={model}", "parallel=single", f"train.global_batch={batch}", steps, *typed)
+
+
+def _goal(session: Session, model: str, found: list[Record]) -> None:
+    """The best MFU against the goal; without a peak on record there is nothing to compare."""
+    known = [one for one in found if one["status"] == "ok" and one["metrics"]["mfu"] is not None]
+    if not known or model not in GOALS:
+        return
+    best = max(known, key=lambda one: one["metrics"]["mfu"])
+    share, goal = best["metrics"]["mfu"], GOALS[model]
+    verdict = "reached" if share >= goal else f"missed by {goal - share:.1%}"
+    # Not a failure: the figure is what somebody has to believe, and a slower GPU is not a wrong one.
+    session.tell("goal", plausible(best), f"best {speed_text(best)}; {goal:.0%} is the goal: {verdict}", **speed(best))
+
+
+def _rate(found: Mapping[str, Any]) -> float:
+    return float(found["metrics"]["samples_per_second"])
+
+
+def _peak(found: Mapping[str, Any]) -> float:
+    return float(found["metrics"]["peak_memory_bytes"])
+
+
+def _of_mode(mode: str, precision: str = "bf16") -> Callable[[Session], None]:
+    part = partial(large, mode=mode, precision=precision)
+    part.__doc__ = f"The large model in {precision} with compile={mode}, at several micro-batches."
+    return part
+
+
+PARTS: dict[str, Callable[[Session], None]] = {
+    "numbers": numbers,
+    "narrow": narrow,
+    "ceilings": ceilings,
+    "images": images,
+    "small": small,
+    "large-eager": _of_mode("false"),
+    "large-layers": _of_mode("layers"),
+    "large-whole": _of_mode("whole"),
+    "large-autotune": _of_mode("autotune"),
+    "large-fp8": _of_mode("layers", "fp8"),
+    "beside": beside,
+    "processes": processes,
+    "endings": endings,
+    "two-ranks": two_ranks,
+    "silent": silent,
+}

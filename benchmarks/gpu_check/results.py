@@ -1,0 +1,80 @@
+"""What the parts found on each kind of device: one JSON file a device, and tables of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ptdbench.records.files import write_json
+from ptdbench.report import text
+
+#: Where results are kept, in the repository.
+FOLDER = Path(__file__).parents[1] / "gpu"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that a part looked at.
+
+    Attributes:
+        name: What it is.
+        passed: Whether it is as it must be.
+        said: The figure and the rule, for people.
+        figures: What was measured, JSON.
+    """
+
+    name: str
+    passed: bool
+    said: str
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a part found.
+
+    Attributes:
+        taken: When, in UTC.
+        seconds: How long it took.
+        environment: Hardware and versions, as in a record.
+        checks: What it looked at, in order.
+    """
+
+    taken: str
+    seconds: float
+    environment: Mapping[str, Any]
+    checks: list[Check]
+
+
+def keep(folder: Path, device: str, part: str, found: Found) -> None:
+    """Write what a part found into the device's file, in place of what it found before; other parts stay."""
+    path = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-')}.json"
+    known = json.loads(path.read_text()) if path.exists() else {"device": device, "parts": {}}
+    known["parts"][part] = asdict(found)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, known)
+
+
+def tables(folder: Path, width: int = 120) -> str:
+    """All that is on record, device by device."""
+    files = sorted(folder.glob("*.json"))
+    if not files:
+        return f"nothing is on record in {folder}: no part has run on a GPU yet"
+    return "\n\n".join(_of_device(json.loads(path.read_text()), width) for path in files)
+
+
+def _of_device(known: Mapping[str, Any], width: int) -> str:
+    table = text.empty_table("part", "check", "", "figure", words=("part", "check", ""), folding="figure")
+    for cells in _rows(known["parts"]):
+        table.add_row(*cells)
+    return f"{known['device']}\n{text.as_text(table, width)}"
+
+
+def _rows(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    for part, found in parts.items():
+        for check in found["checks"]:
+            yield part, check["name"], "ok" if check["passed"] else "FAIL", check["said"]

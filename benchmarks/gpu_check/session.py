@@ -1,0 +1,252 @@
+"""Runs of the product on the devices of this machine, and the verdicts on them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.gpu_check.results import Check, Found
+from ptdbench import run as product
+from ptdbench.measure.hardware import environment
+from ptdbench.records import ledger, record, store
+from ptdbench.records.load import Run, load
+from ptdbench.setup import config
+from ptdbench.setup.compose import compose_all, conf_folder
+
+ROOT = Path(__file__).parents[2]
+
+#: Steps whose losses are compared.
+CHECKED_STEPS = 5
+
+#: The share of its loss that a reference must have lost: where nothing is learned, equal losses prove nothing.
+LEAST_FALL = 0.05
+
+#: How long the driver may take to let go of a process that has ended.
+RELEASE_SECONDS = 5.0
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What suits a kind of device.
+
+    Attributes:
+        model: The language model whose numbers are compared.
+        batch: Its samples of a step.
+        images: Overrides of the image model.
+        large: The language model whose speed is measured at several micro-batches.
+        micro_batches: These.
+        steps: Steps of a run whose speed is measured.
+    """
+
+    model: str
+    batch: int
+    images: Sequence[str]
+    large: str
+    micro_batches: Sequence[int]
+    steps: int
+
+
+SIZES = {
+    "cuda": Sizes("gpt_small", 16, ("model=resnet50", "train.global_batch=128"), "gpt_xl", (8, 16, 32), 40),
+    "cpu": Sizes(
+        "gpt_tiny", 4, ("model=resnet18", "model.image_size=32", "train.global_batch=8"), "gpt_tiny", (2, 4), 8
+    ),
+}
+
+
+@dataclass
+class Session:
+    """Runs and checks of one start of gpu-check.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        device_name: Name of the device, as torch reports it.
+        directory: Where the runs leave their records.
+        sizes: What suits the device.
+        checks: What the part so far has looked at.
+    """
+
+    device: str
+    device_name: str
+    directory: Path
+    sizes: Sizes
+    checks: list[Check] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, options: argparse.Namespace) -> Session:
+        """With a new folder for its records."""
+        name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_gpu-check"
+        directory = store.claim_directory(options.outputs, name, "outputs", lambda folder, _: ledger.begin(folder, []))
+        return cls(options.device, _device_name(options.device), directory, SIZES[options.device])
+
+    def carry_out(self, name: str, part: Callable[[Session], None]) -> Found:
+        """Do a part and return what it found; an error of the part itself is a failed check."""
+        self.checks, started, taken = [], time.monotonic(), datetime.now(timezone.utc)
+        try:
+            part(self)
+        except Exception as error:
+            self.tell(name, False, f"{type(error).__name__}: {error}")
+        seconds = round(time.monotonic() - started, 1)
+        self.tell(
+            "duration", seconds < 540 or self.device == "cpu", f"{seconds:.0f} s, must be below 540", seconds=seconds
+        )
+        return Found(taken.isoformat(timespec="seconds"), seconds, environment("cpu"), self.checks)
+
+    def tell(self, name: str, passed: bool, said: str, **figures: Any) -> None:
+        """Note a check and print it."""
+        print(f"  {'ok  ' if passed else 'FAIL'}  {name:<30} {said}", flush=True)
+        self.checks.append(Check(name, passed, said, figures))
+
+    def run(self, name: str, *overrides: str) -> Record:
+        """The record of a run of the product in ranks of its own, with its losses; nothing may be left of it."""
+        common = [f"device={self.device}", "cluster.ranks_per_node=1"]
+        typed = [*(one for one in common if not _sets(overrides, one)), *overrides]
+        composed = compose_all(conf_folder(), "config", typed, multirun=False).jobs[0]
+
+        def begin(folder: Path, directory: Path) -> None:
+            store.write_record(folder, record.begin(config.resolve(composed), directory, {}, typed))
+
+        directory = store.claim_directory(self.directory, name, "outputs", begin)
+        before = holders()
+        with suppress(SystemExit):  # the record says how it ended
+            product.run(composed, directory)
+        if left := wait_until_released(before):
+            self.tell(f"{name}: processes", False, f"still on the device: {'; '.join(left)}")
+        done = load(directory)
+        assert isinstance(done, Run)  # it is the directory of one
+        return {**done, "losses": done.series("losses").tolist(), "directory": str(directory)}
+
+    def reference(self, name: str, *overrides: str) -> list[float]:
+        """Losses of a run that others must follow; empty where they cannot be compared with."""
+        found = self.run(name, *overrides)
+        if found["status"] != "ok":
+            self.tell(name, False, reason(found))
+            return []
+        losses = found["losses"]
+        fell = losses[CHECKED_STEPS - 1] < (1 - LEAST_FALL) * losses[0]
+        said = f"loss {losses[0]:.4f} to {losses[CHECKED_STEPS - 1]:.4f}, must fall by {LEAST_FALL:.0%}"
+        self.tell(name, fell, said, **speed(found))
+        return losses[:CHECKED_STEPS] if fell else []
+
+    def follows(self, name: str, reference: Sequence[float], tolerance: float, *overrides: str) -> Record:
+        """The record of a run, whose first losses must be those of the reference within a relative tolerance."""
+        found = self.run(name, *overrides)
+        if found["status"] != "ok":
+            self.tell(name, False, reason(found))
+        elif not reference:
+            self.tell(name, False, "ran, and there is no reference")
+        else:
+            off = largest_difference(found["losses"], reference)
+            said = f"off by {off:.1e}, at most {tolerance:.0e}; {speed_text(found)}"
+            self.tell(name, off <= tolerance and plausible(found), said, off=off, **speed(found))
+        return found
+
+    def measured(self, name: str, *overrides: str) -> Record:
+        """The record of a run whose speed counts; running out of memory is a result, an MFU of 1 is none."""
+        found = self.run(name, *overrides)
+        if found["status"] == "ok":
+            self.tell(name, plausible(found), speed_text(found), **speed(found))
+        else:
+            self.tell(name, found["status"] == "oom", reason(found), status=found["status"])
+        return found
+
+    def launched(self, name: str, *overrides: str) -> list[Record]:
+        """Records of the runs of a sweep in one process, as ``torchrun ... train.py -m`` makes them."""
+        folder = self.directory / name
+        typed = [f"device={self.device}", *overrides, f"hydra.sweep.dir={folder}"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+        command = [*torchrun, str(ROOT / "train.py"), "-m", *typed]
+        # Set, because torchrun would print a warning that it sets it.
+        environ = {"OMP_NUM_THREADS": "1", **os.environ}
+        done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"torchrun ... -m ended with {done.returncode}: {done.stderr[-500:]}")
+        return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def reason(found: Record) -> str:
+    """How a run ended, in one line."""
+    error = found["error"]
+    message = str(error["message"]).strip().partition("\n")[0]
+    return f"{found['status']} on rank {error['rank']}: {error['type']}: {message}"
+
+
+def speed(found: Record) -> dict[str, Any]:
+    """The figures of a run that are kept."""
+    metrics = found["metrics"]
+    names = ("tokens_per_second", "samples_per_second", "mfu", "share_of_ceiling", "peak_memory_bytes")
+    kept = {name: metrics.get(name) for name in names}
+    return {**kept, "step_seconds": metrics["step_seconds"]["median"], "overrides": found["overrides"]}
+
+
+def speed_text(found: Record) -> str:
+    """The same for people."""
+    metrics = found["metrics"]
+    rate, unit = metrics["tokens_per_second"], "tokens/s"
+    if rate is None:
+        rate, unit = metrics["samples_per_second"], "samples/s"
+    mfu = "no MFU" if metrics["mfu"] is None else f"MFU {metrics['mfu']:.1%}"
+    shown = "too few steps to time" if rate is None else f"{rate:,.0f} {unit}"
+    return f"{shown}, {mfu}, {metrics['peak_memory_bytes'] / 2**30:.1f} GiB"
+
+
+def plausible(found: Record) -> bool:
+    """Whether the MFU of a run is one, where it has one."""
+    mfu = found["metrics"]["mfu"]
+    return mfu is None or 0 < mfu < 1
+
+
+def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative difference of a loss."""
+    pairs = zip(losses[: len(reference)], reference, strict=True)
+    return max(abs(loss / expected - 1) for loss, expected in pairs)
+
+
+def holders(device_file: str = r"/dev/(nvidia\d+|kfd)") -> dict[int, str]:
+    """Processes that have a device's file open, by their id, and what they are; nothing but /proc is needed."""
+    found = {}
+    for process in psutil.process_iter():
+        folder = Path(f"/proc/{process.pid}/fd")
+        with suppress(OSError, psutil.Error):
+            if any(re.fullmatch(device_file, os.readlink(link)) for link in folder.iterdir()):
+                found[process.pid] = f"{process.pid} {' '.join(process.cmdline())[:80]}"
+    return found
+
+
+def wait_until_released(before: Iterable[int], look: Callable[[], dict[int, str]] = holders) -> list[str]:
+    """The processes that hold the device and did not ``before``, after the driver has had its time."""
+    until = time.monotonic() + RELEASE_SECONDS
+    while True:
+        left = [told for pid, told in look().items() if pid not in before]
+        if not left or time.monotonic() > until:
+            return left
+        time.sleep(0.1)
+
+
+def _sets(overrides: Iterable[str], other: str) -> bool:
+    """Whether one of the overrides sets the option that ``other`` sets."""
+    option = other.partition("=")[0]
+    return any(one.partition("=")[0] == option for one in overrides)
+
+
+def _device_name(device: str) -> str:
+    """The device's name, asked in another process: a process that has initialized CUDA cannot fork ranks."""
+    if device == "cpu":
+        return "cpu"
+    ask = "import torch; print(torch.cuda.get_device_name())"
+    return subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
