@@ -34,7 +34,7 @@ def main() -> int:
     """Carry out the parts that were asked for and print what came out."""
     options = _parse()
     with importable(options.wheels):
-        from benchmarks.gpu_check import parts, results
+        from . import parts, results
 
         if options.list:
             print("\n".join(f"{name:<16}{part.__doc__}" for name, part in parts.PARTS.items()))
@@ -52,8 +52,8 @@ def main() -> int:
 def _check(options: argparse.Namespace) -> int:
     import torch
 
-    from benchmarks.gpu_check import parts, results
-    from benchmarks.gpu_check.session import Session
+    from . import parts, results
+    from .session import Session
 
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     if options.device == "cuda" and not gpus:

@@ -11,10 +11,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
-from omegaconf import DictConfig
+from ptdbench.measure.hardware import dense_peak
 
-from benchmarks.gpu_check.session import (
+from .session import (
     CHECKED_STEPS,
     ROOT,
     Record,
@@ -25,11 +24,6 @@ from benchmarks.gpu_check.session import (
     speed,
     speed_text,
 )
-from benchmarks.rank import joined
-from ptdbench.launch import local
-from ptdbench.measure.hardware import dense_peak
-from ptdbench.setup.compose import compose_all, conf_folder
-from ptdbench.workloads.train import assemble
 
 STRATEGIES = ("single", "ddp", "fsdp", "pdp")
 
@@ -130,20 +124,19 @@ def large(session: Session, mode: str, precision: str = "bf16") -> None:
 
 def beside(session: Session) -> None:
     """The same step of nanoGPT's recipe and of transformers' GPT-2 beside ours, by turns in one process."""
+    rounds: list[tuple[str, ...]]
     if session.device == "cuda":
         rounds = [("gpt_small", "--batch=16", "--steps=50"), ("gpt_xl", "--batch=8", "--steps=20")]
     else:
         rounds = [("gpt_tiny", "--batch=2", "--sequence=32", "--steps=6", "--warmup=1")]
     for model, *options in rounds:
         for rival in ("nanogpt", "transformers"):
-            command = [sys.executable, "benchmarks/model_speed.py", f"--model={model}", f"--against={rival}", *options]
-            command += [f"--device={session.device}", "--json"]
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            what = (f"--model={model}", f"--against={rival}", f"--device={session.device}", "--json")
+            done = _script("model_speed.py", *what, *options)
             if done.returncode:
-                why = (done.stderr.strip().splitlines() or ["no output"])[-1]
-                session.tell(f"{model} against {rival}", False, why)
+                session.tell(f"{model} against {rival}", False, _last_line(done.stderr))
                 continue
-            for mode, figures in json.loads(done.stdout.splitlines()[-1]).items():
+            for mode, figures in json.loads(_last_line(done.stdout)).items():
                 ratio = figures["ratio"]
                 said = f"our step takes {ratio:.3f} of theirs ({figures['ours']:.4f} s), required below 1"
                 session.tell(f"{model} {mode} against {rival}", ratio < 1 or session.device == "cpu", said, **figures)
@@ -202,31 +195,18 @@ def two_ranks(session: Session) -> None:
 def silent(session: Session) -> None:
     """The host never waits for the device within a step: torch's synchronization guard raises where it would."""
     for precision in ("fp32", "bf16", "fp16"):
-        options = (*_small(session), "parallel=single", f"device={session.device}", f"precision={precision}")
-        composed = compose_all(conf_folder(), "config", [*options, "train.clip_norm=1"], multirun=False).jobs[0]
-        try:
-            local.start(_guarded_steps, 1, composed, str(session.directory / f"silent-{precision}"))
-        except local.RankDied as died:
-            session.tell(precision, False, f"a step synchronized: {died}; the traceback is above")
-        else:
-            asked = session.device == "cuda"
-            session.tell(
-                precision, True, f"five steps {'without a synchronization' if asked else 'ran; a CPU has no guard'}"
-            )
+        options = (*_small(session), f"device={session.device}", f"precision={precision}", "train.clip_norm=1")
+        done = _script("silent_steps.py", *options)
+        session.tell(precision, not done.returncode, _last_line(done.stdout or done.stderr))
 
 
-def _guarded_steps(environ: Mapping[str, str], composed: DictConfig, directory: str) -> None:
-    with joined(environ, composed, directory) as job:
-        loop = assemble(job)
-        for _ in range(3):
-            loop.step()
-        if job.device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
-        for _ in range(5):
-            loop.step()
-        if job.device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-        loop.feed.close()
+def _script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / name), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["no output"])[-1]
 
 
 def _small(session: Session) -> tuple[str, ...]:

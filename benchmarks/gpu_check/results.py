@@ -53,7 +53,7 @@ class Found:
 def keep(folder: Path, device: str, part: str, found: Found) -> None:
     """Write what a part found into the device's file, in place of what it found before; other parts stay."""
     path = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-')}.json"
-    known = json.loads(path.read_text()) if path.exists() else {"device": device, "parts": {}}
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"device": device, "parts": {}}
     known["parts"][part] = asdict(found)
     folder.mkdir(parents=True, exist_ok=True)
     write_json(path, known)

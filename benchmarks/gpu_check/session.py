@@ -18,13 +18,14 @@ from typing import Any
 
 import psutil
 
-from benchmarks.gpu_check.results import Check, Found
 from ptdbench import run as product
 from ptdbench.measure.hardware import environment
 from ptdbench.records import ledger, record, store
 from ptdbench.records.load import Run, load
 from ptdbench.setup import config
 from ptdbench.setup.compose import compose_all, conf_folder
+
+from .results import Check, Found
 
 ROOT = Path(__file__).parents[2]
 
