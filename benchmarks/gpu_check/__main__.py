@@ -10,7 +10,7 @@ Every part adds what it found to ``benchmarks/gpu/<device>.json``, in place of w
 models; it shows nothing about a GPU and records nothing unless ``--results`` says where.
 
 The wheels (``benchmarks/README.md`` lists them) are made elsewhere by ``pip wheel``. They are unpacked and not
-installed; what the machine has already is left alone.
+installed; what they hold comes before what the machine has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from zipfile import ZipFile
@@ -78,22 +77,14 @@ def importable(wheels: Path | None) -> Iterator[None]:
     """Put the checkout on the path, and what the wheels hold; Hydra finds its files only outside of a wheel."""
     with TemporaryDirectory() as site:
         for wheel in sorted(wheels.glob("*.whl")) if wheels else ():
-            if not _installed(wheel.name.split("-")[0]):
-                with ZipFile(wheel) as archive:
-                    archive.extractall(site)
+            with ZipFile(wheel) as archive:
+                archive.extractall(site)
         folders = [str(ROOT), site]
         sys.path[:0] = folders
         # Also for the processes that this one starts: the fork server, and torch's compilers.
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, *inherited]))
         yield
-
-
-def _installed(name: str) -> bool:
-    try:
-        return bool(distribution(name))
-    except PackageNotFoundError:
-        return False
 
 
 def _parse() -> argparse.Namespace:
