@@ -22,12 +22,16 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ptdbench.checkpoints import manifest, reading, shelf
 from ptdbench.checkpoints.manifest import Manifest, Stamp
+from ptdbench.checkpoints.shares import Shares
 from ptdbench.checkpoints.staging import Staging
 from ptdbench.checkpoints.together import gathered, place
 
 T = TypeVar("T")
 
 Facts = Mapping[str, Any]
+
+#: What to save, as soon as it is copied, and the facts.
+Prepared = tuple[Callable[[], dict[str, Tensor]], Facts]
 
 #: Added to the writing thread's nice value, so that training has priority on the cores.
 _NICE = 10
@@ -61,6 +65,7 @@ class Saver:
         self._run_directory = run_directory
         self._keep = keep
         self._rank, self._world_size = place(self.group)
+        self._shares = Shares(self.group)
         self._staging = Staging() if asynchronous else None
         self._thread: threading.Thread | None = None
 
@@ -79,7 +84,7 @@ class Saver:
         """Save the current values of ``tensors``; called in all ranks, between two steps.
 
         Waits for the previous save. Ranks may pass different tensors; tensors of the same name must be equal, and are
-        written once.
+        written once, each by one of the ranks that have it: nothing else is copied.
 
         Args:
             step: Number of optimizer steps done.
@@ -90,7 +95,7 @@ class Saver:
         """
         started = time.perf_counter()
         self.wait()
-        prepared = _tried(lambda: (self._staged(tensors), self._facts(facts)))
+        prepared = _tried(lambda: (self._staged(self._shares.select(tensors)), self._facts(facts)))
         if self._staging:
             # A daemon, so that a run whose peers have died can end.
             self._thread = threading.Thread(
@@ -110,11 +115,12 @@ class Saver:
     def close(self) -> None:
         """Wait for the last save, and release the group and the memory."""
         self.wait()
-        self._staging = None
+        if self._staging:
+            self._staging.close()
         dist.destroy_process_group(self.group)
 
-    def _staged(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return self._staging(tensors) if self._staging else dict(tensors)
+    def _staged(self, tensors: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        return self._staging(tensors) if self._staging else lambda: tensors
 
     def _facts(self, facts: Facts | Callable[[], Facts]) -> Facts:
         if self._rank > 0:
@@ -125,9 +131,7 @@ class Saver:
         _stand_back()
         self._save(*arguments)
 
-    def _save(
-        self, step: int, prepared: Future[tuple[dict[str, Tensor], Facts]], model: Mapping[str, Any], is_best: bool
-    ) -> None:
+    def _save(self, step: int, prepared: Future[Prepared], model: Mapping[str, Any], is_best: bool) -> None:
         """Write the prepared tensors to disk, and prune older checkpoints."""
         try:
             self._write(step, prepared, model)
@@ -153,13 +157,13 @@ class Saver:
         if self.best is not None:
             shelf.mark_best(self._run_directory, self.best)
 
-    def _write(self, step: int, prepared: Future[tuple[dict[str, Tensor], Facts]], model: Mapping[str, Any]) -> None:
+    def _write(self, step: int, prepared: Future[Prepared], model: Mapping[str, Any]) -> None:
         """Write a complete checkpoint; if one rank fails all do, and nothing is left.
 
         Raises:
             _Failed: In all ranks.
         """
-        tensors, facts = self._together(prepared.result)
+        tensors, facts = self._together(lambda: _copied(prepared.result()))
         partial = shelf.partial(self._run_directory, step)
         try:
             self._on_rank_0(lambda: shelf.begin(partial))
@@ -209,6 +213,11 @@ def _tried(task: Callable[[], T]) -> Future[T]:
 
 def _told(rank: int, error: BaseException) -> str:
     return str(error) if isinstance(error, _Failed) else f"rank {rank}: {type(error).__name__}: {error}"
+
+
+def _copied(prepared: Prepared) -> tuple[dict[str, Tensor], Facts]:
+    copies, facts = prepared
+    return copies(), facts
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""Batches of one rank from a stream of samples, prefetched by worker processes if needed."""
+"""Batches of one rank from a stream of samples, prefetched by worker processes, or by a thread beside a GPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import itertools
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import util
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from ptdbench.data.protocol import Data
 
 Batch = tuple[Tensor, Tensor]
 
-#: Batches that each worker process keeps ready.
+#: Batches that each worker process, or the thread, keeps ready.
 AHEAD = 2
 
 #: prctl(2): the signal that a process gets when its parent dies.
@@ -28,9 +30,11 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # here, as a pro
 
 
 class Feed:
-    """Supplies batches, made by this process or by worker processes, depending on the data.
+    """Supplies batches, made by worker processes if the data ask for them, else by this process.
 
-    The result is the same in both cases: a sample is a function of its number.
+    For a GPU, a thread of this process makes and pins them ahead, so that the device does not wait for it. On a CPU,
+    where a thread would take the step's own cores, they are made when asked for. The result is the same in all cases:
+    a sample is a function of its number.
 
     Attributes:
         wait_seconds: How long each call since the last :meth:`forget` waited for its batch.
@@ -46,18 +50,13 @@ class Feed:
         self._batches = _Batches(data, rows)
         self._workers = data.workers
         self._device = device
-        self._made: Any = None  # torch's iterator over what the workers make
+        self._ahead: _Ahead | None = None
         self._next = 0
 
     def __call__(self, step: int) -> Batch:
         """Inputs and targets of a step, on the device; to be called in the order of steps."""
         started = time.perf_counter()
-        if not self._workers:
-            batch = self._batches[step]
-        else:
-            if self._made is None or self._next != step:
-                self._made = self._start(step)
-            batch, self._next = next(self._made), step + 1
+        batch = self._next_batch(step)
         self.wait_seconds.append(time.perf_counter() - started)
         return self._moved(batch)
 
@@ -70,30 +69,23 @@ class Feed:
         return self._moved(self._batches[step])
 
     def close(self) -> None:
-        """End the worker processes."""
-        made, self._made = self._made, None
-        if made is not None:
-            # By hand: the traceback of a step that has failed may hold it for as long as the rank lives.
-            made._shutdown_workers()
+        """End the worker processes or the thread."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close()
 
-    def _start(self, step: int) -> Any:
-        loader = DataLoader(
-            self._batches,
-            batch_size=None,
-            sampler=itertools.count(step),  # type: ignore[arg-type] # endless, and never asked for its length
-            num_workers=self._workers,
-            prefetch_factor=AHEAD,
-            pin_memory=self._device.type == "cuda",
-            # Forked by the rank, to die with it: those of a server that forks for it would outlive it for ever.
-            multiprocessing_context="fork",
-            worker_init_fn=_belong_to_the_rank,
-            # Its own, so that the rank's stays where a run without workers has it.
-            generator=torch.Generator(),
-        )
-        made: Any = iter(loader)
-        # As they leave signals to the rank, a rank that ends without close() would wait for them for ever.
-        util.Finalize(None, made._shutdown_workers, exitpriority=100)
-        return made
+    def _next_batch(self, step: int) -> Batch:
+        on_gpu = self._device.type == "cuda"
+        if not self._workers and not on_gpu:
+            return self._batches[step]
+        if self._ahead is None or self._next != step:
+            self.close()
+            if self._workers:
+                self._ahead = _Workers(self._batches, step, self._workers, pinned=on_gpu)
+            else:
+                self._ahead = _Thread(self._batches, step, self._device)
+        self._next = step + 1
+        return next(self._ahead)
 
     def _moved(self, batch: Batch) -> Batch:
         if self._device.type == "cpu":
@@ -123,3 +115,73 @@ class _Batches(Dataset[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         return self._data.samples(*self._rows(step))
+
+
+class _Ahead(Protocol):
+    """Makes batches before they are asked for."""
+
+    def __next__(self) -> Batch:
+        """The batch of the next step."""
+
+    def close(self) -> None:
+        """Make no more."""
+
+
+class _Workers:
+    """Makes batches from step ``first`` on in ``count`` processes."""
+
+    def __init__(self, batches: _Batches, first: int, count: int, pinned: bool) -> None:
+        loader = DataLoader(
+            batches,
+            batch_size=None,
+            sampler=itertools.count(first),  # type: ignore[arg-type] # endless, and never asked for its length
+            num_workers=count,
+            prefetch_factor=AHEAD,
+            pin_memory=pinned,  # in a thread of this process
+            # Forked by the rank, to die with it: those of a server that forks for it would outlive it for ever.
+            multiprocessing_context="fork",
+            worker_init_fn=_belong_to_the_rank,
+            # Its own, so that the rank's stays where a run without workers has it.
+            generator=torch.Generator(),
+        )
+        made: Any = iter(loader)
+        # As they leave signals to the rank, a rank that ends without close() would wait for them for ever.
+        util.Finalize(None, made._shutdown_workers, exitpriority=100)
+        self._made = made
+
+    def __next__(self) -> Batch:
+        batch: Batch = next(self._made)
+        return batch
+
+    def close(self) -> None:
+        """End the processes."""
+        # By hand: the traceback of a step that has failed may hold the iterator for as long as the rank lives.
+        self._made._shutdown_workers()
+
+
+class _Thread:
+    """Makes and pins batches from step ``first`` on in a thread, for ``device``."""
+
+    def __init__(self, batches: _Batches, first: int, device: torch.device) -> None:
+        self._batches = batches
+        self._steps = itertools.count(first)
+        # A thread begins on device 0, where pinning would create a context.
+        self._thread = ThreadPoolExecutor(1, "batches", initializer=torch.cuda.set_device, initargs=(device,))
+        self._made: deque[Future[Batch]] = deque()
+        for _ in range(AHEAD):
+            self._make_another()
+
+    def __next__(self) -> Batch:
+        self._make_another()
+        return self._made.popleft().result()
+
+    def close(self) -> None:
+        """End the thread, once it has made the batch that it is making."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _make_another(self) -> None:
+        self._made.append(self._thread.submit(self._pinned, next(self._steps)))
+
+    def _pinned(self, step: int) -> Batch:
+        inputs, targets = self._batches[step]
+        return inputs.pin_memory(), targets.pin_memory()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -169,3 +170,73 @@ def what_is_raised() -> str:
 @pytest.mark.ranks
 def test_what_a_worker_raises_is_raised_here():
     assert "cat.jpg is broken in 10" in in_a_rank(what_is_raised)
+
+
+class Cuda:
+    """What a feed asks of CUDA, and in which thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, str, Any]] = []
+
+        def note(call: str, value: Any = None) -> None:
+            self.calls.append((threading.current_thread().name.partition("_")[0], call, value))
+
+        def pinned(tensor: torch.Tensor) -> torch.Tensor:
+            note("pin", int(tensor.flatten()[0]))
+            return tensor
+
+        def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+            note("copy", (str(device), non_blocking))
+            return tensor
+
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: note("device", str(device)))
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+        monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+        monkeypatch.setattr(torch.Tensor, "to", to)
+
+    def of(self, call: str) -> list[tuple[str, Any]]:
+        return [(thread, value) for thread, name, value in self.calls if name == call]
+
+
+class TestForAGpu:
+    """Data without worker processes."""
+
+    def test_batches_are_made_and_pinned_ahead_in_a_thread(self, monkeypatch):
+        cuda = Cuda(monkeypatch)
+        feed = Feed(Reveals(seed=0), rows, torch.device("cuda", 1))
+        made = [feed(step) for step in range(3)]
+        feed.close()
+        assert [inputs[0].item() for inputs, _ in made] == [0, 10, 20]
+        assert cuda.of("device") == [("batches", "cuda:1")]
+        assert {thread for thread, _ in cuda.of("pin")} == {"batches"}
+        assert cuda.of("copy") == [("MainThread", ("cuda:1", True))] * 6
+        assert len(feed.wait_seconds) == 3
+
+    def test_the_next_one_is_made_while_the_step_runs(self, monkeypatch):
+        Cuda(monkeypatch)
+        made = {step: threading.Event() for step in range(10)}
+
+        class Watched(Reveals):
+            def samples(self, start: int, stop: int) -> Any:
+                made[start // 10].set()
+                return super().samples(start, stop)
+
+        feed = Feed(Watched(seed=0), rows, torch.device("cuda"))
+        feed(0)
+        assert made[2].wait(60)
+        feed.close()
+        assert not made[3].is_set()
+
+    def test_it_may_start_anew_at_another_step(self, monkeypatch):
+        Cuda(monkeypatch)
+        feed = Feed(Reveals(seed=0), rows, torch.device("cuda"))
+        assert [feed(step)[0][0].item() for step in (0, 1, 7, 8)] == [0, 10, 70, 80]
+        feed.close()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+    def test_what_goes_wrong_in_the_thread_is_raised_in_the_step(self, monkeypatch):
+        Cuda(monkeypatch)
+        feed = Feed(Broken(seed=0), rows, torch.device("cuda"))
+        with pytest.raises(ValueError, match="cat.jpg is broken in 0"):
+            feed(0)
+        feed.close()
