@@ -1,4 +1,4 @@
-"""Activation checkpointing and compilation, layer by layer."""
+"""Activation checkpointing, layer by layer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,13 +22,3 @@ def recompute(layers: Sequence[nn.Module]) -> None:
     """Apply activation checkpointing: keep only each layer's input, and recompute the layer in the backward pass."""
     for layer in layers:
         wrap_forward(layer, lambda forward: partial(checkpoint, forward, use_reentrant=False))
-
-
-def compile_each(layers: Sequence[nn.Module]) -> None:
-    """Compile layer by layer.
-
-    Identical layers share one compiled graph, so it takes as long for 96 of them as for one, and the communication
-    between layers stays between the graphs, where it can overlap.
-    """
-    for layer in layers:
-        wrap_forward(layer, torch.compile)

@@ -10,9 +10,10 @@ from torch import nn
 
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model
-from ptdbench.parallel.activations import compile_each, recompute
+from ptdbench.parallel.activations import recompute
 from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.batchnorm import synchronize_batchnorm
+from ptdbench.parallel.compilation import Compile, compile_parts
 from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.engine import Part
 from ptdbench.parallel.precision import Name, autocast_forward
@@ -29,7 +30,7 @@ class Setting:
         layout: How the batch is divided among them.
         device: This rank's device.
         precision: Dtype of the arithmetic.
-        compile: Whether the layers are compiled.
+        compile: What is compiled, see :mod:`ptdbench.parallel.compilation`.
         activation_checkpointing: ``full``: layers keep only their inputs and are recomputed in the backward pass.
         seed: Seed of the weights.
         channels_last: Whether images are channels-last in memory.
@@ -39,7 +40,7 @@ class Setting:
     layout: Layout
     device: torch.device
     precision: Name = "fp32"
-    compile: bool = False
+    compile: Compile = False
     activation_checkpointing: Literal["none", "full"] = "none"
     seed: int = 0
     channels_last: bool = False
@@ -76,8 +77,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
     if setting.activation_checkpointing == "full":
         recompute(layers)
     # Before FSDP and DDP: their hooks communicate between the compiled graphs.
-    if setting.compile:
-        compile_each(layers)
+    compile_parts(module, layers, (model.parts() or {}).values(), setting.compile)
     # Gathers weights in the dtype of the arithmetic, so that no autocast is needed. Shards have to be contiguous.
     if transforms.sharding:
         return shard(module, layers, setting.mesh.shard, transforms.sharding, fill)

@@ -9,6 +9,7 @@ from typing import Literal
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.apply import Setting, Transforms, apply
 from ptdbench.parallel.batch import Layout, divides
+from ptdbench.parallel.compilation import Compile, start_afresh
 from ptdbench.parallel.dims import Degree, Dims, derive, divisors
 from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
@@ -128,6 +129,12 @@ class Strategy:
             rule = f"{names[0]} and {names[1]} are one weight, and fully_shard wants it in one layer"
             require(Problem("shard", self.shard, rule, try_these(["parallel=ddp"])))
 
+    def check_compile(self, how: Compile, layout: Layout) -> None:
+        """Raise ConfigError where the model cannot be compiled this way."""
+        if how == "whole" and self._applies("shard", layout.dims):
+            rule = "is one graph, and sharded weights are gathered between the graphs of the layers"
+            require(Problem("compile", how, rule, try_these(["layers", "or parallel=ddp"])))
+
     def footprints(self, model: Model, layout: Layout, make: MakeOptimizer, *, average: bool) -> list[Footprint]:
         """The training state of a rank of each pipeline stage; ``average``: whether a moving average is kept."""
         in_buckets = self._applies("replicate", layout.dims) and not self._applies("shard", layout.dims)
@@ -136,6 +143,7 @@ class Strategy:
 
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Lay the model out; called in every rank."""
+        start_afresh(setting.compile)
         transforms = self._transforms(setting)
         if self._applies("pipeline", setting.layout.dims):
             return pipelined(model, setting, transforms, schedules.SCHEDULES[self.schedule])

@@ -80,8 +80,15 @@ def insert(overrides: Sequence[str], extra: Sequence[str]) -> None:
 #: Options that were called otherwise once, by their old names.
 RENAMED = {"parallel.pipeline_size": "parallel.pipeline"}
 
+#: Values that were called otherwise once, by option.
+RENAMED_VALUES = {"compile": {"true": "layers"}}
+
 
 def renamed(override: str) -> str:
-    """An override that an earlier version of this package wrote down, under its option's name of today."""
+    """An override that an earlier version of this package wrote down, with the names of today."""
     name = option(override)
+    values = RENAMED_VALUES.get(name)
+    if values:
+        before, sign, value = override.partition("=")
+        override = before + sign + ",".join(values.get(one.strip().lower(), one) for one in value.split(","))
     return override.replace(name, RENAMED.get(name, name), 1)

@@ -128,7 +128,7 @@ class General:
     """What stands at the root of the configuration."""
 
     precision: Literal["fp32", "bf16", "fp16"]
-    compile: bool
+    compile: Literal[False, "layers", "whole", "autotune"]
     activation_checkpointing: Literal["none", "full"]
     seed: int
     device: Literal["auto", "cpu", "cuda"]

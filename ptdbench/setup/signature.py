@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from ptdbench.problems import Problem, nearest, try_these
+from ptdbench.problems import Problem, as_typed, nearest, try_these
 
 #: What a configuration can hold, by annotation: the types of its values.
 KINDS: dict[Any, Any] = {float: (int, float), int: int, bool: bool, str: str, type(None): type(None)}
@@ -94,7 +94,7 @@ def _spelled(hint: Any) -> str:
     spelled = []
     for member in _alternatives(hint):
         if get_origin(member) is Literal:
-            spelled += [str(choice) for choice in get_args(member)]
+            spelled += [as_typed(choice) for choice in get_args(member)]
         else:
             containers = {dict: "a mapping", Mapping: "a mapping", None: str(member)}
             spelled.append(names.get(member) or containers.get(get_origin(member), "a list"))

@@ -127,6 +127,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
     where = found.of(layout) if strategy else None
     if strategy and model and where:
         found.of(lambda: under("parallel", lambda: strategy.check(model, where)))
+        found.of(lambda: strategy.check_compile(config.resolved["compile"], where))
     found.close()
     assert strategy and data and model and where and optimizer and schedule  # noqa: PT018 - one fact
 

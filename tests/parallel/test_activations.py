@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-from functools import partial
-
-import pytest
 import torch
 from torch import nn
 
-from ptdbench.parallel.activations import compile_each, recompute, wrap_forward
+from ptdbench.parallel.activations import recompute, wrap_forward
 
 
 class Counted(nn.Linear):
@@ -59,38 +56,3 @@ def test_recomputation_runs_each_layer_twice_keeps_only_its_input_and_changes_no
     assert saved["frugal"] < saved["plain"]
     for ours, theirs in zip(frugal.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_identical_layers_share_one_compiled_graph(monkeypatch):
-    compiled = []
-
-    def backend(graph, _):
-        compiled.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
-    layers = [nn.Linear(4, 4) for _ in range(3)]
-    x = torch.ones(2, 4)
-    expected = [layer(x) for layer in layers]
-    names = [list(layer.state_dict()) for layer in layers]
-    compile_each(layers)
-    for layer, outputs in zip(layers, expected, strict=True):
-        torch.testing.assert_close(layer(x), outputs)
-    assert len(compiled) == 1
-    assert [list(layer.state_dict()) for layer in layers] == names
-
-
-def test_recomputation_inside_compilation(monkeypatch):
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    layer = nn.Linear(4, 4)
-    x = torch.ones(2, 4)
-    expected = torch.autograd.grad(layer(x).sum(), layer.weight)[0]
-    recompute([layer])
-    compile_each([layer])
-    torch.testing.assert_close(torch.autograd.grad(layer(x).sum(), layer.weight)[0], expected)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler():
-    yield
-    torch._dynamo.reset()

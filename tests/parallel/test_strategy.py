@@ -366,6 +366,14 @@ class TestPipeline:
         told = refused(strategy.check, gpt(), layout_of(strategy, 5, 20))
         assert told.endswith("try another cluster.ranks_per_node, or parallel=ddp")
 
+    def test_one_graph_has_no_place_to_gather_weights_in(self):
+        told = refused(STRATEGIES["fsdp"].check_compile, "whole", layout_of(STRATEGIES["fsdp"], 2, 4))
+        rule = "is one graph, and sharded weights are gathered between the graphs of the layers"
+        assert told == f"compile=whole: {rule}; try layers, or parallel=ddp"
+        STRATEGIES["fsdp"].check_compile("layers", layout_of(STRATEGIES["fsdp"], 2, 4))
+        for strategy in (Strategy(), Strategy(replicate="auto"), pipeline()):
+            strategy.check_compile("whole", layout_of(strategy, strategy.ranks(2), 4))
+
     @pytest.mark.parametrize("build", [gpt, lambda: on_meta(Toy), lambda: on_meta(ResNet, depth=18, image_size=32)])
     def test_every_chain_can_be_cut(self, build):
         pipeline().check(build(), layout_of(pipeline(), 2, 16))

@@ -21,6 +21,20 @@ def test_overrides_are_added_beside_those_of_the_command_line(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("written", "today"),
+    [
+        ("parallel.pipeline_size=2", "parallel.pipeline=2"),
+        ("compile=true", "compile=layers"),
+        ("++compile=True,false", "++compile=layers,false"),
+        ("compile=whole", "compile=whole"),
+        ("check=true", "check=true"),
+    ],
+)
+def test_what_an_earlier_version_wrote_down_has_the_names_of_today(written, today):
+    assert commandline.renamed(written) == today
+
+
+@pytest.mark.parametrize(
     ("typed", "added"),
     [
         (["hydra/launcher=submitit_slurm", "parallel=ddp"], ["cluster=slurm"]),

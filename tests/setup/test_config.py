@@ -37,10 +37,10 @@ def test_what_makes_a_choice_what_it_is_is_not_passed_on(group):
 
 
 def test_overrides_arrive_with_their_types():
-    read = config.read(composed("train.micro_batch=4", "train.max_minutes=null", "compile=true", "optimizer.lr=1e-4"))
+    read = config.read(composed("train.micro_batch=4", "train.max_minutes=null", "compile=layers", "optimizer.lr=1e-4"))
     assert read.train.micro_batch == 4
     assert read.train.max_minutes is None
-    assert read.general.compile is True
+    assert read.general.compile == "layers"
     assert read.call("optimizer").options["lr"] == 1e-4
 
 
@@ -48,8 +48,8 @@ def test_overrides_arrive_with_their_types():
     ("part", "override", "message"),
     [
         ("general", "precision=fp8", "precision=fp8: must be fp32, bf16 or fp16"),
-        ("general", "compile=yes", "compile=yes: must be true or false"),
-        ("general", "compile=1", "compile=1: must be true or false"),
+        ("general", "compile=yes", "compile=yes: must be false, layers, whole or autotune"),
+        ("general", "compile=true", "compile=true: must be false, layers, whole or autotune"),
         ("general", "activation_checkpointing=true", "activation_checkpointing=true: must be none or full"),
         ("general", "seed=-1", "seed=-1: must be at least 0"),
         ("general", "seed=1e3", "seed=1000.0: must be a whole number"),

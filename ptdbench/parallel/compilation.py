@@ -1,0 +1,108 @@
+"""Compilation of a model by torch.compile: part by part, or as one graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, wraps
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from ptdbench.parallel.activations import wrap_forward
+from ptdbench.problems import ConfigError, Problem
+
+#: ``layers``: a graph for each layer, and for each other part of a model that is a chain. ``whole``: one graph for the
+#: model, or for each stage of a pipeline. ``autotune``: as ``layers``, with kernels chosen by timing.
+Compile = Literal[False, "layers", "whole", "autotune"]
+
+#: Graphs that a run may need of one kind of part: training and evaluation, a smaller last batch, and outputs without a
+#: loss, each with inputs that need a gradient or not.
+VARIANTS = 8
+
+
+def start_afresh(how: Compile) -> None:
+    """Set up the compiler for one run, whatever earlier runs of this process have compiled.
+
+    Graphs of earlier runs are dropped: after a second batch size torch would compile for sizes that are not known, and
+    after eight sizes not at all. A part that cannot be compiled any more raises an error: torch would only warn, and
+    the run would be measured without compilation.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    if how:
+        config = torch._dynamo.config  # imported here, which takes a second that only runs that compile spend
+        config.fail_on_recompile_limit_hit = True
+        config.recompile_limit = VARIANTS
+        # Under DDP torch would cut each graph again where a bucket of gradients is full. Parts are the boundaries.
+        config.optimize_ddp = False
+
+
+def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module], how: Compile) -> None:
+    """Compile a model or a stage of it.
+
+    Identical layers share one compiled graph, so it takes as long for 96 of them as for one, and the communication
+    between layers stays between the graphs, where it can overlap.
+
+    Args:
+        module: The model, or the stage.
+        layers: Its layers.
+        parts: The parts of the whole model, if it is a chain of them.
+        how: What is compiled.
+    """
+    if not how:
+        return
+    if how == "whole":
+        wrap_forward(module, _compiler(module, how, fullgraph=True))
+        return
+    options = {"mode": "max-autotune-no-cudagraphs"} if how == "autotune" else {}
+    units = [*layers, *_beside(module, layers, parts)]
+    _expect(units)
+    for unit in units:
+        wrap_forward(unit, _compiler(unit, how, **options))
+
+
+def _beside(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module]) -> list[nn.Module]:
+    """The parts of a chain that have weights and share no module with a layer: embedding and head."""
+    here, of_layers = set(module.modules()), {inner for layer in layers for inner in layer.modules()}
+    return [
+        part
+        for part in parts
+        if part in here and of_layers.isdisjoint(part.modules()) and any(True for _ in part.parameters())
+    ]
+
+
+def _expect(units: Iterable[nn.Module]) -> None:
+    """Allow as many graphs as there are kinds of parts: a ResNet's blocks of many shapes are one piece of code."""
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, VARIANTS * len({repr(unit) for unit in units}))
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
+
+
+def _compiler(module: nn.Module, how: Compile, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What compiles the forward of a module, for the shapes that it is called with."""
+    return partial(_compiled, name=type(module).__name__, how=how, options=options)
+
+
+def _compiled(forward: Callable[..., Any], name: str, how: Compile, options: dict[str, Any]) -> Callable[..., Any]:
+    from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
+
+    compiled = torch.compile(forward, dynamic=False, **options)
+
+    @wraps(forward)
+    def run(*arguments: Any, **named: Any) -> Any:
+        try:
+            return compiled(*arguments, **named)
+        except FailOnRecompileLimitHit as error:
+            rule = f"the forward of {name} still changes after {torch._dynamo.config.recompile_limit} compilations"
+            raise _refusal(how, rule, "try false, or samples of one shape") from error
+        except Unsupported as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise _refusal(how, f"the forward of {name} is not one graph: {reason}", "try layers") from error
+
+    return run
+
+
+def _refusal(how: Compile, rule: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem("compile", how, rule, remedy)])
