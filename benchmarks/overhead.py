@@ -37,7 +37,7 @@ from ptdbench.job import Job
 from ptdbench.launch import local, peers
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
-from ptdbench.parallel.precision import DTYPES
+from ptdbench.parallel.precision import narrow
 from ptdbench.report.display import REDRAW_SECONDS, Display, Line
 from ptdbench.report.heading import Heading
 from ptdbench.report.live import Live
@@ -152,18 +152,17 @@ def _bare(job: Job) -> Step:
     assert spec
     model = module_of(spec.model)
     materialize(spec.model, model, device=device, seed=spec.config.general.seed)
+    narrow(model, (), spec.config.general.precision, weights=True)
     optimizer = spec.optimizer(model.parameters())
     forward: nn.Module = model
     if world.size > 1:
         # conf/parallel/ddp.yaml; a bucket size that is given, be it torch's own, does away with a smaller first bucket.
         forward = DistributedDataParallel(model, bucket_cap_mb=25, gradient_as_bucket_view=True, static_graph=True)
     rows = (spec.layout.rows(number, world.rank) for number in range(spec.config.train.steps))
-    precision = spec.config.general.precision
 
     def step() -> Tensor:
         inputs, targets = (tensor.to(device) for tensor in spec.data.samples(*next(rows)))
-        with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
-            loss = forward(inputs, targets)
+        loss = forward(inputs, targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

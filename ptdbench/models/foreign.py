@@ -158,6 +158,8 @@ class Adapted(nn.Module):
             raise TypeError(f"forward() returns {kind}, and neither a tensor nor an object with .logits or .loss")
         if targets is None:
             return outputs
+        if outputs.is_floating_point():
+            outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         loss = getattr(self.module, "loss", default_loss)
         return loss(outputs, targets).float()
 

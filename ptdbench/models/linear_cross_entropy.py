@@ -11,7 +11,6 @@ torch.compile, which may keep the softmax for backward where that is smaller tha
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,8 +31,8 @@ LEAST_ROWS_CPU = 1024
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy of ``hidden @ weight.T`` against ``targets``; every target counts.
 
-    The products run in the autocast dtype where autocast is on, else in the weight's; softmax and loss are
-    computed in fp32 (fp64 for fp64), and the chunks' contributions to the weight's gradient are summed in it.
+    The products run in the weight's dtype; softmax and loss are computed in fp32 (fp64 for fp64), and the chunks'
+    contributions to the weight's gradient are summed in it.
 
     Args:
         hidden: ``[..., width]``, floating point.
@@ -43,12 +42,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     Returns:
         The loss, a scalar in fp32 (fp64 for fp64). It can be differentiated once.
     """
-    device = hidden.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
     if not torch.is_grad_enabled():  # the function below would compute unused gradients
         hidden, weight = hidden.detach(), weight.detach()
-    loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), dtype)
+    loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten())
     return loss
 
 
@@ -69,7 +65,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        dtype = weight.dtype
         precise = torch.promote_types(dtype, torch.float32)
         rows = chunk_rows(len(hidden), len(weight), hidden.device)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
@@ -77,23 +74,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grads: list[Tensor] = []
         losses: list[Tensor] = []
 
-        with _without_autocast(hidden.device.type):  # the dtypes below are chosen one by one
-            factor = weight.to(dtype)
-            for chunk, target in zip(hidden.split(rows), targets.split(rows), strict=True):
-                chunk, target = chunk.to(dtype), target.unsqueeze(1)  # noqa: PLW2901
-                logits = chunk @ factor.T
-                log_likelihood = F.log_softmax(logits, dim=1, dtype=precise).gather(1, target)
-                losses.append(-log_likelihood.sum())
-                if not (needs_hidden or needs_weight):
-                    continue
-                # d loss / d logits = softmax - one_hot. The entry of the target is taken from the precise
-                # value: a softmax close to 1 has lost in bf16 the very digits that remain after subtracting
-                # 1.
-                grad = F.softmax(logits, dim=1).scatter_(1, target, torch.expm1(log_likelihood).to(dtype))
-                if needs_hidden:
-                    hidden_grads.append(grad @ factor)
-                if needs_weight:
-                    weight_grad = _add_product(weight_grad, grad.T, chunk, precise)
+        for chunk, target in zip(hidden.split(rows), targets.split(rows), strict=True):
+            chunk, target = chunk.to(dtype), target.unsqueeze(1)  # noqa: PLW2901
+            logits = chunk @ weight.T
+            log_likelihood = F.log_softmax(logits, dim=1, dtype=precise).gather(1, target)
+            losses.append(-log_likelihood.sum())
+            if not (needs_hidden or needs_weight):
+                continue
+            # d loss / d logits = softmax - one_hot. The entry of the target is taken from the precise
+            # value: a softmax close to 1 has lost in bf16 the very digits that remain after subtracting
+            # 1.
+            grad = F.softmax(logits, dim=1).scatter_(1, target, torch.expm1(log_likelihood).to(dtype))
+            if needs_hidden:
+                hidden_grads.append(grad @ weight)
+            if needs_weight:
+                weight_grad = _add_product(weight_grad, grad.T, chunk, precise)
 
         ctx.tokens = len(hidden)
         ctx.save_for_backward(torch.cat(hidden_grads) if needs_hidden else None, weight_grad)
@@ -101,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return torch.stack(losses).sum() / len(hidden)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
         scale = grads[0] / ctx.tokens
         if hidden_grad is not None:
@@ -110,12 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # In place, as this is the largest tensor here. A second backward through a retained graph then
             # finds a saved tensor that has changed, and autograd refuses it.
             weight_grad = weight_grad.mul_(scale).to(ctx.weight_dtype)
-        return hidden_grad, weight_grad, None, None
-
-
-def _without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Autocast off where there is such a thing; the meta device, on which shapes are found out, has none."""
-    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+        return hidden_grad, weight_grad, None
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from ptdbench.parallel.batchnorm import synchronize_batchnorm
 from ptdbench.parallel.compilation import Compile, compile_parts
 from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.engine import Part
-from ptdbench.parallel.precision import Name, autocast_forward
+from ptdbench.parallel.precision import Name, narrow
 from ptdbench.parallel.replicate import Replication, replicate
 from ptdbench.parallel.shard import Sharding, shard
 
@@ -73,12 +73,14 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
     # First what changes the modules inside a layer: all that follows wraps them.
     if transforms.sync_batchnorm:
         synchronize_batchnorm(module, setting.mesh.batch.get_group(), device)
+    # Inside of recomputation and compilation: the first casts again instead of keeping casts, the second fuses them.
+    narrow(module, layers, setting.precision, weights=transforms.sharding is None)
     # Before the compiler, so that it sees the recomputation and can choose what to keep.
     if setting.activation_checkpointing == "full":
         recompute(layers)
     # Before FSDP and DDP: their hooks communicate between the compiled graphs.
     compile_parts(module, layers, (model.parts() or {}).values(), setting.compile)
-    # Gathers weights in the dtype of the arithmetic, so that no autocast is needed. Shards have to be contiguous.
+    # Gathers weights in the dtype of the arithmetic. Shards have to be contiguous.
     if transforms.sharding:
         return shard(module, layers, setting.mesh.shard, transforms.sharding, fill)
     fill(module)
@@ -86,8 +88,6 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
     # The messages of a pipeline are contiguous.
     if setting.channels_last and setting.layout.dims.pipeline == 1:
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    # On the stage and not around a schedule, so that activations are sent in the narrow dtype.
-    autocast_forward(module, setting.precision, device.type)
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
     if transforms.replication:
         return replicate(module, setting.mesh.batch, device, transforms.replication)

@@ -42,9 +42,10 @@ class HostSyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dimensions (N, C, ...), got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """``(N, C, ...)`` to ``(N, C, ...)``; in eval mode the same as BatchNorm."""
+        """``(N, C, ...)`` to the same in its dtype; statistics are fp32. In eval mode the same as BatchNorm."""
         if not self.training:
             return super().forward(input)
+        dtype, input = input.dtype, input.to(torch.promote_types(input.dtype, torch.float32))
         across = [dim for dim in range(input.dim()) if dim != 1]
         count = input.numel() // input.size(1) * dist.get_world_size(self.group)
         # Two passes: a variance as E[x²] - E[x]² cancels catastrophically where the mean is large.
@@ -54,7 +55,7 @@ class HostSyncBatchNorm(_BatchNorm):
         variance = _Total.apply(centered.square().sum(across), self.group) / count
         self._update(mean.detach(), variance.detach(), count)
         normal = centered * torch.rsqrt(variance + self.eps).view(shape)
-        return normal * self.weight.view(shape) + self.bias.view(shape) if self.affine else normal
+        return (normal * self.weight.view(shape) + self.bias.view(shape) if self.affine else normal).to(dtype)
 
     @torch.no_grad()
     def _update(self, mean: Tensor, variance: Tensor, count: int) -> None:

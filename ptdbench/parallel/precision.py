@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Collection
+from functools import cache, partial, wraps
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 
 from ptdbench.parallel.activations import wrap_forward
 
@@ -21,13 +26,65 @@ def arithmetic(precision: Name, device_type: str) -> str:
     return "tf32" if precision == "fp32" and tf32 else precision
 
 
-def autocast_forward(module: nn.Module, precision: Name, device_type: str) -> None:
-    """Let ``module.forward`` compute its matrix products in ``precision``; fp32 leaves it as it is.
+def narrow(module: nn.Module, layers: Collection[nn.Module], precision: Name, *, weights: bool) -> None:
+    """Let a module compute in ``precision``, the same way under every layout; fp32 leaves it as it is.
 
-    The context covers only the forward, as autocast requires, also under a pipeline schedule.
+    Its parameters stay fp32. Each use of one in a forward pass is a differentiable cast, so that its gradient is
+    accumulated and reduced in fp32. What enters the module or one of its layers is cast too, except targets. Batch
+    norms keep fp32 weights and statistics, and buffers their dtypes.
+
+    Args:
+        module: The model, or a stage of it.
+        layers: Its units of sharding and compilation.
+        precision: Dtype of the arithmetic.
+        weights: Whether weights are cast here; FSDP gathers them in the narrow dtype already.
     """
-    if precision != "fp32":
-        wrap_forward(module, torch.autocast(device_type, DTYPES[precision]))
+    if precision == "fp32":
+        return
+    dtype = DTYPES[precision]
+    for unit in dict.fromkeys((module, *layers)):  # a module of one layer may be it
+        wrap_forward(unit, partial(_casting_inputs, dtype=dtype))
+    for part in module.modules() if weights else ():
+        names = tuple(name for name, weight in part.named_parameters(recurse=False) if weight.is_floating_point())
+        if names and not isinstance(part, _BatchNorm):
+            part.__class__ = _reading_casts(type(part), names, dtype)  # type: ignore[arg-type]
+
+
+def _casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """``forward`` with its floating-point tensors cast to ``dtype``; targets keep theirs, as a loss is in fp32."""
+    taken = list(inspect.signature(forward).parameters)
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    @wraps(forward)
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        arguments = tuple(
+            value if taken[place : place + 1] == ["targets"] else tree_map(cast, value)
+            for place, value in enumerate(arguments)
+        )
+        options = {name: value if name == "targets" else tree_map(cast, value) for name, value in options.items()}
+        return forward(*arguments, **options)
+
+    return wrapped
+
+
+@cache
+def _reading_casts(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
+    """A subclass whose attributes ``names`` are casts of the parameters, as in torchtitan's SimpleFSDP.
+
+    ``parameters()``, ``state_dict()`` and optimizers see the parameters themselves. The compiler traces the cast with
+    the rest of a layer. Equal modules get one class, so that they share a compiled graph.
+    """
+
+    def attribute(name: str) -> property:
+        return property(lambda self: self._parameters[name].to(dtype))
+
+    attributes: dict[str, Any] = {name: attribute(name) for name in names}
+    if issubclass(kind, nn.RNNBase):  # computes with a list of its weights
+        ordered = property(lambda self: [getattr(self, name) for name in self._flat_weights_names], lambda *_: None)
+        attributes["_flat_weights"] = ordered
+    return type(kind.__name__, (kind,), {**attributes, "__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 class AgreedGradScaler(torch.amp.GradScaler):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.engine import Part
@@ -51,9 +52,19 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[how.precision] if narrow else None,
         reduce_dtype=DTYPES[how.reduce_dtype] if narrow else None,
+        cast_forward_inputs=False,  # precision.narrow() does, under every layout
     )
 
     def cut(part: nn.Module) -> FSDPModule:
+        if (
+            narrow
+        ):  # batch norms on their own, or their weights would be gathered in another dtype than their statistics
+            for norm in part.modules():
+                if isinstance(norm, _BatchNorm) and not isinstance(norm, FSDPModule) and norm is not part:
+                    group(norm, MixedPrecisionPolicy(cast_forward_inputs=False))
+        return part if isinstance(part, FSDPModule) else group(part, policy)
+
+    def group(part: nn.Module, policy: MixedPrecisionPolicy) -> FSDPModule:
         return fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=how.reshard_after_forward)
 
     names = {part: name for name, part in module.named_modules()}

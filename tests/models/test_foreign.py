@@ -103,10 +103,13 @@ def test_a_module_may_bring_its_loss(kind):
     torch.testing.assert_close(model(inputs, classes), expected)
 
 
-def test_the_loss_is_fp32_under_autocast():
+def test_the_loss_is_computed_in_fp32_from_narrow_outputs():
     inputs, classes = batch()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert adapt(WithLoss(), example)(inputs, classes).dtype == torch.float32
+    model = adapt(WithLoss(), example).bfloat16()
+    inputs = inputs.bfloat16()
+    assert model(inputs).dtype == torch.bfloat16
+    expected = F.cross_entropy(model(inputs).float(), classes, label_smoothing=0.1)
+    assert torch.equal(model(inputs, classes), expected)
 
 
 def test_a_plain_module_has_its_list_of_layers_and_is_cut_between_them():

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from ptdbench.parallel.precision import AgreedGradScaler, arithmetic, autocast_forward
+from ptdbench.models.gpt import Block
+from ptdbench.parallel.activations import compile_each, recompute
+from ptdbench.parallel.precision import AgreedGradScaler, arithmetic, narrow
 from tests.parallel.ranks import on_ranks
 
 
@@ -26,23 +30,136 @@ def test_what_products_run_in(monkeypatch, precision, device, setting, name):
     assert arithmetic(precision, device) == name
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_products_are_narrow_and_weights_are_not(precision, dtype):
+NARROW = pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+
+
+@NARROW
+def test_weights_are_cast_where_they_are_used_and_stay_fp32(precision, dtype):
     layer = nn.Linear(4, 4)
-    names = list(layer.state_dict())
-    autocast_forward(layer, precision, "cpu")
-    outputs = layer(torch.ones(2, 4))
-    assert outputs.dtype == dtype
-    assert not torch.is_autocast_enabled("cpu")  # only around the forward
+    state, masters = layer.state_dict(), list(layer.parameters())
+    narrow(layer, [], precision, weights=True)
+    inputs = torch.rand(2, 4)
+    outputs = layer(inputs)
+    assert layer.weight.dtype == layer.bias.dtype == outputs.dtype == dtype
+    torch.testing.assert_close(outputs, F.linear(inputs.to(dtype), state["weight"].to(dtype), state["bias"].to(dtype)))
     outputs.float().sum().backward()
-    assert layer.weight.dtype == layer.weight.grad.dtype == torch.float32
-    assert list(layer.state_dict()) == names
+    assert all(weight is master for weight, master in zip(layer.parameters(), masters, strict=True))
+    assert {weight.dtype for weight in masters} == {weight.grad.dtype for weight in masters} == {torch.float32}
+    assert list(layer.state_dict()) == list(state)
+    assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
+
+
+def test_gradients_add_up_in_fp32():
+    """Each of 1,024 passes adds 1 to the gradient: a sum in bf16 would stall at 256."""
+    layer = nn.Linear(1, 1, bias=False)
+    narrow(layer, [], "bf16", weights=True)
+    for _ in range(1024):
+        layer(torch.ones(1, 1)).sum().backward()
+    (master,) = layer.parameters()
+    assert master.grad.item() == 1024
+
+
+def test_a_new_value_of_a_weight_counts_at_once():
+    layer = nn.Linear(1, 1, bias=False)
+    narrow(layer, [], "bf16", weights=True)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.fill_(3)
+    assert layer(torch.ones(1, 1)).item() == 3
+    layer.weight = nn.Parameter(torch.full((1, 1), 5.0))
+    assert layer(torch.ones(1, 1)).item() == 5
+
+
+class Told(nn.Module):
+    """Remembers what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Identity()
+
+    def forward(self, inputs: Any, targets: Any = None, **options: Any) -> Any:
+        self.seen = {"inputs": inputs, "targets": targets, **options}
+        return inputs
+
+
+def test_what_enters_is_cast_except_targets_and_integers():
+    module, one = Told(), torch.ones(2)
+    narrow(module, [], "bf16", weights=False)
+    tokens = torch.ones(2, dtype=torch.int64)
+    for call in (lambda: module((one, [tokens]), one, mask=one, size=3), lambda: module((one, [tokens]), targets=one,
+                 mask=one, size=3)):  # fmt: skip
+        call()
+        (inputs, (kept,)), targets = module.seen["inputs"], module.seen["targets"]
+        assert inputs.dtype == module.seen["mask"].dtype == torch.bfloat16
+        assert targets is one
+        assert kept is tokens
+        assert module.seen["size"] == 3
+
+
+def test_a_layer_casts_what_it_gets_from_a_module_that_computes_in_fp32():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Softplus(), nn.Linear(2, 2))
+    module[1].register_forward_hook(lambda *seen: seen[-1].float())
+    narrow(module, [module[2]], "bf16", weights=True)
+    assert module(torch.ones(1, 2)).dtype == torch.bfloat16
+
+
+def test_batch_norms_and_buffers_stay_fp32():
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    narrow(module, [], "bf16", weights=True)
+    assert module(torch.rand(3, 3, 3, 3)).dtype == torch.bfloat16
+    assert module[1].weight.dtype == module[1].running_mean.dtype == torch.float32
+    assert module[0].weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.MultiheadAttention, nn.Bilinear, nn.PReLU])
+def test_modules_that_hold_their_weights_in_their_own_way(kind):
+    made = {nn.Bilinear: (4, 4, 2), nn.PReLU: (), nn.MultiheadAttention: (4, 2)}
+    module = kind(*made.get(kind, (4, 4)))
+    expected = called(module)
+    narrow(module, [], "bf16", weights=True)
+    found = called(module)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.02)
+
+
+def called(module: nn.Module) -> Tensor:
+    inputs = torch.linspace(-1, 1, 12).view(1, 3, 4)
+    found = module(
+        *[inputs] * (3 if isinstance(module, nn.MultiheadAttention) else 2 if isinstance(module, nn.Bilinear) else 1)
+    )
+    return found[0] if isinstance(found, tuple) else found
+
+
+def test_equal_layers_share_one_compiled_graph_without_a_break(monkeypatch):
+    """The casts of weights and inputs are in it."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend, fullgraph=True))
+    layers = [Block(8, 2) for _ in range(3)]
+    inputs = torch.rand(2, 4, 8)
+    for layer in layers:
+        narrow(layer, [layer], "bf16", weights=True)
+    expected = [layer(inputs) for layer in layers]
+    recompute(layers[2:])  # a graph of its own
+    compile_each(layers)
+    for layer, outputs in zip(layers, expected, strict=True):
+        found = layer(inputs)
+        torch.testing.assert_close(found, outputs)
+        found.float().sum().backward()
+        assert layer.mlp.up._parameters["weight"].grad.dtype == torch.float32
+    assert len(graphs) == 2
+    torch._dynamo.reset()
 
 
 def test_fp32_leaves_the_forward_alone():
     layer = nn.Linear(4, 4)
-    autocast_forward(layer, "fp32", "cpu")
+    narrow(layer, [layer], "fp32", weights=True)
     assert "forward" not in vars(layer)
+    assert type(layer) is nn.Linear
 
 
 def overflow_on_one_rank(fused: bool) -> dict[str, Any]:

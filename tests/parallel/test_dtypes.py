@@ -1,0 +1,137 @@
+"""``precision=bf16`` and ``fp16`` are one definition: the same dtypes everywhere under every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock
+
+from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens
+from ptdbench.models.gpt import GPT
+from ptdbench.models.resnet import SHAPES, ResNet
+from ptdbench.parallel.apply import Setting
+from ptdbench.parallel.dims import Mesh
+from ptdbench.parallel.strategy import Strategy
+from tests.parallel.ranks import on_ranks
+
+pytestmark = pytest.mark.ranks
+
+#: On four ranks, with the samples of a micro-batch: a batch norm needs two.
+STRATEGIES = {
+    "ddp": (Strategy(replicate=4), 2),
+    "ddp in two passes": (Strategy(replicate=4), 1),
+    "fsdp": (Strategy(shard=4), 2),
+    "hsdp": (Strategy(replicate=2, shard=2), 2),
+    "1f1b": (Strategy(replicate=2, pipeline=2), 2),
+    "gpipe": (Strategy(replicate=2, pipeline=2, schedule="gpipe"), 2),
+    "stages in shards": (Strategy(shard=2, pipeline=2), 2),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Strategy, precision and model.
+CASES = [
+    (name, precision, kind)
+    for name, (_, micro_batch) in STRATEGIES.items()
+    for precision in DTYPES
+    for kind in ("gpt", "resnet")
+    if kind == "gpt" or micro_batch > 1
+]
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> list[dict[Any, dict[str, Any]]]:
+    return on_ranks(4, of_all)
+
+
+@pytest.mark.parametrize(("name", "precision", "kind"), CASES)
+def test_dtypes_do_not_depend_on_the_layout(of_ranks, name, precision, kind):
+    seen = [of_rank[name, precision, kind] for of_rank in of_ranks]
+    activations: dict[str, set[torch.dtype]] = {}
+    for of_rank in seen:
+        for module, dtypes in of_rank["activations"].items():
+            activations.setdefault(module, set()).update(dtypes)
+        assert of_rank["gradients"] == of_rank["weights"] == {torch.float32}
+        assert of_rank["statistics"] <= {torch.float32, torch.int64}
+        assert of_rank["loss"] == torch.float32
+        assert of_rank["evaluated"] in (None, DTYPES[precision])
+        assert of_rank["messages"] == ({DTYPES[precision]} if "pipeline" in of_rank else set())
+    expected = {name for name, module in model(kind).named_modules() if not any(module.children())}
+    assert set(activations) >= expected - NOT_CALLED
+    assert {module: dtypes for module, dtypes in activations.items() if dtypes != {DTYPES[precision]}} == {}
+
+
+#: The loss is computed from their weights or returned by them.
+NOT_CALLED = {"head.projection", "fc"}
+
+
+def of_all() -> dict[Any, dict[str, Any]]:
+    return {(name, precision, kind): step_of(*STRATEGIES[name], precision, kind) for name, precision, kind in CASES}
+
+
+def model(kind: str) -> Any:
+    with torch.device("meta"):
+        if kind == "resnet":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(SHAPES, 10, (BasicBlock, [1, 1, 1, 1]))  # a CPU takes long for convolutions in fp16
+                return ResNet(depth=10, classes=5, image_size=8, stem="small")
+        # Not tied, so that activations and their gradients are the only messages between stages.
+        return GPT(layers=2, heads=2, width=16, sequence_length=8, vocabulary=40, tie_weights=False)
+
+
+def step_of(strategy: Strategy, micro_batch: int, precision: Any, kind: str) -> dict[str, Any]:
+    """What the tensors of one training step and one evaluation are."""
+    layout = strategy.layout(strategy.dims(4), 8, micro_batch)
+    mesh, built = Mesh(layout.dims, "cpu"), model(kind)
+    device = torch.device("cpu")
+    engine = strategy(built, Setting(mesh=mesh, layout=layout, device=device, precision=precision))
+    activations: dict[str, set[torch.dtype]] = {}
+    for name, module in engine.module.named_modules():
+        if not any(module.children()) and name not in NOT_CALLED:
+            activations[name] = set()
+            module.register_forward_hook(lambda *seen, into=activations[name]: into.add(seen[-1].dtype))
+    data = SyntheticTokens(sequence_length=8, vocabulary=40, seed=0) if kind == "gpt" else images()
+    batch = data.samples(*layout.rows(0, mesh.batch.get_local_rank()))
+    with pytest.MonkeyPatch.context() as patch:
+        messages = recorded(patch)
+        loss = engine.gradients(*batch, lambda loss: loss * 8)
+    evaluated = engine.outputs(batch[0])
+    parameters = list(engine.module.parameters())
+    return {
+        "activations": activations, "messages": messages, "loss": loss.dtype,
+        "weights": {weight.dtype for weight in parameters},
+        "gradients": {weight.grad.dtype for weight in parameters if weight.grad is not None},
+        "statistics": {buffer.dtype for buffer in engine.module.buffers()},
+        "evaluated": None if evaluated is None else evaluated.dtype,
+        **({"pipeline": True} if layout.dims.pipeline > 1 else {}),
+    }  # fmt: skip
+
+
+def images() -> SyntheticImages:
+    return SyntheticImages(image_size=8, classes=5, seed=0)
+
+
+def recorded(patch: pytest.MonkeyPatch) -> set[torch.dtype]:
+    """The dtypes of messages between stages."""
+    seen: set[torch.dtype] = set()
+    real = dist.P2POp.__init__
+
+    def noting(self: Any, op: Any, tensor: Tensor, *arguments: Any, **options: Any) -> None:
+        if tensor.is_floating_point():  # the shapes are exchanged too, once
+            seen.add(tensor.dtype)
+        real(self, op, tensor, *arguments, **options)
+
+    patch.setattr(dist.P2POp, "__init__", noting)
+    return seen
+
+
+def test_the_wrong_dtype_would_show():
+    """Under autocast a layer norm returns fp32, and so does an embedding."""
+    seen: set[torch.dtype] = set()
+    norm = nn.LayerNorm(4)
+    norm.register_forward_hook(lambda *given: seen.add(given[-1].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        norm(torch.ones(1, 4))
+    assert seen == {torch.float32}
