@@ -186,6 +186,8 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
     device = spec.device(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if len(_RUNS) > 1:  # the model of the run before would take its memory from this one
+        memory.release(device)
     with rendezvous.process_group(world, spec.backend, device, key=str(attempt.directory)) as own_store:
         met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
         watch.lap("rendezvous")
