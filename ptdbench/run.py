@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 from ptdbench import ending
 from ptdbench.job import Job
-from ptdbench.launch import leaving, local, peers, rendezvous
+from ptdbench.launch import devices, leaving, local, peers, rendezvous
 from ptdbench.launch.world import World, discover
 from ptdbench.measure import memory
 from ptdbench.measure.hardware import environment
@@ -69,6 +69,7 @@ def run(composed: DictConfig, directory: Path, known: Summary | None = None, hea
     try:
         if world:
             rendezvous.export(world, os.environ)  # a model of the user's own may ask who it is when it is made
+            devices.check(world, str(composed.get("device")), str(composed.get("backend")))
             spec = _specify(composed, world, watch)
             known = spec.summary
         else:
