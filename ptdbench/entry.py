@@ -189,9 +189,13 @@ def _here(
         local.warm_up(_rank_modules(composed.jobs))
     shows = world is None or world.rank == 0
     with hint(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
+        from ptdbench.launch import devices
         from ptdbench.sweep import launchers, requests
         from ptdbench.sweep.agenda import Agenda
 
+        if world:
+            for job in composed.jobs:
+                devices.check(world, str(job.get("device")), str(job.get("backend")))
         runs = requests.of_machine(composed.jobs, composed.overrides, world)
     directory = output.claim(composed, arguments.overrides, world, line.goes_on)
     ours = [*output.output_overrides(composed.is_sweep, directory, world), *hydra_sweeper.overrides(composed)]

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 from ptdbench import ending
 from ptdbench.job import Job
-from ptdbench.launch import leaving, local, peers, rendezvous
+from ptdbench.launch import devices, leaving, local, peers, rendezvous
 from ptdbench.launch.world import World, discover
 from ptdbench.measure import memory
 from ptdbench.measure.hardware import environment
@@ -69,6 +69,7 @@ def run(composed: DictConfig, directory: Path, known: Summary | None = None, hea
     try:
         if world:
             rendezvous.export(world, os.environ)  # a model of the user's own may ask who it is when it is made
+            devices.check(world, str(composed.get("device")), str(composed.get("backend")))
             spec = _specify(composed, world, watch)
             known = spec.summary
         else:
@@ -186,6 +187,8 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
     device = spec.device(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if len(_RUNS) > 1:  # the model of the run before would take its memory from this one
+        memory.release(device)
     with rendezvous.process_group(world, spec.backend, device, key=str(attempt.directory)) as own_store:
         met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
         watch.lap("rendezvous")

@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from errno import EPIPE
 from pathlib import Path
@@ -58,6 +58,13 @@ def _config_dir() -> str:
 def plural(count: int, noun: str) -> str:
     """``1 run``, ``2 runs``."""
     return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0, 1``; the first eight of many."""
+    named = ", ".join(map(str, ranks[:8]))
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
 
 
 def plain(text: str) -> str:

@@ -33,7 +33,10 @@ def finished(
     return done, json.loads((cwd / "run" / "record.json").read_text())
 
 
-@pytest.mark.parametrize("command", [LOCAL, TORCHRUN], ids=["local", "torchrun"])
+COMMANDS = pytest.mark.parametrize("command", [LOCAL, TORCHRUN], ids=["local", "torchrun"])
+
+
+@COMMANDS
 def test_a_thread_that_was_forgotten_does_not_keep_a_run_that_is_done(tmp_path, environ, command):
     done, record = finished(command, tmp_path, environ, "+model.how=thread")
     assert done.returncode == 0, done.stderr
@@ -51,11 +54,15 @@ def test_what_runs_at_exit_does_not_keep_it_either(tmp_path, environ):
     assert all(note.endswith("what runs at exit did not return") for note in record["remarks"]["leaving"])
 
 
-def test_a_failing_rank_ends_its_peers_although_a_thread_of_it_runs_on(tmp_path, environ):
-    done, record = finished(LOCAL, tmp_path, environ, "+model.how=raise")
+@COMMANDS
+def test_a_failing_rank_leaves_at_once_with_what_it_has_to_say(tmp_path, environ, command):
+    """Neither for a thread that runs on nor for the destructors of its process group, which may wait for a peer."""
+    done, record = finished(command, tmp_path, environ, "+model.how=raise")
     assert done.returncode == 1
     assert (record["status"], record["error"]["rank"]) == ("failed", 1)
     assert record["error"]["message"] == "this one is on purpose"
+    assert "last words" in done.stdout
+    assert "still ran" not in done.stderr
 
 
 def test_ranks_that_all_end_well_and_without_a_result_have_failed(tmp_path, environ):

@@ -1,14 +1,18 @@
 """A process whose work is done ends within seconds, whatever a model of the user's own has left running in it.
 
-Python waits for threads that are no daemons, and for what is registered to run at exit, without a limit.
+Python waits for threads that are no daemons, and for what is registered to run at exit, without a limit. And it
+destroys what is left of torch's process groups: the destructor of an NCCL group aborts its communicators, which may
+wait for a kernel that waits for a peer that has failed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -26,10 +30,23 @@ def on_forced_end(listener: Callable[[str], None]) -> None:
 def soon() -> None:
     """End this process a few seconds from now, if it still lives then; call it where nothing is left to do.
 
-    Its exit status is that of the exception in flight: call it in a ``finally``.
+    At once where it fails while it has a process group: only a run that ends well destroys it. The exit status is that
+    of the exception in flight: call it in a ``finally``.
     """
-    status = _status(sys.exc_info()[1])
+    error = sys.exc_info()[1]
+    status = _status(error)
+    if status and _has_process_group():
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()  # as Python would
+        logging.shutdown()
+        _flush()
+        os._exit(status)
     threading.Thread(target=_leave, args=(status,), daemon=True, name="leaving").start()
+
+
+def _has_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _status(error: BaseException | None) -> int:
@@ -55,8 +72,13 @@ def _explain() -> None:
     for listener in _listeners:
         with suppress(OSError):
             listener(message)
+    _flush()
+    with suppress(OSError, ValueError):
+        print(message, file=sys.stderr, flush=True)
+
+
+def _flush() -> None:
+    """Write out what Python would have written out when it ends."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed
             stream.flush()
-    with suppress(OSError, ValueError):
-        print(message, file=sys.stderr, flush=True)

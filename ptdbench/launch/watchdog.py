@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ptdbench.launch import stacks
 from ptdbench.launch.world import World
+from ptdbench.terminal import rank_names
 
 #: How many times the limit the first step may take: it compiles, tunes kernels and opens connections, and a limit that
 #: suits the steps after it would end runs that are well.
@@ -344,7 +345,7 @@ def verdict(states: Mapping[int, State | None], seconds: float) -> tuple[int, st
     verb, their = ("has", "its") if len(culprits) == 1 else ("have", "their")
     places = ", ".join(dict.fromkeys(state.place for state in waiting.values()))
     peers = f" ({their} peers wait in {places})" if waiting else ""
-    message = f"{_ranks(culprits)} {verb} not finished {step} for {seconds:g} s: {what}{peers}; stacks in {FOLDER}/"
+    message = f"{rank_names(culprits)} {verb} not finished {step} for {seconds:g} s: {what}{peers}; stacks in {FOLDER}/"
     return culprits[0], message
 
 
@@ -374,10 +375,4 @@ def _places(states: Mapping[int, State], together: str) -> str:
     where = {_where(states[ranks[0]], len(ranks)): ranks for ranks in at.values()}
     if len(where) == 1:
         return f"{together}{next(iter(where))}"
-    return ", ".join(f"{_ranks(ranks)} {words}" for words, ranks in where.items())
-
-
-def _ranks(ranks: list[int]) -> str:
-    named = ", ".join(map(str, ranks[:8]))
-    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
+    return ", ".join(f"{rank_names(ranks)} {words}" for words, ranks in where.items())

@@ -203,7 +203,8 @@ def _check_devices(config: Config, world: World | None, gpus: int) -> None:
     if general.backend == "nccl" and device_type == "cpu":
         rule = "NCCL moves data between GPUs, and the ranks of this run have none"
         found.append(Problem("backend", "nccl", rule, "try auto, gloo"))
-    if device_type == "cuda" and ranks != "auto" and ranks > gpus and not (world and gpus == 1):
+    shared = gpus == 1 and (world or general.backend == "gloo")  # launched ranks have agreed on theirs
+    if device_type == "cuda" and ranks != "auto" and ranks > gpus and not shared:
         rule = f"must not exceed the number of GPUs, {gpus}: one rank, one GPU"
         found.append(Problem("cluster.ranks_per_node", ranks, rule, f"try auto, {gpus}, or device=cpu"))
     require(*found)

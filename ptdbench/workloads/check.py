@@ -7,19 +7,14 @@ then ``busy``.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-import torch
-
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.peers import gather
-from ptdbench.measure import other_load, soundness, topology
+from ptdbench.measure import memory, other_load, soundness, topology
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.other_load import OtherLoad
 from ptdbench.measure.products import Shape
@@ -179,7 +174,7 @@ def preliminary(job: Job) -> Figures | None:
     if not job.spec.config.general.check:
         return None
     found = Check().examine(job)
-    _give_back(job.device)
+    memory.release(job.device)
     job.watch.lap("check")
     if job.world.rank == 0 and not found["sound"]:
         say(f"{summary(found)}; the run continues", sys.stderr)
@@ -203,16 +198,6 @@ def summary(found: Mapping[str, Any]) -> str:
 
 def _texts(found: Mapping[str, Any]) -> str:
     return "; ".join([*filter(None, [found["busy"]]), *(finding["text"] for finding in found["findings"])])
-
-
-def _give_back(device: torch.device) -> None:
-    """Release the memory of the check, which would otherwise count as the training's."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    else:
-        with suppress(OSError, AttributeError):  # not glibc
-            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _facts(job: Job) -> Figures:

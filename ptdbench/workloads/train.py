@@ -156,10 +156,10 @@ def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:
         job: The run.
         loop: The step loop.
     """
-    memory.reset_peak(job.device)
     wanted = job.spec.config.train.steps
     reporter = ProgressReporter(job, loop, wanted)
     collect_garbage()
+    memory.reset_peak(job.device)  # what was garbage is not the training's
     gc.disable()
     try:
         while loop.done < wanted:

@@ -1,5 +1,6 @@
 import resource
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,27 @@ def test_gpu_peak_counts_tensors_until_it_is_reset():
     assert memory.peak_bytes(device) >= before + 64 * MIB
     memory.reset_peak(device)
     assert memory.peak_bytes(device) < before + 64 * MIB
+
+
+class Selfish:
+    """Refers to itself, as a model with a wrapped forward does."""
+
+    def __init__(self) -> None:
+        self.forward = self.__init__
+
+
+class TestRelease:
+    def test_what_refers_to_itself_is_freed(self):
+        model = Selfish()
+        alive = weakref.ref(model)
+        del model
+        memory.release(CPU)
+        assert alive() is None
+
+    def test_a_gpu_gives_its_cache_back_after_the_garbage_is_gone(self, monkeypatch):
+        model = Selfish()
+        alive, seen = weakref.ref(model), []
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(alive()))
+        del model
+        memory.release(torch.device("cuda", 0))
+        assert seen == [None]

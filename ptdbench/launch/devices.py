@@ -1,0 +1,137 @@
+"""What devices the ranks of a launch have, agreed on before anything else.
+
+A rank chooses its device by what torch finds on its node. Where a driver is broken torch finds no GPU: that rank would
+meet its peers over gloo while they wait for it over NCCL. And where a launcher has started more ranks than there are
+GPUs, some of them have none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cache
+
+import torch
+import torch.distributed as dist
+
+from ptdbench.launch import rendezvous
+from ptdbench.launch.peers import node
+from ptdbench.launch.world import World
+from ptdbench.problems import Problem, require
+from ptdbench.terminal import plural, rank_names
+
+
+@dataclass(frozen=True)
+class Sight:
+    """The GPUs that one rank sees.
+
+    Attributes:
+        rank: The rank.
+        node: Its node.
+        local_size: Ranks of its node.
+        gpus: How many it sees.
+        uuid: Which one, where it sees only one; ranks of a node may each be given their own.
+        reason: Why torch sees none.
+    """
+
+    rank: int
+    node: str
+    local_size: int
+    gpus: int
+    uuid: str = ""
+    reason: str = ""
+
+
+def check(world: World, device: str, backend: str) -> None:
+    """Refuse a run whose ranks cannot all have a device of the same kind; every rank raises the same error.
+
+    Ranks that share one GPU are left to ``backend=gloo``: NCCL refuses two ranks on one GPU.
+
+    Args:
+        world: This rank's place.
+        device: The option: ``auto``, ``cpu`` or ``cuda``.
+        backend: The option: ``auto``, ``gloo`` or ``nccl``.
+
+    Raises:
+        ConfigError: The ranks that do not fit in are named.
+    """
+    if device == "cpu" or world.size == 1 or world.started_by.has_parent:  # ranks of one parent have one machine
+        return
+    seen = _survey(world)
+    require(_mixed(seen, device) or _too_many(seen, device, backend, world.launcher))
+
+
+@cache
+def _survey(world: World) -> list[Sight]:
+    """What every rank sees, by rank; each tells rank 0, which tells all."""
+    own = dist.PrefixStore(f"devices {rendezvous.launch_name(world)}", rendezvous.store())
+    own.set(str(world.rank), json.dumps(asdict(_look(world))))
+    if world.rank == 0:
+        keys = [str(rank) for rank in range(world.size)]
+        _await(own, keys, world)
+        own.set("all", f"[{','.join(value.decode() for value in own.multi_get(keys))}]")
+    _await(own, ["all"], world, 2 * rendezvous.ARRIVAL)  # rank 0 may still wait for another
+    return [Sight(**sight) for sight in json.loads(own.get("all"))]
+
+
+def _await(own: dist.Store, keys: Sequence[str], world: World, patience: timedelta | None = None) -> None:
+    patience = patience or rendezvous.ARRIVAL
+    try:
+        own.wait(list(keys), patience)
+    except dist.DistError:
+        missing = [int(key) for key in keys if key != "all" and not own.check([key])] if world.rank == 0 else [0]
+        rule = f"{rank_names(missing)} did not say within {patience.seconds} s which devices there are"
+        raise rendezvous.NotMet(
+            [Problem(world.launcher, f"{world.size} ranks", rule, "see their own output")]
+        ) from None
+
+
+def _look(world: World) -> Sight:
+    gpus, uuid, reason = torch.cuda.device_count(), "", ""
+    try:
+        if gpus == 1 and world.local_size > 1:
+            uuid = str(torch.cuda.get_device_properties(0).uuid)
+        elif gpus == 0:
+            torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
+        gpus, reason = 0, str(error).partition("\n")[0].partition(". ")[0]
+    return Sight(world.rank, node(os.environ), world.local_size, gpus, uuid, reason)
+
+
+def _mixed(seen: Sequence[Sight], device: str) -> Problem | None:
+    """Some ranks have GPUs and some have none: those in the minority are named."""
+    sides = [[sight for sight in seen if sight.gpus], [sight for sight in seen if not sight.gpus]]
+    if not all(sides):
+        return None
+    others, odd = sides if len(sides[0]) >= len(sides[1]) else reversed(sides)
+    rule = f"{_finds(odd)}, and {_finds(others)}: all ranks must compute on the same kind of device"
+    nodes = ", ".join(dict.fromkeys(sight.node for sight in seen if not sight.gpus))
+    return Problem("device", device, rule, f"see why {nodes} has no GPU, leave it out, or try device=cpu")
+
+
+def _finds(ranks: Sequence[Sight]) -> str:
+    """Who finds what: ``rank 3 on n2 finds no GPU (Found no NVIDIA driver)``."""
+    nodes = ", ".join(dict.fromkeys(sight.node for sight in ranks))
+    counts = sorted({sight.gpus for sight in ranks})
+    what = " or ".join(plural(count, "GPU") for count in counts) if counts[0] else "no GPU"
+    reason = next((f" ({sight.reason})" for sight in ranks if sight.reason), "")
+    verb = "finds" if len(ranks) == 1 else "find"
+    return f"{rank_names([sight.rank for sight in ranks])} on {nodes} {verb} {what}{reason}"
+
+
+def _too_many(seen: Sequence[Sight], device: str, backend: str, launcher: str) -> Problem | None:
+    """A node has more ranks than GPUs, or ranks of it were given the same one."""
+    for sight in seen:
+        if 1 < sight.gpus < sight.local_size:
+            rule = f"{launcher} started {sight.local_size} ranks on {sight.node}, and each sees {sight.gpus} GPUs there"
+            remedy = f"start at most {sight.gpus} ranks a node, or try device=cpu"
+            return Problem("device", device, f"{rule}: one rank, one GPU", remedy)
+        same = [other.rank for other in seen if sight.uuid and (other.node, other.uuid) == (sight.node, sight.uuid)]
+        if len(same) > 1 and backend != "gloo":
+            rule = f"{rank_names(same)} on {sight.node} see only one GPU, and it is the same one"
+            remedy = "start one rank a GPU, let each see its own or all of them, or try device=cpu"
+            return Problem("device", device, f"{rule}: one rank, one GPU", remedy)
+    return None

@@ -1,0 +1,126 @@
+"""Ranks agree on their devices, or all of them say which rank does not fit in."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ptdbench.launch import devices, local, rendezvous
+from ptdbench.launch.devices import Sight
+from ptdbench.launch.world import World, discover
+from ptdbench.problems import ConfigError
+
+WORLD = World(rank=0, size=4, local_rank=0, local_size=2, launcher="srun")
+
+
+def refused(monkeypatch, seen: list[Sight], device: str = "auto", backend: str = "auto") -> str:
+    monkeypatch.setattr(devices, "_survey", lambda world: seen)
+    try:
+        devices.check(replace(WORLD, size=len(seen)), device, backend)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def on(node: str, *ranks: int, gpus: int, uuid: str = "", reason: str = "") -> list[Sight]:
+    return [Sight(rank, node, len(ranks), gpus, uuid, reason) for rank in ranks]
+
+
+def test_ranks_that_find_the_same_kind_are_accepted(monkeypatch):
+    assert not refused(monkeypatch, on("n1", 0, 1, gpus=2) + on("n2", 2, 3, gpus=4))
+    assert not refused(monkeypatch, on("n1", 0, 1, gpus=0) + on("n2", 2, 3, gpus=0))
+
+
+def test_the_ranks_of_a_node_whose_driver_is_broken_are_named(monkeypatch):
+    found = on("n1", 0, 1, gpus=2) + on("n2", 2, gpus=0, reason="CUDA driver error: unknown")
+    assert refused(monkeypatch, found) == (
+        "device=auto: rank 2 on n2 finds no GPU (CUDA driver error: unknown), and ranks 0, 1 on n1 find 2 GPUs: all "
+        "ranks must compute on the same kind of device; see why n2 has no GPU, leave it out, or try device=cpu"
+    )
+    assert refused(monkeypatch, found, device="cuda").startswith("device=cuda: rank 2 on n2 finds no GPU")
+    assert not refused(monkeypatch, found, device="cpu")
+
+
+def test_a_rank_is_named_that_alone_has_a_gpu(monkeypatch):
+    found = on("n1", 0, 1, gpus=0) + on("n2", 2, gpus=1)
+    assert refused(monkeypatch, found).startswith("device=auto: rank 2 on n2 finds 1 GPU, and ranks 0, 1 on n1 find no")
+
+
+def test_a_launcher_may_not_start_more_ranks_than_there_are_gpus(monkeypatch):
+    assert refused(monkeypatch, on("n1", 0, gpus=1) + on("n2", 1, 2, 3, gpus=2)) == (
+        "device=auto: srun started 3 ranks on n2, and each sees 2 GPUs there: one rank, one GPU; start at most 2 ranks "
+        "a node, or try device=cpu"
+    )
+
+
+def test_each_rank_may_be_given_a_gpu_of_its_own_but_not_the_same_one(monkeypatch):
+    each = [Sight(0, "n1", 2, 1, "a"), Sight(1, "n1", 2, 1, "b")]
+    same = [Sight(0, "n1", 2, 1, "a"), Sight(1, "n1", 2, 1, "a")]
+    assert not refused(monkeypatch, each)
+    assert not refused(monkeypatch, same, backend="gloo")
+    assert refused(monkeypatch, same) == (
+        "device=auto: ranks 0, 1 on n1 see only one GPU, and it is the same one: one rank, one GPU; start one rank a "
+        "GPU, let each see its own or all of them, or try device=cpu"
+    )
+
+
+class TestLook:
+    def test_a_gpu_that_cannot_be_used_is_none(self, monkeypatch):
+        def broken(_: int) -> None:
+            raise RuntimeError("CUDA error: unknown error. This could be a driver.\nmore")
+
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+        seen = devices._look(WORLD)
+        assert (seen.gpus, seen.reason) == (0, "CUDA error: unknown error")
+
+    def test_the_only_gpu_says_which_it_is(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-7"))
+        assert devices._look(WORLD).uuid == "GPU-7"
+        assert devices._look(replace(WORLD, local_size=1)).uuid == ""
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+    def test_where_there_is_none_torch_says_why(self):
+        seen = devices._look(WORLD)
+        assert seen.gpus == 0
+        assert seen.reason
+
+
+def agree(environ: dict[str, str], folder: Path, gpus: list[int], silent: int | None) -> None:
+    """In a rank, as of torchrun: see so many GPUs, and write down what it is told."""
+    world = discover(os.environ)
+    assert world is not None
+    assert world.launcher == "torchrun"
+    rendezvous.ARRIVAL = timedelta(seconds=2)
+    if world.rank == silent:
+        return
+    devices._look = lambda world: Sight(world.rank, f"n{world.rank}", 1, gpus[world.rank])  # type: ignore[assignment]
+    try:
+        devices.check(world, "auto", "auto")
+    except ConfigError as error:
+        (folder / f"{world.rank}.json").write_text(json.dumps(str(error)))
+
+
+@pytest.mark.ranks
+class TestTogether:
+    def test_all_ranks_say_the_same(self, tmp_path):
+        local.start(agree, 3, tmp_path, [2, 0, 2], None)
+        said = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+        assert sorted(said) == ["0.json", "1.json", "2.json"]
+        (message,) = set(said.values())
+        assert message.startswith("device=auto: rank 1 on n1 finds no GPU, and ranks 0, 2 on n0, n2 find 2 GPUs: ")
+
+    def test_a_rank_that_says_nothing_is_named(self, tmp_path):
+        local.start(agree, 2, tmp_path, [2, 2], 1)
+        assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
+        assert json.loads((tmp_path / "0.json").read_text()) == (
+            "torchrun=2 ranks: rank 1 did not say within 2 s which devices there are; see their own output"
+        )

@@ -1,0 +1,36 @@
+"""Several runs in one process, as `torchrun train.py -m` and `srun python train.py -m` carry them out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.ranks
+
+SWEEP = (
+    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"), "-m",
+    "model=custom", "model._target_=tests.launch.departed.Departed", "data=synthetic_vectors", "data.inputs=8",
+    "data.outputs=4", "train.steps=4", "device=cpu", "activation_checkpointing=full", "hydra.sweep.dir=sweep",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", [("parallel=ddp,fsdp,pdp",), ("parallel=ddp,fsdp", "compile=true")], ids=str)
+def test_the_model_of_a_run_is_gone_before_the_next_one_has_weights(tmp_path, environ, overrides):
+    """The model looks itself: activation checkpointing and the compiler let it refer to itself."""
+    done = subprocess.run(
+        [*SWEEP, *overrides],
+        cwd=tmp_path, env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=480,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {record["status"] for record in _records(tmp_path / "sweep")} == {"ok"}
+
+
+def _records(sweep: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
