@@ -22,11 +22,14 @@ class Sharding:
     Attributes:
         reshard_after_forward: Free a layer's gathered weights after its forward pass and gather them again for the
             backward pass (ZeRO-3); false keeps them in between (ZeRO-2): more memory, less traffic.
+        reshard_between_microbatches: Free all gathered weights after each backward pass; false: after the last of a
+            step.
         precision: Dtype of the arithmetic.
-        reduce_dtype: Dtype in which gradients are reduced if the arithmetic is narrower than fp32.
+        reduce_dtype: Dtype in which gradients are reduced.
     """
 
     reshard_after_forward: bool
+    reshard_between_microbatches: bool
     precision: Name
     reduce_dtype: Name
 
@@ -50,28 +53,31 @@ def shard(
     narrow = how.precision != "fp32"
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[how.precision] if narrow else None,
-        reduce_dtype=DTYPES[how.reduce_dtype] if narrow else None,
+        reduce_dtype=DTYPES[how.reduce_dtype],
     )
 
-    def cut(part: nn.Module) -> FSDPModule:
-        return fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=how.reshard_after_forward)
+    def cut(part: nn.Module, reshard_after_forward: bool) -> FSDPModule:
+        return fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
 
     names = {part: name for name, part in module.named_modules()}
     # Each layer is materialized and sharded in turn, so that at most one is whole.
     for layer in layers:
         fill(layer, f"{names[layer]}.")
-        cut(layer)
-    # The rest, embedding and head, forms one group: it is gathered first and freed last.
+        cut(layer, how.reshard_after_forward)
+    # The rest, embedding and head, forms one group: it is gathered first and freed last. Not after the forward pass, as
+    # the backward pass begins with it.
     fill(module, "")
-    root = cut(module)
+    root = cut(module, reshard_after_forward=False)
 
     @contextmanager
     def deferred() -> Iterator[None]:
         root.set_requires_gradient_sync(False)
+        root.set_reshard_after_backward(how.reshard_between_microbatches)
         try:
             yield
         finally:
             root.set_requires_gradient_sync(True)
+            root.set_reshard_after_backward(True)
 
     return Part(module, module, deferred, release=lambda: _reshard(module))
 
