@@ -10,6 +10,7 @@ from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.apply import Setting, Transforms, apply
 from ptdbench.parallel.batch import Layout, divides
 from ptdbench.parallel.compilation import Compile, start_afresh
+from ptdbench.parallel.convolutions import choose_convolutions
 from ptdbench.parallel.dims import Degree, Dims, derive, divisors
 from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
@@ -149,6 +150,7 @@ class Strategy:
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Lay the model out; called in every rank."""
         start_afresh(setting.compile)
+        choose_convolutions(module_of(model), setting.device)
         transforms = self._transforms(setting)
         if self._applies("pipeline", setting.layout.dims):
             return pipelined(model, setting, transforms, schedules.SCHEDULES[self.schedule])
