@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ptdbench.data import augment
 from ptdbench.data.draws import draws
 from ptdbench.data.protocol import Data
 from ptdbench.problems import at_least, require
@@ -65,7 +66,7 @@ class SyntheticImages(Data):
 
     tokens_per_sample = None
 
-    def __init__(self, *, image_size: int, classes: int, seed: int, pool: int = 64) -> None:
+    def __init__(self, *, image_size: int, classes: int, seed: int, pool: int = 64, channels_last: bool = True) -> None:
         """Check the options; the pool is made by the first call of :meth:`samples`.
 
         Args:
@@ -73,6 +74,7 @@ class SyntheticImages(Data):
             classes: Number of labels; with more classes than images only the first ``pool`` labels occur.
             seed: Decides the images and their order.
             pool: Number of different images, each of ``12 * image_size**2`` bytes of memory in every rank.
+            channels_last: The memory format of the samples: ``torch.channels_last``, or else contiguous.
 
         Raises:
             ConfigError: With every invalid option.
@@ -82,6 +84,7 @@ class SyntheticImages(Data):
         self.classes = classes
         self.seed = seed
         self.pool = pool
+        self.channels_last = channels_last
 
     def prepare(self) -> None:
         """Nothing is needed: every process makes its own pool in a fraction of a second."""
@@ -97,14 +100,15 @@ class SyntheticImages(Data):
 
     def example(self) -> tuple[torch.Tensor, torch.Tensor]:
         """One image, float32 of shape ``(1, 3, H, W)``, and its int64 label ``(1,)`` on the meta device."""
-        image = torch.empty(1, 3, self.image_size, self.image_size, device="meta", dtype=torch.float32)
+        image = augment.empty(self.image_size, channels_last=self.channels_last)
         return image, torch.empty(1, dtype=torch.int64, device="meta")
 
     @cached_property
     def _images(self) -> torch.Tensor:
         generator = np.random.Generator(np.random.Philox(key=self.seed))
         shape = (self.pool, 3, self.image_size, self.image_size)
-        return torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
+        images = torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
+        return images.to(memory_format=torch.channels_last) if self.channels_last else images
 
 
 class SyntheticVectors(Data):

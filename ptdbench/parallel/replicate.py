@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ptdbench.parallel.engine import Part
+from ptdbench.parallel.precision import Name
+
+#: Communication hooks that average a bucket in a narrower dtype than its own.
+_NARROW = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
 @dataclass(frozen=True)
@@ -17,14 +23,16 @@ class Replication:
     """How gradients are averaged.
 
     Attributes:
-        bucket_mb: Size of the all-reduce buckets in MiB: smaller ones start earlier, larger ones use the links better.
+        bucket_mb: Size of the all-reduce buckets in MiB; ``auto``: see :func:`bucket_size`.
         as_bucket_view: Let ``.grad`` point into the buckets, which saves one copy of all gradients.
         static_graph: Tell DDP that every step uses the same parameters in the same order.
+        reduce_dtype: Dtype in which gradients are averaged.
     """
 
-    bucket_mb: float
+    bucket_mb: float | Literal["auto"]
     as_bucket_view: bool
     static_graph: bool
+    reduce_dtype: Name = "fp32"
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Replication) -> Part:
@@ -38,8 +46,21 @@ def replicate(module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Re
         module,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=mesh.get_group(),
-        bucket_cap_mb=how.bucket_mb,
+        bucket_cap_mb=bucket_size(module) if how.bucket_mb == "auto" else how.bucket_mb,
         gradient_as_bucket_view=how.as_bucket_view,
         static_graph=how.static_graph,
     )
+    if hook := _NARROW.get(how.reduce_dtype):
+        replica.register_comm_hook(mesh.get_group(), hook)
     return Part(module, replica, replica.no_sync, settles_after=2 if how.static_graph else 1)
+
+
+def bucket_size(module: nn.Module) -> float:
+    """The size of a bucket in MiB: a twentieth of the gradients, at least 25 and at most 100.
+
+    The last bucket is reduced when there is nothing left to compute, so it should be a small part of all. A bucket
+    should also be large enough for the full speed of a link: 25 is DDP's default, and 100 what torchtitan uses for
+    large models.
+    """
+    size = sum(weight.numel() * weight.element_size() for weight in module.parameters() if weight.requires_grad)
+    return float(min(max(size / 2**20 / 20, 25), 100))

@@ -23,11 +23,14 @@ class Sharding:
     Attributes:
         reshard_after_forward: Free a layer's gathered weights after its forward pass and gather them again for the
             backward pass (ZeRO-3); false keeps them in between (ZeRO-2): more memory, less traffic.
+        reshard_between_microbatches: Free all gathered weights after each backward pass; false: after the last of a
+            step.
         precision: Dtype of the arithmetic.
-        reduce_dtype: Dtype in which gradients are reduced if the arithmetic is narrower than fp32.
+        reduce_dtype: Dtype in which gradients are reduced.
     """
 
     reshard_after_forward: bool
+    reshard_between_microbatches: bool
     precision: Name
     reduce_dtype: Name
 
@@ -49,40 +52,42 @@ def shard(
         fill: Materializes a module, given the prefix of its names in ``module``.
     """
     narrow = how.precision != "fp32"
+    reduce_dtype = DTYPES[how.reduce_dtype]
+    # Inputs are cast by precision.narrow(), as under every layout.
     policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[how.precision] if narrow else None,
-        reduce_dtype=DTYPES[how.reduce_dtype] if narrow else None,
-        cast_forward_inputs=False,  # precision.narrow() does, under every layout
+        param_dtype=DTYPES[how.precision] if narrow else None, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
+    of_norms = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
-    def cut(part: nn.Module) -> FSDPModule:
-        if (
-            narrow
-        ):  # batch norms on their own, or their weights would be gathered in another dtype than their statistics
-            for norm in part.modules():
-                if isinstance(norm, _BatchNorm) and not isinstance(norm, FSDPModule) and norm is not part:
-                    group(norm, MixedPrecisionPolicy(cast_forward_inputs=False))
-        return part if isinstance(part, FSDPModule) else group(part, policy)
+    def cut(part: nn.Module, reshard_after_forward: bool) -> FSDPModule:
+        # Batch norms on their own, or their weights would be gathered in another dtype than their statistics.
+        for norm in part.modules() if narrow else ():
+            if isinstance(norm, _BatchNorm) and not isinstance(norm, FSDPModule) and norm is not part:
+                group(norm, of_norms, reshard_after_forward)
+        return part if isinstance(part, FSDPModule) else group(part, policy, reshard_after_forward)
 
-    def group(part: nn.Module, policy: MixedPrecisionPolicy) -> FSDPModule:
-        return fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=how.reshard_after_forward)
+    def group(part: nn.Module, policy: MixedPrecisionPolicy, reshard_after_forward: bool) -> FSDPModule:
+        return fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
 
     names = {part: name for name, part in module.named_modules()}
     # Each layer is materialized and sharded in turn, so that at most one is whole.
     for layer in layers:
         fill(layer, f"{names[layer]}.")
-        cut(layer)
-    # The rest, embedding and head, forms one group: it is gathered first and freed last.
+        cut(layer, how.reshard_after_forward)
+    # The rest, embedding and head, forms one group: it is gathered first and freed last. Not after the forward pass, as
+    # the backward pass begins with it.
     fill(module, "")
-    root = cut(module)
+    root = cut(module, reshard_after_forward=False)
 
     @contextmanager
     def deferred() -> Iterator[None]:
         root.set_requires_gradient_sync(False)
+        root.set_reshard_after_backward(how.reshard_between_microbatches)
         try:
             yield
         finally:
             root.set_requires_gradient_sync(True)
+            root.set_reshard_after_backward(True)
 
     return Part(module, module, deferred, release=lambda: _reshard(module))
 

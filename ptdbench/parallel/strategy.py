@@ -10,6 +10,7 @@ from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.apply import Setting, Transforms, apply
 from ptdbench.parallel.batch import Layout, divides
 from ptdbench.parallel.compilation import Compile, start_afresh
+from ptdbench.parallel.convolutions import choose_convolutions
 from ptdbench.parallel.dims import Degree, Dims, derive, divisors
 from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
@@ -25,9 +26,10 @@ DEGREES = ("replicate", "shard", "context", "tensor", "pipeline")
 #: The options that have an effect only if a degree is not 1, and the presets where it is not.
 _OPTIONS_OF = {
     "replicate": ("bucket_mb", "gradient_as_bucket_view", "static_graph"),
-    "shard": ("reshard_after_forward", "reduce_dtype"),
+    "shard": ("reshard_after_forward", "reshard_between_microbatches"),
     "pipeline": ("schedule", "microbatches"),
 }
+_NO_EFFECT = "has no effect under these degrees of parallelism"
 _PRESETS = {"replicate": "parallel=ddp,pdp", "shard": "parallel=fsdp,hsdp", "pipeline": "parallel=pdp"}
 
 
@@ -43,14 +45,17 @@ class Strategy:
         tensor: Ranks that share each matrix product; 1.
         pipeline: Stages that a copy is split into.
         bucket_mb: Size of DDP's all-reduce buckets in MiB: smaller ones start earlier, larger ones use the links
-            better.
+            better. ``auto``: a twentieth of the gradients, at least 25 and at most 100.
         gradient_as_bucket_view: Let ``.grad`` point into DDP's buckets, which saves one copy of all gradients.
         static_graph: Tell DDP that every step uses the same parameters in the same order. ``auto``: where it is sound,
             that is without accumulation (with it torch fails an internal assertion) and without a pipeline (under 1F1B
             it silently gives wrong gradients).
         reshard_after_forward: Free a layer's gathered weights after its forward pass and gather them again for the
             backward pass (ZeRO-3); false keeps them in between (ZeRO-2): more memory, less traffic.
-        reduce_dtype: Dtype in which FSDP reduces gradients; ``auto``: fp32, even if the arithmetic is narrower.
+        reshard_between_microbatches: Free all gathered weights after the backward pass of each micro-batch; false keeps
+            them until the last one: each is gathered once a micro-batch less, and the whole model is in memory then.
+            ``auto``: as ``reshard_after_forward``, without which the whole model is in memory anyway.
+        reduce_dtype: Dtype in which gradients are reduced; ``auto``: fp32, even if the arithmetic is narrower.
         schedule: ``gpipe``: all forward passes, then all backward passes. ``1f1b``: alternating as early as possible,
             which holds at most ``pipeline`` micro-batches in memory.
         microbatches: Micro-batches of one pass of the schedule; ``auto``: from ``train.micro_batch`` if that is set,
@@ -66,10 +71,11 @@ class Strategy:
     context: Degree = 1
     tensor: Degree = 1
     pipeline: Degree = 1
-    bucket_mb: float = 25
+    bucket_mb: float | Literal["auto"] = "auto"
     gradient_as_bucket_view: bool = True
     static_graph: bool | Literal["auto"] = "auto"
     reshard_after_forward: bool = True
+    reshard_between_microbatches: bool | Literal["auto"] = "auto"
     reduce_dtype: Name | Literal["auto"] = "auto"
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     microbatches: int | Literal["auto"] = "auto"
@@ -81,8 +87,8 @@ class Strategy:
             *at_least(1, **given),
             *(Problem(name, degree, "is not available yet; it must be 1") for name in ("context", "tensor")
               if (degree := getattr(self, name)) not in (1, 0)),
-            None if self.bucket_mb > 0 else
-            Problem("bucket_mb", self.bucket_mb, "must be greater than 0 (MiB)", try_these([25])),
+            None if self.bucket_mb == "auto" or self.bucket_mb > 0 else
+            Problem("bucket_mb", self.bucket_mb, "must be greater than 0 (MiB)", try_these(["auto", 25])),
             *self._without_effect(),
         )  # fmt: skip
 
@@ -144,6 +150,7 @@ class Strategy:
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Lay the model out; called in every rank."""
         start_afresh(setting.compile)
+        choose_convolutions(module_of(model), setting.device)
         transforms = self._transforms(setting)
         if self._applies("pipeline", setting.layout.dims):
             return pipelined(model, setting, transforms, schedules.SCHEDULES[self.schedule])
@@ -152,15 +159,16 @@ class Strategy:
 
     def _transforms(self, setting: Setting) -> Transforms:
         layout, dims = setting.layout, setting.layout.dims
+        reduce_dtype: Name = "fp32" if self.reduce_dtype == "auto" else self.reduce_dtype
         if self._applies("shard", dims):
-            reduce_dtype = "fp32" if self.reduce_dtype == "auto" else self.reduce_dtype
-            sharding = Sharding(self.reshard_after_forward, setting.precision, reduce_dtype)
+            after, between = self.reshard_after_forward, self.reshard_between_microbatches
+            sharding = Sharding(after, after if between == "auto" else between, setting.precision, reduce_dtype)
             return Transforms(sharding=sharding, sync_batchnorm=self.sync_batchnorm)
         if not self._applies("replicate", dims):
             return Transforms()
         sound = layout.accumulation == 1 and not self._applies("pipeline", dims)
         static_graph = sound if self.static_graph == "auto" else self.static_graph
-        replication = Replication(self.bucket_mb, self.gradient_as_bucket_view, static_graph)
+        replication = Replication(self.bucket_mb, self.gradient_as_bucket_view, static_graph, reduce_dtype)
         return Transforms(replication=replication, sync_batchnorm=self.sync_batchnorm)
 
     def _degrees(self) -> dict[str, Degree]:
@@ -182,10 +190,15 @@ class Strategy:
         defaults = {field.name: field.default for field in fields(self)}
         for degree, options in _OPTIONS_OF.items():
             if getattr(self, degree) == 1 or (degree == "replicate" and self.shard != 1):
-                rule = "has no effect under these degrees of parallelism"
                 for option in options:
                     if getattr(self, option) != defaults[option]:
-                        yield Problem(option, getattr(self, option), rule, f"it belongs to {_PRESETS[degree]}")
+                        yield Problem(option, getattr(self, option), _NO_EFFECT, f"it belongs to {_PRESETS[degree]}")
+        if self.replicate == self.shard == 1 and self.reduce_dtype != "auto":
+            remedy = f"it belongs to {_PRESETS['replicate']},{_PRESETS['shard'].partition('=')[2]}"
+            yield Problem("reduce_dtype", self.reduce_dtype, _NO_EFFECT, remedy)
+        if self.pipeline != 1 and self.reshard_between_microbatches != "auto":
+            rule = "has no effect under a pipeline, whose schedule keeps the weights of a stage between micro-batches"
+            yield Problem("reshard_between_microbatches", self.reshard_between_microbatches, rule, try_these(["auto"]))
 
     def _static_graph(self, layout: Layout) -> Problem | None:
         if self.static_graph is not True:

@@ -25,6 +25,9 @@ SOME = -1
 SOURCES: dict[str, tuple[Callable[..., Data], int, int | None]] = {
     "synthetic_tokens": (lambda folder, **it: SyntheticTokens(sequence_length=16, vocabulary=1000, **it), 8, None),
     "synthetic_images": (lambda folder, **it: SyntheticImages(image_size=16, classes=10, pool=24, **it), 24, None),
+    "synthetic_images channel by channel": (
+        lambda folder, **it: SyntheticImages(image_size=16, classes=10, pool=24, channels_last=False, **it), 24, None,
+    ),
     "synthetic_vectors": (lambda folder, **it: SyntheticVectors(inputs=5, outputs=7, **it), 8, None),
     "digits": (lambda folder, **it: Digits(held_out=20, **it), 1777, 20),
     "digits channel by channel": (lambda folder, **it: Digits(channels_last=False, **it), 1437, 360),

@@ -37,11 +37,20 @@ STRATEGIES = {
     "ddp in small buckets": Strategy(replicate="auto", bucket_mb=0.001, gradient_as_bucket_view=False),
     "fsdp": Strategy(shard="auto"),
     "fsdp without resharding": Strategy(shard="auto", reshard_after_forward=False),
+    "fsdp resharding between": Strategy(shard="auto", reshard_after_forward=False, reshard_between_microbatches=True),
+    "fsdp kept between": Strategy(shard="auto", reshard_between_microbatches=False),
     "hsdp": Strategy(replicate=2, shard="auto"),
     "1f1b": Strategy(replicate="auto", pipeline=2, schedule="1f1b", microbatches=4),
     "gpipe": Strategy(replicate="auto", pipeline=2, schedule="gpipe", microbatches=4),
     "1f1b on 4 stages": Strategy(replicate="auto", pipeline=4, schedule="1f1b", microbatches=8),
     "stages in shards": Strategy(shard="auto", pipeline=2, schedule="1f1b", microbatches=4),
+}
+#: Gradients are rounded to 8 bits of mantissa for their reduction.
+NARROW = {
+    "ddp in bf16": Strategy(replicate="auto", reduce_dtype="bf16"),
+    "ddp in bf16 without views": Strategy(replicate="auto", reduce_dtype="bf16", gradient_as_bucket_view=False),
+    "1f1b in bf16": Strategy(replicate="auto", pipeline=2, microbatches=4, reduce_dtype="bf16"),
+    "fsdp in bf16": Strategy(shard="auto", reduce_dtype="bf16"),
 }
 #: On eight ranks.
 PRODUCTS = {
@@ -79,6 +88,18 @@ class TestOnRanks:
     def test_gradients_are_those_of_one_process(self, of_ranks, name):
         check([of_rank[name] for of_rank in of_ranks])
 
+    @pytest.mark.parametrize("name", NARROW)
+    def test_a_narrow_reduction_rounds_them(self, of_ranks, name):
+        """To three decimal digits each; four summands, and the noise is no bias."""
+        _, expected = reference()
+        errors = []
+        for of_rank in (of_rank[name] for of_rank in of_ranks):
+            for parameter, gradient in of_rank["gradients"].items():
+                scale = expected[parameter].abs().max().item()
+                torch.testing.assert_close(gradient, expected[parameter], rtol=2e-2, atol=1e-2 * scale, msg=parameter)
+                errors.append(((gradient - expected[parameter]).abs().max() / scale).item())
+        assert max(errors) > 1e-4  # fp32 keeps seven digits
+
     @pytest.mark.parametrize("name", PRODUCTS)
     def test_so_they_are_under_every_product_of_degrees(self, of_eight, name):
         check([of_rank[name] for of_rank in of_eight])
@@ -112,9 +133,12 @@ class TestOnRanks:
             ("1f1b", 1),
             ("gpipe", 1),
             ("1f1b on 4 stages", 0),  # one replica
-            # 4 layers and the rest are gathered in each of 4 passes, with resharding twice, and reduced once.
-            ("fsdp", 2 * 5 * 4 + 5),
-            ("fsdp without resharding", 5 * 4 + 5),
+            # 4 layers are gathered in each of 4 passes, with resharding twice, the rest once, and all are reduced once.
+            ("fsdp", (2 * 4 + 1) * 4 + 5),
+            ("fsdp resharding between", 5 * 4 + 5),
+            # Gathered for the first forward pass and, layers only, for each backward pass.
+            ("fsdp kept between", 5 + 4 * 4 + 5),
+            ("fsdp without resharding", 5 + 5),
         ],
     )
     def test_gradients_are_communicated_in_the_last_pass_only(self, of_ranks, name, collectives):
@@ -165,7 +189,7 @@ def check(seen: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def of_ranks() -> list[dict[str, dict[str, Any]]]:
-    return on_ranks(4, in_rank, STRATEGIES)
+    return on_ranks(4, in_rank, STRATEGIES | NARROW)
 
 
 @pytest.fixture(scope="module")
@@ -425,8 +449,13 @@ class TestOptions:
              "it belongs to parallel=ddp,pdp"),
             ({"replicate": 2, "shard": 2, "static_graph": True}, "static_graph=true: has no effect under these degrees "
              "of parallelism; it belongs to parallel=ddp,pdp"),
-            ({"replicate": 4, "reduce_dtype": "bf16"}, "reduce_dtype=bf16: has no effect under these degrees of "
-             "parallelism; it belongs to parallel=fsdp,hsdp"),
+            ({"pipeline": 4, "reduce_dtype": "bf16"}, "reduce_dtype=bf16: has no effect under these degrees of "
+             "parallelism; it belongs to parallel=ddp,pdp,fsdp,hsdp"),
+            ({"replicate": 4, "reshard_between_microbatches": False}, "reshard_between_microbatches=false: has no "
+             "effect under these degrees of parallelism; it belongs to parallel=fsdp,hsdp"),
+            ({"shard": 4, "pipeline": 2, "reshard_between_microbatches": True}, "reshard_between_microbatches=true: "
+             "has no effect under a pipeline, whose schedule keeps the weights of a stage between micro-batches; "
+             "try auto"),
             ({"shard": 4, "schedule": "gpipe"}, "schedule=gpipe: has no effect under these degrees of parallelism; "
              "it belongs to parallel=pdp"),
         ],

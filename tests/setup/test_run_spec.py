@@ -100,7 +100,7 @@ class TestRefused:
             (["model.vocabulary=100"], "data.vocabulary=100: must be a whole number of at least 256"),
             (["optimizer.lr=fast"], "optimizer.lr=fast: must be a number"),
             (["optimizer.lr=-1"], "optimizer=(its options): cannot be built: Invalid learning rate: -1"),
-            (["parallel.bucket_mb=0"], "parallel.bucket_mb=0: must be greater than 0 (MiB); try 25"),
+            (["parallel.bucket_mb=0"], "parallel.bucket_mb=0: must be greater than 0 (MiB); try auto, 25"),
             (
                 ["cluster.nodes=2"],
                 "cluster.nodes=2: this machine is one node; "
