@@ -85,6 +85,9 @@ def dense_peak(device_name: str, dtype: str) -> tuple[float | None, str | None]:
     return peak * 1e12, None
 
 
+_OF_GPUS = ("tf32", "cudnn", "nccl", "driver")
+
+
 def environment(device_type: str) -> dict[str, Any]:
     """Properties of this machine and installation that a measurement may depend on.
 
@@ -96,7 +99,7 @@ def environment(device_type: str) -> dict[str, Any]:
     """
     return {
         **_versions(),
-        **(_gpus() if device_type == "cuda" else {"cudnn": None, "nccl": None, "driver": None, "devices": []}),
+        **(_gpus() if device_type == "cuda" else dict.fromkeys(_OF_GPUS) | {"devices": []}),
         **_git(Path(__file__).parents[2]),
         "cpu": _cpu_model(),
         "cores": _usable_cores(),
@@ -138,7 +141,10 @@ def _version(package: str) -> str | None:
 def _gpus() -> dict[str, Any]:
     import torch
 
+    from ptdbench.measure import tf32
+
     return {
+        "tf32": tf32.is_allowed(),
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
         "driver": _driver(),

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -29,7 +31,7 @@ class Sharding:
 
     reshard_after_forward: bool
     precision: Name
-    reduce_dtype: Name
+    reduce_dtype: Literal["fp32", "bf16", "fp16"]
 
 
 def shard(
@@ -48,7 +50,7 @@ def shard(
         how: The options.
         fill: Materializes a module, given the prefix of its names in ``module``.
     """
-    narrow = how.precision != "fp32"
+    narrow = DTYPES[how.precision] != torch.float32
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[how.precision] if narrow else None,
         reduce_dtype=DTYPES[how.reduce_dtype] if narrow else None,
