@@ -240,6 +240,8 @@ class Environment(TypedDict, total=False):
     """Version of NumPy."""
     cuda: str | None
     """Version of CUDA that torch was built for."""
+    rocm: str | None
+    """Version of ROCm that torch was built for; null in other builds."""
     tf32: bool | None
     """Whether matrix products or convolutions of fp32 tensors may run in TF32; null on a CPU."""
     cudnn: int | None
