@@ -25,7 +25,7 @@ from ptdbench import ending
 from ptdbench.job import Job
 from ptdbench.launch import devices, leaving, local, peers, rendezvous
 from ptdbench.launch.world import World, discover
-from ptdbench.measure import memory
+from ptdbench.measure import memory, tf32
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.stopwatch import Stopwatch
 from ptdbench.problems import ConfigError
@@ -34,7 +34,7 @@ from ptdbench.records.cause import root_cause
 from ptdbench.records.owner import Attempt, this_process
 from ptdbench.report.display import Display
 from ptdbench.report.heading import Heading
-from ptdbench.setup import config, run_spec, training_spec
+from ptdbench.setup import config, formats, run_spec, training_spec
 from ptdbench.setup.run_spec import RunSpec, Summary
 from ptdbench.terminal import hint, say
 
@@ -189,6 +189,9 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
         torch.cuda.set_device(device)
     if len(_RUNS) > 1:  # the model of the run before would take its memory from this one
         memory.release(device)
+    if spec.training:
+        formats.check_gpu(spec.config.general.precision, device)
+    tf32.allow(spec.config.general.precision == "tf32")
     with rendezvous.process_group(world, spec.backend, device, key=str(attempt.directory)) as own_store:
         met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
         watch.lap("rendezvous")

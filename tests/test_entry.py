@@ -86,7 +86,7 @@ class TestRefusals:
             monkeypatch.setenv("RANK", rank)
             monkeypatch.setenv("LOCAL_RANK", rank)
             told.append(refused("precision=fp8", cwd=tmp_path))
-        assert told == [["precision=fp8: must be fp32, bf16 or fp16"], []]
+        assert told == [["precision=fp8: must be fp32, tf32, bf16 or fp16"], []]
 
 
 class TestHelp:

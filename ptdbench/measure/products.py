@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptdbench.measure import clock
+from ptdbench.measure import clock, tf32
 
 #: Arithmetic of a product → dtype of its matrices. ``tf32``: fp32 matrices with TF32 allowed.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -96,7 +96,7 @@ def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: flo
         for rows, columns in ((shape.m, shape.k), (shape.k, shape.n))
     )
     out = torch.empty(shape.m, shape.n, dtype=DTYPES[dtype], device=device)
-    with _arithmetic(dtype):
+    with tf32.allowed(dtype == "tf32"):
         found = repeat(lambda: torch.mm(a, b, out=out), Flush(device), device, seconds)
     _verify(a, b, out, dtype, shape)
     return found
@@ -183,17 +183,6 @@ def _bytes(text: str) -> int:
 
 def _copy(source: Tensor, target: Tensor) -> Callable[[], object]:
     return lambda: target.copy_(source, non_blocking=True)
-
-
-@contextmanager
-def _arithmetic(dtype: str) -> Iterator[None]:
-    """Set whether fp32 matrices are multiplied in fp32 or TF32, overriding other settings."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 @contextmanager

@@ -45,6 +45,8 @@ def inspect(nvml: Any = None) -> dict[str, Any]:
         ``gpus``, one mapping each, in NVML's order; ``links``, for each pair of them ``NV<links>`` for NVLink, else
         ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` as in ``nvidia-smi topo -m``; and ``reason``, why both are empty.
     """
+    if torch.version.hip and nvml is None:
+        return _nothing("NVML knows NVIDIA's GPUs, and these are AMD's")
     try:
         nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()
@@ -63,8 +65,11 @@ def inspect(nvml: Any = None) -> dict[str, Any]:
 
 
 def identity(device: torch.device) -> str:
-    """NVML's identity of this GPU."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    """NVML's identity of this GPU; of AMD's, which NVML does not know, its place on the bus."""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the place
+    if torch.version.hip:
+        return f"PCI-{properties.pci_domain_id:x}:{properties.pci_bus_id:x}:{properties.pci_device_id:x}"
+    return f"GPU-{properties.uuid}"
 
 
 def link(seen: Mapping[str, Any], one: str, other: str) -> str | None:

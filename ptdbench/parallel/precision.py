@@ -1,4 +1,4 @@
-"""Precision of the arithmetic: fp32, bf16, or fp16 with loss scaling. Master weights are always fp32."""
+"""Precision of the arithmetic: fp32, tf32, bf16, or fp16 with loss scaling. Master weights are always fp32."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
+from ptdbench.measure import tf32
 from ptdbench.parallel.activations import wrap_forward
 
-Name = Literal["fp32", "bf16", "fp16"]
+Name = Literal["fp32", "tf32", "bf16", "fp16"]
 
-DTYPES: dict[Name, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Dtype of activations. ``tf32``: fp32 tensors whose products and convolutions run in TF32.
+DTYPES: dict[Name, torch.dtype] = {
+    "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+}  # fmt: skip
 
 
 def arithmetic(precision: Name, device_type: str) -> str:
-    """The arithmetic of matrix products; under ``fp32`` it is ``tf32`` if torch's settings allow that."""
-    tf32 = device_type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    return "tf32" if precision == "fp32" and tf32 else precision
+    """The arithmetic of products and convolutions; that of fp32 tensors as torch is set: see :func:`tf32.allow`."""
+    if DTYPES[precision] == torch.float32:
+        return "tf32" if device_type == "cuda" and tf32.is_allowed() else "fp32"
+    return precision
 
 
 def narrow(module: nn.Module, layers: Collection[nn.Module], precision: Name, *, weights: bool) -> None:
-    """Let a module compute in ``precision``, the same way under every layout; fp32 leaves it as it is.
+    """Let a module compute in ``precision``, the same way under every layout; fp32 and tf32 leave it as it is.
 
     Its parameters stay fp32. Each use of one in a forward pass is a differentiable cast, so that its gradient is
     accumulated and reduced in fp32. What enters the module or one of its layers is cast too, except targets. Batch
@@ -39,9 +44,9 @@ def narrow(module: nn.Module, layers: Collection[nn.Module], precision: Name, *,
         precision: Dtype of the arithmetic.
         weights: Whether weights are cast here; FSDP gathers them in the narrow dtype already.
     """
-    if precision == "fp32":
-        return
     dtype = DTYPES[precision]
+    if dtype == torch.float32:
+        return
     for unit in dict.fromkeys((module, *layers)):  # a module of one layer may be it
         wrap_forward(unit, partial(_casting_inputs, dtype=dtype))
     for part in module.modules() if weights else ():

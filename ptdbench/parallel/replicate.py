@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ptdbench.parallel.engine import Part
-from ptdbench.parallel.precision import Name
 
 #: Communication hooks that average a bucket in a narrower dtype than its own.
 _NARROW = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
@@ -32,7 +31,7 @@ class Replication:
     bucket_mb: float | Literal["auto"]
     as_bucket_view: bool
     static_graph: bool
-    reduce_dtype: Name = "fp32"
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Replication) -> Part:

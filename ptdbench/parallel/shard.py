@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -32,7 +34,7 @@ class Sharding:
     reshard_after_forward: bool
     reshard_between_microbatches: bool
     precision: Name
-    reduce_dtype: Name
+    reduce_dtype: Literal["fp32", "bf16", "fp16"]
 
 
 def shard(
@@ -51,7 +53,7 @@ def shard(
         how: The options.
         fill: Materializes a module, given the prefix of its names in ``module``.
     """
-    narrow = how.precision != "fp32"
+    narrow = DTYPES[how.precision] != torch.float32
     reduce_dtype = DTYPES[how.reduce_dtype]
     # Inputs are cast by precision.narrow(), as under every layout.
     policy = MixedPrecisionPolicy(

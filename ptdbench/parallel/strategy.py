@@ -16,7 +16,6 @@ from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.pipeline import schedules
 from ptdbench.parallel.pipeline.engine import pipelined
-from ptdbench.parallel.precision import Name
 from ptdbench.parallel.replicate import Replication
 from ptdbench.parallel.shard import Sharding, shared_between_layers
 from ptdbench.problems import Problem, at_least, require, try_these
@@ -76,7 +75,7 @@ class Strategy:
     static_graph: bool | Literal["auto"] = "auto"
     reshard_after_forward: bool = True
     reshard_between_microbatches: bool | Literal["auto"] = "auto"
-    reduce_dtype: Name | Literal["auto"] = "auto"
+    reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     microbatches: int | Literal["auto"] = "auto"
     sync_batchnorm: bool = False

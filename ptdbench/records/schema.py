@@ -240,6 +240,10 @@ class Environment(TypedDict, total=False):
     """Version of NumPy."""
     cuda: str | None
     """Version of CUDA that torch was built for."""
+    rocm: str | None
+    """Version of ROCm that torch was built for; null in other builds."""
+    tf32: bool | None
+    """Whether matrix products or convolutions of fp32 tensors may run in TF32; null on a CPU."""
     cudnn: int | None
     """Version of cuDNN; null on a CPU."""
     nccl: str | None
@@ -291,7 +295,7 @@ class Record(Identity, total=False):
     tokens_per_sample: int | None
     """Length of a sequence; null if samples are not token sequences."""
     precision: str | None
-    """``fp32``, ``bf16`` or ``fp16``."""
+    """``fp32``, ``tf32``, ``bf16`` or ``fp16``."""
     parameters: int | None
     """Parameters of the whole model; tied ones count once."""
     overrides: list[str] | None

@@ -17,7 +17,7 @@ import torch
 from ptdbench.launch.world import World
 from ptdbench.models.protocol import module_of
 from ptdbench.problems import Findings, Problem, require
-from ptdbench.setup import choices, fit, training_spec
+from ptdbench.setup import choices, fit, formats, training_spec
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.terminal import plural
@@ -121,6 +121,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     found.of(lambda: config.checkpoint)
     found.of(lambda: config.sweep)
     found.of(lambda: _check_devices(config, world, gpus))
+    found.of(lambda: formats.check(config.resolved.get("precision"), device_type))
     workload: Workload | None = found.of(lambda: choices.build(config, "workload"))
     trains = workload is not None and workload.trains
     found.of(lambda: _check_requeue(config))

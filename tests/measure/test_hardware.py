@@ -3,12 +3,13 @@ import platform
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 
-from ptdbench.measure import hardware
+from ptdbench.measure import hardware, topology
 from ptdbench.measure.hardware import DENSE_PEAKS, dense_peak, environment
 
 
@@ -20,6 +21,9 @@ from ptdbench.measure.hardware import DENSE_PEAKS, dense_peak, environment
         ("NVIDIA A100-SXM4-80GB", "tf32", 156),
         ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
         ("NVIDIA H200", "bf16", 989.4),
+        ("NVIDIA H200", "fp8", 1978.9),
+        ("NVIDIA B300 SXM6 AC", "fp8", 4500),
+        ("AMD Instinct MI250X", "bf16", 191.5),  # of a die
         ("Tesla V100-SXM2-32GB", "fp16", 125),
     ],
 )
@@ -34,6 +38,8 @@ def test_known_peaks(name, dtype, tflops):
     [
         ("NVIDIA H100", "bf16"),  # no device says just this
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),  # a slice is not the device
+        ("NVIDIA A100-SXM4-80GB", "fp8"),
+        ("NVIDIA A100-SXM-64GB", "bf16"),  # another chip than the A100 of the data sheet
         ("Tesla V100-SXM2-32GB", "bf16"),  # a known device without such units
     ],
 )
@@ -53,7 +59,8 @@ def test_cpu_has_no_peak():
 @pytest.mark.parametrize("name", DENSE_PEAKS)
 def test_peaks_are_dense_and_ordered(name):
     peaks = DENSE_PEAKS[name]
-    assert set(peaks) <= {"fp32", "tf32", "bf16", "fp16"}
+    assert set(peaks) <= {"fp32", "tf32", "bf16", "fp16", "fp8"}
+    assert peaks.get("fp8", 2 * peaks["fp16"]) == pytest.approx(2 * peaks["fp16"], rel=0.02)  # everywhere so far
     assert peaks["fp32"] <= peaks.get("tf32", peaks["fp32"]) < peaks["fp16"] == peaks.get("bf16", peaks["fp16"])
 
 
@@ -87,6 +94,30 @@ def test_environment_of_a_gpu():
     assert json.loads(json.dumps(found)) == found
 
 
+def test_a_rocm_build_is_asked_for_nothing_of_nvidias(monkeypatch):
+    """RCCL answers for NCCL where it is built in, and MIOpen for cuDNN."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.1")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "AMD Instinct MI300X")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: pytest.fail("there is no NCCL"))
+    monkeypatch.setattr(topology.importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
+    found = environment("cuda")
+    assert (found["cuda"], found["rocm"], found["nccl"]) == (None, "6.4.1", None)
+    assert found["devices"] == ["AMD Instinct MI300X"]
+    assert topology.inspect()["reason"] == "NVML knows NVIDIA's GPUs, and these are AMD's"
+    place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
+    assert topology.identity(torch.device("cuda", 0)) == "PCI-0:c1:0"
+
+
+def test_the_driver_of_amd(monkeypatch, tmp_path):
+    read = {"/sys/module/amdgpu/version": "6.12.12\n"}
+    monkeypatch.setattr(hardware.Path, "read_text", lambda path: read[str(path)])
+    assert hardware._driver() == "6.12.12"
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -95,7 +126,12 @@ def test_environment_of_a_gpu():
     ],
 )
 def test_driver_version_is_read_from_the_kernel_module(text, monkeypatch):
-    monkeypatch.setattr(hardware.Path, "read_text", lambda path: text)
+    def read(path):
+        if "amdgpu" in str(path):
+            raise FileNotFoundError
+        return text
+
+    monkeypatch.setattr(hardware.Path, "read_text", read)
     assert hardware._driver() == "550.54.15"
 
 

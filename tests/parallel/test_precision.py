@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ptdbench.measure import tf32
 from ptdbench.models.gpt import Block
 from ptdbench.parallel.activations import compile_each, recompute
 from ptdbench.parallel.precision import AgreedGradScaler, arithmetic, narrow
@@ -16,18 +17,19 @@ from tests.parallel.ranks import on_ranks
 
 
 @pytest.mark.parametrize(
-    ("precision", "device", "setting", "name"),
+    ("precision", "device", "on", "name"),
     [
-        ("fp32", "cuda", "highest", "fp32"),
-        ("fp32", "cuda", "high", "tf32"),
-        ("fp32", "cpu", "high", "fp32"),
-        ("bf16", "cuda", "high", "bf16"),
-        ("fp16", "cuda", "highest", "fp16"),
+        ("fp32", "cuda", False, "fp32"),
+        ("tf32", "cuda", True, "tf32"),
+        ("fp32", "cuda", True, "tf32"),  # not as asked for, but as it is
+        ("fp32", "cpu", True, "fp32"),
+        ("bf16", "cuda", True, "bf16"),
+        ("fp16", "cuda", False, "fp16"),
     ],
 )
-def test_what_products_run_in(monkeypatch, precision, device, setting, name):
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: setting)
-    assert arithmetic(precision, device) == name
+def test_what_products_run_in(precision, device, on, name):
+    with tf32.allowed(on):
+        assert arithmetic(precision, device) == name
 
 
 NARROW = pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -155,9 +157,10 @@ def test_equal_layers_share_one_compiled_graph_without_a_break(monkeypatch):
     torch._dynamo.reset()
 
 
-def test_fp32_leaves_the_forward_alone():
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_fp32_tensors_leave_the_forward_alone(precision):
     layer = nn.Linear(4, 4)
-    narrow(layer, [layer], "fp32", weights=True)
+    narrow(layer, [layer], precision, weights=True)
     assert "forward" not in vars(layer)
     assert type(layer) is nn.Linear
 

@@ -47,7 +47,7 @@ def test_overrides_arrive_with_their_types():
 @pytest.mark.parametrize(
     ("part", "override", "message"),
     [
-        ("general", "precision=fp8", "precision=fp8: must be fp32, bf16 or fp16"),
+        ("general", "precision=fp8", "precision=fp8: must be fp32, tf32, bf16 or fp16"),
         ("general", "compile=yes", "compile=yes: must be false, layers, whole or autotune"),
         ("general", "compile=true", "compile=true: must be false, layers, whole or autotune"),
         ("general", "activation_checkpointing=true", "activation_checkpointing=true: must be none or full"),

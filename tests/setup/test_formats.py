@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ptdbench.problems import ConfigError
+from ptdbench.setup import formats
+
+GPU = torch.device("cuda", 0)
+
+
+def refused(call, *arguments) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+def test_a_cpu_has_no_tf32(monkeypatch):
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    assert refused(formats.check, "tf32", "cpu") == "precision=tf32: TF32 is a format of GPUs; try fp32, bf16"
+    for precision in ("fp32", "bf16", "fp16", "nonsense"):  # which is refused elsewhere
+        formats.check(precision, "cpu")
+    formats.check("tf32", "cuda")
+
+
+@pytest.mark.parametrize(("override", "wrong", "right"), [("0", "tf32", "fp32"), ("1", "fp32", "tf32")])
+def test_what_the_environment_overrides_is_refused(monkeypatch, override, wrong, right):
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
+    assert refused(formats.check, wrong, "cuda") == (
+        f"precision={wrong}: is overridden in NVIDIA's libraries by NVIDIA_TF32_OVERRIDE={override} in the "
+        f"environment; unset it, or try {right}"
+    )
+    for precision in (right, "bf16", "fp16"):
+        formats.check(precision, "cuda")
+    formats.check("fp32", "cpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of a compute capability."""
+
+    def be(name: str, *capability: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+
+    return be
+
+
+def test_bf16_and_tf32_are_refused_where_they_are_emulated(gpu):
+    gpu("Tesla V100-SXM2-32GB", 7, 0)
+    assert refused(formats.check_gpu, "bf16", GPU) == (
+        "precision=bf16: Tesla V100-SXM2-32GB (compute capability 7.0) has no BF16 units, and torch emulates it "
+        "slowly; try fp16"
+    )
+    assert "has no TF32 units; try fp32, fp16" in refused(formats.check_gpu, "tf32", GPU)
+    for precision in ("fp32", "fp16"):
+        formats.check_gpu(precision, GPU)
+    gpu("NVIDIA A100-SXM4-80GB", 8, 0)
+    for precision in ("fp32", "tf32", "bf16", "fp16"):
+        formats.check_gpu(precision, GPU)
+
+
+def test_capabilities_of_amd_are_other_numbers(gpu, monkeypatch):
+    gpu("AMD Instinct MI100", 9, 0)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    formats.check_gpu("bf16", GPU)
+
+
+def test_a_cpu_is_not_asked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: pytest.fail("asked"))
+    formats.check_gpu("bf16", torch.device("cpu"))
