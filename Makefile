@@ -1,6 +1,6 @@
 # Everything runs in .venv, which `make` creates where it is missing: nothing but Python 3.10 or newer is needed.
 
-# The interpreter that creates .venv; gpu-check runs in it directly.
+# The interpreter that creates .venv; gpu-check and gpu-cluster run in it directly.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +10,7 @@ ARGS ?=
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test test test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed long-run attack gpu-check slurm-up slurm-down clean
+.PHONY: help bench install install-test test test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed long-run attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -70,6 +70,9 @@ attack: install  ## SIGKILL random processes of real runs 250 times: is anything
 
 gpu-check:  ## the acceptance run of one GPU: make gpu-check PYTHON=python3 WHEELS=wheels ARGS="--part numbers"
 	$(PYTHON) -m benchmarks.gpu_check $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
+
+gpu-cluster:  ## every layout, the links, and failures under every launcher, on two GPUs or more; in an allocation on all its nodes
+	$(PYTHON) benchmarks/gpu_cluster.py $(ARGS)
 
 slurm-up: $(BIN)/python  ## start a SLURM of two nodes on this machine, as root; make test does it by itself
 	$(BIN)/python -m tests.slurm_cluster up $(ARGS)

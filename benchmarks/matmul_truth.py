@@ -5,8 +5,10 @@
 
 The product's side is what the workload does for one shape and dtype, its median rate. The bare side is a loop by hand
 over matrices of its own: write a buffer larger than the last cache, take the time, multiply, take the time; and the
-median. The bare side is measured twice, so that its ratio to itself shows what this machine can resolve. The three take
-turns in one process, in every order equally often; the ratios are medians over the turns.
+median. Both sides use the device's clock (:mod:`ptdbench.measure.clock`), on a GPU events in its stream: a clock of the
+host would count what it takes to launch a product and to wait for it. The bare side is measured twice, so that its
+ratio to itself shows what this machine can resolve. The three take turns in one process, in every order equally often;
+the ratios are medians over the turns.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from itertools import permutations
 import torch
 from ratio import median_of_ratios
 
+from ptdbench.measure import clock
 from ptdbench.measure.products import DTYPES, Shape, cache_bytes, product_seconds
 
 #: By how much the product's figure may be off, as a share of the bare one.
@@ -72,21 +75,17 @@ def _bare(shape: Shape, options: argparse.Namespace, device: torch.device) -> Ca
     b = torch.randn(shape.k, shape.n, device=device).to(dtype)
     wide = torch.zeros(2 * cache_bytes(device) // 4, device=device)
 
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     def loop() -> list[float]:
-        seconds: list[float] = []
-        end = time.perf_counter() + options.seconds
-        while time.perf_counter() < end or len(seconds) < 5:
+        watch, end, count = clock.for_device(device), time.perf_counter() + options.seconds, 0
+        while time.perf_counter() < end or count < 5:
             wide.add_(1)
-            wait()
-            started = time.perf_counter()
+            watch.start()
             torch.mm(a, b)
-            wait()
-            seconds.append(time.perf_counter() - started)
-        return seconds
+            watch.stop()
+            count += 1
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # or the host would queue products for as long as it may
+        return watch.seconds()
 
     return loop
 

@@ -23,7 +23,8 @@ from omegaconf import DictConfig
 
 from ptdbench import ending
 from ptdbench.job import Job
-from ptdbench.launch import devices, leaving, local, peers, rendezvous
+from ptdbench.launch import devices, leaving, local, peers, rendezvous, settings
+from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World, discover
 from ptdbench.measure import memory, tf32
 from ptdbench.measure.hardware import environment
@@ -59,6 +60,7 @@ def run(composed: DictConfig, directory: Path, known: Summary | None = None, hea
         SystemExit: This process is a rank, and the run failed here; or another start of the run still goes on.
         Stopped: A signal asked this process to end; the record is written.
     """
+    settings.let_segments_grow(os.environ)  # local ranks inherit it
     world = discover(os.environ)
     attempt = Attempt(directory, rendezvous.launch_name(world) if world else uuid.uuid4().hex)
     watch = Stopwatch(time.time() if world is None or _RUNS else psutil.Process().create_time())
@@ -184,6 +186,26 @@ def _specify(composed: DictConfig, world: World, watch: Stopwatch) -> RunSpec:
 
 def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, display: Display) -> None:
     """The story of a run, as every rank lives it."""
+    device = _prepared_device(spec, world)
+    key = str(attempt.directory)
+    own_store = rendezvous.own_store(key)
+    with (
+        ending.watchdog(spec.config, world, own_store, attempt) as dog,
+        rendezvous.process_group(world, spec.backend, device, key, dog.limited),
+    ):
+        with dog.limited(JOINED):
+            met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
+        watch.lap("rendezvous")
+        note = partial(ending.note, attempt)
+        display.phase("working")  # a workload may say it better
+        outcome = spec.workload(Job(spec, world, met, own_store, device, attempt.directory, watch, dog, display, note))
+        if world.rank == 0:
+            with dog.paused():
+                ending.close(attempt, spec, device, met, outcome)
+
+
+def _prepared_device(spec: RunSpec, world: World) -> torch.device:
+    """This rank's device, with the arithmetic that the run asks for and without what a run before has left there."""
     device = spec.device(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -192,16 +214,7 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
     if spec.training:
         formats.check_gpu(spec.config.general.precision, device)
     tf32.allow(spec.config.general.precision == "tf32")
-    with rendezvous.process_group(world, spec.backend, device, key=str(attempt.directory)) as own_store:
-        met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
-        watch.lap("rendezvous")
-        with ending.watchdog(spec.config, world, own_store, attempt) as dog:
-            note = partial(ending.note, attempt)
-            display.phase("working")  # a workload may say it better
-            job = Job(spec, world, met, own_store, device, attempt.directory, watch, dog, display, note)
-            outcome = spec.workload(job)
-        if world.rank == 0:
-            ending.close(attempt, spec, device, met, outcome)
+    return device
 
 
 def _open_record(composed: DictConfig, attempt: Attempt) -> Attempt:

@@ -85,7 +85,7 @@ class TestRefusals:
         for rank in ("0", "1"):
             monkeypatch.setenv("RANK", rank)
             monkeypatch.setenv("LOCAL_RANK", rank)
-            told.append(refused("precision=fp8", cwd=tmp_path))
+            told.append(refused("precision=fp8", "device=cpu", cwd=tmp_path))
         assert told == [["precision=fp8: must be fp32, tf32, bf16 or fp16"], []]
 
 

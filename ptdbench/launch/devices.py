@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ptdbench.launch import rendezvous
 from ptdbench.launch.peers import node
+from ptdbench.launch.settings import let_segments_grow
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, require
 from ptdbench.terminal import plural, rank_names
@@ -90,6 +91,7 @@ def _await(own: dist.Store, keys: Sequence[str], world: World, patience: timedel
 
 
 def _look(world: World) -> Sight:
+    let_segments_grow(os.environ)
     gpus, uuid, reason = torch.cuda.device_count(), "", ""
     try:
         if gpus == 1 and world.local_size > 1:

@@ -11,11 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptdbench.launch import cores
+from ptdbench.launch import cores, settings
 from ptdbench.launch.world import World
-
-#: Environment variables that change what communication and threads do.
-SETTINGS = ("NCCL_", "GLOO_", "OMP_", "TORCH_NCCL_", "TP_", "UCX_", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Peer:
         device: ``cpu``, or the GPU with its name.
         cores: The cores it may run on.
         threads: How many threads it uses.
-        settings: The variables of :data:`SETTINGS` that are set.
+        settings: The variables that change results or speed.
     """
 
     rank: int
@@ -71,11 +68,6 @@ def node(environ: Mapping[str, str]) -> str:
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of :data:`SETTINGS` that are set."""
-    return {name: environ[name] for name in sorted(environ) if name.startswith(SETTINGS)}
-
-
 def _self(world: World, device: torch.device) -> Peer:
     name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
     return Peer(
@@ -87,7 +79,7 @@ def _self(world: World, device: torch.device) -> Peer:
         device=name,
         cores=sorted(cores.mine()),
         threads=torch.get_num_threads(),
-        settings=settings(os.environ),
+        settings=settings.here(),
     )
 
 

@@ -6,8 +6,8 @@ import errno
 import os
 import socket
 import uuid
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
 from queue import Empty, SimpleQueue
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch import address
+from ptdbench.launch.watchdog import JOINED, LEFT
 from ptdbench.launch.world import World, discover
 from ptdbench.problems import ConfigError, Problem
 
@@ -91,28 +92,46 @@ def launch_name(world: World) -> str:
     return agree("launch", world, uuid.uuid4().hex if world.rank == 0 else None)
 
 
+def own_store(key: str) -> dist.Store:
+    """The part of the launch's store that belongs to one run.
+
+    Args:
+        key: Unique to the run among those of this launch, so that several may follow each other.
+    """
+    return dist.PrefixStore(key, store())
+
+
 @contextmanager
-def process_group(world: World, backend: str, device: torch.device, key: str) -> Iterator[dist.Store]:
+def process_group(
+    world: World,
+    backend: str,
+    device: torch.device,
+    key: str,
+    limited: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[dist.Store]:
     """The default process group for the time of one run; yields a store that belongs to the run alone.
 
     Args:
         world: This rank's place.
         backend: ``gloo`` or ``nccl``.
         device: This rank's device.
-        key: Unique to the run among those of this launch, so that several may follow each other.
+        key: See :func:`own_store`.
+        limited: A context for what ranks do together here and may wait in, :meth:`Watchdog.limited`.
     """
-    own = dist.PrefixStore(key, store())
-    dist.init_process_group(
-        backend,
-        store=own,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=PATIENCE,
-        device_id=device if device.type == "cuda" else None,
-    )
+    own = own_store(key)
+    with limited(JOINED):
+        dist.init_process_group(
+            backend,
+            store=own,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=PATIENCE,
+            device_id=device if device.type == "cuda" else None,
+        )
     yield own
     # Only after success: a group whose peer has died may wait for it for ever.
-    dist.destroy_process_group()
+    with limited(LEFT):
+        dist.destroy_process_group()
 
 
 def _open(world: World, host: str, port: int) -> dist.TCPStore:

@@ -15,13 +15,17 @@ import torch
 _TORCH = Path(torch.__file__).parent
 
 #: Code of torch that waits for other ranks when it does not return: collectives, FSDP and pipeline schedules; the
-#: backward pass, whose hooks reduce gradients; and DDP itself.
-_WAITING = tuple(str(_TORCH / part) for part in ("distributed/", "autograd/", "nn/parallel/"))
+#: backward pass, whose hooks reduce gradients; DDP itself; and what waits for the GPU, whose collectives wait.
+_WAITING = tuple(str(_TORCH / part) for part in ("distributed/", "autograd/", "nn/parallel/", "cuda/"))
 
 #: Code of torch that only passes calls on.
 _PASSING = tuple(str(_TORCH / part) for part in ("_ops.py", "utils/_contextlib.py", "_dynamo/"))
 
-_NAMES = {"_engine_run_backward": "backward"}
+_NAMES = {
+    "_engine_run_backward": "backward",
+    "_new_process_group_helper": "init_process_group",
+    "_store_based_barrier": "init_process_group",
+}
 
 
 @dataclass(frozen=True)

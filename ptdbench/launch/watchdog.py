@@ -30,6 +30,12 @@ from ptdbench.terminal import rank_names
 #: suits the steps after it would end runs that are well.
 FIRST_STEP = 3
 
+#: Seconds that ranks have for what they do together before and after their work, unless the first step has fewer.
+TOGETHER = 600.0
+
+#: What that is, as messages say it: a rank has not ...
+JOINED, LEFT = "joined the others", "left the process group"
+
 #: Where a person finds the stacks, as messages say it: below this in the run's directory.
 FOLDER = "failures"
 
@@ -41,6 +47,9 @@ class State:
     Attributes:
         tick: Grows from each telling to the next; clocks of other machines would say nothing here.
         step: How many steps it has finished, which is also the number of the one it is in; ``None`` before the first.
+            On a GPU these are those that the device has finished.
+        begun: How many steps its host is through with, which on a GPU runs ahead of the device.
+        phase: What it does that is no step: :data:`JOINED`, :data:`LEFT`, or nothing.
         patience: Seconds until it is overdue, at most 0 if it is; ``None`` while it is busy with something that has
             no limit, such as saving a checkpoint.
         place: Where its main thread is.
@@ -51,11 +60,18 @@ class State:
 
     tick: int = 0
     step: int | None = None
+    begun: int | None = None
+    phase: str = ""
     patience: float | None = None
     place: str = ""
     waits: bool = False
     dumped: bool = False
     left: bool = False
+
+    @property
+    def reached(self) -> tuple[bool, int, int]:
+        """How far it has come, compared with others."""
+        return self.phase != JOINED, _number(self.step), _number(self.begun)
 
 
 @dataclass(frozen=True)
@@ -108,6 +124,8 @@ class Watchdog:
         self._over = threading.Event()
         self._pauses = 0
         self._step: int | None = None
+        self._device: Callable[[], int] | None = None
+        self._phase = self._seen_phase = ""
         self._seen_step: int | None = None
         self._mine = State()
 
@@ -132,6 +150,32 @@ class Watchdog:
         """
         self._step = step
 
+    @contextmanager
+    def following(self, device: Callable[[], int]) -> Iterator[None]:
+        """Meanwhile a step is over when the device has finished it, and not when its work is queued.
+
+        Args:
+            device: How many steps the device has finished; called in a thread, and must not wait.
+        """
+        self._device = device
+        try:
+            yield
+        finally:
+            self._device = None
+
+    @contextmanager
+    def limited(self, phase: str) -> Iterator[None]:
+        """Around what ranks do together that is no step, which has a limit of its own, :data:`TOGETHER`.
+
+        Args:
+            phase: :data:`JOINED` or :data:`LEFT`.
+        """
+        self._phase = phase
+        try:
+            yield
+        finally:
+            self._phase = ""
+
     def alive(self) -> None:
         """Something is over that is no step of training, such as one size of a message."""
         self._step = (self._step or 0) + 1
@@ -155,14 +199,17 @@ class Watchdog:
     def _post(self, now: float) -> None:
         """Look at the main thread, and let the others know. Who is in time asks nothing about them."""
         was_asleep = now - self._posted_at > self._quiet  # this very thread: Ctrl-Z or ``scontrol suspend``, for one
-        if self._step != self._seen_step or self._pauses or was_asleep:
-            self._seen_step, self._seen_at = self._step, now
+        now_at = self._finished(), self._phase
+        if now_at != (self._seen_step, self._seen_phase) or self._pauses or was_asleep:
+            (self._seen_step, self._seen_phase), self._seen_at = now_at, now
         self._posted_at = now
         patience = self._allowed() - (now - self._seen_at)
         place = stacks.main_thread()
         self._mine = State(
             self._mine.tick + 1,
             self._seen_step,
+            self._step,
+            self._seen_phase,
             None if self._pauses else patience,
             str(place),
             place.waits,
@@ -170,7 +217,16 @@ class Watchdog:
         )
         self._board.post(self._mine, asks=patience < self._allowed() / 2)
 
+    def _finished(self) -> int | None:
+        """The steps that are over; asks the device from the first one on."""
+        if self._step is not None and self._device:
+            with suppress(RuntimeError):  # the device has failed, which the main thread will see
+                return self._device()
+        return self._step
+
     def _allowed(self) -> float:
+        if self._seen_phase:
+            return min(TOGETHER, self._limit * FIRST_STEP)
         return self._limit * (FIRST_STEP if self._seen_step is None else 1)
 
     def _overdue(self) -> bool:
@@ -195,9 +251,8 @@ class Watchdog:
     def _silent_store(self) -> tuple[int, str]:
         with_agent = self._world.started_by.has_agent
         who = "the process that started the ranks" if with_agent else "rank 0"
-        step = _step_name(self._mine.step)
         message = (
-            f"{who} does not answer: {_gone(1)} (rank {self._world.rank} has not finished {step} for "
+            f"{who} does not answer: {_gone(1)} (rank {self._world.rank} has not {_undone(self._mine)} for "
             f"{self._allowed():g} s: {_where(self._mine)}); stacks in {FOLDER}/"
         )
         return (-1 if with_agent else 0), message
@@ -324,7 +379,8 @@ def verdict(states: Mapping[int, State | None], seconds: float) -> tuple[int, st
     """The rank to blame for a run in which no rank gets on, and what to tell a person.
 
     In this order: ranks that do not answer, since nobody can run without them; ranks that do something of their own
-    while others wait; else nobody in particular, as when ranks wait in different collectives.
+    while others wait, and of these the ones that have come least far, as the hosts of their peers go on queueing work
+    for devices that wait; else nobody in particular, as when ranks wait in different collectives.
 
     Args:
         states: The last state of each rank; ``None`` for one that does not answer.
@@ -332,29 +388,50 @@ def verdict(states: Mapping[int, State | None], seconds: float) -> tuple[int, st
     """
     present = {rank: state for rank, state in sorted(states.items()) if state and not state.left}
     silent = sorted(rank for rank, state in states.items() if state is None)
-    waiting = {rank: state for rank, state in present.items() if state.waits}
     busy = {rank: state for rank, state in present.items() if not state.waits}
-    step = _step_name(min((state.step for state in present.values()), key=lambda step: -1 if step is None else step))
+    late = _last(busy) if busy else present
+    undone = _undone(next(iter(_last(present if silent else late).values())))
     if silent:
         culprits, what = silent, _gone(len(silent))
-    elif busy and (waiting or len(states) == 1):
-        culprits, what = list(busy), _places(busy, together="")
+        if undone == JOINED:
+            what = f"never came, {what}"
+    elif len(late) < len(states) or len(states) == 1:
+        culprits, what = list(late), _places(late, together="")
     else:
         what = _places(present, together="all " if len(present) > 1 else "")
-        return min(present), f"no rank has finished {step} for {seconds:g} s: {what}; stacks in {FOLDER}/"
+        return min(present), f"no rank has {undone} for {seconds:g} s: {what}; stacks in {FOLDER}/"
     verb, their = ("has", "its") if len(culprits) == 1 else ("have", "their")
-    places = ", ".join(dict.fromkeys(state.place for state in waiting.values()))
-    peers = f" ({their} peers wait in {places})" if waiting else ""
-    message = f"{rank_names(culprits)} {verb} not finished {step} for {seconds:g} s: {what}{peers}; stacks in {FOLDER}/"
+    others = {rank: state for rank, state in present.items() if rank not in culprits}
+    peers = f" ({their} peers {doing})" if (doing := _doing(others)) else ""
+    message = f"{rank_names(culprits)} {verb} not {undone} for {seconds:g} s: {what}{peers}; stacks in {FOLDER}/"
     return culprits[0], message
+
+
+def _last(states: Mapping[int, State]) -> dict[int, State]:
+    """Those that have come least far."""
+    least = min((state.reached for state in states.values()), default=None)
+    return {rank: state for rank, state in states.items() if state.reached == least}
+
+
+def _undone(state: State) -> str:
+    """What it has not done: ``finished step 12``."""
+    return state.phase or f"finished {'the first step' if state.step is None else f'step {state.step}'}"
+
+
+def _doing(peers: Mapping[int, State]) -> str:
+    """What the culprits' peers do: ``wait in all_reduce``, or ``are in step 15``; empty if it is not known."""
+    if places := ", ".join(dict.fromkeys(state.place for state in peers.values() if state.waits)):
+        return f"wait in {places}"
+    begun = max((_number(state.begun) for state in peers.values()), default=-1)
+    return f"are in step {begun}" if begun >= 0 else ""
+
+
+def _number(step: int | None) -> int:
+    return -1 if step is None else step
 
 
 def _gets_on(state: State, age: float) -> bool:
     return state.patience is None or state.patience > age
-
-
-def _step_name(step: int | None) -> str:
-    return "the first step" if step is None else f"step {step}"
 
 
 def _gone(count: int) -> str:

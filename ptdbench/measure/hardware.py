@@ -12,6 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ptdbench.launch import settings
+
 _A100 = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
 _H100_SXM = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
 _H100_PCIE = {"fp32": 51.2, "tf32": 378.0, "bf16": 756.0, "fp16": 756.0, "fp8": 1513.0}
@@ -135,6 +137,7 @@ def environment(device_type: str) -> dict[str, Any]:
         "cores": _usable_cores(),
         "host": platform.node(),
         "os": platform.platform(),
+        "settings": settings.here(),
     }
 
 

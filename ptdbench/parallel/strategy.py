@@ -158,7 +158,7 @@ class Strategy:
 
     def _transforms(self, setting: Setting) -> Transforms:
         layout, dims = setting.layout, setting.layout.dims
-        reduce_dtype: Name = "fp32" if self.reduce_dtype == "auto" else self.reduce_dtype
+        reduce_dtype = "fp32" if self.reduce_dtype == "auto" else self.reduce_dtype
         if self._applies("shard", dims):
             after, between = self.reshard_after_forward, self.reshard_between_microbatches
             sharding = Sharding(after, after if between == "auto" else between, setting.precision, reduce_dtype)

@@ -30,7 +30,7 @@ class RankHello(TypedDict):
     threads: int
     """Number of compute threads."""
     settings: dict[str, str]
-    """Environment variables that affect communication."""
+    """Environment variables that change results or speed."""
 
 
 class Hello(TypedDict):

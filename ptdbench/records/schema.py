@@ -264,6 +264,8 @@ class Environment(TypedDict, total=False):
     """Name of the machine."""
     os: str
     """Name and version of the operating system."""
+    settings: dict[str, str]
+    """Environment variables that change results or speed, by name."""
 
 
 class Identity(TypedDict):

@@ -101,6 +101,11 @@ class StepLoop:
         """Number of steps done by the run, including those before this loop."""
         return self.first_step + self.taken
 
+    @property
+    def finished(self) -> int:
+        """Number of steps of the run that the device has finished; never blocks, and in any thread."""
+        return self.first_step + self._drained + self.clock.finished()
+
     def resume(self, first_step: int, scaler: dict[str, Any]) -> None:
         """Continue after ``first_step`` steps; weights and optimizer state are already restored."""
         self.first_step = first_step

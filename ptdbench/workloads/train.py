@@ -162,16 +162,17 @@ def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:
     memory.reset_peak(job.device)  # what was garbage is not the training's
     gc.disable()
     try:
-        while loop.done < wanted:
-            loop.step()
-            if loop.taken == 1:
-                _wait_for(job.device)
-                job.watch.lap("first_step")
-            if loop.taken == PROBE_STEPS:
-                wanted = _affordable(job, loop)
-            job.watchdog.beat(loop.done)
-            reporter.report(wanted)
-            yield loop.done
+        with job.watchdog.following(lambda: loop.finished):
+            while loop.done < wanted:
+                loop.step()
+                if loop.taken == 1:
+                    _wait_for(job.device)
+                    job.watch.lap("first_step")
+                if loop.taken == PROBE_STEPS:
+                    wanted = _affordable(job, loop)
+                job.watchdog.beat(loop.done)
+                reporter.report(wanted)
+                yield loop.done
     finally:
         gc.enable()
         gc.unfreeze()

@@ -59,10 +59,3 @@ class TestMeeting:
 def test_a_node_bears_the_name_that_the_cluster_gave_it():
     assert peers.node({"SLURMD_NODENAME": "n7"}) == "n7"
     assert peers.node({}) == socket.gethostname()
-
-
-def test_settings_are_those_that_change_communication_and_threads():
-    theirs = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "0"}
-    others = {"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "secret", "MY_NCCL_DEBUG": "INFO"}
-    assert peers.settings(others | theirs) == theirs
-    assert list(peers.settings(others | theirs)) == sorted(theirs)

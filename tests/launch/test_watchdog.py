@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptdbench.launch import local, rendezvous
-from ptdbench.launch.watchdog import State, Watchdog, verdict
-from ptdbench.launch.world import discover
+from ptdbench.launch import local, rendezvous, watchdog
+from ptdbench.launch.watchdog import JOINED, State, Watchdog, verdict
+from ptdbench.launch.world import World, discover
 
 #: Seconds; short, and yet enough for a thread's turn on a machine that is busy with other tests.
 LIMIT = 2.5
@@ -31,6 +32,10 @@ BUSY = State(step=12, patience=-0.1, place="spin (model.py:33)")
 WAITS = State(step=12, patience=-0.1, place="all_reduce", waits=True)
 ELSEWHERE = replace(WAITS, place="broadcast")
 LEFT = State(step=13, left=True)
+AHEAD = replace(BUSY, begun=15, place="zeros_like (loss.py:7)")
+BEHIND = replace(BUSY, begun=12)
+ALONE = replace(WAITS, step=None, phase=JOINED, place="init_process_group")
+LEAVES = replace(BUSY, phase=watchdog.LEFT)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +84,40 @@ LEFT = State(step=13, left=True)
             "no rank has finished the first step for 60 s: all wait in all_reduce; stacks in failures/",
         ),
         (
+            {0: AHEAD, 1: BEHIND, 2: replace(AHEAD, begun=14)},
+            1,
+            "rank 1 has not finished step 12 for 60 s: is in spin (model.py:33) (its peers are in step 15); "
+            "stacks in failures/",
+        ),
+        (
+            {0: AHEAD, 1: BEHIND, 2: replace(WAITS, begun=15, place="synchronize")},
+            1,
+            "rank 1 has not finished step 12 for 60 s: is in spin (model.py:33) (its peers wait in synchronize); "
+            "stacks in failures/",
+        ),
+        (
+            {0: replace(AHEAD, step=13), 1: replace(AHEAD, step=13), 2: AHEAD},
+            2,
+            "rank 2 has not finished step 12 for 60 s: is in zeros_like (loss.py:7) (its peers are in step 15); "
+            "stacks in failures/",
+        ),
+        (
+            {0: ALONE, 1: None, 2: ALONE},
+            1,
+            "rank 1 has not joined the others for 60 s: never came, stopped, or its machine is gone (its peers wait in "
+            "init_process_group); stacks in failures/",
+        ),
+        (
+            {0: ALONE, 1: ALONE},
+            0,
+            "no rank has joined the others for 60 s: all wait in init_process_group; stacks in failures/",
+        ),
+        (
+            {0: LEFT, 1: LEAVES},
+            1,
+            "rank 1 has not left the process group for 60 s: is in spin (model.py:33); stacks in failures/",
+        ),
+        (
             dict.fromkeys(range(100)) | {100: WAITS},
             0,
             "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more have not finished step 12 for 60 s: stopped, or their "
@@ -101,6 +140,9 @@ def work(environ: dict[str, str], folder: Path, how: str, culprit: int, server: 
     def report(blamed: int, message: str, stacks: str) -> None:
         (folder / f"{rank}.json").write_text(json.dumps([blamed, message, stacks]))
 
+    if how in ("absent", "ahead", "remain"):
+        without_collectives(world, folder, how, culprit, report)
+        return
     with rendezvous.process_group(world, "gloo", torch.device("cpu"), key=str(folder)) as store:
         # Under srun rank 0 serves the store.
         shared = dist.TCPStore(*server, world.size, is_master=rank == 0) if server else store
@@ -111,6 +153,29 @@ def work(environ: dict[str, str], folder: Path, how: str, culprit: int, server: 
                     misbehave(how)
                 dist.recv(torch.ones(1)) if step == 3 and how == "recv" else dist.all_reduce(torch.ones(1))
                 watchdog.beat(step + 1)
+
+
+def without_collectives(
+    world: World, folder: Path, how: str, culprit: int, report: Callable[[int, str, str], None]
+) -> None:
+    """Under a watchdog from beginning to end; ``culprit`` is absent, its device gets stuck, or it does not leave."""
+    is_culprit = world.rank == culprit
+    if is_culprit:
+        (folder / "begun").touch()
+    if is_culprit and how == "absent":
+        time.sleep(60)
+    if is_culprit and how == "remain":
+        dist.destroy_process_group = lambda: time.sleep(60)
+    store, device = rendezvous.own_store(str(folder)), torch.device("cpu")
+    with (
+        Watchdog(world, store, folder, LIMIT if how == "ahead" else LIMIT / 3, report) as dog,
+        rendezvous.process_group(world, "gloo", device, str(folder), dog.limited),
+        dog.following(lambda: 3 if is_culprit else 5),
+    ):
+        dist.barrier()
+        for step in range(2000 if how == "ahead" else 1):  # hosts get on, and devices do not
+            dog.beat(step + 1)
+            time.sleep(0.02)
 
 
 def misbehave(how: str) -> None:
@@ -125,7 +190,7 @@ def ended(folder: Path, how: str, culprit: int, server: tuple[str, int] | None =
     """Let three ranks work until the watchdog ends them; what each rank reported. None of them lives on."""
     with pytest.raises(local.RankDied) as caught:
         local.start(work, 3, folder, how, culprit, server)
-    assert set(caught.value.exit_codes.values()) == {1}
+    assert set(caught.value.exit_codes.values()) - {0} == {1}
     assert time.time() - (folder / "begun").stat().st_mtime < LIMIT + 10
     pids = [int(path.read_text()) for path in folder.glob("*.pid")]
     assert len(pids) == 3
@@ -179,6 +244,27 @@ class TestStuck:
         for blamed, message, _ in reports.values():
             assert blamed == 0
             assert message == f"no rank has finished step 3 for {LIMIT} s: all wait in recv; stacks in failures/"
+
+    def test_a_rank_that_does_not_come_is_named(self, tmp_path):
+        reports = ended(tmp_path, "absent", 1)
+        assert reports
+        for blamed, message, _ in reports.values():
+            assert blamed == 1
+            assert message.startswith("rank 1 has not joined the others for 2.5 s: never came, stopped, or its machine")
+
+    def test_a_rank_that_does_not_leave_is_named(self, tmp_path):
+        reports = ended(tmp_path, "remain", 2)
+        assert list(reports) == [2]
+        blamed, message, _ = reports[2]
+        assert blamed == 2
+        assert message.startswith("rank 2 has not left the process group for 2.5 s: is in <lambda> (test_watchdog.py:")
+
+    def test_where_hosts_run_ahead_the_rank_is_named_whose_device_is_behind(self, tmp_path):
+        reports = ended(tmp_path, "ahead", 1)
+        assert reports
+        for blamed, message, _ in reports.values():
+            assert blamed == 1
+            assert message.startswith(f"rank 1 has not finished step 3 for {LIMIT} s: is in without_collectives (test_")
 
     def test_a_stopped_rank_that_serves_the_store_itself_is_named(self, tmp_path):
         with socket.socket() as free:

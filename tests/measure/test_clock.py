@@ -45,6 +45,7 @@ def test_a_step_is_over_when_it_was_stopped(wall):
     host.stop()
     assert host.over(0)
     assert not host.over(1)
+    assert host.finished() == 1
 
 
 def test_what_was_read_does_not_change_later(wall):
@@ -96,9 +97,42 @@ def test_a_gpu_is_asked_without_waiting_and_answers_in_seconds(monkeypatch):
     assert [device.over(step) for step in range(3)] == [False, False, False]
     Event.reached = 500.0  # the end of the first step
     assert [device.over(step) for step in range(3)] == [True, False, False]
+    assert device.finished() == 1
     assert not waited
     assert device.seconds() == [0.25, 0.25]
     assert waited
+
+
+def test_a_step_that_is_under_way_is_not_finished(monkeypatch):
+    """Although CUDA says of an event that was never recorded that it is passed."""
+
+    class Unrecorded(Event):
+        def query(self) -> bool:
+            return self.queued_at is None or super().query()
+
+    monkeypatch.setattr(torch.cuda, "Event", Unrecorded)
+    device, Event.device_now, Event.reached = clock.DeviceClock(), 0.0, 1e9
+    device.start()
+    assert not device.over(0)
+    assert device.finished() == 0
+    device.stop()
+    assert device.over(0)
+    assert device.finished() == 1
+
+
+def test_finished_steps_are_counted_anew_when_they_are_forgotten(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    device, Event.device_now, Event.reached = clock.DeviceClock(), 0.0, 1e9
+    for _ in range(3):
+        device.start()
+        device.stop()
+    assert device.finished() == 3
+    device.forget()
+    assert device.finished() == 0
+    Event.reached = 0.0
+    device.start()
+    device.stop()
+    assert device.finished() == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

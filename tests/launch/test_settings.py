@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ptdbench.launch.settings import let_segments_grow, settings
+
+
+def test_what_changes_results_or_speed_is_told():
+    theirs = {
+        "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "0",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0", "TORCHINDUCTOR_MAX_AUTOTUNE": "1",
+    }  # fmt: skip
+    others = {"PATH": "/bin", "MY_NCCL_DEBUG": "INFO", "HOME": "/home/a", "SLURM_JOB_ID": "7"}
+    assert settings(others | theirs) == theirs
+    assert list(settings(others | theirs)) == sorted(theirs)
+
+
+def test_nothing_that_is_secret_or_of_somebodys_home_is_told():
+    environ = {
+        "AWS_SECRET_ACCESS_KEY": "s", "TORCH_HUB_TOKEN": "s", "NCCL_TOPO_FILE": "/home/a/topo.xml",
+        "TORCHINDUCTOR_CACHE_DIR": "~/cache",
+    }  # fmt: skip
+    assert settings(environ) == {"NCCL_TOPO_FILE": "…/topo.xml", "TORCHINDUCTOR_CACHE_DIR": "…/cache"}
+
+
+class TestSegments:
+    @pytest.fixture(autouse=True)
+    def _gpu(self, monkeypatch):
+        monkeypatch.setattr("sys.platform", "linux")
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+    def test_they_grow_on_a_gpu(self):
+        environ: dict[str, str] = {}
+        let_segments_grow(environ)
+        assert environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+    @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+    def test_what_a_person_has_set_stays(self, name):
+        environ = {name: "max_split_size_mb:64"}
+        let_segments_grow(environ)
+        assert environ == {name: "max_split_size_mb:64"}
+
+    def test_not_where_they_cannot(self, monkeypatch):
+        environ: dict[str, str] = {}
+        for owner, name, value in (
+            (torch.cuda, "device_count", lambda: 0), (torch.version, "hip", "7.0"), (sys, "platform", "win32"),
+        ):  # fmt: skip
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, name, value)
+                let_segments_grow(environ)
+        assert environ == {}
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="needs torch 2.12 or newer")
+def test_torch_reads_the_variable_after_it_is_imported():
+    """Local ranks are forked from a process that has imported torch."""
+    program = (
+        "import os, torch; os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'; "
+        "print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "expandable_segments:True\n"
