@@ -7,6 +7,10 @@ One process trains in segments of ``--every`` steps, by turns with an asynchrono
 the two orders alternate too, so that a machine that gets slower slows both. The steps are timed without the call that
 saves, which is the stall and is timed by itself. Between segments, outside of every step, the save is waited for, and
 blocking saves of the same tensors are timed. All saves make checksums and bring their files to the disk.
+
+Where the kernel tells (Linux), the step's thread is followed too. It runs, or waits for a core (other processes take
+it, or the kernel while it writes), or is blocked (by the interpreter lock, the disk, or memory that is being freed).
+Its time running also grows where the save takes the bandwidth of memory.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -62,6 +67,9 @@ def main() -> int:
     )
     print(f"  step without checkpoints  {_milliseconds(plain)}")
     print(f"  step beside checkpoints   {_milliseconds(beside)}")
+    print(f"    worst step {max(beside) * 1e3:.1f} ms beside, {max(plain) * 1e3:.1f} ms without")
+    for name, without, with_save in _shares(seconds["threads"]):
+        print(f"    mean of the thread {name:18} {without:9.1f} ms without, {with_save:9.1f} ms beside")
     print(f"    ratio of medians {steps}, at most {STEP_LIMIT} required: {_verdict(steps.value <= STEP_LIMIT)}")
     print(f"  blocking save             {_milliseconds(blocking)}")
     print(f"  stall, second save and on {_milliseconds(stalls)}")
@@ -99,6 +107,7 @@ class Bench:
     def seconds(self, pairs: int, every: int) -> dict[str, Any]:
         """Seconds of steps without and beside saves, of stalls from the second on and of blocking saves."""
         steps: dict[bool, list[float]] = {False: [], True: []}
+        threads: dict[bool, list[list[float]]] = {False: [], True: []}
         for _ in range(WARMUP):
             self._loop.step()
         self._save(self._asynchronous)  # the first one allocates the copies
@@ -106,27 +115,33 @@ class Bench:
         gc.disable()
         for pair in range(pairs):
             for saving in (False, True) if pair % 2 else (True, False):
-                steps[saving] += self._segment(every, saving)
+                taken = self._segment(every, saving)
+                steps[saving] += [seconds for seconds, _ in taken]
+                threads[saving] += [thread for _, thread in taken if thread]
             self._save(self._blocking)
         assert not self._asynchronous.problems + self._blocking.problems
         return {
             "plain": steps[False],
             "beside": steps[True],
+            "threads": [threads[False], threads[True]],
             "stalls": self._asynchronous.stall_seconds[1:],
             "blocking": self._blocking.stall_seconds,
             "bytes": sum(tensor.nbytes for tensor in self._tensors().values()),
         }
 
-    def _segment(self, count: int, saving: bool) -> list[float]:
+    def _segment(self, count: int, saving: bool) -> list[tuple[float, list[float]]]:
+        """Each step's seconds, and those of its thread: running, waiting for a core, blocked."""
         if saving:
             self._save(self._asynchronous)
-        seconds = []
+        taken = []
         for _ in range(count):
-            started = time.perf_counter()
+            before, started = _scheduled(), time.perf_counter()
             self._loop.step()
-            seconds.append(time.perf_counter() - started)
+            seconds, after = time.perf_counter() - started, _scheduled()
+            known = [end - begin for begin, end in zip(before, after, strict=True)]
+            taken.append((seconds, [*known, seconds - sum(known)] if known else []))
         self._asynchronous.wait()
-        return seconds
+        return taken
 
     def _save(self, saver: Saver) -> None:
         saver.save(len(self._loop.losses), self._tensors(), {}, {})
@@ -135,6 +150,20 @@ class Bench:
         return state.collect(
             self._loop.engine.module, self._loop.update.optimizer, self._tied, rank=0, with_buffers=True
         )
+
+
+def _scheduled() -> list[float]:
+    """Seconds that this thread has run, and has waited for a core; empty where the kernel does not tell."""
+    with suppress(OSError):
+        return [int(value) / 1e9 for value in Path("/proc/thread-self/schedstat").read_text().split()[:2]]
+    return []
+
+
+def _shares(threads: Sequence[Sequence[Sequence[float]]]) -> list[tuple[str, float, float]]:
+    """What a step's thread did, and its mean milliseconds in steps without and beside a save."""
+    names = ("running", "waiting for a core", "blocked")
+    without, beside = ([1e3 * statistics.mean(column) for column in zip(*steps, strict=True)] for steps in threads)
+    return list(zip(names, without, beside, strict=False))
 
 
 def _milliseconds(seconds: Sequence[float]) -> str:

@@ -27,6 +27,9 @@ _MOVED = {"ranks": "{} ranks", "batch": "batch {}"}
 #: Columns that are left out where there still is no room, the first one first.
 _SPARED = ("of ceiling", "vs best", "memory", "held out")
 
+#: From this share of a run's time on, waiting for data is mentioned.
+_WAITED = 0.05
+
 
 def render(records: Sequence[Mapping[str, Any]], width: int = 100) -> str:
     """The runs of each model, fastest first and those that did not finish last, as plain text.
@@ -102,6 +105,7 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
         *_reasons(others, called[len(ranked) :], width),
         *_mfu_remarks(ranked, width),
         *_ceiling_remarks(dict(zip(called, [*ranked, *others], strict=True)), width),
+        *_data_remarks(dict(zip(called, [*ranked, *others], strict=True)), width),
         *_check_remarks(records, width),
     ]
     return "\n".join([_title(records, moved), table, *remarks])
@@ -203,6 +207,13 @@ def _ceiling_remarks(records: Mapping[str, Mapping[str, Any]], width: int) -> It
             loaded[flops_text(rate)] = None
     for text in loaded:
         yield wrap(f"ceiling of {text}: taken beside other load, and perhaps too low", width)
+
+
+def _data_remarks(records: Mapping[str, Mapping[str, Any]], width: int) -> Iterator[str]:
+    """Runs, by their labels, whose steps waited for their data."""
+    for label, record in records.items():
+        if (share := _figure(record, "data_wait_share")) and share >= _WAITED:
+            yield wrap(f"{label}: {share:.0%} of the steps' time was spent waiting for data", width)
 
 
 def _check_remarks(records: Iterable[Mapping[str, Any]], width: int) -> list[str]:

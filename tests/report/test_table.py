@@ -308,6 +308,17 @@ class TestCeiling:
         assert text not in self.text(share_of_ceiling=0.5)
 
 
+@pytest.mark.parametrize("share", [None, 0.0, 0.004, 0.049])
+def test_a_short_wait_for_data_is_not_mentioned(share):
+    assert "waiting for data" not in render([run(metrics=run()["metrics"] | {"data_wait_share": share})])
+
+
+def test_a_run_whose_steps_waited_for_data_is_named():
+    waited = run("fsdp", metrics=run()["metrics"] | {"data_wait_share": 0.125})
+    lines = render([run(), waited]).splitlines()
+    assert [line for line in lines if "data" in line] == ["fsdp: 12% of the steps' time was spent waiting for data"]
+
+
 def test_an_unsound_check_before_a_run_is_told_once():
     remark = {"check": "unsound: rank 1 is slow"}
     text = render([run("ddp", remarks=remark), run("fsdp", remarks=remark), run("pdp", remarks={})])
