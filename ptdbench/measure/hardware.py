@@ -101,7 +101,7 @@ def dense_peak(device_name: str, dtype: str) -> tuple[float | None, str | None]:
     Args:
         device_name: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
         dtype: Arithmetic of the matrix products: ``fp32``, ``tf32`` (fp32 tensors with TF32 allowed),
-            ``bf16`` or ``fp16``.
+            ``bf16``, ``fp16`` or ``fp8``.
 
     Returns:
         ``(FLOP/s, None)``, or ``(None, reason)`` if no figure is on record.
