@@ -85,8 +85,8 @@ class TestRefusals:
         for rank in ("0", "1"):
             monkeypatch.setenv("RANK", rank)
             monkeypatch.setenv("LOCAL_RANK", rank)
-            told.append(refused("precision=fp8", "device=cpu", cwd=tmp_path))
-        assert told == [["precision=fp8: must be fp32, tf32, bf16 or fp16"], []]
+            told.append(refused("precision=fp4", "device=cpu", cwd=tmp_path))
+        assert told == [["precision=fp4: must be fp32, tf32, bf16, fp16 or fp8"], []]
 
 
 class TestHelp:

@@ -90,10 +90,9 @@ DENSE_PEAKS = MappingProxyType(
         "NVIDIA GeForce RTX 5090": {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5, "fp16": 209.5, "fp8": 419.0},
         # AMD Instinct MI250X data sheet, halved: torch sees each of its two dies as a device (matrix cores)
         "AMD Instinct MI250X": {"fp32": 47.9, "bf16": 191.5, "fp16": 191.5},
-        # AMD Instinct MI300X, MI325X and MI355X data sheets (matrix cores; an MI355X has no TF32)
+        # AMD Instinct MI300X and MI325X data sheets (matrix cores)
         "AMD Instinct MI300X": _MI300X,
         "AMD Instinct MI325X": _MI300X,
-        "AMD Instinct MI355X": {"fp32": 157.3, "bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2},
     }
 )  # fmt: skip
 
@@ -104,7 +103,7 @@ def dense_peak(device_name: str, dtype: str) -> tuple[float | None, str | None]:
     Args:
         device_name: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
         dtype: Arithmetic of the matrix products: ``fp32``, ``tf32`` (fp32 tensors with TF32 allowed),
-            ``bf16`` or ``fp16``.
+            ``bf16``, ``fp16`` or ``fp8``.
 
     Returns:
         ``(FLOP/s, None)``, or ``(None, reason)`` if no figure is on record.

@@ -23,7 +23,7 @@ class Measurement:
         flops_reason: Why there is no such formula, else ``None``.
         world_size: Ranks, one device each.
         device_name: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
-        dtype: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        dtype: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
         peak_memory_bytes: Peak memory, maximum over ranks.
         first_step_seconds: From the start of the run's first step to its end, compilation included.
         startup_seconds: Seconds of each phase before the first step, by name.
@@ -69,7 +69,8 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
     tokens_per_second = _times(samples_per_second, measured.tokens_per_sample)
     flops_per_second = _times(samples_per_second, measured.flops_per_sample)
     per_device = 1 / measured.world_size
-    mfu, mfu_reason = _mfu(measured, _times(flops_per_second, per_device))
+    rate = _times(flops_per_second, per_device)
+    mfu, mfu_reason = _mfu(measured, rate, measured.dtype)
     return warmup_steps, {
         "step_seconds": summary(timed),
         "tokens_per_second": tokens_per_second,
@@ -79,6 +80,7 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
         "model_flops_per_second": flops_per_second,
         "mfu": mfu,
         "mfu_reason": mfu_reason,
+        "mfu_of_bf16": _mfu(measured, rate, "bf16")[0] if measured.dtype == "fp8" else None,
         **against_ceiling(*measured.ceiling, _times(flops_per_second, per_device)),
         "data_wait_share": _share(measured.wait_seconds[warmup_steps:], own),
         "peak_memory_bytes": measured.peak_memory_bytes,
@@ -95,13 +97,15 @@ def _share(part: Sequence[float], whole: Sequence[float]) -> float | None:
     return sum(part) / sum(whole) if part and whole else None
 
 
-def _mfu(measured: Measurement, flops_per_second_per_device: float | None) -> tuple[float | None, str | None]:
-    """Model FLOPs utilization, or why there is none."""
+def _mfu(
+    measured: Measurement, flops_per_second_per_device: float | None, dtype: str
+) -> tuple[float | None, str | None]:
+    """Model FLOPs utilization by the peak of a dtype, or why there is none."""
     if measured.flops_per_sample is None:
         return None, measured.flops_reason or "the model states no FLOPs"
     if flops_per_second_per_device is None:
         return None, "no step was finished"
-    peak, reason = dense_peak(measured.device_name, measured.dtype)
+    peak, reason = dense_peak(measured.device_name, dtype)
     return (None, reason) if peak is None else (flops_per_second_per_device / peak, None)
 
 

@@ -110,8 +110,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """``total + left @ right`` in ``dtype``, in place where there is a total already."""
+    if left.dtype != dtype and has_wide_products(left.device):
+        if total is None:
+            return torch.mm(left, right, out_dtype=dtype)
+        return torch.addmm(total, left, right, out_dtype=dtype, out=total)
     if total is None:
         return (left @ right).to(dtype)
     if left.dtype == dtype:
         return total.addmm_(left, right)
     return total.add_(left @ right)
+
+
+def has_wide_products(device: torch.device) -> bool:
+    """Whether products of 16-bit matrices can be written in fp32: not rounded, and added up without a pass of its own.
+
+    torch has them for CUDA alone.
+    """
+    return device.type == "cuda" and torch.version.hip is None

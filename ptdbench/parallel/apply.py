@@ -10,6 +10,7 @@ from torch import nn
 
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model
+from ptdbench.parallel import fp8
 from ptdbench.parallel.activations import recompute
 from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.batchnorm import synchronize_batchnorm
@@ -73,6 +74,8 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
     # First what changes the modules inside a layer: all that follows wraps them.
     if transforms.sync_batchnorm:
         synchronize_batchnorm(module, setting.mesh.batch.get_group(), device)
+    if setting.precision == "fp8":
+        fp8.convert(layers)
     # Inside of recomputation and compilation: the first casts again instead of keeping casts, the second fuses them.
     narrow(module, layers, setting.precision, weights=transforms.sharding is None)
     # Before the compiler, so that it sees the recomputation and can choose what to keep.

@@ -1,4 +1,4 @@
-"""Precision of the arithmetic: fp32, tf32, bf16, or fp16 with loss scaling. Master weights are always fp32."""
+"""Precision of the arithmetic: fp32, tf32, bf16, fp16 with loss scaling, or fp8. Master weights are always fp32."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from torch.utils._pytree import tree_map
 from ptdbench.measure import tf32
 from ptdbench.parallel.activations import wrap_forward
 
-Name = Literal["fp32", "tf32", "bf16", "fp16"]
+Name = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
-#: Dtype of activations. ``tf32``: fp32 tensors whose products and convolutions run in TF32.
+#: Dtype of activations. ``tf32``: fp32 tensors whose products and convolutions run in TF32. ``fp8``: bf16 tensors that
+#: large linear layers cast once more.
 DTYPES: dict[Name, torch.dtype] = {
     "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp8": torch.bfloat16,
 }  # fmt: skip
 
 

@@ -96,6 +96,8 @@ class Metrics(TypedDict, total=False):
     """Model FLOP/s of a device over its dense peak by the data sheet."""
     mfu_reason: str | None
     """Why there is no ``mfu``."""
+    mfu_of_bf16: float | None
+    """Under ``precision=fp8``, model FLOP/s of a device over its bf16 peak, to compare with runs in bf16."""
     ceiling_flops_per_second: float | None
     """FLOP/s that ``workload=matmul`` measured on this device in this arithmetic."""
     ceiling_beside_load: bool | None
@@ -297,7 +299,7 @@ class Record(Identity, total=False):
     tokens_per_sample: int | None
     """Length of a sequence; null if samples are not token sequences."""
     precision: str | None
-    """``fp32``, ``tf32``, ``bf16`` or ``fp16``."""
+    """``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``."""
     parameters: int | None
     """Parameters of the whole model; tied ones count once."""
     overrides: list[str] | None

@@ -127,7 +127,7 @@ class Slurm(Cluster):
 class General:
     """What stands at the root of the configuration."""
 
-    precision: Literal["fp32", "tf32", "bf16", "fp16"]
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
     compile: Literal[False, "layers", "whole", "autotune"]
     activation_checkpointing: Literal["none", "full"]
     seed: int

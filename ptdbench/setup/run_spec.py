@@ -16,6 +16,7 @@ import torch
 
 from ptdbench.launch.world import World
 from ptdbench.models.protocol import module_of
+from ptdbench.parallel import fp8
 from ptdbench.problems import Findings, Problem, require
 from ptdbench.setup import choices, fit, formats, training_spec
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
@@ -133,6 +134,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     size = trained.layout.dims.world_size if trained else found.of(lambda: world_size(lambda available: available))
     if trained:
         found.of(lambda: _check_classified(config, trained))
+        found.of(lambda: _check_fp8(config, trained))
     backend = str(config.resolved.get("backend"))
     backend = {"cpu": "gloo", "cuda": "nccl"}[device_type] if backend == "auto" else backend
     if workload and size:
@@ -254,6 +256,15 @@ def _check_classified(config: Config, training: TrainingSpec) -> None:
     if config.general.objective == "held_out_accuracy" and (targets.dim() != 1 or targets.is_floating_point()):
         rule = f"the samples of data={config.call('data').name} have no classes"
         require(Problem("objective", "held_out_accuracy", rule, "try held_out_loss"))
+
+
+def _check_fp8(config: Config, training: TrainingSpec) -> None:
+    """A run in fp8 with nothing in fp8 would be one in bf16."""
+    modules = (module for layer in training.model.layers() for module in layer.modules())
+    if config.resolved.get("precision") == "fp8" and not any(map(fp8.suits, modules)):
+        rule = f"no layer of model={config.call('model').name} has an nn.Linear of at least {fp8.SMALLEST} features, "
+        rule += f"both multiples of {fp8.MULTIPLE}"
+        require(Problem("precision", "fp8", rule, "try bf16"))
 
 
 def _world_size(config: Config, world: World | None, rule: Callable[[int], int], available: int) -> int:

@@ -39,6 +39,13 @@ def test_figures_by_hand():
     assert found["step_seconds"]["mean"] == pytest.approx(0.5)
 
 
+def test_fp8_is_compared_with_both_peaks():
+    found = metrics(replace(MEASURED, device_name="NVIDIA H200", dtype="fp8"))[1]
+    assert found["mfu"] == pytest.approx(48 / 1978.9)
+    assert found["mfu_of_bf16"] == pytest.approx(48 / 989.4)
+    assert metrics(MEASURED)[1]["mfu_of_bf16"] is None
+
+
 def test_throughput_is_not_a_mean_of_rates():
     uneven = replace(MEASURED, step_seconds=[1.0, 9.0, 1.0, 9.0], world_size=1, minimum_warmup=0)
     warmup_steps, found = metrics(uneven)

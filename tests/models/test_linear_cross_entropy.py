@@ -46,6 +46,46 @@ def test_value_and_gradients_are_those_of_the_whole_logits(dtype, rtol, scale):
 
 
 @pytest.mark.usefixtures("eight_rows")
+@pytest.mark.parametrize("rows", [8, 37])
+def test_where_products_can_be_written_in_fp32_they_are(monkeypatch, rows):
+    """Such as on CUDA, of which this is a fake; the arguments are those of torch's schemas."""
+    calls = []
+
+    def mm(left, right, *, out_dtype):
+        calls.append(("mm", left.dtype, out_dtype))
+        return left.to(out_dtype) @ right.to(out_dtype)
+
+    def addmm(total, left, right, *, out_dtype, out):
+        assert out is total
+        calls.append(("addmm", left.dtype, out_dtype))
+        return total.addmm_(left.to(out_dtype), right.to(out_dtype))
+
+    inputs = [tensor.detach().bfloat16().requires_grad_() for tensor in case(rows)[:2]]
+    targets = case(rows)[2]
+    usual = with_gradients(linear_cross_entropy, *inputs, targets)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    monkeypatch.setattr(module, "has_wide_products", lambda device: True)
+    found = with_gradients(linear_cross_entropy, *inputs, targets)
+    kinds = ["mm"] + ["addmm"] * ((rows - 1) // 8)
+    assert calls == [(kind, torch.bfloat16, torch.float32) for kind in kinds]
+    for got, want in zip(found, usual, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0.02 * want.abs().max().item())
+
+
+def test_torch_has_wide_products_with_these_arguments():
+    for name in ("mm", "addmm"):
+        assert {"dtype", "dtype_out"} <= set(getattr(torch.ops.aten, name).overloads())
+
+
+def test_only_cuda_has_wide_products(monkeypatch):
+    gpu = torch.device("cuda")
+    assert [module.has_wide_products(device) for device in (CPU, torch.device("meta"), gpu)] == [False, False, True]
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not module.has_wide_products(gpu)
+
+
+@pytest.mark.usefixtures("eight_rows")
 def test_sequences_are_flattened():
     hidden, weight, targets = case(24)
     batched = hidden.detach().view(2, 12, -1).requires_grad_()

@@ -106,3 +106,26 @@ def test_names_stay_and_only_batch_norms_change():
     assert [type(module) for module in model.modules() if "Norm" in type(module).__name__] == [
         HostSyncBatchNorm, HostSyncBatchNorm, nn.LayerNorm,
     ]  # fmt: skip
+
+
+def test_narrow_inputs_have_fp32_statistics():
+    """Inputs around 100, of which bf16 keeps two digits: their squares and sums are fp32, and the output is bf16."""
+    for seen in on_ranks(2, narrow_input):
+        inputs, outputs, mean, variance = seen
+        assert outputs.dtype == torch.bfloat16
+        assert mean.dtype == variance.dtype == torch.float32
+        expected = nn.BatchNorm2d(3, momentum=1.0)
+        want = expected(inputs.float())
+        torch.testing.assert_close(mean, expected.running_mean, rtol=1e-5, atol=0)
+        torch.testing.assert_close(variance, expected.running_var, rtol=1e-4, atol=0)
+        torch.testing.assert_close(outputs.float(), want[: len(outputs)], rtol=1e-2, atol=1e-2)
+
+
+def narrow_input() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same samples on both ranks, so that the statistics of two copies are those of one, but for the count."""
+    torch.manual_seed(0)
+    half = (torch.randn(4, 3, 5, 5) + 100).bfloat16()
+    norm = nn.BatchNorm2d(3, momentum=1.0)
+    synchronize_batchnorm(norm, dist.group.WORLD, torch.device("cpu"))
+    outputs = norm(half).detach()
+    return torch.cat([half, half]), outputs, norm.running_mean, norm.running_var

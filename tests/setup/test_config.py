@@ -47,7 +47,7 @@ def test_overrides_arrive_with_their_types():
 @pytest.mark.parametrize(
     ("part", "override", "message"),
     [
-        ("general", "precision=fp8", "precision=fp8: must be fp32, tf32, bf16 or fp16"),
+        ("general", "precision=fp4", "precision=fp4: must be fp32, tf32, bf16, fp16 or fp8"),
         ("general", "compile=yes", "compile=yes: must be false, layers, whole or autotune"),
         ("general", "compile=true", "compile=true: must be false, layers, whole or autotune"),
         ("general", "activation_checkpointing=true", "activation_checkpointing=true: must be none or full"),
@@ -96,7 +96,7 @@ def test_all_that_is_wrong_in_a_part_comes_at_once():
 
 
 def test_a_part_is_judged_while_another_is_wrong():
-    read = config.read(composed("precision=fp8", "train.steps=7"))
+    read = config.read(composed("precision=fp4", "train.steps=7"))
     assert read.train.steps == 7
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -64,6 +66,33 @@ def test_capabilities_of_amd_are_other_numbers(gpu, monkeypatch):
     gpu("AMD Instinct MI100", 9, 0)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     formats.check_gpu("bf16", GPU)
+
+
+def test_fp8_is_refused_without_a_gpu_its_units_or_torchao(gpu, monkeypatch):
+    assert refused(formats.check, "fp8", "cpu") == "precision=fp8: FP8 is a format of GPUs; try fp32, bf16"
+    monkeypatch.setattr(formats.fp8, "is_installed", lambda: False)
+    assert refused(formats.check, "fp8", "cuda") == (
+        "precision=fp8: needs the package torchao, which is not installed; try pip install 'ptdbench[fp8]', or bf16"
+    )
+    monkeypatch.setattr(formats.fp8, "is_installed", lambda: True)
+    formats.check("fp8", "cuda")
+    gpu("NVIDIA A100-SXM4-80GB", 8, 0)
+    assert refused(formats.check_gpu, "fp8", GPU) == (
+        "precision=fp8: NVIDIA A100-SXM4-80GB (compute capability 8.0) has no FP8 units; try fp16, bf16"
+    )
+    for name, capability in (("NVIDIA L4", (8, 9)), ("NVIDIA H200", (9, 0))):
+        gpu(name, *capability)
+        formats.check_gpu("fp8", GPU)
+
+
+def test_fp8_on_amd_goes_by_the_architecture(gpu, monkeypatch):
+    gpu("AMD Instinct MI250X", 9, 0)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    architecture = "gfx90a:sramecc+:xnack-"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(gcnArchName=architecture))
+    assert refused(formats.check_gpu, "fp8", GPU) == "precision=fp8: AMD Instinct MI250X has no FP8 units; try bf16"
+    architecture = "gfx942:sramecc+:xnack-"
+    formats.check_gpu("fp8", GPU)
 
 
 def test_a_cpu_is_not_asked(monkeypatch):

@@ -157,13 +157,13 @@ class TestRefused:
 
     def test_everything_at_once_across_all_parts(self):
         found = refused(
-            "precision=fp8", "train.global_batch=17", "model.heads=3", "optimizer.lr=-1", "data.path=/no/such/books",
+            "precision=fp4", "train.global_batch=17", "model.heads=3", "optimizer.lr=-1", "data.path=/no/such/books",
             "train.steps=3", "cluster.cpus_per_rank=0",
         )  # fmt: skip
         assert [line.partition("=")[0] for line in found] == [
             "precision", "cluster.cpus_per_rank", "data.path", "optimizer", "model.heads",
         ]  # fmt: skip
-        found = refused("precision=fp8", "train.global_batch=17", "model.heads=3")
+        found = refused("precision=fp4", "train.global_batch=17", "model.heads=3")
         assert [line.partition("=")[0] for line in found] == ["precision", "model.heads", "train.global_batch"]
 
     @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
