@@ -145,13 +145,14 @@ class Checks:
         self._finish(alone, folder, *training, *shape, f"hydra.run.dir={folder}")
         reference = _losses(folder)
         folder = self._folder / f"{launcher.name}-layouts"
-        sweep = ("-m", f"parallel={','.join(names)}", f"hydra.sweep.dir={folder}")
+        sweep = (f"parallel={','.join(names)}", f"hydra.sweep.dir={folder}", "-m")
         said = self._finish(launcher, folder, *training, *sweep)
         found = {record["parallel"]: path.parent for path in folder.glob("*/record.json") if (record := _read(path))}
         for name in names:
-            losses = _losses(found[name]) if name in found else []
+            run = found.get(name, folder)  # which has no record
+            losses = _losses(run)
             if not reference or len(losses) != len(reference):
-                self._tell(f"{launcher.name} {name}", False, _reason(_read(found[name] / "record.json"), said))
+                self._tell(f"{launcher.name} {name}", False, _reason(_read(run / "record.json"), said))
                 continue
             off = max(abs(loss / expected - 1) for loss, expected in zip(losses, reference, strict=True))
             self._tell(f"{launcher.name} {name}", off <= TOLERANCE, f"off by {off:.1e}, at most {TOLERANCE:.0e}")

@@ -30,7 +30,8 @@ from ptdbench.terminal import rank_names
 #: suits the steps after it would end runs that are well.
 FIRST_STEP = 3
 
-#: Seconds that ranks have for what they do together before and after their work, unless the first step has fewer.
+#: Seconds that ranks have for what they do together before and after their work, whatever the limit of a step is:
+#: they do not come to it at the same time.
 TOGETHER = 600.0
 
 #: What that is, as messages say it: a rank has not ...
@@ -226,7 +227,7 @@ class Watchdog:
 
     def _allowed(self) -> float:
         if self._seen_phase:
-            return min(TOGETHER, self._limit * FIRST_STEP)
+            return TOGETHER
         return self._limit * (FIRST_STEP if self._seen_step is None else 1)
 
     def _overdue(self) -> bool:

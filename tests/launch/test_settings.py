@@ -57,7 +57,7 @@ class TestSegments:
         assert environ == {}
 
 
-@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="needs torch 2.12 or newer")
+@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="this torch does not tell")
 def test_torch_reads_the_variable_after_it_is_imported():
     """Local ranks are forked from a process that has imported torch."""
     program = (
