@@ -20,12 +20,22 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.serialization import _get_layout  # type: ignore[attr-defined]  # how torch pickles a layout
 
 from ptdbench.problems import ConfigError, Problem
 
 METADATA = ".metadata"
+
+
+class _Properties(TensorProperties):
+    """Properties of a tensor that a newer torch may have written: it adds strides, which loading does not need."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        known = len(TensorProperties().__getstate__())  # type: ignore[no-untyped-call]
+        super().__setstate__(state[:known])  # type: ignore[no-untyped-call]
+        self.__class__ = TensorProperties  # type: ignore[assignment]
+
 
 #: The classes of metadata, beside dtypes such as ``torch.float32``. All of them only hold values.
 _ALLOWED: dict[tuple[str, str], Any] = {
@@ -40,11 +50,11 @@ _ALLOWED: dict[tuple[str, str], Any] = {
             "Metadata",
             "MetadataIndex",
             "StorageMeta",
-            "TensorProperties",
             "TensorStorageMetadata",
             "_MEM_FORMAT_ENCODING",
         )
     },
+    (metadata.__name__, "TensorProperties"): _Properties,
     # The path it was written to, which is not used.
     **{
         (module, name): PurePath

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import metadata
 
 from ptdbench.checkpoints import reading
 from ptdbench.checkpoints.saver import Saver
@@ -191,3 +192,11 @@ def test_a_signal_is_not_taken_for_a_broken_checkpoint(checkpoint, monkeypatch):
     monkeypatch.setattr(torch, "load", stop)
     with pytest.raises(Stopped):
         reading.load(checkpoint, wanted())
+
+
+def test_properties_that_a_newer_torch_adds_are_left_out() -> None:
+    known = metadata.TensorProperties(dtype=torch.bfloat16)
+    read = reading._Properties.__new__(reading._Properties)
+    read.__setstate__((*known.__getstate__(), "of a newer torch"))
+    assert type(read) is metadata.TensorProperties
+    assert read == known
