@@ -93,6 +93,8 @@ DENSE_PEAKS = MappingProxyType(
         # AMD Instinct MI300X and MI325X data sheets (matrix cores)
         "AMD Instinct MI300X": _MI300X,
         "AMD Instinct MI325X": _MI300X,
+        # AMD Instinct MI355X data sheet (matrix cores; it has no TF32)
+        "AMD Instinct MI355X": {"fp32": 157.3, "bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2},
     }
 )  # fmt: skip
 
