@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ptdbench.measure import tf32
 from ptdbench.models.gpt import Block
-from ptdbench.parallel.activations import compile_each, recompute
+from ptdbench.parallel.activations import recompute
+from ptdbench.parallel.compilation import compile_parts
 from ptdbench.parallel.precision import AgreedGradScaler, arithmetic, narrow
 from tests.parallel.ranks import on_ranks
 
@@ -147,7 +148,7 @@ def test_equal_layers_share_one_compiled_graph_without_a_break(monkeypatch):
         narrow(layer, [layer], "bf16", weights=True)
     expected = [layer(inputs) for layer in layers]
     recompute(layers[2:])  # a graph of its own
-    compile_each(layers)
+    compile_parts(nn.ModuleList(layers), layers, (), "layers")
     for layer, outputs in zip(layers, expected, strict=True):
         found = layer(inputs)
         torch.testing.assert_close(found, outputs)
