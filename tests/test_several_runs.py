@@ -20,7 +20,7 @@ SWEEP = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("overrides", [("parallel=ddp,fsdp,pdp",), ("parallel=ddp,fsdp", "compile=true")], ids=str)
+@pytest.mark.parametrize("overrides", [("parallel=ddp,fsdp,pdp",), ("parallel=ddp,fsdp", "compile=layers")], ids=str)
 def test_the_model_of_a_run_is_gone_before_the_next_one_has_weights(tmp_path, environ, overrides):
     """The model looks itself: activation checkpointing and the compiler let it refer to itself."""
     done = subprocess.run(
