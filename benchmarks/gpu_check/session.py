@@ -32,8 +32,8 @@ ROOT = Path(__file__).parents[2]
 #: Steps whose losses are compared.
 CHECKED_STEPS = 5
 
-#: The share of its loss that a reference must have lost: where nothing is learned, equal losses prove nothing.
-LEAST_FALL = 0.05
+#: By how much of it the loss of a reference must change: where nothing is trained, equal losses prove nothing.
+LEAST_CHANGE = 0.05
 
 #: How long the driver may take to let go of a process that has ended.
 RELEASE_SECONDS = 5.0
@@ -139,10 +139,10 @@ class Session:
             self.tell(name, False, reason(found))
             return []
         losses = found["losses"]
-        fell = losses[CHECKED_STEPS - 1] < (1 - LEAST_FALL) * losses[0]
-        said = f"loss {losses[0]:.4f} to {losses[CHECKED_STEPS - 1]:.4f}, must fall by {LEAST_FALL:.0%}"
-        self.tell(name, fell, said, **speed(found))
-        return losses[:CHECKED_STEPS] if fell else []
+        moves = abs(losses[CHECKED_STEPS - 1] / losses[0] - 1) >= LEAST_CHANGE
+        said = f"loss {losses[0]:.4f} to {losses[CHECKED_STEPS - 1]:.4f}, must change by {LEAST_CHANGE:.0%}"
+        self.tell(name, moves, said, **speed(found))
+        return losses[:CHECKED_STEPS] if moves else []
 
     def follows(self, name: str, reference: Sequence[float], tolerance: float, *overrides: str) -> Record:
         """The record of a run, whose first losses must be those of the reference within a relative tolerance."""
