@@ -66,6 +66,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
     """Lay out ``module``, the model or a stage of it, on the meta device or with its weights."""
     inside = set(module.modules())
     layers = [layer for layer in model.layers() if layer in inside]
+    parts = list((model.parts() or {}).values()) if setting.compile else []  # asked of the model as it is
     device = setting.device
 
     def fill(part: nn.Module, prefix: str = "") -> None:
@@ -82,7 +83,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
     if setting.activation_checkpointing == "full":
         recompute(layers)
     # Before FSDP and DDP: their hooks communicate between the compiled graphs.
-    compile_parts(module, layers, (model.parts() or {}).values(), setting.compile)
+    compile_parts(module, layers, parts, setting.compile)
     # Gathers weights in the dtype of the arithmetic. Shards have to be contiguous.
     if transforms.sharding:
         return shard(module, layers, setting.mesh.shard, transforms.sharding, fill)
