@@ -55,7 +55,10 @@ def test_a_launcher_that_is_not_here_is_left_out(monkeypatch, capsys):
 
 def test_processes_are_known_by_their_mark():
     mark = uuid.uuid4().hex
-    with subprocess.Popen(["sleep", "60"], env={**os.environ, gpu_cluster.MARK: mark}) as process:
+    environ, pipe = {**os.environ, gpu_cluster.MARK: mark}, subprocess.PIPE
+    with subprocess.Popen(["sh", "-c", "echo; read _"], env=environ, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout
+        process.stdout.readline()  # from here on it is the shell, and not yet on its way to become it
         assert gpu_cluster.living(mark) == [process.pid]
         process.kill()
     assert gpu_cluster.living(mark) == []
