@@ -119,7 +119,7 @@ def recorded(patch: pytest.MonkeyPatch) -> set[torch.dtype]:
     real = dist.P2POp.__init__
 
     def noting(self: Any, op: Any, tensor: Tensor, *arguments: Any, **options: Any) -> None:
-        if tensor.is_floating_point():  # the shapes are exchanged too, once
+        if tensor.is_floating_point() and tensor.numel() > 1:  # shapes are exchanged too, and torch 2.11 says hello
             seen.add(tensor.dtype)
         real(self, op, tensor, *arguments, **options)
 
