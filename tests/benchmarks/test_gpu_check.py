@@ -124,6 +124,14 @@ def test_the_large_model_runs_at_every_micro_batch_and_tells_its_goal() -> None:
     assert "missed by 5.0%" in of.checks[-1].said
 
 
+def test_only_what_gloo_refuses_may_be_missing_of_two_ranks_on_one_gpu() -> None:
+    lacking = failed()
+    lacking["error"]["message"] = "no support for reduce_scatter in Gloo process group"
+    of = Scripted(trained(), trained(), lacking, failed())
+    parts.two_ranks(of)
+    assert verdicts(of) == {"single": True, "ddp of 2": True, "fsdp of 2": True, "pdp of 2": False}
+
+
 def test_an_error_of_a_part_is_a_failed_check(on_cpu: Session) -> None:
     def broken(_: Session) -> None:
         raise KeyError("metrics")
