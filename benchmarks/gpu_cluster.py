@@ -5,7 +5,8 @@
     python benchmarks/gpu_cluster.py --device cpu         # tries the script itself, on two ranks over gloo
 
 Under each launcher (local ranks, torchrun, srun in an allocation, mpirun) the same command lines are typed as a person
-would. All layouts in one sweep, whose losses must follow those of ``single`` within 1e-4 in fp32, with SGD, as Adam would hide gradients of the wrong scale;
+would. All layouts in one sweep, whose losses must follow those of ``single`` within 1e-4 in fp32, with SGD, as Adam
+would hide gradients of the wrong scale;
 ``p2p`` and ``collectives``; and a model that is killed, stopped (SIGSTOP) or raises in one rank: 40 s later none of the
 run's processes is left on any node, and its record says why. Exit status 0: all checks passed; 1: one failed; 2: fewer
 than two GPUs.
