@@ -19,9 +19,9 @@ more. It may define these methods, all of them optional:
     :mod:`ptdbench.models.chain`); else what its traced ``forward`` shows (see :mod:`ptdbench.models.trace`).
 ``tied()``
     Pairs of full parameter names in different parts that are one weight. Default: those that are one object.
-``tensor_plan()``
-    Linear layers that tensor parallelism may cut, a dict from full name to ``outputs`` or ``inputs``; see
-    :meth:`ptdbench.models.protocol.Model.tensor_plan`. Default: none.
+``roles()``
+    What modules are to ranks that share the work of one sample, under tensor or context parallelism: a dict from full
+    name to :class:`ptdbench.models.protocol.Role`, or to its kind alone, as ``outputs`` or ``inputs``. Default: none.
 ``train_flops()``
     FLOPs of forward and backward for one sample, a dict by part. Default: counted on the meta device.
 ``reset(name, tensor, generator)``
@@ -46,7 +46,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models import chain, trace
-from ptdbench.models.protocol import Cut, FlopsUnknown, Model, default_loss
+from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss
 
 Example = tuple[Tensor, Tensor]
 
@@ -76,8 +76,8 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
 
 def adapt(module: nn.Module, example: Callable[[], Example]) -> Model:
     """``module`` itself if it implements the protocol :class:`Model`, else a wrapper that does."""
-    if not hasattr(module, "tensor_plan"):  # optional, even if all other methods exist
-        module.tensor_plan = lambda: None  # type: ignore[assignment]
+    if not hasattr(module, "roles"):  # optional, even if all other methods exist
+        module.roles = dict  # type: ignore[assignment]
     return module if isinstance(module, Model) else Adapted(module, example)
 
 
@@ -163,11 +163,10 @@ class Adapted(nn.Module):
         loss = getattr(self.module, "loss", default_loss)
         return loss(outputs, targets).float()
 
-    def tensor_plan(self) -> dict[str, Cut] | None:
-        """The module's plan, or ``None``: then tensor parallelism is not available."""
-        plan = self._method("tensor_plan")
-        found = None if plan is None else plan()
-        return None if found is None else _prefixed(found)
+    def roles(self) -> dict[str, Role]:
+        """Those that the module names."""
+        roles = self._method("roles")
+        return {} if roles is None else _prefixed(roles())
 
     def train_flops(self) -> dict[str, float]:
         """The module's own figures; else PyTorch's count for one sample, under the key ``module``.

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from ptdbench.models.linear_cross_entropy import linear_cross_entropy
-from ptdbench.models.protocol import Cut
+from ptdbench.models.linear_cross_entropy import LinearCrossEntropy
+from ptdbench.models.protocol import Role
 from ptdbench.problems import Problem, at_least, nearest_numbers, require, try_these
 
 
@@ -45,6 +45,7 @@ class GPT(nn.Module):
         super().__init__()
         require(*_problems(layers, heads, width, sequence_length, vocabulary))
         self.width = width
+        self.heads = heads
         self.sequence_length = sequence_length
         self.vocabulary = vocabulary
         self.embedding = Embedding(vocabulary, sequence_length, width)
@@ -54,19 +55,18 @@ class GPT(nn.Module):
         if tie_weights:
             self.head.projection.weight = self.embedding.token.weight
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Predict the next token at every position.
 
         Args:
             tokens: ``[batch, length]``, int64, ``length <= sequence_length``.
             targets: ``[batch, length]``, int64: the token that follows each one of ``tokens``.
-            positions: ``[length]``, int64: position of each of ``tokens`` in its sequence; ``None``: from 0 on.
 
         Returns:
             Logits ``[batch, length, vocabulary]``, or with ``targets`` the mean cross entropy, an fp32
             scalar.
         """
-        x = self.embedding(tokens, positions)
+        x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(x, targets)
@@ -102,15 +102,27 @@ class GPT(nn.Module):
         head = 3.0 * T * 2 * D * V
         return {"embedding": 0.0, **{f"blocks.{i}": block for i in range(len(self.blocks))}, "head": head}
 
-    def tensor_plan(self) -> dict[str, Cut]:
-        """The two matrix products of attention and of the MLP, cut so that each pair needs one all-reduce."""
-        cuts: dict[str, Cut] = {
-            "attention.query_key_value": "outputs",
-            "attention.output": "inputs",
-            "mlp.up": "outputs",
-            "mlp.down": "inputs",
+    def roles(self) -> dict[str, Role]:
+        """Attention by heads, the MLP, and the vocabulary at both ends, as in Megatron-LM (Shoeybi et al. 2019)."""
+        by_heads, vocabulary = (self.heads, "heads"), (self.vocabulary, "tokens")
+        of_block = {
+            "attention_norm": Role("entry"),
+            "attention.query_key_value": Role("outputs", *by_heads),
+            "attention.mix": Role("attention", *by_heads),
+            "attention.output": Role("inputs", *by_heads),
+            "mlp_norm": Role("entry"),
+            "mlp.up": Role("outputs"),
+            "mlp.down": Role("inputs"),
         }
-        return {f"blocks.{i}.{name}": cut for i in range(len(self.blocks)) for name, cut in cuts.items()}
+        return {
+            "embedding": Role("stream", self.sequence_length, "positions"),
+            "embedding.token": Role("vocabulary", *vocabulary),
+            "embedding.position": Role("positions", self.sequence_length, "positions"),
+            **{f"blocks.{i}.{name}": role for i in range(len(self.blocks)) for name, role in of_block.items()},
+            "head.norm": Role("entry"),
+            "head.projection": Role("vocabulary", *vocabulary),
+            "head.cross_entropy": Role("loss"),
+        }
 
     def tied(self) -> list[tuple[str, str]]:
         """The token embedding and the head's projection, if they are one weight."""
@@ -140,11 +152,9 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(sequence_length, width)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """``[batch, length]`` and ``[length]``, both in int64, to ``[batch, length, width]``."""
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        return self.token(tokens) + self.position(positions)
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[batch, length]`` in int64 to ``[batch, length, width]``."""
+        return self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
 
 
 class Block(nn.Module):
@@ -175,14 +185,23 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = width // heads
         self.query_key_value = nn.Linear(width, 3 * width)
+        self.mix = CausalMix()
         self.output = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, length, width]`` to the same."""
         # [batch, length, 3 * width] -> three of [batch, heads, length, width / heads]
         q, k, v = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4).unbind()
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return self.output(self.mix(q, k, v).transpose(1, 2).flatten(2))
+
+
+class CausalMix(nn.Module):
+    """The values of each head, weighted by its attention to a position and those before."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Three of ``[batch, heads, length, head width]`` to one; keys and values may be of fewer heads."""
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
 
 
 class MLP(nn.Module):
@@ -205,13 +224,15 @@ class Head(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.projection = nn.Linear(width, vocabulary, bias=False)
+        self.cross_entropy = LinearCrossEntropy()
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """``[batch, length, width]`` to logits ``[batch, length, vocabulary]``, or the mean loss in fp32."""
         x = self.norm(x)
         if targets is None:
             return self.projection(x)
-        return linear_cross_entropy(x, self.projection.weight, targets)
+        loss: Tensor = self.cross_entropy(x, self.projection.weight, targets)
+        return loss
 
 
 GPT2_NAMES = {

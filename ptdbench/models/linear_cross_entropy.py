@@ -11,11 +11,14 @@ torch.compile, which may keep the softmax for backward where that is smaller tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 # A chunk's logits are worth bounding only where they are large: 2**24 of them are 64 MiB in fp32.
 FREE_LOGITS = 2**24
@@ -28,7 +31,38 @@ LEAST_ROWS_GPU = 4096
 LEAST_ROWS_CPU = 1024
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class VocabularyShare:
+    """One rank's rows of a weight whose vocabulary is cut among ranks.
+
+    Attributes:
+        first: The token of the first row.
+        total: The sum of a tensor over the ranks.
+        maximum: The elementwise maximum of a tensor over the ranks.
+    """
+
+    first: int
+    total: Callable[[Tensor], Tensor]
+    maximum: Callable[[Tensor], Tensor]
+
+
+class LinearCrossEntropy(nn.Module):
+    """:func:`linear_cross_entropy` as a module, for a weight that may be a rank's share.
+
+    Attributes:
+        share: This rank's share of the vocabulary; ``None``: all of it.
+    """
+
+    share: VocabularyShare | None = None
+
+    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        """See :func:`linear_cross_entropy`."""
+        return linear_cross_entropy(hidden, weight, targets, self.share)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, share: VocabularyShare | None = None
+) -> Tensor:
     """Mean cross entropy of ``hidden @ weight.T`` against ``targets``; every target counts.
 
     The products run in the weight's dtype; softmax and loss are computed in fp32 (fp64 for fp64), and the chunks'
@@ -38,13 +72,15 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         hidden: ``[..., width]``, floating point.
         weight: ``[vocabulary, width]``, floating point.
         targets: ``[...]``, int64, in ``[0, vocabulary)``.
+        share: Which rows of a vocabulary that is cut among ranks ``weight`` is. No logits are gathered: the ranks
+            agree on three numbers a token. The gradient of ``hidden`` is then this rank's summand of it.
 
     Returns:
         The loss, a scalar in fp32 (fp64 for fp64). It can be differentiated once.
     """
     if not torch.is_grad_enabled():  # the function below would compute unused gradients
         hidden, weight = hidden.detach(), weight.detach()
-    loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten())
+    loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight, targets.flatten(), share)
     return loss
 
 
@@ -65,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, share: VocabularyShare | None) -> Tensor:
         dtype = weight.dtype
         precise = torch.promote_types(dtype, torch.float32)
         rows = chunk_rows(len(hidden), len(weight), hidden.device)
@@ -77,14 +113,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for chunk, target in zip(hidden.split(rows), targets.split(rows), strict=True):
             chunk, target = chunk.to(dtype), target.unsqueeze(1)  # noqa: PLW2901
             logits = chunk @ weight.T
-            log_likelihood = F.log_softmax(logits, dim=1, dtype=precise).gather(1, target)
+            log_likelihood, softmax = (_of_all if share is None else partial(_of_share, share))(logits, target, precise)
             losses.append(-log_likelihood.sum())
             if not (needs_hidden or needs_weight):
                 continue
-            # d loss / d logits = softmax - one_hot. The entry of the target is taken from the precise
-            # value: a softmax close to 1 has lost in bf16 the very digits that remain after subtracting
-            # 1.
-            grad = F.softmax(logits, dim=1).scatter_(1, target, torch.expm1(log_likelihood).to(dtype))
+            grad = softmax()
             if needs_hidden:
                 hidden_grads.append(grad @ weight)
             if needs_weight:
@@ -96,7 +129,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return torch.stack(losses).sum() / len(hidden)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden_grad, weight_grad = ctx.saved_tensors
         scale = grads[0] / ctx.tokens
         if hidden_grad is not None:
@@ -105,7 +138,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
             # In place, as this is the largest tensor here. A second backward through a retained graph then
             # finds a saved tensor that has changed, and autograd refuses it.
             weight_grad = weight_grad.mul_(scale).to(ctx.weight_dtype)
-        return hidden_grad, weight_grad, None
+        return hidden_grad, weight_grad, None, None
+
+
+def _of_all(logits: Tensor, target: Tensor, precise: torch.dtype) -> tuple[Tensor, Callable[[], Tensor]]:
+    """The log likelihoods of the targets, ``[rows, 1]``, and what computes the gradient of their losses.
+
+    d loss / d logits = softmax - one_hot. The entry of the target is taken from the precise value: a softmax close to 1
+    has lost in bf16 the very digits that remain after subtracting 1.
+    """
+    likelihood = F.log_softmax(logits, dim=1, dtype=precise).gather(1, target)
+    return likelihood, lambda: F.softmax(logits, dim=1).scatter_(1, target, torch.expm1(likelihood).to(logits.dtype))
+
+
+def _of_share(
+    share: VocabularyShare, logits: Tensor, target: Tensor, precise: torch.dtype
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """:func:`_of_all` for the logits of some tokens: normalized over all ranks, with the gradient of these logits."""
+    largest = share.maximum(logits.amax(1, keepdim=True).to(precise))
+    exponentials = (logits.to(precise) - largest).exp_()
+    normalizer = share.total(exponentials.sum(1, keepdim=True))
+    position = target - share.first
+    is_here = (position >= 0) & (position < logits.shape[1])
+    position = position.where(is_here, 0)
+    own = logits.gather(1, position).to(precise).where(is_here, 0)
+    likelihood = share.total(own) - largest - normalizer.log()
+
+    def gradient() -> Tensor:
+        softmax = exponentials.div_(normalizer).to(logits.dtype)
+        at_target = torch.expm1(likelihood).to(logits.dtype).where(is_here, softmax.gather(1, position))
+        return softmax.scatter_(1, position, at_target)
+
+    return likelihood, gradient
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

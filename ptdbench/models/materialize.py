@@ -7,7 +7,7 @@ values do not depend on which rank fills which part of a model, or in which orde
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +15,34 @@ from torch import Tensor, nn
 from ptdbench.models.protocol import Model
 
 
+def _as_it_is(_: Tensor, values: Tensor) -> Tensor:
+    return values
+
+
 @torch.no_grad()
-def materialize(model: Model, module: nn.Module, *, prefix: str = "", device: torch.device | str, seed: int) -> None:
+def materialize(
+    model: Model,
+    module: nn.Module,
+    *,
+    prefix: str = "",
+    device: torch.device | str,
+    seed: int,
+    placed: Callable[[Tensor, Tensor], Tensor] = _as_it_is,
+) -> None:
     """Move ``module`` to ``device``, and initialize every tensor of it that is still on the meta device.
 
     Parameters keep their identity, so that shared ones stay shared. May be called for parts of a model in any order,
     and again for the whole.
 
     Args:
-        model: Knows the initial values (:meth:`Model.reset`) and which weights are one (:meth:`Model.tied`);
-        it may
-            be the module itself, or a copy of the model of which the module is a part.
-        module: The model, or a part of it, of plain tensors: shard it afterwards.
+        model: Knows the initial values (:meth:`Model.reset`) and which weights are one (:meth:`Model.tied`); it may be
+            the module itself, or a copy of the model of which the module is a part.
+        module: The model, or a part of it: shard it afterwards.
         prefix: What makes a name in ``module`` a full name in the model, for example ``"blocks.3."``.
         device: Where the tensors go.
         seed: The run's seed. The values are a function of it, the full name and the kind of device.
+        placed: Returns what takes the place of a tensor, given that on the meta device and its initial values: one that
+            is divided among ranks keeps a part of them.
     """
     twins = {second: first for first, second in model.tied()}
     for name, tensor in _tensors(module):
@@ -37,8 +50,9 @@ def materialize(model: Model, module: nn.Module, *, prefix: str = "", device: to
             continue
         full_name = prefix + name
         full_name = twins.get(full_name, full_name)
-        real = torch.empty_like(tensor, device=device)
-        model.reset(full_name, real, _generator(seed, full_name, real.device))
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        model.reset(full_name, values, _generator(seed, full_name, values.device))
+        real = placed(tensor, values)
         if isinstance(tensor, nn.Parameter):
             real = nn.Parameter(real, tensor.requires_grad)
         torch.utils.swap_tensors(tensor, real)

@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-#: Along which features the matrix of a linear layer is cut among ranks: ``outputs``: each computes some of the outputs,
-#: from all inputs. ``inputs``: each takes some of the inputs; the ranks' outputs are added up, and the bias once.
-Cut = Literal["outputs", "inputs"]
+
+@dataclass(frozen=True)
+class Role:
+    """What a module is to ranks that share the work of one sample, under tensor or context parallelism.
+
+    Attributes:
+        kind: Under tensor parallelism: ``outputs``: a linear layer of which each rank computes some of the outputs,
+            from all inputs. ``inputs``: a linear layer of which each rank takes some of the inputs; the ranks' outputs
+            are added up, and the bias once. ``vocabulary``: an embedding or a projection to logits, of which each rank
+            has some tokens. ``loss``: a :class:`~ptdbench.models.linear_cross_entropy.LinearCrossEntropy` over a cut
+            vocabulary. ``entry``: a module whose output goes only to cut layers and to a loss; if the ranks share the
+            positions of a sequence outside of cut layers, it works on a rank's share of ``[batch, length, ...]``.
+            ``stream``: a module whose output, of that form, begins what is shared so.
+
+            Under context parallelism: ``positions``: a module that is called with the positions of tokens in their
+            sequence, ``[length]`` in int64. ``attention``: a module that is called with queries, keys and values,
+            ``[batch, heads, length, head width]``, and returns their mixture in that form; the only one in which tokens
+            see each other.
+        units: Number of indivisible units, which the number of ranks must divide; 0: the features that are cut.
+        unit: What they are, as an error names them: ``heads``.
+    """
+
+    kind: Literal["outputs", "inputs", "vocabulary", "loss", "entry", "stream", "positions", "attention"]
+    units: int = 0
+    unit: str = "features"
 
 
 class FlopsUnknown(Exception):
@@ -41,11 +64,11 @@ class Model(Protocol):
         """
         ...
 
-    def tensor_plan(self) -> dict[str, Cut] | None:
-        """Linear layers that tensor parallelism may cut, by full name, and how; all others are replicated.
+    def roles(self) -> Mapping[str, Role]:
+        """What modules are to ranks that share the work of one sample, by full name; without a role: the same to all.
 
-        With these cuts, on any number of ranks that divides their features, and the ranks' outputs summed, the model
-        computes the same as on one rank. ``None`` if it cannot be cut.
+        Divided by them, on any number of ranks that divides their units, the model computes the same as on one rank.
+        Empty if it cannot be divided.
         """
         ...
 

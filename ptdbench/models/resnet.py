@@ -10,6 +10,7 @@ import torchvision
 from torch import Generator, Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
+from ptdbench.models.protocol import Role
 from ptdbench.problems import Problem, at_least, require, try_these
 
 # He et al. 2015 (https://arxiv.org/abs/1512.03385), table 1: the kind of block, and how many in each of four
@@ -91,8 +92,9 @@ class ResNet(torchvision.models.ResNet):
         stem = {name: self.get_submodule(name) for name in ("conv1", "bn1", "relu", "maxpool")}
         return {**stem, **self._blocks(), "avgpool": self.avgpool, "fc": self.fc}
 
-    def tensor_plan(self) -> None:
-        """Convolutions and their batch norms are not cut."""
+    def roles(self) -> dict[str, Role]:
+        """None: convolutions and their batch norms are not divided among ranks."""
+        return {}
 
     def train_flops(self) -> dict[str, float]:
         """FLOPs of forward and backward for one image, by part: those of the convolutions and of ``fc``.

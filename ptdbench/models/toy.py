@@ -7,7 +7,7 @@ import math
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from ptdbench.models.protocol import Cut, default_loss
+from ptdbench.models.protocol import Role, default_loss
 from ptdbench.problems import at_least, require
 
 
@@ -55,10 +55,13 @@ class Toy(nn.Module):
         """``chain.0``, ``chain.1``, ...: one for each layer."""
         return {f"chain.{i}": layer for i, layer in enumerate(self.chain)}
 
-    def tensor_plan(self) -> dict[str, Cut]:
+    def roles(self) -> dict[str, Role]:
         """Layers in pairs; the last one of an odd number stays whole."""
-        cuts: tuple[Cut, Cut] = ("outputs", "inputs")
-        return {f"chain.{i}.linear": cuts[i % 2] for i in range(len(self.chain) // 2 * 2)}
+        roles = {}
+        for i in range(0, len(self.chain) - 1, 2):
+            roles[f"chain.{i}.linear"] = Role("outputs")
+            roles[f"chain.{i + 1}.linear"] = Role("inputs")
+        return roles
 
     def train_flops(self) -> dict[str, float]:
         """2 FLOPs a weight forward, 4 backward; the first layer's inputs need no gradient, which saves 2."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model
-from ptdbench.parallel import fp8
+from ptdbench.parallel import context, fp8, tensor
 from ptdbench.parallel.activations import recompute
 from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.batchnorm import synchronize_batchnorm
@@ -46,6 +47,11 @@ class Setting:
     seed: int = 0
     channels_last: bool = False
 
+    @property
+    def owns_loss(self) -> bool:
+        """Whether this rank is the first of those that compute the same loss together."""
+        return self.mesh.tensor is None or self.mesh.tensor.get_local_rank() == 0
+
 
 @dataclass(frozen=True)
 class Transforms:
@@ -55,11 +61,13 @@ class Transforms:
         sharding: Options of sharding, if weights are sharded.
         replication: Options of replication, if whole weights are replicated.
         sync_batchnorm: Whether batch norms normalize over the global batch.
+        sequence: Whether ranks that share each matrix product share the positions of a sequence between them.
     """
 
     sharding: Sharding | None = None
     replication: Replication | None = None
     sync_batchnorm: bool = False
+    sequence: bool = False
 
 
 def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transforms) -> Part:
@@ -70,13 +78,18 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
     device = setting.device
 
     def fill(part: nn.Module, prefix: str = "") -> None:
-        materialize(model, part, prefix=prefix, device=device, seed=setting.seed)
+        materialize(model, part, prefix=prefix, device=device, seed=setting.seed, placed=tensor.placed)
 
     # First what changes the modules inside a layer: all that follows wraps them.
     if transforms.sync_batchnorm:
         synchronize_batchnorm(module, setting.mesh.batch.get_group(), device)
     if setting.precision == "fp8":
         fp8.convert(layers)
+    if setting.mesh.context:
+        context.exchange(model, module, setting.mesh.context)
+    # Before what wraps or reads the weights: it replaces them.
+    if setting.mesh.tensor:
+        tensor.parallelize(model, module, setting.mesh.tensor, sequence=transforms.sequence)
     # Inside of recomputation and compilation: the first casts again instead of keeping casts, the second fuses them.
     narrow(module, layers, setting.precision, weights=transforms.sharding is None)
     # Before the compiler, so that it sees the recomputation and can choose what to keep.
@@ -94,5 +107,5 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
     if transforms.replication:
-        return replicate(module, setting.mesh.batch, device, transforms.replication)
-    return Part(module, module)
+        return replicate(module, setting.mesh.copies, device, transforms.replication)
+    return Part(module, module, settle=partial(tensor.add_up_partial, list(module.parameters())))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ptdbench.problems import Problem, require, try_these
 
@@ -18,7 +18,7 @@ Degree = int | Literal["auto"]
 ORDER = ("replicate", "pipeline", "shard", "context", "tensor")
 
 #: The order in which ``auto`` degrees are derived.
-_DERIVED = ("pipeline", "shard", "replicate")
+DERIVED = ("pipeline", "tensor", "shard", "replicate")
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Dims:
 def derive(world_size: int, wanted: Mapping[str, Degree]) -> Dims:
     """Derive the degrees of a run.
 
-    Of several degrees that are ``auto``, the first one in the order pipeline, shard, replicate is the smallest divisor
-    above 1 of what the others leave, and the last one is all that is left.
+    Of several degrees that are ``auto``, in the order pipeline, tensor, shard, replicate, each but the last is the
+    smallest divisor above 1 of what is left, and the last one is all that is left.
 
     Args:
         world_size: Ranks in all.
@@ -68,7 +68,7 @@ def derive(world_size: int, wanted: Mapping[str, Degree]) -> Dims:
         ConfigError: The degrees do not multiply to the world size; with the equation and values that fit.
     """
     given = {name: degree for name, degree in wanted.items() if degree != "auto"}
-    waiting = [name for name in _DERIVED if wanted[name] == "auto"]
+    waiting = [name for name in DERIVED if wanted[name] == "auto"]
     rest, odd = divmod(world_size, math.prod(given.values()))
     if odd or (rest != 1 and not waiting):
         require(_unequal(world_size, wanted))
@@ -115,8 +115,12 @@ class Mesh:
 
     Attributes:
         batch: The ranks with the same part of the model and different samples.
-        shard: Those over which the weights are sharded; with several copies the first of two dimensions is the copies.
+        copies: Those over which the gradients of whole weights are averaged: they differ in samples, or in
+            the positions of a sequence.
+        shard: Those over which weights are sharded; with several copies the first of two dimensions is the copies.
         pipeline: The ranks with the stages of one copy; ``None`` for one stage.
+        tensor: The ranks that share each matrix product; ``None`` if each has its own.
+        context: The ranks that share each sequence; ``None`` if each has its own.
 
     Args:
         dims: The degrees.
@@ -124,10 +128,26 @@ class Mesh:
     """
 
     def __init__(self, dims: Dims, device_type: str) -> None:
-        # One of the two dimensions of the batch always exists, even with a single rank.
-        names = tuple(name for name in ORDER if getattr(dims, name) > 1 or (name == "replicate" and dims.batch == 1))
+        # One of the two dimensions of the batch always exists, even with a single rank. Copies of DTensors are kept
+        # equal by FSDP, which asks for the ranks that it shards over, if only one.
+        always = {"replicate"} if dims.batch == 1 else set()
+        if dims.tensor > 1 and dims.replicate * dims.context > 1:
+            always.add("shard")
+        names = tuple(name for name in ORDER if getattr(dims, name) > 1 or name in always)
         grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)
-        copies = tuple(name for name in ("replicate", "shard") if name in names)
-        self.shard = grid[copies]
-        self.batch = self.shard._flatten("batch") if len(copies) > 1 else self.shard
         self.pipeline = grid["pipeline"] if "pipeline" in names else None
+        self.tensor = grid["tensor"] if "tensor" in names else None
+        self.context = grid["context"] if "context" in names else None
+
+        def flat(*wanted: str) -> DeviceMesh:
+            """These dimensions as one, as far as there are any."""
+            found = tuple(name for name in wanted if name in names)
+            return grid[found] if len(found) == 1 else grid[found]._flatten("_".join(found))
+
+        self.batch = flat("replicate", "shard")
+        self.copies = flat("replicate", "shard", "context")
+        self.shard = self.batch
+        if {"shard", "context"} & set(names):
+            self.shard = flat("shard", "context")
+            if dims.replicate > 1:
+                self.shard = grid["replicate", "_".join(self.shard.mesh_dim_names or ())]

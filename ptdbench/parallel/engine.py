@@ -8,8 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import get_total_norm
 
 #: Multiplies a loss by the loss scale before its backward pass.
@@ -33,6 +36,7 @@ class Part:
         deferred: Context of a forward and backward pass after which gradients are not communicated yet.
         settles_after: Backward passes after which all further ones run the same operations in the same order.
         release: Frees the weights gathered by a forward pass without a backward pass.
+        settle: Completes the gradients after the last backward pass of a step.
     """
 
     module: nn.Module
@@ -40,6 +44,7 @@ class Part:
     deferred: Callable[[], AbstractContextManager[object]] = nullcontext
     settles_after: int = 0
     release: Callable[[], None] = _nothing
+    settle: Callable[[], None] = _nothing
 
 
 class Engine(ABC):
@@ -118,12 +123,12 @@ class Accumulating(Engine):
     Args:
         part: The model; its runner is called as ``runner(inputs, targets)`` and returns a mean loss.
         micro_batch: Samples of one forward and backward pass.
+        owns_loss: Whether this rank is the one of its replica whose loss counts.
     """
 
-    owns_loss = True
-
-    def __init__(self, part: Part, micro_batch: int) -> None:
+    def __init__(self, part: Part, micro_batch: int, *, owns_loss: bool = True) -> None:
         self.module = part.module
+        self.owns_loss = owns_loss
         self.rehearsals = part.settles_after
         self._part = part
         self._micro_batch = micro_batch
@@ -136,7 +141,9 @@ class Accumulating(Engine):
             with nullcontext() if number == len(pieces) else self._part.deferred():
                 loss = self._part.runner(some_inputs, some_targets) / len(pieces)
                 scale(loss).backward()
-            total += loss.detach()
+            if self.owns_loss:
+                total += loss.detach()
+        self._part.settle()
         return total
 
     def gradient_norm(self) -> Tensor:
@@ -147,12 +154,28 @@ class Accumulating(Engine):
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
         """See :meth:`Engine.outputs`; not through DDP, which would synchronize the replicas."""
         try:
-            return self.module(inputs) if targets is None else self.module(inputs, targets)
+            found = self.module(inputs) if targets is None else self.module(inputs, targets)
         finally:
             self._part.release()
+        return found if self.owns_loss else None
 
 
 def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The Euclidean norm of the gradients of these parameters, whole or in shards; a scalar, the same on all ranks."""
-    norm = get_total_norm(parameter.grad for parameter in parameters if parameter.grad is not None)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """The Euclidean norm of the gradients of these parameters, whole or in shards; a scalar, the same on all ranks.
+
+    One sum over ranks for all gradients that are spread alike, where torch would do one for each.
+    """
+    alike: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
+    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
+        spread = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        alike.setdefault(spread, []).append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
+    squares = []
+    for spread, gradients in alike.items():
+        square = get_total_norm(gradients).square()
+        if spread:
+            mesh, placements = spread
+            for dimension, placement in enumerate(placements):
+                if not placement.is_replicate():
+                    dist.all_reduce(square, group=mesh.get_group(dimension))
+        squares.append(square)
+    return sum(squares, start=torch.zeros(())).sqrt() if len(squares) != 1 else squares[0].sqrt()

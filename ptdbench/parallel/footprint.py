@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import MakeOptimizer
 from ptdbench.parallel.pipeline.stage import cut
+from ptdbench.parallel.tensor import cut_dimensions
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Footprint:
 
 
 def footprints(
-    model: Model, dims: Dims, make: MakeOptimizer, *, average: bool, gradient_copies: int
+    model: Model, dims: Dims, make: MakeOptimizer, *, shards: int = 1, average: bool, gradient_copies: int
 ) -> list[Footprint]:
     """The footprint of a rank of each pipeline stage; where weights are sharded, of the one with the largest shards.
 
@@ -45,11 +46,17 @@ def footprints(
         model: On the meta device or with its weights.
         dims: The degrees of parallelism.
         make: Creates the optimizer.
+        shards: Ranks over which each weight is sharded.
         average: Whether a moving average of the weights is kept.
         gradient_copies: 2 if DDP keeps its buckets beside the gradients, else 1.
     """
+    dimensions = cut_dimensions(model) if dims.tensor > 1 else {}
+
+    def like(parameter: nn.Parameter) -> Tensor:
+        return _like(parameter, shards, dims.tensor, dimensions.get(parameter))
+
     return [
-        _footprint(held, dims.shard, make, average, gradient_copies)
+        _footprint(held, like, make, average, gradient_copies)
         for held in ([module_of(model)] if dims.pipeline == 1 else _stages(model, dims.pipeline))
     ]
 
@@ -59,9 +66,15 @@ def _stages(model: Model, stages: int) -> list[nn.ModuleList]:
     return [nn.ModuleList(parts[name] for name in names) for names in cut(model, range(stages)).stages]
 
 
-def _footprint(held: nn.Module, shards: int, make: MakeOptimizer, average: bool, gradient_copies: int) -> Footprint:
+def _footprint(
+    held: nn.Module,
+    like: Callable[[nn.Parameter], Tensor],
+    make: MakeOptimizer,
+    average: bool,
+    gradient_copies: int,
+) -> Footprint:
     parameters = list(held.parameters())  # a shared one counts once
-    local = [_like(parameter, shards) for parameter in parameters]
+    local = [like(parameter) for parameter in parameters]
     trained = [tensor for tensor, parameter in zip(local, parameters, strict=True) if parameter.requires_grad]
     averages = _bytes(trained) if average else 0
     return Footprint(
@@ -71,10 +84,16 @@ def _footprint(held: nn.Module, shards: int, make: MakeOptimizer, average: bool,
     )
 
 
-def _like(parameter: Tensor, shards: int) -> Tensor:
-    """A rank's part, on the meta device: ``fully_shard`` cuts the first dimension, and pads the last shard."""
-    first, *others = parameter.shape or (1,)
-    shape = parameter.shape if shards == 1 else (-(-first // shards), *others)
+def _like(parameter: Tensor, shards: int, tensor: int, dimension: int | None) -> Tensor:
+    """A rank's part, on the meta device.
+
+    Tensor parallelism cuts ``dimension``. ``fully_shard`` cuts the first one, and pads the last shard.
+    """
+    shape = list(parameter.shape)
+    if dimension is not None:
+        shape[dimension] //= tensor
+    if shards > 1:
+        shape = [-(-shape[0] // shards), *shape[1:]] if shape else [1]
     return torch.empty(shape, dtype=parameter.dtype, device="meta")
 
 

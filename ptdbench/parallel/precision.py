@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from ptdbench.measure import tf32
 from ptdbench.parallel.activations import wrap_forward
+from ptdbench.parallel.reading import read_as
 
 Name = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
@@ -53,8 +54,8 @@ def narrow(module: nn.Module, layers: Collection[nn.Module], precision: Name, *,
         wrap_forward(unit, partial(_casting_inputs, dtype=dtype))
     for part in module.modules() if weights else ():
         names = tuple(name for name, weight in part.named_parameters(recurse=False) if weight.is_floating_point())
-        if names and not isinstance(part, _BatchNorm):
-            part.__class__ = _reading_casts(type(part), names, dtype)  # type: ignore[arg-type]
+        if not isinstance(part, _BatchNorm):
+            read_as(part, names, _cast_to(dtype))
 
 
 def _casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
@@ -77,21 +78,9 @@ def _casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable
 
 
 @cache
-def _reading_casts(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
-    """A subclass whose attributes ``names`` are casts of the parameters, as in torchtitan's SimpleFSDP.
-
-    ``parameters()``, ``state_dict()`` and optimizers see the parameters themselves. The compiler traces the cast with
-    the rest of a layer. Equal modules get one class, so that they share a compiled graph.
-    """
-
-    def attribute(name: str) -> property:
-        return property(lambda self: self._parameters[name].to(dtype))
-
-    attributes: dict[str, Any] = {name: attribute(name) for name in names}
-    if issubclass(kind, nn.RNNBase):  # computes with a list of its weights
-        ordered = property(lambda self: [getattr(self, name) for name in self._flat_weights_names], lambda *_: None)
-        attributes["_flat_weights"] = ordered
-    return type(kind.__name__, (kind,), {**attributes, "__module__": kind.__module__, "__doc__": kind.__doc__})
+def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The cast, one function for each dtype, so that equal modules get one class."""
+    return lambda weight: weight.to(dtype)
 
 
 class AgreedGradScaler(torch.amp.GradScaler):

@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from ptdbench.models.protocol import Model, module_of
+from ptdbench.parallel import context, tensor
 from ptdbench.parallel.apply import Setting, Transforms, apply
 from ptdbench.parallel.batch import Layout, divides
 from ptdbench.parallel.compilation import Compile, start_afresh
 from ptdbench.parallel.convolutions import choose_convolutions
-from ptdbench.parallel.dims import Degree, Dims, derive, divisors
+from ptdbench.parallel.dims import DERIVED, Degree, Dims, derive, divisors
 from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.pipeline import schedules
@@ -26,10 +27,16 @@ DEGREES = ("replicate", "shard", "context", "tensor", "pipeline")
 _OPTIONS_OF = {
     "replicate": ("bucket_mb", "gradient_as_bucket_view", "static_graph"),
     "shard": ("reshard_after_forward", "reshard_between_microbatches"),
+    "tensor": ("sequence",),
     "pipeline": ("schedule", "microbatches"),
 }
 _NO_EFFECT = "has no effect under these degrees of parallelism"
-_PRESETS = {"replicate": "parallel=ddp,pdp", "shard": "parallel=fsdp,hsdp", "pipeline": "parallel=pdp"}
+_PRESETS = {
+    "replicate": "parallel=ddp,pdp",
+    "shard": "parallel=fsdp,hsdp",
+    "tensor": "parallel=tp,3d",
+    "pipeline": "parallel=pdp",
+}
 
 
 @dataclass(frozen=True)
@@ -40,8 +47,8 @@ class Strategy:
         replicate: Copies of the model, each with its share of the batch. ``auto``, here and below: derived from the
             number of ranks, see :func:`ptdbench.parallel.dims.derive`.
         shard: Ranks that share the weights of one copy, and its share of the batch.
-        context: Ranks that share a sequence; 1.
-        tensor: Ranks that share each matrix product; 1.
+        context: Ranks that share each sequence: each computes on some of its positions.
+        tensor: Ranks that share each matrix product.
         pipeline: Stages that a copy is split into.
         bucket_mb: Size of DDP's all-reduce buckets in MiB: smaller ones start earlier, larger ones use the links
             better. ``auto``: a twentieth of the gradients, at least 25 and at most 100.
@@ -55,6 +62,9 @@ class Strategy:
             them until the last one: each is gathered once a micro-batch less, and the whole model is in memory then.
             ``auto``: as ``reshard_after_forward``, without which the whole model is in memory anyway.
         reduce_dtype: Dtype in which gradients are reduced; ``auto``: fp32, even if the arithmetic is narrower.
+        context_method: How these see all positions in attention: ``ulysses``: they exchange positions for heads.
+        sequence: Let the ranks that share each product share the positions of a sequence between them: norms and
+            residuals are then computed once, and an all-reduce becomes a reduce-scatter and an all-gather.
         schedule: ``gpipe``: all forward passes, then all backward passes. ``1f1b``: alternating as early as possible,
             which holds at most ``pipeline`` micro-batches in memory.
         microbatches: Micro-batches of one pass of the schedule; ``auto``: from ``train.micro_batch`` if that is set,
@@ -76,6 +86,8 @@ class Strategy:
     reshard_after_forward: bool = True
     reshard_between_microbatches: bool | Literal["auto"] = "auto"
     reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    context_method: Literal["ulysses", "ring"] = "ulysses"
+    sequence: bool = False
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     microbatches: int | Literal["auto"] = "auto"
     sync_batchnorm: bool = False
@@ -84,10 +96,9 @@ class Strategy:
         given = {name: degree for name, degree in self._degrees().items() if degree != "auto"}
         require(
             *at_least(1, **given),
-            *(Problem(name, degree, "is not available yet; it must be 1") for name in ("context", "tensor")
-              if (degree := getattr(self, name)) not in (1, 0)),
             None if self.bucket_mb == "auto" or self.bucket_mb > 0 else
             Problem("bucket_mb", self.bucket_mb, "must be greater than 0 (MiB)", try_these(["auto", 25])),
+            self._ring(),
             *self._without_effect(),
         )  # fmt: skip
 
@@ -130,41 +141,52 @@ class Strategy:
         dims = layout.dims
         if self._applies("pipeline", dims):
             require(_cannot_be_cut(model, dims, self.pipeline))
-        if self._applies("shard", dims) and (names := shared_between_layers(model)):
+        if self._applies("tensor", dims):
+            require(*tensor.problems(model, dims.tensor, dims.context, sequence=self.sequence))
+        if self._applies("context", dims):
+            require(*context.problems(model, dims.context, dims.tensor))
+        if self._is_sharded(dims) and (names := shared_between_layers(model)):
             rule = f"{names[0]} and {names[1]} are one weight, and fully_shard wants it in one layer"
             require(Problem("shard", self.shard, rule, try_these(["parallel=ddp"])))
 
     def check_compile(self, how: Compile, layout: Layout) -> None:
         """Raise ConfigError where the model cannot be compiled this way."""
-        if how == "whole" and self._applies("shard", layout.dims):
+        if how == "whole" and self._is_sharded(layout.dims):
             rule = "is one graph, and sharded weights are gathered between the graphs of the layers"
             require(Problem("compile", how, rule, try_these(["layers", "or parallel=ddp"])))
 
     def footprints(self, model: Model, layout: Layout, make: MakeOptimizer, *, average: bool) -> list[Footprint]:
         """The training state of a rank of each pipeline stage; ``average``: whether a moving average is kept."""
-        in_buckets = self._applies("replicate", layout.dims) and not self._applies("shard", layout.dims)
+        in_buckets = (self._applies("replicate", layout.dims) or layout.dims.context > 1) and not self._is_sharded(
+            layout.dims
+        )
         copies = 2 if in_buckets and not self.gradient_as_bucket_view else 1
-        return footprints(model, layout.dims, make, average=average, gradient_copies=copies)
+        shards = layout.dims.shard * layout.dims.context if self._is_sharded(layout.dims) else 1
+        return footprints(model, layout.dims, make, shards=shards, average=average, gradient_copies=copies)
 
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Lay the model out; called in every rank."""
         start_afresh(setting.compile)
         choose_convolutions(module_of(model), setting.device)
         transforms = self._transforms(setting)
+        engine: Engine
         if self._applies("pipeline", setting.layout.dims):
-            return pipelined(model, setting, transforms, schedules.SCHEDULES[self.schedule])
-        part = apply(model, module_of(model), setting, transforms)
-        return Accumulating(part, setting.layout.micro_batch)
+            engine = pipelined(model, setting, transforms, schedules.SCHEDULES[self.schedule])
+        else:
+            part = apply(model, module_of(model), setting, transforms)
+            engine = Accumulating(part, setting.layout.micro_batch, owns_loss=setting.owns_loss)
+        return context.Sliced(engine, setting.mesh.context) if setting.mesh.context else engine
 
     def _transforms(self, setting: Setting) -> Transforms:
         layout, dims = setting.layout, setting.layout.dims
         reduce_dtype = "fp32" if self.reduce_dtype == "auto" else self.reduce_dtype
-        if self._applies("shard", dims):
-            after, between = self.reshard_after_forward, self.reshard_between_microbatches
+        if self._is_sharded(dims):
+            after = self.reshard_after_forward and dims.shard * dims.context > 1
+            between = self.reshard_between_microbatches
             sharding = Sharding(after, after if between == "auto" else between, setting.precision, reduce_dtype)
-            return Transforms(sharding=sharding, sync_batchnorm=self.sync_batchnorm)
-        if not self._applies("replicate", dims):
-            return Transforms()
+            return Transforms(sharding=sharding, sync_batchnorm=self.sync_batchnorm, sequence=self.sequence)
+        if not self._applies("replicate", dims) and dims.context == 1:
+            return Transforms(sequence=self.sequence)
         sound = layout.accumulation == 1 and not self._applies("pipeline", dims)
         static_graph = sound if self.static_graph == "auto" else self.static_graph
         replication = Replication(self.bucket_mb, self.gradient_as_bucket_view, static_graph, reduce_dtype)
@@ -175,7 +197,11 @@ class Strategy:
 
     def _derived(self) -> list[str]:
         """The derived degrees, in order."""
-        return [name for name in ("pipeline", "shard", "replicate") if getattr(self, name) == "auto"]
+        return [name for name in DERIVED if getattr(self, name) == "auto"]
+
+    def _is_sharded(self, dims: Dims) -> bool:
+        """Whether FSDP2 keeps the shards, or the copies: DDP knows no DTensors, which tensor parallelism makes."""
+        return self._applies("shard", dims) or (dims.tensor > 1 and dims.replicate * dims.context > 1)
 
     def _applies(self, degree: str, dims: Dims) -> bool:
         """Whether the transform of a degree is applied.
@@ -188,7 +214,7 @@ class Strategy:
         """Problems for options that are set although their degree is 1; with FSDP, DDP's have no effect."""
         defaults = {field.name: field.default for field in fields(self)}
         for degree, options in _OPTIONS_OF.items():
-            if getattr(self, degree) == 1 or (degree == "replicate" and self.shard != 1):
+            if getattr(self, degree) == 1 or (degree == "replicate" and not self.shard == self.tensor == 1):
                 for option in options:
                     if getattr(self, option) != defaults[option]:
                         yield Problem(option, getattr(self, option), _NO_EFFECT, f"it belongs to {_PRESETS[degree]}")
@@ -198,6 +224,12 @@ class Strategy:
         if self.pipeline != 1 and self.reshard_between_microbatches != "auto":
             rule = "has no effect under a pipeline, whose schedule keeps the weights of a stage between micro-batches"
             yield Problem("reshard_between_microbatches", self.reshard_between_microbatches, rule, try_these(["auto"]))
+
+    def _ring(self) -> Problem | None:
+        if self.context_method != "ring":
+            return None
+        rule = "needs attention kernels that torch has for GPUs alone, and is not available yet"
+        return Problem("context_method", "ring", rule, try_these(["ulysses"]))
 
     def _static_graph(self, layout: Layout) -> Problem | None:
         if self.static_graph is not True:

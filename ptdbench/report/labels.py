@@ -73,6 +73,9 @@ def _degrees(record: Record) -> str:
     layout = record.get("layout") or {}
     shard, pipeline = layout.get("shard", 1), layout.get("pipeline", 1)
     replicas = layout.get("data", 1) // shard
+    if layout.get("tensor", 1) * layout.get("context", 1) > 1:  # too many for an order to be known by heart
+        named = {"r": replicas, "s": shard, "c": layout.get("context", 1), "t": layout.get("tensor", 1), "p": pipeline}
+        return " ".join(f"{letter}{degree}" for letter, degree in named.items() if degree > 1)
     if pipeline == 1 and 1 in (replicas, shard):
         return ""
     return "x".join(map(str, [replicas, *[shard] * (shard > 1), *[pipeline] * (pipeline > 1)]))

@@ -261,7 +261,12 @@ def _check_classified(config: Config, training: TrainingSpec) -> None:
 def _check_fp8(config: Config, training: TrainingSpec) -> None:
     """A run in fp8 with nothing in fp8 would be one in bf16."""
     modules = (module for layer in training.model.layers() for module in layer.modules())
-    if config.resolved.get("precision") == "fp8" and not any(map(fp8.suits, modules)):
+    if config.resolved.get("precision") != "fp8":
+        return
+    if training.layout.dims.tensor > 1:
+        rule = f"is not available with parallel.tensor={training.layout.dims.tensor}: its layers know no DTensors"
+        require(Problem("precision", "fp8", rule, "try bf16"))
+    if not any(map(fp8.suits, modules)):
         rule = f"no layer of model={config.call('model').name} has an nn.Linear of at least {fp8.SMALLEST} features, "
         rule += f"both multiples of {fp8.MULTIPLE}"
         require(Problem("precision", "fp8", rule, "try bf16"))

@@ -54,15 +54,6 @@ def test_a_token_sees_only_those_before_it():
     assert (after[:, 10:] - before[:, 10:]).abs().amax(dim=-1).min() > 0
 
 
-def test_tokens_may_stand_elsewhere_than_at_the_beginning():
-    """A rank that holds the end of a sequence says so."""
-    model, tokens = gpt(), torch.randint(60, (2, 24))
-    whole, end = model.embedding(tokens), model.embedding(tokens[:, 16:], torch.arange(16, 24))
-    assert torch.equal(end, whole[:, 16:])
-    backwards = torch.arange(23, -1, -1)
-    assert not torch.equal(model(tokens, positions=backwards), model(tokens))
-
-
 def test_a_shorter_sequence_is_the_start_of_a_longer_one():
     model, tokens = gpt(), torch.randint(60, (2, 24))
     torch.testing.assert_close(model(tokens[:, :7]), model(tokens)[:, :7], rtol=1e-5, atol=1e-6)

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,6 +13,7 @@ from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model, default_loss
 from ptdbench.models.resnet import ResNet
 from ptdbench.models.toy import Toy
+from ptdbench.parallel import tensor
 from ptdbench.parallel.precision import narrow
 from tests.parallel.ranks import on_ranks
 
@@ -178,29 +178,33 @@ def test_a_plain_module_is_no_model():
     assert not isinstance(nn.Linear(2, 2), Model)
 
 
-def cut_among_ranks() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """What each model that has a plan computes whole, and cut as it says by torch's own tensor parallelism."""
-    styles = {"outputs": ColwiseParallel, "inputs": RowwiseParallel}
+def divided_among_ranks() -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """What each model that has roles computes whole, and divided by them; the weights of cut layers are halves."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = {}
-    for family in FAMILIES:
+    for family, sequence in ((family, sequence) for family in FAMILIES for sequence in (False, True)):
         torch.manual_seed(0)
         model, inputs, targets = family()
-        plan = model.tensor_plan()
-        if plan is None:
+        kinds = {role.kind for role in model.roles().values()}
+        if not kinds or (sequence and "stream" not in kinds):
             continue
         whole = model(inputs).detach(), model(inputs, targets).detach()
-        parallelize_module(model, mesh, {name: styles[cut]() for name, cut in plan.items()})
-        assert all(model.get_submodule(name).weight.to_local().numel() * 2 == model.get_submodule(name).weight.numel()
-                   for name in plan)  # fmt: skip
-        found[family.__name__] = [*zip(whole, (model(inputs).detach(), model(inputs, targets).detach()), strict=True)]
+        size = {name: weight.numel() for name, weight in model.named_parameters()}
+        tensor.parallelize(model, model, mesh, sequence=sequence)
+        cut = {name for name, weight in model.named_parameters() if weight.to_local().numel() * 2 == size[name]}
+        roles = {name for name, role in model.roles().items() if role.kind in ("outputs", "inputs", "vocabulary")}
+        tied = {second.removesuffix(".weight") for _, second in model.tied()}
+        assert {f"{name}.weight" for name in roles - tied} <= cut
+        divided = model(inputs).detach(), model(inputs, targets).detach()
+        found[f"{family.__name__}, {sequence}"] = [*zip(whole, divided, strict=True)]
     return found
 
 
 @pytest.mark.ranks
-def test_cut_by_its_tensor_plan_it_computes_the_same():
-    for of_rank in on_ranks(2, cut_among_ranks):
-        assert set(of_rank) == {"gpt", "untied_gpt", "toy_of_numbers", "toy_of_classes"}
+def test_divided_by_its_roles_it_computes_the_same():
+    for of_rank in on_ranks(2, divided_among_ranks):
+        names = {"gpt", "untied_gpt", "toy_of_numbers", "toy_of_classes"}
+        assert set(of_rank) == {f"{name}, False" for name in names} | {"gpt, True", "untied_gpt, True"}
         for pairs in of_rank.values():
-            for whole, cut in pairs:
-                torch.testing.assert_close(cut, whole)
+            for whole, divided in pairs:
+                torch.testing.assert_close(divided, whole)

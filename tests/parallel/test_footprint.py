@@ -20,14 +20,19 @@ from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.strategy import Strategy
 from tests.parallel.ranks import on_ranks
 
-#: No number is a multiple of the number of shards.
-SHAPE = {"layers": 3, "heads": 1, "width": 13, "sequence_length": 7, "vocabulary": 41}
+#: No number is a multiple of four shards, nor its half of two.
+SHAPE = {"layers": 3, "heads": 2, "width": 14, "sequence_length": 6, "vocabulary": 42}
 STRATEGIES = {
     "ddp": Strategy(replicate="auto"),
     "fsdp": Strategy(shard="auto"),
     "hsdp": Strategy(replicate=2, shard="auto"),
     "pdp": Strategy(replicate="auto", pipeline=2, microbatches=2),
     "stages in shards": Strategy(shard="auto", pipeline=2, microbatches=2),
+    "tensor and copies": Strategy(replicate="auto", tensor=2),
+    "tensor and shards": Strategy(shard="auto", tensor=2, sequence=True),
+    "tensor and stages": Strategy(tensor=2, pipeline=2, microbatches=2),
+    "context and copies": Strategy(replicate=2, context=2),
+    "context and shards": Strategy(shard=2, context=2),
 }
 ADAMW = partial(torch.optim.AdamW, fused=True)
 
@@ -50,7 +55,7 @@ def allocated() -> dict[str, Any]:
         foreseen = strategy.footprints(gpt(), layout, ADAMW, average=False)[layout.dims.stage(dist.get_rank())]
         engine = strategy(gpt(), Setting(Mesh(layout.dims, "cpu"), layout, torch.device("cpu")))
         optimizer = engine.optimizer(ADAMW)
-        data = SyntheticTokens(sequence_length=7, vocabulary=41, seed=0)
+        data = SyntheticTokens(sequence_length=6, vocabulary=42, seed=0)
         engine.gradients(*data.samples(0, layout.replica_batch), lambda loss: loss)
         optimizer.step()
         state = [value for values in optimizer.state.values() for value in values.values()]
@@ -74,11 +79,12 @@ def storage(tensors: list[Any]) -> int:
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_what_is_foreseen_is_what_ranks_allocate(of_ranks, name):
-    shards = STRATEGIES[name].dims(4).shard
+    dims = STRATEGIES[name].dims(4)
+    shards = dims.shard * (dims.context if dims.shard > 1 else 1)
     for rank, of_rank in enumerate(of_ranks):
         foreseen, real = of_rank[name]
         assert (real.weights, real.gradients) == (foreseen.weights, foreseen.gradients)
-        if rank % shards == 0:
+        if rank // dims.tensor % shards == 0:
             assert real.optimizer == foreseen.optimizer
         else:  # the last shards of a weight are padded, and their state is not
             assert 0 < real.optimizer <= foreseen.optimizer

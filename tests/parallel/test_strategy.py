@@ -30,7 +30,7 @@ from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from tests.parallel.ranks import on_ranks
 
-SHAPE = {"layers": 4, "heads": 2, "width": 16, "sequence_length": 8, "vocabulary": 40}
+SHAPE = {"layers": 4, "heads": 4, "width": 16, "sequence_length": 8, "vocabulary": 40}
 BATCH, MICRO_BATCH = 16, 1
 STRATEGIES = {
     "ddp": Strategy(replicate="auto"),
@@ -44,6 +44,16 @@ STRATEGIES = {
     "gpipe": Strategy(replicate="auto", pipeline=2, schedule="gpipe", microbatches=4),
     "1f1b on 4 stages": Strategy(replicate="auto", pipeline=4, schedule="1f1b", microbatches=8),
     "stages in shards": Strategy(shard="auto", pipeline=2, schedule="1f1b", microbatches=4),
+    "tensor and copies": Strategy(replicate="auto", tensor=2),
+    "tensor and copies, sequence": Strategy(replicate="auto", tensor=2, sequence=True),
+    "tensor and shards": Strategy(shard="auto", tensor=2),
+    "tensor and shards, sequence": Strategy(shard="auto", tensor=2, sequence=True),
+    "tensor and stages": Strategy(pipeline=2, tensor=2, microbatches=4),
+    "context and copies": Strategy(replicate=2, context=2),
+    "context and shards": Strategy(shard=2, context=2),
+    "context and stages": Strategy(context=2, pipeline=2, microbatches=4),
+    "context and tensor": Strategy(context=2, tensor=2, sequence=True),
+    "tensor and stages, sequence": Strategy(pipeline=2, tensor=2, microbatches=4, sequence=True),
 }
 #: Gradients are rounded to 8 bits of mantissa for their reduction.
 NARROW = {
@@ -55,6 +65,9 @@ NARROW = {
 #: On eight ranks.
 PRODUCTS = {
     "all three": Strategy(replicate=2, shard=2, pipeline=2, microbatches=2),
+    "with tensor": Strategy(shard=2, pipeline=2, tensor=2, microbatches=4),
+    "with context": Strategy(replicate=2, shard=2, context=2),
+    "with tensor, sequence": Strategy(replicate=2, pipeline=2, tensor=2, microbatches=2, sequence=True),
     "all three, kept whole": Strategy(replicate=2, shard=2, pipeline=2, schedule="gpipe", reshard_after_forward=False),
 }
 
@@ -429,6 +442,40 @@ class Chain(nn.Module):
         return {"first": self.first, "last": self.last}
 
 
+class TestSharedWork:
+    """Of one sample: its matrix products or its positions."""
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"tensor": 3}, "tensor=3: must divide the 40 tokens of the model; try 2"),
+            ({"tensor": 8}, "tensor=8: must divide the 4 heads of the model; try 2, 4"),
+            ({"tensor": 8, "sequence": True, "context": 2}, "tensor=8: times 2 must divide the 8 positions of the "
+             "model, which other ranks share too; try 2, 4"),
+            ({"context": 3}, "context=3: must divide the 8 positions of the model; try 2"),
+            ({"context": 4, "tensor": 2}, "context=4: times 2 must divide the 4 heads of the model, which other ranks "
+             "share too; try 2"),
+        ],
+    )  # fmt: skip
+    def test_a_degree_divides_what_is_shared(self, options, message):
+        strategy = Strategy(**options)
+        assert refused(strategy.check, gpt(), layout_of(strategy, strategy.ranks(1), 16)).splitlines()[0] == message
+
+    @pytest.mark.parametrize("degree", ["tensor", "context"])
+    def test_a_model_without_roles_has_nothing_to_share(self, degree):
+        model = Adapted(nn.Linear(2, 2), lambda: (torch.ones(1, 2), torch.ones(1, 2)))
+        strategy = Strategy(**{degree: 2})
+        told = refused(strategy.check, model, layout_of(strategy, 2, 4))
+        assert told.startswith(f"{degree}=2: needs a model whose roles() name ")
+        assert told.endswith("try 1, or parallel=ddp,fsdp")
+
+    def test_a_stream_is_shared_only_where_it_begins_somewhere(self):
+        strategy = Strategy(tensor=2, sequence=True)
+        told = refused(strategy.check, on_meta(Toy), layout_of(strategy, 2, 4))
+        assert told == "sequence=true: needs a model whose roles() name the module where its stream begins; try false"
+        Strategy(tensor=2).check(on_meta(Toy), layout_of(Strategy(tensor=2), 2, 4))
+
+
 class TestOptions:
     @pytest.mark.parametrize("size", [0, -1])
     def test_a_bucket_has_a_size(self, size):
@@ -437,10 +484,6 @@ class TestOptions:
     @pytest.mark.parametrize("degree", ["replicate", "shard", "context", "tensor", "pipeline"])
     def test_a_degree_is_at_least_one(self, degree):
         assert refused(lambda: Strategy(**{degree: 0})) == f"{degree}=0: must be a whole number of at least 1"
-
-    @pytest.mark.parametrize("degree", ["context", "tensor"])
-    def test_a_degree_for_which_there_is_nothing_yet(self, degree):
-        assert refused(lambda: Strategy(**{degree: 2})) == f"{degree}=2: is not available yet; it must be 1"
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -458,6 +501,12 @@ class TestOptions:
              "try auto"),
             ({"shard": 4, "schedule": "gpipe"}, "schedule=gpipe: has no effect under these degrees of parallelism; "
              "it belongs to parallel=pdp"),
+            ({"shard": 4, "sequence": True}, "sequence=true: has no effect under these degrees of parallelism; "
+             "it belongs to parallel=tp,3d"),
+            ({"replicate": 4, "tensor": 2, "bucket_mb": 50}, "bucket_mb=50: has no effect under these degrees of "
+             "parallelism; it belongs to parallel=ddp,pdp"),
+            ({"context": 2, "context_method": "ring"}, "context_method=ring: needs attention kernels that torch has "
+             "for GPUs alone, and is not available yet; try ulysses"),
         ],
     )  # fmt: skip
     def test_an_option_that_has_no_effect_is_refused(self, options, message):

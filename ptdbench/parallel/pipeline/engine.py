@@ -43,7 +43,9 @@ def pipelined(
     held = _stages(model, where, dist.get_rank(mesh.get_group()))
     tied = model.tied()  # before sharding replaces the weights, which a model may compare
     parts = {number: apply(model, stage, setting, transforms) for number, stage in held.items()}
-    return Pipelined(model, tied, where, parts, kind, setting.layout, mesh.get_group(), setting.device)
+    return Pipelined(
+        model, tied, where, parts, kind, setting.layout, mesh.get_group(), setting.device, owns_loss=setting.owns_loss
+    )
 
 
 def _stages(model: Model, where: Cut, rank: int) -> dict[int, Stage]:
@@ -66,6 +68,7 @@ class Pipelined(Engine):
         layout: How the batch is divided among the ranks.
         group: The ranks of the pipeline.
         device: This rank's device.
+        owns_loss: Whether the loss counts that this rank computes, if it has the last stage.
     """
 
     def __init__(
@@ -78,13 +81,16 @@ class Pipelined(Engine):
         layout: Layout,
         group: dist.ProcessGroup,
         device: torch.device,
+        *,
+        owns_loss: bool = True,
     ) -> None:
         last = len(where.stages) - 1
         self.module: nn.Module = next(iter(parts.values())).module
         if len(parts) > 1:  # the same parts in one module
             named = model.parts() or {}
             self.module = Stage({name: named[name] for number in parts for name in where.stages[number]})
-        self.owns_loss = last in parts
+        self._has_loss = last in parts
+        self.owns_loss = self._has_loss and owns_loss
         settles = max(part.settles_after for part in parts.values())
         # The very first pass begins with a shape inference pass, which also draws random numbers. DDP rebuilds its
         # buckets in the last pass of a step, and moves the gradients accumulated before into them. It divides those by
@@ -114,8 +120,10 @@ class Pipelined(Engine):
             self._pass(some_inputs, some_targets, last=number == len(pieces))
             # The very first pass begins with torch's shape inference on uninitialized memory.
             total += sum(self._shares[-self._layout.microbatches :])
+        for part in self._parts.values():
+            part.settle()
         shared.add_up(self._shared, self._group)
-        return total
+        return total if self.owns_loss else torch.zeros_like(total)
 
     def gradient_norm(self) -> Tensor:
         """See :meth:`ptdbench.parallel.engine.Engine.gradient_norm`; a shared weight counts once."""
@@ -151,7 +159,7 @@ class Pipelined(Engine):
         arm it too, and the first backward would then reduce incomplete gradients.
         """
         arguments = (inputs,) if 0 in self._parts else ()
-        options: dict[str, Any] = {"targets": targets} if self.owns_loss else {}
+        options: dict[str, Any] = {"targets": targets} if self._has_loss else {}
         with ExitStack() as armed_late:
             for number, part in self._parts.items():
                 self._stages[number].submod = part.runner if last else part.module

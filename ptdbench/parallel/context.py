@@ -1,0 +1,138 @@
+"""Context parallelism: the ranks of a group share the positions of each sequence.
+
+All but attention works on a rank's own positions. For attention they exchange positions for heads, as DeepSpeed-Ulysses
+does (Jacobs et al. 2023): each rank then has some heads of all positions. The ranks have different tokens and the same
+weights, so that gradients are averaged over them as over replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+
+from ptdbench.models.protocol import Model
+from ptdbench.parallel.activations import wrap_forward
+from ptdbench.parallel.engine import Engine, MakeOptimizer, Scale
+from ptdbench.parallel.roles import roles_of, undivided
+from ptdbench.problems import Problem, try_these
+
+#: The dimension of positions in ``[batch, length]``.
+_POSITIONS = 1
+
+#: The dimensions of ``[batch, heads, length, head width]``.
+_HEADS, _LENGTH = 1, 2
+
+
+def problems(model: Model, ranks: int, tensor: int) -> Iterator[Problem]:
+    """Why so many ranks cannot share the sequences of a model; nothing if they can.
+
+    Args:
+        model: The model.
+        ranks: The degree.
+        tensor: Ranks among which tensor parallelism divides the heads already.
+    """
+    kinds = {role.kind for role in roles_of(model).values()}
+    if not {"attention", "positions"} <= kinds:
+        rule = "needs a model whose roles() name its attention and where its positions come in"
+        yield Problem("context", ranks, rule, try_these([1, "or parallel=ddp,fsdp"]))
+        return
+    units = {
+        kind: [(role.units, role.unit) for role in roles_of(model).values() if role.kind == kind] for kind in kinds
+    }
+    yield from undivided("context", ranks, units["positions"])
+    yield from undivided("context", ranks, units["attention"], tensor)
+
+
+def exchange(model: Model, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Let ``module``, the model or a stage of it, compute on a rank's share of the positions."""
+    names = dict(module.named_modules())
+    for name, role in roles_of(model).items():
+        if name in names and role.kind == "positions":
+            names[name].register_forward_pre_hook(partial(_number, mesh))
+        if name in names and role.kind == "attention":
+            wrap_forward(names[name], partial(_of_heads, mesh))
+
+
+def _number(mesh: DeviceMesh, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Positions in the whole sequence, from those in a rank's share."""
+    positions, *others = arguments
+    return positions + mesh.get_local_rank() * len(positions), *others
+
+
+def _of_heads(mesh: DeviceMesh, mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def forward(*of_positions: Tensor) -> Tensor:
+        of_heads = [_redivide(tensor, mesh, _LENGTH, _HEADS) for tensor in of_positions]
+        return _redivide(mix(*of_heads), mesh, _HEADS, _LENGTH)
+
+    return forward
+
+
+def _redivide(tensor: Tensor, mesh: DeviceMesh, whole: int, divided: int) -> Tensor:
+    """From a share of dimension ``whole`` to all of it, and from all of dimension ``divided`` to a share.
+
+    By torch's functional collectives, which have gradients and can be compiled. A DTensor's ``redistribute`` gathers
+    everything where the device is a CPU.
+    """
+    ranks = mesh.size()
+    parts = torch.stack(tensor.tensor_split(ranks, divided)).contiguous()
+    arrived = all_to_all_single_autograd(parts.flatten(0, 1), None, None, mesh.get_group()).view_as(parts)
+    return torch.cat(arrived.unbind(), whole)
+
+
+class Sliced(Engine):
+    """An engine whose ranks compute on their shares of the positions.
+
+    Args:
+        inner: The engine of a share.
+        mesh: The ranks that share a sequence.
+    """
+
+    def __init__(self, inner: Engine, mesh: DeviceMesh) -> None:
+        self.module = inner.module
+        self.owns_loss = inner.owns_loss and mesh.get_local_rank() == 0
+        self.rehearsals = inner.rehearsals
+        self._inner = inner
+        self._mesh = mesh
+
+    def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:
+        """See :meth:`ptdbench.parallel.engine.Engine.gradients`."""
+        loss = self._inner.gradients(self._share(inputs), self._share(targets), scale)
+        return self._mean(loss) if self._inner.owns_loss else loss
+
+    def gradient_norm(self) -> Tensor:
+        """See :meth:`ptdbench.parallel.engine.Engine.gradient_norm`; the ranks have the same gradients."""
+        return self._inner.gradient_norm()
+
+    def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
+        """See :meth:`ptdbench.parallel.engine.Engine.optimizer`."""
+        return self._inner.optimizer(make)
+
+    def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
+        """See :meth:`ptdbench.parallel.engine.Engine.outputs`."""
+        found = self._inner.outputs(self._share(inputs), None if targets is None else self._share(targets))
+        if found is None:
+            return None
+        if targets is not None:
+            found = self._mean(found)
+        else:
+            shares = [torch.empty_like(found) for _ in range(self._mesh.size())]
+            dist.all_gather(shares, found.contiguous(), group=self._mesh.get_group())
+            found = torch.cat(shares, _POSITIONS)
+        return found if self.owns_loss else None
+
+    def _share(self, tensor: Tensor) -> Tensor:
+        """This rank's positions of ``[batch, length]``."""
+        return tensor.tensor_split(self._mesh.size(), _POSITIONS)[self._mesh.get_local_rank()]
+
+    def _mean(self, loss: Tensor) -> Tensor:
+        """The mean over the ranks, on the one that owns it; else zero."""
+        mean = loss / self._mesh.size()
+        dist.all_reduce(mean, group=self._mesh.get_group())
+        return mean if self.owns_loss else torch.zeros_like(mean)

@@ -1,0 +1,40 @@
+"""The roles of a model's modules, and whether ranks can share their work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ptdbench.models.protocol import Model, Role
+from ptdbench.parallel.dims import divisors
+from ptdbench.problems import Problem, try_these
+
+
+def roles_of(model: Model) -> dict[str, Role]:
+    """The model's roles by full name; a module of the user's own may name the kind alone."""
+    return {name: _role(role) for name, role in model.roles().items()}
+
+
+def _role(given: Any) -> Role:
+    return given if isinstance(given, Role) else Role(given)
+
+
+def undivided(option: str, ranks: int, units: Sequence[tuple[int, str]], others: int = 1) -> Iterator[Problem]:
+    """A problem if ``ranks`` do not divide what they share.
+
+    Args:
+        option: The degree.
+        ranks: Its value.
+        units: What is shared: how many of which; 0 are not.
+        others: The product of other degrees among which the same units are divided.
+    """
+    shared = [(count, unit) for count, unit in units if count]
+    wrong = next(((count, unit) for count, unit in shared if count % (ranks * others)), None)
+    if wrong is None:
+        return
+    count, unit = wrong
+    fits = [n for n in divisors(count) if 1 < n < ranks and all(total % (n * others) == 0 for total, _ in shared)]
+    rule = f"must divide the {count} {unit} of the model"
+    if others > 1:
+        rule = f"times {others} must divide the {count} {unit} of the model, which other ranks share too"
+    yield Problem(option, ranks, rule, try_these(fits or [1]))

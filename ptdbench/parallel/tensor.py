@@ -1,0 +1,262 @@
+"""Tensor parallelism: the ranks of a group share each matrix product, by torch's ``parallelize_module``.
+
+All parameters become DTensors over the group, also the replicated ones, so that an optimizer never meets both kinds.
+Modules without a role compute on their local tensors: they are the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement
+
+from ptdbench.models.linear_cross_entropy import LinearCrossEntropy, VocabularyShare
+from ptdbench.models.protocol import Model, Role, module_of
+from ptdbench.parallel.activations import wrap_forward
+from ptdbench.parallel.reading import read_as
+from ptdbench.parallel.roles import roles_of, undivided
+from ptdbench.problems import Problem, try_these
+
+#: The kinds of roles that count here.
+KINDS = ("outputs", "inputs", "vocabulary", "loss", "entry", "stream")
+
+#: The dimension of ``[batch, length, ...]`` that ranks share outside of cut layers.
+POSITIONS = 1
+
+
+#: The dimension of a weight that each kind of role cuts.
+_DIMENSIONS = {"outputs": 0, "inputs": 1, "vocabulary": 0}
+
+
+def problems(model: Model, ranks: int, context: int, *, sequence: bool) -> Iterator[Problem]:
+    """Why so many ranks cannot share the products of a model; nothing if they can.
+
+    Args:
+        model: The model.
+        ranks: The degree.
+        context: Ranks among which the positions are divided already.
+        sequence: As for :func:`parallelize`.
+    """
+    roles = {name: role for name, role in roles_of(model).items() if role.kind in KINDS}
+    if not any(role.kind in _DIMENSIONS for role in roles.values()):
+        rule = "needs a model whose roles() name layers that can be cut"
+        yield Problem("tensor", ranks, rule, try_these([1, "or parallel=ddp,fsdp"]))
+        return
+    if not sequence:
+        roles = {name: role for name, role in roles.items() if role.kind != "stream"}
+    elif not any(role.kind == "stream" for role in roles.values()):
+        rule = "needs a model whose roles() name the module where its stream begins"
+        yield Problem("sequence", True, rule, try_these(["false"]))
+    positions = [(role.units, role.unit) for role in roles.values() if role.kind == "stream"]
+    yield from undivided("tensor", ranks, positions, context)
+    units = [_units(model, name, role) for name, role in roles.items() if role.kind != "stream"]
+    yield from undivided("tensor", ranks, units)
+
+
+def _units(model: Model, name: str, role: Role) -> tuple[int, str]:
+    """How many units are divided among the ranks, and what they are; 0: none."""
+    if role.units or role.kind not in _DIMENSIONS:
+        return role.units, role.unit
+    weight = module_of(model).get_submodule(name).weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[_DIMENSIONS[role.kind]], role.unit
+
+
+def cut_dimensions(model: Model) -> dict[nn.Parameter, int]:
+    """The dimension in which each cut parameter of a model is cut; the bias of ``inputs`` is whole on each rank."""
+    found = {}
+    for name, role in roles_of(model).items():
+        dimension = _DIMENSIONS.get(role.kind)
+        if dimension is not None:
+            parameters = module_of(model).get_submodule(name).parameters()
+            found.update({parameter: dimension for parameter in parameters if parameter.dim() > dimension})
+    return found
+
+
+def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
+    """Divide the products of ``module``, the model or a stage of it, among the ranks of ``mesh``.
+
+    Args:
+        model: The whole model, which knows its roles.
+        module: On the meta device, or with the same values on all ranks.
+        mesh: The ranks, one dimension.
+        sequence: Whether the ranks share the positions of a sequence between cut layers.
+    """
+    names = dict(module.named_modules())
+    roles = {name: role for name, role in roles_of(model).items() if name in names and role.kind in KINDS}
+    same = _names_by_parameter(module)
+    plan = {name: _style(role, names[name], sequence) for name, role in roles.items()}
+    parallelize_module(module, mesh, plan, src_data_rank=None)
+    for part in module.modules():
+        _spread(part, mesh, Replicate(), Replicate())
+    _tie(module, same)
+
+
+def placed(meta: Tensor, values: Tensor) -> Tensor:
+    """What takes the place of a tensor on the meta device, given its initial values: of a DTensor, this rank's part."""
+    if not isinstance(meta, DTensor):
+        return values
+    return distribute_tensor(values, meta.device_mesh, meta.placements, src_data_rank=None)
+
+
+def add_up_partial(parameters: list[nn.Parameter]) -> None:
+    """Sum gradients of which each rank has a summand, in one message; FSDP does it while it reduces."""
+    summands = [p for p in parameters if isinstance(p.grad, DTensor) and any(x.is_partial() for x in p.grad.placements)]
+    if not summands:
+        return
+    gradients = [parameter.grad.to_local() for parameter in summands]  # type: ignore[union-attr]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    mesh = summands[0].grad.device_mesh  # type: ignore[union-attr]
+    dist.all_reduce(flat, group=mesh.get_group())
+    for parameter, values in zip(summands, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        parameter.grad = DTensor.from_local(values.view(parameter.shape), mesh, [Replicate()], run_check=False)
+
+
+def _style(role: Role, module: nn.Module, sequence: bool) -> ParallelStyle:
+    if role.kind == "vocabulary" and isinstance(module, nn.Embedding):
+        return _Embedding()
+    styles: dict[str, ParallelStyle] = {
+        "outputs": ColwiseParallel(),
+        "inputs": RowwiseParallel(output_layouts=Shard(POSITIONS) if sequence else Replicate()),
+        "vocabulary": ColwiseParallel(output_layouts=Replicate()),
+        "loss": _OfLoss(),
+        "entry": _Entry(sequence),
+        "stream": _Stream(sequence),
+    }
+    return styles[role.kind]
+
+
+class _Entry(ParallelStyle):
+    """The output goes to cut layers, whose summands of its gradient are added up once for all of them."""
+
+    def __init__(self, sequence: bool) -> None:
+        self._sequence = sequence
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        # From some of the positions a rank gets a summand of the gradient of the module's own weights.
+        for part in module.modules():
+            _spread(part, device_mesh, Replicate(), Partial() if self._sequence else Replicate())
+        module.register_forward_hook(partial(self._hand_over, device_mesh))
+        return module
+
+    def _hand_over(self, mesh: DeviceMesh, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        if not self._sequence:
+            return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+        return DTensor.from_local(output, mesh, [Shard(POSITIONS)], run_check=False).redistribute(mesh, [Replicate()])
+
+
+class _Stream(ParallelStyle):
+    """Each rank keeps some positions of the output, if the ranks share them."""
+
+    def __init__(self, sequence: bool) -> None:
+        self._sequence = sequence
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self._sequence:
+            module.register_forward_hook(partial(self._divide, device_mesh))
+        return module
+
+    @staticmethod
+    def _divide(mesh: DeviceMesh, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        whole = DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+        return whole.redistribute(mesh, [Shard(POSITIONS)]).to_local()
+
+
+class _Embedding(ParallelStyle):
+    """Each rank looks up the tokens of its rows.
+
+    Not torch's ``RowwiseParallel``, whose backward pass makes the gradient of all rows on every rank.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _spread(module, device_mesh, Shard(0), Shard(0))
+        wrap_forward(module, partial(self._of_own_rows, module, device_mesh))
+        return module
+
+    @staticmethod
+    def _of_own_rows(module: nn.Module, mesh: DeviceMesh, look_up: Callable[[Tensor], Tensor]) -> Any:
+        def forward(tokens: Tensor) -> Tensor:
+            rows = len(module.weight)  # type: ignore[arg-type]
+            row = tokens - mesh.get_local_rank() * rows
+            is_here = (row >= 0) & (row < rows)
+            found = look_up(row.where(is_here, 0)).where(is_here.unsqueeze(-1), 0)
+            return (
+                DTensor.from_local(found, mesh, [Partial()], run_check=False)
+                .redistribute(mesh, [Replicate()])
+                .to_local()
+            )
+
+        return forward
+
+
+class _OfLoss(ParallelStyle):
+    """The loss over a cut vocabulary, from local tensors."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, LinearCrossEntropy)
+        module.register_forward_pre_hook(partial(self._localize, device_mesh))
+        return module
+
+    @staticmethod
+    def _localize(mesh: DeviceMesh, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weight, targets = arguments
+        local = weight.to_local()
+        module.share = VocabularyShare(  # type: ignore[assignment]
+            first=mesh.get_local_rank() * len(local),
+            total=partial(_over_ranks, mesh=mesh, how="sum"),
+            maximum=partial(_over_ranks, mesh=mesh, how="max"),
+        )
+        return hidden.to_local(grad_placements=[Partial()]), local, targets
+
+
+def _over_ranks(tensor: Tensor, mesh: DeviceMesh, how: str) -> Tensor:
+    return DTensor.from_local(tensor, mesh, [Partial(how)], run_check=False).full_tensor()
+
+
+def _spread(part: nn.Module, mesh: DeviceMesh, placement: Placement, of_gradient: Placement) -> None:
+    """Place a module's own parameters, but those that are DTensors already, and let it read them as plain tensors."""
+    plain = {name: weight for name, weight in part.named_parameters(recurse=False) if not isinstance(weight, DTensor)}
+    for name, weight in plain.items():
+        spread = distribute_tensor(weight.data, mesh, [placement], src_data_rank=None)
+        part.register_parameter(name, nn.Parameter(spread, weight.requires_grad))
+    read_as(part, tuple(plain), _local_part(of_gradient))
+
+
+@cache
+def _local_part(gradient: Placement) -> Callable[[Tensor], Tensor]:
+    """Reads the local tensor of a DTensor, with this placement of its gradient; one function, for equal classes.
+
+    FSDP reads attributes too, when it looks after its shards. These are on a mesh of two dimensions.
+    """
+
+    def read(weight: Tensor) -> Tensor:
+        if not isinstance(weight, DTensor) or weight.device_mesh.ndim > 1:
+            return weight
+        return weight.to_local(grad_placements=[gradient])
+
+    return read
+
+
+def _names_by_parameter(module: nn.Module) -> Mapping[nn.Parameter, list[str]]:
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, []).append(name)
+    return found
+
+
+def _tie(module: nn.Module, same: Mapping[nn.Parameter, list[str]]) -> None:
+    """Make one parameter again of those that were one: each module got its own DTensor."""
+    spread = dict(module.named_parameters(remove_duplicate=False))
+    for first, *others in same.values():
+        for other in others:
+            holder, _, leaf = other.rpartition(".")
+            module.get_submodule(holder).register_parameter(leaf, spread[first])
