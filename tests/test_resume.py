@@ -64,11 +64,12 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout, int], d
 
 LAYOUTS: list[Layout] = [
     ("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pdp", 2), ("pdp", 3), ("hsdp", 4),
-    ("fsdp parallel.pipeline=2", 4),
+    ("fsdp parallel.pipeline=2", 4), ("tp parallel.sequence=true", 4), ("fsdp parallel.context=2", 4),
 ]  # fmt: skip
 CHANGES: list[tuple[Layout, Layout]] = [
     (("ddp", 2), ("fsdp", 2)), (("fsdp", 2), ("ddp", 1)), (("ddp", 2), ("pdp", 3)), (("pdp", 2), ("fsdp", 3)),
     (("hsdp", 4), ("pdp", 2)), (("ddp", 2), ("hsdp parallel.pipeline=2", 8)),
+    (("tp", 2), ("fsdp", 4)), (("3d", 8), ("single", 1)), (("fsdp parallel.context=2", 4), ("tp", 4)),
 ]  # fmt: skip
 
 

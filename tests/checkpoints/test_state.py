@@ -28,15 +28,15 @@ from tests.workloads.made_loop import step_loop
 BATCH = 12
 STEPS = 3  # until DDP has arranged its buckets, and a momentum is more than one gradient
 
-#: On three ranks a width of 18 and a vocabulary of 41 fall into unequal shards, and 2 outputs leave one rank none.
+#: On three ranks a width of 18 and a vocabulary of 44 fall into unequal shards, and 2 outputs leave one rank none.
 MODELS = {
     "gpt": lambda **changes: GPT(
-        **({"layers": 3, "heads": 2, "width": 18, "sequence_length": 8, "vocabulary": 41} | changes)
+        **({"layers": 3, "heads": 2, "width": 18, "sequence_length": 8, "vocabulary": 44} | changes)
     ),
     "toy": lambda **changes: Toy(**({"inputs": 6, "width": 10, "outputs": 2, "layers": 3} | changes)),
 }
 DATA = {
-    "gpt": SyntheticTokens(sequence_length=8, vocabulary=41, seed=0),
+    "gpt": SyntheticTokens(sequence_length=8, vocabulary=44, seed=0),
     "toy": SyntheticVectors(inputs=6, outputs=2, seed=0),
 }
 OPTIMIZERS = {
@@ -49,7 +49,7 @@ TRAINED = [("gpt", "adamw"), ("gpt", "momentum"), ("toy", "adamw not fused")]
 #: How: a number of ranks and a strategy.
 LAYOUTS: list[tuple[int, str]] = [
     (1, "single"), (2, "ddp"), (2, "fsdp"), (2, "pdp"), (3, "ddp"), (3, "fsdp"), (3, "pdp"), (4, "pdp"),
-    (4, "hsdp"), (4, "stages in shards"),
+    (4, "hsdp"), (4, "stages in shards"), (4, "tensor in shards"), (4, "tensor in stages"),
 ]  # fmt: skip
 STRATEGIES = {
     "single": Strategy(),
@@ -58,6 +58,8 @@ STRATEGIES = {
     "pdp": Strategy(replicate="auto", pipeline="auto", schedule="gpipe"),
     "hsdp": Strategy(replicate=2, shard="auto"),
     "stages in shards": Strategy(shard="auto", pipeline=2, schedule="gpipe"),
+    "tensor in shards": Strategy(shard="auto", tensor=2),
+    "tensor in stages": Strategy(pipeline=2, tensor=2, schedule="gpipe"),
 }
 
 

@@ -133,5 +133,5 @@ class TestOneProcess:
             def forward(self, x: Tensor) -> Tensor:
                 return x
 
-        (found,) = footprints(Large(), Dims(shard=8), ADAMW, average=False, gradient_copies=1)  # type: ignore[arg-type]
+        (found,) = footprints(Large(), Dims(shard=8), ADAMW, shards=8, average=False, gradient_copies=1)  # type: ignore[arg-type]
         assert found == Footprint(5 * 10**11, 5 * 10**11, 10**12 + 4)

@@ -113,7 +113,7 @@ class TestMisspellings:
 
     def test_all_choices_are_offered_where_none_is_near(self):
         assert refused("parallel=quantum") == [
-            "parallel=quantum: there is no such choice; try ddp, fsdp, hsdp, pdp, single"
+            "parallel=quantum: there is no such choice; try 3d, ddp, fsdp, hsdp, pdp, single, tp"
         ]
 
     def test_an_option_like_none_leads_to_the_list_of_options(self):
@@ -145,7 +145,7 @@ class TestMisspellings:
 
     def test_a_glob_that_matches_nothing(self):
         assert refused("parallel=glob(x*)", multirun=True) == [
-            "parallel=glob(x*): there is no such choice; try ddp, fsdp, hsdp, pdp, single"
+            "parallel=glob(x*): there is no such choice; try 3d, ddp, fsdp, hsdp, pdp, single, tp"
         ]
 
 
