@@ -125,7 +125,7 @@ class Strategy:
         else:
             size = share if micro_batch == "auto" else micro_batch
             found = Layout(dims, global_batch, size, accumulation=share // size)
-        require(self._static_graph(found))
+        require(self._static_graph(found), self._resharded(found))
         return found
 
     def check(self, model: Model, layout: Layout) -> None:
@@ -223,6 +223,17 @@ class Strategy:
             return None
         rule = f"is not sound with gradient accumulation, and there are {layout.accumulation} passes a step"
         return Problem("static_graph", True, rule, try_these(["auto", "false, or train.micro_batch=auto"]))
+
+    def _resharded(self, layout: Layout) -> Problem | None:
+        """A problem if weights would be freed between the two halves of a backward pass."""
+        splits = self._applies("pipeline", layout.dims) and self._schedule.splits_backward
+        if self.reshard_after_forward is False or not splits or not self._applies("shard", layout.dims):
+            return None
+        rule = (
+            f"gives wrong gradients under {self.schedule}, which computes those of weights after other forward passes"
+        )
+        remedy = try_these(["false", "or parallel.schedule=interleaved1f1b"])
+        return Problem("reshard_after_forward", self.reshard_after_forward, rule.format(self.schedule), remedy)
 
     def _pipeline_layout(self, dims: Dims, global_batch: int, share: int, micro_batch: int | Literal["auto"]) -> Layout:
         schedule, size, per_rank = self._schedule, dims.pipeline, self._per_rank

@@ -28,6 +28,8 @@ STRATEGIES = {
     "hsdp": Strategy(replicate=2, shard="auto"),
     "pdp": Strategy(replicate="auto", pipeline=2, microbatches=2),
     "stages in shards": Strategy(shard="auto", pipeline=2, microbatches=2),
+    "two stages a rank": Strategy(replicate="auto", pipeline=2, schedule="looped_bfs", microbatches=2),
+    "both ends on a rank": Strategy(replicate="auto", pipeline=2, schedule="dualpipev", microbatches=4),
 }
 ADAMW = partial(torch.optim.AdamW, fused=True)
 

@@ -416,6 +416,14 @@ class TestPipeline:
         assert layout_of(strategy, 2, 15).microbatches == 15 // 5
         assert layout_of(strategy, 2, 10, 2) == Layout(Dims(pipeline=2), 10, 2, 1, 5)
 
+    def test_weights_are_kept_between_the_halves_of_a_backward_pass(self):
+        strategy = Strategy(shard=2, pipeline=2, schedule="zbv")
+        rule = "gives wrong gradients under zbv, which computes those of weights after other forward passes"
+        told = f"reshard_after_forward=true: {rule}; try false, or parallel.schedule=interleaved1f1b"
+        assert refused(layout_of, strategy, 4, 16) == told
+        for sound in ({"schedule": "zbv", "reshard_after_forward": False}, {"schedule": "interleaved1f1b"}):
+            layout_of(Strategy(shard=2, pipeline=2, **sound), 4, 16)
+
     def test_a_backward_pass_in_two_is_not_compiled(self):
         strategy = pipeline(schedule="zbv")
         told = refused(strategy.check_compile, "layers", layout_of(strategy, 2, 16))

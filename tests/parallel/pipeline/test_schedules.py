@@ -33,13 +33,15 @@ SEVERAL = [name for name, schedule in SCHEDULES.items() if schedule.stages != 1]
 PRODUCTS: dict[str, dict[str, Any]] = {
     "replicas": {"replicate": 2, "pipeline": 2},
     "shards": {"shard": 2, "pipeline": 2, "reshard_after_forward": False},
+    "resharded": {"shard": 2, "pipeline": 2},
     "alone": {"pipeline": 4},
 }
 Case = tuple[str, str, bool]  # a schedule, a product, and whether weights are tied, with accumulation then
 
 
 def cases() -> list[Case]:
-    found = list(combinations(SCHEDULES, ("replicas", "shards"), (True, False)))
+    found = list(combinations(SEVERAL, ("replicas", "shards"), (True, False)))
+    found += [(schedule, "resharded", True) for schedule in SEVERAL if not SCHEDULES[schedule].splits_backward]
     return found + [(schedule, "alone", True) for schedule in SEVERAL]
 
 
