@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
+import torch
+
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.apply import Setting, Transforms, apply
 from ptdbench.parallel.batch import Layout, divides
@@ -91,6 +93,7 @@ class Strategy:
             None if self.bucket_mb == "auto" or self.bucket_mb > 0 else
             Problem("bucket_mb", self.bucket_mb, "must be greater than 0 (MiB)", try_these(["auto", 25])),
             self._stages_of_a_rank(),
+            self._version(),
             *self._without_effect(),
         )  # fmt: skip
 
@@ -258,6 +261,13 @@ class Strategy:
             return None
         rule = f"must be a whole number of at least 2 under {self.schedule}"
         return Problem("stages_per_rank", wanted, rule, try_these(["auto", "or parallel.schedule=1f1b"]))
+
+    def _version(self) -> Problem | None:
+        """A problem if this torch cannot run the schedule."""
+        if not self._schedule.splits_backward or torch.__version__ >= schedules.SPLITS_SINCE:
+            return None
+        rule = f"needs torch {schedules.SPLITS_SINCE} or newer, and this is {torch.__version__}"
+        return Problem("schedule", self.schedule, rule, try_these(["interleaved1f1b", "looped_bfs"]))
 
     def _microbatches_of_schedule(self, layout: Layout, micro_batch: int | Literal["auto"]) -> Problem | None:
         """A problem if the schedule cannot run so many micro-batches."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.torch_version import TorchVersion
 
 from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.foreign import Adapted
@@ -415,6 +416,12 @@ class TestPipeline:
         strategy = pipeline(schedule=schedule)
         assert layout_of(strategy, 2, 15).microbatches == 15 // 5
         assert layout_of(strategy, 2, 10, 2) == Layout(Dims(pipeline=2), 10, 2, 1, 5)
+
+    def test_an_older_torch_does_not_split_a_backward_pass(self, monkeypatch):
+        monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.1+cpu"))
+        rule = "needs torch 2.15 or newer, and this is 2.14.1+cpu; try interleaved1f1b, looped_bfs"
+        pipeline(schedule="looped_bfs")
+        assert refused(lambda: pipeline(schedule="zbv")) == f"schedule=zbv: {rule}"
 
     def test_weights_are_kept_between_the_halves_of_a_backward_pass(self):
         strategy = Strategy(shard=2, pipeline=2, schedule="zbv")

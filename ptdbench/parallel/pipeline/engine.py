@@ -98,7 +98,7 @@ class Pipelined(Engine):
         self._layout = layout
         self._group = group
         self._stages = {
-            number: PipelineStage(part.module, number, len(where.stages), device, group=group)
+            number: _Linked(part.module, number, len(where.stages), device, group=group)
             for number, part in parts.items()
         }
         stages = list(self._stages.values())
@@ -177,3 +177,12 @@ class Pipelined(Engine):
         share = loss.sum() / (self._layout.microbatches * self._layout.accumulation)
         self._shares.append(share.detach())
         return self._scale(share)
+
+
+class _Linked(PipelineStage):
+    """A stage whose neighbor may be on the same rank."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """The messages by which torch 2.11 opens the links between stages; gloo cannot send one to its own rank."""
+        messages = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
+        return [message for message in messages if message.peer != dist.get_rank()]

@@ -80,6 +80,11 @@ class Schedule:
         return max((number for number in divisors(share) if self.accepts(number, size, per_rank)), default=share)
 
 
+#: The first version of torch that splits the backward pass of every model. 2.11 stops at an autograd function of
+#: Python, such as our cross entropy, and counts twice what reaches a weight over two ways; those between are untried.
+SPLITS_SINCE = "2.15"
+
+
 def rounds(microbatches: int, size: int) -> int:
     """Rounds in which interleaved stages take their micro-batches: one for each whole group of ``size``."""
     return max(1, microbatches // size)
