@@ -84,6 +84,7 @@ def restore(
     _require_same(path, tensors, stored, group)
     generators = _generators(stored, rank, world_size, _device(module))
     reading.load(path, tensors | generators, group)
+    _copy_to_second(module, optimizer, tied)
     for name, state in generators.items():
         if name.startswith("rng.cuda."):
             torch.cuda.set_rng_state(state, _device(module))
@@ -95,6 +96,8 @@ def _trained(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, wi
     """Weights, buffers and optimizer state, by name; detached tensors that share memory with the run."""
     found = dict(_buffers(module)) if with_buffers else {}
     for name, weight in _weights(module, tied):
+        if f"model.{name}" in found:  # the second copy on this rank
+            continue
         found[f"model.{name}"] = weight.detach()
         for key, value in optimizer.state.get(weight, {}).items():
             if isinstance(value, Tensor):
@@ -109,6 +112,17 @@ def _trained(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, wi
 def _weights(module: nn.Module, tied: Tied) -> Iterable[tuple[str, nn.Parameter]]:
     first = {other: one for one, other in tied}
     return ((first.get(name, name), weight) for name, weight in module.named_parameters())
+
+
+@torch.no_grad()
+def _copy_to_second(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied) -> None:
+    """Copy what was loaded of a weight to the rank's second copy of it, which two stages of one rank have."""
+    named = dict(module.named_parameters())
+    for one, other in ((named[first], named[second]) for first, second in tied if {first, second} <= named.keys()):
+        other.copy_(one)
+        for key, value in optimizer.state.get(one, {}).items():
+            if isinstance(value, Tensor):
+                optimizer.state[other][key].copy_(value)
 
 
 def _buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

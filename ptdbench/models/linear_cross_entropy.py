@@ -76,7 +76,7 @@ def linear_cross_entropy(
             agree on three numbers a token. The gradient of ``hidden`` is then this rank's summand of it.
 
     Returns:
-        The loss, a scalar in fp32 (fp64 for fp64). It can be differentiated once.
+        The loss, a scalar in fp32 (fp64 for fp64).
     """
     if not torch.is_grad_enabled():  # the function below would compute unused gradients
         hidden, weight = hidden.detach(), weight.detach()
@@ -135,9 +135,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if hidden_grad is not None:
             hidden_grad = (hidden_grad.to(ctx.hidden_dtype) * scale).to(ctx.hidden_dtype)
         if weight_grad is not None:
-            # In place, as this is the largest tensor here. A second backward through a retained graph then
-            # finds a saved tensor that has changed, and autograd refuses it.
-            weight_grad = weight_grad.mul_(scale).to(ctx.weight_dtype)
+            # In place, as this is the largest tensor here, unless the graph is kept for a second backward pass: a
+            # pipeline of zero bubble computes the gradient of the weight apart, in the second.
+            scaled = weight_grad * scale if _keeps_graph() else weight_grad.mul_(scale)
+            weight_grad = scaled.to(ctx.weight_dtype)
         return hidden_grad, weight_grad, None, None
 
 
@@ -170,6 +171,11 @@ def _of_share(
         return softmax.scatter_(1, position, at_target)
 
     return likelihood, gradient
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward pass that is running keeps its graph; one that is being compiled does not."""
+    return not torch.compiler.is_compiling() and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

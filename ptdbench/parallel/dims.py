@@ -30,7 +30,7 @@ class Dims:
         shard: Ranks that share the weights of one copy; each takes a share of its batch.
         context: Ranks that share a sequence.
         tensor: Ranks that share each matrix product.
-        pipeline: Stages that a copy is split into.
+        pipeline: Ranks that share the layers of a copy, each with one stage or several.
     """
 
     replicate: int = 1
@@ -50,7 +50,7 @@ class Dims:
         return self.replicate * self.shard
 
     def stage(self, rank: int) -> int:
-        """The pipeline stage of a rank, by the order of the mesh."""
+        """The position of a rank in its pipeline, by the order of the mesh."""
         return rank // (self.shard * self.context * self.tensor) % self.pipeline
 
 

@@ -34,6 +34,7 @@ class Part:
         module: The bare module, whose parameters have their names in the whole model.
         runner: The callable that runs it: the module itself, or DDP around it.
         deferred: Context of a forward and backward pass after which gradients are not communicated yet.
+        average: Averages the replicas' gradients after backward passes in which the module ran and not the runner.
         settles_after: Backward passes after which all further ones run the same operations in the same order.
         release: Frees the weights gathered by a forward pass without a backward pass.
         settle: Completes the gradients after the last backward pass of a step.
@@ -42,6 +43,7 @@ class Part:
     module: nn.Module
     runner: nn.Module
     deferred: Callable[[], AbstractContextManager[object]] = nullcontext
+    average: Callable[[], None] = _nothing
     settles_after: int = 0
     release: Callable[[], None] = _nothing
     settle: Callable[[], None] = _nothing

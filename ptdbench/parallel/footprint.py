@@ -38,14 +38,22 @@ class Footprint:
 
 
 def footprints(
-    model: Model, dims: Dims, make: MakeOptimizer, *, shards: int = 1, average: bool, gradient_copies: int
+    model: Model,
+    dims: Dims,
+    make: MakeOptimizer,
+    *,
+    stages: Sequence[int] = (0,),
+    shards: int = 1,
+    average: bool,
+    gradient_copies: int,
 ) -> list[Footprint]:
-    """The footprint of a rank of each pipeline stage; where weights are sharded, of the one with the largest shards.
+    """The footprint of each rank of a pipeline; where weights are sharded, of the one with the largest shards.
 
     Args:
         model: On the meta device or with its weights.
         dims: The degrees of parallelism.
         make: Creates the optimizer.
+        stages: The rank in the pipeline of each stage.
         shards: Ranks over which each weight is sharded.
         average: Whether a moving average of the weights is kept.
         gradient_copies: 2 if DDP keeps its buckets beside the gradients, else 1.
@@ -55,30 +63,31 @@ def footprints(
     def like(parameter: nn.Parameter) -> Tensor:
         return _like(parameter, shards, dims.tensor, dimensions.get(parameter))
 
-    return [
-        _footprint(held, like, make, average, gradient_copies)
-        for held in ([module_of(model)] if dims.pipeline == 1 else _stages(model, dims.pipeline))
-    ]
+    held = [[module_of(model)]] if len(stages) == 1 else _stages(model, stages)
+    return [_footprint(of_rank, like, make, average, gradient_copies) for of_rank in held]
 
 
-def _stages(model: Model, stages: int) -> list[nn.ModuleList]:
-    parts = model.parts() or {}
-    return [nn.ModuleList(parts[name] for name in names) for names in cut(model, range(stages)).stages]
+def _stages(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]]:
+    """The stages of each rank, as modules."""
+    parts, where = model.parts() or {}, cut(model, ranks)
+    stages = [nn.ModuleList(parts[name] for name in names) for names in where.stages]
+    return [[stages[number] for number in where.of(rank)] for rank in range(max(ranks) + 1)]
 
 
 def _footprint(
-    held: nn.Module,
+    held: Sequence[nn.Module],
     like: Callable[[nn.Parameter], Tensor],
     make: MakeOptimizer,
     average: bool,
     gradient_copies: int,
 ) -> Footprint:
-    parameters = list(held.parameters())  # a shared one counts once
+    # A weight that is shared inside of a stage counts once, and each stage has its own copy.
+    parameters = [parameter for module in held for parameter in module.parameters()]
     local = [like(parameter) for parameter in parameters]
     trained = [tensor for tensor, parameter in zip(local, parameters, strict=True) if parameter.requires_grad]
     averages = _bytes(trained) if average else 0
     return Footprint(
-        weights=_bytes(local) + _bytes(held.buffers()),
+        weights=_bytes(local) + sum(_bytes(module.buffers()) for module in held),
         gradients=gradient_copies * _bytes(trained),
         optimizer=_state_bytes(trained, make) + averages,
     )

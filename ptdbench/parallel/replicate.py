@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -51,7 +52,16 @@ def replicate(module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Re
     )
     if hook := _NARROW.get(how.reduce_dtype):
         replica.register_comm_hook(mesh.get_group(), hook)
-    return Part(module, replica, replica.no_sync, settles_after=2 if how.static_graph else 1)
+    settles_after = 2 if how.static_graph else 1
+    return Part(module, replica, replica.no_sync, partial(_average, replica), settles_after)
+
+
+def _average(replica: DistributedDataParallel) -> None:
+    """Average gradients that are there already, by the same buckets and hooks: in a backward pass that adds zeros."""
+    trained = [weight for weight in replica.module.parameters() if weight.requires_grad]
+    zeros = [torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight) for weight in trained]
+    replica.reducer.prepare_for_backward([])
+    torch.autograd.backward(trained, zeros)
 
 
 def bucket_size(module: nn.Module) -> float:

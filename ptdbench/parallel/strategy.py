@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal
 
+import torch
+
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel import context, tensor
 from ptdbench.parallel.apply import Setting, Transforms, apply
@@ -17,6 +19,7 @@ from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.pipeline import schedules
 from ptdbench.parallel.pipeline.engine import pipelined
+from ptdbench.parallel.pipeline.schedules import Schedule
 from ptdbench.parallel.replicate import Replication
 from ptdbench.parallel.shard import Sharding, shared_between_layers
 from ptdbench.problems import Problem, at_least, require, try_these
@@ -28,7 +31,7 @@ _OPTIONS_OF = {
     "replicate": ("bucket_mb", "gradient_as_bucket_view", "static_graph"),
     "shard": ("reshard_after_forward", "reshard_between_microbatches"),
     "tensor": ("sequence",),
-    "pipeline": ("schedule", "microbatches"),
+    "pipeline": ("schedule", "stages_per_rank", "microbatches"),
 }
 _NO_EFFECT = "has no effect under these degrees of parallelism"
 _PRESETS = {
@@ -49,7 +52,7 @@ class Strategy:
         shard: Ranks that share the weights of one copy, and its share of the batch.
         context: Ranks that share each sequence: each computes on some of its positions.
         tensor: Ranks that share each matrix product.
-        pipeline: Stages that a copy is split into.
+        pipeline: Ranks that share the layers of a copy, each with one stage or several.
         bucket_mb: Size of DDP's all-reduce buckets in MiB: smaller ones start earlier, larger ones use the links
             better. ``auto``: a twentieth of the gradients, at least 25 and at most 100.
         gradient_as_bucket_view: Let ``.grad`` point into DDP's buckets, which saves one copy of all gradients.
@@ -65,10 +68,10 @@ class Strategy:
         context_method: How these see all positions in attention: ``ulysses``: they exchange positions for heads.
         sequence: Let the ranks that share each product share the positions of a sequence between them: norms and
             residuals are then computed once, and an all-reduce becomes a reduce-scatter and an all-gather.
-        schedule: ``gpipe``: all forward passes, then all backward passes. ``1f1b``: alternating as early as possible,
-            which holds at most ``pipeline`` micro-batches in memory.
+        schedule: The order of the micro-batches' passes, see :mod:`ptdbench.parallel.pipeline.schedules`.
+        stages_per_rank: Stages on a rank; ``auto``: as few as the schedule allows, one or two.
         microbatches: Micro-batches of one pass of the schedule; ``auto``: from ``train.micro_batch`` if that is set,
-            else at least two per stage.
+            else at least two for each rank of the pipeline.
         sync_batchnorm: Normalize over the whole global batch instead of over each rank's share.
 
     Raises:
@@ -88,7 +91,8 @@ class Strategy:
     reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     context_method: Literal["ulysses", "ring"] = "ulysses"
     sequence: bool = False
-    schedule: Literal["gpipe", "1f1b"] = "1f1b"
+    schedule: schedules.Name = "1f1b"
+    stages_per_rank: int | Literal["auto"] = "auto"
     microbatches: int | Literal["auto"] = "auto"
     sync_batchnorm: bool = False
 
@@ -99,6 +103,8 @@ class Strategy:
             None if self.bucket_mb == "auto" or self.bucket_mb > 0 else
             Problem("bucket_mb", self.bucket_mb, "must be greater than 0 (MiB)", try_these(["auto", 25])),
             self._ring(),
+            self._stages_of_a_rank(),
+            self._version(),
             *self._without_effect(),
         )  # fmt: skip
 
@@ -129,18 +135,18 @@ class Strategy:
         share = global_batch // dims.batch
         if self._applies("pipeline", dims):
             found = self._pipeline_layout(dims, global_batch, share, micro_batch)
-            require(self._too_few_microbatches(found, micro_batch))
+            require(self._microbatches_of_schedule(found, micro_batch))
         else:
             size = share if micro_batch == "auto" else micro_batch
             found = Layout(dims, global_batch, size, accumulation=share // size)
-        require(self._static_graph(found))
+        require(self._static_graph(found), self._resharded(found))
         return found
 
     def check(self, model: Model, layout: Layout) -> None:
         """Raise ConfigError for a model that cannot be laid out this way."""
         dims = layout.dims
         if self._applies("pipeline", dims):
-            require(_cannot_be_cut(model, dims, self.pipeline))
+            require(self._cannot_be_cut(model, dims))
         if self._applies("tensor", dims):
             require(*tensor.problems(model, dims.tensor, dims.context, sequence=self.sequence))
         if self._applies("context", dims):
@@ -154,15 +160,24 @@ class Strategy:
         if how == "whole" and self._is_sharded(layout.dims):
             rule = "is one graph, and sharded weights are gathered between the graphs of the layers"
             require(Problem("compile", how, rule, try_these(["layers", "or parallel=ddp"])))
+        if how and self._applies("pipeline", layout.dims) and self._schedule.splits_backward:
+            rule = f"makes one graph of the backward pass, which {self.schedule} splits"
+            require(Problem("compile", how, rule, try_these(["false", "or parallel.schedule=interleaved1f1b"])))
 
     def footprints(self, model: Model, layout: Layout, make: MakeOptimizer, *, average: bool) -> list[Footprint]:
-        """The training state of a rank of each pipeline stage; ``average``: whether a moving average is kept."""
-        in_buckets = (self._applies("replicate", layout.dims) or layout.dims.context > 1) and not self._is_sharded(
-            layout.dims
+        """The training state of each rank of a pipeline; ``average``: whether a moving average is kept."""
+        dims = layout.dims
+        copied = self._applies("replicate", dims) or dims.context > 1
+        in_buckets = copied and not self._is_sharded(dims)
+        return footprints(
+            model,
+            dims,
+            make,
+            stages=self._schedule.ranks(dims.pipeline, self._per_rank),
+            shards=dims.shard * dims.context if self._is_sharded(dims) else 1,
+            average=average,
+            gradient_copies=2 if in_buckets and not self.gradient_as_bucket_view else 1,
         )
-        copies = 2 if in_buckets and not self.gradient_as_bucket_view else 1
-        shards = layout.dims.shard * layout.dims.context if self._is_sharded(layout.dims) else 1
-        return footprints(model, layout.dims, make, shards=shards, average=average, gradient_copies=copies)
 
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Lay the model out; called in every rank."""
@@ -171,7 +186,7 @@ class Strategy:
         transforms = self._transforms(setting)
         engine: Engine
         if self._applies("pipeline", setting.layout.dims):
-            engine = pipelined(model, setting, transforms, schedules.SCHEDULES[self.schedule])
+            engine = pipelined(model, setting, transforms, self._schedule, self._per_rank)
         else:
             part = apply(model, module_of(model), setting, transforms)
             engine = Accumulating(part, setting.layout.micro_batch, owns_loss=setting.owns_loss)
@@ -191,6 +206,14 @@ class Strategy:
         static_graph = sound if self.static_graph == "auto" else self.static_graph
         replication = Replication(self.bucket_mb, self.gradient_as_bucket_view, static_graph, reduce_dtype)
         return Transforms(replication=replication, sync_batchnorm=self.sync_batchnorm)
+
+    @property
+    def _schedule(self) -> Schedule:
+        return schedules.SCHEDULES[self.schedule]
+
+    @property
+    def _per_rank(self) -> int:
+        return self._schedule.per_rank(self.stages_per_rank)
 
     def _degrees(self) -> dict[str, Degree]:
         return {name: getattr(self, name) for name in DEGREES}
@@ -241,39 +264,83 @@ class Strategy:
         rule = f"is not sound with gradient accumulation, and there are {layout.accumulation} passes a step"
         return Problem("static_graph", True, rule, try_these(["auto", "false, or train.micro_batch=auto"]))
 
+    def _resharded(self, layout: Layout) -> Problem | None:
+        """A problem if weights would be freed between the two halves of a backward pass."""
+        splits = self._applies("pipeline", layout.dims) and self._schedule.splits_backward
+        if self.reshard_after_forward is False or not splits or not self._applies("shard", layout.dims):
+            return None
+        rule = (
+            f"gives wrong gradients under {self.schedule}, which computes those of weights after other forward passes"
+        )
+        remedy = try_these(["false", "or parallel.schedule=interleaved1f1b"])
+        return Problem("reshard_after_forward", self.reshard_after_forward, rule.format(self.schedule), remedy)
+
     def _pipeline_layout(self, dims: Dims, global_batch: int, share: int, micro_batch: int | Literal["auto"]) -> Layout:
+        schedule, size, per_rank = self._schedule, dims.pipeline, self._per_rank
         if micro_batch == "auto":
-            count = schedules.busy(share, dims.pipeline) if self.microbatches == "auto" else self.microbatches
+            count = schedule.busy(share, size, per_rank) if self.microbatches == "auto" else self.microbatches
             require(divides("microbatches", count, share, "a replica's share of the batch"))
             return Layout(dims, global_batch, share // count, count)
         total = share // micro_batch
-        count = total if self.microbatches == "auto" else self.microbatches
+        count = schedule.most(total, size, per_rank) if self.microbatches == "auto" else self.microbatches
         require(divides("microbatches", count, total, "the micro-batches of a replica's step"))
         return Layout(dims, global_batch, micro_batch, count, total // count)
 
-    def _too_few_microbatches(self, layout: Layout, micro_batch: int | Literal["auto"]) -> Problem | None:
-        if self.schedule != "1f1b" or layout.microbatches >= layout.dims.pipeline:
+    def _stages_of_a_rank(self) -> Problem | None:
+        """A problem if the schedule does not take so many stages on a rank."""
+        wanted, allowed = self.stages_per_rank, self._schedule.stages
+        if wanted in ("auto", allowed) or self.pipeline == 1:
             return None
+        if allowed != "several":
+            rule = f"must be {allowed} under {self.schedule}"
+            return Problem("stages_per_rank", wanted, rule, try_these(["auto", "or parallel.schedule=interleaved1f1b"]))
+        if isinstance(wanted, int) and wanted >= 2:
+            return None
+        rule = f"must be a whole number of at least 2 under {self.schedule}"
+        return Problem("stages_per_rank", wanted, rule, try_these(["auto", "or parallel.schedule=1f1b"]))
+
+    def _version(self) -> Problem | None:
+        """A problem if this torch cannot run the schedule."""
+        if not self._schedule.splits_backward or torch.__version__ >= schedules.SPLITS_SINCE:
+            return None
+        rule = f"needs torch {schedules.SPLITS_SINCE} or newer, and this is {torch.__version__}"
+        return Problem("schedule", self.schedule, rule, try_these(["interleaved1f1b", "looped_bfs"]))
+
+    def _microbatches_of_schedule(self, layout: Layout, micro_batch: int | Literal["auto"]) -> Problem | None:
+        """A problem if the schedule cannot run so many micro-batches."""
+        schedule, dims, count = self._schedule, layout.dims, layout.microbatches
+        if schedule.accepts(count, dims.pipeline, self._per_rank):
+            return None
+        fewest = schedule.fewest(dims.pipeline, self._per_rank)
+        if count < fewest:
+            rule = f"must be at least the number of stages, {fewest}, under {self.schedule}"
+        else:
+            parts = schedules.rounds(count, dims.pipeline)
+            rule = f"must be a multiple of {parts} under {self.schedule}, which takes them in {parts} equal rounds"
         if self.microbatches != "auto":
             other = "auto"
         elif micro_batch != "auto":
             other = f"a smaller train.micro_batch than {micro_batch}"
         else:
-            other = f"a train.global_batch of at least {layout.dims.world_size}"
-        rule = f"must be at least the number of stages, {layout.dims.pipeline}, under 1f1b"
-        return Problem("microbatches", layout.microbatches, rule, try_these([other, "or parallel.schedule=gpipe"]))
+            other = f"a train.global_batch of at least {dims.batch * fewest}"
+        return Problem("microbatches", count, rule, try_these([other, "or parallel.schedule=gpipe"]))
 
-
-def _cannot_be_cut(model: Model, dims: Dims, wanted: Degree) -> Problem | None:
-    """A problem if the model is not a chain of parts, or has fewer layers than stages."""
-    parts = model.parts()
-    if parts is None:
-        reason = getattr(model, "uncut", None) or "has no parts()"
-        rule = f"the model {reason}, so it cannot be cut into stages"
-        return Problem("pipeline", wanted, rule, try_these(["parallel=ddp", "parallel=fsdp"]))
-    layers = min(len(parts), len(model.layers() or parts))
-    if dims.pipeline <= layers:
-        return None
-    close = [size for size in divisors(dims.world_size) if 1 < size <= layers][-3:]
-    remedy = try_these(close) or try_these(["another cluster.ranks_per_node, or parallel=ddp"])
-    return Problem("pipeline", dims.pipeline, f"must not exceed the number of the model's layers, {layers}", remedy)
+    def _cannot_be_cut(self, model: Model, dims: Dims) -> Problem | None:
+        """A problem if the model is not a chain of parts, or has fewer layers than stages."""
+        parts = model.parts()
+        if parts is None:
+            reason = getattr(model, "uncut", None) or "has no parts()"
+            rule = f"the model {reason}, so it cannot be cut into stages"
+            return Problem("pipeline", self.pipeline, rule, try_these(["parallel=ddp", "parallel=fsdp"]))
+        layers, per_rank = min(len(parts), len(model.layers() or parts)), self._per_rank
+        if dims.pipeline * per_rank <= layers:
+            return None
+        rule = f"must not exceed the number of the model's layers, {layers}"
+        if per_rank > 1:
+            stages = dims.pipeline * per_rank
+            rule = f"pipeline({dims.pipeline}) x stages_per_rank({per_rank}) = {stages} stages {rule}"
+        close = [size for size in divisors(dims.world_size) if size > 1 and size * per_rank <= layers][-3:]
+        single = ["parallel.schedule=1f1b"] if per_rank > 1 and dims.pipeline <= layers else []
+        others = [f"or {other}" if close else other for other in single]
+        remedy = try_these([*close, *others]) or try_these(["another cluster.ranks_per_node, or parallel=ddp"])
+        return Problem("pipeline", dims.pipeline, rule, remedy)

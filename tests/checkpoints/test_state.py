@@ -31,9 +31,9 @@ STEPS = 3  # until DDP has arranged its buckets, and a momentum is more than one
 #: On three ranks a width of 18 and a vocabulary of 44 fall into unequal shards, and 2 outputs leave one rank none.
 MODELS = {
     "gpt": lambda **changes: GPT(
-        **({"layers": 3, "heads": 2, "width": 18, "sequence_length": 8, "vocabulary": 44} | changes)
+        **({"layers": 4, "heads": 2, "width": 18, "sequence_length": 8, "vocabulary": 44} | changes)
     ),
-    "toy": lambda **changes: Toy(**({"inputs": 6, "width": 10, "outputs": 2, "layers": 3} | changes)),
+    "toy": lambda **changes: Toy(**({"inputs": 6, "width": 10, "outputs": 2, "layers": 4} | changes)),
 }
 DATA = {
     "gpt": SyntheticTokens(sequence_length=8, vocabulary=44, seed=0),
@@ -49,7 +49,8 @@ TRAINED = [("gpt", "adamw"), ("gpt", "momentum"), ("toy", "adamw not fused")]
 #: How: a number of ranks and a strategy.
 LAYOUTS: list[tuple[int, str]] = [
     (1, "single"), (2, "ddp"), (2, "fsdp"), (2, "pdp"), (3, "ddp"), (3, "fsdp"), (3, "pdp"), (4, "pdp"),
-    (4, "hsdp"), (4, "stages in shards"), (4, "tensor in shards"), (4, "tensor in stages"),
+    (4, "hsdp"), (4, "stages in shards"), (2, "interleaved"), (4, "zbv in shards"), (4, "tensor in shards"),
+    (4, "tensor in stages"),
 ]  # fmt: skip
 STRATEGIES = {
     "single": Strategy(),
@@ -60,6 +61,8 @@ STRATEGIES = {
     "stages in shards": Strategy(shard="auto", pipeline=2, schedule="gpipe"),
     "tensor in shards": Strategy(shard="auto", tensor=2),
     "tensor in stages": Strategy(pipeline=2, tensor=2, schedule="gpipe"),
+    "interleaved": Strategy(replicate="auto", pipeline=2, schedule="interleaved1f1b"),
+    "zbv in shards": Strategy(shard="auto", pipeline=2, schedule="zbv", reshard_after_forward=False),
 }
 
 
@@ -204,8 +207,8 @@ def refusals(path: Path, strategy: str) -> list[str]:
     told = []
     for changes, optimizer in (
         ({"width": 20}, "adamw"),
-        ({"layers": 4}, "adamw"),
-        ({"layers": 2}, "adamw"),
+        ({"layers": 5}, "adamw"),
+        ({"layers": 3}, "adamw"),
         ({"tie_weights": False}, "adamw"),
         ({}, "momentum"),
     ):

@@ -33,6 +33,8 @@ STRATEGIES = {
     "tensor and stages": Strategy(tensor=2, pipeline=2, microbatches=2),
     "context and copies": Strategy(replicate=2, context=2),
     "context and shards": Strategy(shard=2, context=2),
+    "two stages a rank": Strategy(replicate="auto", pipeline=2, schedule="looped_bfs", microbatches=2),
+    "both ends on a rank": Strategy(replicate="auto", pipeline=2, schedule="dualpipev", microbatches=4),
 }
 ADAMW = partial(torch.optim.AdamW, fused=True)
 

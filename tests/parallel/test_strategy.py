@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.torch_version import TorchVersion
 
 from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.foreign import Adapted
@@ -20,11 +20,11 @@ from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
 from ptdbench.models.resnet import ResNet
 from ptdbench.models.toy import Toy
-from ptdbench.parallel.apply import Setting, Transforms
+from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.dims import Dims, Mesh
 from ptdbench.parallel.engine import Accumulating, Engine
-from ptdbench.parallel.pipeline.engine import Pipelined, pipelined
+from ptdbench.parallel.pipeline.engine import Pipelined
 from ptdbench.parallel.pipeline.stage import costs
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
@@ -175,13 +175,6 @@ class TestOnRanks:
         held = [of_rank["hsdp"]["held"] for of_rank in of_ranks]
         assert held[0] + held[1] == held[2] + held[3] == whole
 
-    def test_stages_that_take_turns_on_a_rank(self):
-        seen = on_ranks(2, interleaved)
-        check(seen)
-        assert [of_rank["owns_loss"] for of_rank in seen] == [False, True]
-        for outputs in (of_rank["outputs"] for of_rank in seen if of_rank["owns_loss"]):
-            torch.testing.assert_close(outputs, seen[1]["expected"])
-
 
 def check(seen: list[dict[str, Any]]) -> None:
     """The gradients of all ranks are the plain model's, and so is the mean of the replicas' losses."""
@@ -250,20 +243,6 @@ def last_of_three(engine: Engine, mesh: Mesh, layout: Layout) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def interleaved() -> dict[str, Any]:
-    """Two stages a rank: no preset asks for them, but the engine is made for them."""
-    layout = Layout(Dims(pipeline=2), BATCH, 2, 8)
-    mesh = Mesh(layout.dims, "cpu")
-    setting = Setting(mesh=mesh, layout=layout, device=torch.device("cpu"))
-    engine = pipelined(gpt(), setting, Transforms(), ScheduleInterleaved1F1B, stages_per_rank=2)
-    plain = gpt()
-    materialize(plain, plain, device="cpu", seed=0)
-    inputs = data().samples(0, 3)[0]
-    with torch.no_grad():
-        expected = plain(inputs)
-    return {"outputs": engine.outputs(inputs), "expected": expected} | last_of_three(engine, mesh, layout)
-
-
 def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
@@ -301,7 +280,7 @@ class TestRanks:
         (kinds,) = on_ranks(1, kinds_on_one_rank)
         assert kinds == {
             "single": (False, False, False), "ddp": (True, False, False),
-            "fsdp": (False, True, False), "pdp": (False, False, True),
+            "fsdp": (False, True, False), "pdp": (False, False, True), "zbv": (False, False, True),
         }  # fmt: skip
 
 
@@ -310,6 +289,7 @@ def kinds_on_one_rank() -> dict[str, tuple[bool, bool, bool]]:
     presets = {
         "single": Strategy(), "ddp": Strategy(replicate="auto"), "fsdp": Strategy(shard="auto"),
         "pdp": Strategy(replicate="auto", pipeline="auto"),
+        "zbv": Strategy(replicate="auto", pipeline="auto", schedule="zbv"),
     }  # fmt: skip
     found = {}
     for name, strategy in presets.items():
@@ -402,6 +382,75 @@ class TestPipeline:
         strategy = pipeline(pipeline=5)
         told = refused(strategy.check, gpt(), layout_of(strategy, 5, 20))
         assert told.endswith("try another cluster.ranks_per_node, or parallel=ddp")
+
+    @pytest.mark.parametrize(
+        ("ranks", "options", "message"),
+        [
+            (4, {"schedule": "zbv"}, "pipeline=4: pipeline(4) x stages_per_rank(2) = 8 stages must not exceed the "
+             "number of the model's layers, 4; try 2, or parallel.schedule=1f1b"),
+            (2, {"schedule": "looped_bfs", "stages_per_rank": 3}, "pipeline=2: pipeline(2) x stages_per_rank(3) = 6 "
+             "stages must not exceed the number of the model's layers, 4; try parallel.schedule=1f1b"),
+        ],
+    )  # fmt: skip
+    def test_more_stages_on_all_ranks_than_layers(self, ranks, options, message):
+        strategy = pipeline(pipeline=ranks, **options)
+        assert refused(strategy.check, gpt(), layout_of(strategy, ranks, 16)) == message
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"schedule": "1f1b", "stages_per_rank": 2}, "stages_per_rank=2: must be 1 under 1f1b; try auto, or "
+             "parallel.schedule=interleaved1f1b"),
+            ({"schedule": "dualpipev", "stages_per_rank": 3}, "stages_per_rank=3: must be 2 under dualpipev; try "
+             "auto, or parallel.schedule=interleaved1f1b"),
+            ({"schedule": "looped_bfs", "stages_per_rank": 1}, "stages_per_rank=1: must be a whole number of at "
+             "least 2 under looped_bfs; try auto, or parallel.schedule=1f1b"),
+        ],
+    )  # fmt: skip
+    def test_a_schedule_says_how_many_stages_a_rank_has(self, options, message):
+        assert refused(lambda: pipeline(**options)) == message
+
+    @pytest.mark.parametrize(
+        ("options", "batch", "message"),
+        [
+            ({"schedule": "dualpipev", "microbatches": 2}, 16, "microbatches=2: must be at least the number of stages, "
+             "4, under dualpipev; try auto, or parallel.schedule=gpipe"),
+            ({"schedule": "dualpipev"}, 3, "microbatches=3: must be at least the number of stages, 4, under dualpipev; "
+             "try a train.global_batch of at least 4, or parallel.schedule=gpipe"),
+            ({"schedule": "interleaved1f1b", "microbatches": 5}, 10, "microbatches=5: must be a multiple of 2 under "
+             "interleaved1f1b, which takes them in 2 equal rounds; try auto, or parallel.schedule=gpipe"),
+        ],
+    )  # fmt: skip
+    def test_a_schedule_says_how_many_micro_batches_it_takes(self, options, batch, message):
+        assert refused(layout_of, pipeline(**options), 2, batch) == message
+
+    @pytest.mark.parametrize("schedule", ["interleaved1f1b", "interleaved_zero_bubble"])
+    def test_automatic_micro_batches_fill_the_rounds(self, schedule):
+        strategy = pipeline(schedule=schedule)
+        assert layout_of(strategy, 2, 15).microbatches == 15 // 5
+        assert layout_of(strategy, 2, 10, 2) == Layout(Dims(pipeline=2), 10, 2, 1, 5)
+
+    def test_an_older_torch_does_not_split_a_backward_pass(self, monkeypatch):
+        monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.1+cpu"))
+        rule = "needs torch 2.15 or newer, and this is 2.14.1+cpu; try interleaved1f1b, looped_bfs"
+        pipeline(schedule="looped_bfs")
+        assert refused(lambda: pipeline(schedule="zbv")) == f"schedule=zbv: {rule}"
+
+    def test_weights_are_kept_between_the_halves_of_a_backward_pass(self):
+        strategy = Strategy(shard=2, pipeline=2, schedule="zbv")
+        rule = "gives wrong gradients under zbv, which computes those of weights after other forward passes"
+        told = f"reshard_after_forward=true: {rule}; try false, or parallel.schedule=interleaved1f1b"
+        assert refused(layout_of, strategy, 4, 16) == told
+        for sound in ({"schedule": "zbv", "reshard_after_forward": False}, {"schedule": "interleaved1f1b"}):
+            layout_of(Strategy(shard=2, pipeline=2, **sound), 4, 16)
+
+    def test_a_backward_pass_in_two_is_not_compiled(self):
+        strategy = pipeline(schedule="zbv")
+        told = refused(strategy.check_compile, "layers", layout_of(strategy, 2, 16))
+        rule = "makes one graph of the backward pass, which zbv splits"
+        assert told == f"compile=layers: {rule}; try false, or parallel.schedule=interleaved1f1b"
+        interleaved = pipeline(schedule="interleaved1f1b")
+        interleaved.check_compile("layers", layout_of(interleaved, 2, 16))
 
     def test_one_graph_has_no_place_to_gather_weights_in(self):
         told = refused(STRATEGIES["fsdp"].check_compile, "whole", layout_of(STRATEGIES["fsdp"], 2, 4))

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from ptdbench.models.protocol import Model
 from ptdbench.parallel.apply import Setting, Transforms, apply
@@ -18,6 +17,7 @@ from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.engine import Engine, Part, Scale, norm_of
 from ptdbench.parallel.pipeline import schedules, shared
 from ptdbench.parallel.pipeline.handover import receive, send
+from ptdbench.parallel.pipeline.schedules import Schedule
 from ptdbench.parallel.pipeline.stage import Cut, Stage, cut
 
 
@@ -25,7 +25,7 @@ def pipelined(
     model: Model,
     setting: Setting,
     transforms: Transforms,
-    kind: type[PipelineScheduleSingle | PipelineScheduleMulti],
+    schedule: Schedule,
     stages_per_rank: int = 1,
 ) -> Engine:
     """Build this rank's stages, each laid out over its replicas or shards, and their schedule.
@@ -34,17 +34,26 @@ def pipelined(
         model: A chain of parts.
         setting: The ranks, formats and options.
         transforms: The transforms of each stage.
-        kind: The schedule's class.
-        stages_per_rank: Number of stages on a rank; rank ``r`` of ``p`` has the stages ``r``, ``r + p``, ...
+        schedule: The schedule, which also says which rank has which stages.
+        stages_per_rank: Number of stages on a rank.
     """
     size = setting.layout.dims.pipeline
     mesh = setting.mesh.pipeline or setting.mesh.batch  # of one rank for a pipeline of one stage
-    where = cut(model, [stage % size for stage in range(size * stages_per_rank)])
+    where = cut(model, schedule.ranks(size, stages_per_rank))
+    tied = model.tied()  # before sharding and untying replace the weights, which a model may compare
+    shared.untie(model, tied, where)
     held = _stages(model, where, dist.get_rank(mesh.get_group()))
-    tied = model.tied()  # before sharding replaces the weights, which a model may compare
     parts = {number: apply(model, stage, setting, transforms) for number, stage in held.items()}
     return Pipelined(
-        model, tied, where, parts, kind, setting.layout, mesh.get_group(), setting.device, owns_loss=setting.owns_loss
+        model,
+        tied,
+        where,
+        parts,
+        schedule,
+        setting.layout,
+        mesh.get_group(),
+        setting.device,
+        owns_loss=setting.owns_loss,
     )
 
 
@@ -64,7 +73,7 @@ class Pipelined(Engine):
         tied: Pairs of its weights that are one, see :meth:`ptdbench.models.protocol.Model.tied`.
         where: The model's stages and their ranks.
         parts: This rank's stages by number, laid out.
-        kind: The schedule's class.
+        schedule: The schedule.
         layout: How the batch is divided among the ranks.
         group: The ranks of the pipeline.
         device: This rank's device.
@@ -77,7 +86,7 @@ class Pipelined(Engine):
         tied: Sequence[tuple[str, str]],
         where: Cut,
         parts: dict[int, Part],
-        kind: type[PipelineScheduleSingle | PipelineScheduleMulti],
+        schedule: Schedule,
         layout: Layout,
         group: dist.ProcessGroup,
         device: torch.device,
@@ -91,7 +100,9 @@ class Pipelined(Engine):
             self.module = Stage({name: named[name] for number in parts for name in where.stages[number]})
         self._has_loss = last in parts
         self.owns_loss = self._has_loss and owns_loss
-        settles = max(part.settles_after for part in parts.values())
+        # torch computes the gradients of weights apart by torch.autograd.grad, which fires no hook of DDP.
+        self._averages_after = schedule.splits_backward
+        settles = 0 if self._averages_after else max(part.settles_after for part in parts.values())
         # The very first pass begins with a shape inference pass, which also draws random numbers. DDP rebuilds its
         # buckets in the last pass of a step, and moves the gradients accumulated before into them. It divides those by
         # the number of replicas, and multiplies others by the inverse.
@@ -101,10 +112,11 @@ class Pipelined(Engine):
         self._layout = layout
         self._group = group
         self._stages = {
-            number: PipelineStage(part.runner, number, len(where.stages), device, group=group)
+            number: _Linked(part.module, number, len(where.stages), device, group=group)
             for number, part in parts.items()
         }
-        self._schedule = schedules.make(kind, list(self._stages.values()), layout.microbatches, self._share_of_loss)
+        stages = list(self._stages.values())
+        self._schedule = schedules.make(schedule.kind, stages, layout.microbatches, self._share_of_loss)
         self._shared = shared.find(tied, self.module, where, group)
         self._scale: Scale = lambda loss: loss
         self._shares: list[Tensor] = []
@@ -122,12 +134,14 @@ class Pipelined(Engine):
             total += sum(self._shares[-self._layout.microbatches :])
         for part in self._parts.values():
             part.settle()
+            if self._averages_after:
+                part.average()
         shared.add_up(self._shared, self._group)
         return total if self.owns_loss else torch.zeros_like(total)
 
     def gradient_norm(self) -> Tensor:
         """See :meth:`ptdbench.parallel.engine.Engine.gradient_norm`; a shared weight counts once."""
-        second = {one.weight for one in self._shared if not one.is_first}
+        second = {one.second for one in self._shared}
         square = norm_of(weight for weight in self.module.parameters() if weight not in second).square()
         dist.all_reduce(square, group=self._group)
         return square.sqrt()
@@ -141,19 +155,25 @@ class Pipelined(Engine):
         ranks, last = self._where.ranks, len(self._where.ranks) - 1
         found = None
         for number, part in self._parts.items():
-            arrived = receive(self._group, ranks[number - 1], inputs.device) if number else inputs
+            if number == 0:
+                arrived = inputs
+            elif number - 1 in self._parts:  # the two arms of a V meet on one rank
+                assert found is not None
+                arrived = found
+            else:
+                arrived = receive(self._group, ranks[number - 1], inputs.device)
             try:
                 found = part.module(arrived) if targets is None else part.module(arrived, targets)
             finally:
                 part.release()
-            if number < last:
+            if number < last and number + 1 not in self._parts:
                 send(found, self._group, ranks[number + 1])
         if not self.owns_loss or found is None:
             return None
         return found if targets is None else found.mean()
 
     def _pass(self, inputs: Tensor, targets: Tensor, last: bool) -> None:
-        """Run one pass of the schedule; in the last one DDP averages the gradients.
+        """Run one pass of the schedule; in the last one DDP averages the gradients, unless that is done after it.
 
         torch itself arms DDP before the backward of a pass's last micro-batch. Each forward outside no_sync() would
         arm it too, and the first backward would then reduce incomplete gradients.
@@ -162,7 +182,8 @@ class Pipelined(Engine):
         options: dict[str, Any] = {"targets": targets} if self._has_loss else {}
         with ExitStack() as armed_late:
             for number, part in self._parts.items():
-                self._stages[number].submod = part.runner if last else part.module
+                runs_hooks = last and not self._averages_after
+                self._stages[number].submod = part.runner if runs_hooks else part.module
                 if part.runner is not part.module:
                     armed_late.enter_context(part.deferred())
             self._schedule.step(*arguments, target=targets, **options)
@@ -172,3 +193,12 @@ class Pipelined(Engine):
         share = loss.sum() / (self._layout.microbatches * self._layout.accumulation)
         self._shares.append(share.detach())
         return self._scale(share)
+
+
+class _Linked(PipelineStage):
+    """A stage whose neighbor may be on the same rank."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """The messages by which torch 2.11 opens the links between stages; gloo cannot send one to its own rank."""
+        messages = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
+        return [message for message in messages if message.peer != dist.get_rank()]

@@ -3,15 +3,110 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from ptdbench.parallel.dims import divisors
 
-#: Schedules for one stage per rank.
-SCHEDULES: dict[str, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+Name = Literal["gpipe", "1f1b", "interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule of torch, and what it asks for.
+
+    Attributes:
+        kind: Its class.
+        stages: Stages on a rank; ``several``: any number from 2 on.
+        placement: ``loop``: rank ``r`` of ``p`` has the stages ``r``, ``r + p``, ...; ``v``: the stages ``r`` and
+            ``2p - 1 - r``, so that the first rank has the last stage.
+        microbatches: How many a pass needs. ``stages``: at least as many as stages. ``rounds``: with as many whole
+            rounds of ``p`` as there are in them, and at least one, they must divide evenly among the rounds.
+        splits_backward: Whether gradients of weights are computed apart from those of a stage's inputs.
+    """
+
+    kind: type[PipelineScheduleSingle | PipelineScheduleMulti]
+    stages: Literal[1, 2, "several"] = 1
+    placement: Literal["loop", "v"] = "loop"
+    microbatches: Literal["any", "stages", "rounds"] = "any"
+    splits_backward: bool = False
+
+    def per_rank(self, wanted: int | Literal["auto"]) -> int:
+        """Stages on a rank; ``auto``: as few as the schedule allows."""
+        if wanted != "auto":
+            return wanted
+        return 2 if self.stages == "several" else self.stages
+
+    def ranks(self, size: int, per_rank: int) -> list[int]:
+        """The rank of each stage, for ``size`` ranks with ``per_rank`` stages each."""
+        once = list(range(size))
+        return [*once, *reversed(once)] if self.placement == "v" else once * per_rank
+
+    def fewest(self, size: int, per_rank: int) -> int:
+        """The smallest number of micro-batches of a pass."""
+        return size * per_rank if self.microbatches == "stages" else 1
+
+    def accepts(self, microbatches: int, size: int, per_rank: int) -> bool:
+        """Whether a pass may have so many micro-batches."""
+        in_rounds = self.microbatches != "rounds" or microbatches % rounds(microbatches, size) == 0
+        return in_rounds and microbatches >= self.fewest(size, per_rank)
+
+    def busy(self, share: int, size: int, per_rank: int) -> int:
+        """Micro-batches of a replica's share that keep the stages busy: two for each rank if share and schedule allow.
+
+        Of ``m + p - 1`` slots a stage idles in ``p - 1`` (GPipe, Huang et al. 2019), so more micro-batches mean a
+        smaller bubble, and smaller, less efficient matrix products.
+        """
+        if size * per_rank == 1:
+            return 1
+        allowed = [number for number in divisors(share) if self.accepts(number, size, per_rank)] or divisors(share)
+        return next((number for number in allowed if number >= 2 * size), allowed[-1])
+
+    def most(self, share: int, size: int, per_rank: int) -> int:
+        """The largest number of micro-batches of a pass that divides the ``share`` of a step and is allowed."""
+        return max((number for number in divisors(share) if self.accepts(number, size, per_rank)), default=share)
+
+
+#: The first version of torch that splits the backward pass of every model. 2.11 stops at an autograd function of
+#: Python, such as our cross entropy, and counts twice what reaches a weight over two ways; those between are untried.
+SPLITS_SINCE = "2.15"
+
+
+def rounds(microbatches: int, size: int) -> int:
+    """Rounds in which interleaved stages take their micro-batches: one for each whole group of ``size``."""
+    return max(1, microbatches // size)
+
+
+#: By name. The separate backward passes of the last three are those of zero bubble, Qi et al. 2023 (arXiv 2401.10241);
+#: DualPipeV is DeepSeek's (arXiv 2412.19437), in the form of a V.
+SCHEDULES: dict[str, Schedule] = {
+    # All forward passes, then all backward passes (Huang et al. 2019).
+    "gpipe": Schedule(ScheduleGPipe),
+    # Alternating as early as possible, which holds at most as many micro-batches as there are stages.
+    "1f1b": Schedule(Schedule1F1B, microbatches="stages"),
+    # 1F1B with shorter stages in turns (Narayanan et al. 2021, arXiv 2104.04473): a bubble smaller by their number.
+    "interleaved1f1b": Schedule(ScheduleInterleaved1F1B, "several", microbatches="rounds"),
+    # All micro-batches through one stage before the next (Lamy-Poirier 2022, arXiv 2211.05953).
+    "looped_bfs": Schedule(ScheduleLoopedBFS, "several"),
+    "interleaved_zero_bubble": Schedule(
+        ScheduleInterleavedZeroBubble, "several", microbatches="rounds", splits_backward=True
+    ),
+    "zbv": Schedule(ScheduleZBVZeroBubble, 2, "v", splits_backward=True),
+    "dualpipev": Schedule(ScheduleDualPipeV, 2, "v", microbatches="stages", splits_backward=True),
+}
 
 
 def make(
@@ -32,13 +127,3 @@ def make(
         (stage,) = stages
         return kind(stage, microbatches, loss_fn=loss, scale_grads=False)
     return kind(list(stages), microbatches, loss_fn=loss, scale_grads=False)
-
-
-def busy(share: int, stages: int) -> int:
-    """Number of micro-batches of a replica's share that keep the stages busy: two per stage if it allows them.
-
-    Of ``m + p - 1`` slots a stage idles in ``p - 1`` (GPipe, Huang et al. 2019), so more micro-batches mean a smaller
-    bubble, and smaller, less efficient matrix products.
-    """
-    allowed = divisors(share)
-    return next((number for number in allowed if number >= 2 * stages), allowed[-1]) if stages > 1 else 1

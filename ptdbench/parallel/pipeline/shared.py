@@ -1,4 +1,8 @@
-"""Weights shared by two stages (GPT: embedding and head are one matrix), and the sum of their two gradients."""
+"""Weights shared by two stages (GPT: embedding and head are one matrix), and the sum of their two gradients.
+
+Each stage has its own copy, also where both are on one rank: DDP and FSDP, which take hold of a stage's weights, would
+otherwise reduce the gradient twice.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +14,40 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.pipeline.stage import Cut
+
+Tied = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Shared:
-    """This rank's copy of a weight that is also in a stage of another rank.
+    """This rank's copies of a weight that is in two stages.
 
     Attributes:
-        weight: This rank's copy, whole or in shards.
-        peer: Global rank of the process with the other copy, or its shard of it, in the same replica.
-        is_first: Whether this is the copy to use if the weight must be counted once.
+        first: The copy to use if the weight must be counted once, whole or in shards; ``None`` on another rank.
+        second: The other copy; ``None`` on another rank.
+        peer: Global rank of the process with the copy that is not here, or its shard of it, in the same replica.
     """
 
-    weight: nn.Parameter
-    peer: int
-    is_first: bool
+    first: nn.Parameter | None
+    second: nn.Parameter | None
+    peer: int | None
 
 
-def find(tied: Sequence[tuple[str, str]], module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> list[Shared]:
-    """Find the shared weights on a rank.
+def untie(model: Model, tied: Tied, cut: Cut) -> None:
+    """Give the second of two stages of one rank its own copy of a weight that both use, on the same device."""
+    module = module_of(model)
+    for first, second in tied:
+        one, other = cut.owner(first), cut.owner(second)
+        if one != other and cut.ranks[one] == cut.ranks[other]:
+            weight = module.get_parameter(first)
+            path, _, leaf = second.rpartition(".")
+            setattr(module.get_submodule(path), leaf, nn.Parameter(weight.detach().clone(), weight.requires_grad))
+
+
+def find(tied: Tied, module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> list[Shared]:
+    """Find the shared weights on a rank; two copies on it are made equal.
 
     Args:
         tied: Pairs of full names of weights that are one, see :meth:`ptdbench.models.protocol.Model.tied`.
@@ -40,29 +58,48 @@ def find(tied: Sequence[tuple[str, str]], module: nn.Module, cut: Cut, group: di
     here = dict(module.named_parameters())
     mine = dist.get_rank(group)
     found = []
-    for first, second in tied:
-        holders = {name: cut.ranks[cut.owner(name)] for name in (first, second)}
-        for own, other in ((first, second), (second, first)):
-            if holders[own] == mine != holders[other]:
-                found.append(Shared(here[own], dist.get_global_rank(group, holders[other]), own == first))
+    for names in tied:
+        stages = [cut.owner(name) for name in names]
+        ranks = [cut.ranks[stage] for stage in stages]
+        if stages[0] == stages[1] or mine not in ranks:
+            continue
+        first, second = (here[name] if rank == mine else None for name, rank in zip(names, ranks, strict=True))
+        peer = next((dist.get_global_rank(group, rank) for rank in ranks if rank != mine), None)
+        found.append(Shared(first, second, peer))
+        if first is not None and second is not None:
+            _here(second.detach()).copy_(_here(first.detach()))
     return found
 
 
 def add_up(weights: Sequence[Shared], group: dist.ProcessGroup) -> None:
     """Sum the two gradients of each shared weight, so that both copies take the same step."""
     for one in weights:
-        assert one.weight.grad is not None
-        mine = _here(one.weight.grad)
-        theirs = torch.empty_like(mine)
-        exchange = [
-            dist.P2POp(dist.isend, mine.contiguous(), one.peer, group),
-            dist.P2POp(dist.irecv, theirs, one.peer, group),
-        ]
-        for work in dist.batch_isend_irecv(exchange):
-            work.wait()
-        mine += theirs
+        gradients = [_gradient(copy) for copy in (one.first, one.second) if copy is not None]
+        if one.peer is None:
+            total = gradients[0] + gradients[1]
+            for gradient in gradients:
+                gradient.copy_(total)
+        else:
+            gradients[0] += _exchange(gradients[0], one.peer, group)
 
 
-def _here(gradient: Tensor) -> Tensor:
-    """The local part of a gradient that may be sharded."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+def _exchange(mine: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
+    """What ``peer`` sends in exchange for ``mine``."""
+    theirs = torch.empty_like(mine)
+    exchange = [
+        dist.P2POp(dist.isend, mine.contiguous(), peer, group),
+        dist.P2POp(dist.irecv, theirs, peer, group),
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    return theirs
+
+
+def _gradient(weight: nn.Parameter) -> Tensor:
+    assert weight.grad is not None
+    return _here(weight.grad)
+
+
+def _here(tensor: Tensor) -> Tensor:
+    """The local part of a tensor that may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,192 @@
+"""The idle share of each pipeline schedule against its formula, with stages that sleep instead of computing.
+
+    python benchmarks/bubbles.py
+    python benchmarks/bubbles.py --ranks 2 --microbatches 6 --milliseconds 60 --only zbv 1f1b
+
+Each rank sleeps for the same time ``t`` a micro-batch in the forward pass, for the gradient of its input and for the
+gradient of its weights; several stages on a rank share it. The model is laid out and run by the product's own strategy
+and engine. A rank's span goes from its first sleep of a step to the end of its last; the idle share is the part of the
+longest span of all ranks in which that rank did not sleep, in the best of several steps. The machine must have time to
+wake a rank when it is due: on a busy one, take longer sleeps.
+
+With ``p`` ranks, ``v`` stages on each and ``m`` micro-batches, the longest span has a bubble of
+
+=======================  ================  =================================================================
+gpipe, 1f1b              3 (p - 1) t       Huang et al. 2019; Narayanan et al. 2021, section 2.2
+interleaved1f1b          3 (p - 1) t / v   Narayanan et al. 2021, section 2.2
+looped_bfs               3 (p - 1) t / v   Lamy-Poirier 2022, section 4.1
+interleaved_zero_bubble  (p - 1) t / v     Qi et al. 2023, table 2, ZB-H1: T_F + T_B - T_W for each rank before
+zbv                      0                 Qi et al. 2023, section 6, for T_F = T_B = T_W
+dualpipev                (p - 1) t         DeepSeek's table of DualPipeV, where forward and backward do not overlap
+=======================  ================  =================================================================
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Generator, Tensor, nn
+
+from ptdbench.launch import local
+from ptdbench.models.protocol import Role
+from ptdbench.parallel.apply import Setting
+from ptdbench.parallel.dims import Mesh
+from ptdbench.parallel.pipeline.schedules import SCHEDULES
+from ptdbench.parallel.strategy import Strategy
+
+#: How far a measured share may be from its formula, as a part of the step.
+TOLERANCE = 0.05
+
+#: The bubble of each schedule in units of (p - 1) t / v.
+BUBBLES = {
+    "gpipe": 3, "1f1b": 3, "interleaved1f1b": 3, "looped_bfs": 3,
+    "interleaved_zero_bubble": 1, "zbv": 0, "dualpipev": 2,
+}  # fmt: skip
+
+#: When this rank began and ended to sleep, in seconds.
+SLEPT: list[tuple[float, float]] = []
+
+
+def main() -> int:
+    """Print the figures; 1 if one misses its formula."""
+    options = _parse()
+    seconds, missed = options.milliseconds / 1000, 0
+    print(f"{options.ranks} ranks, {options.microbatches} micro-batches, 3 x {options.milliseconds:g} ms each")
+    with TemporaryDirectory() as directory:
+        local.start(
+            _measure, options.ranks, Path(directory), options.only, options.microbatches, seconds, options.steps
+        )
+        for name in options.only:
+            of_ranks = [torch.load(Path(directory) / f"{name}-{rank}.pt") for rank in range(options.ranks)]
+            steps = [max(of_step) for of_step in zip(*map(torch.Tensor.tolist, of_ranks), strict=True)]
+            found = min(1 - slept / span for span, slept in steps)
+            expected = expected_share(name, options.ranks, options.microbatches)
+            verdict = "PASS" if abs(found - expected) <= TOLERANCE else "MISS"
+            missed += verdict == "MISS"
+            print(f"  {name:24} idle {found:6.1%}, formula {expected:6.1%}, within {TOLERANCE:.0%} required: {verdict}")
+    return int(missed > 0)
+
+
+def expected_share(name: str, ranks: int, microbatches: int) -> float:
+    """The idle share by the formula."""
+    bubble = BUBBLES[name] * (ranks - 1) / SCHEDULES[name].per_rank("auto")
+    return bubble / (3 * microbatches + bubble)
+
+
+def _measure(
+    environ: Mapping[str, str], directory: Path, names: list[str], microbatches: int, seconds: float, steps: int
+) -> None:
+    """In a rank: write its span and its sleep in each step under each schedule, in seconds."""
+    os.environ.update(environ)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for name in names:
+        strategy = Strategy(pipeline=ranks, schedule=name, microbatches=microbatches)  # type: ignore[arg-type]
+        layout = strategy.layout(strategy.dims(ranks), microbatches, 1)
+        with torch.device("meta"):
+            model = Sleepers(2 * ranks, seconds / 2)
+        engine = strategy(model, Setting(Mesh(layout.dims, "cpu"), layout, torch.device("cpu")))
+        seen = []
+        for _ in range(1 + steps):  # the first one infers shapes
+            dist.barrier()
+            SLEPT.clear()
+            engine.gradients(torch.ones(microbatches, 1), torch.ones(microbatches, 1), lambda loss: loss)
+            slept = sum(end - start for start, end in SLEPT)
+            seen.append((SLEPT[-1][1] - SLEPT[0][0], slept))
+        torch.save(torch.tensor(seen[1:]), directory / f"{name}-{rank}.pt")
+    dist.destroy_process_group()
+
+
+class Sleepers(nn.Module):
+    """A chain of equal layers, each of which sleeps for ``seconds`` forward and twice as long backward."""
+
+    def __init__(self, layers: int, seconds: float) -> None:
+        super().__init__()
+        self.chain = nn.ModuleList(Sleeper(seconds, is_last=number == layers - 1) for number in range(layers))
+
+    def layers(self) -> list[nn.Module]:
+        """All of it."""
+        return list(self.chain)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """A part for each layer."""
+        return {f"chain.{number}": layer for number, layer in enumerate(self.chain)}
+
+    def roles(self) -> dict[str, Role]:
+        """None."""
+        return {}
+
+    def train_flops(self) -> dict[str, float]:
+        """All cost the same."""
+        return dict.fromkeys(self.parts(), 1.0)
+
+    def tied(self) -> list[tuple[str, str]]:
+        """None."""
+        return []
+
+    def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        """With ones."""
+        nn.init.ones_(tensor)
+
+
+class Sleeper(nn.Module):
+    """A product with a weight; the gradients of input and weight cost a sleep each."""
+
+    def __init__(self, seconds: float, is_last: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1))
+        self._sleep = partial(_sleep, seconds)
+        self._is_last = is_last
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Numbers, or with targets a scalar."""
+        self._sleep()
+        # On the way from the outputs to the input, and on the way from there to the weight.
+        y: Tensor = _Backward.apply(x * _Backward.apply(self.weight, self._sleep), self._sleep)
+        return y if targets is None else y.mean()
+
+
+class _Backward(torch.autograd.Function):
+    """The identity, whose backward pass sleeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sleep: Any) -> Tensor:
+        ctx.sleep = sleep
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        ctx.sleep()
+        return gradients[0], None
+
+
+def _sleep(seconds: float) -> None:
+    start = time.monotonic()
+    time.sleep(seconds)
+    SLEPT.append((start, time.monotonic()))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=8, help="of a step; at least twice as many as ranks")
+    parser.add_argument(
+        "--milliseconds", type=float, default=80, help="a rank sleeps three times as long a micro-batch"
+    )
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,131 @@
+"""Every schedule of a pipeline computes what one rank does, alone and with replicas or shards."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from itertools import product as combinations
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ptdbench.data.synthetic import SyntheticTokens
+from ptdbench.models.gpt import GPT
+from ptdbench.models.materialize import materialize
+from ptdbench.parallel.apply import Setting
+from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.dims import Dims, Mesh
+from ptdbench.parallel.engine import Accumulating, Part
+from ptdbench.parallel.pipeline.schedules import SCHEDULES
+from ptdbench.parallel.strategy import Strategy
+from tests.parallel.ranks import on_ranks
+from tests.workloads.made_loop import step_loop
+
+STEPS, BATCH, CLIP = 10, 16, 0.1
+CPU = torch.device("cpu")
+SHAPE = {"layers": 8, "heads": 2, "width": 16, "sequence_length": 8, "vocabulary": 40}
+ADAMW = partial(torch.optim.AdamW, lr=3e-3)
+SEVERAL = [name for name, schedule in SCHEDULES.items() if schedule.stages != 1]
+#: Degrees on four ranks beside a pipeline of two, or a pipeline of four.
+PRODUCTS: dict[str, dict[str, Any]] = {
+    "replicas": {"replicate": 2, "pipeline": 2},
+    "shards": {"shard": 2, "pipeline": 2, "reshard_after_forward": False},
+    "resharded": {"shard": 2, "pipeline": 2},
+    "alone": {"pipeline": 4},
+}
+Case = tuple[str, str, bool]  # a schedule, a product, and whether weights are tied, with accumulation then
+
+
+def cases() -> list[Case]:
+    found = list(combinations(SEVERAL, ("replicas", "shards"), (True, False)))
+    found += [(schedule, "resharded", True) for schedule in SEVERAL if not SCHEDULES[schedule].splits_backward]
+    return found + [(schedule, "alone", True) for schedule in SEVERAL]
+
+
+def gpt(tied: bool) -> GPT:
+    with torch.device("meta"):
+        return GPT(**SHAPE, tie_weights=tied)
+
+
+def data() -> SyntheticTokens:
+    return SyntheticTokens(sequence_length=8, vocabulary=40, seed=0)
+
+
+@cache
+def reference(tied: bool) -> dict[str, Any]:
+    """One rank."""
+    model = gpt(tied)
+    materialize(model, model, device=CPU, seed=0)
+    layout = Layout(Dims(), BATCH, BATCH)
+    with torch.no_grad():
+        untrained = model(*data().samples(*layout.rows(STEPS - 1, 0))).item()
+    engine = Accumulating(Part(model, model), BATCH)
+    loop = step_loop(engine, engine.optimizer(ADAMW), data(), layout, clip_norm=CLIP)
+    for _ in range(STEPS):
+        loop.step()
+    losses = [loss.item() for loss in loop.losses]
+    assert abs(losses[-1] / untrained - 1) > 1e-3  # a hundred times the tolerance: wrong gradients would show
+    norms = [norm.item() for norm in loop.update.gradient_norms]
+    assert min(norms) > CLIP
+    with torch.no_grad():
+        return {"losses": losses, "norms": norms, "outputs": model(data().samples(0, 3)[0])}
+
+
+def trained(case: Case) -> dict[str, Any]:
+    """In a rank: what is left of ten steps."""
+    schedule, product, tied = case
+    strategy = Strategy(
+        **PRODUCTS[product], schedule=schedule, microbatches=4 if tied and product != "alone" else "auto"
+    )
+    layout = strategy.layout(strategy.dims(dist.get_world_size()), BATCH, 1)
+    assert layout.accumulation == (2 if tied and product != "alone" else 1)
+    mesh, model = Mesh(layout.dims, "cpu"), gpt(tied)
+    strategy.check(model, layout)
+    engine = strategy(model, Setting(mesh, layout, CPU))
+    replica = mesh.batch.get_local_rank()
+    loop = step_loop(engine, engine.optimizer(ADAMW), data(), layout, replica, clip_norm=CLIP)
+    evaluated_first = engine.outputs(data().samples(0, 3)[0])
+    loop.rehearse()
+    for _ in range(STEPS):
+        loop.step()
+    weights = dict(engine.module.named_parameters())
+    ends = [whole(weights[name]) for name in ("embedding.token.weight", "head.projection.weight") if name in weights]
+    return {
+        "losses": [loss.item() for loss in loop.losses], "owns_loss": engine.owns_loss,
+        "norms": [norm.item() for norm in loop.update.gradient_norms], "ends": ends,
+        "outputs": engine.outputs(data().samples(0, 3)[0]), "first": evaluated_first is not None,
+    }  # fmt: skip
+
+
+def whole(weight: Tensor) -> Tensor:
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
+
+
+def all_trained(some: list[Case]) -> dict[Case, dict[str, Any]]:
+    return {case: trained(case) for case in some}
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> list[dict[Case, dict[str, Any]]]:
+    return on_ranks(4, all_trained, cases())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_ten_steps_follow_one_rank(of_ranks, case):
+    seen, expected = [of_rank[case] for of_rank in of_ranks], reference(case[2])
+    owners = [of_rank for of_rank in seen if of_rank["owns_loss"]]
+    assert len(owners) == (1 if case[1] == "alone" else 2)
+    losses = torch.tensor([of_rank["losses"] for of_rank in owners]).mean(dim=0)
+    assert losses.tolist() == pytest.approx(expected["losses"], rel=1e-5)
+    for of_rank in seen:
+        assert of_rank["norms"] == pytest.approx(expected["norms"], rel=1e-4)
+        assert (of_rank["outputs"] is not None) == of_rank["first"] == of_rank["owns_loss"]
+    for of_rank in owners:
+        torch.testing.assert_close(of_rank["outputs"], expected["outputs"], rtol=1e-4, atol=1e-5)
+    if case[2]:
+        ends = [weight for of_rank in seen for weight in of_rank["ends"]]
+        assert all(torch.equal(weight, ends[0]) for weight in ends)
