@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import MakeOptimizer
 from ptdbench.parallel.pipeline.stage import cut
+from ptdbench.parallel.zero import divide
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Footprint:
 
 
 def footprints(
-    model: Model, dims: Dims, make: MakeOptimizer, *, average: bool, gradient_copies: int
+    model: Model, dims: Dims, make: MakeOptimizer, *, average: bool, gradient_copies: int, divided: bool = False
 ) -> list[Footprint]:
-    """The footprint of a rank of each pipeline stage; where weights are sharded, of the one with the largest shards.
+    """The footprint of a rank of each pipeline stage: of the one with the largest shards, or part of the state.
 
     Args:
         model: On the meta device or with its weights.
@@ -47,9 +47,10 @@ def footprints(
         make: Creates the optimizer.
         average: Whether a moving average of the weights is kept.
         gradient_copies: 2 if DDP keeps its buckets beside the gradients, else 1.
+        divided: Whether replicas divide the optimizer's state among them.
     """
     return [
-        _footprint(held, dims.shard, make, average, gradient_copies)
+        _footprint(held, dims.shard, make, average, gradient_copies, dims.replicate if divided else 1)
         for held in ([module_of(model)] if dims.pipeline == 1 else _stages(model, dims.pipeline))
     ]
 
@@ -59,15 +60,20 @@ def _stages(model: Model, stages: int) -> list[nn.ModuleList]:
     return [nn.ModuleList(parts[name] for name in names) for names in cut(model, range(stages)).stages]
 
 
-def _footprint(held: nn.Module, shards: int, make: MakeOptimizer, average: bool, gradient_copies: int) -> Footprint:
+def _footprint(
+    held: nn.Module, shards: int, make: MakeOptimizer, average: bool, gradient_copies: int, owners: int
+) -> Footprint:
     parameters = list(held.parameters())  # a shared one counts once
     local = [_like(parameter, shards) for parameter in parameters]
     trained = [tensor for tensor, parameter in zip(local, parameters, strict=True) if parameter.requires_grad]
-    averages = _bytes(trained) if average else 0
+    states = _state_bytes(trained, make)
+    state_of = [0] * owners
+    for owner, tensor, state in zip(divide([one.numel() for one in trained], owners), trained, states, strict=True):
+        state_of[owner] += state + (tensor.nbytes if average else 0)
     return Footprint(
         weights=_bytes(local) + _bytes(held.buffers()),
         gradients=gradient_copies * _bytes(trained),
-        optimizer=_state_bytes(trained, make) + averages,
+        optimizer=max(state_of),
     )
 
 
@@ -78,23 +84,24 @@ def _like(parameter: Tensor, shards: int) -> Tensor:
     return torch.empty(shape, dtype=parameter.dtype, device="meta")
 
 
-def _state_bytes(trained: Sequence[Tensor], make: MakeOptimizer) -> int:
-    """Bytes of the optimizer's state after a step on fake tensors; 0 if the optimizer cannot take one on them.
+def _state_bytes(trained: Sequence[Tensor], make: MakeOptimizer) -> list[int]:
+    """Bytes of the optimizer's state of each weight after a step on fake tensors; 0 if it cannot take one on them.
 
     Fake and not meta tensors: fused optimizers refuse the meta device.
     """
-    total = 0
+    sizes = {}
     with FakeTensorMode():
-        for (shape, dtype), count in Counter((tensor.shape, tensor.dtype) for tensor in trained).items():
+        for shape, dtype in dict.fromkeys((tensor.shape, tensor.dtype) for tensor in trained):
             weight = nn.Parameter(torch.empty(shape, dtype=dtype))
             weight.grad = torch.empty_like(weight)
             try:
                 optimizer = make([weight])
                 optimizer.step()
             except Exception:  # an optimizer of the user's own may read values, or need a closure
-                return 0
-            total += count * _bytes(value for value in optimizer.state[weight].values() if isinstance(value, Tensor))
-    return total
+                return [0] * len(trained)
+            values = optimizer.state[weight].values()
+            sizes[shape, dtype] = _bytes(value for value in values if isinstance(value, Tensor))
+    return [sizes[tensor.shape, tensor.dtype] for tensor in trained]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

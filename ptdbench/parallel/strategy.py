@@ -16,18 +16,21 @@ from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.pipeline import schedules
 from ptdbench.parallel.pipeline.engine import pipelined
+from ptdbench.parallel.precision import Name
 from ptdbench.parallel.replicate import Replication
-from ptdbench.parallel.shard import Sharding, shared_between_layers
+from ptdbench.parallel.shard import Offload, Sharding, shared_between_layers
 from ptdbench.problems import Problem, at_least, require, try_these
 
 DEGREES = ("replicate", "shard", "context", "tensor", "pipeline")
 
 #: The options that have an effect only if a degree is not 1, and the presets where it is not.
 _OPTIONS_OF = {
-    "replicate": ("bucket_mb", "gradient_as_bucket_view", "static_graph"),
-    "shard": ("reshard_after_forward", "reshard_between_microbatches"),
+    "replicate": (
+        "bucket_mb", "gradient_as_bucket_view", "static_graph", "optimizer", "powersgd_rank", "powersgd_start"
+    ),
+    "shard": ("reshard_after_forward", "reshard_between_microbatches", "prefetch"),
     "pipeline": ("schedule", "microbatches"),
-}
+}  # fmt: skip
 _NO_EFFECT = "has no effect under these degrees of parallelism"
 _PRESETS = {"replicate": "parallel=ddp,pdp", "shard": "parallel=fsdp,hsdp", "pipeline": "parallel=pdp"}
 
@@ -49,12 +52,19 @@ class Strategy:
         static_graph: Tell DDP that every step uses the same parameters in the same order. ``auto``: where it is sound,
             that is without accumulation (with it torch fails an internal assertion) and without a pipeline (under 1F1B
             it silently gives wrong gradients).
+        optimizer: ``replicated``: every replica has the optimizer's state of all weights. ``zero1``: replicas divide
+            it among them, and each sends the weights that it has updated to the others.
+        powersgd_rank: Columns of PowerSGD's matrices.
+        powersgd_start: Steps before it begins, at least 2.
         reshard_after_forward: Free a layer's gathered weights after its forward pass and gather them again for the
-            backward pass (ZeRO-3); false keeps them in between (ZeRO-2): more memory, less traffic.
+            backward pass (ZeRO-3); false keeps them in between (ZeRO-2): more memory, less traffic. A number, smaller
+            than ``shard`` and a divisor of it: they stay sharded over groups of so many ranks, and are gathered there.
         reshard_between_microbatches: Free all gathered weights after the backward pass of each micro-batch; false keeps
             them until the last one: each is gathered once a micro-batch less, and the whole model is in memory then.
             ``auto``: as ``reshard_after_forward``, without which the whole model is in memory anyway.
-        reduce_dtype: Dtype in which gradients are reduced; ``auto``: fp32, even if the arithmetic is narrower.
+        prefetch: Layers whose weights are gathered ahead of the one that computes.
+        gradients: What is sent to average gradients: a dtype (``auto``: fp32, even if the arithmetic is narrower), or
+            ``powersgd``: products of two thin matrices, under DDP.
         schedule: ``gpipe``: all forward passes, then all backward passes. ``1f1b``: alternating as early as possible,
             which holds at most ``pipeline`` micro-batches in memory.
         microbatches: Micro-batches of one pass of the schedule; ``auto``: from ``train.micro_batch`` if that is set,
@@ -73,9 +83,13 @@ class Strategy:
     bucket_mb: float | Literal["auto"] = "auto"
     gradient_as_bucket_view: bool = True
     static_graph: bool | Literal["auto"] = "auto"
-    reshard_after_forward: bool = True
+    optimizer: Literal["replicated", "zero1"] = "replicated"
+    powersgd_rank: int = 1
+    powersgd_start: int = 2
+    reshard_after_forward: bool | int = True
     reshard_between_microbatches: bool | Literal["auto"] = "auto"
-    reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    prefetch: int = 1
+    gradients: Literal["auto", "fp32", "bf16", "fp16", "powersgd"] = "auto"
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     microbatches: int | Literal["auto"] = "auto"
     sync_batchnorm: bool = False
@@ -83,7 +97,8 @@ class Strategy:
     def __post_init__(self) -> None:
         given = {name: degree for name, degree in self._degrees().items() if degree != "auto"}
         require(
-            *at_least(1, **given),
+            *at_least(1, **given, prefetch=self.prefetch, powersgd_rank=self.powersgd_rank),
+            *at_least(2, powersgd_start=self.powersgd_start),
             *(Problem(name, degree, "is not available yet; it must be 1") for name in ("context", "tensor")
               if (degree := getattr(self, name)) not in (1, 0)),
             None if self.bucket_mb == "auto" or self.bucket_mb > 0 else
@@ -122,7 +137,7 @@ class Strategy:
         else:
             size = share if micro_batch == "auto" else micro_batch
             found = Layout(dims, global_batch, size, accumulation=share // size)
-        require(self._static_graph(found))
+        require(self._static_graph(found), self._subgroup(dims))
         return found
 
     def check(self, model: Model, layout: Layout) -> None:
@@ -140,11 +155,25 @@ class Strategy:
             rule = "is one graph, and sharded weights are gathered between the graphs of the layers"
             require(Problem("compile", how, rule, try_these(["layers", "or parallel=ddp"])))
 
+    def check_precision(self, precision: Name) -> None:
+        """Raise ConfigError for a precision that does not go with the options."""
+        if precision == "fp16" and self.gradients == "powersgd":
+            rule = "is not for scaled losses: a step that overflows is skipped, and its infinite error would be kept"
+            require(Problem("parallel.gradients", "powersgd", rule, try_these(["auto", "or precision=bf16"])))
+
+    def check_offload(self, what: Offload, layout: Layout) -> None:
+        """Raise ConfigError where nothing is sharded that could be kept in host memory."""
+        if what == "optimizer_and_weights" and not self._applies("shard", layout.dims):
+            rule = "is for sharded weights, and these degrees of parallelism shard none"
+            require(Problem("offload", what, rule, f"try {_PRESETS['shard']}"))
+
     def footprints(self, model: Model, layout: Layout, make: MakeOptimizer, *, average: bool) -> list[Footprint]:
         """The training state of a rank of each pipeline stage; ``average``: whether a moving average is kept."""
         in_buckets = self._applies("replicate", layout.dims) and not self._applies("shard", layout.dims)
         copies = 2 if in_buckets and not self.gradient_as_bucket_view else 1
-        return footprints(model, layout.dims, make, average=average, gradient_copies=copies)
+        copies += self.gradients == "powersgd"  # what has not been sent yet
+        divided = in_buckets and self.optimizer == "zero1"
+        return footprints(model, layout.dims, make, average=average, gradient_copies=copies, divided=divided)
 
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Lay the model out; called in every rank."""
@@ -158,16 +187,32 @@ class Strategy:
 
     def _transforms(self, setting: Setting) -> Transforms:
         layout, dims = setting.layout, setting.layout.dims
-        reduce_dtype = "fp32" if self.reduce_dtype == "auto" else self.reduce_dtype
+        gradients = "fp32" if self.gradients == "auto" else self.gradients
         if self._applies("shard", dims):
             after, between = self.reshard_after_forward, self.reshard_between_microbatches
-            sharding = Sharding(after, after if between == "auto" else between, setting.precision, reduce_dtype)
+            assert gradients != "powersgd"  # refused
+            sharding = Sharding(
+                reshard_after_forward=after,
+                reshard_between_microbatches=bool(after) if between == "auto" else between,
+                precision=setting.precision,
+                reduce_dtype=gradients,
+                prefetch=self.prefetch,
+                offload=setting.offload != "none",
+            )
             return Transforms(sharding=sharding, sync_batchnorm=self.sync_batchnorm)
         if not self._applies("replicate", dims):
             return Transforms()
         sound = layout.accumulation == 1 and not self._applies("pipeline", dims)
         static_graph = sound if self.static_graph == "auto" else self.static_graph
-        replication = Replication(self.bucket_mb, self.gradient_as_bucket_view, static_graph, reduce_dtype)
+        replication = Replication(
+            bucket_mb=self.bucket_mb,
+            as_bucket_view=self.gradient_as_bucket_view,
+            static_graph=static_graph,
+            gradients=gradients,
+            powersgd_rank=self.powersgd_rank,
+            powersgd_start=self.powersgd_start,
+            divides_optimizer=self.optimizer == "zero1",
+        )
         return Transforms(replication=replication, sync_batchnorm=self.sync_batchnorm)
 
     def _degrees(self) -> dict[str, Degree]:
@@ -192,12 +237,23 @@ class Strategy:
                 for option in options:
                     if getattr(self, option) != defaults[option]:
                         yield Problem(option, getattr(self, option), _NO_EFFECT, f"it belongs to {_PRESETS[degree]}")
-        if self.replicate == self.shard == 1 and self.reduce_dtype != "auto":
+        if self.replicate == self.shard == 1 and self.gradients != "auto":
             remedy = f"it belongs to {_PRESETS['replicate']},{_PRESETS['shard'].partition('=')[2]}"
-            yield Problem("reduce_dtype", self.reduce_dtype, _NO_EFFECT, remedy)
+            yield Problem("gradients", self.gradients, _NO_EFFECT, remedy)
         if self.pipeline != 1 and self.reshard_between_microbatches != "auto":
             rule = "has no effect under a pipeline, whose schedule keeps the weights of a stage between micro-batches"
             yield Problem("reshard_between_microbatches", self.reshard_between_microbatches, rule, try_these(["auto"]))
+        if self.shard != 1 and self.gradients == "powersgd":
+            rule = "is made of whole gradients, and each rank gets a shard of their sum here"
+            yield Problem("gradients", "powersgd", rule, try_these(["auto", "bf16", "or parallel=ddp"]))
+        elif self.gradients != "powersgd":
+            for option in ("powersgd_rank", "powersgd_start"):
+                if getattr(self, option) != defaults[option] and self.replicate != 1 and self.shard == 1:
+                    rule = "has no effect without parallel.gradients=powersgd"
+                    yield Problem(option, getattr(self, option), rule, "omit it")
+        if self.pipeline != 1 and not isinstance(self.reshard_after_forward, bool):
+            rule = "makes its groups of ranks with all others, and each stage of a pipeline is laid out on its own"
+            yield Problem("reshard_after_forward", self.reshard_after_forward, rule, try_these(["true", "false"]))
 
     def _static_graph(self, layout: Layout) -> Problem | None:
         if self.static_graph is not True:
@@ -208,6 +264,15 @@ class Strategy:
             return None
         rule = f"is not sound with gradient accumulation, and there are {layout.accumulation} passes a step"
         return Problem("static_graph", True, rule, try_these(["auto", "false, or train.micro_batch=auto"]))
+
+    def _subgroup(self, dims: Dims) -> Problem | None:
+        """A problem if weights are to be resharded to groups that are no part of the ranks that shard them."""
+        size = self.reshard_after_forward
+        fits = divisors(dims.shard)[1:-1]
+        if isinstance(size, bool) or size in fits:
+            return None
+        rule = f"a number must divide shard({dims.shard}), and lie between 1 and it"
+        return Problem("reshard_after_forward", size, rule, try_these(["true", "false", *fits]))
 
     def _pipeline_layout(self, dims: Dims, global_batch: int, share: int, micro_batch: int | Literal["auto"]) -> Layout:
         if micro_batch == "auto":

@@ -84,6 +84,7 @@ class Pipelined(Engine):
         if len(parts) > 1:  # the same parts in one module
             named = model.parts() or {}
             self.module = Stage({name: named[name] for number in parts for name in where.stages[number]})
+        self.parts = list(parts.values())
         self.owns_loss = last in parts
         settles = max(part.settles_after for part in parts.values())
         # The very first pass begins with a shape inference pass, which also draws random numbers. DDP rebuilds its
