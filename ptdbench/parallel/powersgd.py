@@ -74,7 +74,11 @@ class PowerSGD:
         self._order[bucket.index()] = [self._number[weight] for weight in bucket.parameters()]
         if bucket.is_last():  # there were more before DDP rebuilt them
             self._order = {index: numbers for index, numbers in self._order.items() if index <= bucket.index()}
-        return powerSGD_hook(self._state, bucket)
+        future = powerSGD_hook(self._state, bucket)
+        # A bucket takes three messages, each begun when the one before has arrived. Under gloo that is in threads, and
+        # two ranks would begin those of two buckets in different orders. Under NCCL the hook waits for the GPU anyway.
+        future.wait()
+        return future
 
     def _fits(self, loaded: Mapping[str, Tensor]) -> bool:
         """Whether a state is of these weights in these buckets, and of this rank of approximation."""

@@ -69,6 +69,8 @@ EXACT = {
 INEXACT = {
     "bf16, zero1": (1e-3, 1e-6, Lever(replicate="auto", gradients="bf16", optimizer="zero1")),
     "powersgd": (3e-2, 1e-4, Lever(replicate="auto", gradients="powersgd")),
+    "powersgd, small buckets": (3e-2, 1e-4, Lever(replicate="auto", gradients="powersgd", bucket_mb=0.001,
+                                                  static_graph=False)),
     "powersgd of rank 4, accumulated": (3e-2, 1e-4, Lever(replicate="auto", gradients="powersgd", powersgd_rank=4,
                                                           micro_batch=1, optimizer="zero1")),
     "powersgd, stages": (3e-2, 1e-4, Lever(replicate="auto", pipeline=2, microbatches=2, micro_batch=2,

@@ -39,6 +39,8 @@ STRATEGIES = {
     "fsdp without resharding": Strategy(shard="auto", reshard_after_forward=False),
     "fsdp resharding between": Strategy(shard="auto", reshard_after_forward=False, reshard_between_microbatches=True),
     "fsdp kept between": Strategy(shard="auto", reshard_between_microbatches=False),
+    "fsdp resharding to pairs": Strategy(shard="auto", reshard_after_forward=2),
+    "fsdp gathering ahead": Strategy(shard="auto", prefetch=2),
     "hsdp": Strategy(replicate=2, shard="auto"),
     "1f1b": Strategy(replicate="auto", pipeline=2, schedule="1f1b", microbatches=4),
     "gpipe": Strategy(replicate="auto", pipeline=2, schedule="gpipe", microbatches=4),
@@ -141,6 +143,8 @@ class TestOnRanks:
             # Gathered for the first forward pass and, layers only, for each backward pass.
             ("fsdp kept between", 5 + 4 * 4 + 5),
             ("fsdp without resharding", 5 + 5),
+            ("fsdp resharding to pairs", 5 * 4 + 5),  # the pairs gather among themselves for the backward pass
+            ("fsdp gathering ahead", (2 * 4 + 1) * 4 + 5),  # the same, earlier
         ],
     )
     def test_gradients_are_communicated_in_the_last_pass_only(self, of_ranks, name, collectives):
