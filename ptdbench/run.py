@@ -191,7 +191,7 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
     own_store = rendezvous.own_store(key)
     with (
         ending.watchdog(spec.config, world, own_store, attempt) as dog,
-        rendezvous.process_group(world, spec.backend, device, key, dog.limited),
+        rendezvous.process_group(world, spec.backends, device, key, dog.limited),
     ):
         with dog.limited(JOINED):
             met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)

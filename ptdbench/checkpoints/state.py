@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ptdbench.checkpoints import reading
 from ptdbench.checkpoints.together import gathered
@@ -25,7 +26,13 @@ _SHOWN = 3
 
 
 def collect(
-    module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, *, rank: int, with_buffers: bool
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tied: Tied,
+    *,
+    rank: int,
+    with_buffers: bool,
+    own: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """This rank's tensors by their names in a checkpoint; not copies.
 
@@ -38,14 +45,17 @@ def collect(
         rank: Whose random generators these are.
         with_buffers: Whether to include this rank's buffers; set on one replica only, as buffers differ (batch norm
             statistics).
+        own: More that no other rank has.
 
     Returns:
-        ``model.<name>``, ``optimizer.<name>.<key>``, ``rng.cpu.<rank>`` and, on a GPU, ``rng.cuda.<rank>``.
+        ``model.<name>``, ``optimizer.<name>.<key>``, ``rng.cpu.<rank>`` and, on a GPU, ``rng.cuda.<rank>``;
+        ``own.<rank>.<name>``.
 
     Raises:
         ConfigError: The optimizer has state that is not a tensor.
     """
     found = _trained(module, optimizer, tied, with_buffers) | {f"rng.cpu.{rank}": torch.get_rng_state()}
+    found |= {f"own.{rank}.{name}": tensor for name, tensor in (own or {}).items()}
     device = _device(module)
     return found | ({f"rng.cuda.{rank}": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
@@ -59,11 +69,11 @@ def restore(
     rank: int,
     world_size: int,
     group: dist.ProcessGroup | None = None,
-) -> None:
+) -> dict[str, Tensor]:
     """Load a checkpoint into a run before its first step; called in all ranks.
 
-    The strategy and the number of ranks may differ from those at the save. The random generators are restored if the
-    number of ranks is the same, and left unchanged otherwise.
+    The strategy and the number of ranks may differ from those at the save. The random generators, and what only this
+    rank had, are restored if the number of ranks is the same, and left unchanged otherwise.
 
     Args:
         path: The checkpoint's directory.
@@ -74,6 +84,9 @@ def restore(
         world_size: Ranks of this run.
         group: All ranks, on the CPU; ``None``: this process alone.
 
+    Returns:
+        What only this rank had, by name, on the CPU.
+
     Raises:
         ConfigError: The checkpoint is of another model or optimizer (with the differences), cannot be read, or would
             run code; in all ranks.
@@ -82,14 +95,18 @@ def restore(
     _make_state(module, optimizer, tied, stored)
     tensors = _trained(module, optimizer, tied, with_buffers=True)
     _require_same(path, tensors, stored, group)
-    generators = _generators(stored, rank, world_size, _device(module))
-    reading.load(path, tensors | generators, group)
+    of_rank = _of_rank(stored, rank, world_size, _device(module))
+    reading.load(path, tensors | of_rank, group)
     _copy_to_second(module, optimizer, tied)
-    for name, state in generators.items():
+    own = {}
+    for name, state in of_rank.items():
         if name.startswith("rng.cuda."):
             torch.cuda.set_rng_state(state, _device(module))
-        else:
+        elif name.startswith("rng.cpu."):
             torch.set_rng_state(state)
+        else:
+            own[name.removeprefix(f"own.{rank}.")] = state
+    return own
 
 
 def _trained(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, with_buffers: bool) -> dict[str, Tensor]:
@@ -131,7 +148,9 @@ def _buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
 
 
 def _device(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
+    """Where a module computes; shards may be in host memory all the same."""
+    weight = next(module.parameters())
+    return torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device
 
 
 def _make_state(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, stored: Mapping[str, object]) -> None:
@@ -160,7 +179,7 @@ def _require_same(
     wanted: dict[str, tuple[torch.Size, torch.dtype]] = {}
     for of_rank in gathered({name: (tensor.size(), tensor.dtype) for name, tensor in tensors.items()}, group):
         wanted |= of_rank
-    of_ranks = {name for name in stored if name.startswith("rng.")}
+    of_ranks = {name for name in stored if name.startswith(("rng.", "own."))}
     differences = [
         f"{name} is {_described(stored, name)} there and {_described(wanted, name)} here"
         for name in sorted((wanted.keys() | stored.keys()) - of_ranks)
@@ -179,12 +198,13 @@ def _described(items: Mapping[str, tuple[torch.Size, torch.dtype]], name: str) -
     return f"{list(size)} {str(dtype).removeprefix('torch.')}"
 
 
-def _generators(
+def _of_rank(
     stored: Mapping[str, tuple[torch.Size, torch.dtype]], rank: int, world_size: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Empty tensors for the states of this rank's random generators that the checkpoint contains."""
+    """Empty tensors for the states of this rank's random generators, and what else only it had, in the checkpoint."""
     if sum(name.startswith("rng.cpu.") for name in stored) != world_size:
         return {}
     kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
-    mine = (f"rng.{kind}.{rank}" for kind in kinds)
-    return {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in mine if name in stored}
+    generators = {f"rng.{kind}.{rank}" for kind in kinds}
+    mine = [name for name in stored if name in generators or name.startswith(f"own.{rank}.")]
+    return {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in mine}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 KEY = "average"
 
 
+def _nothing() -> None:
+    """Nothing to share: every rank has all averages of its weights."""
+
+
 class WeightAverage:
     """Averages an optimizer's weights: after each step ``average = decay * average + (1 - decay) * weight``.
 
@@ -24,10 +28,12 @@ class WeightAverage:
     Args:
         optimizer: Without state.
         decay: Between 0 and 1.
+        share: Brings other ranks to this one's weights where only it has their averages; called in all ranks.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, decay: float) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, decay: float, share: Callable[[], None] = _nothing) -> None:
         self._optimizer = optimizer
+        self._share = share
         self._follow = get_ema_multi_avg_fn(decay)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -38,11 +44,13 @@ class WeightAverage:
         kept = [weight.clone() for weight, _ in pairs]
         for weight, average in pairs:
             weight.copy_(average)
+        self._share()
         try:
             yield
         finally:
             for (weight, _), value in zip(pairs, kept, strict=True):
                 weight.copy_(value)
+        self._share()
 
     def _after_step(self, *_: Any) -> None:
         before = self._pairs()

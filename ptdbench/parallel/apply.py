@@ -20,7 +20,7 @@ from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.engine import Part
 from ptdbench.parallel.precision import Name, narrow
 from ptdbench.parallel.replicate import Replication, replicate
-from ptdbench.parallel.shard import Sharding, shard
+from ptdbench.parallel.shard import Offload, Sharding, shard
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Setting:
         activation_checkpointing: ``full``: layers keep only their inputs and are recomputed in the backward pass.
         seed: Seed of the weights.
         channels_last: Whether images are channels-last in memory.
+        offload: What is kept in host memory between its uses.
     """
 
     mesh: Mesh
@@ -46,6 +47,7 @@ class Setting:
     activation_checkpointing: Literal["none", "full"] = "none"
     seed: int = 0
     channels_last: bool = False
+    offload: Offload = "none"
 
     @property
     def owns_loss(self) -> bool:
@@ -102,8 +104,9 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
         return shard(module, layers, setting.mesh.shard, transforms.sharding, fill)
     fill(module)
     # Kernels have the memory format of the images, or their gradients would have another one than DDP's buckets.
-    # The messages of a pipeline are contiguous.
-    if setting.channels_last and setting.layout.dims.pipeline == 1:
+    # The messages of a pipeline are contiguous, and so are the matrices of PowerSGD.
+    gradients = transforms.replication.gradients if transforms.replication else None
+    if setting.channels_last and setting.layout.dims.pipeline == 1 and gradients != "powersgd":
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
     if transforms.replication:

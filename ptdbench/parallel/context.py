@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ptdbench.models.protocol import Model
 from ptdbench.parallel.activations import wrap_forward
-from ptdbench.parallel.engine import Engine, MakeOptimizer, Scale
+from ptdbench.parallel.engine import Engine, Scale
 from ptdbench.parallel.roles import roles_of, undivided
 from ptdbench.problems import Problem, try_these
 
@@ -96,6 +96,7 @@ class Sliced(Engine):
 
     def __init__(self, inner: Engine, mesh: DeviceMesh) -> None:
         self.module = inner.module
+        self.parts = inner.parts
         self.owns_loss = inner.owns_loss and mesh.get_local_rank() == 0
         self.rehearsals = inner.rehearsals
         self._inner = inner
@@ -109,10 +110,6 @@ class Sliced(Engine):
     def gradient_norm(self) -> Tensor:
         """See :meth:`ptdbench.parallel.engine.Engine.gradient_norm`; the ranks have the same gradients."""
         return self._inner.gradient_norm()
-
-    def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
-        """See :meth:`ptdbench.parallel.engine.Engine.optimizer`."""
-        return self._inner.optimizer(make)
 
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
         """See :meth:`ptdbench.parallel.engine.Engine.outputs`."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import get_total_norm
+
+from ptdbench.parallel.powersgd import PowerSGD
+from ptdbench.parallel.zero import Division
 
 #: Multiplies a loss by the loss scale before its backward pass.
 Scale = Callable[[Tensor], Tensor]
@@ -38,6 +41,8 @@ class Part:
         settles_after: Backward passes after which all further ones run the same operations in the same order.
         release: Frees the weights gathered by a forward pass without a backward pass.
         settle: Completes the gradients after the last backward pass of a step.
+        division: How the optimizer's state is divided among the replicas, if it is.
+        compressor: Averages the gradients by approximations, if they are not averaged as they are.
     """
 
     module: nn.Module
@@ -47,6 +52,8 @@ class Part:
     settles_after: int = 0
     release: Callable[[], None] = _nothing
     settle: Callable[[], None] = _nothing
+    division: Division | None = None
+    compressor: PowerSGD | None = None
 
 
 class Engine(ABC):
@@ -54,11 +61,13 @@ class Engine(ABC):
 
     Attributes:
         module: The bare module that this rank trains: the model, its shards or its stages.
+        parts: The model, or the stages, as laid out.
         owns_loss: Whether this rank computes its replica's loss; exactly one rank of each replica does.
         rehearsals: Calls of :meth:`gradients` after which all further ones run the same operations in the same order.
     """
 
     module: nn.Module
+    parts: Sequence[Part]
     owns_loss: bool
     rehearsals: int
 
@@ -96,7 +105,35 @@ class Engine(ABC):
 
     def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
         """Create the optimizer of this rank's parameters."""
-        return make(self.module.parameters())
+        optimizer = make(self.module.parameters())
+        for part in self.parts:
+            if part.division:
+                part.division.attach(optimizer)
+        return optimizer
+
+    def share_weights(self) -> None:
+        """Bring all replicas to the weights of those that update them; called in all ranks."""
+        for part in self.parts:
+            if part.division:
+                part.division.share()
+
+    def own_state(self) -> dict[str, Tensor]:
+        """The state of this engine that no other rank has, by name; for a checkpoint, between two steps."""
+        return {
+            f"powersgd.{number}.{name}": tensor
+            for number, part in enumerate(self.parts)
+            if part.compressor
+            for name, tensor in part.compressor.tensors().items()
+        }
+
+    def load_own_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continue with the state that :meth:`own_state` returned; :meth:`rehearse` must follow."""
+        for number, part in enumerate(self.parts):
+            prefix = f"powersgd.{number}."
+            if part.compressor:
+                part.compressor.load(
+                    {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+                )
 
     def rehearse(self, inputs: Tensor, targets: Tensor, scale: Scale) -> None:
         """Compute and discard gradients until the engine has reached its steady state; nothing else changes.
@@ -111,7 +148,11 @@ class Engine(ABC):
             scale: As for :meth:`gradients`.
         """
         buffers = [buffer.clone() for buffer in self.module.buffers()]
-        with torch.random.fork_rng(devices=[inputs.device] if inputs.device.type == "cuda" else []):
+        with ExitStack() as untraced:
+            untraced.enter_context(torch.random.fork_rng([inputs.device] if inputs.device.type == "cuda" else []))
+            for part in self.parts:
+                if part.compressor:
+                    untraced.enter_context(part.compressor.rehearsing())
             for _ in range(self.rehearsals):
                 self.gradients(inputs, targets, scale)
                 self.module.zero_grad()
@@ -131,6 +172,7 @@ class Accumulating(Engine):
     def __init__(self, part: Part, micro_batch: int, *, owns_loss: bool = True) -> None:
         self.module = part.module
         self.owns_loss = owns_loss
+        self.parts = [part]
         self.rehearsals = part.settles_after
         self._part = part
         self._micro_batch = micro_batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import MakeOptimizer
 from ptdbench.parallel.pipeline.stage import cut
 from ptdbench.parallel.tensor import cut_dimensions
+from ptdbench.parallel.zero import divide
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,9 @@ def footprints(
     shards: int = 1,
     average: bool,
     gradient_copies: int,
+    owners: int = 1,
 ) -> list[Footprint]:
-    """The footprint of each rank of a pipeline; where weights are sharded, of the one with the largest shards.
+    """The footprint of a rank of each place in a pipeline: of the one with the largest shards, or part of the state.
 
     Args:
         model: On the meta device or with its weights.
@@ -57,6 +58,7 @@ def footprints(
         shards: Ranks over which each weight is sharded.
         average: Whether a moving average of the weights is kept.
         gradient_copies: 2 if DDP keeps its buckets beside the gradients, else 1.
+        owners: Ranks that divide the optimizer's state among them.
     """
     dimensions = cut_dimensions(model) if dims.tensor > 1 else {}
 
@@ -64,7 +66,7 @@ def footprints(
         return _like(parameter, shards, dims.tensor, dimensions.get(parameter))
 
     held = [[module_of(model)]] if len(stages) == 1 else _stages(model, stages)
-    return [_footprint(of_rank, like, make, average, gradient_copies) for of_rank in held]
+    return [_footprint(of_rank, like, make, average, gradient_copies, owners) for of_rank in held]
 
 
 def _stages(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]]:
@@ -80,16 +82,20 @@ def _footprint(
     make: MakeOptimizer,
     average: bool,
     gradient_copies: int,
+    owners: int,
 ) -> Footprint:
     # A weight that is shared inside of a stage counts once, and each stage has its own copy.
     parameters = [parameter for module in held for parameter in module.parameters()]
     local = [like(parameter) for parameter in parameters]
     trained = [tensor for tensor, parameter in zip(local, parameters, strict=True) if parameter.requires_grad]
-    averages = _bytes(trained) if average else 0
+    states = _state_bytes(trained, make)
+    state_of = [0] * owners
+    for owner, tensor, state in zip(divide([one.numel() for one in trained], owners), trained, states, strict=True):
+        state_of[owner] += state + (tensor.nbytes if average else 0)
     return Footprint(
         weights=_bytes(local) + sum(_bytes(module.buffers()) for module in held),
         gradients=gradient_copies * _bytes(trained),
-        optimizer=_state_bytes(trained, make) + averages,
+        optimizer=max(state_of),
     )
 
 
@@ -106,23 +112,24 @@ def _like(parameter: Tensor, shards: int, tensor: int, dimension: int | None) ->
     return torch.empty(shape, dtype=parameter.dtype, device="meta")
 
 
-def _state_bytes(trained: Sequence[Tensor], make: MakeOptimizer) -> int:
-    """Bytes of the optimizer's state after a step on fake tensors; 0 if the optimizer cannot take one on them.
+def _state_bytes(trained: Sequence[Tensor], make: MakeOptimizer) -> list[int]:
+    """Bytes of the optimizer's state of each weight after a step on fake tensors; 0 if it cannot take one on them.
 
     Fake and not meta tensors: fused optimizers refuse the meta device.
     """
-    total = 0
+    sizes = {}
     with FakeTensorMode():
-        for (shape, dtype), count in Counter((tensor.shape, tensor.dtype) for tensor in trained).items():
+        for shape, dtype in dict.fromkeys((tensor.shape, tensor.dtype) for tensor in trained):
             weight = nn.Parameter(torch.empty(shape, dtype=dtype))
             weight.grad = torch.empty_like(weight)
             try:
                 optimizer = make([weight])
                 optimizer.step()
             except Exception:  # an optimizer of the user's own may read values, or need a closure
-                return 0
-            total += count * _bytes(value for value in optimizer.state[weight].values() if isinstance(value, Tensor))
-    return total
+                return [0] * len(trained)
+            values = optimizer.state[weight].values()
+            sizes[shape, dtype] = _bytes(value for value in values if isinstance(value, Tensor))
+    return [sizes[tensor.shape, tensor.dtype] for tensor in trained]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

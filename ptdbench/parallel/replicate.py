@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ptdbench.parallel.engine import Part
+from ptdbench.parallel.powersgd import PowerSGD
+from ptdbench.parallel.zero import Division
 
 #: Communication hooks that average a bucket in a narrower dtype than its own.
 _NARROW = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
@@ -20,19 +22,25 @@ _NARROW = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_
 
 @dataclass(frozen=True)
 class Replication:
-    """How gradients are averaged.
+    """How gradients are averaged, and who updates the weights.
 
     Attributes:
         bucket_mb: Size of the all-reduce buckets in MiB; ``auto``: see :func:`bucket_size`.
         as_bucket_view: Let ``.grad`` point into the buckets, which saves one copy of all gradients.
         static_graph: Tell DDP that every step uses the same parameters in the same order.
-        reduce_dtype: Dtype in which gradients are averaged.
+        gradients: What is sent to average them: the dtype, or ``powersgd``, see :class:`PowerSGD`.
+        powersgd_rank: Columns of its matrices.
+        powersgd_start: Steps before it begins.
+        divides_optimizer: Whether replicas divide the optimizer's state among them, see :class:`Division`.
     """
 
     bucket_mb: float | Literal["auto"]
     as_bucket_view: bool
     static_graph: bool
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    gradients: Literal["fp32", "bf16", "fp16", "powersgd"] = "fp32"
+    powersgd_rank: int = 1
+    powersgd_start: int = 2
+    divides_optimizer: bool = False
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Replication) -> Part:
@@ -50,10 +58,20 @@ def replicate(module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Re
         gradient_as_bucket_view=how.as_bucket_view,
         static_graph=how.static_graph,
     )
-    if hook := _NARROW.get(how.reduce_dtype):
+    compressor = None
+    if how.gradients == "powersgd":
+        compressor = PowerSGD(replica, mesh.get_group(), how.powersgd_rank, how.powersgd_start)
+    elif hook := _NARROW.get(how.gradients):
         replica.register_comm_hook(mesh.get_group(), hook)
-    settles_after = 2 if how.static_graph else 1
-    return Part(module, replica, replica.no_sync, partial(_average, replica), settles_after)
+    return Part(
+        module,
+        replica,
+        replica.no_sync,
+        average=partial(_average, replica),
+        settles_after=(2 if how.static_graph else 1) + (compressor is not None),  # it has to see the last buckets
+        division=Division(module, mesh.get_group()) if how.divides_optimizer else None,
+        compressor=compressor,
+    )
 
 
 def _average(replica: DistributedDataParallel) -> None:

@@ -10,12 +10,15 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.engine import Part
 from ptdbench.parallel.precision import DTYPES, Name
+
+#: What is kept in host memory between its uses.
+Offload = Literal["none", "optimizer_and_weights"]
 
 
 @dataclass(frozen=True)
@@ -24,17 +27,22 @@ class Sharding:
 
     Attributes:
         reshard_after_forward: Free a layer's gathered weights after its forward pass and gather them again for the
-            backward pass (ZeRO-3); false keeps them in between (ZeRO-2): more memory, less traffic.
+            backward pass (ZeRO-3); false keeps them in between (ZeRO-2): more memory, less traffic. A number: keep a
+            part of them, sharded over groups of so many ranks, and gather it there.
         reshard_between_microbatches: Free all gathered weights after each backward pass; false: after the last of a
             step.
         precision: Dtype of the arithmetic.
         reduce_dtype: Dtype in which gradients are reduced.
+        prefetch: Layers that are gathered ahead of the one that computes.
+        offload: Whether weights, gradients and optimizer state are kept in host memory.
     """
 
-    reshard_after_forward: bool
+    reshard_after_forward: bool | int
     reshard_between_microbatches: bool
     precision: Name
     reduce_dtype: Literal["fp32", "bf16", "fp16"]
+    prefetch: int = 1
+    offload: bool = False
 
 
 def shard(
@@ -59,27 +67,33 @@ def shard(
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[how.precision] if narrow else None, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
+    where = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
     of_norms = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
-    def cut(part: nn.Module, reshard_after_forward: bool) -> FSDPModule:
+    def cut(part: nn.Module, reshard_after_forward: bool | int) -> FSDPModule:
         # Batch norms on their own, or their weights would be gathered in another dtype than their statistics.
         for norm in part.modules() if narrow else ():
             if isinstance(norm, _BatchNorm) and not isinstance(norm, FSDPModule) and norm is not part:
                 group(norm, of_norms, reshard_after_forward)
         return part if isinstance(part, FSDPModule) else group(part, policy, reshard_after_forward)
 
-    def group(part: nn.Module, policy: MixedPrecisionPolicy, reshard_after_forward: bool) -> FSDPModule:
-        return fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    def group(part: nn.Module, policy: MixedPrecisionPolicy, reshard_after_forward: bool | int) -> FSDPModule:
+        return fully_shard(
+            part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, offload_policy=where
+        )
 
     names = {part: name for name, part in module.named_modules()}
     # Each layer is materialized and sharded in turn, so that at most one is whole.
+    groups = []
     for layer in layers:
         fill(layer, f"{names[layer]}.")
-        cut(layer, how.reshard_after_forward)
+        groups.append(cut(layer, how.reshard_after_forward))
     # The rest, embedding and head, forms one group: it is gathered first and freed last. Not after the forward pass, as
     # the backward pass begins with it.
     fill(module, "")
     root = cut(module, reshard_after_forward=False)
+    if how.prefetch > 1:  # torch itself gathers one ahead
+        _prefetch([root, *(one for one in groups if one is not root)], how.prefetch)
 
     @contextmanager
     def deferred() -> Iterator[None]:
@@ -92,6 +106,18 @@ def shard(
             root.set_reshard_after_backward(True)
 
     return Part(module, module, deferred, release=lambda: _reshard(module))
+
+
+def _prefetch(groups: Sequence[FSDPModule], ahead: int) -> None:
+    """Let each group of weights, in the order of the forward pass, gather those ahead of it, in both passes.
+
+    The backward pass begins with the first group too: it holds the head.
+    """
+    root, *layers = groups
+    for number, group in enumerate(groups):
+        group.set_modules_to_forward_prefetch(list(groups[number + 1 : number + 1 + ahead]))
+    for number, group in enumerate([root, *reversed(layers)]):
+        group.set_modules_to_backward_prefetch([root, *reversed(layers)][number + 1 : number + 1 + ahead])
 
 
 def _reshard(module: nn.Module) -> None:

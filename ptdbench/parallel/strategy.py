@@ -20,19 +20,22 @@ from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.pipeline import schedules
 from ptdbench.parallel.pipeline.engine import pipelined
 from ptdbench.parallel.pipeline.schedules import Schedule
+from ptdbench.parallel.precision import Name
 from ptdbench.parallel.replicate import Replication
-from ptdbench.parallel.shard import Sharding, shared_between_layers
+from ptdbench.parallel.shard import Offload, Sharding, shared_between_layers
 from ptdbench.problems import Problem, at_least, require, try_these
 
 DEGREES = ("replicate", "shard", "context", "tensor", "pipeline")
 
 #: The options that have an effect only if a degree is not 1, and the presets where it is not.
 _OPTIONS_OF = {
-    "replicate": ("bucket_mb", "gradient_as_bucket_view", "static_graph"),
-    "shard": ("reshard_after_forward", "reshard_between_microbatches"),
+    "replicate": (
+        "bucket_mb", "gradient_as_bucket_view", "static_graph", "optimizer", "powersgd_rank", "powersgd_start"
+    ),
+    "shard": ("reshard_after_forward", "reshard_between_microbatches", "prefetch"),
     "tensor": ("sequence",),
     "pipeline": ("schedule", "stages_per_rank", "microbatches"),
-}
+}  # fmt: skip
 _NO_EFFECT = "has no effect under these degrees of parallelism"
 _PRESETS = {
     "replicate": "parallel=ddp,pdp",
@@ -59,12 +62,19 @@ class Strategy:
         static_graph: Tell DDP that every step uses the same parameters in the same order. ``auto``: where it is sound,
             that is without accumulation (with it torch fails an internal assertion) and without a pipeline (under 1F1B
             it silently gives wrong gradients).
+        optimizer: ``replicated``: every replica has the optimizer's state of all weights. ``zero1``: replicas divide
+            it among them, and each sends the weights that it has updated to the others.
+        powersgd_rank: Columns of PowerSGD's matrices.
+        powersgd_start: Steps before it begins, at least 2.
         reshard_after_forward: Free a layer's gathered weights after its forward pass and gather them again for the
-            backward pass (ZeRO-3); false keeps them in between (ZeRO-2): more memory, less traffic.
+            backward pass (ZeRO-3); false keeps them in between (ZeRO-2): more memory, less traffic. A number, smaller
+            than ``shard`` and a divisor of it: they stay sharded over groups of so many ranks, and are gathered there.
         reshard_between_microbatches: Free all gathered weights after the backward pass of each micro-batch; false keeps
             them until the last one: each is gathered once a micro-batch less, and the whole model is in memory then.
             ``auto``: as ``reshard_after_forward``, without which the whole model is in memory anyway.
-        reduce_dtype: Dtype in which gradients are reduced; ``auto``: fp32, even if the arithmetic is narrower.
+        prefetch: Layers whose weights are gathered ahead of the one that computes.
+        gradients: What is sent to average gradients: a dtype (``auto``: fp32, even if the arithmetic is narrower), or
+            ``powersgd``: products of two thin matrices, under DDP.
         context_method: How these see all positions in attention: ``ulysses``: they exchange positions for heads.
         sequence: Let the ranks that share each product share the positions of a sequence between them: norms and
             residuals are then computed once, and an all-reduce becomes a reduce-scatter and an all-gather.
@@ -86,9 +96,13 @@ class Strategy:
     bucket_mb: float | Literal["auto"] = "auto"
     gradient_as_bucket_view: bool = True
     static_graph: bool | Literal["auto"] = "auto"
-    reshard_after_forward: bool = True
+    optimizer: Literal["replicated", "zero1"] = "replicated"
+    powersgd_rank: int = 1
+    powersgd_start: int = 2
+    reshard_after_forward: bool | int = True
     reshard_between_microbatches: bool | Literal["auto"] = "auto"
-    reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    prefetch: int = 1
+    gradients: Literal["auto", "fp32", "bf16", "fp16", "powersgd"] = "auto"
     context_method: Literal["ulysses", "ring"] = "ulysses"
     sequence: bool = False
     schedule: schedules.Name = "1f1b"
@@ -99,7 +113,8 @@ class Strategy:
     def __post_init__(self) -> None:
         given = {name: degree for name, degree in self._degrees().items() if degree != "auto"}
         require(
-            *at_least(1, **given),
+            *at_least(1, **given, prefetch=self.prefetch, powersgd_rank=self.powersgd_rank),
+            *at_least(2, powersgd_start=self.powersgd_start),
             None if self.bucket_mb == "auto" or self.bucket_mb > 0 else
             Problem("bucket_mb", self.bucket_mb, "must be greater than 0 (MiB)", try_these(["auto", 25])),
             self._ring(),
@@ -139,7 +154,7 @@ class Strategy:
         else:
             size = share if micro_batch == "auto" else micro_batch
             found = Layout(dims, global_batch, size, accumulation=share // size)
-        require(self._static_graph(found), self._resharded(found))
+        require(self._static_graph(found), self._subgroup(dims), self._resharded(found))
         return found
 
     def check(self, model: Model, layout: Layout) -> None:
@@ -164,11 +179,25 @@ class Strategy:
             rule = f"makes one graph of the backward pass, which {self.schedule} splits"
             require(Problem("compile", how, rule, try_these(["false", "or parallel.schedule=interleaved1f1b"])))
 
+    def check_precision(self, precision: Name) -> None:
+        """Raise ConfigError for a precision that does not go with the options."""
+        if precision == "fp16" and self.gradients == "powersgd":
+            rule = "is not for scaled losses: a step that overflows is skipped, and its infinite error would be kept"
+            require(Problem("parallel.gradients", "powersgd", rule, try_these(["auto", "or precision=bf16"])))
+
+    def check_offload(self, what: Offload, layout: Layout) -> None:
+        """Raise ConfigError where nothing is sharded that could be kept in host memory."""
+        if what == "optimizer_and_weights" and not self._applies("shard", layout.dims):
+            rule = "is for sharded weights, and these degrees of parallelism shard none"
+            require(Problem("offload", what, rule, f"try {_PRESETS['shard']}"))
+
     def footprints(self, model: Model, layout: Layout, make: MakeOptimizer, *, average: bool) -> list[Footprint]:
         """The training state of each rank of a pipeline; ``average``: whether a moving average is kept."""
         dims = layout.dims
         copied = self._applies("replicate", dims) or dims.context > 1
         in_buckets = copied and not self._is_sharded(dims)
+        copies = 2 if in_buckets and not self.gradient_as_bucket_view else 1
+        copies += self.gradients == "powersgd"  # what has not been sent yet
         return footprints(
             model,
             dims,
@@ -176,7 +205,8 @@ class Strategy:
             stages=self._schedule.ranks(dims.pipeline, self._per_rank),
             shards=dims.shard * dims.context if self._is_sharded(dims) else 1,
             average=average,
-            gradient_copies=2 if in_buckets and not self.gradient_as_bucket_view else 1,
+            gradient_copies=copies,
+            owners=dims.replicate * dims.context if in_buckets and self.optimizer == "zero1" else 1,
         )
 
     def __call__(self, model: Model, setting: Setting) -> Engine:
@@ -194,17 +224,33 @@ class Strategy:
 
     def _transforms(self, setting: Setting) -> Transforms:
         layout, dims = setting.layout, setting.layout.dims
-        reduce_dtype = "fp32" if self.reduce_dtype == "auto" else self.reduce_dtype
+        gradients = "fp32" if self.gradients == "auto" else self.gradients
         if self._is_sharded(dims):
-            after = self.reshard_after_forward and dims.shard * dims.context > 1
+            after = self.reshard_after_forward if dims.shard * dims.context > 1 else False
             between = self.reshard_between_microbatches
-            sharding = Sharding(after, after if between == "auto" else between, setting.precision, reduce_dtype)
+            assert gradients != "powersgd"  # refused
+            sharding = Sharding(
+                reshard_after_forward=after,
+                reshard_between_microbatches=bool(after) if between == "auto" else between,
+                precision=setting.precision,
+                reduce_dtype=gradients,
+                prefetch=self.prefetch,
+                offload=setting.offload != "none",
+            )
             return Transforms(sharding=sharding, sync_batchnorm=self.sync_batchnorm, sequence=self.sequence)
         if not self._applies("replicate", dims) and dims.context == 1:
             return Transforms(sequence=self.sequence)
         sound = layout.accumulation == 1 and not self._applies("pipeline", dims)
         static_graph = sound if self.static_graph == "auto" else self.static_graph
-        replication = Replication(self.bucket_mb, self.gradient_as_bucket_view, static_graph, reduce_dtype)
+        replication = Replication(
+            bucket_mb=self.bucket_mb,
+            as_bucket_view=self.gradient_as_bucket_view,
+            static_graph=static_graph,
+            gradients=gradients,
+            powersgd_rank=self.powersgd_rank,
+            powersgd_start=self.powersgd_start,
+            divides_optimizer=self.optimizer == "zero1",
+        )
         return Transforms(replication=replication, sync_batchnorm=self.sync_batchnorm)
 
     @property
@@ -241,12 +287,23 @@ class Strategy:
                 for option in options:
                     if getattr(self, option) != defaults[option]:
                         yield Problem(option, getattr(self, option), _NO_EFFECT, f"it belongs to {_PRESETS[degree]}")
-        if self.replicate == self.shard == 1 and self.reduce_dtype != "auto":
+        if self.replicate == self.shard == 1 and self.gradients != "auto":
             remedy = f"it belongs to {_PRESETS['replicate']},{_PRESETS['shard'].partition('=')[2]}"
-            yield Problem("reduce_dtype", self.reduce_dtype, _NO_EFFECT, remedy)
+            yield Problem("gradients", self.gradients, _NO_EFFECT, remedy)
         if self.pipeline != 1 and self.reshard_between_microbatches != "auto":
             rule = "has no effect under a pipeline, whose schedule keeps the weights of a stage between micro-batches"
             yield Problem("reshard_between_microbatches", self.reshard_between_microbatches, rule, try_these(["auto"]))
+        if not self.shard == self.tensor == 1 and self.gradients == "powersgd":
+            rule = "is made of whole gradients, and here are shards of them"
+            yield Problem("gradients", "powersgd", rule, try_these(["auto", "bf16", "or parallel=ddp"]))
+        elif self.gradients != "powersgd":
+            for option in ("powersgd_rank", "powersgd_start"):
+                if getattr(self, option) != defaults[option] and self.replicate != 1 and self.shard == 1:
+                    rule = "has no effect without parallel.gradients=powersgd"
+                    yield Problem(option, getattr(self, option), rule, "omit it")
+        if not self.pipeline == self.tensor == self.context == 1 and not isinstance(self.reshard_after_forward, bool):
+            rule = "makes groups of ranks that only shard, without stages, tensor or context parallelism"
+            yield Problem("reshard_after_forward", self.reshard_after_forward, rule, try_these(["true", "false"]))
 
     def _ring(self) -> Problem | None:
         if self.context_method != "ring":
@@ -263,6 +320,15 @@ class Strategy:
             return None
         rule = f"is not sound with gradient accumulation, and there are {layout.accumulation} passes a step"
         return Problem("static_graph", True, rule, try_these(["auto", "false, or train.micro_batch=auto"]))
+
+    def _subgroup(self, dims: Dims) -> Problem | None:
+        """A problem if weights are to be resharded to groups that are no part of the ranks that shard them."""
+        size = self.reshard_after_forward
+        fits = divisors(dims.shard)[1:-1]
+        if isinstance(size, bool) or size in fits:
+            return None
+        rule = f"a number must divide shard({dims.shard}), and lie between 1 and it"
+        return Problem("reshard_after_forward", size, rule, try_these(["true", "false", *fits]))
 
     def _resharded(self, layout: Layout) -> Problem | None:
         """A problem if weights would be freed between the two halves of a backward pass."""

@@ -78,7 +78,7 @@ def insert(overrides: Sequence[str], extra: Sequence[str]) -> None:
 
 
 #: Options that were called otherwise once, by their old names.
-RENAMED = {"parallel.pipeline_size": "parallel.pipeline"}
+RENAMED = {"parallel.pipeline_size": "parallel.pipeline", "parallel.reduce_dtype": "parallel.gradients"}
 
 #: Values that were called otherwise once, by option.
 RENAMED_VALUES = {"compile": {"true": "layers"}}

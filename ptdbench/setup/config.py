@@ -130,6 +130,7 @@ class General:
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
     compile: Literal[False, "layers", "whole", "autotune"]
     activation_checkpointing: Literal["none", "full"]
+    offload: Literal["none", "optimizer_and_weights"]
     seed: int
     device: Literal["auto", "cpu", "cuda"]
     backend: Literal["auto", "gloo", "nccl"]

@@ -77,6 +77,12 @@ class RunSpec:
         return self.training.label if self.training else self.config.call("workload").name
 
     @property
+    def backends(self) -> str:
+        """What the ranks communicate with: NCCL has no way to the norm of gradients that are in host memory."""
+        offloads = self.config.general.offload != "none"
+        return "cpu:gloo,cuda:nccl" if self.backend == "nccl" and offloads else self.backend
+
+    @property
     def summary(self) -> Summary:
         """What who carries out none of the ranks keeps."""
         fields: dict[str, Any] = {"world_size": self.world_size}
@@ -182,9 +188,10 @@ def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False)
         return None
     ranks = world.local_size if world else spec.world_size
     room: fit.Room | None = None
+    on_host = spec.device_type == "cpu" or spec.config.general.offload != "none"
     if is_elsewhere:
-        room = fit.in_job(cluster, ranks) if isinstance(cluster, Slurm) and spec.device_type == "cpu" else None
-    elif spec.device_type == "cpu":
+        room = fit.in_job(cluster, ranks) if isinstance(cluster, Slurm) and on_host else None
+    elif on_host:
         room = fit.on_host(ranks, reserve, running=world is not None)
     elif world:
         room = fit.on_gpu(spec.device(world.local_rank))

@@ -88,6 +88,7 @@ class TrainingSpec:
             activation_checkpointing=general.activation_checkpointing,
             seed=general.seed,
             channels_last=image.dim() == 4 and not image.is_contiguous(),
+            offload=general.offload,
         )
         return self.strategy(self.model, setting)
 
@@ -128,6 +129,9 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
     if strategy and model and where:
         found.of(lambda: under("parallel", lambda: strategy.check(model, where)))
         found.of(lambda: strategy.check_compile(config.resolved["compile"], where))
+        found.of(lambda: strategy.check_offload(config.resolved["offload"], where))
+    if strategy:
+        found.of(lambda: strategy.check_precision(config.resolved["precision"]))
     found.close()
     assert strategy and data and model and where and optimizer and schedule  # noqa: PT018 - one fact
 

@@ -109,7 +109,7 @@ class Checkpointing:
     def _begin_with(self, found: Found, group: dist.ProcessGroup) -> None:
         facts = found.manifest.facts
         require(self._same_data(found, group))
-        state.restore(
+        own = state.restore(
             found.path,
             self._loop.engine.module,
             self._loop.update.optimizer,
@@ -118,6 +118,7 @@ class Checkpointing:
             world_size=self._job.world.size,
             group=group,
         )
+        self._loop.engine.load_own_state(own)
         self._loop.resume(found.manifest.step, facts["scaler"])
         source = found.path.parent.parent
         self._saved = found.manifest.step if source == self._job.directory else -1
@@ -147,6 +148,7 @@ class Checkpointing:
             self._job.training.tied,
             rank=self._job.world.rank,
             with_buffers=self._loop.replica == 0,
+            own=self._loop.engine.own_state(),
         )
         facts = {
             "segments": self._recorder.segments(),

@@ -50,7 +50,7 @@ class Update:
         self._asked = asked
         self._rates = [group["lr"] for group in optimizer.param_groups]
         self._scaler = AgreedGradScaler(device.type, enabled=scale)
-        self._average = WeightAverage(optimizer, asked.ema) if asked.ema else None
+        self._average = WeightAverage(optimizer, asked.ema, engine.share_weights) if asked.ema else None
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss multiplied by the loss scale, for the backward pass."""

@@ -48,13 +48,14 @@ OPTIMIZERS = {
 TRAINED = [("gpt", "adamw"), ("gpt", "momentum"), ("toy", "adamw not fused")]
 #: How: a number of ranks and a strategy.
 LAYOUTS: list[tuple[int, str]] = [
-    (1, "single"), (2, "ddp"), (2, "fsdp"), (2, "pdp"), (3, "ddp"), (3, "fsdp"), (3, "pdp"), (4, "pdp"),
+    (1, "single"), (2, "ddp"), (3, "zero1"), (2, "fsdp"), (2, "pdp"), (3, "ddp"), (3, "fsdp"), (3, "pdp"), (4, "pdp"),
     (4, "hsdp"), (4, "stages in shards"), (2, "interleaved"), (4, "zbv in shards"), (4, "tensor in shards"),
     (4, "tensor in stages"),
 ]  # fmt: skip
 STRATEGIES = {
     "single": Strategy(),
     "ddp": Strategy(replicate="auto"),
+    "zero1": Strategy(replicate="auto", optimizer="zero1"),
     "fsdp": Strategy(shard="auto"),
     "pdp": Strategy(replicate="auto", pipeline="auto", schedule="gpipe"),
     "hsdp": Strategy(replicate=2, shard="auto"),

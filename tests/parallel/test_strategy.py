@@ -39,6 +39,8 @@ STRATEGIES = {
     "fsdp without resharding": Strategy(shard="auto", reshard_after_forward=False),
     "fsdp resharding between": Strategy(shard="auto", reshard_after_forward=False, reshard_between_microbatches=True),
     "fsdp kept between": Strategy(shard="auto", reshard_between_microbatches=False),
+    "fsdp resharding to pairs": Strategy(shard="auto", reshard_after_forward=2),
+    "fsdp gathering ahead": Strategy(shard="auto", prefetch=2),
     "hsdp": Strategy(replicate=2, shard="auto"),
     "1f1b": Strategy(replicate="auto", pipeline=2, schedule="1f1b", microbatches=4),
     "gpipe": Strategy(replicate="auto", pipeline=2, schedule="gpipe", microbatches=4),
@@ -55,12 +57,14 @@ STRATEGIES = {
     "context and tensor": Strategy(context=2, tensor=2, sequence=True),
     "tensor and stages, sequence": Strategy(pipeline=2, tensor=2, microbatches=4, sequence=True),
 }
-#: Gradients are rounded to 8 bits of mantissa for their reduction.
+#: Gradients are rounded to 8 or 11 bits of mantissa for their reduction.
 NARROW = {
-    "ddp in bf16": Strategy(replicate="auto", reduce_dtype="bf16"),
-    "ddp in bf16 without views": Strategy(replicate="auto", reduce_dtype="bf16", gradient_as_bucket_view=False),
-    "1f1b in bf16": Strategy(replicate="auto", pipeline=2, microbatches=4, reduce_dtype="bf16"),
-    "fsdp in bf16": Strategy(shard="auto", reduce_dtype="bf16"),
+    "ddp in bf16": Strategy(replicate="auto", gradients="bf16"),
+    "ddp in bf16 without views": Strategy(replicate="auto", gradients="bf16", gradient_as_bucket_view=False),
+    "1f1b in bf16": Strategy(replicate="auto", pipeline=2, microbatches=4, gradients="bf16"),
+    "fsdp in bf16": Strategy(shard="auto", gradients="bf16"),
+    "ddp in fp16": Strategy(replicate="auto", gradients="fp16"),
+    "fsdp in fp16": Strategy(shard="auto", gradients="fp16"),
 }
 #: On eight ranks.
 PRODUCTS = {
@@ -103,7 +107,7 @@ class TestOnRanks:
 
     @pytest.mark.parametrize("name", NARROW)
     def test_a_narrow_reduction_rounds_them(self, of_ranks, name):
-        """To three decimal digits each; four summands, and the noise is no bias."""
+        """To three or four decimal digits each; four summands, and the noise is no bias."""
         _, expected = reference()
         errors = []
         for of_rank in (of_rank[name] for of_rank in of_ranks):
@@ -152,6 +156,8 @@ class TestOnRanks:
             # Gathered for the first forward pass and, layers only, for each backward pass.
             ("fsdp kept between", 5 + 4 * 4 + 5),
             ("fsdp without resharding", 5 + 5),
+            ("fsdp resharding to pairs", 5 * 4 + 5),  # the pairs gather among themselves for the backward pass
+            ("fsdp gathering ahead", (2 * 4 + 1) * 4 + 5),  # the same, earlier
         ],
     )
     def test_gradients_are_communicated_in_the_last_pass_only(self, of_ranks, name, collectives):
@@ -541,7 +547,7 @@ class TestOptions:
              "it belongs to parallel=ddp,pdp"),
             ({"replicate": 2, "shard": 2, "static_graph": True}, "static_graph=true: has no effect under these degrees "
              "of parallelism; it belongs to parallel=ddp,pdp"),
-            ({"pipeline": 4, "reduce_dtype": "bf16"}, "reduce_dtype=bf16: has no effect under these degrees of "
+            ({"pipeline": 4, "gradients": "bf16"}, "gradients=bf16: has no effect under these degrees of "
              "parallelism; it belongs to parallel=ddp,pdp,fsdp,hsdp"),
             ({"replicate": 4, "reshard_between_microbatches": False}, "reshard_between_microbatches=false: has no "
              "effect under these degrees of parallelism; it belongs to parallel=fsdp,hsdp"),
@@ -560,3 +566,58 @@ class TestOptions:
     )  # fmt: skip
     def test_an_option_that_has_no_effect_is_refused(self, options, message):
         assert refused(lambda: Strategy(**options)) == message
+
+
+class TestLevers:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"shard": 4, "optimizer": "zero1"}, "optimizer=zero1: has no effect under these degrees of parallelism; "
+             "it belongs to parallel=ddp,pdp"),
+            ({"shard": 4, "gradients": "powersgd"}, "gradients=powersgd: is made of whole gradients, and here are "
+             "shards of them; try auto, bf16, or parallel=ddp"),
+            ({"replicate": 2, "shard": 2, "powersgd_rank": 2}, "powersgd_rank=2: has no effect under these degrees of "
+             "parallelism; it belongs to parallel=ddp,pdp"),
+            ({"replicate": 4, "powersgd_rank": 2}, "powersgd_rank=2: has no effect without "
+             "parallel.gradients=powersgd; omit it"),
+            ({"replicate": 4, "gradients": "bf16", "powersgd_start": 5}, "powersgd_start=5: has no effect without "
+             "parallel.gradients=powersgd; omit it"),
+            ({"replicate": 4, "gradients": "powersgd", "powersgd_start": 1}, "powersgd_start=1: must be a whole number "
+             "of at least 2"),
+            ({"replicate": 4, "gradients": "powersgd", "powersgd_rank": 0}, "powersgd_rank=0: must be a whole number "
+             "of at least 1"),
+            ({"replicate": 4, "prefetch": 2}, "prefetch=2: has no effect under these degrees of parallelism; it "
+             "belongs to parallel=fsdp,hsdp"),
+            ({"shard": 4, "prefetch": 0}, "prefetch=0: must be a whole number of at least 1"),
+            ({"shard": 4, "pipeline": 2, "reshard_after_forward": 2}, "reshard_after_forward=2: makes groups of "
+             "ranks that only shard, without stages, tensor or context parallelism; try true, false"),
+        ],
+    )  # fmt: skip
+    def test_what_does_not_go_together_is_refused(self, options, message):
+        assert refused(lambda: Strategy(**options)) == message
+
+    @pytest.mark.parametrize(("size", "ranks", "fits"), [(3, 4, "true, false, 2"), (4, 4, "true, false, 2"),
+                                                         (1, 2, "true, false"), (8, 4, "true, false, 2")])  # fmt: skip
+    def test_weights_are_resharded_to_a_part_of_the_ranks(self, size, ranks, fits):
+        told = refused(layout_of, Strategy(shard="auto", reshard_after_forward=size), ranks, 16)
+        rule = f"a number must divide shard({ranks}), and lie between 1 and it"
+        assert told == f"reshard_after_forward={size}: {rule}; try {fits}"
+        assert layout_of(Strategy(replicate=2, shard="auto", reshard_after_forward=2), 8, 16).dims.shard == 4
+
+    def test_an_error_that_is_not_finite_would_be_kept(self):
+        strategy = Strategy(replicate="auto", gradients="powersgd")
+        assert refused(strategy.check_precision, "fp16") == (
+            "parallel.gradients=powersgd: is not for scaled losses: a step that overflows is skipped, and its infinite "
+            "error would be kept; try auto, or precision=bf16"
+        )
+        strategy.check_precision("bf16")
+        Strategy(replicate="auto", gradients="fp16").check_precision("fp16")
+
+    def test_what_is_offloaded_is_sharded(self):
+        rule = "is for sharded weights, and these degrees of parallelism shard none; try parallel=fsdp,hsdp"
+        for strategy in (Strategy(), Strategy(replicate="auto"), pipeline()):
+            layout = layout_of(strategy, strategy.ranks(2), 4)
+            told = refused(strategy.check_offload, "optimizer_and_weights", layout)
+            assert told == f"offload=optimizer_and_weights: {rule}"
+            strategy.check_offload("none", layout)
+        Strategy(shard="auto").check_offload("optimizer_and_weights", layout_of(Strategy(shard="auto"), 1, 4))

@@ -134,6 +134,9 @@ class TestMisspellings:
         assert refused("parallel=pdp", "parallel.pipeline_size=4") == [
             "parallel.pipeline_size=4: is called parallel.pipeline now; try parallel.pipeline=4"
         ]
+        assert refused("parallel.reduce_dtype=bf16,fp32", multirun=True) == [
+            "parallel.reduce_dtype=bf16,fp32: is called parallel.gradients now; try parallel.gradients=bf16,fp32"
+        ]
 
     def test_all_at_once(self):
         found = refused("model=gpt_tyny", "parallel=pddp", "train.stepz=3", "precision=bf16")

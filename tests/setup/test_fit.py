@@ -117,6 +117,15 @@ def test_a_job_is_compared_with_what_is_asked_for_its_nodes(host):
     )
 
 
+def test_what_is_offloaded_is_compared_with_the_memory_of_the_machine(host):
+    host(total=2, available=2)
+    offloaded = ("parallel=fsdp", "offload=optimizer_and_weights", "device=cuda")
+    spec = run_spec.specify(config.read(composed(*SMALL, *offloaded)), None, gpus=2)
+    assert spec.device_type == "cuda"
+    with pytest.raises(ConfigError, match=r"1\.9 GiB on 2 ranks, and this machine has 1\.8 GiB for it"):
+        run_spec.check_memory(spec, None)
+
+
 def test_a_gpu_is_asked_for_its_memory(monkeypatch):
     properties = SimpleNamespace(name="NVIDIA L4", total_memory=GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

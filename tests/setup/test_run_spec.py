@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,12 @@ class TestSound:
         assert (made.device_type, made.backend, made.label) == ("cpu", "gloo", "gpt_tiny ddp")
         assert (made.training.layout.dims, made.training.layout.micro_batch) == (Dims(replicate=2), 8)
         assert made.device(1) == torch.device("cpu")
+
+    def test_what_is_offloaded_has_a_way_to_other_ranks(self):
+        made = make("parallel=fsdp", "offload=optimizer_and_weights")
+        assert made.backends == "gloo"
+        assert replace(made, backend="nccl").backends == "cpu:gloo,cuda:nccl"
+        assert replace(make("parallel=fsdp"), backend="nccl").backends == "nccl"
 
     def test_the_model_costs_nothing_yet(self):
         made = make("model=gpt_1t")
@@ -101,6 +108,26 @@ class TestRefused:
             (["optimizer.lr=fast"], "optimizer.lr=fast: must be a number"),
             (["optimizer.lr=-1"], "optimizer=(its options): cannot be built: Invalid learning rate: -1"),
             (["parallel.bucket_mb=0"], "parallel.bucket_mb=0: must be greater than 0 (MiB); try auto, 25"),
+            (
+                ["parallel=ddp", "offload=optimizer_and_weights"],
+                "offload=optimizer_and_weights: is for sharded weights, and these degrees of parallelism shard none; "
+                "try parallel=fsdp,hsdp",
+            ),
+            (["offload=weights"], "offload=weights: must be none or optimizer_and_weights"),
+            (
+                ["parallel.gradients=powersgd", "precision=fp16"],
+                "parallel.gradients=powersgd: is not for scaled losses: a step that overflows is skipped, and its "
+                "infinite error would be kept; try auto, or precision=bf16",
+            ),
+            (
+                ["parallel=fsdp", "parallel.reshard_after_forward=3", "cluster.ranks_per_node=4"],
+                "parallel.reshard_after_forward=3: a number must divide shard(4), and lie between 1 and it; "
+                "try true, false, 2",
+            ),
+            (
+                ["parallel=fsdp", "parallel.reshard_after_forward=half"],
+                "parallel.reshard_after_forward=half: must be true or false or a whole number",
+            ),
             (
                 ["cluster.nodes=2"],
                 "cluster.nodes=2: this machine is one node; "

@@ -98,6 +98,7 @@ class Pipelined(Engine):
         if len(parts) > 1:  # the same parts in one module
             named = model.parts() or {}
             self.module = Stage({name: named[name] for number in parts for name in where.stages[number]})
+        self.parts = list(parts.values())
         self._has_loss = last in parts
         self.owns_loss = self._has_loss and owns_loss
         # torch computes the gradients of weights apart by torch.autograd.grad, which fires no hook of DDP.

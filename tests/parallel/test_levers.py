@@ -1,0 +1,244 @@
+"""Levers of replication and sharding: ten steps of AdamW, clipped, against those of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ptdbench.checkpoints import shelf, state
+from ptdbench.checkpoints.saver import Saver
+from ptdbench.data.synthetic import SyntheticTokens
+from ptdbench.models.gpt import GPT
+from ptdbench.models.materialize import materialize
+from ptdbench.optim.groups import decay_groups
+from ptdbench.optim.schedules import OneCycle
+from ptdbench.parallel.apply import Setting
+from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.dims import Dims, Mesh
+from ptdbench.parallel.engine import Accumulating, Engine, Part
+from ptdbench.parallel.strategy import Strategy
+from ptdbench.parallel.zero import divide
+from ptdbench.training.loop import StepLoop
+from tests.parallel.ranks import on_ranks
+from tests.workloads.made_loop import step_loop
+
+pytestmark = pytest.mark.ranks
+
+RANKS, BATCH, STEPS = 4, 16, 10
+CPU = torch.device("cpu")
+TRAIN = {"clip_norm": 0.2, "ema": 0.9, "steps": STEPS}
+
+
+class Lever:
+    """A strategy, and options beside it."""
+
+    def __init__(self, micro_batch: int | str = "auto", offload: str = "none", **strategy: Any) -> None:
+        self.strategy = Strategy(**strategy)
+        self.micro_batch = micro_batch
+        self.offload = offload
+
+
+#: They do not change the numbers.
+EXACT = {
+    "zero1": Lever(replicate="auto", optimizer="zero1"),
+    "zero1, accumulated": Lever(replicate="auto", optimizer="zero1", micro_batch=1, gradient_as_bucket_view=False),
+    "zero1, stages": Lever(replicate="auto", pipeline=2, microbatches=4, optimizer="zero1"),
+    "zero1, static graph, small buckets": Lever(replicate="auto", optimizer="zero1", static_graph=True,
+                                                bucket_mb=0.001),
+    "reshard 2": Lever(shard="auto", reshard_after_forward=2),
+    "reshard 2, accumulated": Lever(shard="auto", reshard_after_forward=2, micro_batch=1),
+    "reshard 2, kept between": Lever(shard="auto", reshard_after_forward=2, micro_batch=1,
+                                     reshard_between_microbatches=False),
+    "prefetch 2": Lever(shard="auto", prefetch=2),
+    "prefetch 9, hsdp": Lever(replicate=2, shard="auto", prefetch=9, micro_batch=2),
+    "prefetch 2, kept whole": Lever(shard="auto", prefetch=2, reshard_after_forward=False),
+    "prefetch 2, reshard 2": Lever(shard="auto", prefetch=2, reshard_after_forward=2),
+    "prefetch 2, stages": Lever(shard="auto", pipeline=2, microbatches=4, prefetch=2),
+    "offload": Lever(shard="auto", offload="optimizer_and_weights"),
+    "offload, accumulated": Lever(shard="auto", offload="optimizer_and_weights", micro_batch=1, prefetch=2),
+    "offload, hsdp": Lever(replicate=2, shard="auto", offload="optimizer_and_weights"),
+    "offload, stages": Lever(shard="auto", pipeline=2, microbatches=4, offload="optimizer_and_weights"),
+}  # fmt: skip
+#: They do: by how much of the loss at most, and at least.
+INEXACT = {
+    "bf16, zero1": (1e-3, 1e-6, Lever(replicate="auto", gradients="bf16", optimizer="zero1")),
+    "powersgd": (3e-2, 1e-4, Lever(replicate="auto", gradients="powersgd")),
+    "powersgd, small buckets": (3e-2, 1e-4, Lever(replicate="auto", gradients="powersgd", bucket_mb=0.001,
+                                                  static_graph=False)),
+    "powersgd of rank 4, accumulated": (3e-2, 1e-4, Lever(replicate="auto", gradients="powersgd", powersgd_rank=4,
+                                                          micro_batch=1, optimizer="zero1")),
+    "powersgd, stages": (3e-2, 1e-4, Lever(replicate="auto", pipeline=2, microbatches=2, micro_batch=2,
+                                           gradients="powersgd")),
+}  # fmt: skip
+LEVERS = EXACT | {name: lever for name, (*_, lever) in INEXACT.items()}
+
+
+def gpt() -> GPT:
+    """Of widths that no number of shards divides, with a head that is the embedding."""
+    with torch.device("meta"):
+        return GPT(layers=3, heads=1, width=13, sequence_length=8, vocabulary=41)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(decay_groups(parameters), lr=1e-2, fused=True)
+
+
+def loop_of(engine: Engine, layout: Layout, replica: int) -> StepLoop:
+    data = SyntheticTokens(sequence_length=8, vocabulary=41, seed=0)
+    return step_loop(engine, engine.optimizer(adamw), data, layout, replica, schedule=OneCycle(), **TRAIN)
+
+
+def laid_out(lever: Lever, seed: int = 0) -> StepLoop:
+    layout = lever.strategy.layout(lever.strategy.dims(RANKS), BATCH, lever.micro_batch)
+    mesh, model = Mesh(layout.dims, "cpu"), gpt()
+    lever.strategy.check(model, layout)
+    lever.strategy.check_offload(lever.offload, layout)
+    engine = lever.strategy(model, Setting(mesh, layout, CPU, seed=seed, offload=lever.offload))
+    return loop_of(engine, layout, mesh.batch.get_local_rank())
+
+
+def train(loop: StepLoop, steps: int = STEPS) -> list[float]:
+    before = len(loop.losses)
+    for _ in range(steps):
+        loop.step()
+    return [loss.item() for loss in loop.losses[before:]]
+
+
+def averaged(loop: StepLoop) -> dict[str, torch.Tensor]:
+    """The averages of the weights, as an evaluation sees them."""
+    with torch.no_grad(), loop.update.averaged():
+        return {name: whole(weight).clone() for name, weight in loop.engine.module.named_parameters()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def in_rank(folder: Path) -> dict[str, Any]:
+    """What each lever trains, and what the one process does that it is held against."""
+    plain = gpt()
+    materialize(plain, plain, device=CPU, seed=0)
+    reference = loop_of(Accumulating(Part(plain, plain), BATCH), Layout(Dims(), BATCH, BATCH), 0)
+    seen: dict[str, Any] = {"one process": told(reference)}
+    for name, lever in LEVERS.items():
+        seen[name] = told(laid_out(lever))
+    seen["resumed"] = {name: resumed(folder / str(number), LEVERS[name])
+                       for number, name in enumerate(name for name in INEXACT if "powersgd" in name)}  # fmt: skip
+    return seen
+
+
+def told(loop: StepLoop) -> dict[str, Any]:
+    losses = train(loop)
+    weights = {name: whole(weight).clone() for name, weight in loop.engine.module.named_parameters()}
+    found = {
+        "losses": losses, "owns_loss": loop.engine.owns_loss, "norms": [float(n) for n in loop.update.gradient_norms],
+        "averaged": averaged(loop), "state": sum(len(values) > 0 for values in loop.update.optimizer.state.values()),
+    }  # fmt: skip
+    back = {name: whole(weight) for name, weight in loop.engine.module.named_parameters()}
+    assert all(torch.equal(weights[name], back[name]) for name in weights)
+    return found | {"weights": weights}
+
+
+def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[float]]:
+    """Losses after a save: of the run that goes on, of one that resumes, and of one that has lost the errors."""
+    rank, saver = dist.get_rank(), Saver(folder, keep=1)
+    loop = laid_out(lever)
+    loop.rehearse()
+    train(loop, 5)
+    own = loop.engine.own_state()
+    assert any("error" in name for name in own)
+    module, optimizer = loop.engine.module, loop.update.optimizer
+    tied = gpt().tied()
+    saver.save(5, state.collect(module, optimizer, tied, rank=rank, with_buffers=True, own=own), {}, {})
+    losses = [train(loop, 3)]
+    saver.wait()
+    assert saver.problems == []
+    for keeps in (True, False):
+        other = laid_out(lever, seed=1)
+        path = shelf.newest(folder).found.path
+        own = state.restore(path, other.engine.module, other.update.optimizer, tied,
+                            rank=rank, world_size=RANKS, group=saver.group)  # fmt: skip
+        other.engine.load_own_state(own if keeps else {})
+        other.resume(5, {})
+        other.rehearse()
+        losses.append(train(other, 3))
+    saver.close()
+    return losses[0], losses[1], losses[2]
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(RANKS, in_rank, tmp_path_factory.mktemp("levers"))
+
+
+@cache
+def tied() -> dict[str, str]:
+    return {other: first for first, other in gpt().tied()}
+
+
+def losses_of(of_ranks: list[dict[str, Any]], name: str) -> list[float]:
+    """The mean of the replicas' losses, by step."""
+    owners = [of_rank[name]["losses"] for of_rank in of_ranks if of_rank[name]["owns_loss"]]
+    return [sum(step) / len(owners) for step in zip(*owners, strict=True)]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_it_follows_one_process(of_ranks, name):
+    one = of_ranks[0]["one process"]
+    assert losses_of(of_ranks, name) == pytest.approx(one["losses"], rel=1e-5)
+    for of_rank in (of_rank[name] for of_rank in of_ranks):
+        assert of_rank["norms"] == pytest.approx(one["norms"], rel=1e-4)
+        for key in ("weights", "averaged"):
+            for weight, value in of_rank[key].items():
+                expected = one[key][tied().get(weight, weight)]
+                torch.testing.assert_close(value, expected, rtol=1e-3, atol=1e-4, msg=f"{key} {weight}")
+
+
+def test_clipping_steps_and_averages_matter(of_ranks):
+    one = of_ranks[0]["one process"]
+    assert min(one["norms"]) > TRAIN["clip_norm"]
+    assert abs(one["losses"][1] / one["losses"][0] - 1) > 1e-3  # a hundred times the tolerance
+    assert not torch.equal(one["weights"]["head.norm.weight"], one["averaged"]["head.norm.weight"])
+
+
+@pytest.mark.parametrize("name", INEXACT)
+def test_it_stays_near_one_process_and_is_not_the_same(of_ranks, name):
+    most, least, _ = INEXACT[name]
+    expected, found = of_ranks[0]["one process"]["losses"], losses_of(of_ranks, name)
+    differences = [abs(one / other - 1) for one, other in zip(found, expected, strict=True)]
+    assert differences[0] < 1e-5  # before the first gradients
+    assert least < max(differences) < most
+
+
+@pytest.mark.parametrize("name", [name for name in LEVERS if "zero1" in name])
+def test_replicas_divide_the_state_and_have_equal_weights(of_ranks, name):
+    weights = len(list(gpt().parameters()))
+    if LEVERS[name].strategy.pipeline == 1:
+        assert sum(of_rank[name]["state"] for of_rank in of_ranks) == weights
+        for of_rank in of_ranks[1:]:
+            for weight, value in of_rank[name]["weights"].items():
+                assert torch.equal(value, of_ranks[0][name]["weights"][weight])
+    assert all(0 < of_rank[name]["state"] < weights for of_rank in of_ranks)
+
+
+@pytest.mark.parametrize("name", [name for name in INEXACT if "powersgd" in name])
+def test_a_resumed_run_goes_on_with_what_was_not_sent_yet(of_ranks, name):
+    went_on, resumed, forgetful = zip(*(of_rank["resumed"][name] for of_rank in of_ranks), strict=True)
+    assert resumed == went_on
+    assert forgetful != went_on
+
+
+class TestDivide:
+    def test_the_largest_first_each_to_who_has_least(self):
+        assert divide([1, 5, 3, 3], 2) == [0, 0, 1, 1]
+        assert divide([4, 4, 4], 3) == [0, 1, 2]
+
+    def test_there_may_be_fewer_weights_than_replicas(self):
+        assert divide([2], 4) == [0]
+        assert divide([], 4) == []
