@@ -25,6 +25,8 @@ def test_overrides_are_added_beside_those_of_the_command_line(monkeypatch):
     [
         ("parallel.pipeline_size=2", "parallel.pipeline=2"),
         ("compile=true", "compile=layers"),
+        ("activation_checkpointing=full", "activations=recompute"),
+        ("activation_checkpointing=none,full", "activations=keep,recompute"),
         ("++compile=True,false", "++compile=layers,false"),
         ("compile=whole", "compile=whole"),
         ("check=true", "check=true"),

@@ -90,7 +90,7 @@ class TestMisspellings:
             ("n_layers=3", "model.layers"),
             ("batch_size=8", "train.global_batch"),
             ("optimiser.lr=1", "optimizer.lr"),
-            ("checkpointing=full", "checkpoint.keep, activation_checkpointing"),
+            ("checkpointing=full", "checkpoint.keep, activations"),
         ],
     )
     def test_an_option(self, override, meant):
@@ -133,6 +133,9 @@ class TestMisspellings:
     def test_an_option_that_was_called_otherwise_says_its_name_of_today(self):
         assert refused("parallel=pdp", "parallel.pipeline_size=4") == [
             "parallel.pipeline_size=4: is called parallel.pipeline now; try parallel.pipeline=4"
+        ]
+        assert refused("activation_checkpointing=none,full", multirun=True) == [
+            "activation_checkpointing=none,full: is called activations now; try activations=keep,recompute"
         ]
 
     def test_all_at_once(self):
