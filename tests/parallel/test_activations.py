@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -20,16 +19,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
 from ptdbench.parallel.activations import Activations, Keep, Offload, Recompute, Selective, _pack, wrap_forward
-from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.compilation import Compile, compile_parts, start_afresh
-from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.precision import narrow
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, training_spec
 from tests.conftest import composed
 from tests.parallel.ranks import on_ranks
+from tests.parallel.ten_steps import on_all_ranks, on_one_rank, tokens
 
+SIZES = {"layers": 3, "heads": 2, "width": 8, "sequence_length": 6, "vocabulary": 20}
 FRUGAL = [Recompute(), Recompute(every=2), Selective(), Offload()]
 
 
@@ -58,13 +57,9 @@ class Operations(TorchDispatchMode):
 
 def gpt() -> GPT:
     with torch.device("meta"):
-        model = GPT(layers=3, heads=2, width=8, sequence_length=6, vocabulary=20)
+        model = GPT(**SIZES)
     materialize(model, model, device="cpu", seed=0)
     return model
-
-
-def tokens(batch: int = 2, first: int = 0) -> Tensor:
-    return (torch.arange(batch * 6).reshape(batch, 6) * 7 + first) % 20
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -283,43 +278,16 @@ def losses_of_each() -> dict[tuple[str, str, Any], list[float]]:
     torch_compile, found = torch.compile, {}
     torch.compile = lambda *a, **b: torch_compile(*a, backend="aot_eager_decomp_partition", **b)  # type: ignore
     for name, activations, how in CASES:
-        strategy = LAYOUTS[name]
-        dims = strategy.dims(2)
-        layout = strategy.layout(dims, 4, "auto")
-        mesh = Mesh(dims, "cpu")
-        setting = Setting(mesh, layout, torch.device("cpu"), compile=how, activations=activations)
         with torch.device("meta"):
-            model = GPT(layers=3, heads=2, width=8, sequence_length=6, vocabulary=20)
-        found[name, str(activations), how] = trained(strategy(model, setting), layout, mesh)
+            model = GPT(**SIZES)
+        losses = on_all_ranks(LAYOUTS[name], model, compile=how, activations=activations)
+        found[name, str(activations), how] = losses
     return found
-
-
-def trained(engine: Any, layout: Any, mesh: Mesh) -> list[float]:
-    optimizer = engine.optimizer(lambda weights: torch.optim.AdamW(weights, lr=1e-2))
-    share = 4 // layout.dims.batch
-    rows = slice(mesh.batch.get_local_rank() * share, (mesh.batch.get_local_rank() + 1) * share)
-    losses = []
-    for step in range(10):
-        loss = engine.gradients(tokens(4, step)[rows], tokens(4, step + 7)[rows], lambda loss: loss)
-        dist.all_reduce(loss)
-        losses.append(loss.item() / layout.dims.batch)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 @pytest.mark.ranks
 def test_every_layout_follows_one_rank_eager_and_compiled():
-    model = gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    expected = []
-    for step in range(10):
-        loss = model(tokens(4, step), tokens(4, step + 7))
-        loss.backward()
-        expected.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert abs(expected[-1] / expected[0] - 1) > 1e-2
+    expected = on_one_rank(gpt())
     for of_rank, cut in on_ranks(2, in_rank):
         torch.testing.assert_close(*cut)
         assert len(of_rank) == len(CASES) == 21
