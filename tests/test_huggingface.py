@@ -54,7 +54,7 @@ def test_every_layout_follows_one_process(shared_run, alone, model, layout):
 def test_narrow_arithmetic_recomputation_and_evaluation_work_too(shared_run, alone, layout):
     """Held-out samples come in batches of another size than the pipeline's."""
     more = (
-        "precision=bf16", "activation_checkpointing=full", "eval.every=2", "data.held_out=0.01", "eval.micro_batch=3",
+        "precision=bf16", "activations=recompute", "eval.every=2", "data.held_out=0.01", "eval.micro_batch=3",
     )  # fmt: skip
     whole = shared_run(*COMMON, *MODELS["llama"], *more, "parallel=single")
     record = shared_run(*COMMON, *MODELS["llama"], *more, *LAYOUTS[layout])

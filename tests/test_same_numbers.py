@@ -144,7 +144,6 @@ def test_narrow_formats_stay_near_fp32(shared_run, single, strategy, options) ->
 @pytest.mark.parametrize(
     ("options", "strategy"),
     [
-        *(pytest.param(("activation_checkpointing=full",), name, id=f"recomputed-{name}") for name in ONE_SCHEDULE),
         *(pytest.param(("compile=layers",), name, id=f"compiled-{name}") for name in ONE_SCHEDULE),
         *(pytest.param(("compile=whole",), name, id=f"whole-{name}") for name in ("ddp", "1f1b")),
         *(pytest.param(("model.tie_weights=false",), name, id=f"untied-{name}") for name in ONE_SCHEDULE),

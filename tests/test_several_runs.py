@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 SWEEP = (
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"), "-m",
     "model=custom", "model._target_=tests.launch.departed.Departed", "data=synthetic_vectors", "data.inputs=8",
-    "data.outputs=4", "train.steps=4", "device=cpu", "activation_checkpointing=full", "hydra.sweep.dir=sweep",
+    "data.outputs=4", "train.steps=4", "device=cpu", "activations=recompute", "hydra.sweep.dir=sweep",
 )  # fmt: skip
 
 

@@ -1,13 +1,19 @@
-"""Activation checkpointing, layer by layer."""
+"""Activations of the layers between the forward and the backward pass: kept, recomputed, or moved to the host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, Protocol
 
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from ptdbench.problems import at_least, require
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -18,7 +24,156 @@ def wrap_forward(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Call
     module.forward = wrapper(module.forward)  # type: ignore[method-assign]
 
 
-def recompute(layers: Sequence[nn.Module]) -> None:
-    """Apply activation checkpointing: keep only each layer's input, and recompute the layer in the backward pass."""
-    for layer in layers:
-        wrap_forward(layer, lambda forward: partial(checkpoint, forward, use_reentrant=False))
+class Activations(Protocol):
+    """The type of ``activations=<choice>``."""
+
+    @property
+    def after_compilation(self) -> bool:
+        """Whether it treats what a compiled layer saves; else the compiler sees what it does."""
+        ...
+
+    def __call__(self, layers: Sequence[nn.Module]) -> None:
+        """Treat the activations of these layers, in place."""
+        ...
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Keep what the backward pass needs."""
+
+    after_compilation = False
+
+    def __call__(self, layers: Sequence[nn.Module]) -> None:
+        """Leave the layers as they are."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Keep only a layer's input, and run the layer again in the backward pass (activation checkpointing).
+
+    Attributes:
+        every: Recompute the first layer of a model or of a stage and every so many-th after it; the others keep their
+            activations.
+
+    Raises:
+        ConfigError: ``every`` is less than 1.
+    """
+
+    every: int = 1
+    after_compilation = False
+
+    def __post_init__(self) -> None:
+        require(*at_least(1, every=self.every))
+
+    def __call__(self, layers: Sequence[nn.Module]) -> None:
+        """Let the layers recompute."""
+        for layer in layers[:: self.every]:
+            wrap_forward(layer, lambda forward: partial(checkpoint, forward, use_reentrant=False))
+
+
+@dataclass(frozen=True)
+class Selective:
+    """Keep a layer's input and the results of its expensive operations, :data:`EXPENSIVE`, and recompute the rest."""
+
+    after_compilation = False
+
+    def __call__(self, layers: Sequence[nn.Module]) -> None:
+        """Let the layers recompute what is cheap."""
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+        for layer in layers:
+            wrap_forward(layer, lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts))
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Move what a layer saves to the memory of the host, and fetch it in the backward pass.
+
+    On a CPU it is copied within that memory, which frees nothing.
+    """
+
+    after_compilation = True  # hooks see what a graph hands to autograd, and not what happens within
+
+    def __call__(self, layers: Sequence[nn.Module]) -> None:
+        """Let the layers offload."""
+        for layer in layers:
+            wrap_forward(layer, _offloading)
+
+
+_aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
+
+#: Operations whose results ``activations=selective`` keeps: matrix products and convolutions, attention by each kernel,
+#: and sums over ranks. The list of torchtitan, and what these are called on a CPU.
+EXPENSIVE = frozenset({
+    _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.linear, _aten._scaled_mm, _aten.convolution,
+    _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_cudnn_attention, _aten._scaled_dot_product_fused_attention_overrideable,
+    _aten._scaled_dot_product_flash_attention_for_cpu,
+    _c10d.all_reduce, _c10d.reduce_scatter_tensor, _c10d.all_to_all_single,
+})  # fmt: skip
+
+
+def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    kind = getattr(operation, "overloadpacket", operation)
+    return CheckpointPolicy.MUST_SAVE if kind in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _offloading(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` whose saved tensors are moved to the host."""
+
+    @wraps(forward)
+    def run(*arguments: Any, **named: Any) -> Any:
+        with saved_tensors_hooks(_pack, lambda fetch: fetch()):
+            return forward(*arguments, **named)
+
+    return run
+
+
+def _pack(tensor: Tensor) -> Callable[[], Tensor]:
+    """What fetches a saved tensor. A weight, and a view of it, stays where it is; a cast of a weight is cast again.
+
+    :class:`torch.autograd.graph.save_on_cpu` would move weights too.
+    """
+    whole = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+    if isinstance(whole, nn.Parameter):
+        return tensor.detach
+    if (weight := _weight_of_cast(whole)) is not None:
+        return _casting_again(weight, whole, tensor)
+    if isinstance(tensor, DTensor):
+        local, mesh, placements = _to_host(tensor.to_local()), tensor.device_mesh, tensor.placements
+        size, stride = tensor.size(), tensor.stride()
+        return lambda: DTensor.from_local(local(), mesh, placements, run_check=False, shape=size, stride=stride)
+    return _to_host(tensor.detach())
+
+
+def _to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """What fetches a tensor from its copy on the host, with the strides it had: a compiled graph relies on them."""
+    size, strides, device = tensor.size(), tensor.stride(), tensor.device
+    part = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)]  # what is not repeated
+    kept = torch.empty_like(part, device="cpu", pin_memory=device.type == "cuda")
+    kept.copy_(part, non_blocking=True)
+
+    def fetch() -> Tensor:
+        fetched = torch.empty_strided(kept.size(), strides, dtype=kept.dtype, device=device)
+        return fetched.copy_(kept, non_blocking=True).expand(size)
+
+    return fetch
+
+
+def _casting_again(weight: nn.Parameter, cast: Tensor, view: Tensor) -> Callable[[], Tensor]:
+    """What casts a weight again, and views the result as ``view`` views ``cast``."""
+    dtype = cast.dtype
+    if view is cast:
+        return lambda: weight.detach().to(dtype)
+    if isinstance(weight.data, DTensor):  # which has no view by strides
+        return view.detach
+    size, stride, start = view.size(), view.stride(), view.storage_offset()
+    return lambda: weight.detach().to(dtype).as_strided(size, stride, start)
+
+
+def _weight_of_cast(tensor: Tensor) -> nn.Parameter | None:
+    """The weight that a tensor is a cast of, as :func:`ptdbench.parallel.precision.narrow` casts weights."""
+    made = tensor.grad_fn
+    if made is None or made.name() != "ToCopyBackward0":
+        return None
+    weight = getattr(made.next_functions[0][0], "variable", None)
+    return weight if isinstance(weight, nn.Parameter) else None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import nn
@@ -12,7 +11,7 @@ from torch import nn
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model
 from ptdbench.parallel import context, fp8, tensor
-from ptdbench.parallel.activations import recompute
+from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.batchnorm import synchronize_batchnorm
 from ptdbench.parallel.compilation import Compile, compile_parts
@@ -33,7 +32,7 @@ class Setting:
         device: This rank's device.
         precision: Dtype of the arithmetic.
         compile: What is compiled, see :mod:`ptdbench.parallel.compilation`.
-        activation_checkpointing: ``full``: layers keep only their inputs and are recomputed in the backward pass.
+        activations: What becomes of a layer's activations until the backward pass.
         seed: Seed of the weights.
         channels_last: Whether images are channels-last in memory.
         offload: What is kept in host memory between its uses.
@@ -44,7 +43,7 @@ class Setting:
     device: torch.device
     precision: Name = "fp32"
     compile: Compile = False
-    activation_checkpointing: Literal["none", "full"] = "none"
+    activations: Activations = field(default_factory=Keep)
     seed: int = 0
     channels_last: bool = False
     offload: Offload = "none"
@@ -94,11 +93,13 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
         tensor.parallelize(model, module, setting.mesh.tensor, sequence=transforms.sequence)
     # Inside of recomputation and compilation: the first casts again instead of keeping casts, the second fuses them.
     narrow(module, layers, setting.precision, weights=transforms.sharding is None)
-    # Before the compiler, so that it sees the recomputation and can choose what to keep.
-    if setting.activation_checkpointing == "full":
-        recompute(layers)
+    # Recomputation before the compiler, so that it sees it and can choose what to keep.
+    if not setting.activations.after_compilation:
+        setting.activations(layers)
     # Before FSDP and DDP: their hooks communicate between the compiled graphs.
     compile_parts(module, layers, parts, setting.compile)
+    if setting.activations.after_compilation:
+        setting.activations(layers)
     # Gathers weights in the dtype of the arithmetic. Shards have to be contiguous.
     if transforms.sharding:
         return shard(module, layers, setting.mesh.shard, transforms.sharding, fill)

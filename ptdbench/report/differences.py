@@ -15,7 +15,7 @@ _LIMIT = 40
 
 
 def differences(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For each record the options that the others have other values of: ``activation_checkpointing=full seed=2``.
+    """For each record the options that the others have other values of: ``activations=recompute seed=2``.
 
     An option is called by the last part of its name if no other that differs ends so. Of a group whose choice differs
     the choice alone is named: ``optimizer=sgd``. Of options that always differ together and end alike, as ``seed`` and

@@ -45,10 +45,15 @@ def _against_lack_of_memory(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"train.micro_batch={micro_batch // 2}"
     if record.get("parallel") in ("single", "ddp"):
         yield "parallel=fsdp"
-    if (record.get("config") or {}).get("activation_checkpointing") == "none":
-        yield "activation_checkpointing=full"
+    if _keeps_activations(record.get("config") or {}):
+        yield "activations=recompute"
     if record.get("precision") == "fp32":
         yield "precision=bf16"
+
+
+def _keeps_activations(config: Mapping[str, Any]) -> bool:
+    """Also by the option of earlier versions."""
+    return (config.get("activations") or {}).get("name") == "keep" or config.get("activation_checkpointing") == "none"
 
 
 def _below_here(path: Path) -> str:

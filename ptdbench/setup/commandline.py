@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser  # none is public: pyproject.toml keeps to tested versions
 
-from ptdbench.problems import ConfigError, Problem
+from ptdbench.problems import ConfigError, Problem, as_typed
 from ptdbench.terminal import command
 
 LAUNCHER = "hydra/launcher"
@@ -78,10 +78,17 @@ def insert(overrides: Sequence[str], extra: Sequence[str]) -> None:
 
 
 #: Options that were called otherwise once, by their old names.
-RENAMED = {"parallel.pipeline_size": "parallel.pipeline", "parallel.reduce_dtype": "parallel.gradients"}
+RENAMED = {
+    "parallel.pipeline_size": "parallel.pipeline",
+    "parallel.reduce_dtype": "parallel.gradients",
+    "activation_checkpointing": "activations",
+}
 
-#: Values that were called otherwise once, by option.
-RENAMED_VALUES = {"compile": {"true": "layers"}}
+#: Values that were called otherwise once, by their option as it was called then.
+RENAMED_VALUES = {
+    "compile": {"true": "layers"},
+    "activation_checkpointing": {"none": "keep", "full": "recompute"},
+}
 
 
 def renamed(override: str) -> str:
@@ -92,3 +99,8 @@ def renamed(override: str) -> str:
         before, sign, value = override.partition("=")
         override = before + sign + ",".join(values.get(one.strip().lower(), one) for one in value.split(","))
     return override.replace(name, RENAMED.get(name, name), 1)
+
+
+def is_called_otherwise(name: str, value: object) -> Problem:
+    """The problem of an option that has another name now."""
+    return Problem(name, value, f"is called {RENAMED[name]} now", f"try {renamed(f'{name}={as_typed(value)}')}")

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
-from ptdbench.setup.commandline import RENAMED, SWEEPER
+from ptdbench.setup.commandline import RENAMED, SWEEPER, is_called_otherwise
 from ptdbench.terminal import command
 
 
@@ -263,11 +263,11 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
     for override in overrides:
         name = override.key_or_group
         if name in RENAMED:
-            remedy = try_these([_line(override).replace(name, RENAMED[name], 1)])
-            found.append(Problem(name, _typed_value(override), f"is called {RENAMED[name]} now", remedy))
+            found.append(is_called_otherwise(name, _typed_value(override)))
         elif not (name in options or _is_hydras(override) or override.is_add()):
             free = f"try +{_line(override)}" if _takes_any(compose(config_name, sound), name) else ""
-            remedy = try_these(_similar(name, options)) or f"see {command()} --cfg job"
+            similar = dict.fromkeys(RENAMED.get(one, one) for one in _similar(name, [*options, *RENAMED]))
+            remedy = try_these(similar) or f"see {command()} --cfg job"
             remedy = free or _owners(config_name, name) or remedy
             found.append(Problem(name, _typed_value(override), "there is no such option", remedy))
     return found or [unclear]

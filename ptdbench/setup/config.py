@@ -13,13 +13,14 @@ from omegaconf.errors import OmegaConfBaseException
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records.objective import Objective
 from ptdbench.setup import signature
+from ptdbench.setup.commandline import RENAMED, is_called_otherwise
 from ptdbench.terminal import command
 
 T = TypeVar("T")
 
 #: Groups whose choice is a call: ``_target_`` and its arguments. Each also has a ``name`` for people, a workload a
 #: ``label`` for directories.
-CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "workload", "logger")
+CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "activations", "workload", "logger")
 GROUPS = ("cluster", "train", "eval", "checkpoint", "sweep", *CALLS)
 
 #: The smallest whole number that an option may be.
@@ -129,7 +130,6 @@ class General:
 
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
     compile: Literal[False, "layers", "whole", "autotune"]
-    activation_checkpointing: Literal["none", "full"]
     offload: Literal["none", "optimizer_and_weights"]
     seed: int
     device: Literal["auto", "cpu", "cuda"]
@@ -171,7 +171,9 @@ class Config:
     @cached_property
     def general(self) -> General:
         """The options at the root."""
-        return _typed(General, "", {name: value for name, value in self.resolved.items() if name not in GROUPS})
+        options = {name: value for name, value in self.resolved.items() if name not in GROUPS}
+        require(*(is_called_otherwise(name, value) for name, value in options.items() if name in RENAMED))
+        return _typed(General, "", options)
 
     @cached_property
     def train(self) -> Train:

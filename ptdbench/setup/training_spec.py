@@ -16,13 +16,14 @@ from ptdbench.models.protocol import FlopsUnknown, Model, module_of
 from ptdbench.optim.groups import decay_groups
 from ptdbench.optim.schedules import Schedule
 from ptdbench.parallel import batch
+from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.footprint import Footprint
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.problems import ConfigError, Findings, Problem, under
+from ptdbench.problems import ConfigError, Findings, Problem, require, under
 from ptdbench.setup import choices
 from ptdbench.setup.config import Call, Config
 
@@ -35,6 +36,7 @@ class TrainingSpec:
         config: Where it all comes from.
         layout: How the global batch falls onto the ranks.
         strategy: Lays the model out.
+        activations: What becomes of a layer's activations until the backward pass.
         model: On the meta device, or whole in host memory where it can only be built so.
         data: Where the samples come from.
         optimizer: Makes an optimizer of parameters.
@@ -48,6 +50,7 @@ class TrainingSpec:
     config: Config
     layout: Layout
     strategy: Strategy
+    activations: Activations
     model: Model
     data: Data
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -85,7 +88,7 @@ class TrainingSpec:
             device=device,
             precision=general.precision,
             compile=general.compile,
-            activation_checkpointing=general.activation_checkpointing,
+            activations=self.activations,
             seed=general.seed,
             channels_last=image.dim() == 4 and not image.is_contiguous(),
             offload=general.offload,
@@ -107,6 +110,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
     found.of(lambda: config.train)
     found.of(lambda: config.eval)
     strategy: Strategy | None = found.of(lambda: choices.build(config, "parallel"))
+    activations: Activations | None = found.of(lambda: choices.build(config, "activations"))
     data: Data | None = found.of(lambda: choices.build(config, "data"))
     optimizer = found.of(lambda: _optimizer(config))
     schedule: Schedule | None = found.of(lambda: choices.build(config, "lr_schedule"))
@@ -132,14 +136,18 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
         found.of(lambda: strategy.check_offload(config.resolved["offload"], where))
     if strategy:
         found.of(lambda: strategy.check_precision(config.resolved["precision"]))
+    if activations and model:
+        found.of(lambda: _check_activations(config, activations, model))
     found.close()
-    assert strategy and data and model and where and optimizer and schedule  # noqa: PT018 - one fact
+    assert strategy and activations and data and model and where  # noqa: PT018 - one fact
+    assert optimizer and schedule  # noqa: PT018
 
     flops, reason = _flops(model)
     return TrainingSpec(
         config=config,
         layout=where,
         strategy=strategy,
+        activations=activations,
         model=model,
         data=data,
         optimizer=optimizer,
@@ -196,6 +204,17 @@ def _check_data(config: Config, model: Model, data: Data) -> None:
         raise ConfigError(
             [Problem("data", config.call("data").name, f"does not suit model={name}: {reason}")]
         ) from None
+
+
+def _check_activations(config: Config, activations: Activations, model: Model) -> None:
+    """Layers are what activations are treated by, and their graphs if they are compiled."""
+    name = config.call("activations").name
+    if activations.after_compilation and config.resolved["compile"] == "whole":
+        rule = "treats what each layer has saved when it ends, and compile=whole is one graph of all layers"
+        require(Problem("activations", name, rule, "try compile=layers"))
+    if not isinstance(activations, Keep) and not model.layers():
+        rule = f"is done layer by layer, and model={config.call('model').name} has no layers()"
+        require(Problem("activations", name, rule, "try keep"))
 
 
 def _meant_for_another(call: Call, error: ConfigError) -> ConfigError:

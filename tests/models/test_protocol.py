@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models.gpt import GPT
+from ptdbench.models.llama import Llama
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model, default_loss
 from ptdbench.models.resnet import ResNet
@@ -34,6 +35,18 @@ def untied_gpt():
     return gpt(tie_weights=False)
 
 
+def llama():
+    options = {"layers": 3, "heads": 4, "key_value_heads": 2, "width": 16, "hidden": 24, "rope_factor": 8.0}
+    model = filled(Llama, **options, sequence_length=12, vocabulary=40)
+    return model, torch.randint(40, (3, 12)), torch.randint(40, (3, 12))
+
+
+def tied_llama():
+    options = {"layers": 3, "heads": 2, "key_value_heads": 2, "width": 16, "hidden": 24, "tie_weights": True}
+    model = filled(Llama, **options, sequence_length=12, vocabulary=40)
+    return model, torch.randint(40, (3, 12)), torch.randint(40, (3, 12))
+
+
 def resnet():
     model = filled(ResNet, depth=18, classes=10, image_size=45)
     return model, torch.randn(3, 3, 45, 45), torch.randint(10, (3,))
@@ -52,7 +65,7 @@ def toy_of_classes():
     return filled(Toy, inputs=6, width=4, outputs=4, layers=3), torch.randn(3, 6), torch.randint(4, (3,))
 
 
-FAMILIES = [gpt, untied_gpt, resnet, bottleneck_resnet, toy_of_numbers, toy_of_classes]
+FAMILIES = [gpt, untied_gpt, llama, tied_llama, resnet, bottleneck_resnet, toy_of_numbers, toy_of_classes]
 
 
 @pytest.fixture(params=FAMILIES, ids=lambda family: family.__name__)
@@ -203,8 +216,9 @@ def divided_among_ranks() -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
 @pytest.mark.ranks
 def test_divided_by_its_roles_it_computes_the_same():
     for of_rank in on_ranks(2, divided_among_ranks):
-        names = {"gpt", "untied_gpt", "toy_of_numbers", "toy_of_classes"}
-        assert set(of_rank) == {f"{name}, False" for name in names} | {"gpt, True", "untied_gpt, True"}
+        with_stream = {"gpt", "untied_gpt", "llama", "tied_llama"}
+        names = {f"{name}, False" for name in with_stream | {"toy_of_numbers", "toy_of_classes"}}
+        assert set(of_rank) == names | {f"{name}, True" for name in with_stream}
         for pairs in of_rank.values():
             for whole, divided in pairs:
                 torch.testing.assert_close(divided, whole)

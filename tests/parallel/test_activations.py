@@ -1,9 +1,35 @@
+"""What a layer keeps for the backward pass, and that it computes the same whatever that is."""
+
 from __future__ import annotations
 
-import torch
-from torch import nn
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
 
-from ptdbench.parallel.activations import recompute, wrap_forward
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ptdbench.models.gpt import GPT
+from ptdbench.models.materialize import materialize
+from ptdbench.parallel.activations import Activations, Keep, Offload, Recompute, Selective, _pack, wrap_forward
+from ptdbench.parallel.compilation import Compile, compile_parts, start_afresh
+from ptdbench.parallel.precision import narrow
+from ptdbench.parallel.strategy import Strategy
+from ptdbench.problems import ConfigError
+from ptdbench.setup import config, training_spec
+from tests.conftest import composed
+from tests.parallel.ranks import on_ranks
+from tests.parallel.ten_steps import on_all_ranks, on_one_rank, tokens
+
+SIZES = {"layers": 3, "heads": 2, "width": 8, "sequence_length": 6, "vocabulary": 20}
+FRUGAL = [Recompute(), Recompute(every=2), Selective(), Offload()]
 
 
 class Counted(nn.Linear):
@@ -11,17 +37,43 @@ class Counted(nn.Linear):
         super().__init__(4, 4)
         self.calls = 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return super().forward(x).tanh()
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operation.overloadpacket.__name__
+        self.counts[name] = self.counts.get(name, 0) + 1
+        return operation(*args, **(kwargs or {}))
+
+
+def gpt() -> GPT:
+    with torch.device("meta"):
+        model = GPT(**SIZES)
+    materialize(model, model, device="cpu", seed=0)
+    return model
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    model(tokens(), tokens(first=7)).backward()
+    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
 
 
 def test_a_wrapper_stands_inside_of_hooks_and_leaves_names_as_they_are():
     layer, seen = nn.Linear(2, 2), []
     names = list(layer.state_dict())
 
-    def wrapper(forward):
-        def wrapped(*arguments):
+    def wrapper(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any) -> Any:
             seen.append("wrapper")
             return forward(*arguments)
 
@@ -34,25 +86,210 @@ def test_a_wrapper_stands_inside_of_hooks_and_leaves_names_as_they_are():
     assert list(layer.state_dict()) == names
 
 
-def test_recomputation_runs_each_layer_twice_keeps_only_its_input_and_changes_no_number():
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(Counted() for _ in range(3)))
-    torch.manual_seed(0)
-    frugal = nn.Sequential(*(Counted() for _ in range(3)))
-    names = list(frugal.state_dict())
-    recompute(list(frugal))
-    assert list(frugal.state_dict()) == names
+@pytest.mark.parametrize("frugal", FRUGAL, ids=str)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_are_bitwise_those_of_a_model_that_keeps_all(frugal, precision):
+    plain, model = gpt(), gpt()
+    names = list(model.state_dict())
+    for one in (plain, model):
+        narrow(one, one.layers(), precision, weights=True)
+    frugal(model.layers())
+    assert list(model.state_dict()) == names
+    for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+        assert torch.equal(ours, theirs)
 
-    saved: dict[str, int] = {}
-    for name, model in (("plain", plain), ("frugal", frugal)):
-        kept: list[int] = []
+
+@pytest.mark.parametrize(("every", "calls"), [(1, [2, 2, 2]), (2, [2, 1, 2]), (4, [2, 1, 1])])
+def test_a_layer_that_is_recomputed_runs_twice(every, calls):
+    model = nn.Sequential(*(Counted() for _ in range(3)))
+    Recompute(every=every)(list(model))
+    model(torch.ones(2, 4)).sum().backward()
+    assert [layer.calls for layer in model] == calls
+
+
+def test_a_layer_that_is_recomputed_keeps_only_its_input():
+    kept: dict[str, int] = {}
+    for activations in (Keep(), Recompute()):
+        model = nn.Sequential(*(Counted() for _ in range(3)))
+        activations(list(model))
+        seen: list[int] = []
         # A recomputed layer saves for itself what autograd would; what autograd keeps is seen here.
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: (kept.append(1), t)[1], lambda t: t):
-            loss = model(torch.ones(2, 4)).square().sum()
-        saved[name] = len(kept)
-        loss.backward()
-    assert [layer.calls for layer in plain] == [1, 1, 1]
-    assert [layer.calls for layer in frugal] == [2, 2, 2]
-    assert saved["frugal"] < saved["plain"]
-    for ours, theirs in zip(frugal.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: (seen.append(1), t)[1], lambda t: t):
+            model(torch.ones(2, 4)).square().sum()
+        kept[type(activations).__name__] = len(seen)
+    assert kept["Recompute"] < kept["Keep"]
+
+
+def test_a_selective_layer_repeats_neither_products_nor_attention():
+    counts = {}
+    for activations in (Keep(), Recompute(), Selective()):
+        model = gpt()
+        activations(model.layers())
+        with Operations() as seen:
+            gradients(model)
+        counts[type(activations).__name__] = seen.counts
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert counts["Keep"][attention] == counts["Selective"][attention] == counts["Recompute"][attention] - 3 == 3
+    assert counts["Keep"]["addmm"] == counts["Selective"]["addmm"] < counts["Recompute"]["addmm"]
+    assert counts["Keep"]["gelu"] == counts["Selective"]["gelu"] - 3 == counts["Recompute"]["gelu"] - 3
+
+
+def test_an_offloaded_layer_copies_its_activations_and_no_weight():
+    layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+    Offload()([layer])
+    held = []
+    wrap_forward(layer, lambda forward: lambda x: held.append(weakref.ref(middle := x * 2)) or forward(middle).tanh())
+    out = layer(x)
+    gc.collect()
+    assert held[0]() is None  # what autograd would keep is gone, and the copy brings it back
+    saved = next(function for function in walk(out.grad_fn) if function.name() == "AddmmBackward0")
+    assert saved._saved_mat2.data_ptr() == layer.weight.data_ptr()
+    out.sum().backward()
+    assert layer.weight.grad.abs().sum() > 0
+
+
+def test_what_is_fetched_has_the_strides_it_had():
+    """Compiled graphs check them."""
+    whole = torch.randn(2, 3, 12)
+    for saved in (
+        whole, whole.transpose(0, 1), whole.unflatten(-1, (3, 4)).permute(2, 0, 1, 3)[1], whole[:, :1].expand(2, 5, 12),
+        whole[0, 0, 0], torch.tensor(3), torch.empty(2, 0, 3),
+    ):  # fmt: skip
+        fetched = _pack(saved)()
+        assert torch.equal(fetched, saved)
+        assert fetched.stride() == saved.stride()
+        assert saved.numel() == 0 or fetched.data_ptr() != saved.data_ptr()
+
+
+def walk(function: Any) -> Iterator[Any]:
+    """The nodes that lead to a result."""
+    yield function
+    for before, _ in function.next_functions:
+        if before is not None:
+            yield from walk(before)
+
+
+def test_an_offloaded_layer_casts_its_weights_again_instead_of_keeping_casts():
+    layer, casts = nn.Linear(4, 4), []
+    narrow(layer, [layer], "bf16", weights=True)
+    Offload()([layer])
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = operation(*args, **(kwargs or {}))
+            if operation is torch.ops.aten._to_copy.default and args[0].shape == (4, 4):
+                casts.append(weakref.ref(out))
+            return out
+
+    with Casts():
+        out = layer(torch.ones(2, 4, requires_grad=True))
+        gc.collect()
+        assert [cast() for cast in casts] == [None]
+        out.sum().backward()
+    assert [weight.grad.dtype for weight in layer.parameters()] == [torch.float32] * 2
+    assert len(casts) >= 2
+
+
+@pytest.mark.parametrize("how", ["layers", "whole"])
+@pytest.mark.parametrize("frugal", FRUGAL, ids=str)
+def test_compiled_it_computes_the_same(frugal, how, monkeypatch):
+    """By the compiler's own division into forward and backward graphs, which decides what is recomputed."""
+    if frugal.after_compilation and how == "whole":
+        return  # refused
+    expected = gradients(gpt())
+    for ours, theirs in zip(gradients(compiled(gpt(), frugal, how, monkeypatch)), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def compiled(model: GPT, activations: Activations, how: Compile, monkeypatch: pytest.MonkeyPatch) -> GPT:
+    torch_compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *a, **b: torch_compile(*a, backend="aot_eager_decomp_partition", **b))
+    start_afresh(how)
+    if not activations.after_compilation:
+        activations(model.layers())
+    compile_parts(model, model.layers(), model.parts().values(), how)
+    if activations.after_compilation:
+        activations(model.layers())
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _compiler_as_it_was() -> Iterator[None]:
+    with torch._dynamo.config.patch({}):
+        yield
+    torch.compiler.reset()
+
+
+def test_every_is_a_number_of_layers():
+    with pytest.raises(ConfigError, match="every=0: must be a whole number of at least 1"):
+        Recompute(every=0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("activations=offload", "compile=whole"),
+         "activations=offload: treats what each layer has saved when it ends, and compile=whole is one graph of all "
+         "layers; try compile=layers"),
+        (("activations=recompute", "activations.every=0"), "activations.every=0: must be a whole number of at least 1"),
+        (("activations=selective", "model=custom", "model._target_=torch.nn.Linear", "+model.in_features=32",
+          "+model.out_features=8", "data=synthetic_vectors"),
+         "activations=selective: is done layer by layer, and model=Linear has no layers(); try keep"),
+    ],
+)  # fmt: skip
+def test_what_would_be_without_effect_or_sense_is_refused(overrides, message):
+    with pytest.raises(ConfigError) as refused:
+        training_spec.specify(config.read(composed(*overrides)), lambda ranks: ranks(2))
+    assert str(refused.value) == message
+
+
+LAYOUTS = {
+    "ddp": Strategy(replicate="auto"),
+    "fsdp": Strategy(shard="auto"),
+    "pdp": Strategy(pipeline="auto", microbatches=2),
+}
+
+#: Layout, activations and what is compiled: what the compiler does to a layer is tested above, in one process.
+CASES: list[tuple[str, Activations, Compile]] = [
+    *product(LAYOUTS, [Keep(), *FRUGAL], (False,)),
+    *product(["fsdp"], [Recompute(), Selective(), Offload()], ("layers",)),
+    *product(["pdp"], [Recompute(), Selective()], ("whole",)),
+    ("ddp", Offload(), "layers"),
+]
+
+
+def in_rank() -> tuple[dict[tuple[str, str, Any], list[float]], tuple[list[Tensor], list[Tensor]]]:
+    return losses_of_each(), offloaded_of_cut_matrices()
+
+
+def offloaded_of_cut_matrices() -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of layers that keep distributed tensors, and of the same that keep plain ones."""
+    whole, model = gpt(), gpt()
+    mesh = init_device_mesh("cpu", (2,))
+    parallelize_module(model, mesh, {f"blocks.{i}.mlp.up": ColwiseParallel(use_local_output=False) for i in range(3)})
+    parallelize_module(model, mesh, {f"blocks.{i}.mlp.down": RowwiseParallel() for i in range(3)})
+    Offload()(model.layers())
+    cut = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in gradients(model)]
+    return cut, gradients(whole)
+
+
+def losses_of_each() -> dict[tuple[str, str, Any], list[float]]:
+    """Ten steps of AdamW under each layout, with each kind of activations, eager and compiled."""
+    torch_compile, found = torch.compile, {}
+    torch.compile = lambda *a, **b: torch_compile(*a, backend="aot_eager_decomp_partition", **b)  # type: ignore
+    for name, activations, how in CASES:
+        with torch.device("meta"):
+            model = GPT(**SIZES)
+        losses = on_all_ranks(LAYOUTS[name], model, compile=how, activations=activations)
+        found[name, str(activations), how] = losses
+    return found
+
+
+@pytest.mark.ranks
+def test_every_layout_follows_one_rank_eager_and_compiled():
+    expected = on_one_rank(gpt())
+    for of_rank, cut in on_ranks(2, in_rank):
+        torch.testing.assert_close(*cut)
+        assert len(of_rank) == len(CASES) == 21
+        for case, losses in of_rank.items():
+            assert losses == pytest.approx(expected, rel=1e-5), case

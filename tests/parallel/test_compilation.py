@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model, module_of
-from ptdbench.parallel.activations import recompute
+from ptdbench.parallel.activations import Recompute
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.compilation import Compile, compile_parts, start_afresh
@@ -132,7 +132,7 @@ def test_recomputation_inside_compilation(graphs):
     x = torch.ones(2, 4)
     model = nn.Sequential(*layers)
     expected = torch.autograd.grad(model(x).sum(), layers[0].weight)[0]
-    recompute(layers)
+    Recompute()(layers)
     start_afresh("layers")
     compile_parts(model, layers, [], "layers")
     torch.testing.assert_close(torch.autograd.grad(model(x).sum(), layers[0].weight)[0], expected)

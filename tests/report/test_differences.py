@@ -9,7 +9,7 @@ from ptdbench.report.table import render
 from tests.report.test_table import cells, run
 
 CONFIG = {
-    "activation_checkpointing": "none",
+    "activations": {"name": "keep", "_target_": "a.Keep"},
     "compile": False,
     "seed": 0,
     "resume": None,
@@ -19,6 +19,7 @@ CONFIG = {
     "parallel": {"name": "ddp", "bucket_mb": 25},
     "workload": {"name": "train", "label": "toy_ddp"},
 }
+RECOMPUTE = {"name": "recompute", "_target_": "a.Recompute", "every": 1}
 
 
 def changed(**groups):
@@ -31,8 +32,8 @@ def changed(**groups):
     [
         ([CONFIG, CONFIG], ["", ""]),
         (
-            [CONFIG, changed(activation_checkpointing="full")],
-            ["activation_checkpointing=none", "activation_checkpointing=full"],
+            [CONFIG, changed(activations=RECOMPUTE)],
+            ["activations=keep", "activations=recompute"],
         ),
         ([CONFIG, changed(compile=True), CONFIG], ["compile=false", "compile=true", "compile=false"]),
         ([CONFIG, changed(optimizer={"betas": [0.9, 0.99]})], ["betas=[0.9, 0.95]", "betas=[0.9, 0.99]"]),
@@ -54,8 +55,8 @@ def test_options_that_differ_are_named_and_no_others(configs, expected):
 def test_they_stand_in_the_rows_that_would_look_alike():
     runs = [
         run("ddp", 100.0, config=CONFIG),
-        run("ddp", 90.0, config=changed(activation_checkpointing="full")),
-        run("fsdp", 80.0, config=changed(activation_checkpointing="full")),
+        run("ddp", 90.0, config=changed(activations=RECOMPUTE)),
+        run("fsdp", 80.0, config=changed(activations=RECOMPUTE)),
     ]
-    labels = ["ddp activation_checkpointing=none", "ddp activation_checkpointing=full", "fsdp"]
+    labels = ["ddp activations=keep", "ddp activations=recompute", "fsdp"]
     assert [row[1] for row in cells(render(runs, 200))] == labels

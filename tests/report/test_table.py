@@ -121,11 +121,15 @@ def test_where_in_a_users_code_it_was_is_said_behind_a_message_however_long():
 def test_out_of_memory_says_what_to_try():
     layout = {"data": 2, "pipeline": 1, "micro_batch": 8}
     record = failed("ddp", "CUDA out of memory", "oom") | {"layout": layout}
-    record["config"] = {"activation_checkpointing": "none"}
-    tried = "try train.micro_batch=4, parallel=fsdp, activation_checkpointing=full, precision=bf16"
+    record["config"] = {"activations": {"name": "keep"}}
+    tried = "try train.micro_batch=4, parallel=fsdp, activations=recompute, precision=bf16"
     assert " ".join(render([record], 80).split()).endswith(f"CUDA out of memory; {tried}")
     small = record | {"parallel": "fsdp", "precision": "bf16", "layout": {"micro_batch": 1}}
-    assert " ".join(render([small], 80).split()).endswith("; try activation_checkpointing=full")
+    of_earlier_version = small | {"config": {"activation_checkpointing": "none"}}
+    for record in (small, of_earlier_version):
+        assert " ".join(render([record], 80).split()).endswith("; try activations=recompute")
+    frugal = small | {"config": {"activations": {"name": "recompute"}}}
+    assert "; try" not in " ".join(render([frugal], 80).split())
 
 
 def test_the_remedies_of_a_refusal_are_whole():

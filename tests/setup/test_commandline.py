@@ -26,6 +26,8 @@ def test_overrides_are_added_beside_those_of_the_command_line(monkeypatch):
         ("parallel.pipeline_size=2", "parallel.pipeline=2"),
         ("parallel.reduce_dtype=bf16,fp32", "parallel.gradients=bf16,fp32"),
         ("compile=true", "compile=layers"),
+        ("activation_checkpointing=full", "activations=recompute"),
+        ("activation_checkpointing=none,full", "activations=keep,recompute"),
         ("++compile=True,false", "++compile=layers,false"),
         ("compile=whole", "compile=whole"),
         ("check=true", "check=true"),

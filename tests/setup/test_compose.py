@@ -90,7 +90,7 @@ class TestMisspellings:
             ("n_layers=3", "model.layers"),
             ("batch_size=8", "train.global_batch"),
             ("optimiser.lr=1", "optimizer.lr"),
-            ("checkpointing=full", "checkpoint.keep, activation_checkpointing"),
+            ("checkpointing=full", "checkpoint.keep, activations"),
         ],
     )
     def test_an_option(self, override, meant):
@@ -136,6 +136,9 @@ class TestMisspellings:
         ]
         assert refused("parallel.reduce_dtype=bf16,fp32", multirun=True) == [
             "parallel.reduce_dtype=bf16,fp32: is called parallel.gradients now; try parallel.gradients=bf16,fp32"
+        ]
+        assert refused("activation_checkpointing=none,full", multirun=True) == [
+            "activation_checkpointing=none,full: is called activations now; try activations=keep,recompute"
         ]
 
     def test_all_at_once(self):

@@ -24,7 +24,7 @@ def test_the_defaults_are_typed():
     assert read.train == config.Train(16, "auto", 60, 3, 10, clip_norm=None, decay="matrices", ema=None)
     assert read.eval == config.Eval(every=None, micro_batch=64)
     assert read.cluster == config.Cluster("local", "auto", "auto", "auto")
-    assert read.general == config.General("fp32", False, "none", 0, "auto", "auto", None, 10, False, "throughput", 0.1)
+    assert read.general == config.General("fp32", False, 0, "auto", "auto", None, 10, False, "throughput", 0.1)
     assert read.checkpoint == config.Checkpoint(None, 3, True)
     call = read.call("parallel")
     assert (call.name, call.target) == ("ddp", "ptdbench.parallel.strategy.Strategy")
@@ -50,7 +50,11 @@ def test_overrides_arrive_with_their_types():
         ("general", "precision=fp4", "precision=fp4: must be fp32, tf32, bf16, fp16 or fp8"),
         ("general", "compile=yes", "compile=yes: must be false, layers, whole or autotune"),
         ("general", "compile=true", "compile=true: must be false, layers, whole or autotune"),
-        ("general", "activation_checkpointing=true", "activation_checkpointing=true: must be none or full"),
+        (
+            "general",
+            "+activation_checkpointing=full",
+            "activation_checkpointing=full: is called activations now; try activations=recompute",
+        ),
         ("general", "seed=-1", "seed=-1: must be at least 0"),
         ("general", "seed=1e3", "seed=1000.0: must be a whole number"),
         ("general", "device=gpu", "device=gpu: must be auto, cpu or cuda"),

@@ -1,0 +1,332 @@
+"""A Llama style decoder: RMS norms, rotary positions, SwiGLU, grouped-query attention, no biases, no dropout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor, nn
+
+from ptdbench.models.gpt import CausalMix, Head
+from ptdbench.models.protocol import Role
+from ptdbench.problems import Problem, at_least, nearest_numbers, require, try_these
+
+#: Llama 3's scaling of rotary frequencies: the sequence length that it stretches, and between how many turns in that
+#: length frequencies are scaled in part. Slower ones are divided by the whole factor, faster ones left as they are.
+SCALED_LENGTH, SLOW_TURNS, FAST_TURNS = 8192, 1, 4
+
+
+class Llama(nn.Module):
+    """The decoder: a chain of an embedding, equal blocks and a head.
+
+    Implements :class:`ptdbench.models.protocol.Model`.
+
+    Args:
+        layers: Number of blocks.
+        heads: Attention heads of a block; must divide ``width`` into even parts.
+        key_value_heads: Heads of keys and values, each of which serves equally many ``heads``.
+        width: Features of a token.
+        hidden: Features between the linear layers of an MLP.
+        sequence_length: Tokens of a sequence, and the length that :meth:`train_flops` counts.
+        vocabulary: Number of different tokens.
+        tie_weights: Whether the head's projection is the token embedding.
+        rope_theta: Base of the rotary frequencies: a larger one tells positions apart over a longer distance.
+        rope_factor: How far Llama 3's scaling stretches slow rotary frequencies; 1: not at all.
+        norm_epsilon: What norms add to the mean square.
+
+    Raises:
+        ConfigError: With every invalid option.
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        heads: int,
+        key_value_heads: int,
+        width: int,
+        hidden: int,
+        sequence_length: int = 8192,
+        vocabulary: int = 128256,
+        tie_weights: bool = False,
+        rope_theta: float = 500000.0,
+        rope_factor: float = 1.0,
+        norm_epsilon: float = 1e-5,
+    ) -> None:
+        super().__init__()
+        require(
+            *at_least(1, layers=layers, hidden=hidden, sequence_length=sequence_length),
+            *at_least(2, vocabulary=vocabulary),
+            *_problems_of_heads(heads, key_value_heads, width),
+            None if rope_theta > 1 else Problem("rope_theta", rope_theta, "must be greater than 1"),
+            None if rope_factor >= 1 else Problem("rope_factor", rope_factor, "must be at least 1 (no scaling)"),
+        )
+        self.width = width
+        self.heads = heads
+        self.key_value_heads = key_value_heads
+        self.hidden = hidden
+        self.sequence_length = sequence_length
+        self.vocabulary = vocabulary
+        self.embedding = Embedding(vocabulary, width)
+
+        def block() -> Block:
+            rotary = Rotary(width // heads, rope_theta, rope_factor)
+            return Block(Attention(width, heads, key_value_heads, rotary), SwiGLU(width, hidden), width, norm_epsilon)
+
+        self.blocks = nn.ModuleList(block() for _ in range(layers))
+        self.head = Head(width, vocabulary)
+        self.head.register_module("norm", nn.RMSNorm(width, norm_epsilon))  # GPT's is a layer norm
+        self.tie_weights = tie_weights
+        if tie_weights:
+            self.head.projection.weight = self.embedding.token.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: ``[batch, length]``, int64.
+            targets: ``[batch, length]``, int64: the token that follows each one of ``tokens``.
+
+        Returns:
+            Logits ``[batch, length, vocabulary]``, or with ``targets`` the mean cross entropy, an fp32
+            scalar.
+        """
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, targets)
+
+    def layers(self) -> list[nn.Module]:
+        """The blocks, in order."""
+        return list(self.blocks)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """``embedding``, ``blocks.0``, ``blocks.1``, ..., ``head``."""
+        blocks = {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
+        return {"embedding": self.embedding, **blocks, "head": self.head}
+
+    def train_flops(self) -> dict[str, float]:
+        """FLOPs of forward and backward for one sequence, by part.
+
+        As for :meth:`ptdbench.models.gpt.GPT.train_flops`, per token and forward, with D the width, K the features of
+        keys, H those between the layers of an MLP, T the sequence length, V the vocabulary:
+
+        ========================  ===================  ============================
+        queries, keys and values  2 · (D + 2K) · D
+        scores and mixing         2 · TD + 2 · TD      all T² pairs, not the causal half
+        attention output          2 · D²
+        MLP                       3 · 2 · DH
+        head                      2 · DV
+        ========================  ===================  ============================
+        """
+        T, D, V = self.sequence_length, self.width, self.vocabulary
+        K = D * self.key_value_heads // self.heads
+        block = 3.0 * T * (2 * (2 * D + 2 * K) * D + 4 * T * D + 6 * D * self.hidden)
+        head = 3.0 * T * 2 * D * V
+        return {"embedding": 0.0, **{f"blocks.{i}": block for i in range(len(self.blocks))}, "head": head}
+
+    def roles(self) -> dict[str, Role]:
+        """As for :meth:`ptdbench.models.gpt.GPT.roles`; attention by groups of heads."""
+        by_groups, vocabulary = (self.key_value_heads, "key and value heads"), (self.vocabulary, "tokens")
+        positions = (self.sequence_length, "positions")
+        of_block = {
+            "attention_norm": Role("entry"),
+            "attention.query_key_value": Role("outputs", *by_groups),
+            "attention.rotary": Role("positions", *positions),
+            "attention.mix": Role("attention", *by_groups),
+            "attention.output": Role("inputs", *by_groups),
+            "mlp_norm": Role("entry"),
+            "mlp.gate": Role("outputs"),
+            "mlp.up": Role("outputs"),
+            "mlp.down": Role("inputs"),
+        }
+        return {
+            "embedding": Role("stream", *positions),
+            "embedding.token": Role("vocabulary", *vocabulary),
+            **{f"blocks.{i}.{name}": role for i in range(len(self.blocks)) for name, role in of_block.items()},
+            "head.norm": Role("entry"),
+            "head.projection": Role("vocabulary", *vocabulary),
+            "head.cross_entropy": Role("loss"),
+        }
+
+    def tied(self) -> list[tuple[str, str]]:
+        """The token embedding and the head's projection, if they are one weight."""
+        return [("embedding.token.weight", "head.projection.weight")] if self.tie_weights else []
+
+    def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        """Initialize as :class:`ptdbench.models.gpt.GPT` does; Meta has not said how it does."""
+        if "norm." in name:
+            nn.init.ones_(tensor)
+        elif name.endswith(("attention.output.weight", "mlp.down.weight")):
+            nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * len(self.blocks)), generator=generator)
+        else:
+            nn.init.normal_(tensor, std=0.02, generator=generator)
+
+
+class Embedding(nn.Module):
+    """Token embedding."""
+
+    def __init__(self, vocabulary: int, width: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[batch, length]`` in int64 to ``[batch, length, width]``."""
+        return self.token(tokens)
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each computed from the normalized stream and added to it."""
+
+    def __init__(self, attention: Attention, mlp: SwiGLU, width: int, norm_epsilon: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width, norm_epsilon)
+        self.attention = attention
+        self.mlp_norm = nn.RMSNorm(width, norm_epsilon)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, length, width]`` to the same."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Rotary(nn.Module):
+    """The angles by which queries and keys are turned, so that their product depends on the distance of positions.
+
+    They are computed where they are used: a table would be a buffer, which DDP broadcasts and checkpoints hold, or one
+    more tensor to hand on from stage to stage.
+
+    Args:
+        head_width: Features of a head: pairs of them are turned.
+        theta: Base of the frequencies.
+        factor: How far slow frequencies are stretched.
+    """
+
+    def __init__(self, head_width: int, theta: float, factor: float) -> None:
+        super().__init__()
+        self.head_width = head_width
+        self.theta = theta
+        self.factor = factor
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """Positions of tokens in their sequence, ``[length]``, to fp32 angles ``[length, head_width / 2]``."""
+        exponents = torch.arange(0, self.head_width, 2, dtype=torch.float32, device=positions.device) / self.head_width
+        frequencies = 1.0 / self.theta**exponents
+        if self.factor != 1:
+            turns = frequencies * SCALED_LENGTH / (2 * math.pi)
+            kept = ((turns - SLOW_TURNS) / (FAST_TURNS - SLOW_TURNS)).clamp(0, 1)
+            frequencies = frequencies * (kept + (1 - kept) / self.factor)
+        return positions.float()[:, None] * frequencies
+
+
+def turn(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn feature ``i`` of the first half of the features with feature ``i`` of the second, in fp32 or better.
+
+    Args:
+        x: ``[..., length, head_width]``.
+        angles: ``[length, head_width / 2]``.
+    """
+    first, second = x.to(torch.promote_types(x.dtype, angles.dtype)).chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention in groups of heads that share keys and values.
+
+    The rows of the first matrix are laid out group by group, the queries of its heads, then its key and its value, so
+    that a cut by groups is a cut of the matrix: with ``1/n`` of its rows, and of the columns of the second matrix, this
+    module computes ``1/n`` of the groups.
+    """
+
+    def __init__(self, width: int, heads: int, key_value_heads: int, rotary: Rotary) -> None:
+        super().__init__()
+        self.head_width = width // heads
+        self.queries = heads // key_value_heads
+        self.query_key_value = nn.Linear(width, (heads + 2 * key_value_heads) * self.head_width, bias=False)
+        self.rotary = rotary
+        self.mix = CausalMix()
+        self.output = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, length, width]`` to the same."""
+        # [batch, groups, queries, key and value, length, head_width]
+        groups = self.query_key_value(x).unflatten(-1, (-1, self.queries + 2, self.head_width)).permute(0, 2, 3, 1, 4)
+        angles = self.rotary(torch.arange(groups.shape[-2], device=x.device))
+        turned, v = turn(groups[:, :, :-1], angles), groups[:, :, -1]
+        q, k = turned[:, :, :-1].flatten(1, 2), turned[:, :, -1]
+        return self.output(self.mix(q, k, v).transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """An MLP whose hidden features are gated (Shazeer 2020)."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, length, width]`` to the same."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+LLAMA_NAMES = {
+    "model.embed_tokens": "embedding.token",
+    "input_layernorm": "attention_norm",
+    "self_attn.o_proj": "attention.output",
+    "post_attention_layernorm": "mlp_norm",
+    "mlp.gate_proj": "mlp.gate",
+    "mlp.up_proj": "mlp.up",
+    "mlp.down_proj": "mlp.down",
+    "model.norm": "head.norm",
+    "lm_head": "head.projection",
+}
+
+#: Three matrices that are one here.
+_FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+def from_llama(state: Mapping[str, Tensor], key_value_heads: int) -> dict[str, Tensor]:
+    """The weights of a ``transformers`` ``LlamaForCausalLM``, for :meth:`Llama.load_state_dict`.
+
+    Args:
+        state: Its state dict. Queries, keys and values, which are three matrices, come out as one, group by group.
+        key_value_heads: Heads of keys and values of a block.
+
+    Raises:
+        KeyError: If the state holds a tensor that Llama has not, such as a bias.
+    """
+    weights = {}
+    for name, tensor in state.items():
+        module = name.removesuffix(".weight")
+        if not module.startswith("model.layers."):
+            weights[f"{LLAMA_NAMES[module]}.weight"] = tensor
+            continue
+        _, _, number, inner = module.split(".", 3)
+        if inner == _FUSED[0]:
+            three = [state[f"model.layers.{number}.{one}.weight"] for one in _FUSED]
+            groups = [matrix.unflatten(0, (key_value_heads, -1)) for matrix in three]
+            weights[f"blocks.{number}.attention.query_key_value.weight"] = torch.cat(groups, dim=1).flatten(0, 1)
+        elif inner not in _FUSED:
+            weights[f"blocks.{number}.{LLAMA_NAMES[inner]}.weight"] = tensor
+    return weights
+
+
+def _problems_of_heads(heads: int, key_value_heads: int, width: int) -> list[Problem]:
+    found = at_least(1, heads=heads, key_value_heads=key_value_heads, width=width)
+    if found:
+        return found
+    if width % (2 * heads):
+        fitting = [number for number in range(1, width + 1) if width % (2 * number) == 0]
+        rule = f"must divide width={width} into heads of an even number of features, which are turned in pairs"
+        found.append(Problem("heads", heads, rule, try_these(nearest_numbers(heads, fitting))))
+    if heads % key_value_heads:
+        divisors = [number for number in range(1, heads + 1) if heads % number == 0]
+        remedy = try_these(nearest_numbers(key_value_heads, divisors))
+        found.append(Problem("key_value_heads", key_value_heads, f"must divide heads={heads}", remedy))
+    return found

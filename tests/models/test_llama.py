@@ -1,0 +1,184 @@
+import math
+
+import pytest
+import torch
+
+from ptdbench.models.llama import Llama, Rotary, from_llama, turn
+from ptdbench.models.materialize import materialize, parameter_count
+from ptdbench.parallel.strategy import Strategy
+from ptdbench.problems import ConfigError
+from tests.parallel.ranks import on_ranks
+from tests.parallel.ten_steps import on_all_ranks, on_one_rank
+
+SIZES = {
+    "layers": 2, "heads": 4, "key_value_heads": 2, "width": 32, "hidden": 48, "sequence_length": 24, "vocabulary": 60,
+}  # fmt: skip
+
+
+def on_meta(**options):
+    with torch.device("meta"):
+        return Llama(**SIZES | options)
+
+
+def llama(**options):
+    model = on_meta(**options)
+    materialize(model, model, device="cpu", seed=0)
+    return model
+
+
+def scaled(theta, factor, length):
+    """How transformers writes rotary frequencies down."""
+    if factor == 1:
+        return {"rope_type": "default", "rope_theta": theta}
+    scaling = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": length}
+    return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **scaling}
+
+
+@pytest.mark.parametrize(
+    ("options", "theta", "factor"),
+    [
+        ({}, 500000.0, 8.0),
+        ({"tie_weights": True}, 10000.0, 1.0),
+        ({"key_value_heads": 4}, 10000.0, 1.0),
+        ({"key_value_heads": 1}, 10000.0, 1.0),
+    ],
+)
+def test_llama_weights_give_the_logits_of_transformers(options, theta, factor):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    ours = llama(rope_theta=theta, rope_factor=factor, **options)
+    config = transformers.LlamaConfig(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=ours.key_value_heads, max_position_embeddings=16384, rms_norm_eps=1e-5,
+        rope_parameters=scaled(theta, factor, 8192), tie_word_embeddings=ours.tie_weights,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # at the initial values norms would hide mistakes
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    ours.load_state_dict(from_llama(theirs.state_dict(), ours.key_value_heads))
+    tokens = torch.randint(60, (3, 24))
+    expected = theirs(tokens).logits
+    error = (ours(tokens) - expected).abs().max() / expected.abs().max()
+    assert expected.std() > 0.1
+    assert error < 1e-5
+    assert parameter_count(ours) == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+@pytest.mark.parametrize(("theta", "factor"), [(10000.0, 1.0), (500000.0, 8.0), (500000.0, 32.0)])
+def test_angles_are_those_of_transformers_far_from_the_beginning(theta, factor):
+    rotary = pytest.importorskip("transformers.models.llama.modeling_llama").LlamaRotaryEmbedding
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=2,
+        max_position_embeddings=16384,
+        rope_parameters=scaled(theta, factor, 8192),
+    )
+    positions = torch.tensor([0, 1, 100, 5000, 16383])
+    angles = Rotary(128, theta, factor)(positions)
+    cos, sin = rotary(config)(torch.zeros(1), positions[None])
+    torch.testing.assert_close(angles.cos(), cos[0, :, :64], rtol=0, atol=1e-3)  # 1e-7 of 16383
+    torch.testing.assert_close(angles.sin(), sin[0, :, :64], rtol=0, atol=1e-3)
+    unscaled = Rotary(128, theta, 1.0)(positions)
+    assert (angles[-1, -1] / unscaled[-1, -1]).item() == pytest.approx(1 / factor)
+    assert angles[-1, 0] == unscaled[-1, 0]
+
+
+def test_weights_may_hold_nothing_unknown():
+    with pytest.raises(KeyError):
+        from_llama({"model.layers.0.self_attn.q_norm.weight": torch.ones(1)}, 1)
+
+
+def test_angles_are_fp32_where_the_arithmetic_is_not():
+    """Position 1001 is no number of bf16."""
+    angles = Rotary(8, 10000.0, 1.0)(torch.tensor([1000, 1001]))
+    assert angles.dtype == torch.float32
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    turned = turn(x, angles)
+    assert turned.dtype == torch.bfloat16
+    torch.testing.assert_close(turned.float(), turn(x.float(), angles), rtol=1e-2, atol=1e-2)
+    assert not torch.equal(turned[0], turned[1])
+
+
+def test_attention_depends_on_the_distance_of_positions():
+    """A rank that holds the end of a sequence says so, and sees the same."""
+    model, x = llama(), torch.randn(2, 7, 32)
+    attention = model.blocks[0].attention
+    expected = attention(x)
+    hook = attention.rotary.register_forward_pre_hook(lambda _, positions: (positions[0] + 100,))
+    torch.testing.assert_close(attention(x), expected, rtol=1e-4, atol=1e-6)
+    hook.remove()
+    attention.rotary.register_forward_pre_hook(lambda _, positions: (positions[0] * 2,))
+    assert not torch.allclose(attention(x), expected, rtol=1e-2)
+
+
+def test_a_token_sees_only_those_before_it():
+    model = llama()
+    tokens = torch.randint(60, (1, 24))
+    changed = tokens.clone()
+    changed[0, 10] = (tokens[0, 10] + 1) % 60
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(after[:, :10], before[:, :10], rtol=0, atol=0)
+    assert (after[:, 10:] - before[:, 10:]).abs().amax(dim=-1).min() > 0
+
+
+def test_initial_values():
+    model = llama(layers=8, width=256, vocabulary=1000)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert (parameter == 1).all()
+        else:
+            std = 0.02 / 4 if name.endswith(("attention.output.weight", "mlp.down.weight")) else 0.02  # √(2 · 8) = 4
+            assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+    tokens, targets = torch.randint(1000, (2, 4, 24))
+    assert model(tokens, targets).item() == pytest.approx(math.log(1000), rel=0.02)
+
+
+def test_compiles_without_a_graph_break():
+    model = llama()
+    tokens, targets = torch.randint(60, (2, 2, 24))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens, targets), model(tokens, targets))
+
+
+def test_flops_by_hand():
+    """A token: 2 · 64 · 32 + 4 · 24 · 32 + 2 · 32² + 6 · 32 · 48 = 18432 a block, 2 · 32 · 60 in the head; · 3 · 24."""
+    assert llama().train_flops() == {"embedding": 0, "blocks.0": 1327104, "blocks.1": 1327104, "head": 276480}
+
+
+def test_all_problems_of_the_options_come_at_once():
+    with pytest.raises(ConfigError) as error:
+        on_meta(layers=0, heads=6, key_value_heads=4, rope_theta=1, rope_factor=0.5)
+    assert str(error.value).splitlines() == [
+        "layers=0: must be a whole number of at least 1",
+        "heads=6: must divide width=32 into heads of an even number of features, which are turned in pairs; "
+        "try 2, 4, 8",
+        "key_value_heads=4: must divide heads=6; try 2, 3, 6",
+        "rope_theta=1: must be greater than 1",
+        "rope_factor=0.5: must be at least 1 (no scaling)",
+    ]
+
+
+LAYOUTS = {
+    "ddp": Strategy(replicate="auto"),
+    "fsdp": Strategy(shard="auto"),
+    "pdp": Strategy(pipeline="auto", microbatches=2),
+}
+SMALL = {"vocabulary": 20, "sequence_length": 6}
+
+
+def losses_of_each() -> dict[tuple[str, bool], list[float]]:
+    return {
+        (name, tied): on_all_ranks(strategy, on_meta(**SMALL, tie_weights=tied))
+        for name, strategy in LAYOUTS.items()
+        for tied in (False, True)
+    }
+
+
+@pytest.mark.ranks
+def test_every_layout_follows_one_rank():
+    expected = {tied: on_one_rank(llama(**SMALL, tie_weights=tied)) for tied in (False, True)}
+    for of_rank in on_ranks(2, losses_of_each):
+        for (name, tied), losses in of_rank.items():
+            assert losses == pytest.approx(expected[tied], rel=1e-5), (name, tied)
