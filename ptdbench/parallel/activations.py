@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Protocol
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from ptdbench.problems import at_least, require
 
@@ -68,7 +70,7 @@ class Recompute:
     def __call__(self, layers: Sequence[nn.Module]) -> None:
         """Let the layers recompute."""
         for layer in layers[:: self.every]:
-            wrap_forward(layer, lambda forward: partial(checkpoint, forward, use_reentrant=False))
+            _recompute(layer, noop_context_fn)
 
 
 @dataclass(frozen=True)
@@ -79,9 +81,44 @@ class Selective:
 
     def __call__(self, layers: Sequence[nn.Module]) -> None:
         """Let the layers recompute what is cheap."""
-        contexts = partial(create_selective_checkpoint_contexts, _policy)
         for layer in layers:
-            wrap_forward(layer, lambda forward: partial(checkpoint, forward, use_reentrant=False, context_fn=contexts))
+            _recompute(layer, partial(create_selective_checkpoint_contexts, _policy))
+
+
+#: Of the first run of a layer, and of its recomputation.
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def _recompute(layer: nn.Module, contexts: Callable[[], _Contexts]) -> None:
+    """Recompute a layer under the second of ``contexts``; its batch norms have seen the batch already then.
+
+    Where a layer is compiled, its statistics are written once, by the graph of the forward pass.
+    """
+    norms = [part for part in layer.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
+
+    @contextmanager
+    def again(context: AbstractContextManager[Any]) -> Iterator[None]:
+        for norm in norms:
+            norm.track_running_stats = False
+        try:
+            with context:
+                yield
+        finally:
+            for norm in norms:
+                norm.track_running_stats = True
+
+    def without_statistics() -> _Contexts:
+        first, second = contexts()
+        return first, again(second)
+
+    def wrapper(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **named: Any) -> Any:
+            context_fn = without_statistics if norms and not torch.compiler.is_compiling() else contexts
+            return checkpoint(forward, *arguments, use_reentrant=False, context_fn=context_fn, **named)
+
+        return run
+
+    wrap_forward(layer, wrapper)
 
 
 @dataclass(frozen=True)

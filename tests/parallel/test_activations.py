@@ -55,6 +55,22 @@ class Operations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("treat", [Recompute(), Selective()])
+def test_a_batch_norm_counts_a_batch_once(treat):
+    torch.manual_seed(0)
+    layer, plain = (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(2))
+    plain.load_state_dict(layer.state_dict())
+    treat([layer])
+    inputs = torch.randn(8, 4, requires_grad=True)
+    layer(inputs).square().sum().backward()
+    plain(inputs.detach()).square().sum().backward()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(layer.state_dict()[name], tensor), name
+    for weight, expected in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(weight.grad, expected.grad)
+    assert layer[1].track_running_stats
+
+
 def gpt() -> GPT:
     with torch.device("meta"):
         model = GPT(**SIZES)

@@ -70,6 +70,7 @@ NARROW = {
 PRODUCTS = {
     "all three": Strategy(replicate=2, shard=2, pipeline=2, microbatches=2),
     "with tensor": Strategy(shard=2, pipeline=2, tensor=2, microbatches=4),
+    "with tensor, zero bubble": Strategy(replicate=2, pipeline=2, tensor=2, microbatches=2, schedule="zbv"),
     "with context": Strategy(replicate=2, shard=2, context=2),
     "with tensor, sequence": Strategy(replicate=2, pipeline=2, tensor=2, microbatches=2, sequence=True),
     "all three, kept whole": Strategy(replicate=2, shard=2, pipeline=2, schedule="gpipe", reshard_after_forward=False),
