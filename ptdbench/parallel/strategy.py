@@ -171,7 +171,7 @@ class Strategy:
         """The training state of a rank of each pipeline stage; ``average``: whether a moving average is kept."""
         in_buckets = self._applies("replicate", layout.dims) and not self._applies("shard", layout.dims)
         copies = 2 if in_buckets and not self.gradient_as_bucket_view else 1
-        copies += self.gradients == "powersgd"  # what has not been sent yet
+        copies += in_buckets and self.gradients == "powersgd"  # what has not been sent yet
         divided = in_buckets and self.optimizer == "zero1"
         return footprints(model, layout.dims, make, average=average, gradient_copies=copies, divided=divided)
 
@@ -246,9 +246,9 @@ class Strategy:
         if self.shard != 1 and self.gradients == "powersgd":
             rule = "is made of whole gradients, and each rank gets a shard of their sum here"
             yield Problem("gradients", "powersgd", rule, try_these(["auto", "bf16", "or parallel=ddp"]))
-        elif self.gradients != "powersgd":
+        if self.shard == 1 != self.replicate and self.gradients != "powersgd":
             for option in ("powersgd_rank", "powersgd_start"):
-                if getattr(self, option) != defaults[option] and self.replicate != 1 and self.shard == 1:
+                if getattr(self, option) != defaults[option]:
                     rule = "has no effect without parallel.gradients=powersgd"
                     yield Problem(option, getattr(self, option), rule, "omit it")
         if self.pipeline != 1 and not isinstance(self.reshard_after_forward, bool):
