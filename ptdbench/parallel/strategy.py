@@ -197,7 +197,7 @@ class Strategy:
         copied = self._applies("replicate", dims) or dims.context > 1
         in_buckets = copied and not self._is_sharded(dims)
         copies = 2 if in_buckets and not self.gradient_as_bucket_view else 1
-        copies += self.gradients == "powersgd"  # what has not been sent yet
+        copies += in_buckets and self.gradients == "powersgd"  # what has not been sent yet
         return footprints(
             model,
             dims,
@@ -296,9 +296,9 @@ class Strategy:
         if not self.shard == self.tensor == 1 and self.gradients == "powersgd":
             rule = "is made of whole gradients, and here are shards of them"
             yield Problem("gradients", "powersgd", rule, try_these(["auto", "bf16", "or parallel=ddp"]))
-        elif self.gradients != "powersgd":
+        if self.shard == 1 != self.replicate and self.gradients != "powersgd":
             for option in ("powersgd_rank", "powersgd_start"):
-                if getattr(self, option) != defaults[option] and self.replicate != 1 and self.shard == 1:
+                if getattr(self, option) != defaults[option]:
                     rule = "has no effect without parallel.gradients=powersgd"
                     yield Problem(option, getattr(self, option), rule, "omit it")
         if not self.pipeline == self.tensor == self.context == 1 and not isinstance(self.reshard_after_forward, bool):

@@ -125,6 +125,17 @@ class TestOneProcess:
         (found,) = strategy.footprints(gpt(), strategy.layout(Dims(replicate=4), 16, "auto"), ADAMW, average=False)
         assert found.gradients == copies * found.weights
 
+    def test_powersgd_keeps_what_it_has_not_sent_and_zero1_divides_state_and_average(self):
+        layout = Strategy(replicate="auto").layout(Dims(replicate=4), 16, "auto")
+        plain, divided = (
+            Strategy(replicate="auto", gradients="powersgd", optimizer=optimizer).footprints(
+                gpt(), layout, ADAMW, average=True
+            )[0]
+            for optimizer in ("replicated", "zero1")
+        )
+        assert plain.gradients == divided.gradients == 2 * plain.weights
+        assert plain.optimizer / 4 < divided.optimizer < plain.optimizer / 3
+
     def test_an_optimizer_that_cannot_take_a_step_on_fake_tensors_has_no_state(self):
         class Reader(torch.optim.SGD):
             def step(self, closure: Any = None) -> Any:

@@ -168,6 +168,10 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
         other.resume(5, {})
         other.rehearse()
         losses.append(train(other, 3))
+    other = laid_out(Lever(replicate="auto", gradients="powersgd", powersgd_rank=3))
+    other.engine.load_own_state(own)
+    other.rehearse()
+    assert not any("error" in name for name in other.engine.own_state())  # other matrices: it begins anew
     saver.close()
     return losses[0], losses[1], losses[2]
 
