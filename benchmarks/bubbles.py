@@ -181,7 +181,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8, help="of a step; at least twice as many as ranks")
     parser.add_argument(
-        "--milliseconds", type=float, default=80, help="a rank sleeps three times as long a micro-batch"
+        "--milliseconds", type=float, default=300, help="a rank sleeps three times as long a micro-batch"
     )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=list(SCHEDULES), default=list(SCHEDULES))

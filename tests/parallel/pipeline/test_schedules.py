@@ -129,3 +129,12 @@ def test_ten_steps_follow_one_rank(of_ranks, case):
     if case[2]:
         ends = [weight for of_rank in seen for weight in of_rank["ends"]]
         assert all(torch.equal(weight, ends[0]) for weight in ends)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [("1f1b", [0, 1, 2]), ("looped_bfs", [0, 1, 2, 0, 1, 2]), ("zbv", [0, 1, 2, 2, 1, 0])],
+)
+def test_stages_lie_in_a_loop_or_a_v(name, ranks):
+    schedule = SCHEDULES[name]
+    assert schedule.ranks(3, schedule.per_rank("auto")) == ranks
