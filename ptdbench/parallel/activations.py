@@ -70,7 +70,7 @@ class Recompute:
     def __call__(self, layers: Sequence[nn.Module]) -> None:
         """Let the layers recompute."""
         for layer in layers[:: self.every]:
-            _recompute(layer, noop_context_fn)
+            _recompute(layer)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Selective:
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def _recompute(layer: nn.Module, contexts: Callable[[], _Contexts]) -> None:
+def _recompute(layer: nn.Module, contexts: Callable[[], _Contexts] = noop_context_fn) -> None:
     """Recompute a layer under the second of ``contexts``; its batch norms have seen the batch already then.
 
     Where a layer is compiled, its statistics are written once, by the graph of the forward pass.
@@ -98,25 +98,32 @@ def _recompute(layer: nn.Module, contexts: Callable[[], _Contexts]) -> None:
 
     @contextmanager
     def again(context: AbstractContextManager[Any]) -> Iterator[None]:
+        momenta = [norm.momentum for norm in norms]
         for norm in norms:
-            norm.track_running_stats = False
+            norm.momentum = 0.0  # the statistics stay, and what is saved for the backward pass is the same
         try:
             with context:
                 yield
         finally:
-            for norm in norms:
-                norm.track_running_stats = True
+            for norm, momentum in zip(norms, momenta, strict=True):
+                norm.momentum = momentum
+                if norm.training and norm.num_batches_tracked is not None:
+                    norm.num_batches_tracked.sub_(1)
 
     def without_statistics() -> _Contexts:
         first, second = contexts()
         return first, again(second)
 
     def wrapper(forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any, **named: Any) -> Any:
-            context_fn = without_statistics if norms and not torch.compiler.is_compiling() else contexts
-            return checkpoint(forward, *arguments, use_reentrant=False, context_fn=context_fn, **named)
+        checkpointed = partial(checkpoint, forward, use_reentrant=False)
+        # The compiler does not know the default by its name.
+        plain = checkpointed if contexts is noop_context_fn else partial(checkpointed, context_fn=contexts)
+        eager = partial(checkpointed, context_fn=without_statistics)
 
-        return run
+        def run(*arguments: Any, **named: Any) -> Any:
+            return (plain if torch.compiler.is_compiling() else eager)(*arguments, **named)
+
+        return run if norms else plain
 
     wrap_forward(layer, wrapper)
 
