@@ -112,4 +112,6 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
     if transforms.replication:
         return replicate(module, setting.mesh.copies, device, transforms.replication)
-    return Part(module, module, settle=partial(tensor.add_up_partial, list(module.parameters())))
+    if transforms.sequence:
+        return Part(module, module, settle=partial(tensor.add_up_partial, list(module.parameters())))
+    return Part(module, module)

@@ -38,6 +38,8 @@ def refused(world_size, **degrees):
         (5, {"replicate": "auto", "pipeline": "auto"}, Dims(pipeline=5)),
         (8, {"replicate": 2, "pipeline": "auto"}, Dims(replicate=2, pipeline=4)),
         (8, {"replicate": 2, "shard": 2, "pipeline": 2}, Dims(2, 2, 1, 1, 2)),
+        (8, {"replicate": "auto", "tensor": "auto"}, Dims(replicate=4, tensor=2)),
+        (8, {"shard": "auto", "tensor": "auto", "pipeline": "auto"}, Dims(shard=2, tensor=2, pipeline=2)),
     ],
 )
 def test_degrees_that_are_not_given_are_derived(world_size, degrees, found):
