@@ -147,7 +147,7 @@ def test_equal_layers_share_one_compiled_graph_without_a_break(monkeypatch):
     for layer in layers:
         narrow(layer, [layer], "bf16", weights=True)
     expected = [layer(inputs) for layer in layers]
-    recompute(layers[2:])  # a graph of its own
+    Recompute()(layers[2:])  # a graph of its own
     compile_parts(nn.ModuleList(layers), layers, (), "layers")
     for layer, outputs in zip(layers, expected, strict=True):
         found = layer(inputs)
