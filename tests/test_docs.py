@@ -41,6 +41,7 @@ TO_RUN = sorted({command for text in TEXTS for command in commands(text) if not 
 #: What makes a run small, by how its model or its workload is named.
 SMALL = {
     "gpt": ("model.layers=4", "model.width=48", "model.sequence_length=32", "train.steps=2", "train.global_batch=8"),
+    "llama": ("model.layers=4", "model.width=48", "model.sequence_length=32", "train.steps=2", "train.global_batch=8"),
     "resnet": ("model.image_size=32", "train.steps=2"),
     "MyModel": ("train.steps=2",),
     "LlamaForCausalLM": ("data.sequence_length=16", "train.steps=2"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,10 +30,11 @@ def test_algorithms_are_timed_for_a_model_with_convolutions_and_for_the_next_onl
     found = []
     # What lays the model out is not needed, and would want a GPU.
     monkeypatch.setattr(strategy, "apply", lambda *_: found.append(torch.backends.cudnn.benchmark))
-    monkeypatch.setattr(strategy, "Accumulating", lambda *_: None)
+    monkeypatch.setattr(strategy, "Accumulating", lambda *_, **__: None)
+    mesh = SimpleNamespace(tensor=None, context=None)
     for model in models:
         layout = Layout(Dims(), 4, 4)
-        strategy.Strategy()(model, Setting(mesh=None, layout=layout, device=GPU))  # type: ignore[arg-type]
+        strategy.Strategy()(model, Setting(mesh=mesh, layout=layout, device=GPU))  # type: ignore[arg-type]
     assert found == [True, False, True]
 
 

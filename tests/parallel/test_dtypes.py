@@ -29,7 +29,11 @@ STRATEGIES = {
     "1f1b": (Strategy(replicate=2, pipeline=2), 2),
     "gpipe": (Strategy(replicate=2, pipeline=2, schedule="gpipe"), 2),
     "stages in shards": (Strategy(shard=2, pipeline=2), 2),
+    "tensor": (Strategy(replicate=2, tensor=2, sequence=True), 2),
+    "context": (Strategy(shard=2, context=2), 2),
 }
+#: Those that only a model with roles knows.
+DIVIDED = ("tensor", "context")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Strategy, precision and model.
 CASES = [
@@ -37,7 +41,7 @@ CASES = [
     for name, (_, micro_batch) in STRATEGIES.items()
     for precision in DTYPES
     for kind in ("gpt", "resnet")
-    if kind == "gpt" or micro_batch > 1
+    if kind == "gpt" or (micro_batch > 1 and name not in DIVIDED)
 ]
 
 
@@ -63,8 +67,8 @@ def test_dtypes_do_not_depend_on_the_layout(of_ranks, name, precision, kind):
     assert {module: dtypes for module, dtypes in activations.items() if dtypes != {DTYPES[precision]}} == {}
 
 
-#: The loss is computed from their weights or returned by them.
-NOT_CALLED = {"head.projection", "fc"}
+#: The loss is computed from their weights or returned by them, or is what they return.
+NOT_CALLED = {"head.projection", "head.cross_entropy", "fc"}
 
 
 def of_all() -> dict[Any, dict[str, Any]]:
