@@ -10,6 +10,7 @@ import torch
 
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel import context, tensor
+from ptdbench.parallel.activations import Activations, Selective
 from ptdbench.parallel.apply import Setting, Transforms, apply
 from ptdbench.parallel.batch import Layout, divides
 from ptdbench.parallel.compilation import Compile, start_afresh
@@ -178,6 +179,13 @@ class Strategy:
         if how and self._applies("pipeline", layout.dims) and self._schedule.splits_backward:
             rule = f"makes one graph of the backward pass, which {self.schedule} splits"
             require(Problem("compile", how, rule, try_these(["false", "or parallel.schedule=interleaved1f1b"])))
+
+    def check_activations(self, how: Activations, layout: Layout) -> None:
+        """Raise ConfigError where activations cannot be treated this way."""
+        if isinstance(how, Selective) and self._applies("pipeline", layout.dims) and self._schedule.splits_backward:
+            rule = f"has what it keeps for one backward pass, and {self.schedule} takes two"
+            remedy = try_these(["recompute", "keep", "or parallel.schedule=interleaved1f1b"])
+            require(Problem("activations", "selective", rule, remedy))
 
     def check_precision(self, precision: Name) -> None:
         """Raise ConfigError for a precision that does not go with the options."""

@@ -138,6 +138,8 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
         found.of(lambda: strategy.check_precision(config.resolved["precision"]))
     if activations and model:
         found.of(lambda: _check_activations(config, activations, model))
+    if activations and strategy and where:
+        found.of(lambda: strategy.check_activations(activations, where))
     found.close()
     assert strategy and activations and data and model and where  # noqa: PT018 - one fact
     assert optimizer and schedule  # noqa: PT018

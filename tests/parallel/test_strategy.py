@@ -20,6 +20,7 @@ from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
 from ptdbench.models.resnet import ResNet
 from ptdbench.models.toy import Toy
+from ptdbench.parallel.activations import Recompute, Selective
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.dims import Dims, Mesh
@@ -466,6 +467,17 @@ class TestPipeline:
         STRATEGIES["fsdp"].check_compile("layers", layout_of(STRATEGIES["fsdp"], 2, 4))
         for strategy in (Strategy(), Strategy(replicate="auto"), pipeline()):
             strategy.check_compile("whole", layout_of(strategy, strategy.ranks(2), 4))
+
+    @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
+    def test_what_is_kept_for_one_backward_pass_is_not_for_two(self, schedule):
+        layout = layout_of(pipeline(), 2, 16)
+        assert refused(pipeline(schedule=schedule).check_activations, Selective(), layout) == (
+            f"activations=selective: has what it keeps for one backward pass, and {schedule} takes two; "
+            "try recompute, keep, or parallel.schedule=interleaved1f1b"
+        )
+        pipeline(schedule=schedule).check_activations(Recompute(), layout)
+        pipeline().check_activations(Selective(), layout)
+        Strategy(replicate="auto").check_activations(Selective(), layout_of(Strategy(replicate="auto"), 2, 16))
 
     @pytest.mark.parametrize("build", [gpt, lambda: on_meta(Toy), lambda: on_meta(ResNet, depth=18, image_size=32)])
     def test_every_chain_can_be_cut(self, build):
