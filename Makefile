@@ -10,7 +10,7 @@ ARGS ?=
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test test test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed long-run bubbles attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test test test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed long-run bubbles parity-matrix attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -67,6 +67,9 @@ long-run: install  ## 50,000 steps of toy: do memory, saves and evaluations stay
 
 bubbles: install  ## how long each pipeline schedule idles, against its formula
 	$(BIN)/python benchmarks/bubbles.py $(ARGS)
+
+parity-matrix: install  ## does every layout compute the same numbers under every lever; the table of docs/parity.md
+	$(BIN)/python benchmarks/parity_matrix.py $(ARGS)
 
 attack: install  ## SIGKILL random processes of real runs 250 times: is anything lost; ARGS="--slurm 0" without SLURM
 	$(BIN)/python -m benchmarks.attack $(ARGS)

@@ -1,0 +1,54 @@
+"""The table of layouts and levers: what it says of a cell, and that the page is the stored result."""
+
+from __future__ import annotations
+
+import json
+from types import ModuleType
+
+import pytest
+
+from tests.conftest import ROOT
+
+LEARNT = [5.0, 4.5, 4.0]
+
+
+@pytest.fixture
+def matrix(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # scripts that import each other
+    import parity_matrix
+
+    return parity_matrix
+
+
+@pytest.mark.parametrize(
+    ("losses", "reference", "changed", "said"),
+    [
+        (LEARNT, LEARNT, False, "ok 0e+00"),
+        ([5.0, 4.5, 4.00002], LEARNT, False, "ok 5e-06"),
+        ([5.0, 4.5, 4.0002], LEARNT, False, "wrong: off by 5.0e-05"),
+        ([5.0, 4.5, 4.0002], LEARNT, True, "ok 5e-05"),
+        (LEARNT, LEARNT, True, "no effect"),
+        ([5.0, 4.5, 4.2], LEARNT, True, "wrong: off by 5.0e-02"),
+        ("rank 1 died", LEARNT, False, "wrong: rank 1 died"),
+        ([5.0, 5.0], [5.0, 5.0], False, "wrong: the reference does not learn, and equal losses prove nothing"),
+    ],
+)
+def test_a_cell_is_told_by_its_losses(matrix, losses, reference, changed, said):
+    assert matrix.verdict(losses, reference, changed) == said
+
+
+def test_what_is_refused_is_not_run(matrix):
+    assert matrix.refused(("fsdp", "plain")) is None
+    assert matrix.refused(("fsdp", "zero1")) == (
+        "refused: parallel.optimizer=zero1: has no effect under these degrees of parallelism"
+    )
+
+
+def test_the_page_is_the_stored_result(matrix):
+    stored = json.loads(matrix.RESULT.read_text())
+    assert matrix.page(stored["cells"], stored["torch"]) == matrix.PAGE.read_text()
+    assert list(stored["cells"]) == list(matrix.ROWS)
+    said = [cell for cells in stored["cells"].values() for cell in cells.values()]
+    assert len(said) == len(matrix.ROWS) * len(matrix.COLUMNS)
+    assert sum(cell.startswith("ok ") for cell in said) >= 60
+    assert not [cell for cell in said if not cell.startswith(("ok ", "refused: ", "no effect"))]
