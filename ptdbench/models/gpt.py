@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from ptdbench.models.linear_cross_entropy import LinearCrossEntropy
+from ptdbench.models.decoder import CausalMix, Decoder, Head
 from ptdbench.models.protocol import Role
 from ptdbench.problems import Problem, at_least, nearest_numbers, require, try_these
 
 
-class GPT(nn.Module):
+class GPT(Decoder):
     """The decoder: a chain of an embedding, equal blocks and a head.
 
     Implements :class:`ptdbench.models.protocol.Model`.
@@ -50,35 +50,10 @@ class GPT(nn.Module):
         self.vocabulary = vocabulary
         self.embedding = Embedding(vocabulary, sequence_length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
-        self.head = Head(width, vocabulary)
+        self.head = Head(nn.LayerNorm(width), width, vocabulary)
         self.tie_weights = tie_weights
         if tie_weights:
             self.head.projection.weight = self.embedding.token.weight
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Predict the next token at every position.
-
-        Args:
-            tokens: ``[batch, length]``, int64, ``length <= sequence_length``.
-            targets: ``[batch, length]``, int64: the token that follows each one of ``tokens``.
-
-        Returns:
-            Logits ``[batch, length, vocabulary]``, or with ``targets`` the mean cross entropy, an fp32
-            scalar.
-        """
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x, targets)
-
-    def layers(self) -> list[nn.Module]:
-        """The blocks, in order."""
-        return list(self.blocks)
-
-    def parts(self) -> dict[str, nn.Module]:
-        """``embedding``, ``blocks.0``, ``blocks.1``, ..., ``head``."""
-        blocks = {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
-        return {"embedding": self.embedding, **blocks, "head": self.head}
 
     def train_flops(self) -> dict[str, float]:
         """FLOPs of forward and backward for one sequence, by part.
@@ -123,10 +98,6 @@ class GPT(nn.Module):
             "head.projection": Role("vocabulary", *vocabulary),
             "head.cross_entropy": Role("loss"),
         }
-
-    def tied(self) -> list[tuple[str, str]]:
-        """The token embedding and the head's projection, if they are one weight."""
-        return [("embedding.token.weight", "head.projection.weight")] if self.tie_weights else []
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
         """Initialize as GPT-2 does (Radford et al. 2019, section 2.3).
@@ -195,15 +166,6 @@ class Attention(nn.Module):
         return self.output(self.mix(q, k, v).transpose(1, 2).flatten(2))
 
 
-class CausalMix(nn.Module):
-    """The values of each head, weighted by its attention to a position and those before."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Three of ``[batch, heads, length, head width]`` to one; keys and values may be of fewer heads."""
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-
-
 class MLP(nn.Module):
     """Two linear layers around a GELU, four times as wide between them."""
 
@@ -215,24 +177,6 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, length, width]`` to the same."""
         return self.down(F.gelu(self.up(x), approximate="tanh"))
-
-
-class Head(nn.Module):
-    """Final norm and projection to the vocabulary, with the loss when there are targets to compare with."""
-
-    def __init__(self, width: int, vocabulary: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.projection = nn.Linear(width, vocabulary, bias=False)
-        self.cross_entropy = LinearCrossEntropy()
-
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """``[batch, length, width]`` to logits ``[batch, length, vocabulary]``, or the mean loss in fp32."""
-        x = self.norm(x)
-        if targets is None:
-            return self.projection(x)
-        loss: Tensor = self.cross_entropy(x, self.projection.weight, targets)
-        return loss
 
 
 GPT2_NAMES = {

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from ptdbench.models.gpt import CausalMix, Head
+from ptdbench.models.decoder import CausalMix, Decoder, Head
 from ptdbench.models.protocol import Role
 from ptdbench.problems import Problem, at_least, nearest_numbers, require, try_these
 
@@ -18,7 +18,7 @@ from ptdbench.problems import Problem, at_least, nearest_numbers, require, try_t
 SCALED_LENGTH, SLOW_TURNS, FAST_TURNS = 8192, 1, 4
 
 
-class Llama(nn.Module):
+class Llama(Decoder):
     """The decoder: a chain of an embedding, equal blocks and a head.
 
     Implements :class:`ptdbench.models.protocol.Model`.
@@ -76,36 +76,10 @@ class Llama(nn.Module):
             return Block(Attention(width, heads, key_value_heads, rotary), SwiGLU(width, hidden), width, norm_epsilon)
 
         self.blocks = nn.ModuleList(block() for _ in range(layers))
-        self.head = Head(width, vocabulary)
-        self.head.register_module("norm", nn.RMSNorm(width, norm_epsilon))  # GPT's is a layer norm
+        self.head = Head(nn.RMSNorm(width, norm_epsilon), width, vocabulary)
         self.tie_weights = tie_weights
         if tie_weights:
             self.head.projection.weight = self.embedding.token.weight
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Predict the next token at every position.
-
-        Args:
-            tokens: ``[batch, length]``, int64.
-            targets: ``[batch, length]``, int64: the token that follows each one of ``tokens``.
-
-        Returns:
-            Logits ``[batch, length, vocabulary]``, or with ``targets`` the mean cross entropy, an fp32
-            scalar.
-        """
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x, targets)
-
-    def layers(self) -> list[nn.Module]:
-        """The blocks, in order."""
-        return list(self.blocks)
-
-    def parts(self) -> dict[str, nn.Module]:
-        """``embedding``, ``blocks.0``, ``blocks.1``, ..., ``head``."""
-        blocks = {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
-        return {"embedding": self.embedding, **blocks, "head": self.head}
 
     def train_flops(self) -> dict[str, float]:
         """FLOPs of forward and backward for one sequence, by part.
@@ -150,10 +124,6 @@ class Llama(nn.Module):
             "head.projection": Role("vocabulary", *vocabulary),
             "head.cross_entropy": Role("loss"),
         }
-
-    def tied(self) -> list[tuple[str, str]]:
-        """The token embedding and the head's projection, if they are one weight."""
-        return [("embedding.token.weight", "head.projection.weight")] if self.tie_weights else []
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
         """Initialize as :class:`ptdbench.models.gpt.GPT` does; Meta has not said how it does."""

@@ -1,0 +1,80 @@
+"""What language models share: a chain of a token embedding, equal blocks and a head."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptdbench.models.linear_cross_entropy import LinearCrossEntropy
+
+
+class Decoder(nn.Module):
+    """A decoder as a chain; what it is made of, its FLOPs, roles and initial values are its subclass's.
+
+    Attributes:
+        embedding: Tokens to the stream; its ``token`` is an ``nn.Embedding``.
+        blocks: From stream to stream.
+        head: A :class:`Head`.
+        tie_weights: Whether the head's projection is the token embedding.
+    """
+
+    embedding: nn.Module
+    blocks: nn.ModuleList
+    head: nn.Module
+    tie_weights: bool
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: ``[batch, length]``, int64, at most as long as the model is built for.
+            targets: ``[batch, length]``, int64: the token that follows each one of ``tokens``.
+
+        Returns:
+            Logits ``[batch, length, vocabulary]``, or with ``targets`` the mean cross entropy, an fp32
+            scalar.
+        """
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, targets)
+
+    def layers(self) -> list[nn.Module]:
+        """The blocks, in order."""
+        return list(self.blocks)
+
+    def parts(self) -> dict[str, nn.Module]:
+        """``embedding``, ``blocks.0``, ``blocks.1``, ..., ``head``."""
+        blocks = {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
+        return {"embedding": self.embedding, **blocks, "head": self.head}
+
+    def tied(self) -> list[tuple[str, str]]:
+        """The token embedding and the head's projection, if they are one weight."""
+        return [("embedding.token.weight", "head.projection.weight")] if self.tie_weights else []
+
+
+class CausalMix(nn.Module):
+    """The values of each head, weighted by its attention to a position and those before."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Three of ``[batch, heads, length, head width]`` to one; keys and values may be of fewer heads."""
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+class Head(nn.Module):
+    """Final norm and projection to the vocabulary, with the loss when there are targets to compare with."""
+
+    def __init__(self, norm: nn.Module, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.norm = norm
+        self.projection = nn.Linear(width, vocabulary, bias=False)
+        self.cross_entropy = LinearCrossEntropy()
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """``[batch, length, width]`` to logits ``[batch, length, vocabulary]``, or the mean loss in fp32."""
+        x = self.norm(x)
+        if targets is None:
+            return self.projection(x)
+        loss: Tensor = self.cross_entropy(x, self.projection.weight, targets)
+        return loss
