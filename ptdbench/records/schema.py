@@ -116,6 +116,52 @@ class Metrics(TypedDict, total=False):
     """These by phase: ``import``, ``config``, ``rendezvous``, ``check``, ``build``, ``first_step``."""
 
 
+class Communication(TypedDict):
+    """What ranks send with one operation, such as ``all_reduce``, in one step: the mean over ranks."""
+
+    calls: float
+    """How often a rank calls it."""
+    bytes: float
+    """Size of what a rank hands over, or receives where that is larger."""
+    seconds: float
+    """Seconds in which it was under way, counted from when the last rank called it; overlapping calls count once."""
+    exposed_seconds: float
+    """The part of them in which the rank computed nothing: a share of the phase ``communication``."""
+
+
+class Phases(TypedDict, total=False):
+    """Where the time of a step went, from a few profiled steps after the timed ones (``profile.steps``).
+
+    The profiler slows steps down: seconds are those of the profiled steps, scaled to the mean timed step.
+    """
+
+    steps: int
+    """Number of profiled steps; 0 if there are no phases."""
+    reason: str | None
+    """Why there are no phases."""
+    pass_seconds: float
+    """What profiling took, from the first profiled step to the last figure."""
+    profiled_step_seconds: float
+    """Mean duration of a profiled step, of the slowest rank."""
+    step_seconds: float
+    """Mean duration of a timed step, to which all seconds are scaled."""
+    ranks: dict[str, list[float]]
+    """Seconds of a step by phase, one number for each rank; the phases of a rank add up to its step. ``data``: waiting
+    for the batch. ``forward``, ``backward``: these passes without the waiting below; recomputation is part of
+    ``backward``. ``communication``: exposed, the rank computed nothing meanwhile. ``stragglers``: waiting until the
+    last rank of a collective operation had called it. ``bubble``: waiting until another stage of the pipeline had
+    called its side of a message. ``optimizer``: clipping, the optimizer, loss scaling. ``other``: all else."""
+    communication: dict[str, Communication]
+    """The operations of communication."""
+    waited_for: list[float]
+    """For each rank the seconds of a step in which others waited for it: the mean over the others."""
+    stages: list[list[int]] | None
+    """The pipeline's stages on each rank; null without a pipeline."""
+    bubble_formula: float | None
+    """The bubble's share of a step by the formula of the schedule, for stages that take equally long; null without
+    a pipeline."""
+
+
 class Evaluation(TypedDict):
     """One evaluation on the held-out part."""
 
@@ -318,6 +364,8 @@ class Record(Identity, total=False):
     """Number of untimed steps of the last start of the run."""
     metrics: Metrics | None
     """Figures of the timed steps; those until it ended for a run that did not finish."""
+    phases: Phases | None
+    """Where the time of a step went; null for a run that was not profiled."""
     error: Error | None
     """Why the run did not end well; null if it did."""
     remarks: Remarks | None
