@@ -74,8 +74,7 @@ def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
         trace: The rank's steps.
         ready: When each call of the trace could begin.
     """
-    seconds = {name: length(times) for name, times in trace.phases.items()}
-    seconds |= dict.fromkeys(("communication", "stragglers", "bubble"), 0.0)
+    seconds = dict.fromkeys(PHASES, 0.0) | {name: length(times) for name, times in trace.phases.items()}
     exposed: defaultdict[str, float] = defaultdict(float)
     waited_for: defaultdict[int, float] = defaultdict(float)
     for (start, end), call, is_late in _divided(trace, ready):
@@ -87,9 +86,9 @@ def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
         point_to_point = trace.calls[call].operation in POINT_TO_POINT
         seconds["bubble" if point_to_point else "stragglers"] += end - start
         waited_for[ready[call].last] += end - start
-    seconds["other"] = length(trace.steps) - sum(seconds.values())
+    seconds["other"] = max(0.0, length(trace.steps) - sum(seconds.values()))  # rounding can make it negative
     traffic = _traffic(trace, ready, exposed)
-    return Partition(len(trace.steps), {name: seconds[name] for name in PHASES}, traffic, waited_for)
+    return Partition(len(trace.steps), seconds, traffic, waited_for)
 
 
 def _divided(trace: Trace, ready: Sequence[Ready]) -> Iterator[tuple[Interval, int | None, bool]]:

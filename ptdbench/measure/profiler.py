@@ -18,11 +18,20 @@ from ptdbench.measure.trace import WAITING
 _SILENT = "99"
 
 
+#: Operations in the table.
+_ROWS = 40
+
+
 @contextmanager
-def profiled(path: Path, device: torch.device) -> Iterator[None]:
-    """Write a trace of what this rank does inside of the block, in Chrome's format, to ``path``.
+def profiled(path: Path, device: torch.device, table: Path | None = None) -> Iterator[None]:
+    """Write a trace of what this rank does inside of the block.
 
     Not by ``torch.profiler.profile``, which imports the compiler for a second and a half.
+
+    Args:
+        path: The trace, a new file in Chrome's format.
+        device: The rank's device.
+        table: Where to write a table of the operations, or kernels, that took the longest; ``None`` for none.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     on_gpu = "cuda" if device.type == "cuda" else None
@@ -31,6 +40,9 @@ def profiled(path: Path, device: torch.device) -> Iterator[None]:
         if on_gpu:
             torch.cuda.synchronize(device)
     taken.export_chrome_trace(str(path))
+    if table:
+        order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+        table.write_text(taken.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=80))
 
 
 @contextmanager

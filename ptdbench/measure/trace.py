@@ -207,7 +207,7 @@ def _silent_waits(top: Sequence[_Event], calls: Sequence[Call]) -> Iterator[Inte
         if _is_backward(before) or before.name == "c10d::broadcast_":
             last = bisect_right(ends, after.start) - 1
             if last >= 0 and ends[last] > before.end:
-                yield before.end, ends[last]
+                yield before.end, after.start
 
 
 def _calls(own: Sequence[_Event], sent: Sequence[_Event]) -> list[Call]:

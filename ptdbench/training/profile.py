@@ -6,6 +6,7 @@ They train on, and nothing looks at the weights afterwards. No label and no cloc
 from __future__ import annotations
 
 import gc
+import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -18,11 +19,15 @@ from torch.autograd.profiler import record_function
 from ptdbench.job import Job
 from ptdbench.launch import clock_offset
 from ptdbench.launch.peers import gather
-from ptdbench.measure import trace
+from ptdbench.measure import perfetto, trace
 from ptdbench.measure.phases import PHASES, Partition, partition
 from ptdbench.measure.profiler import profiled
 from ptdbench.training import traffic
 from ptdbench.training.loop import StepLoop
+
+#: In the directory of a run with ``profile.trace``: the trace of all ranks, and a folder with one for each rank and a
+#: table of the operations of rank 0 that took the longest.
+MERGED, TRACES, OPERATIONS = "trace.json.gz", "trace", "operations.txt"
 
 #: Seconds that the steps of the pass may take; at least one is done.
 MOST_SECONDS = 60.0
@@ -46,9 +51,10 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None) -> dict[
     started = time.perf_counter()
     timed = gather(((metrics or {}).get("step_seconds") or {}).get("mean"))[0]
     steps = max(1, min(asked, int(MOST_SECONDS / timed) if timed else asked))
+    keep = job.spec.config.profile.trace
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
-        path = Path(scratch) / f"{job.world.rank}.json"
-        _run(job, loop, steps, path)
+        path, table = Path(scratch) / "trace.json", Path(scratch) / OPERATIONS
+        _run(job, loop, steps, path, table if keep and job.world.rank == 0 else None)
         with job.watchdog.paused():
             found = _read(path)
             if reasons := [one for one in gather(found if isinstance(found, str) else None) if one]:
@@ -57,6 +63,8 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None) -> dict[
             assert loop.mesh
             groups = traffic.groups(loop.mesh)
             ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
+            if keep:
+                _keep(job, Path(scratch), ahead)
             divided = partition(found, traffic.ready(found.calls, groups, ahead))
             of_ranks: list[Partition] = gather(divided)
     if job.world.rank > 0:
@@ -64,12 +72,12 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None) -> dict[
     return {**_fields(of_ranks, timed), **_pipeline(job), "pass_seconds": time.perf_counter() - started}
 
 
-def _run(job: Job, loop: StepLoop, steps: int, path: Path) -> None:
-    """Run the steps under the profiler, and one before them that is not looked at."""
+def _run(job: Job, loop: StepLoop, steps: int, path: Path, table: Path | None) -> None:
+    """Run the steps under the profiler, and one before them that is not looked at; see :func:`profiled`."""
     gc.collect()
     gc.disable()
     try:
-        with profiled(path, job.device):
+        with profiled(path, job.device, table):
             for number in range(loop.done, loop.done + steps + 1):
                 with record_function("warm-up" if number == loop.done else trace.STEP):
                     _step(loop, number)
@@ -97,6 +105,27 @@ def _read(path: Path) -> trace.Trace | str:
         return trace.read(path)
     except (OSError, ValueError) as error:
         return f"the trace cannot be read: {error}"
+
+
+def _keep(job: Job, scratch: Path, ahead: float) -> None:
+    """Write the trace of each rank, for Holistic Trace Analysis, and one of all ranks, for Perfetto."""
+    folder, rank = job.directory / TRACES, job.world.rank
+    folder.mkdir(exist_ok=True)
+    if (scratch / OPERATIONS).exists():
+        shutil.copy(scratch / OPERATIONS, folder / OPERATIONS)
+    facts = {"backend": job.spec.backend, "rank": rank, "world_size": job.world.size}
+    perfetto.compress(scratch / "trace.json", folder / f"rank{rank}.json.gz", facts)
+    of_ranks: list[float] = gather(ahead)
+    if rank == 0:
+        stages = _pipeline(job)["stages"]
+        names = [f"rank {peer.rank}, {peer.device}" for peer in job.peers]
+        if stages:
+            names = [
+                f"{name}, stage{'s' * (len(of) > 1)} {', '.join(map(str, of))}"
+                for name, of in zip(names, stages, strict=True)
+            ]
+        traces = [folder / f"rank{number}.json.gz" for number in range(job.world.size)]
+        perfetto.merge(traces, names, of_ranks, job.directory / MERGED)
 
 
 def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any]:
