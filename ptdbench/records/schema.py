@@ -201,8 +201,9 @@ class Clocks(TypedDict):
     clock_reasons: list[str] | None
     """Why it did not run at its highest clock when it was looked at: ``power cap``, ``too hot (hardware)``, ..."""
     held_back: dict[str, float] | None
-    """Share of the time in which clocks were held back, by cause: ``power limit``, ``temperature limit``,
-    ``sync boost``, ``board limit``, ``reliability limit``, as far as the driver counts them. Causes may coincide."""
+    """Share of the time in which clocks were held below the application clocks, by cause: ``power limit``,
+    ``temperature limit``, ``sync boost``, ``board limit``, ``reliability limit``, as far as the driver counts them.
+    Causes may coincide."""
 
 
 class Hardware(TypedDict, total=False):
