@@ -207,7 +207,7 @@ class Clocks(TypedDict):
 
 
 class Hardware(TypedDict, total=False):
-    """The hardware while it ran: energy, clocks, and what held these back."""
+    """The hardware while the last start of the run did steps: energy, clocks, and what held these back."""
 
     cpu: Energy
     """All CPU packages of the machines that the ranks ran on, without memory modules. A package does not tell whose
