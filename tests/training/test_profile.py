@@ -23,7 +23,7 @@ from ptdbench.parallel.pipeline.stage import Stage
 from ptdbench.records import schema
 from ptdbench.training import profile
 from ptdbench.training.update import Update
-from tests.conftest import composed, record_of, run_on_shared_ranks
+from tests.conftest import composed, record_of
 from tests.shared_ranks import RANKS
 
 pytestmark = pytest.mark.ranks
