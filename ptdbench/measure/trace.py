@@ -110,11 +110,15 @@ class _Event:
         return self.start, self.end
 
 
-def read(path: Path) -> Trace:
+def read(path: Path, device_type: str = "cpu") -> Trace:
     """Read a trace in Chrome's format.
 
+    Args:
+        path: The trace.
+        device_type: What computed: ``cpu`` or ``cuda``.
+
     Raises:
-        ValueError: It is damaged, or holds no profiled step.
+        ValueError: It is damaged, holds no profiled step, or no kernels although a GPU computed.
     """
     try:
         written = json.loads(path.read_bytes(), strict=False)
@@ -141,7 +145,9 @@ def read(path: Path) -> Trace:
     own = [event for event in events if event.thread == steps[0].thread and event.kind in ("user_annotation", "cpu_op")]
     parts = {name: [event.interval for event in own if event.name == name] for name in (DATA, GRADIENTS, UPDATE)}
     whole = [step.interval for step in steps]
-    if on_device:
+    if device_type != "cpu":
+        if not on_device:
+            raise ValueError(f"{path} holds no kernels: the profiler could not watch the GPU")
         return _of_device(whole, parts, events, on_device)
     return _of_host(whole, parts, own, [event for event in events if event.name.startswith("gloo:")])
 

@@ -56,7 +56,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None) -> dict[
         path, table = Path(scratch) / "trace.json", Path(scratch) / OPERATIONS
         _run(job, loop, steps, path, table if keep and job.world.rank == 0 else None)
         with job.watchdog.paused():
-            found = _read(path)
+            found = _read(path, job.device.type)
             if reasons := [one for one in gather(found if isinstance(found, str) else None) if one]:
                 return {"steps": 0, "reason": reasons[0]}
             assert isinstance(found, trace.Trace)
@@ -96,13 +96,13 @@ def _step(loop: StepLoop, number: int) -> None:
     with record_function(trace.GRADIENTS):
         loop.engine.gradients(inputs, targets, loop.update.scale)
     with record_function(trace.UPDATE):
-        loop.update(loop.done)  # the learning rate of the last step: the schedule has ended
+        loop.update(loop.done - 1)  # the learning rate of the last step: the schedule has ended
 
 
-def _read(path: Path) -> trace.Trace | str:
+def _read(path: Path, device_type: str) -> trace.Trace | str:
     """The trace, or why there is none."""
     try:
-        return trace.read(path)
+        return trace.read(path, device_type)
     except (OSError, ValueError) as error:
         return f"the trace cannot be read: {error}"
 

@@ -114,7 +114,7 @@ def test_on_a_gpu_kernels_belong_to_the_phase_that_launched_them(tmp_path):
         kernel("gemm", 2, 4, 1), kernel("gemm", 6, 8, 2), kernel("adam", 8.5, 9, 3),
         kernel("ncclDevKernel_AllGather_RING_LL(...)", 3, 5, 4, **collective),
     ]  # fmt: skip
-    found = trace.read(write(tmp_path / "t.json", *step(0, 1, 3, 10), *events))
+    found = trace.read(write(tmp_path / "t.json", *step(0, 1, 3, 10), *events), "cuda")
     assert phases(found) == {"data": [], "forward": [(0, 4)], "backward": [(5, 8)], "optimizer": [(8, 9)]}
     assert milliseconds(found.waits) == [(4, 5)]
     (call,) = found.calls
@@ -132,3 +132,8 @@ def test_a_damaged_trace_is_refused(tmp_path, text):
 def test_a_trace_without_steps_is_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no profiled step"):
         trace.read(write(tmp_path / "t.json", event("aten::mm", 0, 1)))
+
+
+def test_a_gpu_that_the_profiler_could_not_watch_has_no_phases(tmp_path):
+    with pytest.raises(ValueError, match="the profiler could not watch the GPU"):
+        trace.read(write(tmp_path / "t.json", *step(0, 1, 3, 10)), "cuda")

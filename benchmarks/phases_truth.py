@@ -1,0 +1,162 @@
+"""The phases that the profiler found against steps in which communication costs nothing.
+
+    python benchmarks/phases_truth.py
+    python benchmarks/phases_truth.py --model gpt_small --steps 20 --only ddp fsdp
+
+A step is run in two ways that take turns in the same process: as it is, and with torch's operations of communication
+replaced by ones that are done at once and move nothing. What is computed with the wrong numbers takes as long. The
+difference is the time that communication, waiting for other ranks and the bubble really cost; the profiling pass says
+the same from a trace. Both are printed as shares of the step, the mean over ranks.
+
+They differ for a reason where communication takes cores from what computes beside it, as gloo's threads do on a CPU: that
+makes the difference larger, and no wait shows it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from rank import joined
+from torch._C._distributed_c10d import _create_work_from_future
+
+from ptdbench.launch import local, peers
+from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.training import profile
+from ptdbench.training.loop import StepLoop
+from ptdbench.workloads.train import assemble
+
+#: How far the two shares may be apart.
+POINTS = 0.05
+
+LAYOUTS = {
+    "ddp": ["parallel=ddp"],
+    "fsdp": ["parallel=fsdp"],
+    "tp": ["parallel=tp"],
+    "pdp": ["parallel=pdp", "parallel.pipeline=2"],
+}
+
+OPERATIONS = (
+    "allreduce_", "_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "_reduce_scatter_base_",
+    "reduce_scatter_tensor_coalesced_", "alltoall_base_", "broadcast_", "send", "recv_",
+)  # fmt: skip
+
+#: What of a step is waiting for others.
+WAITS = ("communication", "stragglers", "bubble")
+
+
+def main() -> int:
+    """Print both shares of each layout; 1 if they are too far apart."""
+    options = _parse()
+    print(f"{'':6}{'step':>10}{'free':>10}{'exposed, by difference':>26}{'by the trace':>16}")
+    wrong = []
+    for name in options.only or LAYOUTS:
+        found = _measured(name, options)
+        step, free = (float(np.mean(found[way])) for way in ("step", "free"))
+        low, high = _interval(np.array(found["step"]), np.array(found["free"]))
+        by_trace = np.mean([found["phases"]["ranks"][wait] for wait in WAITS], axis=1).sum()
+        share, traced = 1 - free / step, by_trace / found["phases"]["step_seconds"]
+        interval = f"({100 * low:.1f} to {100 * high:.1f})"
+        print(f"{name:6}{1e3 * step:8.1f}ms{1e3 * free:8.1f}ms{share:11.1%} {interval:>14}{traced:16.1%}", flush=True)
+        if abs(share - traced) > POINTS:
+            wrong.append(name)
+    if wrong:
+        print(f"more than {100 * POINTS:.0f} points apart: {', '.join(wrong)}")
+    return int(bool(wrong))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="gpt_tiny")
+    parser.add_argument("--steps", type=int, default=40, help="pairs of steps")
+    parser.add_argument("--only", nargs="*", choices=LAYOUTS, help="default: all")
+    return parser.parse_args()
+
+
+def _interval(steps: np.ndarray, free: np.ndarray) -> tuple[float, float]:
+    """The 95 % interval of the difference's share: a percentile bootstrap over pairs of steps."""
+    generator = np.random.default_rng(0)
+    draws = [generator.integers(len(steps), size=len(steps)) for _ in range(2000)]
+    low, high = np.quantile([1 - free[draw].mean() / steps[draw].mean() for draw in draws], (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    words = [f"model={options.model}", *LAYOUTS[name], "cluster.ranks_per_node=2", "profile.steps=10", "device=cpu"]
+    composed = compose_all(conf_folder(), "config", words, multirun=False).jobs[0]
+    with TemporaryDirectory() as directory:
+        local.start(_in_rank, 2, composed, directory, options.steps)
+        found: dict[str, Any] = json.loads(Path(directory, "found").read_text())
+        return found
+
+
+def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str, pairs: int) -> None:
+    torch.set_num_threads(1)
+    with joined(environ, composed, directory) as job:
+        loop = assemble(job)
+        times: dict[str, list[float]] = {"step": [], "free": []}
+        for number in range(pairs + 3):
+            for way in reversed(times) if number % 2 else times:
+                seconds = _timed(loop, free=way == "free")
+                if number >= 3:  # the first ones allocate
+                    times[way].append(seconds)
+        mean = {"step_seconds": {"mean": float(np.mean(times["step"]))}}
+        phases = profile.phases(job, loop, mean)
+        of_ranks = peers.gather(times)
+        if job.world.rank == 0:
+            found = {way: np.mean([one[way] for one in of_ranks], axis=0).tolist() for way in times}
+            Path(directory, "found").write_text(json.dumps({**found, "phases": phases}))
+
+
+def _timed(loop: StepLoop, free: bool) -> float:
+    """Seconds of a step."""
+    inputs, targets = loop.feed.peek(loop.done)
+    dist.barrier()
+    with _free_communication() if free else _as_it_is():
+        began = time.perf_counter()
+        loop.engine.gradients(inputs, targets, loop.update.scale)
+        loop.update(0)
+        return time.perf_counter() - began
+
+
+@contextmanager
+def _as_it_is() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _free_communication() -> Iterator[None]:
+    """Operations of communication are done at once, and move nothing."""
+    library = torch.library.Library("c10d", "IMPL")
+    for name in OPERATIONS:
+        returns = getattr(torch.ops.c10d, name).default._schema.returns
+        library.impl(name, _done_with_tensors if len(returns) > 1 else _done, "CPU", allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _done(tensors: Any, *_: Any) -> Any:
+    future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+    future.set_result([tensors] if isinstance(tensors, torch.Tensor) else list(tensors))
+    return _create_work_from_future(future).boxed()
+
+
+def _done_with_tensors(tensors: Any, *_: Any) -> Any:
+    return tensors, _done(tensors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
