@@ -8,7 +8,7 @@ replaced by ones that are done at once and move nothing. What is computed with t
 difference is the time that communication, waiting for other ranks and the bubble really cost; the profiling pass says
 the same from a trace. Both are printed as shares of the step, the mean over ranks.
 
-They differ for a reason where communication takes cores from what computes beside it, as gloo's threads do on a CPU: that
+They differ for a reason where communication takes cores from what computes beside it, as the threads of gloo do: that
 makes the difference larger, and no wait shows it.
 """
 
