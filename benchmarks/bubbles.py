@@ -9,16 +9,7 @@ and engine. A rank's span goes from its first sleep of a step to the end of its 
 longest span of all ranks in which that rank did not sleep, in the best of several steps. The machine must have time to
 wake a rank when it is due: on a busy one, take longer sleeps.
 
-With ``p`` ranks, ``v`` stages on each and ``m`` micro-batches, the longest span has a bubble of
-
-=======================  ================  =================================================================
-gpipe, 1f1b              3 (p - 1) t       Huang et al. 2019; Narayanan et al. 2021, section 2.2
-interleaved1f1b          3 (p - 1) t / v   Narayanan et al. 2021, section 2.2
-looped_bfs               3 (p - 1) t / v   Lamy-Poirier 2022, section 4.1
-interleaved_zero_bubble  (p - 1) t / v     Qi et al. 2023, table 2, ZB-H1: T_F + T_B - T_W for each rank before
-zbv                      0                 Qi et al. 2023, section 6, for T_F = T_B = T_W
-dualpipev                (p - 1) t         DeepSeek's table of DualPipeV, where forward and backward do not overlap
-=======================  ================  =================================================================
+The formulas are those of :class:`ptdbench.parallel.pipeline.schedules.Schedule`.
 """
 
 from __future__ import annotations
@@ -46,12 +37,6 @@ from ptdbench.parallel.strategy import Strategy
 #: How far a measured share may be from its formula, as a part of the step.
 TOLERANCE = 0.05
 
-#: The bubble of each schedule in units of (p - 1) t / v.
-BUBBLES = {
-    "gpipe": 3, "1f1b": 3, "interleaved1f1b": 3, "looped_bfs": 3,
-    "interleaved_zero_bubble": 1, "zbv": 0, "dualpipev": 2,
-}  # fmt: skip
-
 #: When this rank began and ended to sleep, in seconds.
 SLEPT: list[tuple[float, float]] = []
 
@@ -78,8 +63,8 @@ def main() -> int:
 
 def expected_share(name: str, ranks: int, microbatches: int) -> float:
     """The idle share by the formula."""
-    bubble = BUBBLES[name] * (ranks - 1) / SCHEDULES[name].per_rank("auto")
-    return bubble / (3 * microbatches + bubble)
+    schedule = SCHEDULES[name]
+    return schedule.bubble(ranks, schedule.per_rank("auto"), microbatches)
 
 
 def _measure(

@@ -176,13 +176,14 @@ class Strategy:
         if how == "whole" and self._is_sharded(layout.dims):
             rule = "is one graph, and sharded weights are gathered between the graphs of the layers"
             require(Problem("compile", how, rule, try_these(["layers", "or parallel=ddp"])))
-        if how and self._applies("pipeline", layout.dims) and self._schedule.splits_backward:
+        if how and self._applies("pipeline", layout.dims) and self.pipeline_schedule.splits_backward:
             rule = f"makes one graph of the backward pass, which {self.schedule} splits"
             require(Problem("compile", how, rule, try_these(["false", "or parallel.schedule=interleaved1f1b"])))
 
     def check_activations(self, how: Activations, layout: Layout) -> None:
         """Raise ConfigError where activations cannot be treated this way."""
-        if isinstance(how, Selective) and self._applies("pipeline", layout.dims) and self._schedule.splits_backward:
+        splits_backward = self._applies("pipeline", layout.dims) and self.pipeline_schedule.splits_backward
+        if isinstance(how, Selective) and splits_backward:
             rule = f"has what it keeps for one backward pass, and {self.schedule} takes two"
             remedy = try_these(["recompute", "keep", "or parallel.schedule=interleaved1f1b"])
             require(Problem("activations", "selective", rule, remedy))
@@ -210,7 +211,7 @@ class Strategy:
             model,
             dims,
             make,
-            stages=self._schedule.ranks(dims.pipeline, self._per_rank),
+            stages=self.pipeline_schedule.ranks(dims.pipeline, self.stages_on_rank),
             shards=dims.shard * dims.context if self._is_sharded(dims) else 1,
             average=average,
             gradient_copies=copies,
@@ -224,7 +225,7 @@ class Strategy:
         transforms = self._transforms(setting)
         engine: Engine
         if self._applies("pipeline", setting.layout.dims):
-            engine = pipelined(model, setting, transforms, self._schedule, self._per_rank)
+            engine = pipelined(model, setting, transforms, self.pipeline_schedule, self.stages_on_rank)
         else:
             part = apply(model, module_of(model), setting, transforms)
             engine = Accumulating(part, setting.layout.micro_batch, owns_loss=setting.owns_loss)
@@ -262,12 +263,14 @@ class Strategy:
         return Transforms(replication=replication, sync_batchnorm=self.sync_batchnorm)
 
     @property
-    def _schedule(self) -> Schedule:
+    def pipeline_schedule(self) -> Schedule:
+        """The schedule of a pipeline."""
         return schedules.SCHEDULES[self.schedule]
 
     @property
-    def _per_rank(self) -> int:
-        return self._schedule.per_rank(self.stages_per_rank)
+    def stages_on_rank(self) -> int:
+        """Stages of a pipeline on a rank."""
+        return self.pipeline_schedule.per_rank(self.stages_per_rank)
 
     def _degrees(self) -> dict[str, Degree]:
         return {name: getattr(self, name) for name in DEGREES}
@@ -340,7 +343,7 @@ class Strategy:
 
     def _resharded(self, layout: Layout) -> Problem | None:
         """A problem if weights would be freed between the two halves of a backward pass."""
-        splits = self._applies("pipeline", layout.dims) and self._schedule.splits_backward
+        splits = self._applies("pipeline", layout.dims) and self.pipeline_schedule.splits_backward
         if self.reshard_after_forward is False or not splits or not self._applies("shard", layout.dims):
             return None
         rule = (
@@ -350,7 +353,7 @@ class Strategy:
         return Problem("reshard_after_forward", self.reshard_after_forward, rule.format(self.schedule), remedy)
 
     def _pipeline_layout(self, dims: Dims, global_batch: int, share: int, micro_batch: int | Literal["auto"]) -> Layout:
-        schedule, size, per_rank = self._schedule, dims.pipeline, self._per_rank
+        schedule, size, per_rank = self.pipeline_schedule, dims.pipeline, self.stages_on_rank
         if micro_batch == "auto":
             count = schedule.busy(share, size, per_rank) if self.microbatches == "auto" else self.microbatches
             require(divides("microbatches", count, share, "a replica's share of the batch"))
@@ -362,7 +365,7 @@ class Strategy:
 
     def _stages_of_a_rank(self) -> Problem | None:
         """A problem if the schedule does not take so many stages on a rank."""
-        wanted, allowed = self.stages_per_rank, self._schedule.stages
+        wanted, allowed = self.stages_per_rank, self.pipeline_schedule.stages
         if wanted in ("auto", allowed) or self.pipeline == 1:
             return None
         if allowed != "several":
@@ -375,17 +378,17 @@ class Strategy:
 
     def _version(self) -> Problem | None:
         """A problem if this torch cannot run the schedule."""
-        if not self._schedule.splits_backward or torch.__version__ >= schedules.SPLITS_SINCE:
+        if not self.pipeline_schedule.splits_backward or torch.__version__ >= schedules.SPLITS_SINCE:
             return None
         rule = f"needs torch {schedules.SPLITS_SINCE} or newer, and this is {torch.__version__}"
         return Problem("schedule", self.schedule, rule, try_these(["interleaved1f1b", "looped_bfs"]))
 
     def _microbatches_of_schedule(self, layout: Layout, micro_batch: int | Literal["auto"]) -> Problem | None:
         """A problem if the schedule cannot run so many micro-batches."""
-        schedule, dims, count = self._schedule, layout.dims, layout.microbatches
-        if schedule.accepts(count, dims.pipeline, self._per_rank):
+        schedule, dims, count = self.pipeline_schedule, layout.dims, layout.microbatches
+        if schedule.accepts(count, dims.pipeline, self.stages_on_rank):
             return None
-        fewest = schedule.fewest(dims.pipeline, self._per_rank)
+        fewest = schedule.fewest(dims.pipeline, self.stages_on_rank)
         if count < fewest:
             rule = f"must be at least the number of stages, {fewest}, under {self.schedule}"
         else:
@@ -406,7 +409,7 @@ class Strategy:
             reason = getattr(model, "uncut", None) or "has no parts()"
             rule = f"the model {reason}, so it cannot be cut into stages"
             return Problem("pipeline", self.pipeline, rule, try_these(["parallel=ddp", "parallel=fsdp"]))
-        layers, per_rank = min(len(parts), len(model.layers() or parts)), self._per_rank
+        layers, per_rank = min(len(parts), len(model.layers() or parts)), self.stages_on_rank
         if dims.pipeline * per_rank <= layers:
             return None
         rule = f"must not exceed the number of the model's layers, {layers}"

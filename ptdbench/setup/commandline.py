@@ -47,18 +47,24 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def imply(arguments: argparse.Namespace) -> None:
-    """Add to the command line what a launcher means by itself: ``submitit_slurm`` is ``cluster=slurm``, and both sweep.
+#: What is short for an option of the group ``profile``.
+_PROFILE = {"profile=true": "profile.trace=true", "profile=false": "profile.steps=0"}
 
-    Without ``-m`` Hydra would ignore the launcher and run in this process, silently.
+
+def imply(arguments: argparse.Namespace) -> None:
+    """Say in full what the command line has in short, and add what a launcher means by itself.
+
+    ``submitit_slurm`` is ``cluster=slurm``, and both launchers of submitit sweep: without ``-m`` Hydra would ignore
+    them and run in this process, silently.
     """
     typed = {option(override): override.partition("=")[2] for override in arguments.overrides}
     extra = []
+    given = [_PROFILE.get(override, override) for override in arguments.overrides]
     if typed.get(LAUNCHER) == "submitit_slurm" and "cluster" not in typed:
         extra.append("cluster=slurm")
     if typed.get(LAUNCHER) == "submitit_local" and "hydra.mode" not in typed:
         extra.append("hydra.mode=MULTIRUN")
-    retype(arguments, [*arguments.overrides, *extra])
+    retype(arguments, [*given, *extra])
 
 
 def retype(arguments: argparse.Namespace, overrides: list[str]) -> None:

@@ -21,9 +21,9 @@ T = TypeVar("T")
 #: Groups whose choice is a call: ``_target_`` and its arguments. Each also has a ``name`` for people, a workload a
 #: ``label`` for directories.
 CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "activations", "workload", "logger")
-GROUPS = ("cluster", "train", "eval", "checkpoint", "sweep", *CALLS)
+GROUPS = ("cluster", "train", "eval", "checkpoint", "profile", "sweep", *CALLS)
 
-#: The smallest whole number that an option may be.
+#: The smallest whole number that an option may be; with its group where that matters.
 LEAST = {
     "global_batch": 1,
     "micro_batch": 1,
@@ -39,6 +39,7 @@ LEAST = {
     "keep": 1,
     "seed": 0,
     "every": 1,
+    "profile.steps": 0,
 }
 
 #: Ranks on a node without GPUs: the fewest that have something to say to each other.
@@ -78,6 +79,14 @@ class Checkpoint:
     every_steps: int | None
     keep: int
     asynchronous: bool
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What is looked at after the timed steps."""
+
+    steps: int
+    trace: bool
 
 
 @dataclass(frozen=True)
@@ -191,6 +200,11 @@ class Config:
         return _typed(Checkpoint, "checkpoint", self._group("checkpoint"))
 
     @cached_property
+    def profile(self) -> Profile:
+        """What is looked at after the timed steps."""
+        return _typed(Profile, "profile", self._group("profile"))
+
+    @cached_property
     def sweep(self) -> Sweep:
         """Options of a sweep as a whole."""
         return _typed(Sweep, "sweep", self._group("sweep"))
@@ -258,18 +272,19 @@ def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> T:
     """The options as an object of ``schema``; raises ConfigError where names, types or ranges are wrong."""
-    found = signature.problems(schema, options) or _out_of_range(options)
+    found = signature.problems(schema, options) or _out_of_range(group, options)
     if found:
         raise ConfigError(found).under(group) if group else ConfigError(found)
     return schema(**options)
 
 
-def _out_of_range(options: Mapping[str, Any]) -> list[Problem]:
+def _out_of_range(group: str, options: Mapping[str, Any]) -> list[Problem]:
     """Numbers that cannot be right, whatever the rest says."""
+    least = {option: LEAST.get(f"{group}.{option}", LEAST.get(option)) for option in options}
     found = [
-        Problem(option, value, f"must be at least {LEAST[option]}")
+        Problem(option, value, f"must be at least {lowest}")
         for option, value in options.items()
-        if option in LEAST and isinstance(value, int) and value < LEAST[option]
+        if (lowest := least[option]) is not None and isinstance(value, int) and value < lowest
     ]
     for limit in ("max_minutes", "timeout_minutes"):
         minutes = options.get(limit)

@@ -126,6 +126,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     found.of(lambda: config.general)
     found.of(lambda: config.cluster)
     found.of(lambda: config.checkpoint)
+    found.of(lambda: config.profile)
     found.of(lambda: config.sweep)
     found.of(lambda: _check_devices(config, world, gpus))
     found.of(lambda: formats.check(config.resolved.get("precision"), device_type))

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ptdbench.data.feed import Feed
 from ptdbench.measure import clock, memory
+from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.engine import Engine
 from ptdbench.training.update import Update
 
@@ -56,7 +56,8 @@ class StepLoop:
         engine: Turns a batch into gradients.
         update: Turns gradients into new weights.
         feed: Supplies the batches.
-        replicas: Process group of the ranks with replicas of this rank's part; ``None`` if there is one replica.
+        mesh: The mesh of ranks; ``None`` for a loop without others.
+        replicas: Process group of the ranks with replicas of this rank's part; ``None`` without a mesh.
         replica: This rank's index among them, which selects its share of the batch.
         first_step: Number of steps done before this loop, when resumed from a checkpoint.
         losses: This rank's share of each undrained step's loss, on the device; reading one synchronizes.
@@ -68,7 +69,7 @@ class StepLoop:
         update: Turns gradients into new weights.
         feed: Supplies this rank's batches.
         device: This rank's device.
-        replicas: Process group of the ranks with replicas of this rank's part; ``None`` if there is one replica.
+        mesh: The mesh of ranks; ``None`` for a loop without others.
     """
 
     def __init__(
@@ -77,13 +78,14 @@ class StepLoop:
         update: Update,
         feed: Feed,
         device: torch.device,
-        replicas: dist.ProcessGroup | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.engine = engine
         self.update = update
         self.feed = feed
-        self.replicas = replicas
-        self.replica = dist.get_rank(replicas) if replicas else 0
+        self.mesh = mesh
+        self.replicas = mesh.batch.get_group() if mesh else None
+        self.replica = mesh.batch.get_local_rank() if mesh else 0
         self._memory = memory.in_use(device)
         self.first_step = 0
         self.clock = clock.for_device(device)

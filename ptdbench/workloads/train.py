@@ -20,7 +20,7 @@ from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.dims import Mesh
 from ptdbench.problems import Problem, require
 from ptdbench.report import samples
-from ptdbench.training import agreement, passed
+from ptdbench.training import agreement, passed, profile
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop, collect_garbage
@@ -70,7 +70,8 @@ class Train:
                 evaluator()
                 checkpointing.after_step(evaluator.is_best)
             checkpointing.finish()
-        return with_check(_outcome(job, loop, checkpointing, evaluator, recorder, stopped), checked)
+        outcome = with_check(_outcome(job, loop, checkpointing, evaluator, recorder, stopped), checked)
+        return outcome if stopped else _explained(job, loop, outcome)
 
 
 def _outcome(
@@ -100,6 +101,14 @@ def _outcome(
     found = replace(found, fields=fields, figures=_first_inputs(job))
     why = f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None
     return replace(found, stopped=why, saved=checkpointing.saves)
+
+
+def _explained(job: Job, loop: StepLoop, outcome: Outcome) -> Outcome:
+    """The outcome with the phases of a step; what is known before them is kept whatever happens in the pass."""
+    if job.world.rank == 0:
+        job.note(outcome.fields)
+    found = profile.phases(job, loop, outcome.fields.get("metrics"))
+    return replace(outcome, fields={**outcome.fields, "phases": found})
 
 
 def _first_inputs(job: Job) -> dict[str, bytes]:
@@ -136,7 +145,7 @@ def assemble(job: Job) -> StepLoop:
     )
     replica = mesh.batch.get_local_rank()
     feed = Feed(training.data, partial(training.layout.rows, replica=replica), job.device)
-    return StepLoop(engine, update, feed, job.device, mesh.batch.get_group())
+    return StepLoop(engine, update, feed, job.device, mesh)
 
 
 def _nothing_held_out(job: Job) -> Problem | None:

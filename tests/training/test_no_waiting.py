@@ -95,7 +95,7 @@ def steps(strategy: str, model: str, precision: Any, options: dict[str, Any]) ->
     asked = Train(**{**TRAIN, **options})
     update = Update(engine, optimizer, Constant(), asked, CPU, scale=precision == "fp16")
     feed = Feed(DATA[model], partial(layout.rows, replica=mesh.batch.get_local_rank()), CPU)
-    loop = StepLoop(engine, update, feed, CPU, mesh.batch.get_group())
+    loop = StepLoop(engine, update, feed, CPU, mesh)
     loop.step()  # the first one may wait, where it sets things up
     with NoWaiting():
         for _ in range(2):

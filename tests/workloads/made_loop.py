@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ptdbench.data.feed import Feed
 from ptdbench.data.protocol import Data
@@ -30,10 +29,9 @@ def step_loop(
     data: Data,
     where: Layout,
     replica: int = 0,
-    replicas: dist.ProcessGroup | None = None,
     schedule: Schedule | None = None,
     **train: Any,
 ) -> StepLoop:
     """A loop on the CPU; ``train`` are options of the group of that name."""
     update = Update(engine, optimizer, schedule or Constant(), Train(**{**TRAIN, **train}), CPU)
-    return StepLoop(engine, update, Feed(data, partial(where.rows, replica=replica), CPU), CPU, replicas)
+    return StepLoop(engine, update, Feed(data, partial(where.rows, replica=replica), CPU), CPU)

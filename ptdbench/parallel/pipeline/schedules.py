@@ -36,6 +36,11 @@ class Schedule:
         microbatches: How many a pass needs. ``stages``: at least as many as stages. ``rounds``: with as many whole
             rounds of ``p`` as there are in them, and at least one, they must divide evenly among the rounds.
         splits_backward: Whether gradients of weights are computed apart from those of a stage's inputs.
+        bubble_units: How long the longest rank idles, in units of ``(p - 1) / v`` times what a rank takes for one of
+            the three parts of a micro-batch: forward, gradient of the inputs, gradient of the weights. 3: gpipe and
+            1f1b (Huang et al. 2019; Narayanan et al. 2021, section 2.2), looped_bfs (Lamy-Poirier 2022, section 4.1).
+            1: zero bubble's ZB-H1 (Qi et al. 2023, table 2). 0: ZB-V (section 6). 2: DeepSeek's table of DualPipeV,
+            where forward and backward passes do not overlap.
     """
 
     kind: type[PipelineScheduleSingle | PipelineScheduleMulti]
@@ -43,6 +48,7 @@ class Schedule:
     placement: Literal["loop", "v"] = "loop"
     microbatches: Literal["any", "stages", "rounds"] = "any"
     splits_backward: bool = False
+    bubble_units: int = 3
 
     def per_rank(self, wanted: int | Literal["auto"]) -> int:
         """Stages on a rank; ``auto``: as few as the schedule allows."""
@@ -63,6 +69,11 @@ class Schedule:
         """Whether a pass may have so many micro-batches."""
         in_rounds = self.microbatches != "rounds" or microbatches % rounds(microbatches, size) == 0
         return in_rounds and microbatches >= self.fewest(size, per_rank)
+
+    def bubble(self, size: int, per_rank: int, microbatches: int) -> float:
+        """The idle share of a pass of ``microbatches``, if the three parts of all stages take equally long."""
+        idle = self.bubble_units * (size - 1) / per_rank
+        return idle / (3 * microbatches + idle)
 
     def busy(self, share: int, size: int, per_rank: int) -> int:
         """Micro-batches of a replica's share that keep the stages busy: two for each rank if share and schedule allow.
@@ -102,10 +113,10 @@ SCHEDULES: dict[str, Schedule] = {
     # All micro-batches through one stage before the next (Lamy-Poirier 2022, arXiv 2211.05953).
     "looped_bfs": Schedule(ScheduleLoopedBFS, "several"),
     "interleaved_zero_bubble": Schedule(
-        ScheduleInterleavedZeroBubble, "several", microbatches="rounds", splits_backward=True
+        ScheduleInterleavedZeroBubble, "several", microbatches="rounds", splits_backward=True, bubble_units=1
     ),
-    "zbv": Schedule(ScheduleZBVZeroBubble, 2, "v", splits_backward=True),
-    "dualpipev": Schedule(ScheduleDualPipeV, 2, "v", microbatches="stages", splits_backward=True),
+    "zbv": Schedule(ScheduleZBVZeroBubble, 2, "v", splits_backward=True, bubble_units=0),
+    "dualpipev": Schedule(ScheduleDualPipeV, 2, "v", microbatches="stages", splits_backward=True, bubble_units=2),
 }
 
 

@@ -1,0 +1,74 @@
+"""One trace of all ranks, for Perfetto (https://ui.perfetto.dev), from the traces that torch's profiler wrote in each.
+
+The format is Chrome's Trace Event Format: each rank becomes a process of its own, all of them on the clock of rank 0.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+#: Processes of the merged trace that one rank can have: its threads, its GPU, the profiler's own.
+_PROCESSES = 100
+
+
+def compress(trace: Path, path: Path, facts: Mapping[str, Any]) -> None:
+    """Write the trace of one rank compressed, with the facts by which Holistic Trace Analysis tells ranks apart."""
+    written = json.loads(trace.read_bytes(), strict=False)
+    with gzip.open(path, "wt", encoding="utf-8", compresslevel=4) as file:
+        json.dump({"distributedInfo": facts, **written}, file)
+
+
+def merge(traces: Iterable[Path], names: Sequence[str], ahead: Sequence[float], path: Path) -> None:
+    """Write one compressed trace.
+
+    Args:
+        traces: The compressed trace of each rank, by rank.
+        names: What each rank is called.
+        ahead: Seconds by which its clock is ahead of that of rank 0.
+        path: The new file.
+    """
+    origin = None
+    with gzip.open(path, "wt", encoding="utf-8", compresslevel=4) as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        separator = "\n"
+        for rank, (of_rank, name, offset) in enumerate(zip(traces, names, ahead, strict=True)):
+            with gzip.open(of_rank, "rt", encoding="utf-8") as written:
+                trace = json.load(written, strict=False)
+            base = trace.get("baseTimeNanoseconds", 0)
+            origin = base if origin is None else origin
+            shift = (base - origin) / 1e3 - 1e6 * offset
+            for event in _of_rank(trace["traceEvents"], rank, name, shift):
+                file.write(separator + json.dumps(event))
+                separator = ",\n"
+        file.write("\n]}\n")
+
+
+def _of_rank(events: Iterable[Mapping[str, Any]], rank: int, name: str, shift: float) -> Iterable[dict[str, Any]]:
+    """The events of one rank with numbers of processes and of arrows that no other rank has."""
+    processes: dict[Any, int] = {}
+    for event in events:
+        kind, pid = event.get("ph"), event.get("pid")
+        if event.get("cat") == "Trace" or pid in ("Spans", "Traces"):  # the profiler's own account of itself
+            continue
+        if pid not in processes:
+            processes[pid] = rank * _PROCESSES + len(processes)
+        changed = {**event, "pid": processes[pid]}
+        if "ts" in event:
+            changed["ts"] = event["ts"] + shift
+        if "id" in event:
+            changed["id"] = f"{rank}.{event['id']}"
+        if kind == "M" and event.get("name") == "process_name":
+            changed["args"] = {"name": name if processes[pid] % _PROCESSES == 0 else f"{name}, {_label(event)}"}
+        elif kind == "M" and event.get("name") == "process_labels":
+            continue
+        elif kind == "M" and event.get("name") == "process_sort_index":
+            changed["args"] = {"sort_index": processes[pid]}
+        yield changed
+
+
+def _label(event: Mapping[str, Any]) -> str:
+    return f"GPU {event['pid']}" if str(event.get("pid")).isdecimal() else str(event.get("pid"))

@@ -1,0 +1,132 @@
+"""Where the time of a step went: a partition of the step on each rank.
+
+The exposed part of communication is the time in which it went on and nothing was computed, as in Holistic Trace
+Analysis. Here it is divided further, by what the other ranks were doing: an operation can begin when the last of its
+ranks has called it. Waiting until then is the fault of that rank, and not of the link.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ptdbench.measure.intervals import Interval, length, union
+from ptdbench.measure.trace import POINT_TO_POINT, Trace
+
+#: In the order in which they are shown.
+PHASES = ("data", "forward", "backward", "communication", "stragglers", "bubble", "optimizer", "other")
+
+
+@dataclass(frozen=True)
+class Ready:
+    """When an operation could begin.
+
+    Attributes:
+        since: When the last of its ranks had called it, in seconds since the epoch by this rank's clock.
+        last: That rank; -1 if unknown.
+    """
+
+    since: float
+    last: int = -1
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One operation of communication, in all steps.
+
+    Attributes:
+        calls: How often it was called.
+        bytes: The size of all calls.
+        seconds: Seconds in which it was under way.
+        exposed_seconds: Seconds of these in which nothing was computed.
+    """
+
+    calls: int
+    bytes: int
+    seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The profiled steps of one rank.
+
+    Attributes:
+        steps: Number of steps.
+        seconds: Of all steps, by phase; their sum is the duration of the steps.
+        traffic: By operation.
+        waited_for: Seconds that this rank waited for other ranks to call an operation, by rank.
+    """
+
+    steps: int
+    seconds: Mapping[str, float]
+    traffic: Mapping[str, Traffic]
+    waited_for: Mapping[int, float]
+
+
+def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
+    """Divide the steps of one rank among the phases.
+
+    Args:
+        trace: The rank's steps.
+        ready: When each call of the trace could begin.
+    """
+    seconds = dict.fromkeys(PHASES, 0.0) | {name: length(times) for name, times in trace.phases.items()}
+    exposed: defaultdict[str, float] = defaultdict(float)
+    waited_for: defaultdict[int, float] = defaultdict(float)
+    for (start, end), call, is_late in _divided(trace, ready):
+        if not is_late:
+            seconds["communication"] += end - start
+            exposed[trace.calls[call].operation if call is not None else "unknown"] += end - start
+            continue
+        assert call is not None
+        point_to_point = trace.calls[call].operation in POINT_TO_POINT
+        seconds["bubble" if point_to_point else "stragglers"] += end - start
+        waited_for[ready[call].last] += end - start
+    seconds["other"] = max(0.0, length(trace.steps) - sum(seconds.values()))  # rounding can make it negative
+    traffic = _traffic(trace, ready, exposed)
+    return Partition(len(trace.steps), seconds, traffic, waited_for)
+
+
+def _divided(trace: Trace, ready: Sequence[Ready]) -> Iterator[tuple[Interval, int | None, bool]]:
+    """The waits, cut where a call begins, becomes ready or ends: each piece with its call, and if that is not ready."""
+    starts = [call.start for call in trace.calls]
+    edges = sorted({moment for call in trace.calls for moment in (call.start, call.end)} | {one.since for one in ready})
+    longest = max((call.end - call.start for call in trace.calls), default=0.0)
+    for start, end in trace.waits:
+        cuts = [start, *edges[bisect_left(edges, start) : bisect_left(edges, end)], end]
+        last = max(bisect_left(starts, start) - 1, 0) if starts else None
+        for begin, stop in pairwise(cuts):
+            if stop <= begin:
+                continue
+            middle = (begin + stop) / 2
+            near = range(bisect_left(starts, middle - longest), bisect_left(starts, middle))
+            active = [number for number in near if trace.calls[number].end > middle]
+            moving = [number for number in active if ready[number].since <= middle]
+            if moving:
+                last = min(moving, key=lambda number: trace.calls[number].end)
+                yield (begin, stop), last, False
+            elif active:
+                last = min(active, key=lambda number: ready[number].since)
+                yield (begin, stop), last, True
+            else:  # it is being called, or its thread has not yet said that it is done
+                yield (begin, stop), last, False
+
+
+def _traffic(trace: Trace, ready: Sequence[Ready], exposed: Mapping[str, float]) -> dict[str, Traffic]:
+    """What the calls of the steps add up to; those of the step before the first do not count."""
+    number, size = Counter[str](), Counter[str]()
+    times: defaultdict[str, list[Interval]] = defaultdict(list)
+    for call, began in zip(trace.calls, ready, strict=True):
+        if call.start < trace.steps[0][0]:
+            continue
+        number[call.operation] += 1
+        size[call.operation] += call.bytes
+        times[call.operation].append((min(began.since, call.end), call.end))
+    names = sorted({*number, *exposed})
+    return {
+        name: Traffic(number[name], size[name], length(union(times[name])), exposed.get(name, 0.0)) for name in names
+    }

@@ -1,0 +1,61 @@
+"""torch's profiler around a few steps, and labels for the waits that it does not show."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.profiler import profile, record_function
+
+from ptdbench.measure.trace import WAITING
+
+#: Above the level of errors, one of which is that a machine without a GPU has none.
+_SILENT = "99"
+
+
+#: Operations in the table.
+_ROWS = 40
+
+
+@contextmanager
+def profiled(path: Path, device: torch.device, table: Path | None = None) -> Iterator[None]:
+    """Write a trace of what this rank does inside of the block.
+
+    Not by ``torch.profiler.profile``, which imports the compiler for a second and a half.
+
+    Args:
+        path: The trace, a new file in Chrome's format.
+        device: The rank's device.
+        table: Where to write a table of the operations, or kernels, that took the longest; ``None`` for none.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
+    on_gpu = "cuda" if device.type == "cuda" else None
+    with labelled_waits(), profile(use_device=on_gpu, record_shapes=True, use_kineto=True, acc_events=True) as taken:
+        yield
+        if on_gpu:
+            torch.cuda.synchronize(device)
+    taken.export_chrome_trace(str(path))
+    if table:
+        order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+        table.write_text(taken.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=80))
+
+
+@contextmanager
+def labelled_waits() -> Iterator[None]:
+    """Label each ``Work.wait()``: a trace of the CPU shows what communicates, but not what waits for it."""
+    wait = dist.Work.wait
+
+    def labelled(self: dist.Work, *arguments: Any, **options: Any) -> Any:
+        with record_function(WAITING):
+            return wait(self, *arguments, **options)
+
+    dist.Work.wait = labelled  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        dist.Work.wait = wait  # type: ignore[method-assign]

@@ -1,0 +1,325 @@
+"""What one rank did in profiled steps, read from the trace that torch's profiler wrote.
+
+On a CPU the thread that runs the steps computes, except while it waits for communication, which goes on in threads of
+its own (``gloo:*``). It waits where it says so (:data:`WAITING`), in operations that start or await communication, and
+in C++ where DDP awaits its last bucket: there, between a backward pass and what follows, lies the end of an all-reduce.
+
+On a GPU kernels compute and NCCL's kernels communicate. A moment without a kernel counts for the phase of the next
+kernel: the device waited for it to be launched.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ptdbench.measure.intervals import Interval, intersect, subtract, union
+
+#: The labels in a trace: a step, its parts, and waiting for communication.
+STEP, DATA, GRADIENTS, UPDATE, WAITING = (
+    f"ptdbench::{name}" for name in ("step", "data", "gradients", "update", "waiting")
+)
+
+#: The phase of each part of a step that has one.
+_PHASES = {DATA: "data", UPDATE: "optimizer"}
+
+_BACKWARD = ("autograd::engine::evaluate_function", "torch::distributed::reducer", "torch.distributed.ddp.reducer")
+_AWAIT = "_c10d_functional::wait_tensor"
+
+#: torch's names of operations, without decoration: ``_allgather_base_`` is an ``allgather``.
+_OPERATIONS = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+    "sendrecv": "send_recv",
+    "send": "send",
+    "recv": "recv",
+    "barrier": "barrier",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+}
+
+_BYTES = {"double": 8, "long": 8, "int64": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2, "char": 1, "bool": 1}
+
+#: Messages between two ranks.
+POINT_TO_POINT = ("send", "recv", "send_recv")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation of communication on this rank.
+
+    Attributes:
+        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``send``, ...
+        bytes: Size of its largest tensor.
+        start: When it was called, in seconds since the epoch.
+        end: When it was done.
+        within: Names of what called it, the innermost last.
+        peer: The other rank of a message, by its number in the group.
+        ranks: The ranks that take part, where the trace says so.
+    """
+
+    operation: str
+    bytes: int
+    start: float
+    end: float
+    within: tuple[str, ...] = ()
+    peer: int | None = None
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One rank's profiled steps; all times are in seconds since the epoch.
+
+    Attributes:
+        steps: When each step ran.
+        phases: When ``data``, ``forward``, ``backward`` and ``optimizer`` ran: disjoint, and without the waits.
+        waits: When the rank computed nothing because it waited for communication; disjoint, and inside of the steps.
+        calls: The operations of communication, in the order of their start; also those outside of the steps.
+    """
+
+    steps: Sequence[Interval]
+    phases: Mapping[str, Sequence[Interval]]
+    waits: Sequence[Interval]
+    calls: Sequence[Call]
+
+
+@dataclass(frozen=True)
+class _Event:
+    name: str
+    kind: str
+    start: float
+    end: float
+    thread: Any
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def interval(self) -> Interval:
+        return self.start, self.end
+
+
+def read(path: Path) -> Trace:
+    """Read a trace in Chrome's format.
+
+    Raises:
+        ValueError: It is damaged, or holds no profiled step.
+    """
+    try:
+        written = json.loads(path.read_bytes(), strict=False)
+        base = written.get("baseTimeNanoseconds", 0) / 1e9
+        events = [
+            _Event(
+                event["name"],
+                event.get("cat", ""),
+                base + event["ts"] / 1e6,
+                base + (event["ts"] + event["dur"]) / 1e6,
+                event["tid"],
+                event.get("args", {}),
+            )
+            for event in written["traceEvents"]
+            if event.get("ph") == "X"
+        ]
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no trace of torch's profiler ({type(error).__name__}: {error})") from None
+    events.sort(key=lambda event: (event.start, -event.end))
+    steps = [event for event in events if event.name == STEP and event.kind == "user_annotation"]
+    if not steps:
+        raise ValueError(f"{path} holds no profiled step")
+    on_device = [event for event in events if event.kind in ("kernel", "gpu_memcpy", "gpu_memset")]
+    own = [event for event in events if event.thread == steps[0].thread and event.kind in ("user_annotation", "cpu_op")]
+    parts = {name: [event.interval for event in own if event.name == name] for name in (DATA, GRADIENTS, UPDATE)}
+    whole = [step.interval for step in steps]
+    if on_device:
+        return _of_device(whole, parts, events, on_device)
+    return _of_host(whole, parts, own, [event for event in events if event.name.startswith("gloo:")])
+
+
+def _of_host(
+    steps: Sequence[Interval], parts: Mapping[str, Sequence[Interval]], own: Sequence[_Event], sent: Sequence[_Event]
+) -> Trace:
+    operations = [event for event in own if event.kind == "cpu_op"]
+    calls = _calls(own, sent)
+    top = list(_outermost(operations))
+    waits = [event.interval for event in own if event.name in (WAITING, _AWAIT) or event.name.startswith("c10d::")]
+    waits = union([*waits, *_silent_waits(top, calls)])
+    backward = intersect(_backward(top), parts[GRADIENTS])
+    phases = {
+        "data": parts[DATA],
+        "forward": subtract(parts[GRADIENTS], backward),
+        "backward": backward,
+        "optimizer": parts[UPDATE],
+    }
+    return _trace(steps, phases, waits, calls)
+
+
+def _trace(
+    steps: Sequence[Interval], phases: Mapping[str, Sequence[Interval]], waits: Sequence[Interval], calls: list[Call]
+) -> Trace:
+    """The trace, with everything but the calls cut to its steps."""
+    inside = union(steps)
+    waits = intersect(waits, inside)
+    cut = {name: intersect(subtract(union(times), waits), inside) for name, times in phases.items()}
+    return Trace(steps, cut, waits, calls)
+
+
+def _outermost(events: Sequence[_Event]) -> Iterator[_Event]:
+    """Those of sorted events of one thread that are inside of no other."""
+    end = -math.inf
+    for event in events:
+        if event.start >= end:
+            end = event.end
+            yield event
+
+
+def _is_backward(event: _Event) -> bool:
+    return event.name.startswith(_BACKWARD)
+
+
+def _backward(top: Sequence[_Event]) -> list[Interval]:
+    """The backward passes: from the first to the last of operations of autograd's engine that follow each other."""
+    found: list[Interval] = []
+    goes_on = False
+    for event in top:
+        if _is_backward(event):
+            found.append((found.pop()[0] if goes_on else event.start, event.end))
+            goes_on = True
+        elif not event.name.startswith("c10d::"):
+            goes_on = False
+    return found
+
+
+def _silent_waits(top: Sequence[_Event], calls: Sequence[Call]) -> Iterator[Interval]:
+    """Waits of DDP in C++, after a backward pass and for buffers: gaps in which communication ends."""
+    ends = sorted(call.end for call in calls)
+    for before, after in pairwise(top):
+        if _is_backward(before) or before.name == "c10d::broadcast_":
+            last = bisect_right(ends, after.start) - 1
+            if last >= 0 and ends[last] > before.end:
+                yield before.end, after.start
+
+
+def _calls(own: Sequence[_Event], sent: Sequence[_Event]) -> list[Call]:
+    """Each communication with the operation that started it, which is the last of its size that began before it."""
+    found = []
+    open_events: list[_Event] = []
+    started: list[tuple[_Event, tuple[str, ...]]] = []
+    for event in own:
+        open_events = [other for other in open_events if other.end > event.start]
+        if event.name.startswith("c10d::"):
+            started.append((event, tuple(other.name for other in open_events)))
+        open_events.append(event)
+    for transfer in sent:
+        size = _sizes(transfer)
+        match = next(
+            (place for place, (event, _) in enumerate(started) if event.start <= transfer.end and size & _sizes(event)),
+            None,
+        )
+        event, within = started.pop(match) if match is not None else (transfer, ())
+        found.append(
+            Call(
+                operation=_operation(event.name),
+                bytes=max(_sizes(event) | size) * _item_bytes(transfer),
+                start=min(event.start, transfer.start),
+                end=transfer.end,
+                within=within,
+                peer=_peer(event),
+            )
+        )
+    return sorted(found, key=lambda call: call.start)
+
+
+def _operation(name: str) -> str:
+    plain = re.sub(r"^(c10d::|gloo:|nccl:)_?", "", name).lower()
+    joined = plain.replace("all_", "all")
+    return next((known for begins, known in _OPERATIONS.items() if joined.startswith(begins)), plain)
+
+
+def _sizes(event: _Event) -> set[int]:
+    """Numbers of elements of the tensors of an operation; lists of tensors count as one, too."""
+    found = set()
+    for argument in event.facts.get("Input Dims", []):
+        nested = bool(argument) and isinstance(argument[0], list)
+        several = [math.prod(shape) for shape in (argument if nested else [argument]) if shape or nested]
+        found |= {*several, sum(several)} if several else set()
+    return found or {0}
+
+
+def _item_bytes(event: _Event) -> int:
+    """Size of an element, by torch's name of its type, such as ``c10::BFloat16``."""
+    name = next(iter(event.facts.get("Input type", [])), "").lower().removeprefix("c10::").removesuffix(" int")
+    return _BYTES.get(name, 1)
+
+
+def _peer(event: _Event) -> int | None:
+    """The other rank of ``c10d::send(tensors, group, rank, tag)``."""
+    if _operation(event.name) not in POINT_TO_POINT:
+        return None
+    inputs = event.facts.get("Concrete Inputs", [])
+    return int(inputs[2]) if len(inputs) > 2 and str(inputs[2]).isdecimal() else None
+
+
+def _of_device(
+    steps: Sequence[Interval],
+    parts: Mapping[str, Sequence[Interval]],
+    events: Sequence[_Event],
+    on_device: Sequence[_Event],
+) -> Trace:
+    backward = union(event.interval for event in events if event.kind == "cpu_op" and _is_backward(event))
+    by_phase = {
+        "data": union(parts[DATA]),
+        "backward": backward,
+        "forward": subtract(union(parts[GRADIENTS]), backward),
+        "optimizer": union(parts[UPDATE]),
+    }
+    launches = {
+        event.facts["correlation"]: event.start
+        for event in events
+        if event.kind in ("cuda_runtime", "cuda_driver") and "correlation" in event.facts
+    }
+    is_sent = {id(event) for event in on_device if event.name.startswith("nccl")}
+    computed = [event for event in on_device if id(event) not in is_sent]
+    phases: dict[str, list[Interval]] = {name: [] for name in ("data", "forward", "backward", "optimizer")}
+    busy = union(event.interval for event in computed)
+    calls = [_nccl_call(event) for event in on_device if id(event) in is_sent]
+    waits = subtract(union((call.start, call.end) for call in calls), busy)
+    end = steps[0][0]
+    for event in computed:  # with the moments before it, in which nothing was computed
+        phase = _phase_at(launches.get(event.facts.get("correlation"), event.start), by_phase)
+        phases[phase].append((end, max(event.end, end)))
+        end = max(end, event.end)
+    return _trace(steps, phases, waits, calls)
+
+
+def _phase_at(moment: float, by_phase: Mapping[str, Sequence[Interval]]) -> str:
+    for name, times in by_phase.items():
+        place = bisect_right(times, (moment, math.inf)) - 1
+        if place >= 0 and moment < times[place][1]:
+            return name
+    return "forward"
+
+
+def _nccl_call(event: _Event) -> Call:
+    facts = event.facts
+    elements = max(int(facts.get("In msg nelems", 0)), int(facts.get("Out msg nelems", 0)))
+    item = _BYTES.get(str(facts.get("dtype", "")).lower(), 1)
+    named = str(facts.get("Collective name") or re.sub(r"ncclDevKernel_|nccl(Dev)?Kernel_?", "", event.name))
+    ranks = re.findall(r"\d+", str(facts.get("Process Group Ranks", "")))
+    return Call(
+        operation=_operation(named.lstrip("_")),
+        bytes=elements * item,
+        start=event.start,
+        end=event.end,
+        ranks=tuple(map(int, ranks)) if ranks and "..." not in str(facts["Process Group Ranks"]) else None,
+    )

@@ -1,0 +1,179 @@
+"""The profiling pass: a few further steps under torch's profiler, after the timed ones.
+
+They train on, and nothing looks at the weights afterwards. No label and no clock of theirs is in the timed steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.autograd.profiler import record_function
+
+from ptdbench.job import Job
+from ptdbench.launch import clock_offset
+from ptdbench.launch.peers import gather
+from ptdbench.measure import perfetto, trace
+from ptdbench.measure.phases import PHASES, Partition, partition
+from ptdbench.measure.profiler import profiled
+from ptdbench.training import traffic
+from ptdbench.training.loop import StepLoop
+
+#: In the directory of a run with ``profile.trace``: the trace of all ranks, and a folder with one for each rank and a
+#: table of the operations of rank 0 that took the longest.
+MERGED, TRACES, OPERATIONS = "trace.json.gz", "trace", "operations.txt"
+
+#: Seconds that the steps of the pass may take; at least one is done.
+MOST_SECONDS = 60.0
+
+
+def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Profile some steps; called in all ranks, after everything else of a run.
+
+    Args:
+        job: The run.
+        loop: Its step loop, whose steps are drained.
+        metrics: On rank 0 those of the timed steps.
+
+    Returns:
+        On rank 0 the record's field ``phases``, see :class:`ptdbench.records.schema.Phases`; ``None`` if
+        ``profile.steps`` is 0.
+    """
+    asked = job.spec.config.profile.steps
+    if not asked:
+        return None
+    started = time.perf_counter()
+    timed = gather(((metrics or {}).get("step_seconds") or {}).get("mean"))[0]
+    steps = max(1, min(asked, int(MOST_SECONDS / timed) if timed else asked))
+    keep = job.spec.config.profile.trace
+    with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
+        path, table = Path(scratch) / "trace.json", Path(scratch) / OPERATIONS
+        _run(job, loop, steps, path, table if keep and job.world.rank == 0 else None)
+        with job.watchdog.paused():
+            found = _read(path)
+            if reasons := [one for one in gather(found if isinstance(found, str) else None) if one]:
+                return {"steps": 0, "reason": reasons[0]}
+            assert isinstance(found, trace.Trace)
+            assert loop.mesh
+            groups = traffic.groups(loop.mesh)
+            ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
+            if keep:
+                _keep(job, Path(scratch), ahead)
+            divided = partition(found, traffic.ready(found.calls, groups, ahead))
+            of_ranks: list[Partition] = gather(divided)
+    if job.world.rank > 0:
+        return None
+    return {**_fields(of_ranks, timed), **_pipeline(job), "pass_seconds": time.perf_counter() - started}
+
+
+def _run(job: Job, loop: StepLoop, steps: int, path: Path, table: Path | None) -> None:
+    """Run the steps under the profiler, and one before them that is not looked at; see :func:`profiled`."""
+    gc.collect()
+    gc.disable()
+    try:
+        with profiled(path, job.device, table):
+            for number in range(loop.done, loop.done + steps + 1):
+                with record_function("warm-up" if number == loop.done else trace.STEP):
+                    _step(loop, number)
+                    if job.device.type == "cuda":
+                        torch.cuda.synchronize(job.device)  # so that the device's steps do not overlap
+                job.watchdog.alive()
+    finally:
+        gc.enable()
+        loop.feed.close()
+
+
+def _step(loop: StepLoop, number: int) -> None:
+    """One optimizer step, as in :meth:`StepLoop.step`, with labels instead of a clock."""
+    with record_function(trace.DATA):
+        inputs, targets = loop.feed(number)
+    with record_function(trace.GRADIENTS):
+        loop.engine.gradients(inputs, targets, loop.update.scale)
+    with record_function(trace.UPDATE):
+        loop.update(loop.done)  # the learning rate of the last step: the schedule has ended
+
+
+def _read(path: Path) -> trace.Trace | str:
+    """The trace, or why there is none."""
+    try:
+        return trace.read(path)
+    except (OSError, ValueError) as error:
+        return f"the trace cannot be read: {error}"
+
+
+def _keep(job: Job, scratch: Path, ahead: float) -> None:
+    """Write the trace of each rank, for Holistic Trace Analysis, and one of all ranks, for Perfetto."""
+    folder, rank = job.directory / TRACES, job.world.rank
+    folder.mkdir(exist_ok=True)
+    if (scratch / OPERATIONS).exists():
+        shutil.copy(scratch / OPERATIONS, folder / OPERATIONS)
+    facts = {"backend": job.spec.backend, "rank": rank, "world_size": job.world.size}
+    perfetto.compress(scratch / "trace.json", folder / f"rank{rank}.json.gz", facts)
+    of_ranks: list[float] = gather(ahead)
+    if rank == 0:
+        stages = _pipeline(job)["stages"]
+        names = [f"rank {peer.rank}, {peer.device}" for peer in job.peers]
+        if stages:
+            names = [
+                f"{name}, stage{'s' * (len(of) > 1)} {', '.join(map(str, of))}"
+                for name, of in zip(names, stages, strict=True)
+            ]
+        traces = [folder / f"rank{number}.json.gz" for number in range(job.world.size)]
+        perfetto.merge(traces, names, of_ranks, job.directory / MERGED)
+
+
+def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any]:
+    """The partitions of all ranks, scaled to the timed step."""
+    durations = [sum(one.seconds.values()) / one.steps for one in of_ranks]
+    step_seconds = timed or max(durations)
+    #: From seconds of all steps of a rank to seconds of one timed step.
+    scales = [step_seconds / duration / one.steps for one, duration in zip(of_ranks, durations, strict=True)]
+    waited_for = [
+        {rank: seconds * scale for rank, seconds in one.waited_for.items() if rank >= 0}
+        for one, scale in zip(of_ranks, scales, strict=True)
+    ]
+    return {
+        "steps": of_ranks[0].steps,
+        "reason": None,
+        "profiled_step_seconds": max(durations),
+        "step_seconds": step_seconds,
+        "ranks": {
+            name: [one.seconds[name] * scale for one, scale in zip(of_ranks, scales, strict=True)] for name in PHASES
+        },
+        "communication": _communication(of_ranks, scales),
+        "waited_for": traffic.waited_for(waited_for, len(of_ranks)),
+    }
+
+
+def _communication(of_ranks: Sequence[Partition], scales: Sequence[float]) -> dict[str, dict[str, float]]:
+    """Each operation, as the mean over ranks of one step."""
+    found: dict[str, dict[str, float]] = {}
+    for one, scale in zip(of_ranks, scales, strict=True):
+        for name, of_one in one.traffic.items():
+            mean = found.setdefault(name, dict.fromkeys(("calls", "bytes", "seconds", "exposed_seconds"), 0.0))
+            mean["calls"] += of_one.calls / one.steps / len(of_ranks)
+            mean["bytes"] += of_one.bytes / one.steps / len(of_ranks)
+            mean["seconds"] += of_one.seconds * scale / len(of_ranks)
+            mean["exposed_seconds"] += of_one.exposed_seconds * scale / len(of_ranks)
+    return found
+
+
+def _pipeline(job: Job) -> dict[str, Any]:
+    """The stages of each rank and the bubble by the formula of the schedule."""
+    layout = job.training.layout
+    schedule = job.training.strategy.pipeline_schedule
+    if layout.dims.pipeline == 1:
+        return {"stages": None, "bubble_formula": None}
+    per_rank = job.training.strategy.stages_on_rank
+    where = schedule.ranks(layout.dims.pipeline, per_rank)
+    stages = [
+        [number for number, place in enumerate(where) if place == layout.dims.stage(rank)]
+        for rank in range(job.world.size)
+    ]
+    return {"stages": stages, "bubble_formula": schedule.bubble(layout.dims.pipeline, per_rank, layout.microbatches)}

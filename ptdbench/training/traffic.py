@@ -1,0 +1,109 @@
+"""Which ranks take part in a call of a trace, and when the last of them made it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+import torch.distributed as dist
+
+from ptdbench.launch.peers import gather
+from ptdbench.measure.phases import Ready
+from ptdbench.measure.trace import POINT_TO_POINT, UPDATE, Call
+from ptdbench.parallel.dims import Mesh
+
+#: A call without its time: what it is, and which of its kind.
+_Key = tuple[str, int, int]
+
+
+def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
+    """The process groups of this rank, in an order that is the same on all ranks."""
+    sharded = mesh.shard
+    found = {"copies": mesh.copies.get_group(), "shard": sharded.get_group(sharded.ndim - 1)}
+    if sharded.ndim == 2:
+        found["replicate"] = sharded.get_group(0)
+    views = {"tensor": mesh.tensor, "context": mesh.context, "pipeline": mesh.pipeline}
+    return found | {name: view.get_group() for name, view in views.items() if view is not None}
+
+
+def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
+    """The group of a call; ``None`` if that is unknown.
+
+    A trace of gloo does not name it. What called it does: FSDP, functional collectives for tensor and context
+    parallelism, and DDP, which is C++ and calls from the backward pass itself.
+    """
+    if call.ranks is not None:
+        return next(
+            (name for name, group in groups.items() if dist.get_process_group_ranks(group) == [*call.ranks]), None
+        )
+    if call.operation in POINT_TO_POINT:
+        name = "pipeline"
+    elif call.operation == "all_to_all":
+        name = "context"
+    elif any(caller.startswith("FSDP::") for caller in call.within):
+        name = "replicate" if call.operation == "all_reduce" else "shard"
+    elif any(caller.startswith("_c10d_functional::") for caller in call.within):
+        name = "tensor"
+    elif UPDATE in call.within and call.operation == "all_reduce":  # of the norm of gradients, over several groups
+        return None
+    else:
+        name = "copies"
+    return name if name in groups else None
+
+
+def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: float) -> list[Ready]:
+    """When each call of this rank could begin; called in all ranks.
+
+    Args:
+        calls: Those of this rank, in the order of their start.
+        groups: Its groups, see :func:`groups`.
+        ahead: Seconds by which this rank's clock is ahead of that of rank 0.
+    """
+    found = [Ready(call.start) for call in calls]
+    of = [group_of(call, groups) for call in calls]
+    for name, group in groups.items():
+        mine = [number for number, one in enumerate(of) if one == name]
+        rank = dist.get_rank(group)
+        keys = dict(zip(_keys([calls[number] for number in mine], rank), mine, strict=True))
+        called: list[dict[_Key, float]] = gather({key: calls[at].start - ahead for key, at in keys.items()}, group)
+        ranks = dist.get_process_group_ranks(group)
+        for key, number in keys.items():
+            others = _others(key, calls[number], rank, called)
+            if others:
+                last, since = max(others.items(), key=lambda item: item[1])
+                if since + ahead > calls[number].start:
+                    found[number] = Ready(since + ahead, ranks[last])
+    return found
+
+
+def _keys(calls: Sequence[Call], rank: int) -> Iterator[_Key]:
+    """A name for each call that its counterparts on other ranks have, too: collective operations come in one order.
+
+    A message is named by what sends it: the rank is in the name, as the order between one pair of ranks is fixed.
+    """
+    counts = Counter[tuple[str, int]]()
+    for call in calls:
+        if call.operation in POINT_TO_POINT and call.peer is not None:
+            sender, receiver = (rank, call.peer) if call.operation == "send" else (call.peer, rank)
+            kind = (f"{sender} to {receiver}", 0)
+        else:
+            kind = (call.operation, call.bytes)
+        counts[kind] += 1
+        yield (*kind, counts[kind])
+
+
+def _others(key: _Key, call: Call, rank: int, called: Sequence[dict[_Key, float]]) -> dict[int, float]:
+    """When the other ranks made this call; nothing if not all of them did."""
+    if call.operation in POINT_TO_POINT:
+        return {} if call.peer is None else {call.peer: called[call.peer][key]} if key in called[call.peer] else {}
+    times = {other: one[key] for other, one in enumerate(called) if other != rank and key in one}
+    return times if len(times) == len(called) - 1 else {}
+
+
+def waited_for(of_ranks: Sequence[dict[int, float]], size: int) -> list[float]:
+    """Seconds that ranks waited for each rank: the mean over the others."""
+    total: defaultdict[int, float] = defaultdict(float)
+    for one in of_ranks:
+        for rank, seconds in one.items():
+            total[rank] += seconds
+    return [total[rank] / max(1, size - 1) for rank in range(size)]

@@ -1,0 +1,134 @@
+import pytest
+
+from ptdbench.measure import trace
+from tests.measure.made_trace import called, event, label, milliseconds, sent, step, write
+
+BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
+
+
+def phases(found: trace.Trace) -> dict[str, list[tuple[float, float]]]:
+    return {name: milliseconds(times) for name, times in found.phases.items()}
+
+
+def test_a_step_without_others(tmp_path):
+    events = [*step(0, 1, 11, 13), event("aten::mm", 2, 5), event(BACKWARD, 6, 8), event("aten::mm", 6, 7)]
+    found = trace.read(write(tmp_path / "t.json", *events, event(BACKWARD, 8.5, 10)))
+    assert milliseconds(found.steps) == [(0, 13)]
+    assert phases(found) == {
+        "data": [(0, 1)],
+        "forward": [(1, 6), (10, 11)],
+        "backward": [(6, 10)],
+        "optimizer": [(11, 13)],
+    }
+    assert (found.waits, found.calls) == ([], [])
+
+
+def test_each_backward_pass_of_several_micro_batches_is_found(tmp_path):
+    passes = [(1, 2, 3), (4, 5, 6)]
+    events = [one for a, b, c in passes for one in (event("aten::mm", a, b), event(BACKWARD, b, c))]
+    found = trace.read(write(tmp_path / "t.json", *step(0, 1, 6, 6.5), *events))
+    assert phases(found)["backward"] == [(2, 3), (5, 6)]
+    assert phases(found)["forward"] == [(1, 2), (3, 5)]
+
+
+def test_ddp_waits_in_cpp_after_the_backward_pass_for_the_last_all_reduce(tmp_path):
+    events = [
+        event(BACKWARD, 1, 4),
+        called("allreduce_", 3, 3.5, [1000]),
+        sent("all_reduce", 3.2, 7, [1000]),
+        event("aten::add_", 7.5, 8),
+    ]
+    found = trace.read(write(tmp_path / "t.json", *step(0, 1, 8, 9), *events))
+    assert milliseconds(found.waits) == [(3, 3.5), (4, 7.5)]
+    assert phases(found)["backward"] == [(1, 3), (3.5, 4)]
+    (call,) = found.calls
+    assert (call.operation, call.bytes, call.within[:1]) == ("all_reduce", 4000, (trace.STEP,))
+    assert milliseconds([(call.start, call.end)]) == [(3, 7)]
+
+
+def test_a_pause_after_the_backward_pass_in_which_no_communication_ends_is_no_wait(tmp_path):
+    events = [
+        called("allreduce_", 1, 1.5, [1000]),
+        sent("all_reduce", 1.2, 3, [1000]),
+        event(BACKWARD, 2, 4),
+        event("aten::add_", 7.5, 8),
+    ]
+    found = trace.read(write(tmp_path / "t.json", *step(0, 1, 8, 9), *events))
+    assert milliseconds(found.waits) == [(1, 1.5)]
+
+
+def test_labelled_waits_are_those_of_fsdp_and_know_what_called(tmp_path):
+    events = [
+        label("FSDP::all_gather (0)", 1, 2),
+        called("_allgather_base_", 1.2, 1.4, [8], **{"Input Dims": [[64], [32]]}),
+        sent("all_gather", 1.3, 3, [32], "c10::BFloat16"),
+        label(trace.WAITING, 2, 3.1),
+        event("aten::mm", 4, 5),
+    ]
+    found = trace.read(write(tmp_path / "t.json", *step(0, 1, 8, 9), *events))
+    assert milliseconds(found.waits) == [(1.2, 1.4), (2, 3.1)]
+    (call,) = found.calls
+    assert (call.operation, call.bytes) == ("all_gather", 128)
+    assert "FSDP::all_gather (0)" in call.within
+
+
+def test_gloo_reduces_and_scatters_by_an_all_reduce_which_is_called_what_was_asked_for(tmp_path):
+    events = [
+        called("_reduce_scatter_base_", 1, 2, [1], **{"Input Dims": [[32], [64], [], []]}),
+        sent("all_reduce", 1.5, 3, [64]),
+    ]
+    (call,) = trace.read(write(tmp_path / "t.json", *step(0, 1, 8, 9), *events)).calls
+    assert (call.operation, call.bytes) == ("reduce_scatter", 256)
+
+
+def test_a_message_knows_its_other_rank(tmp_path):
+    events = [
+        called("send", 1, 2, [10], **{"Concrete Inputs": ["", "", "3", "0"]}),
+        sent("send", 1.5, 3, [10]),
+    ]
+    (call,) = trace.read(write(tmp_path / "t.json", *step(0, 1, 8, 9), *events)).calls
+    assert (call.operation, call.peer) == ("send", 3)
+
+
+def test_waits_outside_of_the_steps_do_not_count(tmp_path):
+    events = [label(trace.WAITING, 0, 12), called("allreduce_", 1, 2, [4]), sent("all_reduce", 1, 3, [4])]
+    found = trace.read(write(tmp_path / "t.json", *step(10, 11, 18, 19), *events))
+    assert milliseconds(found.waits) == [(10, 12)]
+    assert len(found.calls) == 1
+
+
+def test_on_a_gpu_kernels_belong_to_the_phase_that_launched_them(tmp_path):
+    def kernel(name, start, end, number, **facts):
+        return event(name, start, end, "kernel", 5, correlation=number, **facts)
+
+    def launch(at, number):
+        return event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", correlation=number)
+
+    collective = {
+        "Collective name": "_allgather_base", "In msg nelems": 5, "Out msg nelems": 10, "dtype": "BFloat16",
+        "Process Group Ranks": "[0, 1]",
+    }  # fmt: skip
+    events = [
+        launch(1.1, 1), launch(2.1, 2), launch(3.1, 3), launch(1.5, 4),
+        event(BACKWARD, 2, 3, thread=8),
+        kernel("gemm", 2, 4, 1), kernel("gemm", 6, 8, 2), kernel("adam", 8.5, 9, 3),
+        kernel("ncclDevKernel_AllGather_RING_LL(...)", 3, 5, 4, **collective),
+    ]  # fmt: skip
+    found = trace.read(write(tmp_path / "t.json", *step(0, 1, 3, 10), *events))
+    assert phases(found) == {"data": [], "forward": [(0, 4)], "backward": [(5, 8)], "optimizer": [(8, 9)]}
+    assert milliseconds(found.waits) == [(4, 5)]
+    (call,) = found.calls
+    assert (call.operation, call.bytes, call.ranks) == ("all_gather", 20, (0, 1))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"traceEvents": [{"ph": "X", "name": "a"}]}', '{"traceEvents": 3}'])
+def test_a_damaged_trace_is_refused(tmp_path, text):
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"t\.json is no trace of torch's profiler"):
+        trace.read(path)
+
+
+def test_a_trace_without_steps_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no profiled step"):
+        trace.read(write(tmp_path / "t.json", event("aten::mm", 0, 1)))
