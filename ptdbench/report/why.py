@@ -51,13 +51,16 @@ def compare(record: Record, against: Record, called: str, reference: str) -> str
     """
     run, other = phases.step(record), phases.step(against)
     difference = run.seconds - other.seconds
-    if abs(difference) < max(_NOISE * max(run.seconds, other.seconds), _spread(record, against)):
-        took = " and ".join(f"{three_digits(1e3 * step.seconds)} ms" for step in (run, other))
-        return f"{called} and {reference} take equally long: {took} a step, which is within the noise"
+    took = " and ".join(f"{three_digits(1e3 * step.seconds)} ms" for step in (run, other))
+    if abs(difference) < _NOISE * max(run.seconds, other.seconds):
+        return f"{called} and {reference} take equally long: {took} a step"
+    if abs(difference) < (spread := _spread(record, against)):
+        uncertain = f"their medians are uncertain by {three_digits(1e3 * spread)} ms"
+        return f"{called} and {reference} cannot be told apart: {took} a step, and {uncertain}"
     digits = _digits(difference)
-    took = f"{_amount(difference, digits)} {'longer' if difference > 0 else 'less'}"
+    more = f"{_amount(difference, digits)} {'longer' if difference > 0 else 'less'}"
     parts = _added_up(_parts(record, run, other, reference), difference, digits)
-    return f"{called} takes {took} than {reference}: {parts}"
+    return f"{called} takes {more} than {reference}: {parts}"
 
 
 def shares(record: Record, called: str) -> str:
@@ -196,8 +199,8 @@ def _signed(seconds: float, digits: int) -> str:
 
 
 def spoken(operation: str) -> str:
-    """``all_gather`` becomes ``all-gather``."""
-    return operation.replace("_", "-")
+    """``all_gather`` becomes ``all-gather``, and what belongs to no call that was seen ``unknown communication``."""
+    return "unknown communication" if operation == "unknown" else operation.replace("_", "-")
 
 
 def _traffic(found: Mapping[str, float] | None) -> str:

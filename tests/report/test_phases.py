@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from ptdbench.measure import phases as measured
 from ptdbench.records.record import begin
-from ptdbench.report.phases import groups, missing, of_rank, other_work, shown_ranks, step
+from ptdbench.report.phases import PHASES, groups, missing, of_rank, other_work, shown_ranks, step
 from tests.report.made import DDP, FSDP, PDP, failed, phased, run
 
 
@@ -23,6 +24,10 @@ def test_operations_take_the_place_of_communication(record):
     assert sum(parts.values()) == pytest.approx(record["phases"]["step_seconds"])
     assert "communication" not in parts
     assert set(record["phases"]["communication"]) <= set(parts)
+
+
+def test_each_phase_that_is_measured_is_shown():
+    assert tuple(PHASES) == measured.PHASES
 
 
 def test_a_phase_that_a_record_lacks_is_zero():
