@@ -39,10 +39,24 @@ def test_of_many_ranks_the_slowest_and_the_fastest_are_drawn():
 def test_a_longer_phase_is_a_larger_area_of_its_color():
     picture = draw(PDP["phases"])
     width, height = Image.open(BytesIO(picture)).size
-    assert width > height > 200
+    assert width > 2 * height > 400
     forward, backward, bubble = (area(picture, phase) for phase in ("forward", "backward", "bubble"))
     assert backward > forward > 0
     assert bubble > 3 * area(draw(DDP["phases"]), "bubble")  # there it is in the legend only
+
+
+def test_areas_are_in_proportion():
+    """A bar is as long as the plot; 100 ms are three bars of it."""
+    found, alone = PDP["phases"], phased("ddp", 100, {"forward": [50, 50], "backward": [50, 50]})["phases"]
+    forward, backward = (area(draw(alone), phase) for phase in ("forward", "backward"))
+    assert forward == pytest.approx(backward, rel=0.05)
+    assert area(draw(found), "forward") == pytest.approx(forward / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("milliseconds", [0, 1e-3, 0.37, 12_345, 1e6])
+def test_steps_of_any_length_are_drawn(milliseconds):
+    phases = phased("ddp", 76, {"forward": [milliseconds], "backward": [0], "other": [-1e-9]})["phases"]
+    assert area(draw(phases), "forward") > (10_000 if milliseconds else 0)
 
 
 def test_every_phase_has_a_color_of_its_own():
