@@ -55,7 +55,7 @@ def test_areas_are_in_proportion():
 
 @pytest.mark.parametrize("milliseconds", [0, 1e-3, 0.37, 12_345, 1e6])
 def test_steps_of_any_length_are_drawn(milliseconds):
-    phases = phased("ddp", 76, {"forward": [milliseconds], "backward": [0], "other": [-1e-9]})["phases"]
+    phases = phased("ddp", 76, {"forward": [milliseconds], "backward": [0]})["phases"]
     assert area(draw(phases), "forward") > (10_000 if milliseconds else 0)
 
 
