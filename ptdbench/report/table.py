@@ -231,8 +231,10 @@ def _check_remarks(records: Iterable[Mapping[str, Any]], width: int) -> list[str
 
 def _why(finished: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     """Why the runs that come next are slower than the fastest one; ``ptdbench explain`` tells of all of them."""
-    called = dict(zip(names(finished), finished, strict=True))
-    return [wrap(line, width) for line in why.against_fastest(called)[:_EXPLAINED]]
+    explained = [record for record in finished if not phases.missing(record)]
+    called = dict(zip(names(explained), explained, strict=True))
+    doubts = [doubt for name, record in called.items() for doubt in why.doubt(record, name)]
+    return [wrap(line, width) for line in [*why.against_fastest(called)[:_EXPLAINED], *doubts[:_EXPLAINED]]]
 
 
 def _figure(record: Mapping[str, Any], name: str) -> Any:

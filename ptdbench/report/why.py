@@ -24,6 +24,9 @@ _MOST_NAMED = 5
 #: Ranks whose forward and backward differ by less from the mean are equally fast.
 _EVEN = 0.05
 
+#: Profiling only makes steps longer: where they took less than this share, the timed steps met other conditions.
+_SHORTER = 0.95
+
 #: Waiting for a rank is named from this share of the step on.
 _WAITED = 0.02
 
@@ -81,12 +84,21 @@ def shares(record: Record, called: str) -> str:
 def remarks(record: Record, called: str) -> Iterator[str]:
     """What the ranks of a run say: the bubble beside its formula, which rank is slow, and whom the others wait for."""
     found, step = record["phases"], phases.step(record)
+    yield from doubt(record, called)
     formula = found.get("bubble_formula")
     if formula is not None:
         share = step.phases["bubble"] / step.seconds
         yield f"{called}: the bubble is {share:.0%} of the step; {formula:.0%} by the formula, for equally long stages"
     if ranks := "; ".join([*_uneven(found), *_waited_for(found)]):
         yield f"{called}: {ranks}"
+
+
+def doubt(record: Record, called: str) -> Iterator[str]:
+    """That the phases of a run with phases may not be those of its timed steps, where there is a reason to think so."""
+    ratio = record["phases"].get("profiled_step_seconds", math.inf) / record["phases"]["step_seconds"]
+    if ratio < _SHORTER:
+        than = "than the timed ones, so its phases may not be those of the timed steps"
+        yield f"{called}: its profiled steps were {1 - ratio:.0%} shorter {than}"
 
 
 def against_fastest(records: Mapping[str, Record]) -> list[str]:

@@ -299,6 +299,11 @@ class TestWhy:
         assert lines[-2].startswith("pdp 1x2 1f1b takes 24 ms longer than ddp: 24 ms more pipeline bubble")
         assert lines[-1].startswith("fsdp takes 44 ms longer than ddp: 37 ms more all-gather that no compute covers")
 
+    def test_shorter_profiled_steps_cast_doubt_on_what_is_said(self):
+        doubtful = FSDP | {"phases": FSDP["phases"] | {"profiled_step_seconds": 0.09}}
+        lines = render([doubtful, DDP], 300).splitlines()
+        assert lines[-1].startswith("fsdp: its profiled steps were 25% shorter than the timed ones")
+
     def test_a_single_run_says_where_its_step_went(self):
         shown = "ddp: forward 32%, backward 51%, exposed all-reduce 8%, optimizer 5%, other 4%"
         assert render([DDP], 300).splitlines()[-1] == shown

@@ -145,6 +145,15 @@ class TestRanks:
             "rank 3"
         ]
 
+    def test_profiled_steps_that_were_shorter_cast_doubt(self):
+        record = phased("ddp", 100, {"forward": [30], "backward": [70]}, profiled_step_seconds=0.076)
+        assert list(remarks(record, "ddp")) == [
+            "ddp: its profiled steps were 24% shorter than the timed ones, so its phases may not be those of the timed "
+            "steps"
+        ]
+        record["phases"]["profiled_step_seconds"] = 0.096
+        assert list(remarks(record, "ddp")) == []
+
     def test_a_record_without_waiting(self):
         record = phased("ddp", 90, {"forward": [30], "backward": [60]}, waited_for=[])
         assert list(remarks(record, "ddp")) == []
