@@ -77,7 +77,7 @@ def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
     seconds = dict.fromkeys(PHASES, 0.0) | {name: length(times) for name, times in trace.phases.items()}
     exposed: defaultdict[str, float] = defaultdict(float)
     waited_for: defaultdict[int, float] = defaultdict(float)
-    for (start, end), call, is_late in _divided(trace, ready):
+    for (start, end), call, is_late in divided(trace, ready):
         if not is_late:
             seconds["communication"] += end - start
             exposed[trace.calls[call].operation if call is not None else "unknown"] += end - start
@@ -91,7 +91,7 @@ def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
     return Partition(len(trace.steps), seconds, traffic, waited_for)
 
 
-def _divided(trace: Trace, ready: Sequence[Ready]) -> Iterator[tuple[Interval, int | None, bool]]:
+def divided(trace: Trace, ready: Sequence[Ready]) -> Iterator[tuple[Interval, int | None, bool]]:
     """The waits, cut where a call begins, becomes ready or ends: each piece with its call, and if that is not ready."""
     starts = [call.start for call in trace.calls]
     edges = sorted({moment for call in trace.calls for moment in (call.start, call.end)} | {one.since for one in ready})

@@ -45,15 +45,9 @@ def inspect(nvml: Any = None) -> dict[str, Any]:
         ``gpus``, one mapping each, in NVML's order; ``links``, for each pair of them ``NV<links>`` for NVLink, else
         ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` as in ``nvidia-smi topo -m``; and ``reason``, why both are empty.
     """
-    if torch.version.hip and nvml is None:
-        return _nothing("NVML knows NVIDIA's GPUs, and these are AMD's")
-    try:
-        nvml = nvml or importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except ImportError:
-        return _nothing("the package nvidia-ml-py is not installed")
-    except Exception as error:  # pynvml's own exceptions, unknown before its import
-        return _nothing(f"NVML does not answer: {error}")
+    nvml, reason = connect(nvml)
+    if reason:
+        return _nothing(reason)
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
         gpus = [_gpu(nvml, handle) for handle in handles]
@@ -62,6 +56,27 @@ def inspect(nvml: Any = None) -> dict[str, Any]:
         return _nothing(f"NVML does not answer: {error}")
     finally:
         nvml.nvmlShutdown()
+
+
+def connect(nvml: Any = None) -> tuple[Any, str | None]:
+    """NVML, to be shut down by whoever asks for it.
+
+    Args:
+        nvml: A replacement for the module ``pynvml``; ``None`` for that module itself.
+
+    Returns:
+        ``(module, None)``, or ``(None, reason)`` if it does not answer.
+    """
+    if torch.version.hip and nvml is None:
+        return None, "NVML knows NVIDIA's GPUs, and these are AMD's"
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except ImportError:
+        return None, "the package nvidia-ml-py is not installed"
+    except Exception as error:  # pynvml's own exceptions, unknown before its import
+        return None, f"NVML does not answer: {error}"
+    return nvml, None
 
 
 def identity(device: torch.device) -> str:
@@ -86,6 +101,14 @@ def link(seen: Mapping[str, Any], one: str, other: str) -> str | None:
     return seen["links"][places.index(one)][places.index(other)]
 
 
+def reasons_now(nvml: Any, handle: Any) -> list[str] | None:
+    """What the clocks of a GPU depend on now, in words; ``None`` if it does not tell."""
+    bits = answer(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    if bits is None:  # drivers before 535 have only the older name
+        bits = answer(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+    return None if bits is None else clock_reasons(bits)
+
+
 def clock_reasons(bits: int) -> list[str]:
     """NVML's bit mask in words."""
     return [words for bit, words in CLOCK_REASONS.items() if bits & bit]
@@ -104,21 +127,18 @@ def _nothing(reason: str) -> dict[str, Any]:
 
 def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
     def ask(question: str, *arguments: Any) -> Any:
-        return _answer(lambda: getattr(nvml, question)(handle, *arguments))
+        return answer(lambda: getattr(nvml, question)(handle, *arguments))
 
-    reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
-    if reasons is None:  # drivers before 535 have only the older name
-        reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons")
     processes = ask("nvmlDeviceGetComputeRunningProcesses")
     affinity = ask("nvmlDeviceGetCpuAffinity", _MOST_CORES // _WORD_BITS)
     return {
         "uuid": _text(ask("nvmlDeviceGetUUID")),
-        "bus": _answer(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+        "bus": answer(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
         "name": _text(ask("nvmlDeviceGetName")),
         "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
         "sm_clock_most_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
         "memory_clock_mhz": ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
-        "clock_reasons": None if reasons is None else clock_reasons(reasons),
+        "clock_reasons": reasons_now(nvml, handle),
         "temperature_celsius": ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
         "power_watts": _watts(ask("nvmlDeviceGetPowerUsage")),
         "power_limit_watts": _watts(ask("nvmlDeviceGetEnforcedPowerLimit")),
@@ -138,10 +158,10 @@ def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Mapping[str, Any]])
         if direct:
             return f"NV{direct}"
         pair = handles[one], handles[other]
-        over = _answer(lambda: nvml.nvmlDeviceGetP2PStatus(*pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK))
+        over = answer(lambda: nvml.nvmlDeviceGetP2PStatus(*pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK))
         if ends[one] and over == nvml.NVML_P2P_STATUS_OK:  # through a switch, which takes all links of both
             return f"NV{min(len(ends[one]), len(ends[other]))}"
-        ancestor = _answer(lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(*pair))
+        ancestor = answer(lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(*pair))
         return None if ancestor is None else _ANCESTORS.get(ancestor)
 
     return [[between(one, other) for other in range(len(handles))] for one in range(len(handles))]
@@ -151,15 +171,15 @@ def _nvlink_ends(nvml: Any, handle: Any) -> list[str]:
     """Bus address of the remote end of each NVLink that is up."""
     ends = []
     for number in range(nvml.NVML_NVLINK_MAX_LINKS):
-        if _answer(lambda number=number: nvml.nvmlDeviceGetNvLinkState(handle, number)):  # type: ignore[misc]
-            end = _answer(
+        if answer(lambda number=number: nvml.nvmlDeviceGetNvLinkState(handle, number)):  # type: ignore[misc]
+            end = answer(
                 lambda number=number: nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, number).busId  # type: ignore[misc]
             )
             ends.append(_text(end) or "unknown")
     return ends
 
 
-def _answer(question: Callable[[], Any]) -> Any:
+def answer(question: Callable[[], Any]) -> Any:
     """NVML's answer, or ``None`` if this GPU or driver does not support the query."""
     try:
         return question()

@@ -162,6 +162,62 @@ class Phases(TypedDict, total=False):
     a pipeline."""
 
 
+class Energy(TypedDict, total=False):
+    """Energy that devices took while the run did steps after the first ``train.warmup_steps`` ones.
+
+    Evaluations, checkpoints and all else that interrupts steps is left out. Null with a ``reason`` if it is not known
+    of all devices.
+    """
+
+    source: str | None
+    """Whose counters were read: ``NVML`` or ``RAPL``."""
+    steps: int | None
+    """Number of steps during which it was metered; the fewest of a device."""
+    seconds: float | None
+    """Their duration; the shortest of a device."""
+    watts: float | None
+    """Mean power of all devices together."""
+    joules_per_step: float | None
+    """Energy of all devices in one step."""
+    joules_per_sample: float | None
+    """The same over the samples of the global batch."""
+    joules_per_token: float | None
+    """The same over its tokens; null if samples are not token sequences."""
+    reason: str | None
+    """Why there are no figures."""
+
+
+class Clocks(TypedDict):
+    """The clocks of one rank's GPU while the run did steps; null if NVML does not tell."""
+
+    rank: int
+    """The rank."""
+    sm_clock_mhz: int | None
+    """Clock of its multiprocessors in the last steps."""
+    sm_clock_least_mhz: int | None
+    """The lowest that was seen; it is looked at whenever steps are interrupted, about every 10 seconds."""
+    sm_clock_most_mhz: int | None
+    """The highest that the GPU has."""
+    clock_reasons: list[str] | None
+    """Why it did not run at its highest clock when it was looked at: ``power cap``, ``too hot (hardware)``, ..."""
+    held_back: dict[str, float] | None
+    """Share of the time in which clocks were held below the application clocks, by cause: ``power limit``,
+    ``temperature limit``, ``sync boost``, ``board limit``, ``reliability limit``, as far as the driver counts them.
+    Causes may coincide."""
+
+
+class Hardware(TypedDict, total=False):
+    """The hardware while the last start of the run did steps: energy, clocks, and what held these back."""
+
+    cpu: Energy
+    """All CPU packages of the machines that the ranks ran on, without memory modules. A package does not tell whose
+    work it does: the energy is that of everything that ran there."""
+    gpu: Energy
+    """The ranks' GPUs with their memory, all that ran on them included."""
+    clocks: list[Clocks]
+    """One for each rank that has a GPU."""
+
+
 class Evaluation(TypedDict):
     """One evaluation on the held-out part."""
 
@@ -366,6 +422,8 @@ class Record(Identity, total=False):
     """Figures of the timed steps; those until it ended for a run that did not finish."""
     phases: Phases | None
     """Where the time of a step went; null for a run that was not profiled."""
+    hardware: Hardware | None
+    """Energy and clocks of the hardware; null for a run that did not train to its end."""
     error: Error | None
     """Why the run did not end well; null if it did."""
     remarks: Remarks | None

@@ -34,6 +34,9 @@ _WAITED = 0.05
 #: Runs that are explained below a table.
 _EXPLAINED = 5
 
+#: From this share of a run's time on, it is mentioned that a GPU's clocks were held back.
+_HELD_BACK = 0.01
+
 
 def render(records: Sequence[Mapping[str, Any]], width: int = 100) -> str:
     """The runs of each model, fastest first and those that did not finish last, as plain text.
@@ -112,6 +115,7 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
         *_mfu_remarks(ranked, width),
         *_ceiling_remarks(dict(zip(called, [*ranked, *others], strict=True)), width),
         *_data_remarks(dict(zip(called, [*ranked, *others], strict=True)), width),
+        *_clock_remarks(dict(zip(called, [*ranked, *others], strict=True)), width),
         *_check_remarks(records, width),
         *_why(finished, width),
     ]
@@ -221,6 +225,19 @@ def _data_remarks(records: Mapping[str, Mapping[str, Any]], width: int) -> Itera
     for label, record in records.items():
         if (share := _figure(record, "data_wait_share")) and share >= _WAITED:
             yield wrap(f"{label}: {share:.0%} of the steps' time was spent waiting for data", width)
+
+
+def _clock_remarks(records: Mapping[str, Mapping[str, Any]], width: int) -> Iterator[str]:
+    """Runs, by their labels, whose GPUs were held back, and the GPU that was the most."""
+    for label, record in records.items():
+        clocks = (record.get("hardware") or {}).get("clocks") or []
+        held = [(share, cause, of["rank"]) for of in clocks for cause, share in (of["held_back"] or {}).items()]
+        held = [one for one in held if one[0] > _HELD_BACK]
+        if held:
+            share, cause, rank = max(held)
+            more = len({one[2] for one in held}) - 1
+            others = f", and {plural(more, 'other')} by less" if more else ""
+            yield wrap(f"{label}: rank {rank}'s GPU was held back for {share:.0%} of the time: {cause}{others}", width)
 
 
 def _check_remarks(records: Iterable[Mapping[str, Any]], width: int) -> list[str]:

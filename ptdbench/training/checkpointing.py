@@ -92,9 +92,14 @@ class Checkpointing:
                 return search.found, group
         return None
 
+    @property
+    def due(self) -> bool:
+        """Whether a checkpoint is due, whatever an evaluation says of the weights; in all ranks after the same step."""
+        return self._every is not None and self._loop.done % self._every == 0
+
     def after_step(self, is_best: bool = False) -> None:
         """Save if a checkpoint is due or the weights are the best so far; called between two steps."""
-        if self._saver and self._every and (is_best or self._loop.done % self._every == 0):
+        if self._saver and (is_best or self.due):
             with self._job.watchdog.paused(), self._job.display.during("saving"):
                 self._save(self._saver, is_best)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +22,7 @@ from ptdbench.problems import Problem, require
 from ptdbench.report import samples
 from ptdbench.training import agreement, passed, profile
 from ptdbench.training.checkpointing import Checkpointing
+from ptdbench.training.energy_meter import EnergyMeter
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop, collect_garbage
 from ptdbench.training.progress_reporter import ProgressReporter
@@ -51,27 +52,32 @@ class Train:
         evaluator = Evaluator(job, loop)
         recorder = Recorder(job, loop)
         checkpointing = Checkpointing(job, loop, evaluator, recorder)
+        meter = EnergyMeter(job, loop)
         checkpointing.resume()
         if checkpointing.saves or checkpointing.resumed_from:
             job.display.phase("rehearsing the first step")
             loop.rehearse()
         job.watch.lap("build")
         stopped = None
-        advancing = steps(job, loop)
+        advancing = steps(job, loop, at_end=meter.stop)
         with recorder, StopSignal() as stop_signal, closing(advancing) as advance:
             for _ in advance:
-                evaluations = [evaluator().as_dict()] if evaluator.due() else []
-                if evaluations or recorder.due:
-                    recorder.show(evaluations)
-                checkpointing.after_step(evaluator.is_best)
+                if evaluator.due() or recorder.due or checkpointing.due:
+                    with meter.interrupted():
+                        evaluations = [evaluator().as_dict()] if evaluator.due() else []
+                        if evaluations or recorder.due:
+                            recorder.show(evaluations)
+                        checkpointing.after_step(evaluator.is_best)
                 if stopped := stop_signal.received(loop.taken):
+                    meter.stop()
                     break
             if not stopped and evaluator.due(at_end=True):
                 evaluator()
                 checkpointing.after_step(evaluator.is_best)
             checkpointing.finish()
-        outcome = with_check(_outcome(job, loop, checkpointing, evaluator, recorder, stopped), checked)
-        return outcome if stopped else _explained(job, loop, outcome)
+        found = _outcome(job, loop, checkpointing, evaluator, recorder, stopped)
+        found = with_check(replace(found, fields={**found.fields, "hardware": meter.finish()}), checked)
+        return found if stopped else _explained(job, loop, found)
 
 
 def _outcome(
@@ -156,7 +162,7 @@ def _nothing_held_out(job: Job) -> Problem | None:
     return Problem("eval.every", every, rule, "try null, or data with a held-out part")
 
 
-def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:
+def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -> Generator[int, None, None]:
     """Run the steps with the watchdog and progress updates between them; yields the number of steps done.
 
     The garbage collector is off until the iterator ends or is closed.
@@ -164,6 +170,7 @@ def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:
     Args:
         job: The run.
         loop: The step loop.
+        at_end: Called after the last step, before the feed is closed; not if the iterator is closed before.
     """
     wanted = job.spec.config.train.steps
     reporter = ProgressReporter(job, loop, wanted)
@@ -182,6 +189,7 @@ def steps(job: Job, loop: StepLoop) -> Generator[int, None, None]:
                 job.watchdog.beat(loop.done)
                 reporter.report(wanted)
                 yield loop.done
+        at_end()
     finally:
         gc.enable()
         gc.unfreeze()

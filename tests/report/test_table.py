@@ -329,6 +329,27 @@ class TestWhy:
         assert [line for line in lines if line.endswith(" explain sweep")]
 
 
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ([], []),
+        ([None, {"power limit": 0.01}], []),
+        (
+            [{}, {"power limit": 0.12, "sync boost": 0.0}],
+            ["rank 1's GPU was held back for 12% of the time: power limit"],
+        ),
+        (
+            [{"power limit": 0.12}, {"power limit": 0.02, "temperature limit": 0.3}, {"board limit": 0.02}],
+            ["rank 1's GPU was held back for 30% of the time: temperature limit, and 2 others by less"],
+        ),
+    ],
+)
+def test_a_run_whose_gpus_were_held_back_is_named(held, said):
+    clocks = [{"rank": rank, "held_back": of_rank} for rank, of_rank in enumerate(held)]
+    lines = render([run(), run("fsdp", hardware={"clocks": clocks}), run("pdp", hardware=None)]).splitlines()
+    assert [line for line in lines if "held back" in line] == [f"fsdp: {text}" for text in said]
+
+
 def test_an_unsound_check_before_a_run_is_told_once():
     remark = {"check": "unsound: rank 1 is slow"}
     text = render([run("ddp", remarks=remark), run("fsdp", remarks=remark), run("pdp", remarks={})])

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ptdbench.measure.energy import none
 from ptdbench.workloads.train import PROBE_STEPS, _affordable, assemble, steps
 from tests.conftest import composed
 from tests.parallel.ranks import on_ranks
@@ -28,6 +29,8 @@ def test_every_rank_brings_every_step(shared_run):
     assert len(record["losses"]) == len(record["memory_bytes"]) == 6
     assert all(in_use > 0 for in_use in record["memory_bytes"])
     assert record["remarks"] == {}
+    assert record["hardware"]["gpu"] == none("the run used no GPU")
+    assert (record["hardware"]["cpu"]["watts"] is None) == bool(record["hardware"]["cpu"]["reason"])
 
 
 def test_a_run_without_time_is_cut_short_with_a_remark(shared_run):

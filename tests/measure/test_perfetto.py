@@ -1,0 +1,55 @@
+import gzip
+import json
+
+from ptdbench.measure import perfetto, trace
+from tests.measure.made_trace import EPOCH, event, step, write
+
+
+def merged(tmp_path, *of_ranks, names=("rank 0", "rank 1"), ahead=(0.0, 0.0)):
+    paths = []
+    for rank, events in enumerate(of_ranks):
+        written = write(tmp_path / f"{rank}.json", *events)
+        paths.append(tmp_path / f"rank{rank}.json.gz")
+        perfetto.compress(written, paths[-1], {"rank": rank})
+    perfetto.merge(paths, names, ahead, tmp_path / "trace.json.gz")
+    return json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
+
+
+def test_ranks_are_processes_of_their_own_by_name(tmp_path):
+    events = merged(tmp_path, step(0, 1, 2, 3), step(0, 1, 2, 3), names=("rank 0, stage 0", "rank 1, stage 1"))
+    named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert sorted(named.values()) == ["rank 0, stage 0", "rank 1, stage 1"]
+    steps = [event for event in events if event["name"] == trace.STEP]
+    assert [named[event["pid"]] for event in steps] == ["rank 0, stage 0", "rank 1, stage 1"]
+
+
+def test_all_ranks_are_on_the_clock_of_rank_0(tmp_path):
+    events = merged(tmp_path, [event("a", 5, 6)], [event("b", 7, 8)], ahead=(0.0, 2e-3))
+    times = {event["name"]: event["ts"] for event in events if event["ph"] == "X"}
+    assert times["b"] - times["a"] == 0
+
+
+def test_a_rank_whose_trace_begins_at_another_time_is_moved(tmp_path):
+    first = write(tmp_path / "0.json", event("a", 5, 6))
+    second = tmp_path / "1.json"
+    second.write_text(json.dumps({"baseTimeNanoseconds": (EPOCH + 1) * 10**9, "traceEvents": [event("b", 5, 6)]}))
+    for rank, path in enumerate((first, second)):
+        perfetto.compress(path, tmp_path / f"rank{rank}.json.gz", {})
+    perfetto.merge([tmp_path / "rank0.json.gz", tmp_path / "rank1.json.gz"], "ab", (0, 0), tmp_path / "t.json.gz")
+    events = json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))["traceEvents"]
+    times = {event["name"]: event["ts"] for event in events if event["ph"] == "X"}
+    assert times["b"] - times["a"] == 1e6
+
+
+def test_arrows_stay_inside_of_their_rank(tmp_path):
+    arrow = {"ph": "s", "id": 3, "pid": 1, "tid": 7, "ts": 0.0, "cat": "fwdbwd", "name": "fwdbwd"}
+    events = merged(tmp_path, [arrow], [arrow])
+    assert {event["id"] for event in events if event["ph"] == "s"} == {"0.3", "1.3"}
+
+
+def test_the_trace_of_one_rank_says_which_and_can_still_be_read(tmp_path):
+    merged(tmp_path, step(0, 1, 2, 3), names=["rank 0"], ahead=[0.0])
+    written = json.loads(gzip.decompress((tmp_path / "rank0.json.gz").read_bytes()))
+    assert written["distributedInfo"] == {"rank": 0}
+    (tmp_path / "again.json").write_text(json.dumps(written))
+    assert len(trace.read(tmp_path / "again.json").steps) == 1

@@ -1,0 +1,265 @@
+"""The profiling pass, through the product: a sleep is found in its phase and on its rank, however busy the machine."""
+
+import gzip
+import json
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ptdbench import run as product
+from ptdbench.data.feed import Feed
+from ptdbench.measure import trace
+from ptdbench.measure.intervals import Interval, intersect, length, union
+from ptdbench.measure.phases import PHASES, Partition, Ready, divided, partition
+from ptdbench.models.decoder import Decoder
+from ptdbench.parallel import apply
+from ptdbench.parallel.pipeline.stage import Stage
+from ptdbench.records import schema
+from ptdbench.training import profile
+from ptdbench.training.update import Update
+from tests.conftest import composed, record_of
+from tests.shared_ranks import RANKS
+
+pytestmark = pytest.mark.ranks
+
+#: Seconds of a sleep.
+SLEEP = 0.2
+STEPS = 2
+
+TINY = (
+    "model=gpt_tiny", "model.layers=2", "model.width=16", "model.heads=2", "model.sequence_length=8",
+    "train.global_batch=4", "train.steps=3", "train.warmup_steps=1", f"profile.steps={STEPS}",
+)  # fmt: skip
+
+
+def asleep(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, which sleeps first."""
+
+    def sleeps_first(*arguments: Any, **options: Any) -> Any:
+        begin = time.time()
+        time.sleep(SLEEP)
+        SLEPT.append((begin, time.time()))
+        return original(*arguments, **options)
+
+    return sleeps_first
+
+
+def slow_all_reduce(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's all-reduce over a link that is slow, while nothing computes."""
+    work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+    assert work is not None
+    done = work.get_future()
+    return done.then(asleep(lambda future: future.value()[0]))
+
+
+def slow_replicate(original: Callable[..., Any]) -> Callable[..., Any]:
+    def replicated(*arguments: Any) -> Any:
+        part = original(*arguments)
+        part.runner.register_comm_hook(None, slow_all_reduce)
+        return part
+
+    return replicated
+
+
+#: What is slowed down: the attribute, and what takes its place.
+PLACES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "data": (Feed, "_next_batch", asleep),
+    "forward": (Decoder, "forward", asleep),
+    "stage": (Stage, "forward", asleep),
+    "optimizer": (Update, "__call__", asleep),
+    "collective": (apply, "replicate", slow_replicate),
+}
+
+
+#: When this rank slept, in seconds since the epoch.
+SLEPT: list[Interval] = []
+
+
+def run_slowed(configuration: Any, directory: Path, place: str, ranks: list[int]) -> tuple[Any, ...]:
+    """In a rank: a run in which something sleeps on some ranks; when it slept, and what the pass made of its trace."""
+    SLEPT.clear()
+    owner, name, change = PLACES[place]
+    seen: list[tuple[trace.Trace, Sequence[Ready]]] = []
+
+    def watched(of_rank: trace.Trace, ready: Sequence[Ready]) -> Partition:
+        seen.append((of_rank, ready))
+        return partition(of_rank, ready)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(profile, "partition", watched)
+        if int(os.environ["RANK"]) in ranks:
+            patched.setattr(owner, name, change(getattr(owner, name)))
+        product.run(configuration, directory)
+    return list(SLEPT), *seen[0]
+
+
+class Rank:
+    """What one rank did while something slept."""
+
+    def __init__(self, of_rank: trace.Trace, ready: Sequence[Ready], slept: Sequence[Interval]) -> None:
+        self.phases: dict[str, Sequence[Interval]] = dict(of_rank.phases)
+        self.pieces = list(divided(of_rank, ready))
+        self.slept = intersect(union(slept), union(of_rank.steps))
+        self.calls, self.ready = of_rank.calls, ready
+
+    def share(self, times: Iterable[Interval]) -> float:
+        """The share of the sleep that lies in these times."""
+        return length(intersect(self.slept, union(times))) / length(self.slept)
+
+    def waited(self, late: bool, operations: Collection[str], last: int | None = None) -> float:
+        """The share of the sleep in which this rank waited for such a call."""
+        return self.share(
+            interval
+            for interval, call, is_late in self.pieces
+            if call is not None
+            and is_late == late
+            and self.calls[call].operation in operations
+            and (last is None or self.ready[call].last == last)
+        )
+
+    @property
+    def waits(self) -> float:
+        """The share of the sleep in which this rank waited for anything."""
+        return self.share(interval for interval, _, _ in self.pieces)
+
+
+def slowed(directory: Path, *overrides: str, place: str, ranks: list[int]) -> list[Rank]:
+    """Both ranks of a run in which something slept; the sleep of one is that of both."""
+    found = RANKS.call(2, run_slowed, composed(*TINY, *overrides), directory, place, ranks)
+    record = record_of(directory)
+    assert record["status"] == "ok", record["error"]
+    assert schema.fault(record["phases"], schema.Phases) is None
+    slept = found[ranks[0]][0]
+    assert len(slept) > STEPS
+    return [Rank(*of_rank, slept) for _, *of_rank in found]
+
+
+COLLECTIVE = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "place", "rank", "phase"),
+    [
+        ("ddp", "data", 1, "data"),
+        ("ddp", "optimizer", 0, "optimizer"),
+        ("ddp", "forward", 1, "forward"),
+        ("fsdp", "forward", 0, "forward"),
+    ],
+)
+def test_what_sleeps_on_one_rank_is_found_there_and_the_other_waits_for_it(tmp_path, parallel, place, rank, phase):
+    found = slowed(tmp_path, f"parallel={parallel}", place=place, ranks=[rank])
+    assert found[rank].share(found[rank].phases[phase]) > 0.99
+    other = found[1 - rank]
+    assert other.waited(True, COLLECTIVE, last=rank) > 0.9 * other.waits
+
+
+def test_a_slow_link_is_exposed_communication(tmp_path):
+    for rank in slowed(tmp_path, "parallel=ddp", place="collective", ranks=[0, 1]):
+        assert rank.waited(False, ["all_reduce"]) > 0.9 * rank.waits
+        assert rank.waits > 0.5  # for the rest the backward pass still computed
+
+
+def test_a_slow_stage_is_a_bubble_on_the_others(tmp_path):
+    pipeline = ["parallel=pdp", "parallel.pipeline=2", "parallel.microbatches=2"]
+    found = slowed(tmp_path, *pipeline, place="stage", ranks=[1])
+    assert found[1].share(found[1].phases["forward"]) > 0.99
+    assert found[0].waited(True, ["recv", "send"], last=1) > 0.9 * found[0].waits
+
+
+def test_every_layout_is_divided_without_rest(shared_run):
+    layouts = [
+        ["parallel=single"],
+        ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=1"],
+        ["parallel=tp", "parallel.sequence=true"],
+        ["parallel=fsdp", "parallel.context=2", "parallel.shard=1"],
+        ["parallel=ddp", "parallel.optimizer=zero1", "train.clip_norm=1"],
+        ["parallel=fsdp", "activations=recompute", "train.micro_batch=1"],
+        *(
+            [
+                "parallel=pdp",
+                "parallel.pipeline=2",
+                "parallel.microbatches=4",
+                "model.layers=4",
+                f"parallel.schedule={name}",
+            ]
+            for name in (
+                "gpipe",
+                "1f1b",
+                "interleaved1f1b",
+                "looped_bfs",
+                "interleaved_zero_bubble",
+                "zbv",
+                "dualpipev",
+            )
+        ),
+    ]
+    for layout in layouts:
+        record = shared_run(*TINY, *layout)
+        assert record["status"] == "ok", (layout, record["error"])
+        found = record["phases"]
+        assert found["reason"] is None, layout
+        assert list(found["ranks"]) == list(PHASES)
+        for rank in range(record["world_size"]):
+            of_rank = {name: found["ranks"][name][rank] for name in PHASES}
+            assert min(of_rank.values()) >= 0, (layout, of_rank)
+            assert sum(of_rank.values()) == pytest.approx(found["step_seconds"]), layout
+            assert of_rank["forward"] > 0, layout
+            assert of_rank["backward"] > 0, layout
+        assert (found["bubble_formula"] is not None) == ("parallel=pdp" in layout)
+
+
+def test_bytes_are_those_of_the_formula(shared_run):
+    """DDP averages all gradients once; FSDP gathers weights twice, those of the root once, and scatters gradients."""
+    record = shared_run(*TINY, "parallel=ddp")
+    size = 4 * record["parameters"]
+    assert record["phases"]["communication"]["all_reduce"]["bytes"] == size
+    record = shared_run(*TINY, "parallel=fsdp")
+    sent = record["phases"]["communication"]
+    assert size <= sent["reduce_scatter"]["bytes"] <= 1.01 * size
+    assert 1.5 * size < sent["all_gather"]["bytes"] <= 2.02 * size
+
+
+def test_no_pass_leaves_no_phases(shared_run):
+    record = shared_run(*TINY, "profile.steps=0")
+    assert record["phases"] is None
+
+
+def test_the_timed_steps_are_the_same_with_a_pass_and_without(shared_run):
+    with_pass, without = shared_run(*TINY), shared_run(*TINY, "profile.steps=0")
+    assert with_pass["losses"] == without["losses"]
+    assert with_pass["steps"] == without["steps"] == 3
+
+
+def exposed_share(path: Path) -> float:
+    """The share of exposed communication in the steps, by another way: microsecond by microsecond."""
+    events = [event for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"] if event["ph"] == "X"]
+    steps = [event for event in events if event["name"] == trace.STEP]
+    begin, main = min(event["ts"] for event in steps), steps[0]["tid"]
+    size = int(max(event["ts"] + event["dur"] for event in steps) - begin)
+    sent, computed = bytearray(size), bytearray(size)
+
+    def mark(ticks: bytearray, event: dict[str, Any]) -> None:
+        first, last = (min(max(0, int(at - begin)), size) for at in (event["ts"], event["ts"] + event["dur"]))
+        ticks[first:last] = b"\1" * (last - first)
+
+    for event in events:
+        if event["name"].startswith("gloo:"):
+            mark(sent, event)
+        elif event["tid"] == main and event["name"].startswith("aten::"):
+            mark(computed, event)
+    return sum(one and not other for one, other in zip(sent, computed, strict=True)) / size
+
+
+def test_the_trace_shows_the_same_exposed_communication_to_another_reader(tmp_path):
+    slowed(tmp_path, "parallel=ddp", "profile.trace=true", place="forward", ranks=[1])
+    found = record_of(tmp_path)["phases"]
+    waits = sum(found["ranks"][name][0] for name in ("communication", "stragglers", "bubble"))
+    assert waits / found["step_seconds"] == pytest.approx(exposed_share(tmp_path / "trace" / "rank0.json.gz"), rel=0.02)
+    assert (tmp_path / "trace.json.gz").stat().st_size > 1000
+    assert "aten::addmm" in (tmp_path / "trace" / "operations.txt").read_text()
