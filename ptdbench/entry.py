@@ -336,7 +336,7 @@ def _print_results(directory: Path, is_sweep: bool, asked: int) -> list[dict[str
         records = [store.load_record(directory)] if (directory / store.RECORD).exists() else []
     if records:
         text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns))
-        say(table.closing_lines(directory))
+        say(table.closing_lines(directory, records))
     if _count_ok(records) < asked and _goes_on(directory, is_sweep, records):
         say(f"go on        {resume.command(directory)}")
     return records

@@ -28,7 +28,7 @@ def command(name: str = "train") -> str:
     With the folder of configurations that was given, without which it might not find the user's own choices.
 
     Args:
-        name: ``train``, ``status``, ``sbatch``.
+        name: ``train``, ``status``, ``explain``, ``sbatch``.
     """
     program = Path(sys.argv[0])
     is_module = (program.name, program.parent.name) == ("__main__.py", "ptdbench")

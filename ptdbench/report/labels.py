@@ -25,6 +25,12 @@ def labels(records: Sequence[Record]) -> list[str]:
     return _told_apart(records, [_parallel(record) for record in records], details, shown)
 
 
+def names(records: Sequence[Record]) -> list[str]:
+    """The labels of runs of one model for sentences, which have no columns for the ranks and the global batch."""
+    details = (_ranks, _batch, _nodes, _precision, _microbatches, _accumulation, None, _directory)
+    return _told_apart(records, [_parallel(record) for record in records], details, [()] * len(records))
+
+
 def titles(records: Sequence[Record]) -> list[str]:
     """What each run is called in the display of its sweep, where it stands alone: ``gpt_tiny pdp gpipe b16``.
 

@@ -11,10 +11,11 @@ from typing import Any
 from hydra.utils import get_object
 
 from ptdbench.records.store import RECORD, RESULTS
-from ptdbench.report.labels import labels
+from ptdbench.report import phases, why
+from ptdbench.report.labels import labels, names
 from ptdbench.report.reason import reason, wrap
 from ptdbench.report.text import as_text, empty_table, flops_text, three_digits
-from ptdbench.terminal import plural
+from ptdbench.terminal import command, plural
 
 _MISSING = "-"
 
@@ -29,6 +30,9 @@ _SPARED = ("of ceiling", "vs best", "memory", "held out")
 
 #: From this share of a run's time on, waiting for data is mentioned.
 _WAITED = 0.05
+
+#: Runs that are explained below a table.
+_EXPLAINED = 5
 
 #: From this share of a run's time on, it is mentioned that a GPU's clocks were held back.
 _HELD_BACK = 0.01
@@ -52,11 +56,13 @@ def render(records: Sequence[Mapping[str, Any]], width: int = 100) -> str:
 SEARCHED = "optimization_results.yaml"
 
 
-def closing_lines(directory: Path) -> str:
-    """Where the records of a run or a sweep are, and how to look at them in TensorBoard."""
+def closing_lines(directory: Path, records: Iterable[Mapping[str, Any]] = ()) -> str:
+    """Where the records of a run or a sweep are, and how to look at phases and curves."""
     shown = shlex.quote(os.path.relpath(directory))
     is_sweep = (directory / RESULTS).exists()
     lines = [f"records      {shown}/{RESULTS if is_sweep else RECORD}"]
+    if any(phases.missing(record) is None for record in records):
+        lines.append(f"phases       {command('explain')} {shown}")
     if any(directory.glob("events.*")) or any(directory.glob("*/events.*")):
         lines.append(f"TensorBoard  tensorboard --logdir {shown}")
         if is_sweep:
@@ -111,6 +117,7 @@ def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
         *_data_remarks(dict(zip(called, [*ranked, *others], strict=True)), width),
         *_clock_remarks(dict(zip(called, [*ranked, *others], strict=True)), width),
         *_check_remarks(records, width),
+        *_why(finished, width),
     ]
     return "\n".join([_title(records, moved), table, *remarks])
 
@@ -237,6 +244,14 @@ def _check_remarks(records: Iterable[Mapping[str, Any]], width: int) -> list[str
     """What the checks before the runs found unsound."""
     found = dict.fromkeys((record.get("remarks") or {}).get("check") for record in records)
     return [wrap(remark, width) for remark in found if remark]
+
+
+def _why(finished: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    """Why the runs that come next are slower than the fastest one; ``ptdbench explain`` tells of all of them."""
+    explained = [record for record in finished if not phases.missing(record)]
+    called = dict(zip(names(explained), explained, strict=True))
+    doubts = [doubt for name, record in called.items() for doubt in why.doubt(record, name)]
+    return [wrap(line, width) for line in [*why.against_fastest(called)[:_EXPLAINED], *doubts[:_EXPLAINED]]]
 
 
 def _figure(record: Mapping[str, Any], name: str) -> Any:

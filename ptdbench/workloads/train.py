@@ -19,7 +19,7 @@ from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.dims import Mesh
 from ptdbench.problems import Problem, require
-from ptdbench.report import samples
+from ptdbench.report import phases_picture, samples
 from ptdbench.training import agreement, passed, profile
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.energy_meter import EnergyMeter
@@ -114,6 +114,8 @@ def _explained(job: Job, loop: StepLoop, outcome: Outcome) -> Outcome:
     if job.world.rank == 0:
         job.note(outcome.fields)
     found = profile.phases(job, loop, outcome.fields.get("metrics"))
+    if found and found["steps"]:
+        outcome = replace(outcome, figures={**outcome.figures, "phases": phases_picture.draw(found)})
     return replace(outcome, fields={**outcome.fields, "phases": found})
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ptdbench.report.labels import titles
-from tests.report.test_table import run
+from tests.report.made import run
 
 PDP = {"data": 1, "pipeline": 2, "microbatches": 4, "accumulation": 1}
 

@@ -10,37 +10,7 @@ from ptdbench.records.store import append_result, write_record
 from ptdbench.report.table import closing_lines, render
 from ptdbench.report.text import emphasized
 from ptdbench.terminal import plain
-
-
-def run(parallel="ddp", tokens_per_second=1000.0, **changes):
-    record = {
-        "status": "ok",
-        "model": "gpt_tiny",
-        "parallel": parallel,
-        "world_size": 2,
-        "global_batch": 16,
-        "precision": "fp32",
-        "parameters": 1234567,
-        "layout": {"data": 2, "pipeline": 1, "microbatches": 1, "accumulation": 1},
-        "config": {"parallel": {"schedule": "1f1b"}},
-        "final_loss": 2.51349,
-        "metrics": {
-            "tokens_per_second": tokens_per_second,
-            "samples_per_second": 250.0,
-            "step_seconds": {"median": 0.1986, "p5": 0.01234, "p95": 1.2345},
-            "mfu": 0.41868,
-            "mfu_reason": None,
-            "peak_memory_bytes": 3 * 2**29,
-        },
-        "error": None,
-        "directory": f"outputs/sweep/{parallel}",
-    }
-    return {**record, **changes}
-
-
-def failed(parallel, message, status="failed", rank=1):
-    error = {"rank": rank, "type": "RuntimeError", "message": message, "traceback": ""}
-    return run(parallel, status=status, metrics=None, final_loss=None, error=error)
+from tests.report.made import DDP, FSDP, PDP, failed, phased, run
 
 
 def cells(text: str) -> list[list[str]]:
@@ -321,6 +291,42 @@ def test_a_run_whose_steps_waited_for_data_is_named():
     waited = run("fsdp", metrics=run()["metrics"] | {"data_wait_share": 0.125})
     lines = render([run(), waited]).splitlines()
     assert [line for line in lines if "data" in line] == ["fsdp: 12% of the steps' time was spent waiting for data"]
+
+
+class TestWhy:
+    def test_the_runs_behind_the_fastest_one_say_why(self):
+        lines = render([FSDP, PDP, DDP, failed("tp", "broken")], 300).splitlines()
+        assert lines[-2].startswith("pdp 1x2 1f1b takes 24 ms longer than ddp: 24 ms more pipeline bubble")
+        assert lines[-1].startswith("fsdp takes 44 ms longer than ddp: 37 ms more all-gather that no compute covers")
+
+    def test_shorter_profiled_steps_cast_doubt_on_what_is_said(self):
+        doubtful = FSDP | {"phases": FSDP["phases"] | {"profiled_step_seconds": 0.09}}
+        lines = render([doubtful, DDP], 300).splitlines()
+        assert lines[-1].startswith("fsdp: its profiled steps were 25% shorter than the timed ones")
+
+    def test_a_single_run_says_where_its_step_went(self):
+        shown = "ddp: forward 32%, backward 51%, exposed all-reduce 8%, optimizer 5%, other 4%"
+        assert render([DDP], 300).splitlines()[-1] == shown
+
+    def test_five_lines_at_most(self):
+        runs = [phased(f"p{n}", 76 + 5 * n, {"forward": [70 + 5 * n] * 2, "backward": [6] * 2}) for n in range(8)]
+        lines = [line for line in render(runs, 300).splitlines() if "longer than p0" in line]
+        assert [line.split()[0] for line in lines] == ["p1", "p2", "p3", "p4", "p5"]
+
+    def test_runs_are_told_apart_by_what_other_rows_have_in_columns(self):
+        text = render([DDP, DDP | {"global_batch": 32}, FSDP], 300)
+        assert "fsdp takes 44 ms longer than ddp b16: " in text
+        assert "\nddp b32: forward 32%" in text
+
+    @pytest.mark.parametrize("phases", [None, {}, {"steps": 0, "reason": "no"}, {"steps": 5}])
+    def test_runs_without_phases_say_nothing(self, phases):
+        assert render([run(phases=phases)]) == render([run()])
+
+    def test_how_to_see_all_of_it(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert "explain" not in closing_lines(tmp_path / "sweep", [run()])
+        lines = closing_lines(tmp_path / "sweep", [run(), DDP]).splitlines()
+        assert [line for line in lines if line.endswith(" explain sweep")]
 
 
 @pytest.mark.parametrize(

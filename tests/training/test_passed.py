@@ -68,7 +68,7 @@ def trained(directory: Path, options: DictConfig, cache: str, known: float) -> t
         return outcome.fields, measured.call_count, kept.flops_per_second
 
 
-TOY = ("model=toy", "device=cpu", "parallel=ddp", "train.steps=4")
+TOY = ("model=toy", "device=cpu", "parallel=ddp", "train.steps=4", "profile.steps=0")
 
 
 @pytest.mark.ranks

@@ -26,7 +26,7 @@ from tests.workloads.made_job import job
 
 pytestmark = pytest.mark.ranks
 
-TOY = ("model=toy", "device=cpu", "parallel=ddp", "train.global_batch=4")
+TOY = ("model=toy", "device=cpu", "parallel=ddp", "train.global_batch=4", "profile.steps=0")
 #: The run in :data:`FIRST_FORM`.
 SMALL = (*TOY, "model.width=4", "model.inputs=3", "model.outputs=2", "model.layers=2", "train.clip_norm=1")
 

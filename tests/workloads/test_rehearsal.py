@@ -24,7 +24,7 @@ from tests.workloads.made_job import job
 
 pytestmark = pytest.mark.ranks
 
-DROPOUT = (*TASK, "+model.dropout=0.1", "train.global_batch=48")
+DROPOUT = (*TASK, "+model.dropout=0.1", "train.global_batch=48", "profile.steps=0")
 LAYOUTS = {
     "ddp": (3, "parallel=ddp"),
     "ddp without a static graph": (3, "parallel=ddp", "parallel.static_graph=false"),

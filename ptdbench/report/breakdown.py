@@ -1,0 +1,122 @@
+"""Where the time of a step went, in tables: runs beside each other, or the ranks of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from ptdbench.report import phases, why
+from ptdbench.report.phases import PHASES, Record
+from ptdbench.report.reason import wrap
+from ptdbench.report.text import as_text, empty_table, three_digits
+
+#: The heading of each phase.
+_HEADINGS = [{"communication": "exposed"}.get(phase, phase) for phase in PHASES]
+
+#: Those of phases that many runs do not have, which have a column where any run has them, and what they leave out.
+_RARE = {
+    "data": "waiting for the batch",
+    "exposed": "communication that no compute covers",
+    "stragglers": "waiting for slower ranks",
+    "bubble": "waiting for other stages",
+}
+
+
+def title(record: Record) -> str:
+    """What runs that did the same work have in common: ``gpt_tiny · 842,496 parameters · fp32 · batch 16``."""
+    size = f"{record['parameters']:,} parameters" if record.get("parameters") else ""
+    batch = f"batch {record['global_batch']}" if record.get("global_batch") else ""
+    return " · ".join(filter(None, (record["model"], size, record.get("precision"), batch)))
+
+
+def of_runs(records: Mapping[str, Record], width: int) -> str:
+    """One row a run, and one for each of its operations of communication.
+
+    Args:
+        records: Runs with phases, by what they are called.
+        width: Columns to fit into, where figures allow.
+    """
+    steps = {called: phases.step(record) for called, record in records.items()}
+    rows = {called: [step.seconds, *step.phases.values()] for called, step in steps.items()}
+    remarks = [remark for called, record in records.items() for remark in why.remarks(record, called)]
+    return _blocks(_times("run", "ms of a step, means over ranks", rows, width), records, remarks, width)
+
+
+def of_ranks(record: Record, called: str, width: int) -> str:
+    """One row for the mean over ranks and one a rank; of many ranks only the slowest and the fastest.
+
+    Args:
+        record: A run with phases.
+        called: What it is called.
+        width: Columns to fit into, where figures allow.
+    """
+    found, step = record["phases"], phases.step(record)
+    rows = {"mean": [step.seconds, *step.phases.values()]}
+    for title, rank in phases.shown_ranks(found).items():
+        own = phases.of_rank(found, rank)
+        rows[title] = [sum(own), *own]
+    times = _times("rank", "ms of a step", rows, width)
+    return _blocks(times, {called: record}, [why.shares(record, called), *why.remarks(record, called)], width)
+
+
+def _blocks(times: Sequence[str], records: Mapping[str, Record], remarks: Iterable[str], width: int) -> str:
+    """The table of times, that of the runs' operations, and remarks."""
+    taken = [*times, *_profiled(records.values(), width)]
+    blocks = [taken, list(_operations(records, width)), [wrap(remark, width) for remark in remarks]]
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+
+def _times(heading: str, unit: str, rows: Mapping[str, Sequence[float]], width: int) -> list[str]:
+    """A table of steps and their phases, and what its columns mean.
+
+    Args:
+        heading: What a row is.
+        unit: What a figure is.
+        rows: Seconds of the step and of each phase, by the title of the row.
+        width: Columns to fit into.
+    """
+    shortest = 1e3 * min(seconds for seconds, *_ in rows.values())
+    decimals = next((number for number, least in enumerate((1e3, 10.0, 1.0)) if shortest >= least), 3)
+    columns = ["step", *_HEADINGS]
+    cells = [[f"{1e3 * seconds:,.{decimals}f}" for seconds in row] for row in rows.values()]
+    kept = [
+        place for place, name in enumerate(columns) if name not in _RARE or any(_is_seen(row[place]) for row in cells)
+    ]
+    table = empty_table(heading, *(columns[place] for place in kept), folding=heading)
+    for title, row in zip(rows, cells, strict=True):
+        table.add_row(title, *(row[place] for place in kept))
+    meant = [f"{name}: {text}" for name, text in _RARE.items() if columns.index(name) in kept]
+    return [as_text(table, width), wrap("; ".join([unit, *meant]), width)]
+
+
+def _is_seen(cell: str) -> bool:
+    """Whether a printed number is not zero."""
+    return cell.strip("-0.") != ""
+
+
+def _profiled(records: Iterable[Record], width: int) -> Iterator[str]:
+    """How many steps were profiled, and how much slower these were."""
+    found = [record["phases"] for record in records]
+    slower = [one["profiled_step_seconds"] / one["step_seconds"] for one in found if one.get("profiled_step_seconds")]
+    if slower:
+        steps, times = _range([one["steps"] for one in found], "d"), _range(slower, ".2f")
+        yield wrap(f"from {steps} profiled steps, {times} times as long as the timed ones, and scaled to these", width)
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    """``5``, or ``1.12 to 1.31``."""
+    return " to ".join(dict.fromkeys(f"{choose(values):{form}}" for choose in (min, max)))
+
+
+def _operations(records: Mapping[str, Record], width: int) -> Iterator[str]:
+    """What each run sends in a step."""
+    headings = ("run", "operation", "calls", "MB", "ms", "exposed ms", "GB/s")
+    table = empty_table(*headings, words=["operation"], folding="run")
+    for called, record in records.items():
+        for name, found in (record["phases"].get("communication") or {}).items():
+            seconds, sent = found["seconds"], found["bytes"]
+            figures = (found["calls"], sent / 1e6, 1e3 * seconds, 1e3 * found["exposed_seconds"])
+            rate = three_digits(sent / seconds / 1e9) if seconds and sent else "-"
+            table.add_row(called, why.spoken(name), *map(three_digits, figures), rate)
+    if table.row_count:
+        yield as_text(table, width)
+        yield wrap("a rank's mean; ms: under way, counted from when the last rank called it; GB/s: MB over ms", width)

@@ -1,0 +1,232 @@
+"""Why one run is faster than another, in sentences made of the figures of their phases and of nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+from ptdbench.report import phases
+from ptdbench.report.phases import Record, Step
+from ptdbench.report.text import three_digits
+
+#: Steps that differ by less, as a share of the longer one, take equally long.
+_NOISE = 0.02
+
+#: A phase that makes up less of the difference between two runs is not named.
+_NAMED = 0.1
+
+#: Phases that a sentence names at most.
+_MOST_NAMED = 5
+
+#: Ranks whose forward and backward differ by less from the mean are equally fast.
+_EVEN = 0.05
+
+#: Profiling only makes steps longer: where they took less than this share, the timed steps met other conditions.
+_SHORTER = 0.95
+
+#: Waiting for a rank is named from this share of the step on.
+_WAITED = 0.02
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of the difference between two steps: its seconds, what it is called, and figures of it in brackets."""
+
+    seconds: float
+    name: str
+    figures: str = ""
+
+
+def compare(record: Record, against: Record, called: str, reference: str) -> str:
+    """A sentence on how much longer or shorter the step of one run is than that of another, and in which phases.
+
+    The parts that it names add up to the difference, as they are printed. A difference within the noise is not
+    explained.
+
+    Args:
+        record: The run that the sentence is about; like the other, it has phases.
+        against: The other run.
+        called: What the run is called.
+        reference: What the other one is called.
+    """
+    run, other = phases.step(record), phases.step(against)
+    difference = run.seconds - other.seconds
+    took = " and ".join(f"{three_digits(1e3 * step.seconds)} ms" for step in (run, other))
+    if abs(difference) < _NOISE * max(run.seconds, other.seconds):
+        return f"{called} and {reference} take equally long: {took} a step"
+    if abs(difference) < (spread := _spread(record, against)):
+        uncertain = f"their medians are uncertain by {three_digits(1e3 * spread)} ms"
+        return f"{called} and {reference} cannot be told apart: {took} a step, and {uncertain}"
+    digits = _digits(difference)
+    more = f"{_amount(difference, digits)} {'longer' if difference > 0 else 'less'}"
+    parts = _added_up(_parts(record, run, other, reference), difference, digits)
+    return f"{called} takes {more} than {reference}: {parts}"
+
+
+def shares(record: Record, called: str) -> str:
+    """The shares of a step in a line: ``ddp: forward 31%, backward 52%, exposed all-reduce 9%, other 8%``.
+
+    Args:
+        record: A run with phases.
+        called: What it is called.
+    """
+    step = phases.step(record)
+    percents = {part: round(100 * seconds / step.seconds) for part, seconds in step.parts().items() if part != "other"}
+    named = {phases.PHASES.get(part, f"exposed {spoken(part)}"): share for part, share in percents.items() if share > 0}
+    rest = 100 - sum(named.values())
+    said = [f"{part} {share}%" for part, share in named.items()]
+    return f"{called}: {', '.join([*said, *([f'other {rest}%'] if rest > 0 else [])])}"
+
+
+def remarks(record: Record, called: str) -> Iterator[str]:
+    """What the ranks of a run say: the bubble beside its formula, which rank is slow, and whom the others wait for."""
+    found, step = record["phases"], phases.step(record)
+    yield from doubt(record, called)
+    formula = found.get("bubble_formula")
+    if formula is not None:
+        share = step.phases["bubble"] / step.seconds
+        yield f"{called}: the bubble is {share:.0%} of the step; {formula:.0%} by the formula, for equally long stages"
+    if ranks := "; ".join([*_uneven(found), *_waited_for(found)]):
+        yield f"{called}: {ranks}"
+
+
+def doubt(record: Record, called: str) -> Iterator[str]:
+    """That the phases of a run with phases may not be those of its timed steps, where there is a reason to think so."""
+    ratio = record["phases"].get("profiled_step_seconds", math.inf) / record["phases"]["step_seconds"]
+    if ratio < _SHORTER:
+        than = "than the timed ones, so its phases may not be those of the timed steps"
+        yield f"{called}: its profiled steps were {1 - ratio:.0%} shorter {than}"
+
+
+def against_fastest(records: Mapping[str, Record]) -> list[str]:
+    """Each run against the fastest one of those that did the same work; the shares of a run without another one.
+
+    Args:
+        records: Runs of one model, by what they are called; those without phases are left out.
+    """
+    lines = []
+    for group in phases.groups({called: record for called, record in records.items() if not phases.missing(record)}):
+        (reference, fastest), *others = sorted(group.items(), key=lambda item: item[1]["phases"]["step_seconds"])
+        lines += [compare(record, fastest, called, reference) for called, record in others]
+        if not others:
+            lines.append(shares(fastest, reference))
+    return lines
+
+
+def _uneven(found: Mapping[str, Any]) -> Iterator[str]:
+    """The slowest and the fastest rank, where one differs."""
+    seconds = phases.compute_seconds(found)
+    mean = fmean(seconds)
+    relative = [one / mean - 1 if mean else 0.0 for one in seconds]
+    slowest, fastest = (relative.index(choose(relative)) for choose in (max, min))
+    words = [
+        f"{abs(relative[rank]):.0%} {'longer' if relative[rank] > 0 else 'less'} on {phases.rank_name(found, rank)}"
+        for rank in (slowest, fastest)
+        if abs(relative[rank]) >= _EVEN
+    ]
+    if words:
+        yield f"forward and backward take {' and '.join(words)} than on average"
+
+
+def _waited_for(found: Mapping[str, Any]) -> Iterator[str]:
+    """The rank that the others wait for, if they do."""
+    waited = found.get("waited_for") or [0.0]
+    longest = max(waited)
+    if longest >= _WAITED * found["step_seconds"]:
+        name = phases.rank_name(found, waited.index(longest))
+        yield f"the others wait {three_digits(1e3 * longest)} ms of a step for {name}"
+
+
+def _spread(*records: Record) -> float:
+    """Half the 95 % interval of the difference between the medians of two runs; 0 where neither has an interval."""
+    statistics = [(record.get("metrics") or {}).get("step_seconds") or {} for record in records]
+    intervals = [found["ci95"] for found in statistics if len(found.get("ci95") or []) == 2]
+    return math.hypot(*((high - low) / 2 for low, high in intervals))
+
+
+#: How a sentence names a phase in which a run spends more time or less; operations of communication have their names.
+_IN = phases.PHASES | {
+    "forward": "in forward",
+    "backward": "in backward",
+    "optimizer": "in the optimizer",
+    "other": "unexplained",
+}
+
+
+def _parts(record: Record, run: Step, other: Step, reference: str) -> list[_Part]:
+    """What the difference between two steps consists of."""
+    ours, theirs = run.parts(), other.parts()
+    return [
+        _Part(
+            ours.get(name, 0.0) - theirs.get(name, 0.0),
+            _IN.get(name, f"{spoken(name)} that no compute covers"),
+            _of_bubble(record, run) if name == "bubble" else _of_operation(name, run, other, reference),
+        )
+        for name in dict.fromkeys([*ours, *theirs])
+    ]
+
+
+def _of_bubble(record: Record, run: Step) -> str:
+    """The bubble's share of the step, beside the one by the formula."""
+    formula = record["phases"].get("bubble_formula")
+    share = run.phases["bubble"] / run.seconds
+    return "" if formula is None else f"{share:.0%} of the step; {formula:.0%} by the formula"
+
+
+def _of_operation(name: str, run: Step, other: Step, reference: str) -> str:
+    """What each of two runs sends with an operation."""
+    ours, theirs = (_traffic(step.operations.get(name)) for step in (run, other))
+    return "; ".join(filter(None, (ours, theirs and f"{reference}: {theirs}")))
+
+
+def _added_up(parts: Sequence[_Part], difference: float, digits: int) -> str:
+    """The largest parts, and the rest of the difference, so that the printed numbers add up."""
+    ordered = sorted(parts, key=lambda part: -abs(part.seconds))
+    named = [part for part in ordered if abs(part.seconds) >= _NAMED * abs(difference)][:_MOST_NAMED]
+    said = [f"{_signed(part.seconds, digits)} {part.name}{part.figures and f' ({part.figures})'}" for part in named]
+    rest = _rounded(difference, digits) - sum(_rounded(part.seconds, digits) for part in named)
+    if _rounded(rest, digits):
+        said.append(f"{_signed(rest, digits)} in other phases")
+    return ", ".join(said)
+
+
+def _digits(difference: float) -> int:
+    """Decimals of milliseconds that show two digits of a difference, and all of one of more digits."""
+    return max(0, 1 - math.floor(math.log10(abs(1e3 * difference))))
+
+
+def _rounded(seconds: float, digits: int) -> float:
+    return round(1e3 * seconds, digits) / 1e3
+
+
+def _amount(seconds: float, digits: int) -> str:
+    return f"{abs(1e3 * seconds):,.{digits}f} ms"
+
+
+def _signed(seconds: float, digits: int) -> str:
+    return f"{_amount(seconds, digits)} {'more' if seconds > 0 else 'less'}"
+
+
+def spoken(operation: str) -> str:
+    """``all_gather`` becomes ``all-gather``, and what belongs to no call that was seen ``unknown communication``."""
+    return "unknown communication" if operation == "unknown" else operation.replace("_", "-")
+
+
+def _traffic(found: Mapping[str, float] | None) -> str:
+    """What an operation sends in a step, and at which rate: ``49.0 MB at 1.60 GB/s``."""
+    if not found or not found["bytes"]:
+        return ""
+    sent = bytes_text(found["bytes"])
+    return f"{sent} at {bytes_text(found['bytes'] / found['seconds'])}/s" if found["seconds"] else sent
+
+
+def bytes_text(size: float) -> str:
+    """``49e6`` bytes become ``49.0 MB``."""
+    unit, name = next(((unit, name) for unit, name in _UNITS if size >= unit), (1.0, "B"))
+    return f"{three_digits(size / unit)} {name}"
+
+
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

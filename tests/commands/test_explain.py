@@ -1,0 +1,177 @@
+"""``ptdbench explain``: what it prints and its exit status."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ptdbench import __main__ as command
+from ptdbench.records.store import append_result, write_record
+from tests.conftest import ROOT
+from tests.report.made import DDP, FSDP, PDP, failed, run
+
+
+@pytest.fixture
+def explain(monkeypatch, capsys):
+    """Calls it: exit status, output, lines of errors."""
+    monkeypatch.setenv("COLUMNS", "500")
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["ptdbench", "explain", *map(str, words)])
+        status = command.main()
+        said = capsys.readouterr()
+        return status, said.out, said.err.splitlines()
+
+    return call
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Three runs with phases."""
+    for number, record in enumerate((FSDP, DDP, PDP)):
+        keep(tmp_path / "sweep", f"{number}_gpt_tiny_{record['parallel']}", record)
+    return tmp_path / "sweep"
+
+
+def keep(sweep, name, record):
+    """A run as it lies in a sweep's directory."""
+    (sweep / name).mkdir(parents=True)
+    record = {"schema": 2, "workload": "train", "fingerprint": ""} | record | {"directory": str(sweep / name)}
+    write_record(sweep / name, record)
+    append_result(sweep, record)
+    return sweep / name
+
+
+class TestSweep:
+    def test_the_fastest_comes_first_and_the_others_are_compared_with_it(self, explain, sweep):
+        status, out, err = explain(sweep)
+        assert (status, err) == (0, [])
+        first, *lines = out.splitlines()
+        assert first == "gpt_tiny · 1,234,567 parameters · fp32 · batch 16"
+        assert [line.split()[0] for line in lines[2:5]] == ["ddp", "pdp", "fsdp"]
+        assert "pdp 1x2 1f1b takes 24 ms longer than ddp: 24 ms more pipeline bubble" in lines[-2]
+        assert "fsdp takes 44 ms longer than ddp: " in lines[-1]
+
+    def test_runs_of_other_work_stand_apart(self, explain, sweep):
+        keep(sweep, "3_toy", DDP | {"model": "toy"})
+        status, out, _ = explain(sweep)
+        first, second = out.split("\ntoy · ")
+        assert status == 0
+        assert "fsdp takes" in first
+        assert "\nddp: forward 32%" in second
+
+    def test_runs_without_phases_are_named(self, explain, sweep):
+        path = keep(sweep, "3_gpt_tiny_tp", failed("tp", "no room", "oom"))
+        status, out, _ = explain(sweep)
+        assert status == 0
+        assert out.splitlines()[-1].startswith(f"{path}: no phases: the run did not finish (oom)")
+
+    def test_a_damaged_record_is_named_and_the_others_are_explained(self, explain, sweep):
+        (sweep / "results.jsonl").unlink()
+        (sweep / "0_gpt_tiny_fsdp" / "record.json").write_text('{"sta')
+        status, out, (damage,) = explain(sweep)
+        assert (status, "pdp 1x2 1f1b takes" in out) == (0, True)
+        assert damage.startswith(f"{sweep / '0_gpt_tiny_fsdp' / 'record.json'} is damaged: not JSON")
+
+    def test_two_sweeps_of_the_same_runs_are_told_apart_by_their_directories(self, explain, sweep):
+        others = [keep(sweep.parent / name, "0_gpt_tiny_ddp", DDP) for name in ("a", "b")]
+        _, out, _ = explain(sweep.parent)
+        for path in others:
+            assert f"\nddp [{path}] " in out
+
+
+class TestOneRun:
+    def test_its_ranks(self, explain, sweep):
+        status, out, err = explain(sweep / "2_gpt_tiny_pdp")
+        assert (status, err) == (0, [])
+        assert [line.split("  ")[0] for line in out.splitlines()[1:6] if not line.startswith("─")] == [
+            "rank", "mean", "rank 0 (stage 0)", "rank 1 (stage 1)",
+        ]  # fmt: skip
+        assert "pdp 1x2 1f1b: waiting for data 1%, forward 25%" in out
+
+    def test_against_another(self, explain, sweep):
+        fsdp, ddp = sweep / "0_gpt_tiny_fsdp", sweep / "1_gpt_tiny_ddp"
+        status, out, err = explain(ddp, "--against", fsdp)
+        assert (status, err) == (0, [])
+        assert out.splitlines()[-1].startswith("ddp takes 44 ms less than fsdp: ")
+        assert "fsdp takes 44 ms longer than ddp: " in explain(fsdp, "--against", ddp)[1]
+
+    def test_against_a_run_of_the_same_configuration(self, explain, sweep):
+        ddp = sweep / "1_gpt_tiny_ddp"
+        again = keep(sweep.parent / "again", "1_gpt_tiny_ddp", DDP)
+        assert f"ddp [{ddp}] and ddp [{again}] take equally long" in explain(ddp, "--against", again)[1]
+
+
+class TestRefused:
+    def test_nothing_there(self, explain, tmp_path):
+        path = tmp_path / "none"
+        rule = "no record.json and no results.jsonl there or below"
+        assert explain(path) == (
+            1,
+            "",
+            [f"{path}: {rule}; give the directory of a run or of a sweep, or a folder of them"],
+        )
+
+    def test_a_damaged_record(self, explain, sweep):
+        path = sweep / "1_gpt_tiny_ddp"
+        (path / "record.json").write_text("[]")
+        status, out, (line,) = explain(path)
+        assert (status, out) == (1, "")
+        assert line.startswith(f"{path / 'record.json'} is damaged: ")
+
+    def test_damaged_phases(self, explain, tmp_path):
+        path = keep(tmp_path, "0", DDP | {"phases": DDP["phases"] | {"waited_for": [0.0]}})
+        line = f"{path}: its phases are damaged: lists for 1 and 2 ranks; run it again"
+        assert explain(path) == (1, "", [line])
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="no permissions: root may read everything")
+    def test_a_record_that_may_not_be_read(self, explain, sweep):
+        path = sweep / "1_gpt_tiny_ddp" / "record.json"
+        path.chmod(0)
+        assert explain(path.parent) == (1, "", [f"{path}: cannot be read: Permission denied"])
+
+    def test_runs_without_phases(self, explain, tmp_path):
+        paths = [
+            keep(tmp_path, "0", run(config={"profile": {"steps": 0}})),
+            keep(tmp_path, "1", run(model=None, workload="hello")),
+        ]
+        lines = [
+            f"{paths[0]}: no phases: profile.steps=0; run it again with profile.steps=5",
+            f"{paths[1]}: workload=hello does not train, so it has no phases; give a run of workload=train",
+        ]
+        assert explain(paths[0]) == (1, "", lines[:1])
+        assert explain(paths[0], "--against", paths[1]) == (1, "", lines)
+        assert explain(tmp_path) == (1, "", lines)
+
+    def test_runs_of_other_work(self, explain, sweep):
+        toy = keep(sweep, "3_toy", DDP | {"model": "toy"})
+        ddp = sweep / "1_gpt_tiny_ddp"
+        rule = "they did other work, model=gpt_tiny and model=toy"
+        line = f"{ddp} and {toy}: {rule}; give two runs of the same model, global batch and precision"
+        assert explain(ddp, "--against", toy) == (1, "", [line])
+
+    def test_a_run_against_itself(self, explain, sweep):
+        path = sweep / "1_gpt_tiny_ddp"
+        assert explain(path, "--against", path) == (1, "", [f"{path} and {path}: they are the same run; give two"])
+
+    def test_a_sweep_against_a_run(self, explain, sweep):
+        names = [sweep / name for name in ("0_gpt_tiny_fsdp", "1_gpt_tiny_ddp", "2_gpt_tiny_pdp")]
+        rule = "--against compares two runs, and this is a folder of them"
+        line = f"{sweep}: {rule}; try {', '.join(map(str, names))}"
+        assert explain(sweep, "--against", names[0]) == (1, "", [line])
+        assert explain(names[0], "--against", sweep) == (1, "", [line])
+
+
+def test_it_answers_at_once(sweep, environ):
+    """It imports no torch: that would cost seconds each time somebody looks."""
+    (sweep.parent / "torch.py").write_text("raise ImportError('it would cost seconds')")
+    done = subprocess.run(
+        [sys.executable, "-m", "ptdbench", "explain", str(sweep)],
+        cwd=ROOT, env={**environ, "PYTHONPATH": str(sweep.parent)}, capture_output=True, text=True,
+        timeout=240, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "fsdp takes 44 ms" in done.stdout

@@ -1,0 +1,101 @@
+"""Records as runs leave them, with phases and without, made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ptdbench.report.phases import PHASES
+
+
+def run(parallel="ddp", tokens_per_second=1000.0, **changes):
+    record = {
+        "status": "ok",
+        "model": "gpt_tiny",
+        "parallel": parallel,
+        "world_size": 2,
+        "global_batch": 16,
+        "precision": "fp32",
+        "parameters": 1234567,
+        "layout": {"data": 2, "pipeline": 1, "microbatches": 1, "accumulation": 1},
+        "config": {"parallel": {"schedule": "1f1b"}},
+        "final_loss": 2.51349,
+        "metrics": {
+            "tokens_per_second": tokens_per_second,
+            "samples_per_second": 250.0,
+            "step_seconds": {"median": 0.1986, "p5": 0.01234, "p95": 1.2345},
+            "mfu": 0.41868,
+            "mfu_reason": None,
+            "peak_memory_bytes": 3 * 2**29,
+        },
+        "error": None,
+        "directory": f"outputs/sweep/{parallel}",
+    }
+    return {**record, **changes}
+
+
+def failed(parallel, message, status="failed", rank=1):
+    error = {"rank": rank, "type": "RuntimeError", "message": message, "traceback": ""}
+    return run(parallel, status=status, metrics=None, final_loss=None, error=error)
+
+
+def operation(exposed: float, seconds: float, size: float = 4e6, calls: float = 2) -> dict[str, float]:
+    """One of communication; times in milliseconds."""
+    return {"calls": calls, "bytes": size, "seconds": seconds / 1e3, "exposed_seconds": exposed / 1e3}
+
+
+def phased(parallel: str, step: float, ranks: dict[str, list[float]], **changes: Any) -> dict[str, Any]:
+    """A run with phases.
+
+    Args:
+        parallel: How it is parallelized.
+        step: Milliseconds of a timed step.
+        ranks: Milliseconds of phases, one number a rank; the others are zero.
+        changes: Fields of the phases, or else of the record.
+    """
+    size = len(ranks["forward"])
+    seconds = {phase: [one / 1e3 for one in ranks.get(phase, [0.0] * size)] for phase in PHASES}
+    found: dict[str, Any] = {
+        "steps": 5,
+        "reason": None,
+        "pass_seconds": 1.0,
+        "profiled_step_seconds": 1.25e-3 * step,
+        "step_seconds": step / 1e3,
+        "ranks": seconds,
+        "communication": {},
+        "waited_for": [0.0] * size,
+        "stages": None,
+        "bubble_formula": None,
+    }
+    found |= {name: changes.pop(name) for name in list(changes) if name in found}
+    metrics = run(tokens_per_second=1e6 / step)["metrics"]
+    return run(parallel, metrics=metrics, world_size=size, phases=found, workload="train", fingerprint="", **changes)
+
+
+DDP = phased(
+    "ddp",
+    76,
+    {"forward": [24, 24], "backward": [38, 40], "communication": [6, 6], "optimizer": [4, 4], "other": [3, 1]},
+    communication={"all_reduce": operation(6, 10)},
+)
+FSDP = phased(
+    "fsdp",
+    120,
+    {"forward": [24, 24], "backward": [40, 40], "communication": [37, 37], "optimizer": [13, 13], "other": [6, 6]},
+    communication={"all_gather": operation(37, 40, size=64e6)},
+)
+PDP = phased(
+    "pdp",
+    100,
+    {
+        "data": [1, 1],
+        "forward": [22, 28],
+        "backward": [36, 42],
+        "bubble": [30, 18],
+        "optimizer": [8, 8],
+        "other": [3, 3],
+    },
+    stages=[[0], [1]],
+    bubble_formula=0.2,
+    waited_for=[0.0, 0.03],
+    layout={"data": 1, "pipeline": 2, "microbatches": 4, "accumulation": 1},
+)

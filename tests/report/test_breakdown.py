@@ -1,0 +1,101 @@
+"""The tables of phases."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ptdbench.report.breakdown import of_ranks, of_runs, title
+from tests.report.made import DDP, FSDP, PDP, operation, phased
+
+
+def rows(text: str) -> list[list[str]]:
+    """Heading and rows of the first table, split where two spaces or more stand."""
+    lines = text.partition("\nms of a step")[0].splitlines()
+    return [re.split(r"\s{2,}", line.strip()) for line in lines if not line.startswith("──")]
+
+
+def test_runs_beside_each_other():
+    assert rows(of_runs({"ddp": DDP, "fsdp": FSDP}, 100)) == [
+        ["run", "step", "forward", "backward", "exposed", "optimizer", "other"],
+        ["ddp", "76.0", "24.0", "39.0", "6.0", "4.0", "3.0"],
+        ["fsdp", "120.0", "24.0", "40.0", "37.0", "13.0", "6.0"],
+    ]
+
+
+def test_a_phase_has_a_column_and_its_meaning_where_any_run_has_it():
+    text = of_runs({"ddp": DDP, "pdp": PDP}, 150)
+    heading, ddp, pdp = rows(text)
+    assert heading == ["run", "step", "data", "forward", "backward", "exposed", "bubble", "optimizer", "other"]
+    assert (ddp[6], pdp[6]) == ("0.0", "24.0")
+    assert "bubble: waiting for other stages" in text
+    assert "stragglers" not in text
+
+
+@pytest.mark.parametrize(
+    ("step", "shown"), [(12345, "12,345"), (76, "76.0"), (7.6, "7.60"), (0.76, "0.760"), (1000, "1,000")]
+)
+def test_figures_have_three_digits_or_more(step, shown):
+    assert rows(of_runs({"a": phased("a", step, {"forward": [step], "backward": [0]})}, 100))[1][1] == shown
+
+
+def test_a_figure_that_is_shown_as_zero_makes_no_column():
+    record = phased("ddp", 76, {"forward": [76], "backward": [0], "data": [0.04], "stragglers": [-0.04]})
+    assert rows(of_runs({"ddp": record}, 100))[0] == ["run", "step", "forward", "backward", "optimizer", "other"]
+
+
+def test_how_much_slower_the_profiled_steps_were():
+    text = "from 5 profiled steps, 1.25 times as long as the timed ones, and scaled to these"
+    assert text in of_runs({"ddp": DDP, "fsdp": FSDP}, 100).splitlines()
+    slower = DDP | {"phases": DDP["phases"] | {"steps": 3, "profiled_step_seconds": 0.1}}
+    assert "from 3 to 5 profiled steps, 1.25 to 1.32 times" in of_runs({"a": slower, "fsdp": FSDP}, 100)
+    unknown = DDP | {"phases": {name: value for name, value in DDP["phases"].items() if "profiled" not in name}}
+    assert "profiled" not in of_runs({"ddp": unknown}, 100)
+
+
+def test_operations_with_what_they_send_and_how_fast():
+    barrier = phased("ddp", 50, {"forward": [20], "backward": [20]}, communication={"barrier": operation(1, 0, 0, 1)})
+    text = of_runs({"ddp": DDP, "fsdp": FSDP, "other": barrier}, 100)
+    table = [re.split(r"\s{2,}", line) for line in text.splitlines() if "all-" in line or "barrier" in line]
+    assert table == [
+        ["ddp", "all-reduce", "2.00", "4.00", "10.0", "6.00", "0.400"],
+        ["fsdp", "all-gather", "2.00", "64.0", "40.0", "37.0", "1.60"],
+        ["other", "barrier", "1.00", "0.00", "0.00", "1.00", "-"],
+    ]
+
+
+def test_a_run_without_communication_has_one_table():
+    record = phased("single", 50, {"forward": [20], "backward": [30]})
+    assert "operation" not in of_runs({"single": record}, 100)
+
+
+def test_the_ranks_of_a_run():
+    text = of_ranks(PDP, "pdp 1x2 1f1b", 100)
+    assert rows(text) == [
+        ["rank", "step", "data", "forward", "backward", "bubble", "optimizer", "other"],
+        ["mean", "100.0", "1.0", "25.0", "39.0", "24.0", "8.0", "3.0"],
+        ["rank 0 (stage 0)", "100.0", "1.0", "22.0", "36.0", "30.0", "8.0", "3.0"],
+        ["rank 1 (stage 1)", "100.0", "1.0", "28.0", "42.0", "18.0", "8.0", "3.0"],
+    ]
+    assert "\npdp 1x2 1f1b: waiting for data 1%, forward 25%," in text
+    assert "\npdp 1x2 1f1b: the bubble is 24% of the step; 20% by the formula" in text
+
+
+def test_many_ranks_are_few_rows():
+    record = phased("ddp", 90, {"forward": [30.0 + rank for rank in range(40)], "backward": [20] * 40})
+    assert [row[0] for row in rows(of_ranks(record, "ddp", 100))] == [
+        "rank", "mean", "slowest: rank 39", "fastest: rank 0",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [90, 100])
+def test_lines_fit(width):
+    text = of_runs({"ddp": DDP, "pdp 1x2 interleaved1f1b m8": PDP, "fsdp": FSDP}, width)
+    assert width - 20 < max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+
+
+def test_the_title_is_what_the_runs_have_in_common():
+    assert title(DDP) == "gpt_tiny · 1,234,567 parameters · fp32 · batch 16"
+    assert title(DDP | {"parameters": None, "precision": None, "global_batch": None}) == "gpt_tiny"

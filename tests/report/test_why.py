@@ -1,0 +1,182 @@
+"""Sentences on why a run is faster than another one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptdbench.report.phases import PHASES
+from ptdbench.report.why import against_fastest, bytes_text, compare, remarks, shares
+from tests.report.made import DDP, FSDP, PDP, operation, phased
+
+
+class TestTwoRuns:
+    def test_the_slower_one_and_where_it_takes_longer(self):
+        assert compare(FSDP, DDP, "fsdp", "ddp") == (
+            "fsdp takes 44 ms longer than ddp: 37 ms more all-gather that no compute covers (64.0 MB at 1.60 GB/s), "
+            "9 ms more in the optimizer, 6 ms less all-reduce that no compute covers (ddp: 4.00 MB at 400 MB/s), "
+            "4 ms more in other phases"
+        )
+
+    def test_the_faster_one_says_the_same_the_other_way_round(self):
+        assert compare(DDP, FSDP, "ddp", "fsdp") == (
+            "ddp takes 44 ms less than fsdp: "
+            "37 ms less all-gather that no compute covers (fsdp: 64.0 MB at 1.60 GB/s), "
+            "9 ms less in the optimizer, 6 ms more all-reduce that no compute covers (4.00 MB at 400 MB/s), "
+            "4 ms less in other phases"
+        )
+
+    def test_the_bubble_stands_beside_its_formula(self):
+        assert "24 ms more pipeline bubble (24% of the step; 20% by the formula)" in compare(PDP, DDP, "pdp", "ddp")
+
+    def test_of_an_operation_of_both_each_has_its_figures(self):
+        ranks = {"forward": [24, 24], "backward": [39, 39], "communication": [36, 36]}
+        slow = phased("ddp", 106, ranks, communication={"all_reduce": operation(36, 40)})
+        assert compare(slow, DDP, "slow", "ddp").startswith(
+            "slow takes 30 ms longer than ddp: "
+            "30 ms more all-reduce that no compute covers (4.00 MB at 100 MB/s; ddp: 4.00 MB at 400 MB/s)"
+        )
+
+    def test_what_was_not_measured_is_not_explained(self):
+        fast = phased("ddp", 100, {"forward": [61, 61], "backward": [39, 39]})
+        slow = phased("ddp", 200, {"forward": [85, 85], "backward": [39, 39], "other": [10, 10]})
+        assert compare(slow, fast, "a", "b") == (
+            "a takes 100 ms longer than b: 76 ms more unexplained, 24 ms more in forward"
+        )
+
+    @pytest.mark.parametrize(
+        ("step", "intervals", "text"),
+        [
+            (76, [None, None], "take equally long: 76.0 ms and 76.0 ms a step"),
+            (77.5, [None, None], "take equally long: 77.5 ms and 76.0 ms a step"),  # 2 % of the longer step
+            (77.7, [None, None], None),
+            (
+                83,
+                [[0.073, 0.079], [0.075, 0.091]],
+                "cannot be told apart: 83.0 ms and 76.0 ms a step, and their medians are uncertain by 8.54 ms",
+            ),
+            (83, [[0.073, 0.079], None], None),
+            (83, [[0.075, 0.077], [0.082, 0.084]], None),
+        ],
+    )
+    def test_a_difference_within_the_noise_is_not_explained(self, step, intervals, text):
+        pair = [
+            phased("ddp", each, {"forward": [each, each], "backward": [0, 0]})
+            | {"metrics": {"step_seconds": {"ci95": interval}}}
+            for each, interval in zip((step, 76), intervals, strict=True)
+        ]
+        expected = f"a and b {text}" if text else f"a takes {step - 76:.1f} ms longer than b: "
+        assert compare(*pair, "a", "b").startswith(expected)
+
+    def test_waiting_for_no_call_that_was_seen_is_named_so(self):
+        ranks = {"forward": [24, 24], "backward": [39, 39], "communication": [30, 30]}
+        slow = phased("ddp", 93, ranks, communication={"unknown": operation(30, 0, 0, 0)})
+        fast = phased("ddp", 63, ranks | {"communication": [0, 0]})
+        assert compare(slow, fast, "a", "b").endswith(": 30 ms more unknown communication that no compute covers")
+
+    def test_records_without_metrics_are_compared_too(self):
+        assert compare(FSDP | {"metrics": None}, DDP | {"metrics": None}, "a", "b").startswith("a takes 44 ms longer")
+
+
+milliseconds = st.floats(0, 5000, allow_nan=False)
+runs = st.builds(
+    lambda phases, exposed: phased(
+        "ddp",
+        max(sum(phases) + exposed, 0.001),
+        {"forward": [0.0]}
+        | {name: [seconds] for name, seconds in zip(PHASES, phases, strict=True)}
+        | {"communication": [exposed]},
+        communication={"all_reduce": operation(exposed, 2 * exposed)},
+    ),
+    st.lists(milliseconds, min_size=len(PHASES), max_size=len(PHASES)),
+    milliseconds,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(runs, runs)
+def test_the_printed_parts_add_up_to_the_printed_difference(one, other):
+    text = compare(one, other, "a", "b")
+    if " takes " not in text:
+        return
+    head, _, parts = text.partition(": ")
+    amount, direction = re.fullmatch(r"a takes ([\d,.]+) ms (longer|less) than b", head).groups()
+    total = float(amount.replace(",", "")) * (1 if direction == "longer" else -1)
+    found = re.findall(r"(?:^|, )([\d,.]+) ms (more|less) ", parts)
+    added = sum(float(each.replace(",", "")) * (1 if sign == "more" else -1) for each, sign in found)
+    assert added == pytest.approx(total, abs=1e-6)
+    assert 1 <= len(found) <= 6
+
+
+class TestShares:
+    def test_a_run_by_itself(self):
+        assert shares(DDP, "ddp") == "ddp: forward 32%, backward 51%, exposed all-reduce 8%, optimizer 5%, other 4%"
+        assert shares(PDP, "pdp") == (
+            "pdp: waiting for data 1%, forward 25%, backward 39%, pipeline bubble 24%, optimizer 8%, other 3%"
+        )
+
+    @given(runs)
+    @settings(max_examples=50, deadline=None)
+    def test_they_are_a_hundred_percent(self, record):
+        percents = [int(percent) for percent in re.findall(r"(\d+)%", shares(record, "a"))]
+        assert sum(percents) == pytest.approx(100, abs=4)  # rounding, where nothing is left for "other"
+        assert min(percents) > 0
+
+
+class TestRanks:
+    def test_even_ranks_leave_nothing_to_say(self):
+        assert list(remarks(DDP, "ddp")) == []
+
+    def test_stages_that_do_not_take_equally_long(self):
+        assert list(remarks(PDP, "pdp")) == [
+            "pdp: the bubble is 24% of the step; 20% by the formula, for equally long stages",
+            "pdp: forward and backward take 9% longer on rank 1 (stage 1) and 9% less on rank 0 (stage 0) than on "
+            "average; the others wait 30.0 ms of a step for rank 1 (stage 1)",
+        ]
+
+    def test_one_slow_rank_of_four(self):
+        waits = {"stragglers": [9, 9, 9, 0], "forward": [30] * 4, "backward": [60, 60, 60, 69]}
+        record = phased("ddp", 99, waits, waited_for=[0.0, 0.0, 0.0, 0.009])
+        assert list(remarks(record, "ddp")) == [
+            "ddp: forward and backward take 7% longer on rank 3 than on average; the others wait 9.00 ms of a step for "
+            "rank 3"
+        ]
+
+    def test_profiled_steps_that_were_shorter_cast_doubt(self):
+        record = phased("ddp", 100, {"forward": [30], "backward": [70]}, profiled_step_seconds=0.076)
+        assert list(remarks(record, "ddp")) == [
+            "ddp: its profiled steps were 24% shorter than the timed ones, so its phases may not be those of the timed "
+            "steps"
+        ]
+        record["phases"]["profiled_step_seconds"] = 0.096
+        assert list(remarks(record, "ddp")) == []
+
+    def test_a_record_without_waiting(self):
+        record = phased("ddp", 90, {"forward": [30], "backward": [60]}, waited_for=[])
+        assert list(remarks(record, "ddp")) == []
+
+
+class TestSweep:
+    def test_each_run_against_the_fastest_one(self):
+        first, second = against_fastest({"fsdp": FSDP, "ddp": DDP, "pdp": PDP})
+        assert first.startswith("pdp takes 24 ms longer than ddp: ")
+        assert second.startswith("fsdp takes 44 ms longer than ddp: ")
+
+    def test_runs_of_other_work_are_told_by_themselves(self):
+        first, second = against_fastest({"ddp b16": DDP, "ddp b32": DDP | {"global_batch": 32}})
+        assert first.startswith("ddp b16: forward 32%")
+        assert second.startswith("ddp b32: forward 32%")
+
+    def test_runs_without_phases_are_left_out(self):
+        (line,) = against_fastest({"fsdp": FSDP, "ddp": DDP | {"phases": None}})
+        assert line.startswith("fsdp: forward 20%")
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(12, "12.0 B"), (3.4e3, "3.40 kB"), (49e6, "49.0 MB"), (1.6e9, "1.60 GB"), (5e13, "50,000 GB")]
+)
+def test_sizes_are_decimal(size, text):
+    assert bytes_text(size) == text
