@@ -11,6 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+#: The trace of all ranks in the directory of a run.
+NAME = "trace.json.gz"
+
 #: Processes of the merged trace that one rank can have: its threads, its GPU, the profiler's own.
 _PROCESSES = 100
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from hydra.utils import get_object
 
+from ptdbench.measure import perfetto
 from ptdbench.records.store import RECORD, RESULTS
 from ptdbench.report import phases, why
 from ptdbench.report.labels import labels, names
 from ptdbench.report.reason import reason, wrap
-from ptdbench.report.text import as_text, empty_table, flops_text, three_digits
+from ptdbench.report.text import as_text, empty_table, flops_text, size_text, three_digits
 from ptdbench.terminal import command, plural
 
 _MISSING = "-"
@@ -63,6 +64,10 @@ def closing_lines(directory: Path, records: Iterable[Mapping[str, Any]] = ()) ->
     lines = [f"records      {shown}/{RESULTS if is_sweep else RECORD}"]
     if any(phases.missing(record) is None for record in records):
         lines.append(f"phases       {command('explain')} {shown}")
+    if traces := [path for where in (perfetto.NAME, f"*/{perfetto.NAME}") for path in directory.glob(where)]:
+        folder = f"{shown}/*" if is_sweep else shown
+        size = size_text(sum(path.stat().st_size for path in traces))
+        lines.append(f"trace        {folder}/{perfetto.NAME} ({size}), for https://ui.perfetto.dev")
     if any(directory.glob("events.*")) or any(directory.glob("*/events.*")):
         lines.append(f"TensorBoard  tensorboard --logdir {shown}")
         if is_sweep:

@@ -25,9 +25,9 @@ from ptdbench.measure.profiler import profiled
 from ptdbench.training import traffic
 from ptdbench.training.loop import StepLoop
 
-#: In the directory of a run with ``profile.trace``: the trace of all ranks, and a folder with one for each rank and a
-#: table of the operations of rank 0 that took the longest.
-MERGED, TRACES, OPERATIONS = "trace.json.gz", "trace", "operations.txt"
+#: In the directory of a run with ``profile.trace``, beside the trace of all ranks: a folder with one for each rank and
+#: a table of the operations of rank 0 that took the longest.
+TRACES, OPERATIONS = "trace", "operations.txt"
 
 #: Seconds that the steps of the pass may take; at least one is done.
 MOST_SECONDS = 60.0
@@ -125,7 +125,7 @@ def _keep(job: Job, scratch: Path, ahead: float) -> None:
                 for name, of in zip(names, stages, strict=True)
             ]
         traces = [folder / f"rank{number}.json.gz" for number in range(job.world.size)]
-        perfetto.merge(traces, names, of_ranks, job.directory / MERGED)
+        perfetto.merge(traces, names, of_ranks, job.directory / perfetto.NAME)
 
 
 def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any]:

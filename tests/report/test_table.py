@@ -386,3 +386,13 @@ class TestOtherWorkloads:
         first, *rest = render([guest(target, found, status="failed", error=error)], 100).splitlines()
         assert why in first
         assert "\n".join([first, *rest]).endswith("guest: failed on rank 1: RuntimeError: no answer")
+
+
+def test_traces_are_announced_with_their_size(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    single = tmp_path / "sweep" / "0"
+    single.mkdir(parents=True)
+    (single / "trace.json.gz").write_bytes(bytes(2048))
+    assert "trace        sweep/0/trace.json.gz (2 KiB), for https://ui.perfetto.dev" in closing_lines(single)
+    append_result(tmp_path / "sweep", run())
+    assert "trace        sweep/*/trace.json.gz (2 KiB), for" in closing_lines(tmp_path / "sweep")

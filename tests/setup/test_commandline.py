@@ -53,3 +53,14 @@ def test_what_a_launcher_means_by_itself(monkeypatch, typed, added):
     commandline.imply(arguments)
     assert arguments.overrides == [*typed, *added]
     assert sys.argv == ["train.py", *typed, *added, "--config-name", "config"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("profile=true", "profile.trace=true"), ("profile=false", "profile.steps=0")]
+)
+def test_profile_alone_is_short_for_its_options(monkeypatch, typed, meant):
+    words = ["parallel=fsdp", typed, "profile.steps=3"]
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    arguments = argparse.Namespace(overrides=list(words))
+    commandline.imply(arguments)
+    assert sys.argv == ["train.py", "parallel=fsdp", meant, "profile.steps=3"]

@@ -64,6 +64,7 @@ def test_overrides_arrive_with_their_types():
         ("train", "train.steps=abc", "train.steps=abc: must be a whole number"),
         ("train", "train.steps=null", "train.steps=null: must be a whole number"),
         ("train", "train.steps=true", "train.steps=true: must be a whole number"),
+        ("profile", "profile.steps=-1", "profile.steps=-1: must be at least 0"),
         ("train", "train.steps=0", "train.steps=0: must be at least 1"),
         ("train", "train.global_batch=-8", "train.global_batch=-8: must be at least 1"),
         ("train", "train.micro_batch=half", "train.micro_batch=half: must be a whole number or auto"),
