@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser  # none is public: pyproject.toml keeps to tested versions
@@ -51,6 +51,11 @@ def parse() -> argparse.Namespace:
 _PROFILE = {"profile=true": "profile.trace=true", "profile=false": "profile.steps=0"}
 
 
+def in_full(overrides: Iterable[str]) -> list[str]:
+    """Overrides with their full names for what is typed in short."""
+    return [_PROFILE.get(override, override) for override in overrides]
+
+
 def imply(arguments: argparse.Namespace) -> None:
     """Say in full what the command line has in short, and add what a launcher means by itself.
 
@@ -59,12 +64,11 @@ def imply(arguments: argparse.Namespace) -> None:
     """
     typed = {option(override): override.partition("=")[2] for override in arguments.overrides}
     extra = []
-    given = [_PROFILE.get(override, override) for override in arguments.overrides]
     if typed.get(LAUNCHER) == "submitit_slurm" and "cluster" not in typed:
         extra.append("cluster=slurm")
     if typed.get(LAUNCHER) == "submitit_local" and "hydra.mode" not in typed:
         extra.append("hydra.mode=MULTIRUN")
-    retype(arguments, [*given, *extra])
+    retype(arguments, [*in_full(arguments.overrides), *extra])
 
 
 def retype(arguments: argparse.Namespace, overrides: list[str]) -> None:

@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
-from ptdbench.setup.commandline import RENAMED, SWEEPER, is_called_otherwise
+from ptdbench.setup.commandline import RENAMED, SWEEPER, in_full, is_called_otherwise
 from ptdbench.terminal import command
 
 
@@ -76,7 +76,7 @@ def compose_all(
         ConfigError: With every override that cannot stand.
     """
     with initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve()), job_name="train"):
-        parsed = _parse(overrides)
+        parsed = _parse(in_full(overrides))
         require(*_bracketed(parsed), *_several_clusters(parsed))
         try:
             batch = [_line(override) for override in parsed if _is_hydras(override)]
