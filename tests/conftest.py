@@ -40,9 +40,11 @@ def _preload(request: pytest.FixtureRequest) -> None:
     """Let the server that ranks are forked from import what they need, or each rank of each test would."""
     if not any(item.get_closest_marker("ranks") for item in request.session.items):
         return
-    models = (f"ptdbench.models.{name}" for name in ("gpt", "llama", "resnet", "toy"))
+    models = [f"ptdbench.models.{name}" for name in ("gpt", "llama", "resnet", "toy")]
+    if any("test_huggingface" in item.nodeid for item in request.session.items):
+        models += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama")]
     chosen = ("ptdbench.workloads.train", "ptdbench.parallel.strategy", *models)
-    local.warm_up(["ptdbench.rank_imports", *chosen, *entry.EVENT_FILES])
+    local.warm_up(["ptdbench.rank_imports", *chosen, *entry.EVENT_FILES, "pytest"])
 
 
 @pytest.fixture

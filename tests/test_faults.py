@@ -25,13 +25,13 @@ FAULTY = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "rank"), [("ddp", 0), ("fsdp", 1)])
 @pytest.mark.parametrize(
-    ("how", "status", "kind", "message"),
+    ("strategy", "rank", "how", "status", "kind", "message"),
     [
-        ("raise", "failed", "RuntimeError", "this one is on purpose"),
-        ("kill", "failed", "SIGKILL", "killed by SIGKILL"),
-        ("oom", "oom", "RuntimeError", "allocate memory"),
+        ("ddp", 0, "raise", "failed", "RuntimeError", "this one is on purpose"),
+        ("fsdp", 1, "raise", "failed", "RuntimeError", "this one is on purpose"),
+        ("ddp", 0, "kill", "failed", "SIGKILL", "killed by SIGKILL"),
+        ("fsdp", 0, "oom", "oom", "RuntimeError", "allocate memory"),
     ],
 )
 def test_the_first_failing_rank_and_its_reason_are_recorded(run, strategy, rank, how, status, kind, message):

@@ -50,14 +50,21 @@ def test_every_layout_follows_one_process(shared_run, alone, model, layout):
     assert record["parameters"] == alone[model]["parameters"]
 
 
+#: Held-out samples come in batches of another size than the pipeline's.
+NARROW = (
+    *COMMON, *MODELS["llama"], "precision=bf16", "activations=recompute", "eval.every=2", "data.held_out=0.001",
+    "eval.micro_batch=3",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run_on_shared_ranks(tmp_path_factory.mktemp("whole"), *NARROW, "parallel=single")
+
+
 @pytest.mark.parametrize("layout", ["fsdp", "1f1b", "shard-pipeline"])
-def test_narrow_arithmetic_recomputation_and_evaluation_work_too(shared_run, alone, layout):
-    """Held-out samples come in batches of another size than the pipeline's."""
-    more = (
-        "precision=bf16", "activations=recompute", "eval.every=2", "data.held_out=0.01", "eval.micro_batch=3",
-    )  # fmt: skip
-    whole = shared_run(*COMMON, *MODELS["llama"], *more, "parallel=single")
-    record = shared_run(*COMMON, *MODELS["llama"], *more, *LAYOUTS[layout])
+def test_narrow_arithmetic_recomputation_and_evaluation_work_too(shared_run, whole, layout):
+    record = shared_run(*NARROW, *LAYOUTS[layout])
     assert record["error"] is None
     assert record["losses"] == pytest.approx(whole["losses"], rel=2e-2)
     found = [one["loss"] for one in record["evaluations"]]

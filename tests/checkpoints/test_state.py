@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import each, on_ranks
 from tests.workloads.made_loop import step_loop
 
 BATCH = 12
@@ -52,6 +53,8 @@ LAYOUTS: list[tuple[int, str]] = [
     (4, "hsdp"), (4, "stages in shards"), (2, "interleaved"), (4, "zbv in shards"), (4, "tensor in shards"),
     (4, "tensor in stages"),
 ]  # fmt: skip
+#: Forms of their files: whole weights in shares, unequal shards, stages, cut in both dimensions, and stages of shards.
+FORMS = [(3, "ddp"), (3, "fsdp"), (4, "pdp"), (4, "tensor in shards"), (4, "stages in shards")]
 STRATEGIES = {
     "single": Strategy(),
     "ddp": Strategy(replicate="auto"),
@@ -109,13 +112,13 @@ def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def save_all(folder: Path, strategy: str) -> dict[tuple[str, str], Any]:
+def save_all(root: Path, strategy: str) -> dict[tuple[str, str], Any]:
     """Train, save, and train on: what was saved, and the losses that followed."""
     found = {}
     for trained in TRAINED:
         run = Run(strategy, *trained)
         run.go(*range(STEPS))
-        saver = Saver(folder / "-".join(trained), keep=1)
+        saver = Saver(folder_of(root, (dist.get_world_size(), strategy), trained), keep=1)
         saver.save(STEPS, run.tensors(), {}, {})
         saved = whole(run.tensors())
         losses = run.go(STEPS, STEPS + 1)  # while it is being saved
@@ -125,39 +128,60 @@ def save_all(folder: Path, strategy: str) -> dict[tuple[str, str], Any]:
     return found
 
 
-def load_all(folders: dict[tuple[int, str], Path], strategy: str) -> dict[Any, Any]:
-    """What checkpoints leave in a fresh run under ``strategy``, and the losses of its next steps."""
+def load_all(root: Path, strategy: str) -> dict[Any, Any]:
+    """What checkpoints leave in a fresh run under ``strategy``, and the next losses after those of its own layout."""
     found = {}
     group = dist.new_group(backend="gloo")
     layout = dist.get_world_size(), strategy
     for saved_by, trained in pairs(layout):
         run = Run(strategy, *trained, seed=1)
-        run.restore(path_of(folders[saved_by], trained), group)
-        run.loop.rehearse()  # three ranks add up in the order that they had come to when they saved
-        found[saved_by, trained] = {"tensors": whole(run.tensors()), "losses": run.go(STEPS, STEPS + 1)}
+        run.restore(path_of(root, saved_by, trained), group)
+        own = saved_by == layout
+        if own:
+            run.loop.rehearse()  # three ranks add up in the order that they had come to when they saved
+        tensors = whole(run.tensors())
+        found[saved_by, trained] = {"tensors": tensors, "losses": run.go(STEPS, STEPS + 1) if own else None}
     return found
 
 
 def pairs(layout: tuple[int, str]) -> list[tuple[tuple[int, str], tuple[str, str]]]:
-    """What a layout loads: all that it saved itself, and from each other layout one of the trainings, by turns."""
+    """What a layout loads: all that it saved itself, and one of the trainings, by turns, from other layouts.
+
+    These are one of each form of file, and the two before it in the list: another layout loads each file.
+    """
     offset = LAYOUTS.index(layout)
-    others = [(other, TRAINED[(offset + number) % len(TRAINED)]) for number, other in enumerate(LAYOUTS)]
-    return [(layout, trained) for trained in TRAINED] + [pair for pair in others if pair[0] != layout]
+    others = dict.fromkeys([*FORMS, LAYOUTS[offset - 1], LAYOUTS[offset - 2]])
+    by_turns = [(other, TRAINED[(offset + number) % len(TRAINED)]) for number, other in enumerate(others)]
+    return [(layout, trained) for trained in TRAINED] + [pair for pair in by_turns if pair[0] != layout]
 
 
-def path_of(folder: Path, trained: tuple[str, str]) -> Path:
-    return folder / "-".join(trained) / "checkpoints" / f"step-{STEPS:08d}"
+def folder_of(root: Path, layout: tuple[int, str], trained: tuple[str, str]) -> Path:
+    return root / "-".join(map(str, (*layout, *trained)))
+
+
+def path_of(root: Path, layout: tuple[int, str], trained: tuple[str, str]) -> Path:
+    return folder_of(root, layout, trained) / "checkpoints" / f"step-{STEPS:08d}"
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str], Path]:
-    return {(ranks, strategy): tmp_path_factory.mktemp(f"{strategy}-{ranks}") for ranks, strategy in LAYOUTS}
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+def of_layouts(body: Callable[[Path, str], Any], root: Path) -> dict[tuple[int, str], list[Any]]:
+    """What ``body`` returns under each layout, by rank; the layouts of as many ranks share them."""
+    found = {}
+    for size in dict(LAYOUTS):
+        names = [name for ranks, name in LAYOUTS if ranks == size]
+        of_ranks = on_ranks(size, each, body, [(root, name) for name in names])
+        found |= {(size, name): [of_rank[root, name] for of_rank in of_ranks] for name in names}
+    return found
 
 
 @pytest.fixture(scope="module")
-def saved(folders: dict[tuple[int, str], Path]) -> dict[tuple[int, str], list[Any]]:
+def saved(root: Path) -> dict[tuple[int, str], list[Any]]:
     """By layout and rank."""
-    return {(ranks, name): on_ranks(ranks, save_all, folders[ranks, name], name) for ranks, name in LAYOUTS}
+    return of_layouts(save_all, root)
 
 
 def together(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -170,13 +194,13 @@ def together(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def loaded(saved: dict[tuple[int, str], Any], folders: dict[tuple[int, str], Path]) -> dict[tuple[int, str], list[Any]]:
+def loaded(saved: dict[tuple[int, str], Any], root: Path) -> dict[tuple[int, str], list[Any]]:
     """By layout and rank."""
-    return {(ranks, name): on_ranks(ranks, load_all, folders, name) for ranks, name in LAYOUTS}
+    return of_layouts(load_all, root)
 
 
 @pytest.mark.ranks
-class TestEveryStrategyLoadsWhatEveryOtherSaved:
+class TestEveryStrategyLoadsWhatOthersSaved:
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_bit_for_bit(self, saved, loaded, layout):
         for saved_by, trained in pairs(layout):
@@ -192,9 +216,9 @@ class TestEveryStrategyLoadsWhatEveryOtherSaved:
             for trained in TRAINED:
                 assert found[layout, trained]["losses"] == saved[layout][rank][trained]["losses"], trained
 
-    def test_names_are_those_of_the_whole_model(self, saved, folders):
-        names = reading.names(path_of(folders[2, "pdp"], ("gpt", "adamw")))
-        assert names.keys() == reading.names(path_of(folders[2, "ddp"], ("gpt", "adamw"))).keys()
+    def test_names_are_those_of_the_whole_model(self, saved, root):
+        names = reading.names(path_of(root, (2, "pdp"), ("gpt", "adamw")))
+        assert names.keys() == reading.names(path_of(root, (2, "ddp"), ("gpt", "adamw"))).keys()
         model = MODELS["gpt"]()
         weights = {name: (weight.size(), torch.float32) for name, weight in model.named_parameters()}
         assert {name: names[f"model.{name}"] for name in weights} == weights
@@ -221,12 +245,13 @@ def refusals(path: Path, strategy: str) -> list[str]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["ddp", "pdp", "fsdp"])
-def test_what_is_of_another_model_is_refused_with_the_difference(saved, folders, strategy):
-    path = path_of(folders[1, "single"], ("gpt", "adamw"))
-    first, second = on_ranks(2, refusals, path, strategy)
+def test_what_is_of_another_model_is_refused_with_the_difference(saved, root):
+    path = path_of(root, (1, "single"), ("gpt", "adamw"))
+    cases = [(path, strategy) for strategy in ("ddp", "pdp", "fsdp")]
+    first, second = on_ranks(2, each, refusals, cases)
     assert first == second
-    wider, deeper, shallower, untied, other_optimizer = first
+    assert first == dict.fromkeys(cases, first[cases[0]])
+    wider, deeper, shallower, untied, other_optimizer = first[cases[0]]
     assert wider.startswith(f"resume={path}: holds another model or optimizer: ")
     assert "is [18] float32 there and [20] float32 here; " in wider
     assert wider.count(" there and ") == 3

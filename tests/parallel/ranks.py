@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,23 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
+def each(body: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], Any]:
+    """In a rank: what ``body(*case)`` returns for each case; an error says in which.
+
+    ``on_ranks(2, each, body, cases)`` starts the ranks once for all cases.
+    """
+    found = {}
+    for case in cases:
+        try:
+            found[case] = body(*case)
+        except Exception as error:
+            raise AssertionError(f"in the case {case}") from error
+    return found
+
+
 def _in_rank(environ: Mapping[str, str], folder: Path, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    gc.unfreeze = lambda: None  # as tests/shared_ranks.py, where several runs follow each other
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     try:

@@ -1,4 +1,4 @@
-"""Levers of replication and sharding: ten steps of AdamW, clipped, against those of one process."""
+"""Levers of replication and sharding: six steps of AdamW, clipped, against those of one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.workloads.made_loop import step_loop
 
 pytestmark = pytest.mark.ranks
 
-RANKS, BATCH, STEPS = 4, 16, 10
+RANKS, BATCH, STEPS = 4, 16, 6
 CPU = torch.device("cpu")
 TRAIN = {"clip_norm": 0.2, "ema": 0.9, "steps": STEPS}
 
@@ -150,12 +150,12 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
     rank, saver = dist.get_rank(), Saver(folder, keep=1)
     loop = laid_out(lever)
     loop.rehearse()
-    train(loop, 5)
+    train(loop, 3)
     own = loop.engine.own_state()
     assert any("error" in name for name in own)
     module, optimizer = loop.engine.module, loop.update.optimizer
     tied = gpt().tied()
-    saver.save(5, state.collect(module, optimizer, tied, rank=rank, with_buffers=True, own=own), {}, {})
+    saver.save(3, state.collect(module, optimizer, tied, rank=rank, with_buffers=True, own=own), {}, {})
     losses = [train(loop, 3)]
     saver.wait()
     assert saver.problems == []
@@ -165,7 +165,7 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
         own = state.restore(path, other.engine.module, other.update.optimizer, tied,
                             rank=rank, world_size=RANKS, group=saver.group)  # fmt: skip
         other.engine.load_own_state(own if keeps else {})
-        other.resume(5, {})
+        other.resume(3, {})
         other.rehearse()
         losses.append(train(other, 3))
     other = laid_out(Lever(replicate="auto", gradients="powersgd", powersgd_rank=3))

@@ -18,7 +18,7 @@ from ptdbench.training.loop import StepLoop
 from ptdbench.training.update import Update
 from ptdbench.workloads.train import Train, assemble
 from tests.conftest import composed
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import each, on_ranks
 from tests.training.test_evaluation import TASK
 from tests.workloads.made_job import job
 
@@ -82,24 +82,6 @@ def whole_and_resumed(directory: Path, composed: DictConfig) -> list[tuple[list[
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_step_sums_as_all_others_do_and_a_resumed_run_as_one_that_was_not_interrupted(tmp_path, name):
-    """What is compared is equal by construction: the same operations in the same order.
-
-    Where gradients lie in DDP's buckets tells the order of a sum over ranks whether or not it shows in these numbers.
-    """
-    ranks, *layout = LAYOUTS[name]
-    options = composed(*DROPOUT, *layout, "train.steps=5", "checkpoint.every_steps=2", "checkpoint.keep=3")
-    for of_rank in on_ranks(ranks, whole_and_resumed, tmp_path, options):
-        for whole, resumed in of_rank:
-            assert (len(whole), len(resumed)) == (5, 3)
-            if "parallel=fsdp" not in layout:  # there each shard is memory of its own
-                places = [{name: one[:2] for name, one in step.items()} for step in (*whole, *resumed)]
-                assert places == [places[-1]] * 8
-            for expected, found in zip(whole[2:], resumed, strict=True):
-                assert all(torch.equal(expected[name].numbers, found[name].numbers) for name in expected)
-
-
 def traces(loop: StepLoop) -> dict[str, Any]:
     """Whatever the next steps depend on, and what they leave in a record."""
     update = loop.update
@@ -129,19 +111,6 @@ def before_and_after(directory: Path, composed: DictConfig) -> tuple[dict[str, A
     return before, traces(loop), len(passes)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_rehearsal_changes_nothing_else(tmp_path, name):
-    ranks, *layout = LAYOUTS[name]
-    static = ("ddp", "ddp in small buckets", "ddp with a norm over all ranks")
-    passes = 0 if name == "fsdp" else 2 if name in (*static, "pdp with accumulation") else 1
-    for before, after, seen in on_ranks(
-        ranks, before_and_after, tmp_path, composed(*DROPOUT, *layout, "+data.workers=1")
-    ):
-        assert seen == passes
-        assert before["training"]
-        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
-
-
 def rehearsed(directory: Path, composed: DictConfig) -> list[int]:
     """How often a run rehearses that saves nothing, one that saves, and one that goes on from there without saving."""
     found = []
@@ -152,6 +121,56 @@ def rehearsed(directory: Path, composed: DictConfig) -> list[int]:
             Train()(job(directory if every else directory / f"to step {steps}", composed))
         found.append(rehearse.call_count)
     return found
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory) -> dict[tuple[Any, ...], list[Any]]:
+    """What each rank has seen of each layout, by what is done and the layout's name."""
+    found = {}
+    for size in {ranks for ranks, *_ in LAYOUTS.values()}:
+        folder = tmp_path_factory.mktemp(f"of-{size}")
+        cases = [(what, name, folder) for name, (ranks, *_) in LAYOUTS.items() if ranks == size for what in DONE]
+        of_each = on_ranks(size, each, seen_of, cases)
+        found |= {case[:2]: [of_rank[case] for of_rank in of_each] for case in cases}
+    return found
+
+
+#: How a layout is looked at, and the options for it.
+DONE = {
+    "steps": (whole_and_resumed, "train.steps=5", "checkpoint.every_steps=2", "checkpoint.keep=3"),
+    "rehearsal": (before_and_after, "+data.workers=1"),
+}
+
+
+def seen_of(what: str, name: str, folder: Path) -> Any:
+    body, *options = DONE[what]
+    return body(folder / name / what, composed(*DROPOUT, *LAYOUTS[name][1:], *options))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_step_sums_as_all_others_do_and_a_resumed_run_as_one_that_was_not_interrupted(of_ranks, name):
+    """What is compared is equal by construction: the same operations in the same order.
+
+    Where gradients lie in DDP's buckets tells the order of a sum over ranks whether or not it shows in these numbers.
+    """
+    for of_rank in of_ranks["steps", name]:
+        for whole, resumed in of_rank:
+            assert (len(whole), len(resumed)) == (5, 3)
+            if name != "fsdp":  # there each shard is memory of its own
+                places = [{name: one[:2] for name, one in step.items()} for step in (*whole, *resumed)]
+                assert places == [places[-1]] * 8
+            for expected, found in zip(whole[2:], resumed, strict=True):
+                assert all(torch.equal(expected[name].numbers, found[name].numbers) for name in expected)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_rehearsal_changes_nothing_else(of_ranks, name):
+    static = ("ddp", "ddp in small buckets", "ddp with a norm over all ranks")
+    passes = 0 if name == "fsdp" else 2 if name in (*static, "pdp with accumulation") else 1
+    for before, after, seen in of_ranks["rehearsal", name]:
+        assert seen == passes
+        assert before["training"]
+        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_run_rehearses_that_may_be_resumed_or_is(tmp_path):
