@@ -75,13 +75,12 @@ def done() -> set[str]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("command", TO_RUN)
-def test_what_two_cores_can_run_runs(command, run, shared_run, done):
+def test_what_two_cores_can_run_runs(command, shared_run, done):
     for overrides in map(smaller, of(command)):
         job = composed(*overrides)
         resolved = OmegaConf.to_yaml(job, resolve=False)
         if resolved not in done:
-            distributed_tensors = job.parallel.tensor != 1  # which need ranks of their own: tests/parallel/ranks.py
-            record = (run if distributed_tensors else shared_run)(*overrides)
+            record = shared_run(*overrides)
             assert record["status"] == "ok", record["error"]
             done.add(resolved)
 

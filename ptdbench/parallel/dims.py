@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, _redistribute
 
 from ptdbench.problems import Problem, require, try_these
 
@@ -128,6 +130,7 @@ class Mesh:
     """
 
     def __init__(self, dims: Dims, device_type: str) -> None:
+        _forget_plans()
         # One of the two dimensions of the batch always exists, even with a single rank. Copies of DTensors are kept
         # equal by FSDP, which asks for the ranks that it shards over, if only one.
         always = {"replicate"} if dims.batch == 1 else set()
@@ -151,3 +154,15 @@ class Mesh:
             self.shard = flat("shard", "context")
             if dims.replicate > 1:
                 self.shard = grid["replicate", "_".join(self.shard.mesh_dim_names or ())]
+
+
+def _forget_plans() -> None:
+    """Let DTensors plan afresh: torch keeps plans by the shape of a mesh, with the groups of the run before.
+
+    These are gone where ranks carry out one run of a sweep after the other.
+    """
+    # What torch.distributed.tensor.debug does, which takes half a second to import.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    if clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):  # not in torch 2.11
+        clear()
+    _redistribute._gen_transform_infos.cache_clear()
