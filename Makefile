@@ -10,7 +10,7 @@ ARGS ?=
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test test test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed long-run bubbles parity-matrix attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test test test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed long-run bubbles parity-matrix phases-truth attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -64,6 +64,9 @@ status-speed: install  ## how long `ptdbench status` takes on a sweep of 1,000 r
 
 long-run: install  ## 50,000 steps of toy: do memory, saves and evaluations stay as they began
 	$(BIN)/python -m benchmarks.long_run $(ARGS)
+
+phases-truth: install  ## the phases of a step against steps whose communication costs nothing
+	$(BIN)/python benchmarks/phases_truth.py $(ARGS)
 
 bubbles: install  ## how long each pipeline schedule idles, against its formula
 	$(BIN)/python benchmarks/bubbles.py $(ARGS)
