@@ -9,6 +9,9 @@ from typing import Any, Literal, Protocol, cast, runtime_checkable
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+#: What a module can be to ranks that share the work of one sample, see :class:`Role`.
+Kind = Literal["outputs", "inputs", "vocabulary", "loss", "entry", "stream", "positions", "attention"]
+
 
 @dataclass(frozen=True)
 class Role:
@@ -31,7 +34,7 @@ class Role:
         unit: What they are, as an error names them: ``heads``.
     """
 
-    kind: Literal["outputs", "inputs", "vocabulary", "loss", "entry", "stream", "positions", "attention"]
+    kind: Kind
     units: int = 0
     unit: str = "features"
 

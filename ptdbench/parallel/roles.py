@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Container, Iterator, Sequence
+from typing import Any, get_args
 
-from ptdbench.models.protocol import Model, Role
+from ptdbench.models.protocol import Kind, Model, Role, module_of
 from ptdbench.parallel.dims import divisors
-from ptdbench.problems import Problem, try_these
+from ptdbench.problems import Problem, require, try_these
 
 
 def roles_of(model: Model) -> dict[str, Role]:
-    """The model's roles by full name; a module of the user's own may name the kind alone."""
-    return {name: _role(role) for name, role in model.roles().items()}
+    """The model's roles by full name; a module of the user's own may name the kind alone.
+
+    Raises:
+        ConfigError: A role is none, or is that of a module that the model does not have.
+    """
+    found = {name: _role(role) for name, role in model.roles().items()}
+    modules = {name for name, _ in module_of(model).named_modules()}
+    require(*(_unknown(name, role, modules) for name, role in found.items()))
+    return found
+
+
+def _unknown(name: str, role: Role, modules: Container[str]) -> Problem | None:
+    option = f"roles()[{name!r}]"
+    if role.kind not in get_args(Kind):
+        return Problem(option, role.kind, "is not the role of a module", try_these([*get_args(Kind)]))
+    return (
+        None if name in modules else Problem(option, role.kind, "is the role of a module that the model does not have")
+    )
 
 
 def _role(given: Any) -> Role:
