@@ -74,8 +74,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None) -> dict[
 
 def _run(job: Job, loop: StepLoop, steps: int, path: Path, table: Path | None) -> None:
     """Run the steps under the profiler, and one before them that is not looked at; see :func:`profiled`."""
-    gc.collect()
-    gc.disable()
+    gc.disable()  # and collect nothing before: that would take longer than the steps of a small model
     try:
         with profiled(path, job.device, table):
             for number in range(loop.done, loop.done + steps + 1):
