@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,26 +22,23 @@ _ROWS = 40
 
 
 @contextmanager
-def profiled(path: Path, device: torch.device, table: Path | None = None) -> Iterator[None]:
-    """Write a trace of what this rank does inside of the block.
+def profiled(device: torch.device) -> Iterator[profile]:
+    """Watch what this rank does inside of the block; what was seen can be written after it.
 
     Not by ``torch.profiler.profile``, which imports the compiler for a second and a half.
-
-    Args:
-        path: The trace, a new file in Chrome's format.
-        device: The rank's device.
-        table: Where to write a table of the operations, or kernels, that took the longest; ``None`` for none.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     on_gpu = "cuda" if device.type == "cuda" else None
     with labelled_waits(), profile(use_device=on_gpu, record_shapes=True, use_kineto=True, acc_events=True) as taken:
-        yield
+        yield taken
         if on_gpu:
             torch.cuda.synchronize(device)
-    taken.export_chrome_trace(str(path))
-    if table:
-        order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-        table.write_text(taken.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=80))
+
+
+def operations(taken: profile) -> str:
+    """A table of the operations, or kernels, that took the longest."""
+    order = "self_cuda_time_total" if taken.use_device == "cuda" else "self_cpu_time_total"
+    return str(taken.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=80))
 
 
 @contextmanager

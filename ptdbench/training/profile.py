@@ -6,7 +6,6 @@ They train on, and nothing looks at the weights afterwards. No label and no cloc
 from __future__ import annotations
 
 import gc
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -14,20 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd.profiler import record_function
+from torch.autograd.profiler import profile, record_function
 
 from ptdbench.job import Job
 from ptdbench.launch import clock_offset
 from ptdbench.launch.peers import gather
 from ptdbench.measure import perfetto, trace
 from ptdbench.measure.phases import PHASES, Partition, partition
-from ptdbench.measure.profiler import profiled
+from ptdbench.measure.profiler import operations, profiled
 from ptdbench.training import traffic
 from ptdbench.training.loop import StepLoop
 
 #: In the directory of a run with ``profile.trace``, beside the trace of all ranks: a folder with one for each rank and
 #: a table of the operations of rank 0 that took the longest.
 TRACES, OPERATIONS = "trace", "operations.txt"
+
+_TRACE = "trace.json"
 
 #: Seconds that the steps of the pass may take; at least one is done.
 MOST_SECONDS = 60.0
@@ -53,10 +54,9 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None) -> dict[
     steps = max(1, min(asked, int(MOST_SECONDS / timed) if timed else asked))
     keep = job.spec.config.profile.trace
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
-        path, table = Path(scratch) / "trace.json", Path(scratch) / OPERATIONS
-        _run(job, loop, steps, path, table if keep and job.world.rank == 0 else None)
+        taken = _run(job, loop, steps)
         with job.watchdog.paused():
-            found = _read(path, job.device.type)
+            found = _read(taken, Path(scratch) / _TRACE, job.device.type)
             if reasons := [one for one in gather(found if isinstance(found, str) else None) if one]:
                 return {"steps": 0, "reason": reasons[0]}
             assert isinstance(found, trace.Trace)
@@ -64,7 +64,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None) -> dict[
             groups = traffic.groups(loop.mesh)
             ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
             if keep:
-                _keep(job, Path(scratch), ahead)
+                _keep(job, taken, Path(scratch) / _TRACE, ahead)
             divided = partition(found, traffic.ready(found.calls, groups, ahead))
             of_ranks: list[Partition] = gather(divided)
     if job.world.rank > 0:
@@ -72,11 +72,11 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None) -> dict[
     return {**_fields(of_ranks, timed), **_pipeline(job), "pass_seconds": time.perf_counter() - started}
 
 
-def _run(job: Job, loop: StepLoop, steps: int, path: Path, table: Path | None) -> None:
-    """Run the steps under the profiler, and one before them that is not looked at; see :func:`profiled`."""
+def _run(job: Job, loop: StepLoop, steps: int) -> profile:
+    """Run the steps under the profiler, and one before them that is not looked at."""
     gc.disable()  # and collect nothing before: that would take longer than the steps of a small model
     try:
-        with profiled(path, job.device, table):
+        with profiled(job.device) as taken:
             for number in range(loop.done, loop.done + steps + 1):
                 with record_function("warm-up" if number == loop.done else trace.STEP):
                     _step(loop, number)
@@ -86,6 +86,7 @@ def _run(job: Job, loop: StepLoop, steps: int, path: Path, table: Path | None) -
     finally:
         gc.enable()
         loop.feed.close()
+    return taken
 
 
 def _step(loop: StepLoop, number: int) -> None:
@@ -98,24 +99,24 @@ def _step(loop: StepLoop, number: int) -> None:
         loop.update(loop.done - 1)  # the learning rate of the last step: the schedule has ended
 
 
-def _read(path: Path, device_type: str) -> trace.Trace | str:
-    """The trace, or why there is none."""
+def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:
+    """The trace, written to ``path``, or why there is none: a full disk costs the phases and not the run."""
     try:
+        taken.export_chrome_trace(str(path))
         return trace.read(path, device_type)
-    except (OSError, ValueError) as error:
-        return f"the trace cannot be read: {error}"
+    except (OSError, RuntimeError, ValueError) as error:
+        return f"the trace cannot be written and read: {error}"
 
 
-def _keep(job: Job, scratch: Path, ahead: float) -> None:
+def _keep(job: Job, taken: profile, path: Path, ahead: float) -> None:
     """Write the trace of each rank, for Holistic Trace Analysis, and one of all ranks, for Perfetto."""
     folder, rank = job.directory / TRACES, job.world.rank
     folder.mkdir(exist_ok=True)
-    if (scratch / OPERATIONS).exists():
-        shutil.copy(scratch / OPERATIONS, folder / OPERATIONS)
     facts = {"backend": job.spec.backend, "rank": rank, "world_size": job.world.size}
-    perfetto.compress(scratch / "trace.json", folder / f"rank{rank}.json.gz", facts)
+    perfetto.compress(path, folder / f"rank{rank}.json.gz", facts)
     of_ranks: list[float] = gather(ahead)
     if rank == 0:
+        (folder / OPERATIONS).write_text(operations(taken))
         stages = _pipeline(job)["stages"]
         names = [f"rank {peer.rank}, {peer.device}" for peer in job.peers]
         if stages:
