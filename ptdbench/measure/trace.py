@@ -207,12 +207,16 @@ def _backward(top: Sequence[_Event]) -> list[Interval]:
 
 
 def _silent_waits(top: Sequence[_Event], calls: Sequence[Call]) -> Iterator[Interval]:
-    """Waits of DDP in C++, after a backward pass and for buffers: gaps in which communication ends."""
+    """Waits of DDP in C++, after a backward pass and for buffers: gaps with whose end communication ends.
+
+    What waits may go on before the thread that communicated has noted its end: it is sought as long after the gap as
+    the gap is.
+    """
     ends = sorted(call.end for call in calls)
     for before, after in pairwise(top):
         if _is_backward(before) or before.name == "c10d::broadcast_":
-            last = bisect_right(ends, after.start) - 1
-            if last >= 0 and ends[last] > before.end:
+            first = bisect_right(ends, before.end)
+            if first < len(ends) and ends[first] < 2 * after.start - before.end:
                 yield before.end, after.start
 
 

@@ -46,6 +46,17 @@ def test_ddp_waits_in_cpp_after_the_backward_pass_for_the_last_all_reduce(tmp_pa
     assert milliseconds([(call.start, call.end)]) == [(3, 7)]
 
 
+def test_what_waited_may_go_on_before_the_end_of_communication_is_noted(tmp_path):
+    events = [
+        event(BACKWARD, 1, 4),
+        called("allreduce_", 3, 3.5, [1000]),
+        sent("all_reduce", 3.2, 7.6, [1000]),
+        event("aten::add_", 7.5, 8),
+    ]
+    found = trace.read(write(tmp_path / "t.json", *step(0, 1, 8, 9), *events))
+    assert milliseconds(found.waits) == [(3, 3.5), (4, 7.5)]
+
+
 def test_a_pause_after_the_backward_pass_in_which_no_communication_ends_is_no_wait(tmp_path):
     events = [
         called("allreduce_", 1, 1.5, [1000]),

@@ -171,9 +171,12 @@ def test_what_sleeps_on_one_rank_is_found_there_and_the_other_waits_for_it(tmp_p
 
 
 def test_a_slow_link_is_exposed_communication(tmp_path):
-    for rank in slowed(tmp_path, "parallel=ddp", place="collective", ranks=[0, 1]):
-        assert rank.waited(False, ["all_reduce"]) > MOST * rank.waits
-        assert rank.waits > MOST
+    ranks = slowed(tmp_path, "parallel=ddp", place="collective", ranks=[0, 1])
+    assert min(rank.waits for rank in ranks) > MOST
+    moving = sum(rank.waited(False, ["all_reduce"]) for rank in ranks)
+    late = sum(rank.waited(True, ["all_reduce"]) for rank in ranks)  # as one rank may have called it after the other
+    assert moving + late == pytest.approx(sum(rank.waits for rank in ranks), rel=0.01)
+    assert moving > late
 
 
 def test_a_slow_stage_is_a_bubble_on_the_others(tmp_path):
