@@ -49,6 +49,7 @@ def _answer(asking: int, device: torch.device) -> float:
     message = torch.zeros(1, dtype=torch.float64, device=device)
     for _ in range(_TRIES):
         dist.recv(message, asking)
+        message.item()  # NCCL makes only the device wait
         message.fill_(time.time())
         dist.send(message, asking)
     return 0.0

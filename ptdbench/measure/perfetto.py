@@ -14,6 +14,9 @@ from typing import Any
 #: The trace of all ranks in the directory of a run.
 NAME = "trace.json.gz"
 
+#: Arrows that the trace of one rank can have.
+_ARROWS = 2**40
+
 #: Processes of the merged trace that one rank can have: its threads, its GPU, the profiler's own.
 _PROCESSES = 100
 
@@ -63,7 +66,7 @@ def _of_rank(events: Iterable[Mapping[str, Any]], rank: int, name: str, shift: f
         if "ts" in event:
             changed["ts"] = event["ts"] + shift
         if "id" in event:
-            changed["id"] = f"{rank}.{event['id']}"
+            changed["id"] = rank * _ARROWS + int(event["id"])
         if kind == "M" and event.get("name") == "process_name":
             changed["args"] = {"name": name if processes[pid] % _PROCESSES == 0 else f"{name}, {_label(event)}"}
         elif kind == "M" and event.get("name") == "process_labels":

@@ -14,6 +14,7 @@ import json
 import math
 import re
 from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -52,6 +53,9 @@ _OPERATIONS = {
 
 _BYTES = {"double": 8, "long": 8, "int64": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2, "char": 1, "bool": 1}
 
+#: Larger traces are not read: as objects of Python they take several times as much memory, in each rank of a node.
+MOST_BYTES = 2**29
+
 #: Messages between two ranks.
 POINT_TO_POINT = ("send", "recv", "send_recv")
 
@@ -68,6 +72,7 @@ class Call:
         within: Names of what called it, the innermost last.
         peer: The other rank of a message, by its number in the group.
         ranks: The ranks that take part, where the trace says so.
+        group: The name of their group, where the trace says so.
     """
 
     operation: str
@@ -77,6 +82,7 @@ class Call:
     within: tuple[str, ...] = ()
     peer: int | None = None
     ranks: tuple[int, ...] | None = None
+    group: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,25 +124,31 @@ def read(path: Path, device_type: str = "cpu") -> Trace:
         device_type: What computed: ``cpu`` or ``cuda``.
 
     Raises:
-        ValueError: It is damaged, holds no profiled step, or no kernels although a GPU computed.
+        ValueError: It is damaged or too large, holds no profiled step, or does not show what a GPU did.
     """
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"{path} has {size} bytes, and at most {MOST_BYTES} are read; try profile.steps=1")
     try:
-        written = json.loads(path.read_bytes(), strict=False)
-        base = written.get("baseTimeNanoseconds", 0) / 1e9
-        events = [
-            _Event(
-                event["name"],
-                event.get("cat", ""),
-                base + event["ts"] / 1e6,
-                base + (event["ts"] + event["dur"]) / 1e6,
-                event["tid"],
-                event.get("args", {}),
-            )
-            for event in written["traceEvents"]
-            if event.get("ph") == "X"
-        ]
+        return _read(path, device_type)
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no trace of torch's profiler ({type(error).__name__}: {error})") from None
+
+
+def _read(path: Path, device_type: str) -> Trace:
+    written = json.loads(path.read_bytes(), strict=False)
+    base = written.get("baseTimeNanoseconds", 0) / 1e9
+    events = [
+        _Event(
+            event["name"],
+            event.get("cat", ""),
+            base + event["ts"] / 1e6,
+            base + (event["ts"] + event["dur"]) / 1e6,
+            event["tid"],
+            event.get("args", {}),
+        )
+        for event in written["traceEvents"]
+        if event.get("ph") == "X"
+    ]
     events.sort(key=lambda event: (event.start, -event.end))
     steps = [event for event in events if event.name == STEP and event.kind == "user_annotation"]
     if not steps:
@@ -145,11 +157,14 @@ def read(path: Path, device_type: str = "cpu") -> Trace:
     own = [event for event in events if event.thread == steps[0].thread and event.kind in ("user_annotation", "cpu_op")]
     parts = {name: [event.interval for event in own if event.name == name] for name in (DATA, GRADIENTS, UPDATE)}
     whole = [step.interval for step in steps]
-    if device_type != "cpu":
-        if not on_device:
-            raise ValueError(f"{path} holds no kernels: the profiler could not watch the GPU")
-        return _of_device(whole, parts, events, on_device)
-    return _of_host(whole, parts, own, [event for event in events if event.name.startswith("gloo:")])
+    by_gloo = [event for event in events if event.name.startswith("gloo:")]
+    if device_type == "cpu":
+        return _of_host(whole, parts, own, by_gloo)
+    if not on_device:
+        raise ValueError(f"{path} holds no kernels: the profiler could not watch the GPU")
+    if by_gloo:
+        raise ValueError(f"{path} does not show when a GPU waits for gloo; try backend=nccl")
+    return _of_device(whole, parts, events, on_device)
 
 
 def _of_host(
@@ -159,7 +174,7 @@ def _of_host(
     calls = _calls(own, sent)
     top = list(_outermost(operations))
     waits = [event.interval for event in own if event.name in (WAITING, _AWAIT) or event.name.startswith("c10d::")]
-    waits = union([*waits, *_silent_waits(top, calls)])
+    waits = union([*waits, *intersect(list(_silent_waits(top, calls)), parts[GRADIENTS])])
     backward = intersect(_backward(top), parts[GRADIENTS])
     phases = {
         "data": parts[DATA],
@@ -207,40 +222,49 @@ def _backward(top: Sequence[_Event]) -> list[Interval]:
 
 
 def _silent_waits(top: Sequence[_Event], calls: Sequence[Call]) -> Iterator[Interval]:
-    """Waits of DDP in C++, after a backward pass and for buffers: gaps with whose end communication ends.
+    """Waits of DDP in C++, after a backward pass and for buffers: gaps in which communication ends, until it does.
 
-    What waits may go on before the thread that communicated has noted its end: it is sought as long after the gap as
-    the gap is.
+    What waits may go on before the thread that communicated has noted its end: if there is no end in the gap, one is
+    sought as long after the gap as the gap is.
     """
     ends = sorted(call.end for call in calls)
     for before, after in pairwise(top):
         if _is_backward(before) or before.name == "c10d::broadcast_":
-            first = bisect_right(ends, before.end)
-            if first < len(ends) and ends[first] < 2 * after.start - before.end:
+            first, beyond = bisect_right(ends, before.end), bisect_right(ends, after.start)
+            if first < beyond:
+                yield before.end, ends[beyond - 1]
+            elif first < len(ends) and ends[first] < 2 * after.start - before.end:
                 yield before.end, after.start
 
 
 def _calls(own: Sequence[_Event], sent: Sequence[_Event]) -> list[Call]:
-    """Each communication with the operation that started it, which is the last of its size that began before it."""
-    found = []
+    """Each communication with what started it: of the operations of its size the first that has started no other."""
     open_events: list[_Event] = []
     started: list[tuple[_Event, tuple[str, ...]]] = []
+    by_size: defaultdict[tuple[str, int], deque[int]] = defaultdict(deque)
     for event in own:
         open_events = [other for other in open_events if other.end > event.start]
         if event.name.startswith("c10d::"):
+            for size in _sizes(event):
+                by_size[_kind(event), size].append(len(started))
             started.append((event, tuple(other.name for other in open_events)))
         open_events.append(event)
+    found = []
+    taken: set[int] = set()
     for transfer in sent:
-        size = _sizes(transfer)
-        match = next(
-            (place for place, (event, _) in enumerate(started) if event.start <= transfer.end and size & _sizes(event)),
-            None,
-        )
-        event, within = started.pop(match) if match is not None else (transfer, ())
+        queues = [by_size[_kind(transfer), size] for size in _sizes(transfer)]
+        for queue in queues:
+            while queue and queue[0] in taken:
+                queue.popleft()
+        first = min((queue[0] for queue in queues if queue), default=None)
+        event, within = transfer, tuple[str, ...]()
+        if first is not None and started[first][0].start <= transfer.end:
+            taken.add(first)
+            event, within = started[first]
         found.append(
             Call(
                 operation=_operation(event.name),
-                bytes=max(_sizes(event) | size) * _item_bytes(transfer),
+                bytes=max(_sizes(event) | _sizes(transfer)) * _item_bytes(transfer),
                 start=min(event.start, transfer.start),
                 end=transfer.end,
                 within=within,
@@ -248,6 +272,12 @@ def _calls(own: Sequence[_Event], sent: Sequence[_Event]) -> list[Call]:
             )
         )
     return sorted(found, key=lambda call: call.start)
+
+
+def _kind(event: _Event) -> str:
+    """What tells apart what starts communication: a message, which is sent as it is called, or anything else."""
+    operation = _operation(event.name)
+    return operation if operation in POINT_TO_POINT else ""
 
 
 def _operation(name: str) -> str:
@@ -304,8 +334,10 @@ def _of_device(
     busy = union(event.interval for event in computed)
     calls = [_nccl_call(event) for event in on_device if id(event) in is_sent]
     waits = subtract(union((call.start, call.end) for call in calls), busy)
-    end = steps[0][0]
-    for event in computed:  # with the moments before it, in which nothing was computed
+    begins = [begin for begin, _ in steps]
+    end = begins[0]
+    for event in computed:  # with the moments of its step before it, in which nothing was computed
+        end = max(end, begins[max(0, bisect_right(begins, event.start) - 1)])
         phase = _phase_at(launches.get(event.facts.get("correlation"), event.start), by_phase)
         phases[phase].append((end, max(event.end, end)))
         end = max(end, event.end)
@@ -325,11 +357,16 @@ def _nccl_call(event: _Event) -> Call:
     elements = max(int(facts.get("In msg nelems", 0)), int(facts.get("Out msg nelems", 0)))
     item = _BYTES.get(str(facts.get("dtype", "")).lower(), 1)
     named = str(facts.get("Collective name") or re.sub(r"ncclDevKernel_|nccl(Dev)?Kernel_?", "", event.name))
-    ranks = re.findall(r"\d+", str(facts.get("Process Group Ranks", "")))
+    listed = str(facts.get("Process Group Ranks", ""))
+    ranks = tuple(map(int, re.findall(r"\d+", listed))) if "..." not in listed else ()
+    operation = _operation(named.lstrip("_"))
+    other = facts.get({"send": "Dst Rank", "recv": "Src Rank"}.get(operation, ""))
     return Call(
-        operation=_operation(named.lstrip("_")),
+        operation=operation,
         bytes=elements * item,
         start=event.start,
         end=event.end,
-        ranks=tuple(map(int, ranks)) if ranks and "..." not in str(facts["Process Group Ranks"]) else None,
+        peer=ranks.index(int(other)) if other is not None and int(other) in ranks else None,
+        ranks=ranks or None,
+        group=facts.get("Process Group Name"),
     )

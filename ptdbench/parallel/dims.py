@@ -163,6 +163,5 @@ def _forget_plans() -> None:
     """
     # What torch.distributed.tensor.debug does, which takes half a second to import.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
-    if clear := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):  # not in torch 2.11
-        clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
     _redistribute._gen_transform_infos.cache_clear()

@@ -144,7 +144,7 @@ class Phases(TypedDict, total=False):
     profiled_step_seconds: float
     """Mean duration of a profiled step, of the slowest rank."""
     step_seconds: float
-    """Mean duration of a timed step, to which all seconds are scaled."""
+    """Mean duration of a timed step, to which all seconds are scaled; of a profiled one if no step was timed."""
     ranks: dict[str, list[float]]
     """Seconds of a step by phase, one number for each rank; the phases of a rank add up to its step. ``data``: waiting
     for the batch. ``forward``, ``backward``: these passes without the waiting below; recomputation is part of

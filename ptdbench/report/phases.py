@@ -28,7 +28,7 @@ PHASES = {
 COMPUTE = ("forward", "backward")
 
 #: More ranks than this are shown by their mean, the slowest and the fastest one.
-MOST_RunANKS = 16
+MOST_RANKS = 16
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def of_rank(phases: Mapping[str, Any], rank: int) -> list[float]:
 def shown_ranks(phases: Mapping[str, Any]) -> dict[str, int]:
     """The ranks to show, by their titles: all, or of many the slowest and the fastest in forward and backward."""
     seconds = compute_seconds(phases)
-    if len(seconds) <= MOST_RunANKS:
+    if len(seconds) <= MOST_RANKS:
         return {rank_name(phases, rank): rank for rank in range(len(seconds))}
     ends = {"slowest": seconds.index(max(seconds)), "fastest": seconds.index(min(seconds))}
     return {f"{end}: {rank_name(phases, rank)}": rank for end, rank in ends.items()}

@@ -53,7 +53,7 @@ _PROFILE = {"profile=true": "profile.trace=true", "profile=false": "profile.step
 
 def in_full(overrides: Iterable[str]) -> list[str]:
     """Overrides with their full names for what is typed in short."""
-    return [_PROFILE.get(override, override) for override in overrides]
+    return [_PROFILE.get(override.lower(), override) for override in overrides]
 
 
 def imply(arguments: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ They train on, and nothing looks at the weights afterwards. No label and no cloc
 from __future__ import annotations
 
 import gc
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from ptdbench.launch.peers import gather
 from ptdbench.measure import perfetto, trace
 from ptdbench.measure.phases import PHASES, Partition, partition
 from ptdbench.measure.profiler import operations, profiled
+from ptdbench.terminal import say
 from ptdbench.training import traffic
 from ptdbench.training.loop import StepLoop
 
@@ -63,10 +65,10 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None) -> dict[
             assert loop.mesh
             groups = traffic.groups(loop.mesh)
             ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
-            if keep:
-                _keep(job, taken, Path(scratch) / _TRACE, ahead)
             divided = partition(found, traffic.ready(found.calls, groups, ahead))
             of_ranks: list[Partition] = gather(divided)
+            if keep:
+                _keep(job, taken, Path(scratch) / _TRACE, ahead)
     if job.world.rank > 0:
         return None
     return {**_fields(of_ranks, timed), **_pipeline(job), "pass_seconds": time.perf_counter() - started}
@@ -103,29 +105,53 @@ def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:
     """The trace, written to ``path``, or why there is none: a full disk costs the phases and not the run."""
     try:
         taken.export_chrome_trace(str(path))
-        return trace.read(path, device_type)
+        found = trace.read(path, device_type)
+        if device_type != "cpu" and any(
+            call.operation in trace.POINT_TO_POINT and call.peer is None for call in found.calls
+        ):
+            return "NCCL's trace does not say between which stages a message went: waiting would pass for communication"
+        return found
     except (OSError, RuntimeError, ValueError) as error:
         return f"the trace cannot be written and read: {error}"
 
 
 def _keep(job: Job, taken: profile, path: Path, ahead: float) -> None:
-    """Write the trace of each rank, for Holistic Trace Analysis, and one of all ranks, for Perfetto."""
+    """Write the trace of each rank, for Holistic Trace Analysis, and one of all ranks, for Perfetto.
+
+    Called in all ranks; one that cannot write costs the traces, and not the run.
+    """
     folder, rank = job.directory / TRACES, job.world.rank
-    folder.mkdir(exist_ok=True)
     facts = {"backend": job.spec.backend, "rank": rank, "world_size": job.world.size}
-    perfetto.compress(path, folder / f"rank{rank}.json.gz", facts)
-    of_ranks: list[float] = gather(ahead)
-    if rank == 0:
-        (folder / OPERATIONS).write_text(operations(taken))
-        stages = _pipeline(job)["stages"]
-        names = [f"rank {peer.rank}, {peer.device}" for peer in job.peers]
-        if stages:
-            names = [
-                f"{name}, stage{'s' * (len(of) > 1)} {', '.join(map(str, of))}"
-                for name, of in zip(names, stages, strict=True)
-            ]
-        traces = [folder / f"rank{number}.json.gz" for number in range(job.world.size)]
-        perfetto.merge(traces, names, of_ranks, job.directory / perfetto.NAME)
+    error = None
+    try:
+        folder.mkdir(exist_ok=True)
+        perfetto.compress(path, folder / f"rank{rank}.json.gz", facts)
+    except OSError as failed:
+        error = str(failed)
+    told: list[tuple[float, str | None]] = gather((ahead, error))
+    if rank > 0:
+        return
+    if not any(error for _, error in told):
+        try:
+            (folder / OPERATIONS).write_text(operations(taken))
+            traces = [folder / f"rank{number}.json.gz" for number in range(job.world.size)]
+            perfetto.merge(traces, _names(job), [offset for offset, _ in told], job.directory / perfetto.NAME)
+        except OSError as failed:
+            error = str(failed)
+    if error := next((one for one in (error, *(one for _, one in told)) if one), None):
+        say(f"warning: not all traces could be written: {error}", sys.stderr)
+
+
+def _names(job: Job) -> list[str]:
+    """What each rank is called in a trace: ``rank 3, cpu, stages 1, 2``."""
+    names = [f"rank {peer.rank}, {peer.device}" for peer in job.peers]
+    stages: list[list[int]] | None = _pipeline(job)["stages"]
+    if stages is None:
+        return names
+    return [
+        f"{name}, stage{'s' * (len(held) > 1)} {', '.join(map(str, held))}"
+        for name, held in zip(names, stages, strict=True)
+    ]
 
 
 def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any]:

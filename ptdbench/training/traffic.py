@@ -36,6 +36,8 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
         return next(
             (name for name, group in groups.items() if dist.get_process_group_ranks(group) == [*call.ranks]), None
         )
+    if call.group is not None:  # NCCL shortens a long list of ranks
+        return next((name for name, group in groups.items() if group.group_name == call.group), None)
     if call.operation in POINT_TO_POINT:
         name = "pipeline"
     elif call.operation == "all_to_all":

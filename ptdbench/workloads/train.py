@@ -77,7 +77,7 @@ class Train:
             checkpointing.finish()
         found = _outcome(job, loop, checkpointing, evaluator, recorder, stopped)
         found = with_check(replace(found, fields={**found.fields, "hardware": meter.finish()}), checked)
-        return found if stopped else _explained(job, loop, found)
+        return found if stopped or found.error else _explained(job, loop, found)
 
 
 def _outcome(
@@ -110,9 +110,12 @@ def _outcome(
 
 
 def _explained(job: Job, loop: StepLoop, outcome: Outcome) -> Outcome:
-    """The outcome with the phases of a step; what is known before them is kept whatever happens in the pass."""
+    """The outcome with the phases of a step.
+
+    The run is over before: whatever happens in the pass, a signal to stop included, its record says that it was ok.
+    """
     if job.world.rank == 0:
-        job.note(outcome.fields)
+        job.note({**outcome.fields, "status": "ok", "error": None})
     found = profile.phases(job, loop, outcome.fields.get("metrics"))
     if found and found["steps"]:
         outcome = replace(outcome, figures={**outcome.figures, "phases": phases_picture.draw(found)})

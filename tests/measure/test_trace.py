@@ -39,7 +39,7 @@ def test_ddp_waits_in_cpp_after_the_backward_pass_for_the_last_all_reduce(tmp_pa
         event("aten::add_", 7.5, 8),
     ]
     found = trace.read(write(tmp_path / "t.json", *step(0, 1, 8, 9), *events))
-    assert milliseconds(found.waits) == [(3, 3.5), (4, 7.5)]
+    assert milliseconds(found.waits) == [(3, 3.5), (4, 7)]
     assert phases(found)["backward"] == [(1, 3), (3.5, 4)]
     (call,) = found.calls
     assert (call.operation, call.bytes, call.within[:1]) == ("all_reduce", 4000, (trace.STEP,))
@@ -130,6 +130,52 @@ def test_on_a_gpu_kernels_belong_to_the_phase_that_launched_them(tmp_path):
     assert milliseconds(found.waits) == [(4, 5)]
     (call,) = found.calls
     assert (call.operation, call.bytes, call.ranks) == ("all_gather", 20, (0, 1))
+
+
+def test_what_follows_the_backward_pass_is_no_wait(tmp_path):
+    """A step that pauses between backward pass and optimizer, and again before its first operation."""
+    events = [
+        event(BACKWARD, 1, 4),
+        called("allreduce_", 3, 3.5, [1000]),
+        sent("all_reduce", 3.2, 4.5, [1000]),
+        event("aten::add_", 55, 56),
+    ]
+    found = trace.read(write(tmp_path / "t.json", *step(0, 1, 5, 60), *events))
+    assert milliseconds(found.waits) == [(3, 3.5), (4, 4.5)]
+    assert phases(found)["optimizer"] == [(5, 60)]
+
+
+def test_messages_are_told_from_each_other_though_they_have_one_size(tmp_path):
+    events = [
+        called("recv_", 1, 1.1, [10]),
+        called("send", 2, 2.1, [10]),
+        sent("send", 2, 3, [10]),
+        called("allreduce_", 4, 4.1, [10]),
+        sent("all_reduce", 4, 5, [10]),
+    ]
+    found = trace.read(write(tmp_path / "t.json", *step(0, 1, 8, 9), *events))
+    assert [(call.operation, *milliseconds([(call.start, call.end)])) for call in found.calls] == [
+        ("send", (2, 3)),
+        ("all_reduce", (4, 5)),
+    ]
+
+
+def test_a_gpu_that_waits_for_gloo_has_no_phases(tmp_path):
+    events = [*step(0, 1, 3, 10), event("gemm", 2, 4, "kernel", 5), sent("all_reduce", 4, 5, [10])]
+    with pytest.raises(ValueError, match="does not show when a GPU waits for gloo; try backend=nccl"):
+        trace.read(write(tmp_path / "t.json", *events), "cuda")
+
+
+def test_a_trace_that_is_too_large_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(trace, "MOST_BYTES", 100)
+    with pytest.raises(ValueError, match=r"at most 100 are read; try profile\.steps=1"):
+        trace.read(write(tmp_path / "t.json", *step(0, 1, 3, 10)))
+
+
+def test_fields_of_another_form_are_no_trace_of_ours(tmp_path):
+    wrong = event("ncclDevKernel_AllReduce", 1, 2, "kernel", **{"In msg nelems": None})
+    with pytest.raises(ValueError, match="is no trace of torch's profiler"):
+        trace.read(write(tmp_path / "t.json", *step(0, 1, 3, 10), wrong), "cuda")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"traceEvents": [{"ph": "X", "name": "a"}]}', '{"traceEvents": 3}'])

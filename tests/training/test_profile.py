@@ -1,5 +1,6 @@
 """The profiling pass, through the product: a sleep is found in its phase and on its rank, however busy the machine."""
 
+import errno
 import gzip
 import json
 import os
@@ -24,7 +25,7 @@ from ptdbench.records import schema
 from ptdbench.training import profile
 from ptdbench.training.update import Update
 from tests.conftest import composed, record_of
-from tests.shared_ranks import RANKS
+from tests.shared_ranks import RANKS, Failed
 
 pytestmark = pytest.mark.ranks
 
@@ -277,3 +278,36 @@ def test_the_trace_shows_the_same_exposed_communication_to_another_reader(tmp_pa
     assert waits / found["step_seconds"] == pytest.approx(exposed_share(tmp_path / "trace" / "rank0.json.gz"), rel=0.02)
     assert (tmp_path / "trace.json.gz").stat().st_size > 1000
     assert "aten::addmm" in (tmp_path / "trace" / "operations.txt").read_text()
+
+
+def run_failing(configuration: Any, directory: Path) -> None:
+    """In a rank: a run whose profiling pass fails."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(profile, "partition", lambda *_: 1 / 0)
+        product.run(configuration, directory)
+
+
+def test_a_run_whose_pass_fails_was_ok_before(tmp_path):
+    with pytest.raises(Failed):
+        RANKS.call(2, run_failing, composed(*TINY), tmp_path)
+    record = record_of(tmp_path)
+    assert (record["status"], record["steps"], record.get("phases")) == ("ok", 3, None)
+    assert record["metrics"]["samples_per_second"] > 0
+
+
+def run_without_room(configuration: Any, directory: Path) -> None:
+    """In a rank: a run on whose disk there is no room for traces."""
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(profile.perfetto, "compress", full)
+        product.run(configuration, directory)
+
+
+def test_traces_that_cannot_be_written_cost_nothing_else(tmp_path):
+    RANKS.call(2, run_without_room, composed(*TINY, "profile.trace=true"), tmp_path)
+    record = record_of(tmp_path)
+    assert (record["status"], record["phases"]["reason"]) == ("ok", None)
+    assert not (tmp_path / "trace.json.gz").exists()
