@@ -16,7 +16,7 @@ more. It may define these methods, all of them optional:
     The module as an ordered chain, a dict from the full name of each submodule to the submodule; ``forward``
     then takes ``targets``, and so does the last part. Default: the members of an ``nn.Sequential``; else what
     comes before the repeated blocks, each block and what follows, if trying shows that they are a chain (see
-    :mod:`ptdbench.models.chain`); else what its traced ``forward`` shows (see :mod:`ptdbench.models.trace`).
+    ``ptdbench.models.chain``); else what its traced ``forward`` shows (see ``ptdbench.models.trace``).
 ``tied()``
     Pairs of full parameter names in different parts that are one weight. Default: those that are one object.
 ``roles()``

@@ -21,7 +21,7 @@ class Role:
         kind: Under tensor parallelism: ``outputs``: a linear layer of which each rank computes some of the outputs,
             from all inputs. ``inputs``: a linear layer of which each rank takes some of the inputs; the ranks' outputs
             are added up, and the bias once. ``vocabulary``: an embedding or a projection to logits, of which each rank
-            has some tokens. ``loss``: a :class:`~ptdbench.models.linear_cross_entropy.LinearCrossEntropy` over a cut
+            has some tokens. ``loss``: a ``ptdbench.models.linear_cross_entropy.LinearCrossEntropy`` over a cut
             vocabulary. ``entry``: a module whose output goes only to cut layers and to a loss; if the ranks share the
             positions of a sequence outside of cut layers, it works on a rank's share of ``[batch, length, ...]``.
             ``stream``: a module whose output, of that form, begins what is shared so.
