@@ -7,6 +7,7 @@ names there). Nothing is read while steps run. A counter that is missing or may 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class Counted:
     reason: str | None = None
 
 
-class Counter:
+class Counter(ABC):
     """An energy counter, read at both ends of stretches of steps.
 
     Attributes:
@@ -95,21 +96,21 @@ class Counter:
             )
         return Counted(self.device, self._steps, self._seconds, self._joules, reason)
 
+    @abstractmethod
     def _read(self) -> Sequence[float]:
         """Joules since some time, of each part of the device.
 
         Raises:
             Unreadable: They cannot be read.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _spent(self, before: Sequence[float], after: Sequence[float], seconds: float) -> float:
         """Joules between two readings.
 
         Raises:
             Unreadable: They cannot be told from these.
         """
-        raise NotImplementedError
 
 
 class Packages(Counter):

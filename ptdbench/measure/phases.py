@@ -56,12 +56,14 @@ class Partition:
 
     Attributes:
         steps: Number of steps.
-        seconds: Of all steps, by phase; their sum is the duration of the steps.
+        duration: Seconds of all steps.
+        seconds: The same by phase: no moment counts twice.
         traffic: By operation.
         waited_for: Seconds that this rank waited for other ranks to call an operation, by rank.
     """
 
     steps: int
+    duration: float
     seconds: Mapping[str, float]
     traffic: Mapping[str, Traffic]
     waited_for: Mapping[int, float]
@@ -86,9 +88,9 @@ def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
         point_to_point = trace.calls[call].operation in POINT_TO_POINT
         seconds["bubble" if point_to_point else "stragglers"] += end - start
         waited_for[ready[call].last] += end - start
-    seconds["other"] = max(0.0, length(trace.steps) - sum(seconds.values()))  # rounding can make it negative
-    traffic = _traffic(trace, ready, exposed)
-    return Partition(len(trace.steps), seconds, traffic, waited_for)
+    duration = length(trace.steps)
+    seconds["other"] = max(0.0, duration - sum(seconds.values()))  # rounding can make it negative
+    return Partition(len(trace.steps), duration, seconds, _traffic(trace, ready, exposed), waited_for)
 
 
 def divided(trace: Trace, ready: Sequence[Ready]) -> Iterator[tuple[Interval, int | None, bool]]:

@@ -156,7 +156,7 @@ def _names(job: Job) -> list[str]:
 
 def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any]:
     """The partitions of all ranks, scaled to the timed step."""
-    durations = [sum(one.seconds.values()) / one.steps for one in of_ranks]
+    durations = [one.duration / one.steps for one in of_ranks]
     step_seconds = timed or max(durations)
     #: From seconds of all steps of a rank to seconds of one timed step.
     scales = [step_seconds / duration / one.steps for one, duration in zip(of_ranks, durations, strict=True)]
