@@ -1,4 +1,4 @@
-"""``ptdbench explain outputs/<sweep or run>``: where the time of a step went, and why a run is faster than another."""
+"""``ptdbench explain outputs/<sweep or run>``: where time and memory of a step went, and why a run is faster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ptdbench.terminal import say
 if TYPE_CHECKING:
     from ptdbench.records.load import Run
 
-HELP = "where the time of a step went, phase by phase, and why one run is faster than another"
+HELP = "where the time and the memory of a step went, and why one run is faster than another"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,18 +68,21 @@ def _all(directory: Path, width: int) -> str:
 
 def _side_by_side(runs: Sequence[Run], width: int) -> str:
     """Runs that did the same work, the fastest one first, and why it is."""
-    from ptdbench.report import breakdown, why
+    from ptdbench.report import breakdown, memory, why
     from ptdbench.report.reason import wrap
 
     ordered = sorted(runs, key=lambda run: run["phases"]["step_seconds"])
     called = dict(zip(_called(ordered), ordered, strict=True))
-    sentences = [wrap(sentence, width) for sentence in why.against_fastest(called)]
-    return "\n".join([breakdown.title(ordered[0]), breakdown.of_runs(called, width), "", *sentences])
+    (reference, fastest), *others = called.items()
+    sentences = why.against_fastest(called)
+    sentences += [line for name, run in others for line in memory.compare(run, fastest, name, reference)]
+    shown = [wrap(sentence, width) for sentence in sentences]
+    return "\n".join([breakdown.title(ordered[0]), breakdown.of_runs(called, width), "", *shown])
 
 
 def _pair(directory: Path, other: Path, width: int) -> str:
     """One run against another."""
-    from ptdbench.report import breakdown, phases, why
+    from ptdbench.report import breakdown, memory, phases, why
     from ptdbench.report.reason import wrap
 
     run, against = _single(directory), _single(other)
@@ -91,7 +94,9 @@ def _pair(directory: Path, other: Path, width: int) -> str:
         raise _Refused(f"{directory} and {other}: they are the same run; give two")
     called, reference = _called([run, against])
     table = breakdown.of_runs({called: run, reference: against}, width)
-    return f"{breakdown.title(run)}\n{table}\n\n{wrap(why.compare(run, against, called, reference), width)}"
+    sentences = [why.compare(run, against, called, reference), *memory.compare(run, against, called, reference)]
+    shown = "\n".join(wrap(sentence, width) for sentence in sentences)
+    return f"{breakdown.title(run)}\n{table}\n\n{shown}"
 
 
 def _load(directory: Path) -> Run | list[Run]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-#: The trace of all ranks in the directory of a run.
-NAME = "trace.json.gz"
+#: The traces of all ranks in the directory of a run: of the profiled steps, and of memory.
+NAME, MEMORY = "trace.json.gz", "memory.json.gz"
 
 #: Arrows that the trace of one rank can have.
 _ARROWS = 2**40
@@ -21,9 +22,25 @@ _ARROWS = 2**40
 _PROCESSES = 100
 
 
-def compress(trace: Path, path: Path, facts: Mapping[str, Any]) -> None:
-    """Write the trace of one rank compressed, with the facts by which Holistic Trace Analysis tells ranks apart."""
+def compress(
+    trace: Path, path: Path, facts: Mapping[str, Any], memory: Iterable[tuple[int, Mapping[str, int]]] | None = None
+) -> None:
+    """Write the trace of one rank compressed.
+
+    Args:
+        trace: As torch's profiler wrote it.
+        path: The new file.
+        facts: By what Holistic Trace Analysis tells ranks apart.
+        memory: Bytes by what they are for, at times in nanoseconds since the epoch: takes the place of the single
+            allocations that the profiler saw.
+    """
     written = json.loads(trace.read_bytes(), strict=False)
+    if memory is not None:
+        base = written.get("baseTimeNanoseconds", 0)
+        events = [event for event in written["traceEvents"] if event.get("name") != "[memory]"]
+        counter = {"ph": "C", "name": "memory", "pid": os.getpid(), "tid": 0}
+        events += [{**counter, "ts": (time - base) / 1e3, "args": dict(amounts)} for time, amounts in memory]
+        written["traceEvents"] = events
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=4) as file:
         json.dump({"distributedInfo": facts, **written}, file)
 

@@ -22,14 +22,19 @@ _ROWS = 40
 
 
 @contextmanager
-def profiled(device: torch.device) -> Iterator[profile]:
+def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
     """Watch what this rank does inside of the block; what was seen can be written after it.
 
     Not by ``torch.profiler.profile``, which imports the compiler for a second and a half.
+
+    Args:
+        device: The rank's device.
+        memory: Also watch what memory is allocated and freed.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     on_gpu = "cuda" if device.type == "cuda" else None
-    with labelled_waits(), profile(use_device=on_gpu, record_shapes=True, use_kineto=True, acc_events=True) as taken:
+    watching = profile(use_device=on_gpu, record_shapes=True, use_kineto=True, acc_events=True, profile_memory=memory)
+    with labelled_waits(), watching as taken:
         yield taken
         if on_gpu:
             torch.cuda.synchronize(device)

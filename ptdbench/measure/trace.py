@@ -31,7 +31,8 @@ STEP, DATA, GRADIENTS, UPDATE, WAITING = (
 #: The phase of each part of a step that has one.
 _PHASES = {DATA: "data", UPDATE: "optimizer"}
 
-_BACKWARD = ("autograd::engine::evaluate_function", "torch::distributed::reducer", "torch.distributed.ddp.reducer")
+#: What a backward pass is in, by the beginnings of names.
+BACKWARD = ("autograd::engine::evaluate_function", "torch::distributed::reducer", "torch.distributed.ddp.reducer")
 _AWAIT = "_c10d_functional::wait_tensor"
 
 #: torch's names of operations, without decoration: ``_allgather_base_`` is an ``allgather``.
@@ -205,7 +206,7 @@ def _outermost(events: Sequence[_Event]) -> Iterator[_Event]:
 
 
 def _is_backward(event: _Event) -> bool:
-    return event.name.startswith(_BACKWARD)
+    return event.name.startswith(BACKWARD)
 
 
 def _backward(top: Sequence[_Event]) -> list[Interval]:

@@ -162,6 +162,26 @@ class Phases(TypedDict, total=False):
     a pipeline."""
 
 
+class Memory(TypedDict, total=False):
+    """What the memory is for when a step takes the most, on each rank; from a step after the timed ones.
+
+    It counts what torch allocates on the rank's device: on a CPU without Python and libraries, on a GPU without the
+    context and the buffers of NCCL.
+    """
+
+    ranks: dict[str, list[int]]
+    """Bytes by kind, one number for each rank; those of a rank add up to its peak. ``weights``: parameters and
+    buffers, of which a rank may have shards. ``gradients``: also those of whole weights that FSDP has not reduced yet.
+    ``optimizer``: its state, moving averages of weights included. ``activations``: what else the forward and the
+    backward pass allocate. ``communication``: what is sent and received, and the weights that FSDP has gathered.
+    ``other``: the batch, what an update needs for a moment, and on a GPU what was there before for an unknown
+    reason."""
+    moments: list[str]
+    """In which part of the step each rank had its peak: ``data``, ``forward``, ``backward``, ``optimizer``."""
+    pass_seconds: float
+    """What finding this out took."""
+
+
 class Energy(TypedDict, total=False):
     """Energy that devices took while the run did steps after the first ``train.warmup_steps`` ones.
 
@@ -422,6 +442,8 @@ class Record(Identity, total=False):
     """Figures of the timed steps; those until it ended for a run that did not finish."""
     phases: Phases | None
     """Where the time of a step went; null for a run that was not profiled."""
+    memory: Memory | None
+    """What the memory of a step is for; null for a run that was not profiled."""
     hardware: Hardware | None
     """Energy and clocks of the hardware; null for a run that did not train to its end."""
     error: Error | None

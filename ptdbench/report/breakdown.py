@@ -1,10 +1,10 @@
-"""Where the time of a step went, in tables: runs beside each other, or the ranks of one run."""
+"""Where the time and the memory of a step went, in tables: runs beside each other, or the ranks of one run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ptdbench.report import phases, why
+from ptdbench.report import memory, phases, why
 from ptdbench.report.phases import PHASES, Record
 from ptdbench.report.reason import wrap
 from ptdbench.report.text import as_text, empty_table, three_digits
@@ -38,7 +38,8 @@ def of_runs(records: Mapping[str, Record], width: int) -> str:
     steps = {called: phases.step(record) for called, record in records.items()}
     rows = {called: [step.seconds, *step.phases.values()] for called, step in steps.items()}
     remarks = [remark for called, record in records.items() for remark in why.remarks(record, called)]
-    return _blocks(_times("run", "ms of a step, means over ranks", rows, width), records, remarks, width)
+    times = _times("run", "ms of a step, means over ranks", rows, width)
+    return _blocks(times, records, memory.of_runs(records, width), remarks, width)
 
 
 def of_ranks(record: Record, called: str, width: int) -> str:
@@ -55,13 +56,20 @@ def of_ranks(record: Record, called: str, width: int) -> str:
         own = phases.of_rank(found, rank)
         rows[title] = [sum(own), *own]
     times = _times("rank", "ms of a step", rows, width)
-    return _blocks(times, {called: record}, [why.shares(record, called), *why.remarks(record, called)], width)
+    remarks = [why.shares(record, called), *why.remarks(record, called)]
+    return _blocks(times, {called: record}, memory.of_ranks(record, width), remarks, width)
 
 
-def _blocks(times: Sequence[str], records: Mapping[str, Record], remarks: Iterable[str], width: int) -> str:
-    """The table of times, that of the runs' operations, and remarks."""
+def _blocks(
+    times: Sequence[str],
+    records: Mapping[str, Record],
+    memory: Sequence[str],
+    remarks: Iterable[str],
+    width: int,
+) -> str:
+    """The table of times, that of the runs' operations, that of memory, and remarks."""
     taken = [*times, *_profiled(records.values(), width)]
-    blocks = [taken, list(_operations(records, width)), [wrap(remark, width) for remark in remarks]]
+    blocks = [taken, list(_operations(records, width)), memory, [wrap(remark, width) for remark in remarks]]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 

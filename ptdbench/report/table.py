@@ -64,10 +64,12 @@ def closing_lines(directory: Path, records: Iterable[Mapping[str, Any]] = ()) ->
     lines = [f"records      {shown}/{RESULTS if is_sweep else RECORD}"]
     if any(phases.missing(record) is None for record in records):
         lines.append(f"phases       {command('explain')} {shown}")
-    if traces := [path for where in (perfetto.NAME, f"*/{perfetto.NAME}") for path in directory.glob(where)]:
-        folder = f"{shown}/*" if is_sweep else shown
-        size = size_text(sum(path.stat().st_size for path in traces))
-        lines.append(f"trace        {folder}/{perfetto.NAME} ({size}), for https://ui.perfetto.dev")
+    for name in (perfetto.NAME, perfetto.MEMORY):
+        if traces := [path for where in (name, f"*/{name}") for path in directory.glob(where)]:
+            folder = f"{shown}/*" if is_sweep else shown
+            size = size_text(sum(path.stat().st_size for path in traces))
+            title = "trace" if name == perfetto.NAME else "memory"
+            lines.append(f"{title:12} {folder}/{name} ({size}), for https://ui.perfetto.dev")
     if any(directory.glob("events.*")) or any(directory.glob("*/events.*")):
         lines.append(f"TensorBoard  tensorboard --logdir {shown}")
         if is_sweep:

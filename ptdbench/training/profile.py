@@ -6,10 +6,10 @@ They train on, and nothing looks at the weights afterwards. No label and no cloc
 from __future__ import annotations
 
 import gc
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ from ptdbench.launch.peers import gather
 from ptdbench.measure import perfetto, trace
 from ptdbench.measure.phases import PHASES, Partition, partition
 from ptdbench.measure.profiler import operations, profiled
-from ptdbench.terminal import say
-from ptdbench.training import traffic
+from ptdbench.training import traces, traffic
 from ptdbench.training.loop import StepLoop
 
 #: In the directory of a run with ``profile.trace``, beside the trace of all ranks: a folder with one for each rank and
@@ -45,18 +44,15 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None) -> dict[
         metrics: On rank 0 those of the timed steps.
 
     Returns:
-        On rank 0 the record's field ``phases``, see :class:`ptdbench.records.schema.Phases`; ``None`` if
-        ``profile.steps`` is 0.
+        On rank 0 the record's field ``phases``, see :class:`ptdbench.records.schema.Phases`.
     """
     asked = job.spec.config.profile.steps
-    if not asked:
-        return None
     started = time.perf_counter()
     timed = gather(((metrics or {}).get("step_seconds") or {}).get("mean"))[0]
     steps = max(1, min(asked, int(MOST_SECONDS / timed) if timed else asked))
     keep = job.spec.config.profile.trace
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
-        taken = _run(job, loop, steps)
+        taken = run(job, loop, steps)
         with job.watchdog.paused():
             found = _read(taken, Path(scratch) / _TRACE, job.device.type)
             if reasons := [one for one in gather(found if isinstance(found, str) else None) if one]:
@@ -68,20 +64,31 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None) -> dict[
             divided = partition(found, traffic.ready(found.calls, groups, ahead))
             of_ranks: list[Partition] = gather(divided)
             if keep:
-                _keep(job, taken, Path(scratch) / _TRACE, ahead)
+                write = partial(_write, job, taken, Path(scratch) / _TRACE)
+                traces.keep(job, TRACES, write, rank_names(job), ahead, perfetto.NAME)
     if job.world.rank > 0:
         return None
     return {**_fields(of_ranks, timed), **_pipeline(job), "pass_seconds": time.perf_counter() - started}
 
 
-def _run(job: Job, loop: StepLoop, steps: int) -> profile:
-    """Run the steps under the profiler, and one before them that is not looked at."""
+def run(
+    job: Job, loop: StepLoop, steps: int, *, memory: bool = False, between: Callable[[], None] = lambda: None
+) -> profile:
+    """Run steps under the profiler, and one before them that is not looked at.
+
+    Args:
+        job: The run.
+        loop: Its step loop, whose steps are drained.
+        steps: The number of steps that count.
+        memory: Whether to watch the memory.
+        between: Called in each step when the gradients are there.
+    """
     gc.disable()  # and collect nothing before: that would take longer than the steps of a small model
     try:
-        with profiled(job.device) as taken:
+        with profiled(job.device, memory) as taken:
             for number in range(loop.done, loop.done + steps + 1):
                 with record_function("warm-up" if number == loop.done else trace.STEP):
-                    _step(loop, number)
+                    _step(loop, number, between)
                     if job.device.type == "cuda":
                         torch.cuda.synchronize(job.device)  # so that the device's steps do not overlap
                 job.watchdog.alive()
@@ -91,12 +98,13 @@ def _run(job: Job, loop: StepLoop, steps: int) -> profile:
     return taken
 
 
-def _step(loop: StepLoop, number: int) -> None:
+def _step(loop: StepLoop, number: int, between: Callable[[], None]) -> None:
     """One optimizer step, as in :meth:`StepLoop.step`, with labels instead of a clock."""
     with record_function(trace.DATA):
         inputs, targets = loop.feed(number)
     with record_function(trace.GRADIENTS):
         loop.engine.gradients(inputs, targets, loop.update.scale)
+    between()
     with record_function(trace.UPDATE):
         loop.update(loop.done - 1)  # the learning rate of the last step: the schedule has ended
 
@@ -115,34 +123,14 @@ def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:
         return f"the trace cannot be written and read: {error}"
 
 
-def _keep(job: Job, taken: profile, path: Path, ahead: float) -> None:
-    """Write the trace of each rank, for Holistic Trace Analysis, and one of all ranks, for Perfetto.
-
-    Called in all ranks; one that cannot write costs the traces, and not the run.
-    """
-    folder, rank = job.directory / TRACES, job.world.rank
-    facts = {"backend": job.spec.backend, "rank": rank, "world_size": job.world.size}
-    error = None
-    try:
-        folder.mkdir(exist_ok=True)
-        perfetto.compress(path, folder / f"rank{rank}.json.gz", facts)
-    except OSError as failed:
-        error = str(failed)
-    told: list[tuple[float, str | None]] = gather((ahead, error))
-    if rank > 0:
-        return
-    if not any(error for _, error in told):
-        try:
-            (folder / OPERATIONS).write_text(operations(taken))
-            traces = [folder / f"rank{number}.json.gz" for number in range(job.world.size)]
-            perfetto.merge(traces, _names(job), [offset for offset, _ in told], job.directory / perfetto.NAME)
-        except OSError as failed:
-            error = str(failed)
-    if error := next((one for one in (error, *(one for _, one in told)) if one), None):
-        say(f"warning: not all traces could be written: {error}", sys.stderr)
+def _write(job: Job, taken: profile, trace: Path, path: Path) -> None:
+    """Write the trace of this rank, for Holistic Trace Analysis, and on rank 0 a table of operations."""
+    perfetto.compress(trace, path, traces.facts(job))
+    if job.world.rank == 0:
+        (path.parent / OPERATIONS).write_text(operations(taken))
 
 
-def _names(job: Job) -> list[str]:
+def rank_names(job: Job) -> list[str]:
     """What each rank is called in a trace: ``rank 3, cpu, stages 1, 2``."""
     names = [f"rank {peer.rank}, {peer.device}" for peer in job.peers]
     stages: list[list[int]] | None = _pipeline(job)["stages"]

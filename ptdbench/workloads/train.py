@@ -20,7 +20,7 @@ from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.dims import Mesh
 from ptdbench.problems import Problem, require
 from ptdbench.report import phases_picture, samples
-from ptdbench.training import agreement, passed, profile
+from ptdbench.training import agreement, memory_split, passed, profile
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.energy_meter import EnergyMeter
 from ptdbench.training.evaluation import Evaluator
@@ -110,16 +110,18 @@ def _outcome(
 
 
 def _explained(job: Job, loop: StepLoop, outcome: Outcome) -> Outcome:
-    """The outcome with the phases of a step.
+    """The outcome with the phases of a step and what its memory is for.
 
     The run is over before: whatever happens in the pass, a signal to stop included, its record says that it was ok.
     """
+    if not job.spec.config.profile.steps:
+        return outcome
     if job.world.rank == 0:
         job.note({**outcome.fields, "status": "ok", "error": None})
     found = profile.phases(job, loop, outcome.fields.get("metrics"))
     if found and found["steps"]:
         outcome = replace(outcome, figures={**outcome.figures, "phases": phases_picture.draw(found)})
-    return replace(outcome, fields={**outcome.fields, "phases": found})
+    return replace(outcome, fields={**outcome.fields, "phases": found, "memory": memory_split.split(job, loop)})
 
 
 def _first_inputs(job: Job) -> dict[str, bytes]:

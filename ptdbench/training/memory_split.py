@@ -1,0 +1,118 @@
+"""What the memory of a step is for: one further step, in which the profiler watches the allocator."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ptdbench.job import Job
+from ptdbench.launch import clock_offset
+from ptdbench.launch.peers import gather
+from ptdbench.measure import allocations, perfetto
+from ptdbench.terminal import say
+from ptdbench.training import profile, traces
+from ptdbench.training.loop import StepLoop
+
+#: In the directory of a run with ``profile.trace``, beside the memory of all ranks: a folder with that of each rank.
+FOLDER = "memory"
+
+#: Allocations that a snapshot of a GPU's memory has at most.
+_ENTRIES = 200_000
+
+
+def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
+    """Watch the memory of a step; called in all ranks, after everything else of a run.
+
+    Args:
+        job: The run.
+        loop: Its step loop, whose steps are drained.
+
+    Returns:
+        On rank 0 the record's field ``memory``, see :class:`ptdbench.records.schema.Memory`.
+    """
+    started = time.perf_counter()
+    known: dict[int, tuple[str, int]] = {}
+    keep = job.spec.config.profile.trace
+    with job.display.during("profiling"):
+        with _snapshot(job) if keep and job.device.type == "cuda" else nullcontext():
+            taken = profile.run(job, loop, 1, memory=True, between=partial(_note, known, loop, job.device.type))
+        with job.watchdog.paused():
+            usage = allocations.usage(allocations.read(taken, job.device.type), known)
+            of_ranks = gather((usage.bytes[usage.peak], usage.moments[usage.peak]))
+            if keep:
+                ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
+                write = partial(_write, job, taken, usage)
+                traces.keep(job, FOLDER, write, profile.rank_names(job), ahead, perfetto.MEMORY)
+    if job.world.rank > 0:
+        return None
+    return {
+        "ranks": {kind: [amounts[place] for amounts, _ in of_ranks] for place, kind in enumerate(allocations.KINDS)},
+        "moments": [moment for _, moment in of_ranks],
+        "pass_seconds": time.perf_counter() - started,
+    }
+
+
+def _note(known: dict[int, tuple[str, int]], loop: StepLoop, device_type: str) -> None:
+    """Look up the storages of the training state by address: what is in each, and its bytes."""
+    known.clear()
+    with record_function(allocations.INVENTORY):
+        for kind, tensors in _state(loop).items():
+            for storage in (plain.untyped_storage() for tensor in tensors for plain in _plain(tensor)):
+                if storage.device.type == device_type:
+                    known.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
+
+
+def _state(loop: StepLoop) -> dict[str, Iterable[Any]]:
+    """The tensors that live from step to step, and the gradients."""
+    weights = list(loop.engine.module.parameters())
+    return {
+        "weights": [*weights, *loop.engine.module.buffers()],
+        "gradients": [weight.grad for weight in weights],
+        "optimizer": [value for values in loop.update.optimizer.state.values() for value in values.values()],
+        "communication": loop.engine.own_state().values(),
+    }
+
+
+def _plain(tensor: Any) -> Iterator[Tensor]:
+    """The tensors with memory that one consists of: a DTensor has none itself."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from _plain(getattr(tensor, name))
+    elif isinstance(tensor, Tensor):
+        yield tensor
+
+
+def _write(job: Job, taken: Any, usage: allocations.Usage, path: Path) -> None:
+    """Write the trace of this rank's step with its memory."""
+    amounts: Iterable[Mapping[str, int]] = (dict(zip(allocations.KINDS, one, strict=True)) for one in usage.bytes)
+    with tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
+        taken.export_chrome_trace(str(Path(scratch) / "trace.json"))
+        together = zip(usage.times, amounts, strict=True)
+        perfetto.compress(Path(scratch) / "trace.json", path, traces.facts(job), together)
+
+
+@contextmanager
+def _snapshot(job: Job) -> Iterator[None]:
+    """Write a snapshot of the GPU's memory after the block, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._record_memory_history(max_entries=_ENTRIES)
+    try:
+        yield
+        folder = job.directory / FOLDER
+        folder.mkdir(exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(folder / f"rank{job.world.rank}.pickle"))
+    except OSError as error:
+        say(f"warning: the snapshot of the memory could not be written: {error}", sys.stderr)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,117 @@
+"""What the memory of a step is for, through the product, against what the layout must take."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptdbench.measure.allocations import KINDS
+from ptdbench.records import schema
+from ptdbench.setup import config, run_spec
+from ptdbench.setup.training_spec import TrainingSpec
+from tests.conftest import composed, record_of
+from tests.shared_ranks import RANKS
+
+pytestmark = pytest.mark.ranks
+
+TINY = (
+    "model=gpt_tiny", "model.layers=2", "model.width=16", "model.heads=2", "model.sequence_length=8",
+    "train.global_batch=4", "train.steps=3", "train.warmup_steps=1", "profile.steps=1", "cluster.ranks_per_node=2",
+)  # fmt: skip
+
+PIPELINE = ("parallel=pdp", "parallel.pipeline=2", "parallel.microbatches=4", "model.layers=4")
+
+
+def training(*overrides: str) -> TrainingSpec:
+    found = run_spec.specify(config.read(composed(*TINY, *overrides)), None).training
+    assert found
+    return found
+
+
+def of_kind(record: dict[str, Any], kind: str) -> list[int]:
+    return record["memory"]["ranks"][kind]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["parallel=ddp"],
+        ["parallel=ddp", "parallel.gradient_as_bucket_view=false", "train.ema=0.9"],
+        ["parallel=ddp", "parallel.optimizer=zero1"],
+        ["parallel=fsdp"],
+        ["parallel=fsdp", "precision=bf16", "train.micro_batch=1"],
+        ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=1"],
+        ["parallel=tp", "parallel.sequence=true"],
+        ["parallel=fsdp", "parallel.context=2", "parallel.shard=1"],
+        [*PIPELINE],
+        [*PIPELINE, "parallel.schedule=interleaved1f1b", "activations=recompute"],
+    ],
+    ids=" ".join,
+)
+def test_training_state_takes_what_was_foreseen(shared_run, layout):
+    record = shared_run(*TINY, *layout)
+    assert record["status"] == "ok", record["error"]
+    found = record["memory"]
+    assert schema.fault(found, schema.Memory) is None
+    assert list(found["ranks"]) == list(KINDS)
+    assert min(size for sizes in found["ranks"].values() for size in sizes) >= 0
+    assert set(found["moments"]) <= {"forward", "backward"}
+    assert min(of_kind(record, "activations")) > 0
+    spec = training(*layout)
+    foreseen = [spec.footprints()[spec.layout.dims.stage(rank)] for rank in range(2)]
+    assert of_kind(record, "weights") == [one.weights for one in foreseen]
+    if "parallel.optimizer=zero1" in layout:  # foreseen is the rank with the larger part
+        assert max(of_kind(record, "optimizer")) == foreseen[0].optimizer
+    else:
+        assert of_kind(record, "optimizer") == [one.optimizer for one in foreseen]
+
+
+def test_gradients_and_buckets_of_ddp_are_there_from_step_to_step(shared_run):
+    size = 4 * training().parameters
+    record = shared_run(*TINY, "parallel=ddp")
+    assert (of_kind(record, "gradients"), of_kind(record, "communication")) == ([size] * 2, [0] * 2)
+    record = shared_run(*TINY, "parallel=ddp", "parallel.gradient_as_bucket_view=false")
+    assert of_kind(record, "communication") == [size] * 2
+
+
+def test_fsdp_gathers_some_layers_at_a_time_or_keeps_all(shared_run):
+    wide = ("model.layers=12", "model.width=64", "model.vocabulary=256", "parallel=fsdp")
+    whole = 4 * training(*wide).parameters
+    resharded, kept = (
+        of_kind(shared_run(*TINY, *wide, f"parallel.reshard_after_forward={after}"), "communication")
+        for after in ("true", "false")
+    )
+    assert max(resharded) < whole < min(kept)
+
+
+def test_recomputed_layers_have_fewer_activations(shared_run):
+    wide = (
+        "parallel=ddp",
+        "model.layers=8",
+        "train.global_batch=16",
+        "model.sequence_length=64",
+        "model.vocabulary=256",
+    )
+    kept, recomputed = (
+        shared_run(*TINY, *wide, f"activations={name}")["memory"]["ranks"]["activations"]
+        for name in ("keep", "recompute")
+    )
+    assert max(recomputed) < 0.5 * min(kept)
+
+
+def test_the_timeline_shows_each_rank_and_each_kind(tmp_path: Path):
+    RANKS.run(composed(*TINY, "parallel=fsdp", "profile.trace=true"), tmp_path)
+    peaks = record_of(tmp_path)["memory"]["ranks"]
+    events = json.loads(gzip.decompress((tmp_path / "memory.json.gz").read_bytes()))["traceEvents"]
+    counted = [event for event in events if event["ph"] == "C"]
+    assert all(list(event["args"]) == list(KINDS) for event in counted)
+    assert not [event for event in events if event.get("name") == "[memory]"]
+    steps = {event["pid"]: event for event in events if event.get("name") == "ptdbench::step"}
+    assert len(steps) == 2
+    for rank, pid in enumerate(sorted(steps)):
+        of_rank = [event for event in counted if event["pid"] == pid]
+        assert max(sum(event["args"].values()) for event in of_rank) == sum(sizes[rank] for sizes in peaks.values())
+        begin, end = (steps[pid]["ts"], steps[pid]["ts"] + steps[pid]["dur"])
+        assert all(begin - 1 <= event["ts"] <= end + 1 for event in of_rank)
