@@ -40,6 +40,9 @@ GOALS = {"gpt_small": 0.5, "gpt_xl": 0.6}
 #: What several runs in one process may differ by from fresh processes: throughput and peak memory.
 SPEED_TOLERANCE, MEMORY_TOLERANCE = 0.03, 0.02
 
+#: The shares of a step's time and of its memory that may be ``other``.
+UNEXPLAINED = 0.05, 0.1
+
 #: A run that does not fit must say so within this time, the start of its processes included.
 OOM_SECONDS = 120
 
@@ -183,6 +186,23 @@ def endings(session: Session) -> None:
         session.tell("out of memory", found["status"] == "oom" and seconds < OOM_SECONDS, said, seconds=seconds)
 
 
+def explained(session: Session) -> None:
+    """Phases and memory of a step under every strategy: at most 5 % of its time and 10 % of its memory unexplained."""
+    for strategy in STRATEGIES:
+        steps = f"train.steps={session.sizes.steps}"
+        found = session.run(strategy, f"parallel={strategy}", "profile.trace=true", steps, *_small(session))
+        if found["status"] != "ok" or not found["phases"]["steps"]:
+            session.tell(strategy, False, reason(found) if found["status"] != "ok" else found["phases"]["reason"])
+            continue
+        share = max(found["phases"]["ranks"]["other"]) / found["phases"]["step_seconds"]
+        session.tell(f"{strategy} time", share <= UNEXPLAINED[0], f"{share:.1%} of a step is other", share=share)
+        amounts = {kind: max(of_ranks) for kind, of_ranks in found["memory"]["ranks"].items()}
+        total = sum(amounts.values())
+        share, of_run = amounts["other"] / total, total / _peak(found)
+        said = f"{share:.1%} of {total / 2**20:,.0f} MiB is other; the peak of this step is {of_run:.2f} of the run's"
+        session.tell(f"{strategy} memory", share <= UNEXPLAINED[1], said, share=share, of_run=of_run, **amounts)
+
+
 def two_ranks(session: Session) -> None:
     """Two ranks on one device over gloo: losses of what gloo can carry, against single."""
     common = (*_small(session), *SGD)
@@ -267,6 +287,7 @@ PARTS: dict[str, Callable[[Session], None]] = {
     "beside": beside,
     "processes": processes,
     "endings": endings,
+    "explained": explained,
     "two-ranks": two_ranks,
     "silent": silent,
 }

@@ -44,7 +44,7 @@ def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
     started = time.perf_counter()
     known: dict[int, tuple[str, int]] = {}
     keep = job.spec.config.profile.trace
-    with job.display.during("profiling"):
+    with job.display.during("profiling memory"):
         with _snapshot(job) if keep and job.device.type == "cuda" else nullcontext():
             taken = profile.run(job, loop, 1, memory=True, between=partial(_note, known, loop, job.device.type))
         with job.watchdog.paused():

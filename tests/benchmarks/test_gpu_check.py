@@ -188,3 +188,24 @@ def test_wheels_are_unpacked_and_come_first_on_the_path(tmp_path: Path, monkeypa
         assert (checkout, before) == (str(ROOT), "before")
         assert sys.path[:2] == [checkout, site]
         assert sorted(os.listdir(site)) == ["lacking_of_the_wheel", "old_of_the_wheel"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "size", "passed"),
+    [(0.004, 9, [True, True]), (0.006, 9, [False, True]), (0.004, 12, [True, False])],
+)
+def test_what_is_not_explained_of_a_step_is_limited(seconds: float, size: int, passed: list[bool]) -> None:
+    record = trained(peak=100)
+    record["phases"] = {"steps": 5, "step_seconds": 0.1, "ranks": {"other": [0.001, seconds]}}
+    record["memory"] = {"ranks": {"weights": [100 - size], "other": [size]}}
+    of = Scripted(*[record] * len(parts.STRATEGIES))
+    parts.explained(of)
+    assert [check.passed for check in of.checks] == passed * len(parts.STRATEGIES)
+
+
+def test_a_step_without_phases_is_not_explained() -> None:
+    record = {**trained(), "phases": {"steps": 0, "reason": "no trace"}}
+    of = Scripted(*[record, failed()] * (len(parts.STRATEGIES) // 2))
+    parts.explained(of)
+    assert [check.passed for check in of.checks] == [False] * len(parts.STRATEGIES)
+    assert of.checks[0].said == "no trace"
