@@ -51,6 +51,22 @@ def cut(model: Model, ranks: Sequence[int]) -> Cut:
     return Cut(stages, ranks, [[held for name in stage for held in members(name, parts[name])] for stage in stages])
 
 
+def unrepeated(model: Model, stages: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Of each stage the names of the parts with weights that are no repeated layers, such as embedding and head.
+
+    Args:
+        model: As for :func:`cut`.
+        stages: The names of each stage's parts.
+    """
+    parts, layers = model.parts() or {}, set(model.layers())
+
+    def is_told(name: str) -> bool:
+        is_repeated = any(layers & set(module.modules()) for module in members(name, parts[name]).values())
+        return not is_repeated and next(parts[name].parameters(), None) is not None
+
+    return [list(filter(is_told, names)) for names in stages]
+
+
 def costs(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
     """The cost of each part: its FLOPs if the model states them by part, else its parameters."""
     try:
