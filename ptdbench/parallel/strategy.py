@@ -230,7 +230,7 @@ class Strategy:
 
     def parts_of_stages(self, model: Model, layout: Layout) -> list[list[str]]:
         """Of each stage of a pipeline the names of the parts that are no repeated layers, such as the head."""
-        return unrepeated(model, cut(model, self._stage_ranks(layout.dims)).stages)
+        return unrepeated(model, cut(model, self._stage_ranks(layout.dims)))
 
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Lay the model out; called in every rank."""
