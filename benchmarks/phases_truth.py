@@ -121,7 +121,7 @@ def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str, p
                 if number >= 3:  # the first ones allocate
                     times[way].append(taken)
         mean = {"step_seconds": {"mean": float(np.mean([seconds for seconds, _ in times["step"]]))}}
-        phases = profile.phases(job, loop, mean)
+        phases = profile.phases(job, loop, mean, profile.Expected())
         of_ranks = peers.gather(times)
         if job.world.rank == 0:
             means = {way: np.mean([one[way] for one in of_ranks], axis=0).T.tolist() for way in WAYS}

@@ -1,8 +1,14 @@
-"""The default cache folder for data sets, tokens and ceilings."""
+"""The default cache folder for data sets, tokens and measurements, and how a measurement is kept for later runs."""
 
 from __future__ import annotations
 
+import json
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from platformdirs import user_cache_path
 
@@ -10,3 +16,38 @@ from platformdirs import user_cache_path
 def user_cache() -> Path:
     """The folder ``ptdbench`` in the user's cache folder: ``$XDG_CACHE_HOME`` or ``~/.cache`` on Linux."""
     return user_cache_path("ptdbench")
+
+
+def keep(kind: str, of: Mapping[str, Any], found: Mapping[str, Any]) -> Path:
+    """Store the latest measurement, atomically.
+
+    Args:
+        kind: The folder of such measurements.
+        of: All that it depends on, as JSON has it.
+        found: The measurement.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path = _path(kind, of)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # ranks of several hosts may write
+    try:
+        partial.write_text(json.dumps({**of, **found}, indent=1))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def look_up(kind: str, of: Mapping[str, Any]) -> dict[str, Any]:
+    """What was measured of exactly this; empty if nothing was, or the file is damaged."""
+    with suppress(OSError, ValueError):
+        found = json.loads(_path(kind, of).read_text())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _path(kind: str, of: Mapping[str, Any]) -> Path:
+    identity = json.dumps(of, sort_keys=True)
+    return user_cache() / kind / f"{sha256(identity.encode()).hexdigest()[:16]}.json"

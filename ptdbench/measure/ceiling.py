@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ptdbench.cache import user_cache
+from ptdbench import cache
 from ptdbench.terminal import plural
+
+#: The folder of ceilings in the cache.
+_KIND = "ceilings"
 
 
 @dataclass(frozen=True)
@@ -79,26 +78,12 @@ def keep(of: Key, found: Measured) -> Path:
     Raises:
         OSError: It cannot be written.
     """
-    path = _path(of)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # ranks of several hosts may write
-    try:
-        partial.write_text(json.dumps({**asdict(of), **asdict(found)}, indent=1))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+    return cache.keep(_KIND, asdict(of), asdict(found))
 
 
 def look_up(of: Key) -> Measured | None:
     """What was measured on exactly this device; ``None`` if nothing was, or the file is damaged."""
-    with suppress(OSError, ValueError):
-        found = json.loads(_path(of).read_text())
-        if isinstance(found, dict) and isinstance(found.get("flops_per_second"), float):
-            return Measured(found["flops_per_second"], str(found.get("shape")), found.get("beside_load"))
-    return None
-
-
-def _path(of: Key) -> Path:
-    identity = json.dumps(asdict(of), sort_keys=True)
-    return user_cache() / "ceilings" / f"{sha256(identity.encode()).hexdigest()[:16]}.json"
+    found = cache.look_up(_KIND, asdict(of))
+    if not isinstance(found.get("flops_per_second"), float):
+        return None
+    return Measured(found["flops_per_second"], str(found.get("shape")), found.get("beside_load"))

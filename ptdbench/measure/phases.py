@@ -7,7 +7,7 @@ ranks has called it. Waiting until then is the fault of that rank, and not of th
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,14 +59,14 @@ class Partition:
         duration: Seconds of all steps.
         seconds: The same by phase: no moment counts twice.
         traffic: By operation.
-        waited_for: Seconds that this rank waited for other ranks to call an operation, by rank.
+        waited_for: Seconds of each step that this rank waited for other ranks to call an operation, by rank.
     """
 
     steps: int
     duration: float
     seconds: Mapping[str, float]
     traffic: Mapping[str, Traffic]
-    waited_for: Mapping[int, float]
+    waited_for: Sequence[Mapping[int, float]]
 
 
 def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
@@ -78,7 +78,8 @@ def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
     """
     seconds = dict.fromkeys(PHASES, 0.0) | {name: length(times) for name, times in trace.phases.items()}
     exposed: defaultdict[str, float] = defaultdict(float)
-    waited_for: defaultdict[int, float] = defaultdict(float)
+    begins = [begin for begin, _ in trace.steps]
+    waited_for: list[defaultdict[int, float]] = [defaultdict(float) for _ in begins]
     for (start, end), call, is_late in divided(trace, ready):
         if not is_late:
             seconds["communication"] += end - start
@@ -87,7 +88,7 @@ def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
         assert call is not None
         point_to_point = trace.calls[call].operation in POINT_TO_POINT
         seconds["bubble" if point_to_point else "stragglers"] += end - start
-        waited_for[ready[call].last] += end - start
+        waited_for[bisect_right(begins, start) - 1][ready[call].last] += end - start
     duration = length(trace.steps)
     seconds["other"] = max(0.0, duration - sum(seconds.values()))  # rounding can make it negative
     return Partition(len(trace.steps), duration, seconds, _traffic(trace, ready, exposed), waited_for)

@@ -63,14 +63,15 @@ def footprints(
     dimensions = cut_dimensions(model) if dims.tensor > 1 else {}
 
     def like(parameter: nn.Parameter) -> Tensor:
-        return _like(parameter, shards, dims.tensor, dimensions.get(parameter))
+        return local_like(parameter, shards, dims.tensor, dimensions.get(parameter))
 
-    held = [[module_of(model)]] if len(stages) == 1 else _stages(model, stages)
-    return [_footprint(of_rank, like, make, average, gradient_copies, owners) for of_rank in held]
+    return [_footprint(of_rank, like, make, average, gradient_copies, owners) for of_rank in held(model, stages)]
 
 
-def _stages(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]]:
-    """The stages of each rank, as modules."""
+def held(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]]:
+    """The stages of each rank of a pipeline, as modules; ``ranks``: the rank of each stage."""
+    if len(ranks) == 1:
+        return [[module_of(model)]]
     parts, where = model.parts() or {}, cut(model, ranks)
     stages = [nn.ModuleList(parts[name] for name in names) for names in where.stages]
     return [[stages[number] for number in where.of(rank)] for rank in range(max(ranks) + 1)]
@@ -99,8 +100,8 @@ def _footprint(
     )
 
 
-def _like(parameter: Tensor, shards: int, tensor: int, dimension: int | None) -> Tensor:
-    """A rank's part, on the meta device.
+def local_like(parameter: Tensor, shards: int, tensor: int, dimension: int | None) -> Tensor:
+    """A rank's part of a weight, on the meta device.
 
     Tensor parallelism cuts ``dimension``. ``fully_shard`` cuts the first one, and pads the last shard.
     """

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel import context, tensor
@@ -21,9 +22,11 @@ from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.pipeline import schedules
 from ptdbench.parallel.pipeline.engine import pipelined
 from ptdbench.parallel.pipeline.schedules import Schedule
+from ptdbench.parallel.pipeline.stage import cut, unrepeated
 from ptdbench.parallel.precision import Name
 from ptdbench.parallel.replicate import Replication
 from ptdbench.parallel.shard import Offload, Sharding, shared_between_layers
+from ptdbench.parallel.volume import Work, expected
 from ptdbench.problems import Problem, at_least, require, try_these
 
 DEGREES = ("replicate", "shard", "context", "tensor", "pipeline")
@@ -211,18 +214,29 @@ class Strategy:
             model,
             dims,
             make,
-            stages=self.pipeline_schedule.ranks(dims.pipeline, self.stages_on_rank),
+            stages=self._stage_ranks(dims),
             shards=dims.shard * dims.context if self._is_sharded(dims) else 1,
             average=average,
             gradient_copies=copies,
             owners=dims.replicate * dims.context if in_buckets and self.optimizer == "zero1" else 1,
         )
 
+    def volume(
+        self, model: Model, layout: Layout, example: tuple[Tensor, Tensor], precision: Name, *, recomputes: bool
+    ) -> dict[str, float | None]:
+        """Bytes of each operation of communication in a step by formula; see :class:`ptdbench.parallel.volume.Work`."""
+        transforms = self._transforms(layout, precision, offload=False)
+        return expected(Work(model, example, layout, transforms, self._stage_ranks(layout.dims), precision, recomputes))
+
+    def parts_of_stages(self, model: Model, layout: Layout) -> list[list[str]]:
+        """Of each stage of a pipeline the names of the parts that are no repeated layers, such as the head."""
+        return unrepeated(model, cut(model, self._stage_ranks(layout.dims)))
+
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Lay the model out; called in every rank."""
         start_afresh(setting.compile)
         choose_convolutions(module_of(model), setting.device)
-        transforms = self._transforms(setting)
+        transforms = self._transforms(setting.layout, setting.precision, offload=setting.offload != "none")
         engine: Engine
         if self._applies("pipeline", setting.layout.dims):
             engine = pipelined(model, setting, transforms, self.pipeline_schedule, self.stages_on_rank)
@@ -231,8 +245,8 @@ class Strategy:
             engine = Accumulating(part, setting.layout.micro_batch, owns_loss=setting.owns_loss)
         return context.Sliced(engine, setting.mesh.context) if setting.mesh.context else engine
 
-    def _transforms(self, setting: Setting) -> Transforms:
-        layout, dims = setting.layout, setting.layout.dims
+    def _transforms(self, layout: Layout, precision: Name, *, offload: bool) -> Transforms:
+        dims = layout.dims
         gradients = "fp32" if self.gradients == "auto" else self.gradients
         if self._is_sharded(dims):
             after = self.reshard_after_forward if dims.shard * dims.context > 1 else False
@@ -241,10 +255,10 @@ class Strategy:
             sharding = Sharding(
                 reshard_after_forward=after,
                 reshard_between_microbatches=bool(after) if between == "auto" else between,
-                precision=setting.precision,
+                precision=precision,
                 reduce_dtype=gradients,
                 prefetch=self.prefetch,
-                offload=setting.offload != "none",
+                offload=offload,
             )
             return Transforms(sharding=sharding, sync_batchnorm=self.sync_batchnorm, sequence=self.sequence)
         if not self._applies("replicate", dims) and dims.context == 1:
@@ -271,6 +285,10 @@ class Strategy:
     def stages_on_rank(self) -> int:
         """Stages of a pipeline on a rank."""
         return self.pipeline_schedule.per_rank(self.stages_per_rank)
+
+    def _stage_ranks(self, dims: Dims) -> list[int]:
+        """The rank in the pipeline of each stage."""
+        return self.pipeline_schedule.ranks(dims.pipeline, self.stages_on_rank)
 
     def _degrees(self) -> dict[str, Degree]:
         return {name: getattr(self, name) for name in DEGREES}

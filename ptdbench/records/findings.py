@@ -303,8 +303,8 @@ class CollectiveResult(TypedDict):
     """``algbw`` times the factor of ``definitions``: the rate of the links."""
 
 
-class Collectives(TypedDict):
-    """Collectives (``workload=collectives``)."""
+class _Collectives(TypedDict):
+    """What every record of collectives has."""
 
     group: str
     """The requested groups."""
@@ -320,6 +320,13 @@ class Collectives(TypedDict):
     """Skipped sizes."""
     left_out: list[str]
     """Collectives that the backend does not support."""
+
+
+class Collectives(_Collectives, total=False):
+    """Collectives (``workload=collectives``)."""
+
+    kept: str | None
+    """Why ``fits`` could not be kept for the ``phases`` of later runs; null if they are, or are not of all ranks."""
 
 
 class Finding(TypedDict):

@@ -116,8 +116,8 @@ class Metrics(TypedDict, total=False):
     """These by phase: ``import``, ``config``, ``rendezvous``, ``check``, ``build``, ``first_step``."""
 
 
-class Communication(TypedDict):
-    """What ranks send with one operation, such as ``all_reduce``, in one step: the mean over ranks."""
+class _Counted(TypedDict):
+    """What ranks are seen to send with an operation."""
 
     calls: float
     """How often a rank calls it."""
@@ -127,6 +127,17 @@ class Communication(TypedDict):
     """Seconds in which it was under way, counted from when the last rank called it; overlapping calls count once."""
     exposed_seconds: float
     """The part of them in which the rank computed nothing: a share of the phase ``communication``."""
+
+
+class Communication(_Counted, total=False):
+    """What ranks send with one operation, such as ``all_reduce``, in one step: the mean over ranks."""
+
+    formula_bytes: float | None
+    """What ``bytes`` should be for this layout, without messages of a single number; null if no exact formula is
+    known."""
+    fit_seconds: float | None
+    """What ``calls`` with ``bytes`` take by the line that ``workload=collectives`` last fitted on these ranks; null if
+    it did not, or the operation is not one of all ranks."""
 
 
 class Phases(TypedDict, total=False):
@@ -155,8 +166,13 @@ class Phases(TypedDict, total=False):
     """The operations of communication."""
     waited_for: list[float]
     """For each rank the seconds of a step in which others waited for it: the mean over the others."""
+    waited_for_most: list[int | None]
+    """For each profiled step the rank that the others waited for longest; null if they waited for none."""
     stages: list[list[int]] | None
     """The pipeline's stages on each rank; null without a pipeline."""
+    stage_parts: list[list[str]] | None
+    """For each stage the names of the parts that it holds besides repeated layers, such as ``embedding`` and ``head``;
+    null without a pipeline."""
     bubble_formula: float | None
     """The bubble's share of a step by the formula of the schedule, for stages that take equally long; null without
     a pipeline."""

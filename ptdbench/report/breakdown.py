@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from ptdbench.report import memory, phases, why
 from ptdbench.report.phases import PHASES, Record
@@ -115,16 +116,39 @@ def _range(values: Sequence[float], form: str) -> str:
     return " to ".join(dict.fromkeys(f"{choose(values):{form}}" for choose in (min, max)))
 
 
+#: The figures of an operation by heading; ``None`` where one is unknown.
+_FIGURES: dict[str, Callable[[Mapping[str, Any]], float | None]] = {
+    "calls": lambda sent: sent["calls"],
+    "MB": lambda sent: sent["bytes"] / 1e6,
+    "by formula": lambda sent: None if (size := sent.get("formula_bytes")) is None else size / 1e6,
+    "ms": lambda sent: 1e3 * sent["seconds"],
+    "by fit": lambda sent: None if (seconds := sent.get("fit_seconds")) is None else 1e3 * seconds,
+    "exposed ms": lambda sent: 1e3 * sent["exposed_seconds"],
+    "GB/s": lambda sent: sent["bytes"] / sent["seconds"] / 1e9 if sent["seconds"] and sent["bytes"] else None,
+}
+
+#: Those that have a column only where any run has them, and what they mean.
+_BESIDE = {
+    "by formula": "MB that the layout should send",
+    "by fit": "ms by the line of workload=collectives",
+}
+
+
 def _operations(records: Mapping[str, Record], width: int) -> Iterator[str]:
     """What each run sends in a step."""
-    headings = ("run", "operation", "calls", "MB", "ms", "exposed ms", "GB/s")
-    table = empty_table(*headings, words=["operation"], folding="run")
-    for called, record in records.items():
-        for name, found in (record["phases"].get("communication") or {}).items():
-            seconds, sent = found["seconds"], found["bytes"]
-            figures = (found["calls"], sent / 1e6, 1e3 * seconds, 1e3 * found["exposed_seconds"])
-            rate = three_digits(sent / seconds / 1e9) if seconds and sent else "-"
-            table.add_row(called, why.spoken(name), *map(three_digits, figures), rate)
-    if table.row_count:
-        yield as_text(table, width)
-        yield wrap("a rank's mean; ms: under way, counted from when the last rank called it; GB/s: MB over ms", width)
+    rows = [
+        (called, why.spoken(name), {heading: figure(sent) for heading, figure in _FIGURES.items()})
+        for called, record in records.items()
+        for name, sent in (record["phases"].get("communication") or {}).items()
+    ]
+    if not rows:
+        return
+    beside = [heading for heading in _BESIDE if any(figures[heading] is not None for *_, figures in rows)]
+    headings = [heading for heading in _FIGURES if heading not in _BESIDE or heading in beside]
+    table = empty_table("run", "operation", *headings, words=["operation"], folding="run")
+    for called, name, figures in rows:
+        known = [figures[heading] for heading in headings]
+        table.add_row(called, name, *("-" if figure is None else three_digits(figure) for figure in known))
+    meant = ["a rank's mean; ms: under way, counted from when the last rank called it; GB/s: MB over ms"]
+    yield as_text(table, width)
+    yield wrap("; ".join([*meant, *(f"{heading}: {_BESIDE[heading]}" for heading in beside)]), width)

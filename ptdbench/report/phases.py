@@ -43,7 +43,7 @@ class Step:
 
     seconds: float
     phases: Mapping[str, float]
-    operations: Mapping[str, Mapping[str, float]]
+    operations: Mapping[str, Mapping[str, Any]]
 
     def parts(self) -> dict[str, float]:
         """The phases, with the exposed part of each operation instead of ``communication``; they add up to the step."""

@@ -27,6 +27,9 @@ _EVEN = 0.05
 #: Profiling only makes steps longer: where they took less than this share, the timed steps met other conditions.
 _SHORTER = 0.95
 
+#: What is sent may differ from the formula by this share of it, and by messages of single numbers, in bytes.
+_AS_FORMULA, _SINGLE_NUMBERS = 0.01, 100
+
 #: Waiting for a rank is named from this share of the step on.
 _WAITED = 0.02
 
@@ -85,6 +88,7 @@ def remarks(record: Record, called: str) -> Iterator[str]:
     """What the ranks of a run say: the bubble beside its formula, which rank is slow, and whom the others wait for."""
     found, step = record["phases"], phases.step(record)
     yield from doubt(record, called)
+    yield from _unlike_formula(found, called)
     formula = found.get("bubble_formula")
     if formula is not None:
         share = step.phases["bubble"] / step.seconds
@@ -116,6 +120,15 @@ def against_fastest(records: Mapping[str, Record]) -> list[str]:
     return lines
 
 
+def _unlike_formula(found: Mapping[str, Any], called: str) -> Iterator[str]:
+    """The operations with which the ranks send more or less than the layout should."""
+    for name, sent in (found.get("communication") or {}).items():
+        formula = sent.get("formula_bytes")
+        if formula is not None and abs(sent["bytes"] - formula) > max(_AS_FORMULA * formula, _SINGLE_NUMBERS):
+            sizes = f"{bytes_text(sent['bytes'])} a step, and {bytes_text(formula)} by the formula of its layout"
+            yield f"{called}: a rank's {spoken(name)} is {sizes}"
+
+
 def _uneven(found: Mapping[str, Any]) -> Iterator[str]:
     """The slowest and the fastest rank, where one differs."""
     seconds = phases.compute_seconds(found)
@@ -123,7 +136,7 @@ def _uneven(found: Mapping[str, Any]) -> Iterator[str]:
     relative = [one / mean - 1 if mean else 0.0 for one in seconds]
     slowest, fastest = (relative.index(choose(relative)) for choose in (max, min))
     words = [
-        f"{abs(relative[rank]):.0%} {'longer' if relative[rank] > 0 else 'less'} on {phases.rank_name(found, rank)}"
+        f"{abs(relative[rank]):.0%} {'longer' if relative[rank] > 0 else 'less'} on {_with_parts(found, rank)}"
         for rank in (slowest, fastest)
         if abs(relative[rank]) >= _EVEN
     ]
@@ -131,13 +144,27 @@ def _uneven(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"forward and backward take {' and '.join(words)} than on average"
 
 
+def _with_parts(found: Mapping[str, Any], rank: int) -> str:
+    """A rank's name with what its stages hold besides repeated layers: ``rank 3 (stage 3), which holds head,``."""
+    stages, parts = (found.get("stages") or {rank: []})[rank], found.get("stage_parts") or {}
+    held = [name for stage in stages if stage < len(parts) for name in parts[stage]]
+    return phases.rank_name(found, rank) + (f", which holds {' and '.join(held)}," if held else "")
+
+
 def _waited_for(found: Mapping[str, Any]) -> Iterator[str]:
-    """The rank that the others wait for, if they do."""
+    """The rank that the others wait for, if they do, and whether it is always the same."""
     waited = found.get("waited_for") or [0.0]
     longest = max(waited)
-    if longest >= _WAITED * found["step_seconds"]:
-        name = phases.rank_name(found, waited.index(longest))
-        yield f"the others wait {three_digits(1e3 * longest)} ms of a step for {name}"
+    if longest < _WAITED * found["step_seconds"]:
+        return
+    rank, most = waited.index(longest), found.get("waited_for_most") or []
+    name, of_step = phases.rank_name(found, rank), f"{three_digits(1e3 * longest)} ms of a step"
+    if len(most) < 2:
+        yield f"the others wait {of_step} for {name}"
+    elif 2 * most.count(rank) > len(most):
+        yield f"the others wait {of_step} for {name}, longest for it in {most.count(rank)} of {len(most)} steps"
+    else:
+        yield f"the others wait for different ranks in turn, longest for {name}: {of_step}"
 
 
 def _spread(*records: Record) -> float:
@@ -215,12 +242,21 @@ def spoken(operation: str) -> str:
     return "unknown communication" if operation == "unknown" else operation.replace("_", "-")
 
 
-def _traffic(found: Mapping[str, float] | None) -> str:
-    """What an operation sends in a step, and at which rate: ``49.0 MB at 1.60 GB/s``."""
+def _traffic(found: Mapping[str, Any] | None) -> str:
+    """What an operation sends in a step, at which rate, and how long the link takes by its fit, where that is known.
+
+    ``49.0 MB at 1.60 GB/s``, ``49.0 MB at 1.60 GB/s in 30.6 ms; the link's fit allows 21.0 ms``.
+    """
     if not found or not found["bytes"]:
         return ""
-    sent = bytes_text(found["bytes"])
-    return f"{sent} at {bytes_text(found['bytes'] / found['seconds'])}/s" if found["seconds"] else sent
+    sent, fit = bytes_text(found["bytes"]), found.get("fit_seconds")
+    if not found["seconds"]:
+        return sent
+    rate = f"{sent} at {bytes_text(found['bytes'] / found['seconds'])}/s"
+    if fit is None:
+        return rate
+    taken, allowed = (three_digits(1e3 * seconds) for seconds in (found["seconds"], fit))
+    return f"{rate} in {taken} ms; the link's fit allows {allowed} ms"
 
 
 def bytes_text(size: float) -> str:

@@ -75,6 +75,15 @@ class TrainingSpec:
         average = self.config.train.ema is not None
         return self.strategy.footprints(self.model, self.layout, self.optimizer, average=average)
 
+    def volume(self) -> dict[str, float | None]:
+        """Bytes of communication in a step by formula, by operation; only before :meth:`engine`."""
+        recomputes, precision = not isinstance(self.activations, Keep), self.config.general.precision
+        return self.strategy.volume(self.model, self.layout, self.data.example(), precision, recomputes=recomputes)
+
+    def parts_of_stages(self) -> list[list[str]] | None:
+        """Of each stage the parts that are no repeated layers; only before :meth:`engine`. ``None``: no pipeline."""
+        return self.strategy.parts_of_stages(self.model, self.layout) if self.layout.dims.pipeline > 1 else None
+
     def prepare_data(self) -> None:
         """Do what the data need once a node, or find it done; raises ConfigError where they turn out to be unusable."""
         _prepare(self.data)

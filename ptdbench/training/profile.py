@@ -9,6 +9,7 @@ import gc
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.autograd.profiler import profile, record_function
 from ptdbench.job import Job
 from ptdbench.launch import clock_offset
 from ptdbench.launch.peers import gather
-from ptdbench.measure import perfetto, trace
+from ptdbench.measure import links, perfetto, trace
 from ptdbench.measure.phases import PHASES, Partition, partition
 from ptdbench.measure.profiler import operations, profiled
 from ptdbench.training import traces, traffic
@@ -35,13 +36,35 @@ _TRACE = "trace.json"
 MOST_SECONDS = 60.0
 
 
-def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class Expected:
+    """What a step should be by its layout.
+
+    Attributes:
+        volume: Bytes of each operation of communication by formula, see :mod:`ptdbench.parallel.volume`.
+        parts: Of each stage of a pipeline the names of the parts that are no repeated layers; ``None`` without one.
+    """
+
+    volume: Mapping[str, float | None] = field(default_factory=dict)
+    parts: Sequence[Sequence[str]] | None = None
+
+
+def expect(job: Job) -> Expected:
+    """What a step should be; before the model is laid out, which changes it. Empty where nobody asks."""
+    training = job.training
+    if job.world.rank > 0 or not job.spec.config.profile.steps:
+        return Expected()
+    return Expected(training.volume(), training.parts_of_stages())
+
+
+def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected: Expected) -> dict[str, Any] | None:
     """Profile some steps; called in all ranks, after everything else of a run.
 
     Args:
         job: The run.
         loop: Its step loop, whose steps are drained.
         metrics: On rank 0 those of the timed steps.
+        expected: On rank 0 what :func:`expect` returned.
 
     Returns:
         On rank 0 the record's field ``phases``, see :class:`ptdbench.records.schema.Phases`.
@@ -68,7 +91,11 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None) -> dict[
                 traces.keep(job, TRACES, write, rank_names(job), ahead, perfetto.NAME)
     if job.world.rank > 0:
         return None
-    return {**_fields(of_ranks, timed), **_pipeline(job), "pass_seconds": time.perf_counter() - started}
+    fields = {**_fields(of_ranks, timed), **_pipeline(job), "stage_parts": expected.parts}
+    for operation, sent in fields["communication"].items():
+        sent["formula_bytes"] = expected.volume.get(operation)
+        sent["fit_seconds"] = _fit_seconds(job, operation, sent["calls"], sent["bytes"])
+    return {**fields, "pass_seconds": time.perf_counter() - started}
 
 
 def run(
@@ -149,8 +176,14 @@ def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any
     #: From seconds of all steps of a rank to seconds of one timed step.
     scales = [step_seconds / duration / one.steps for one, duration in zip(of_ranks, durations, strict=True)]
     waited_for = [
-        {rank: seconds * scale for rank, seconds in one.waited_for.items() if rank >= 0}
-        for one, scale in zip(of_ranks, scales, strict=True)
+        traffic.waited_for(
+            [
+                {rank: seconds * scale for rank, seconds in one.waited_for[step].items() if rank >= 0}
+                for one, scale in zip(of_ranks, scales, strict=True)
+            ],
+            len(of_ranks),
+        )
+        for step in range(of_ranks[0].steps)
     ]
     return {
         "steps": of_ranks[0].steps,
@@ -161,7 +194,8 @@ def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any
             name: [one.seconds[name] * scale for one, scale in zip(of_ranks, scales, strict=True)] for name in PHASES
         },
         "communication": _communication(of_ranks, scales),
-        "waited_for": traffic.waited_for(waited_for, len(of_ranks)),
+        "waited_for": [sum(of_steps) for of_steps in zip(*waited_for, strict=True)],
+        "waited_for_most": [one.index(max(one)) if max(one) > 0 else None for one in waited_for],
     }
 
 
@@ -176,6 +210,17 @@ def _communication(of_ranks: Sequence[Partition], scales: Sequence[float]) -> di
             mean["seconds"] += of_one.seconds * scale / len(of_ranks)
             mean["exposed_seconds"] += of_one.exposed_seconds * scale / len(of_ranks)
     return found
+
+
+def _fit_seconds(job: Job, operation: str, calls: float, size: float) -> float | None:
+    """What an operation takes by the line that ``workload=collectives`` fitted, if its calls concern all ranks."""
+    dims, gradients = job.training.layout.dims, job.training.strategy.gradients
+    if max(asdict(dims).values()) < dims.world_size:
+        return None
+    precision = {"tf32": "fp32", "fp8": "bf16"}.get(name := job.spec.config.general.precision, name)
+    averaged = "fp32" if gradients == "auto" else gradients
+    dtype = precision if dims.tensor > 1 else averaged  # the ranks of a product add up activations
+    return links.seconds(links.key(job.spec.backend, job.peers), operation, dtype, calls, size)
 
 
 def _pipeline(job: Job) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -102,8 +102,13 @@ def _others(key: _Key, call: Call, rank: int, called: Sequence[dict[_Key, float]
     return times if len(times) == len(called) - 1 else {}
 
 
-def waited_for(of_ranks: Sequence[dict[int, float]], size: int) -> list[float]:
-    """Seconds that ranks waited for each rank: the mean over the others."""
+def waited_for(of_ranks: Sequence[Mapping[int, float]], size: int) -> list[float]:
+    """Seconds that ranks waited for each rank: the mean over the others.
+
+    Args:
+        of_ranks: Seconds that each rank waited for others, by these.
+        size: Number of ranks.
+    """
     total: defaultdict[int, float] = defaultdict(float)
     for one in of_ranks:
         for rank, seconds in one.items():

@@ -13,7 +13,7 @@ from ptdbench.communication.operations import OPERATIONS, Message, Place, lackin
 from ptdbench.communication.patterns import DTYPES, REDUCTIONS
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.world import World
-from ptdbench.measure import bandwidth, timing
+from ptdbench.measure import bandwidth, links, timing
 from ptdbench.measure.statistics import summary
 from ptdbench.measure.timing import Effort
 from ptdbench.problems import Problem, nearest, require, try_these
@@ -85,13 +85,14 @@ class Collectives(Effort):
         )
 
     def __call__(self, job: Job) -> Outcome:
-        """One rank's part.
+        """One rank's part; the lines fitted to an operation over all ranks are stored for later runs.
 
         Raises:
             ArithmeticError: An operation gave a wrong result on this rank.
             ConfigError: The messages do not fit into memory.
         """
-        return Outcome({"collectives": measure(job, self)})
+        found = measure(job, self)
+        return Outcome({"collectives": {**found, "kept": _keep(job, found)}})
 
     def series(self, without: Sequence[str] = ()) -> Iterator[Series]:
         """All series to measure.
@@ -304,6 +305,24 @@ def _fitted(series: Series, rows: Sequence[Mapping[str, Any]]) -> list[dict[str,
     """The line through the median times, if there are enough sizes."""
     line = bandwidth.fit([row["bytes"] for row in rows], [row["seconds"]["median"] for row in rows])
     return [{**asdict(series), **line.as_dict()}] if line else []
+
+
+def _keep(job: Job, found: Mapping[str, Any]) -> str | None:
+    """Store the lines; returns why they could not be, on rank 0, whose phases ask for them."""
+    if job.world.rank > 0 or len(found["groups"][0]) < job.world.size:
+        return None
+    lines = {}
+    for fit in found["fits"]:
+        series = Series(fit["op"], fit["dtype"], fit["reduction"], fit["mode"])
+        largest = max(
+            row["bytes"] for row in found["results"] if all(row[name] == fit[name] for name in asdict(series))
+        )
+        lines[series.name] = {"alpha": fit["alpha"], "beta": fit["beta"], "largest": largest}
+    try:
+        links.keep(links.key(job.spec.backend, job.peers), lines)
+    except OSError as error:
+        return f"not kept for later runs: {error}"
+    return None
 
 
 def _listed(asked: str | Sequence[str], known: Iterable[str]) -> list[str]:

@@ -48,6 +48,7 @@ class Train:
         with job.watchdog.paused(), job.display.during("checking"):
             checked = preliminary(job)
         job.display.phase("building")
+        expected = profile.expect(job)
         loop = assemble(job)
         evaluator = Evaluator(job, loop)
         recorder = Recorder(job, loop)
@@ -77,7 +78,7 @@ class Train:
             checkpointing.finish()
         found = _outcome(job, loop, checkpointing, evaluator, recorder, stopped)
         found = with_check(replace(found, fields={**found.fields, "hardware": meter.finish()}), checked)
-        return found if stopped or found.error else _explained(job, loop, found)
+        return found if stopped or found.error else _explained(job, loop, found, expected)
 
 
 def _outcome(
@@ -109,7 +110,7 @@ def _outcome(
     return replace(found, stopped=why, saved=checkpointing.saves)
 
 
-def _explained(job: Job, loop: StepLoop, outcome: Outcome) -> Outcome:
+def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expected) -> Outcome:
     """The outcome with the phases of a step and what its memory is for.
 
     The run is over before: whatever happens in the pass, a signal to stop included, its record says that it was ok.
@@ -118,7 +119,7 @@ def _explained(job: Job, loop: StepLoop, outcome: Outcome) -> Outcome:
         return outcome
     if job.world.rank == 0:
         job.note({**outcome.fields, "status": "ok", "error": None})
-    found = profile.phases(job, loop, outcome.fields.get("metrics"))
+    found = profile.phases(job, loop, outcome.fields.get("metrics"), expected)
     if found and found["steps"]:
         outcome = replace(outcome, figures={**outcome.figures, "phases": phases_picture.draw(found)})
     return replace(outcome, fields={**outcome.fields, "phases": found, "memory": memory_split.split(job, loop)})

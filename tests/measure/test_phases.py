@@ -21,9 +21,16 @@ def test_the_phases_add_up_to_the_step():
 def test_waiting_for_the_last_rank_of_a_collective_operation_is_its_fault():
     found = partition(made([(2.0, 6.0)], [Call("all_reduce", 8, 1.0, 6.0)]), [Ready(5.0, last=3)])
     assert (found.seconds["stragglers"], found.seconds["communication"]) == (3, 1)
-    assert found.waited_for == {3: 3.0}
+    assert found.waited_for == [{3: 3.0}]
     of = found.traffic["all_reduce"]
     assert (of.calls, of.bytes, of.seconds, of.exposed_seconds) == (1, 8, 1, 1)
+
+
+def test_each_step_has_its_own_waits():
+    calls = [Call("all_reduce", 8, start, start + 4) for start in (1.0, 3.0, 11.0)]
+    trace = made([(1.0, 7.0), (11.0, 15.0)], calls, steps=((0.0, 10.0), (10.0, 20.0), (20.0, 30.0)))
+    found = partition(trace, [Ready(4.0, last=3), Ready(6.0, last=1), Ready(14.0, last=1)])
+    assert found.waited_for == [{3: 3.0, 1: 1.0}, {1: 3.0}, {}]
 
 
 def test_waiting_for_another_stage_is_a_bubble():

@@ -38,9 +38,9 @@ def failed(parallel, message, status="failed", rank=1):
     return run(parallel, status=status, metrics=None, final_loss=None, error=error)
 
 
-def operation(exposed: float, seconds: float, size: float = 4e6, calls: float = 2) -> dict[str, float]:
-    """One of communication; times in milliseconds."""
-    return {"calls": calls, "bytes": size, "seconds": seconds / 1e3, "exposed_seconds": exposed / 1e3}
+def operation(exposed: float, seconds: float, size: float = 4e6, calls: float = 2, **more: float) -> dict[str, float]:
+    """One of communication; times in milliseconds, but for further fields."""
+    return {"calls": calls, "bytes": size, "seconds": seconds / 1e3, "exposed_seconds": exposed / 1e3, **more}
 
 
 def phased(parallel: str, step: float, ranks: dict[str, list[float]], **changes: Any) -> dict[str, Any]:
@@ -63,7 +63,9 @@ def phased(parallel: str, step: float, ranks: dict[str, list[float]], **changes:
         "ranks": seconds,
         "communication": {},
         "waited_for": [0.0] * size,
+        "waited_for_most": [],
         "stages": None,
+        "stage_parts": None,
         "bubble_formula": None,
     }
     found |= {name: changes.pop(name) for name in list(changes) if name in found}

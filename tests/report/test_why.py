@@ -40,6 +40,14 @@ class TestTwoRuns:
             "30 ms more all-reduce that no compute covers (4.00 MB at 100 MB/s; ddp: 4.00 MB at 400 MB/s)"
         )
 
+    def test_the_fit_of_the_link_stands_beside_the_rate(self):
+        sent = operation(37, 30.6, size=49e6, fit_seconds=0.021)
+        fsdp = FSDP | {"phases": FSDP["phases"] | {"communication": {"all_gather": sent}}}
+        assert (
+            "37 ms more all-gather that no compute covers (49.0 MB at 1.60 GB/s in 30.6 ms; the link's fit allows "
+            "21.0 ms), "
+        ) in compare(fsdp, DDP, "fsdp", "ddp")
+
     def test_what_was_not_measured_is_not_explained(self):
         fast = phased("ddp", 100, {"forward": [61, 61], "backward": [39, 39]})
         slow = phased("ddp", 200, {"forward": [85, 85], "backward": [39, 39], "other": [10, 10]})
@@ -136,6 +144,52 @@ class TestRanks:
             "pdp: forward and backward take 9% longer on rank 1 (stage 1) and 9% less on rank 0 (stage 0) than on "
             "average; the others wait 30.0 ms of a step for rank 1 (stage 1)",
         ]
+
+    def test_what_uneven_stages_hold_is_told(self):
+        record = PDP | {"phases": PDP["phases"] | {"waited_for": [], "stage_parts": [["embedding"], ["norm", "head"]]}}
+        *_, told = remarks(record, "pdp")
+        assert told == (
+            "pdp: forward and backward take 9% longer on rank 1 (stage 1), which holds norm and head, and 9% less on "
+            "rank 0 (stage 0), which holds embedding, than on average"
+        )
+        both = {"stages": [[0, 3], [1, 2]], "stage_parts": [["embedding"], [], [], ["head"]]}
+        *_, told = remarks(PDP | {"phases": PDP["phases"] | {"waited_for": [], **both}}, "pdp")
+        assert told == (
+            "pdp: forward and backward take 9% longer on rank 1 (stages 1, 2) and 9% less on rank 0 (stages 0, 3), "
+            "which holds embedding and head, than on average"
+        )
+
+    @pytest.mark.parametrize(
+        ("most", "told"),
+        [
+            ([1, 1, 1], "the others wait 30.0 ms of a step for rank 1, longest for it in 3 of 3 steps"),
+            ([1, None, 1], "the others wait 30.0 ms of a step for rank 1, longest for it in 2 of 3 steps"),
+            ([0, 1], "the others wait for different ranks in turn, longest for rank 1: 30.0 ms of a step"),
+            ([1], "the others wait 30.0 ms of a step for rank 1"),
+            ([], "the others wait 30.0 ms of a step for rank 1"),
+        ],
+    )
+    def test_whether_it_is_always_the_same_rank(self, most, told):
+        ranks = {"forward": [30] * 2, "backward": [60] * 2, "stragglers": [30] * 2}
+        record = phased("ddp", 120, ranks, waited_for=[0.01, 0.03], waited_for_most=most)
+        assert list(remarks(record, "ddp")) == [f"ddp: {told}"]
+
+    @pytest.mark.parametrize(
+        ("size", "formula", "told"),
+        [
+            (4e6, 4e6, None),
+            (4.03e6, 4e6, None),
+            (4.05e6, 4e6, "4.05 MB a step, and 4.00 MB by the formula of its layout"),
+            (3.9e6, 4e6, "3.90 MB a step, and 4.00 MB by the formula of its layout"),
+            (8, 0.0, None),  # a norm
+            (4e6, 0.0, "4.00 MB a step, and 0.00 B by the formula of its layout"),
+            (4e6, None, None),
+        ],
+    )
+    def test_what_is_sent_besides_the_formula_is_told(self, size, formula, told):
+        sent = {"all_gather": operation(0, 10, size=size, formula_bytes=formula)}
+        record = phased("ddp", 90, {"forward": [30] * 2, "backward": [60] * 2}, communication=sent)
+        assert list(remarks(record, "ddp")) == ([f"ddp: a rank's all-gather is {told}"] if told else [])
 
     def test_one_slow_rank_of_four(self):
         waits = {"stragglers": [9, 9, 9, 0], "forward": [30] * 4, "backward": [60, 60, 60, 69]}

@@ -227,17 +227,33 @@ def test_every_layout_is_divided_without_rest(shared_run):
             assert of_rank["forward"] > 0, layout
             assert of_rank["backward"] > 0, layout
         assert (found["bubble_formula"] is not None) == ("parallel=pdp" in layout)
+        parts = [name for stage in found["stage_parts"] or [] for name in stage]
+        assert parts == (["embedding", "head"] if "parallel=pdp" in layout else [])
+        for operation, sent in found["communication"].items():
+            assert sent["formula_bytes"] in (None, sent["bytes"]), (layout, operation)
 
 
 def test_bytes_are_those_of_the_formula(shared_run):
     """DDP averages all gradients once; FSDP gathers weights twice, those of the root once, and scatters gradients."""
     record = shared_run(*TINY, "parallel=ddp")
     size = 4 * record["parameters"]
-    assert record["phases"]["communication"]["all_reduce"]["bytes"] == size
-    record = shared_run(*TINY, "parallel=fsdp")
-    sent = record["phases"]["communication"]
-    assert size <= sent["reduce_scatter"]["bytes"] <= 1.01 * size
-    assert 1.5 * size < sent["all_gather"]["bytes"] <= 2.02 * size
+    sent = record["phases"]["communication"]["all_reduce"]
+    assert sent["bytes"] == sent["formula_bytes"] == size
+    sent = shared_run(*TINY, "parallel=fsdp", "train.clip_norm=1")["phases"]["communication"]
+    assert size == sent["reduce_scatter"]["bytes"] == sent["reduce_scatter"]["formula_bytes"]
+    assert 1.5 * size < sent["all_gather"]["bytes"] == sent["all_gather"]["formula_bytes"] < 2 * size
+    assert (sent["all_reduce"]["calls"], sent["all_reduce"]["formula_bytes"]) == (1, 0)  # of the norm
+
+
+def test_the_line_of_the_collectives_is_applied_to_what_was_sent(shared_run, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes = ("workload.min_bytes=1024", "workload.max_bytes=65536", "workload.factor=8", "workload.max_seconds=0.05")
+    before = shared_run(*TINY, "parallel=ddp")["phases"]["communication"]["all_reduce"]
+    found = shared_run("workload=collectives", "workload.ops=all_reduce", *sizes)["collectives"]
+    (line,) = [fit for fit in found["fits"] if fit["mode"] == "async"]
+    after = shared_run(*TINY, "parallel=ddp")["phases"]["communication"]["all_reduce"]
+    assert (before["fit_seconds"], found["kept"]) == (None, None)
+    assert after["fit_seconds"] == pytest.approx(line["alpha"] + after["bytes"] * line["beta"])
 
 
 def test_no_pass_leaves_no_phases(shared_run):
@@ -276,6 +292,8 @@ def test_the_trace_shows_the_same_exposed_communication_to_another_reader(tmp_pa
     found = record_of(tmp_path)["phases"]
     waits = sum(found["ranks"][name][0] for name in ("communication", "stragglers", "bubble"))
     assert waits / found["step_seconds"] == pytest.approx(exposed_share(tmp_path / "trace" / "rank0.json.gz"), rel=0.02)
+    assert len(found["waited_for_most"]) == STEPS
+    assert 1 in found["waited_for_most"]
     assert (tmp_path / "trace.json.gz").stat().st_size > 1000
     assert "aten::addmm" in (tmp_path / "trace" / "operations.txt").read_text()
 

@@ -51,6 +51,17 @@ def cut(model: Model, ranks: Sequence[int]) -> Cut:
     return Cut(stages, ranks, [[held for name in stage for held in members(name, parts[name])] for stage in stages])
 
 
+def unrepeated(model: Model, stages: Cut) -> list[list[str]]:
+    """Of each stage the names of the submodules with weights that are no repeated layers, such as the head."""
+    parts, layers = model.parts() or {}, set(model.layers())
+    modules = {held: module for name, part in parts.items() for held, module in members(name, part).items()}
+
+    def is_told(name: str) -> bool:
+        return not layers & set(modules[name].modules()) and next(modules[name].parameters(), None) is not None
+
+    return [list(filter(is_told, names)) for names in stages.holds]
+
+
 def costs(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
     """The cost of each part: its FLOPs if the model states them by part, else its parameters."""
     try:

@@ -57,6 +57,13 @@ def test_a_cut_says_which_rank_has_what():
     assert where.owner("head.norm.bias") == 2
 
 
+def test_what_a_stage_holds_besides_layers_is_told_where_it_has_weights():
+    assert stages.unrepeated(gpt(), stages.cut(gpt(), [0, 1])) == [["embedding"], ["head"]]
+    model = ResNet(depth=18, classes=10)
+    told = stages.unrepeated(model, stages.cut(model, [0, 1, 2]))
+    assert told == [["conv1", "bn1"], [], ["fc"]]
+
+
 def test_modules_of_a_stage_are_listed_once():
     stage = cut(gpt())[0]
     assert len(list(stage.parameters())) == len(list(gpt().parameters()))

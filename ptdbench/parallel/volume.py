@@ -1,0 +1,238 @@
+"""What ranks send in a step by formula, to stand beside what a trace counts: exact, or unknown.
+
+Sizes are those of what a rank hands over, or receives where that is larger. Messages of a single number, such as the
+norm of the gradients, are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ptdbench.models.protocol import Model, module_of
+from ptdbench.parallel.apply import Transforms
+from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.footprint import held, local_like
+from ptdbench.parallel.pipeline.stage import cut
+from ptdbench.parallel.precision import DTYPES, Name
+from ptdbench.parallel.replicate import Replication
+from ptdbench.parallel.roles import roles_of
+from ptdbench.parallel.shard import Sharding
+from ptdbench.parallel.tensor import cut_dimensions
+
+#: The operations that formulas are about.
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv")
+
+#: Bytes of a number in a gradient, in a loss and in what a softmax is normalized by.
+_WIDE = 4
+
+#: Numbers a token that ranks with shares of a vocabulary agree on, see ``linear_cross_entropy``.
+_OF_LOSS = 3
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is done in a step, and how.
+
+    Attributes:
+        model: On the meta device; of a model that is elsewhere only the traffic of weights and gradients is known.
+        example: Inputs and targets of one sample on the meta device.
+        layout: How the global batch is divided among the ranks.
+        transforms: How weights are divided and gradients averaged.
+        ranks: The rank in the pipeline of each stage.
+        precision: Dtype of the arithmetic.
+        recomputes: Whether some of the forward pass is done once more in the backward pass.
+    """
+
+    model: Model
+    example: tuple[Tensor, Tensor]
+    layout: Layout
+    transforms: Transforms
+    ranks: Sequence[int]
+    precision: Name = "fp32"
+    recomputes: bool = False
+
+
+def expected(work: Work) -> dict[str, float | None]:
+    """Bytes of each of :data:`OPERATIONS` in a step, the mean over ranks; ``None`` where no exact formula is known."""
+    model, dims, transforms = work.model, work.layout.dims, work.transforms
+    terms = []
+    if transforms.replication:
+        terms.append(_of_copies(work, transforms.replication))
+    elif not all(weight.requires_grad for weight in module_of(model).parameters()):
+        terms.append(_unknown(*OPERATIONS))
+    if transforms.sharding:
+        terms.append(_of_shards(work, transforms.sharding))
+    if transforms.sync_batchnorm and _batch_norms(model):
+        terms.append(_unknown("all_reduce", "all_gather"))
+    if max(dims.pipeline, dims.tensor, dims.context) > 1:
+        terms += _of_activations(work)
+    total = {name: sum(term.get(name, 0.0) for term in terms) / dims.pipeline for name in OPERATIONS}
+    return {name: None if math.isnan(size) else size for name, size in total.items()}
+
+
+def _unknown(*operations: str) -> dict[str, float]:
+    """Sizes that make those unknown to which they are added."""
+    return dict.fromkeys(operations, math.nan)
+
+
+def _of_copies(work: Work, how: Replication) -> dict[str, float]:
+    """DDP: each gradient is averaged once a step (Li et al. 2020, arXiv 2006.15704), and buffers are copied once.
+
+    ZeRO-1: replicas send the weights that they have updated, each to all (Rajbhandari et al. 2020, section 5).
+    """
+    stages = [stage for of_rank in held(work.model, work.ranks) for stage in of_rank]
+    weights = [weight for stage in stages for weight in stage.parameters() if weight.requires_grad]
+    sent = {"fp32": _WIDE, "bf16": 2, "fp16": 2}.get(how.gradients, math.nan)
+    updated = sum(weight.nbytes for weight in weights) if how.divides_optimizer else 0
+    buffers = sum(buffer.nbytes for stage in stages for buffer in stage.buffers())
+    return {
+        "all_reduce": sent * sum(weight.numel() for weight in weights),
+        "broadcast": updated + (buffers if work.layout.dims.pipeline == 1 or not buffers else math.nan),
+    }
+
+
+def _of_shards(work: Work, how: Sharding) -> dict[str, float]:
+    """FSDP: a layer is gathered for its forward and its backward passes, the rest of a module for both at once.
+
+    Gradients are scattered once a step, under a pipeline once a pass of its schedule; between copies the shards of them
+    are averaged (Zhao et al. 2023, arXiv 2304.11277). Shards are padded to equal sizes. How often the stages of a
+    pipeline gather layers that they free in between depends on the order of their micro-batches: unknown.
+    """
+    dims, passes = work.layout.dims, work.layout.accumulation
+    shards = dims.shard * dims.context
+    dimensions = cut_dimensions(work.model) if dims.tensor > 1 else {}
+    norms = {weight for module in _batch_norms(work.model) for weight in module.parameters()}
+    of_layers = {weight for layer in work.model.layers() for weight in layer.parameters()}
+    is_staged = dims.pipeline > 1
+    once = passes if how.reshard_between_microbatches or is_staged else 1
+    again = 0 if how.reshard_after_forward is False else math.nan if is_staged else passes
+    item = DTYPES[work.precision].itemsize
+    gathered = reduced = 0.0
+    for stage in (stage for of_rank in held(work.model, work.ranks) for stage in of_rank):
+        for weight in stage.parameters():
+            whole = shards * local_like(weight, shards, dims.tensor, dimensions.get(weight)).numel()
+            times = once + again if weight in of_layers else once
+            gathered += whole * (_WIDE if weight in norms else item) * times
+            reduced += whole * DTYPES[how.reduce_dtype].itemsize * (passes if is_staged else 1)
+    return {
+        "all_gather": 0.0 if shards == 1 else gathered,
+        "reduce_scatter": 0.0 if shards == 1 else reduced,
+        "all_reduce": reduced / shards if dims.replicate > 1 else 0.0,
+    }
+
+
+def _of_activations(work: Work) -> Iterator[dict[str, float]]:
+    """What depends on activations: unknown if there is no telling their sizes."""
+    dims = work.layout.dims
+    try:
+        inputs, outputs = _sizes(work)
+    except Exception:  # whatever a model may raise that was not made for the meta device
+        yield _unknown(*OPERATIONS)
+        return
+    if dims.pipeline > 1:
+        yield _between_stages(work, outputs)
+    if dims.context > 1:
+        yield _of_attention(work, inputs, outputs)
+    if dims.tensor > 1:
+        yield from _of_products(work, outputs)
+
+
+def _between_stages(work: Work, outputs: Mapping[str, int]) -> dict[str, float]:
+    """Each micro-batch's activations go to the next stage, and their gradients come back (Huang et al. 2019).
+
+    The two gradients of a weight that is in two stages are exchanged once a step.
+    """
+    dims, transforms = work.layout.dims, work.transforms
+    where = cut(work.model, work.ranks)
+    neighbors = zip(where.stages, pairwise(where.ranks), strict=False)
+    sent = [names[-1] for names, (here, there) in neighbors if here != there]
+    size = sum(outputs[name] for name in sent) * _bytes_per_sample(work) / (dims.tensor if transforms.sequence else 1)
+    dimensions = cut_dimensions(work.model) if dims.tensor > 1 else {}
+    shards = dims.shard * dims.context if transforms.sharding else 1
+    for names in work.model.tied():
+        if len({where.ranks[where.owner(name)] for name in names}) > 1:
+            weight = module_of(work.model).get_parameter(names[0])
+            size += weight.nbytes / shards / (dims.tensor if weight in dimensions else 1)
+    return {"send": 2 * size, "recv": 2 * size}
+
+
+def _of_attention(work: Work, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> dict[str, float]:
+    """Queries, keys, values and their mixture are redivided, and so are their gradients (Jacobs et al. 2023)."""
+    if work.recomputes:
+        return _unknown("all_to_all")
+    names = [name for name, role in roles_of(work.model).items() if role.kind == "attention"]
+    numbers = sum(inputs[name] + outputs[name] for name in names)
+    return {"all_to_all": 2 * numbers * _bytes_per_sample(work) / work.layout.dims.tensor}
+
+
+def _of_products(work: Work, outputs: Mapping[str, int]) -> Iterator[dict[str, float]]:
+    """Tensor parallelism (Shoeybi et al. 2019, section 3; of shared positions Korthikanti et al. 2022, section 4.2.2).
+
+    Outputs of layers with cut inputs are added up in the forward pass, gradients of what enters layers with cut outputs
+    in the backward pass. Where ranks share positions, a sum is scattered, and its gradient gathered in the other pass.
+    """
+    module, sequence = module_of(work.model), work.transforms.sequence
+    narrow_sums = sequence and work.transforms.sharding and DTYPES[work.precision] != torch.float32
+    if work.recomputes or work.precision == "fp8" or narrow_sums:
+        yield _unknown("all_reduce", "all_gather", "reduce_scatter")
+    summands: set[nn.Parameter] = set()
+    for name, role in roles_of(work.model).items():
+        size = outputs[name] * _bytes_per_sample(work)
+        if role.kind in ("entry", "inputs"):
+            yield {"reduce_scatter": size, "all_gather": size} if sequence else {"all_reduce": size}
+        elif role.kind == "stream" and sequence:
+            yield {"all_gather": size}
+        elif role.kind == "vocabulary" and isinstance(module.get_submodule(name), nn.Embedding):
+            yield {"all_reduce": size}
+        elif role.kind == "vocabulary" and size:  # logits
+            yield _unknown("all_gather", "reduce_scatter", "all_reduce")
+        elif role.kind == "loss":
+            tokens = work.example[1].numel() * work.layout.replica_batch / work.layout.dims.context
+            yield {"all_reduce": _OF_LOSS * _WIDE * tokens}
+        if role.kind == "entry" and sequence:  # each rank has a summand of the gradients of its weights
+            summands |= set(module.get_submodule(name).parameters())
+    yield {"all_reduce": float(sum(weight.nbytes for weight in summands))}
+
+
+def _bytes_per_sample(work: Work) -> float:
+    """Bytes of what a rank has of an activation in a step, for each of its numbers in one sample."""
+    layout = work.layout
+    return DTYPES[work.precision].itemsize * layout.replica_batch / layout.dims.context
+
+
+def _sizes(work: Work) -> tuple[Counter[str], Counter[str]]:
+    """Numbers that go into and come out of each part and each module with a role, by name, in a pass of one sample."""
+    module, parts = module_of(work.model), work.model.parts() or {"": module_of(work.model)}
+    inputs, outputs = Counter[str](), Counter[str]()
+
+    def note(name: str, _module: nn.Module, arguments: tuple[Any, ...], outcome: Tensor) -> None:
+        inputs[name] += sum(argument.numel() for argument in arguments if isinstance(argument, Tensor))
+        outputs[name] += outcome.numel()
+
+    hooks = [module.get_submodule(name).register_forward_hook(partial(note, name)) for name in roles_of(work.model)]
+    try:
+        with torch.no_grad():
+            value, targets = work.example
+            *before, last = parts
+            for name in before:
+                value = parts[name](value)
+                outputs[name] = value.numel()
+            parts[last](value, targets)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return inputs, outputs
+
+
+def _batch_norms(model: Model) -> list[nn.Module]:
+    return [module for module in module_of(model).modules() if isinstance(module, _BatchNorm)]

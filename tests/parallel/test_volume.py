@@ -1,0 +1,141 @@
+"""Bytes by formula, against what ranks have really sent in a step."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.profiler import record_function
+
+from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens
+from ptdbench.measure import trace
+from ptdbench.measure.profiler import profiled
+from ptdbench.models.gpt import GPT
+from ptdbench.models.llama import Llama
+from ptdbench.models.resnet import ResNet
+from ptdbench.parallel.activations import Recompute
+from ptdbench.parallel.apply import Setting
+from ptdbench.parallel.dims import Mesh
+from ptdbench.parallel.strategy import Strategy
+from ptdbench.parallel.volume import OPERATIONS
+from tests.parallel.ranks import on_ranks
+
+BATCH = 16
+
+#: By name: the strategy, samples of a micro-batch, and what else differs. Four shards of some weights are not equal.
+CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
+    "ddp": (Strategy(replicate="auto"), {}),
+    "ddp in bf16": (Strategy(replicate="auto", gradients="bf16"), {"micro_batch": 2, "precision": "bf16"}),
+    "images": (Strategy(replicate="auto"), {"micro_batch": 2}),
+    "images in shards": (Strategy(shard="auto"), {"precision": "bf16"}),
+    "zero1": (Strategy(replicate="auto", optimizer="zero1"), {}),
+    "powersgd": (Strategy(replicate="auto", gradients="powersgd"), {}),
+    "fsdp": (Strategy(shard="auto"), {"micro_batch": 2}),
+    "fsdp in bf16": (Strategy(shard="auto", gradients="bf16"), {"micro_batch": 2, "precision": "bf16"}),
+    "fsdp that keeps weights": (Strategy(shard="auto", reshard_after_forward=False), {"micro_batch": 2}),
+    "fsdp that keeps them between passes": (
+        Strategy(shard="auto", reshard_between_microbatches=False), {"micro_batch": 2}
+    ),
+    "fsdp that keeps them in a pass": (
+        Strategy(shard="auto", reshard_after_forward=False, reshard_between_microbatches=True), {"micro_batch": 2}
+    ),
+    "fsdp in groups": (Strategy(shard="auto", reshard_after_forward=2), {}),
+    "fsdp that recomputes": (Strategy(shard="auto"), {"activations": Recompute()}),
+    "hsdp": (Strategy(replicate=2, shard="auto"), {}),
+    "pdp": (Strategy(replicate="auto", pipeline=2, microbatches=2), {"micro_batch": 2}),
+    "gpipe in bf16": (Strategy(replicate=2, pipeline=2, schedule="gpipe", microbatches=2), {"precision": "bf16"}),
+    "stages in shards": (Strategy(shard="auto", pipeline=2, microbatches=2), {"micro_batch": 2}),
+    "stages that keep weights": (
+        Strategy(shard="auto", pipeline=2, microbatches=2, reshard_after_forward=False), {"micro_batch": 2}
+    ),
+    "both ends on a rank": (Strategy(replicate=2, pipeline=2, schedule="dualpipev", microbatches=4), {}),
+    "tensor": (Strategy(replicate="auto", tensor=2), {"micro_batch": 2}),
+    "tensor and shards": (Strategy(shard="auto", tensor=2, sequence=True), {"micro_batch": 4}),
+    "tensor and stages": (Strategy(tensor=2, pipeline=2, microbatches=2), {"precision": "bf16"}),
+    "positions and stages": (Strategy(tensor=2, pipeline=2, microbatches=2, sequence=True), {}),
+    "context and shards": (Strategy(shard=2, context=2), {"micro_batch": 2, "precision": "bf16"}),
+    "context and tensor": (Strategy(context=2, tensor=2), {}),
+    "context that recomputes": (Strategy(replicate=2, context=2), {"activations": Recompute()}),
+    "llama in bf16": (Strategy(shard="auto", tensor=2), {"precision": "bf16"}),
+    "llama with context": (Strategy(shard=2, context=2), {}),
+}  # fmt: skip
+
+#: What has no exact formula.
+UNKNOWN = {
+    "powersgd": {"all_reduce"},
+    "stages in shards": {"all_gather"},
+    "context that recomputes": {"all_to_all"},
+}
+
+#: The models of cases whose names begin so, on the meta device, and their data; of others a GPT.
+MODELS: dict[str, Any] = {
+    "images": (
+        partial(ResNet, depth=18, classes=10, image_size=32, stem="small"),
+        partial(SyntheticImages, classes=10, image_size=32, channels_last=False),
+    ),
+    "llama": (
+        partial(Llama, layers=2, heads=4, key_value_heads=2, width=16, hidden=20, sequence_length=6, vocabulary=42),
+        partial(SyntheticTokens, sequence_length=6, vocabulary=42),
+    ),
+    "": (
+        partial(GPT, layers=2, heads=4, width=12, sequence_length=6, vocabulary=42),
+        partial(SyntheticTokens, sequence_length=6, vocabulary=42),
+    ),
+}
+
+
+def of_case(name: str, strategy: Strategy, *, micro_batch: Any = "auto", **setting: Any) -> tuple[Any, Counter[str]]:
+    """In a rank: the bytes of a step by formula, and those that the rank hands over in one."""
+    make_model, make_data = next(made for begins, made in MODELS.items() if name.startswith(begins))
+    with torch.device("meta"):
+        model, laid_out = make_model(), make_model()
+    data, device = make_data(seed=0), torch.device("cpu")
+    layout = strategy.layout(strategy.dims(4), BATCH, micro_batch)
+    by_formula = strategy.volume(
+        model, layout, data.example(), setting.get("precision", "fp32"), recomputes="activations" in setting
+    )
+    engine = strategy(laid_out, Setting(Mesh(layout.dims, "cpu"), layout, device, **setting))
+    optimizer = engine.optimizer(torch.optim.AdamW)
+
+    def step() -> None:
+        engine.gradients(*data.samples(0, layout.replica_batch), lambda loss: loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(engine.rehearsals + 1):
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        with profiled(device) as taken, record_function(trace.STEP):
+            step()
+        taken.export_chrome_trace(f"{folder}/trace.json")
+        found = trace.read(Path(folder) / "trace.json")
+    sent = Counter[str]()
+    for call in found.calls:
+        if call.start >= found.steps[0][0]:
+            sent[call.operation] += call.bytes
+    return by_formula, sent
+
+
+def all_cases() -> dict[str, Any]:
+    """In a rank: each case."""
+    return {name: of_case(name, strategy, **setting) for name, (strategy, setting) in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> list[dict[str, Any]]:
+    return on_ranks(4, all_cases)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", CASES)
+def test_what_ranks_send_is_what_the_formula_says(of_ranks, name):
+    by_formula = of_ranks[0][name][0]
+    sent = {operation: sum(one[name][1][operation] for one in of_ranks) / len(of_ranks) for operation in OPERATIONS}
+    unknown = {operation for operation, size in by_formula.items() if size is None}
+    assert unknown == UNKNOWN.get(name, set())
+    assert sent == by_formula | {operation: sent[operation] for operation in unknown}
