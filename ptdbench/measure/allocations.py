@@ -153,7 +153,7 @@ def read(taken: profile, device_type: str) -> Seen:
                 size, allocated = found.alloc_size, found.total_allocated
                 changes.append(Change(event.start_time_ns, found.ptr, size, allocated, place))
         elif event.tag == _EventType.TorchOp:
-            if event.name == STEP and event.start_time_ns > begin:
+            if event.name.startswith(STEP) and event.start_time_ns > begin:
                 begin, end = event.start_time_ns, event.end_time_ns
             elif event.name == INVENTORY:
                 inventory = max(inventory, event.start_time_ns)

@@ -15,7 +15,10 @@ from typing import Any
 #: The traces of all ranks in the directory of a run: of the profiled steps, and of memory.
 NAME, MEMORY = "trace.json.gz", "memory.json.gz"
 
-#: Arrows that the trace of one rank can have.
+#: What is under way while the thread that began it goes on.
+_MESSAGES = ("gloo:send", "gloo:recv")
+
+#: Arrows, and messages, that the trace of one rank can have.
 _ARROWS = 2**40
 
 #: Processes of the merged trace that one rank can have: its threads, its GPU, the profiler's own.
@@ -64,7 +67,7 @@ def merge(traces: Iterable[Path], names: Sequence[str], ahead: Sequence[float], 
             base = trace.get("baseTimeNanoseconds", 0)
             origin = base if origin is None else origin
             shift = (base - origin) / 1e3 - 1e6 * offset
-            for event in _of_rank(trace["traceEvents"], rank, name, shift):
+            for event in _messages_apart(_of_rank(trace["traceEvents"], rank, name, shift), rank):
                 file.write(separator + json.dumps(event))
                 separator = ",\n"
         file.write("\n]}\n")
@@ -75,7 +78,7 @@ def _of_rank(events: Iterable[Mapping[str, Any]], rank: int, name: str, shift: f
     processes: dict[Any, int] = {}
     for event in events:
         kind, pid = event.get("ph"), event.get("pid")
-        if event.get("cat") == "Trace" or pid in ("Spans", "Traces"):  # the profiler's own account of itself
+        if event.get("cat") == "Trace" or pid in ("Spans", "Traces", ""):  # the profiler's own account of itself
             continue
         if pid not in processes:
             processes[pid] = rank * _PROCESSES + len(processes)
@@ -91,6 +94,22 @@ def _of_rank(events: Iterable[Mapping[str, Any]], rank: int, name: str, shift: f
         elif kind == "M" and event.get("name") == "process_sort_index":
             changed["args"] = {"sort_index": processes[pid]}
         yield changed
+
+
+def _messages_apart(events: Iterable[dict[str, Any]], rank: int) -> Iterable[dict[str, Any]]:
+    """The same, with gloo's messages on rows of their own.
+
+    They are noted in the thread that called them, which goes on meanwhile, and Perfetto drops what outlasts the
+    operation in which it began.
+    """
+    for number, event in enumerate(events):
+        if event["name"] not in _MESSAGES:
+            yield event
+            continue
+        duration = event.pop("dur")
+        begin = {**event, "ph": "b", "id": rank * _ARROWS + number}
+        yield begin
+        yield {**begin, "ph": "e", "ts": event["ts"] + duration, "args": {}}
 
 
 def _label(event: Mapping[str, Any]) -> str:

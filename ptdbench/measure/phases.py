@@ -27,10 +27,13 @@ class Ready:
     Attributes:
         since: When the last of its ranks had called it, in seconds since the epoch by this rank's clock.
         last: That rank; -1 if unknown.
+        done: When a message of gloo was done, see :attr:`ptdbench.measure.trace.Call.held`; ``None`` if unknown, as
+            neither of its ranks awaited it yet when it could begin.
     """
 
     since: float
     last: int = -1
+    done: float | None = None
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,14 @@ class Traffic:
 
     Attributes:
         calls: How often it was called.
+        known: Calls of which it is known when they were done.
         bytes: The size of all calls.
-        seconds: Seconds in which it was under way.
-        exposed_seconds: Seconds of these in which nothing was computed.
+        seconds: Seconds in which one of those that are known was under way.
+        exposed_seconds: Seconds in which the rank waited for it.
     """
 
     calls: int
+    known: int
     bytes: int
     seconds: float
     exposed_seconds: float
@@ -107,7 +112,7 @@ def divided(trace: Trace, ready: Sequence[Ready]) -> Iterator[tuple[Interval, in
                 continue
             middle = (begin + stop) / 2
             near = range(bisect_left(starts, middle - longest), bisect_left(starts, middle))
-            active = [number for number in near if trace.calls[number].end > middle]
+            active = [number for number in near if trace.calls[number].holds(middle)]
             moving = [number for number in active if ready[number].since <= middle]
             if moving:
                 last = min(moving, key=lambda number: trace.calls[number].end)
@@ -128,8 +133,16 @@ def _traffic(trace: Trace, ready: Sequence[Ready], exposed: Mapping[str, float])
             continue
         number[call.operation] += 1
         size[call.operation] += call.bytes
-        times[call.operation].append((min(began.since, call.end), call.end))
-    names = sorted({*number, *exposed})
+        done = call.end if call.held is None else began.done
+        if done is not None:
+            times[call.operation].append((min(began.since, done), done))
     return {
-        name: Traffic(number[name], size[name], length(union(times[name])), exposed.get(name, 0.0)) for name in names
+        name: Traffic(
+            calls=number[name],
+            known=len(times[name]),
+            bytes=size[name],
+            seconds=length(union(times[name])),
+            exposed_seconds=exposed.get(name, 0.0),
+        )
+        for name in sorted({*number, *exposed})
     }

@@ -23,10 +23,11 @@ from typing import Any
 
 from ptdbench.measure.intervals import Interval, intersect, subtract, union
 
-#: The labels in a trace: a step, its parts, and waiting for communication.
-STEP, DATA, GRADIENTS, UPDATE, WAITING = (
-    f"ptdbench::{name}" for name in ("step", "data", "gradients", "update", "waiting")
-)
+#: How the label of a step begins, before its number: as torch's own profiler marks steps, which other tools know.
+STEP = "ProfilerStep#"
+
+#: The other labels in a trace: the parts of a step, and waiting for communication.
+DATA, GRADIENTS, UPDATE, WAITING = (f"ptdbench::{name}" for name in ("data", "gradients", "update", "waiting"))
 
 #: The phase of each part of a step that has one.
 _PHASES = {DATA: "data", UPDATE: "optimizer"}
@@ -74,6 +75,8 @@ class Call:
         peer: The other rank of a message, by its number in the group.
         ranks: The ranks that take part, where the trace says so.
         group: The name of their group, where the trace says so.
+        held: When the rank called it and, last, when it awaited it; only of a message of gloo, whose end is noted when
+            it is awaited, however long it has been done.
     """
 
     operation: str
@@ -84,6 +87,16 @@ class Call:
     peer: int | None = None
     ranks: tuple[int, ...] | None = None
     group: str | None = None
+    held: tuple[Interval, ...] | None = None
+
+    @property
+    def awaited(self) -> float:
+        """When the rank began to await a message of gloo; infinite if it did not."""
+        return self.held[1][0] if self.held and len(self.held) > 1 else math.inf
+
+    def holds(self, moment: float) -> bool:
+        """Whether a rank that waits at that moment may wait for this call."""
+        return any(start <= moment < end for start, end in self.held or [(self.start, self.end)])
 
 
 @dataclass(frozen=True)
@@ -151,7 +164,7 @@ def _read(path: Path, device_type: str) -> Trace:
         if event.get("ph") == "X"
     ]
     events.sort(key=lambda event: (event.start, -event.end))
-    steps = [event for event in events if event.name == STEP and event.kind == "user_annotation"]
+    steps = [event for event in events if event.name.startswith(STEP) and event.kind == "user_annotation"]
     if not steps:
         raise ValueError(f"{path} holds no profiled step")
     on_device = [event for event in events if event.kind in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -225,17 +238,18 @@ def _backward(top: Sequence[_Event]) -> list[Interval]:
 def _silent_waits(top: Sequence[_Event], calls: Sequence[Call]) -> Iterator[Interval]:
     """Waits of DDP in C++, after a backward pass and for buffers: gaps in which communication ends, until it does.
 
-    What waits may go on before the thread that communicated has noted its end: if there is no end in the gap, one is
-    sought as long after the gap as the gap is.
+    What waits may go on before the thread that communicated has noted its end: what was under way when the gap began
+    may end as long after the gap as the gap is.
     """
-    ends = sorted(call.end for call in calls)
+    ended = sorted((call.end, call.start) for call in calls)
     for before, after in pairwise(top):
         if _is_backward(before) or before.name == "c10d::broadcast_":
-            first, beyond = bisect_right(ends, before.end), bisect_right(ends, after.start)
-            if first < beyond:
-                yield before.end, ends[beyond - 1]
-            elif first < len(ends) and ends[first] < 2 * after.start - before.end:
+            first, beyond = (bisect_right(ended, (moment, math.inf)) for moment in (before.end, after.start))
+            latest = bisect_right(ended, (2 * after.start - before.end, -math.inf))
+            if any(start <= before.end for _, start in ended[beyond:latest]):
                 yield before.end, after.start
+            elif first < beyond:
+                yield before.end, ended[beyond - 1][0]
 
 
 def _calls(own: Sequence[_Event], sent: Sequence[_Event]) -> list[Call]:
@@ -252,6 +266,7 @@ def _calls(own: Sequence[_Event], sent: Sequence[_Event]) -> list[Call]:
         open_events.append(event)
     found = []
     taken: set[int] = set()
+    awaited = [event.interval for event in own if event.name == WAITING]
     for transfer in sent:
         queues = [by_size[_kind(transfer), size] for size in _sizes(transfer)]
         for queue in queues:
@@ -270,9 +285,16 @@ def _calls(own: Sequence[_Event], sent: Sequence[_Event]) -> list[Call]:
                 end=transfer.end,
                 within=within,
                 peer=_peer(event),
+                held=(event.interval, *_around(transfer.end, awaited)) if _kind(event) else None,
             )
         )
     return sorted(found, key=lambda call: call.start)
+
+
+def _around(moment: float, times: Sequence[Interval]) -> Sequence[Interval]:
+    """That of sorted times in which the moment lies."""
+    place = bisect_right(times, (moment, math.inf))
+    return [one for one in times[max(0, place - 1) : place] if moment <= one[1]]
 
 
 def _kind(event: _Event) -> str:

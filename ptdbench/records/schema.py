@@ -124,7 +124,8 @@ class _Counted(TypedDict):
     bytes: float
     """Size of what a rank hands over, or receives where that is larger."""
     seconds: float
-    """Seconds in which it was under way, counted from when the last rank called it; overlapping calls count once."""
+    """Seconds in which it was under way, counted from when the last rank called it; overlapping calls count once. A
+    message of gloo whose end was not noted in time counts as the others; 0 if that is unknown of all."""
     exposed_seconds: float
     """The part of them in which the rank computed nothing: a share of the phase ``communication``."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -114,7 +115,7 @@ def run(
     try:
         with profiled(job.device, memory) as taken:
             for number in range(loop.done, loop.done + steps + 1):
-                with record_function("warm-up" if number == loop.done else trace.STEP):
+                with record_function("warm-up" if number == loop.done else f"{trace.STEP}{number}"):
                     _step(loop, number, between)
                     if job.device.type == "cuda":
                         torch.cuda.synchronize(job.device)  # so that the device's steps do not overlap
@@ -200,15 +201,19 @@ def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any
 
 
 def _communication(of_ranks: Sequence[Partition], scales: Sequence[float]) -> dict[str, dict[str, float]]:
-    """Each operation, as the mean over ranks of one step."""
+    """Each operation, as the mean over ranks of one step; calls whose end is unknown count as the others do."""
     found: dict[str, dict[str, float]] = {}
+    known: defaultdict[str, float] = defaultdict(float)
     for one, scale in zip(of_ranks, scales, strict=True):
         for name, of_one in one.traffic.items():
             mean = found.setdefault(name, dict.fromkeys(("calls", "bytes", "seconds", "exposed_seconds"), 0.0))
+            known[name] += of_one.known / one.steps / len(of_ranks)
             mean["calls"] += of_one.calls / one.steps / len(of_ranks)
             mean["bytes"] += of_one.bytes / one.steps / len(of_ranks)
             mean["seconds"] += of_one.seconds * scale / len(of_ranks)
             mean["exposed_seconds"] += of_one.exposed_seconds * scale / len(of_ranks)
+    for name, mean in found.items():
+        mean["seconds"] *= mean["calls"] / known[name] if known[name] else 0.0
     return found
 
 

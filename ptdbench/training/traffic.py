@@ -15,6 +15,9 @@ from ptdbench.parallel.dims import Mesh
 #: A call without its time: what it is, and which of its kind.
 _Key = tuple[str, int, int]
 
+#: When a rank made a call, when it awaited it, and when it knew that it was done: by the clock of rank 0.
+_Times = tuple[float, float, float]
+
 
 def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """The process groups of this rank, in an order that is the same on all ranks."""
@@ -67,15 +70,25 @@ def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: fl
         mine = [number for number, one in enumerate(of) if one == name]
         rank = dist.get_rank(group)
         keys = dict(zip(_keys([calls[number] for number in mine], rank), mine, strict=True))
-        called: list[dict[_Key, float]] = gather({key: calls[at].start - ahead for key, at in keys.items()}, group)
+        called: list[dict[_Key, _Times]] = gather({key: _times(calls[at], ahead) for key, at in keys.items()}, group)
         ranks = dist.get_process_group_ranks(group)
         for key, number in keys.items():
             others = _others(key, calls[number], rank, called)
             if others:
-                last, since = max(others.items(), key=lambda item: item[1])
-                if since + ahead > calls[number].start:
-                    found[number] = Ready(since + ahead, ranks[last])
+                found[number] = _ready(_times(calls[number], ahead), others, ranks, ahead)
     return found
+
+
+def _times(call: Call, ahead: float) -> _Times:
+    return call.start - ahead, call.awaited - ahead, call.end - ahead
+
+
+def _ready(mine: _Times, others: Mapping[int, _Times], ranks: Sequence[int], ahead: float) -> Ready:
+    """When a call could begin by this rank's clock, from its times on all ranks by that of rank 0."""
+    last, (since, *_) = max(others.items(), key=lambda item: item[1])
+    since = max(since, mine[0])
+    done = min((end + ahead for _, awaited, end in (mine, *others.values()) if awaited <= since), default=None)
+    return Ready(since + ahead, ranks[last] if since > mine[0] else -1, done)
 
 
 def _keys(calls: Sequence[Call], rank: int) -> Iterator[_Key]:
@@ -94,12 +107,12 @@ def _keys(calls: Sequence[Call], rank: int) -> Iterator[_Key]:
         yield (*kind, counts[kind])
 
 
-def _others(key: _Key, call: Call, rank: int, called: Sequence[dict[_Key, float]]) -> dict[int, float]:
-    """When the other ranks made this call; nothing if not all of them did."""
+def _others(key: _Key, call: Call, rank: int, times: Sequence[dict[_Key, _Times]]) -> dict[int, _Times]:
+    """The times of this call on the other ranks; nothing if not all of them made it."""
     if call.operation in POINT_TO_POINT:
-        return {} if call.peer is None else {call.peer: called[call.peer][key]} if key in called[call.peer] else {}
-    times = {other: one[key] for other, one in enumerate(called) if other != rank and key in one}
-    return times if len(times) == len(called) - 1 else {}
+        return {} if call.peer is None else {call.peer: times[call.peer][key]} if key in times[call.peer] else {}
+    found = {other: one[key] for other, one in enumerate(times) if other != rank and key in one}
+    return found if len(found) == len(times) - 1 else {}
 
 
 def waited_for(of_ranks: Sequence[Mapping[int, float]], size: int) -> list[float]:

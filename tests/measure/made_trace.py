@@ -28,7 +28,7 @@ def label(name: str, start: float, end: float) -> dict[str, Any]:
 def step(start: float, data: float, gradients: float, update: float) -> list[dict[str, Any]]:
     """The labels of a step that begins at ``start``; the others say when its parts end."""
     return [
-        label(trace.STEP, start, update),
+        label(f"{trace.STEP}3", start, update),
         label(trace.DATA, start, data),
         label(trace.GRADIENTS, data, gradients),
         label(trace.UPDATE, gradients, update),

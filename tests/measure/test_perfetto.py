@@ -2,7 +2,7 @@ import gzip
 import json
 
 from ptdbench.measure import perfetto, trace
-from tests.measure.made_trace import EPOCH, event, step, write
+from tests.measure.made_trace import EPOCH, MAIN, called, event, sent, step, write
 
 
 def merged(tmp_path, *of_ranks, names=("rank 0", "rank 1"), ahead=(0.0, 0.0)):
@@ -19,7 +19,7 @@ def test_ranks_are_processes_of_their_own_by_name(tmp_path):
     events = merged(tmp_path, step(0, 1, 2, 3), step(0, 1, 2, 3), names=("rank 0, stage 0", "rank 1, stage 1"))
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert sorted(named.values()) == ["rank 0, stage 0", "rank 1, stage 1"]
-    steps = [event for event in events if event["name"] == trace.STEP]
+    steps = [event for event in events if event["name"].startswith(trace.STEP)]
     assert [named[event["pid"]] for event in steps] == ["rank 0, stage 0", "rank 1, stage 1"]
 
 
@@ -47,6 +47,20 @@ def test_arrows_stay_inside_of_their_rank(tmp_path):
     ids = [event["id"] for event in events if event["ph"] == "s"]
     assert ids[0] != ids[1]
     assert all(isinstance(number, int) for number in ids)  # Perfetto reads no others
+
+
+def test_a_message_that_outlasts_what_began_it_has_a_row_of_its_own(tmp_path):
+    """Perfetto drops what ends after what it is drawn in."""
+    call, message = called("send", 1, 2, [8]), {**sent("send", 1.5, 5, [8]), "tid": MAIN}
+    events = merged(tmp_path, [call, message, event("aten::mm", 3, 4)], names=["rank 0"], ahead=[0.0])
+    assert [event["name"] for event in events if event["ph"] == "X"] == ["c10d::send", "aten::mm"]
+    begin, end = (event for event in events if event["name"] == "gloo:send")
+    assert (begin["ph"], end["ph"], begin["id"] == end["id"], end["ts"] - begin["ts"]) == ("b", "e", True, 3500)
+
+
+def test_what_belongs_to_no_process_is_left_out(tmp_path):
+    mark = {"ph": "i", "s": "g", "name": "Record Window End", "pid": "", "tid": "", "ts": 4.0}
+    assert mark["name"] not in [event["name"] for event in merged(tmp_path, [mark], names=["rank 0"], ahead=[0.0])]
 
 
 def test_the_trace_of_one_rank_says_which_and_can_still_be_read(tmp_path):

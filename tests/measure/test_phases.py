@@ -76,6 +76,13 @@ def test_overlapping_calls_are_under_way_once():
     assert found.traffic["all_reduce"].seconds == 6
 
 
+def test_messages_that_nobody_awaited_in_time_are_not_timed():
+    calls = [Call("recv", 8, start, start + 2, held=((start, start), (start + 1, start + 2))) for start in (1.0, 4.0)]
+    found = partition(made([(2.0, 3.0)], calls), [Ready(1.0, done=1.5), Ready(4.0)])
+    of = found.traffic["recv"]
+    assert (of.calls, of.known, of.seconds, of.exposed_seconds) == (2, 1, 0.5, 1)
+
+
 @pytest.mark.parametrize("since", [-5.0, 50.0])
 def test_a_clock_that_is_wrong_makes_no_phase_negative(since):
     found = partition(made([(2.0, 6.0)], [Call("all_reduce", 8, 2.0, 6.0)]), [Ready(since, last=1)])

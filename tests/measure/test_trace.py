@@ -1,7 +1,7 @@
 import pytest
 
 from ptdbench.measure import trace
-from tests.measure.made_trace import called, event, label, milliseconds, sent, step, write
+from tests.measure.made_trace import EPOCH, called, event, label, milliseconds, sent, step, write
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
 
@@ -42,7 +42,7 @@ def test_ddp_waits_in_cpp_after_the_backward_pass_for_the_last_all_reduce(tmp_pa
     assert milliseconds(found.waits) == [(3, 3.5), (4, 7)]
     assert phases(found)["backward"] == [(1, 3), (3.5, 4)]
     (call,) = found.calls
-    assert (call.operation, call.bytes, call.within[:1]) == ("all_reduce", 4000, (trace.STEP,))
+    assert (call.operation, call.bytes, call.within[:1]) == ("all_reduce", 4000, ("ProfilerStep#3",))
     assert milliseconds([(call.start, call.end)]) == [(3, 7)]
 
 
@@ -55,6 +55,19 @@ def test_what_waited_may_go_on_before_the_end_of_communication_is_noted(tmp_path
     ]
     found = trace.read(write(tmp_path / "t.json", *step(0, 1, 8, 9), *events))
     assert milliseconds(found.waits) == [(3, 3.5), (4, 7.5)]
+
+
+def test_of_two_waits_the_last_one_counts_though_its_end_is_noted_late(tmp_path):
+    events = [
+        event(BACKWARD, 1, 4),
+        called("allreduce_", 2, 2.5, [500]),
+        sent("all_reduce", 2.2, 5, [500]),
+        called("allreduce_", 3, 3.5, [1000]),
+        {**sent("all_reduce", 3.2, 7.6, [1000]), "tid": 98},
+        event("aten::add_", 7.5, 8),
+    ]
+    found = trace.read(write(tmp_path / "t.json", *step(0, 1, 8, 9), *events))
+    assert milliseconds(found.waits) == [(2, 2.5), (3, 3.5), (4, 7.5)]
 
 
 def test_a_pause_after_the_backward_pass_in_which_no_communication_ends_is_no_wait(tmp_path):
@@ -143,6 +156,21 @@ def test_what_follows_the_backward_pass_is_no_wait(tmp_path):
     found = trace.read(write(tmp_path / "t.json", *step(0, 1, 5, 60), *events))
     assert milliseconds(found.waits) == [(3, 3.5), (4, 4.5)]
     assert phases(found)["optimizer"] == [(5, 60)]
+
+
+def test_what_waits_for_a_message_waits_for_no_other_whose_end_is_not_yet_noted(tmp_path):
+    """gloo notes the end of a message when it is awaited."""
+    events = [
+        called("send", 1, 1.2, [10]),
+        sent("send", 1.1, 7, [10]),
+        called("recv_", 2, 2.1, [10]),
+        sent("recv", 2.1, 5, [10]),
+        label(trace.WAITING, 3, 5.1),
+        label(trace.WAITING, 6.9, 7.1),
+    ]
+    send, recv = trace.read(write(tmp_path / "t.json", *step(0, 1, 8, 9), *events)).calls
+    assert (milliseconds(send.held), milliseconds(recv.held)) == ([(1, 1.2), (6.9, 7.1)], [(2, 2.1), (3, 5.1)])
+    assert [call.operation for call in (send, recv) if call.holds(EPOCH + 4e-3)] == ["recv"]
 
 
 def test_messages_are_told_from_each_other_though_they_have_one_size(tmp_path):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ptdbench.measure import trace
 from ptdbench.measure.allocations import KINDS
 from ptdbench.records import schema
 from ptdbench.setup import config, run_spec
@@ -108,7 +109,7 @@ def test_the_timeline_shows_each_rank_and_each_kind(tmp_path: Path):
     counted = [event for event in events if event["ph"] == "C"]
     assert all(list(event["args"]) == list(KINDS) for event in counted)
     assert not [event for event in events if event.get("name") == "[memory]"]
-    steps = {event["pid"]: event for event in events if event.get("name") == "ptdbench::step"}
+    steps = {event["pid"]: event for event in events if event.get("name", "").startswith(trace.STEP)}
     assert len(steps) == 2
     for rank, pid in enumerate(sorted(steps)):
         of_rank = [event for event in counted if event["pid"] == pid]
