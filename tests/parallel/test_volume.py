@@ -25,40 +25,40 @@ from ptdbench.parallel.strategy import Strategy
 from ptdbench.parallel.volume import OPERATIONS
 from tests.parallel.ranks import on_ranks
 
-BATCH = 16
+BATCH = 8
 
 #: By name: the strategy, samples of a micro-batch, and what else differs. Four shards of some weights are not equal.
 CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "ddp": (Strategy(replicate="auto"), {}),
-    "ddp in bf16": (Strategy(replicate="auto", gradients="bf16"), {"micro_batch": 2, "precision": "bf16"}),
-    "images": (Strategy(replicate="auto"), {"micro_batch": 2}),
+    "ddp in bf16": (Strategy(replicate="auto", gradients="bf16"), {"micro_batch": 1, "precision": "bf16"}),
+    "images": (Strategy(replicate="auto"), {"micro_batch": 1}),
     "images in shards": (Strategy(shard="auto"), {"precision": "bf16"}),
     "zero1": (Strategy(replicate="auto", optimizer="zero1"), {}),
     "powersgd": (Strategy(replicate="auto", gradients="powersgd"), {}),
-    "fsdp": (Strategy(shard="auto"), {"micro_batch": 2}),
-    "fsdp in bf16": (Strategy(shard="auto", gradients="bf16"), {"micro_batch": 2, "precision": "bf16"}),
-    "fsdp that keeps weights": (Strategy(shard="auto", reshard_after_forward=False), {"micro_batch": 2}),
+    "fsdp": (Strategy(shard="auto"), {"micro_batch": 1}),
+    "fsdp in bf16": (Strategy(shard="auto", gradients="bf16"), {"micro_batch": 1, "precision": "bf16"}),
+    "fsdp that keeps weights": (Strategy(shard="auto", reshard_after_forward=False), {"micro_batch": 1}),
     "fsdp that keeps them between passes": (
-        Strategy(shard="auto", reshard_between_microbatches=False), {"micro_batch": 2}
+        Strategy(shard="auto", reshard_between_microbatches=False), {"micro_batch": 1}
     ),
     "fsdp that keeps them in a pass": (
-        Strategy(shard="auto", reshard_after_forward=False, reshard_between_microbatches=True), {"micro_batch": 2}
+        Strategy(shard="auto", reshard_after_forward=False, reshard_between_microbatches=True), {"micro_batch": 1}
     ),
     "fsdp in groups": (Strategy(shard="auto", reshard_after_forward=2), {}),
     "fsdp that recomputes": (Strategy(shard="auto"), {"activations": Recompute()}),
     "hsdp": (Strategy(replicate=2, shard="auto"), {}),
-    "pdp": (Strategy(replicate="auto", pipeline=2, microbatches=2), {"micro_batch": 2}),
+    "pdp": (Strategy(replicate="auto", pipeline=2, microbatches=2), {"micro_batch": 1}),
     "gpipe in bf16": (Strategy(replicate=2, pipeline=2, schedule="gpipe", microbatches=2), {"precision": "bf16"}),
-    "stages in shards": (Strategy(shard="auto", pipeline=2, microbatches=2), {"micro_batch": 2}),
+    "stages in shards": (Strategy(shard="auto", pipeline=2, microbatches=2), {"micro_batch": 1}),
     "stages that keep weights": (
-        Strategy(shard="auto", pipeline=2, microbatches=2, reshard_after_forward=False), {"micro_batch": 2}
+        Strategy(shard="auto", pipeline=2, microbatches=2, reshard_after_forward=False), {"micro_batch": 1}
     ),
     "both ends on a rank": (Strategy(replicate=2, pipeline=2, schedule="dualpipev", microbatches=4), {}),
-    "tensor": (Strategy(replicate="auto", tensor=2), {"micro_batch": 2}),
-    "tensor and shards": (Strategy(shard="auto", tensor=2, sequence=True), {"micro_batch": 4}),
+    "tensor": (Strategy(replicate="auto", tensor=2), {"micro_batch": 1}),
+    "tensor and shards": (Strategy(shard="auto", tensor=2, sequence=True), {"micro_batch": 2}),
     "tensor and stages": (Strategy(tensor=2, pipeline=2, microbatches=2), {"precision": "bf16"}),
     "positions and stages": (Strategy(tensor=2, pipeline=2, microbatches=2, sequence=True), {}),
-    "context and shards": (Strategy(shard=2, context=2), {"micro_batch": 2, "precision": "bf16"}),
+    "context and shards": (Strategy(shard=2, context=2), {"micro_batch": 1, "precision": "bf16"}),
     "context and tensor": (Strategy(context=2, tensor=2), {}),
     "context that recomputes": (Strategy(replicate=2, context=2), {"activations": Recompute()}),
     "llama in bf16": (Strategy(shard="auto", tensor=2), {"precision": "bf16"}),
