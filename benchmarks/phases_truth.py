@@ -46,10 +46,13 @@ POINTS, MOST_OTHER = 0.05, 0.05
 LAYOUTS = {
     "ddp": ["parallel=ddp"],
     "fsdp": ["parallel=fsdp"],
-    "hsdp": ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=1"],
+    "hsdp": ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2"],
     "tp": ["parallel=tp"],
     **{f"pdp-{name}": ["parallel=pdp", "parallel.pipeline=2", f"parallel.schedule={name}"] for name in SCHEDULES},
 }
+
+#: Two ranks can be copies or shards, not both.
+RANKS = {"hsdp": 4}
 
 OPERATIONS = (
     "allreduce_", "_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_", "_reduce_scatter_base_",
@@ -112,10 +115,11 @@ def _interval(steps: np.ndarray, free: np.ndarray) -> tuple[float, float]:
 
 
 def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    words = [f"model={options.model}", *LAYOUTS[name], "cluster.ranks_per_node=2", "profile.steps=10", "device=cpu"]
-    composed = compose_all(conf_folder(), "config", words, multirun=False).jobs[0]
+    ranks = RANKS.get(name, 2)
+    words = [f"model={options.model}", *LAYOUTS[name], f"cluster.ranks_per_node={ranks}", "profile.steps=10"]
+    composed = compose_all(conf_folder(), "config", [*words, "device=cpu"], multirun=False).jobs[0]
     with TemporaryDirectory() as directory:
-        local.start(_in_rank, 2, composed, directory, options.steps)
+        local.start(_in_rank, ranks, composed, directory, options.steps)
         found: dict[str, Any] = json.loads(Path(directory, "found").read_text())
         return found
 

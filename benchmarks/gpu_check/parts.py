@@ -43,6 +43,9 @@ SPEED_TOLERANCE, MEMORY_TOLERANCE = 0.03, 0.02
 #: The shares of a step's time and of its memory that may be ``other``.
 UNEXPLAINED = 0.05, 0.1
 
+#: The peak of one step, as a share of that of the run, from which its allocations have been seen.
+SEEN = 0.8
+
 #: A run that does not fit must say so within this time, the start of its processes included.
 OOM_SECONDS = 120
 
@@ -191,8 +194,8 @@ def explained(session: Session) -> None:
     for strategy in STRATEGIES:
         steps = f"train.steps={session.sizes.steps}"
         found = session.run(strategy, f"parallel={strategy}", "profile.trace=true", steps, *_small(session))
-        if found["status"] != "ok" or not found["phases"]["steps"]:
-            session.tell(strategy, False, reason(found) if found["status"] != "ok" else found["phases"]["reason"])
+        if found["status"] != "ok" or not (phases := found["phases"] or {}).get("steps") or not found["memory"]:
+            session.tell(strategy, False, reason(found) if found["status"] != "ok" else str(phases.get("reason")))
             continue
         share = max(found["phases"]["ranks"]["other"]) / found["phases"]["step_seconds"]
         session.tell(f"{strategy} time", share <= UNEXPLAINED[0], f"{share:.1%} of a step is other", share=share)
@@ -200,7 +203,10 @@ def explained(session: Session) -> None:
         total = sum(amounts.values())
         share, of_run = amounts["other"] / total, total / _peak(found)
         said = f"{share:.1%} of {total / 2**20:,.0f} MiB is other; the peak of this step is {of_run:.2f} of the run's"
-        session.tell(f"{strategy} memory", share <= UNEXPLAINED[1], said, share=share, of_run=of_run, **amounts)
+        # A CPU's peak is that of its process. On a GPU what is too little has not been seen by the profiler.
+        is_seen = amounts["activations"] > 0 and (session.device == "cpu" or of_run >= SEEN)
+        passed = share <= UNEXPLAINED[1] and is_seen
+        session.tell(f"{strategy} memory", passed, said, share=share, of_run=of_run, **amounts)
 
 
 def two_ranks(session: Session) -> None:

@@ -35,7 +35,7 @@ INVENTORY = "ptdbench::inventory"
 _CASTS = ("FSDP::cast_forward_inputs", "FSDP::cast_forward_outputs", "FSDP::inputs_to_device")
 
 
-class Place(NamedTuple):
+class Surroundings(NamedTuple):
     """What was going on when a block was allocated or freed.
 
     Attributes:
@@ -52,7 +52,11 @@ class Place(NamedTuple):
 
 
 #: What goes on in the labelled parts of a step.
-_PARTS = {DATA: Place("data"), GRADIENTS: Place("forward", "activations"), UPDATE: Place("optimizer")}
+_PARTS = {
+    DATA: Surroundings("data"),
+    GRADIENTS: Surroundings("forward", "activations"),
+    UPDATE: Surroundings("optimizer"),
+}
 
 
 class Change(NamedTuple):
@@ -63,14 +67,14 @@ class Change(NamedTuple):
         address: Of the block.
         bytes: Its size; negative if it is freed.
         allocated: Bytes in all blocks afterwards; on a CPU in those since the profiler began.
-        place: What was going on.
+        around: What was going on.
     """
 
     time: int
     address: int
     bytes: int
     allocated: int
-    place: Place
+    around: Surroundings
 
 
 class Sent(NamedTuple):
@@ -129,7 +133,6 @@ class _Block:
     began: int
     bytes: int
     kind: str
-    place: Place
     ended: float = math.inf
 
     def holds(self, time: int) -> bool:
@@ -146,34 +149,34 @@ def read(taken: profile, device_type: str) -> Seen:
     assert taken.kineto_results
     begin = end = inventory = 0
     changes, sent = [], []
-    for event, place in _walk(taken.kineto_results.experimental_event_tree()):
+    for event, around in _walk(taken.kineto_results.experimental_event_tree()):
         if event.tag == _EventType.Allocation:
             found = event.extra_fields
             if found.device.type == device_type:
                 size, allocated = found.alloc_size, found.total_allocated
-                changes.append(Change(event.start_time_ns, found.ptr, size, allocated, place))
+                changes.append(Change(event.start_time_ns, found.ptr, size, allocated, around))
         elif event.tag == _EventType.TorchOp:
             if event.name.startswith(STEP) and event.start_time_ns > begin:
                 begin, end = event.start_time_ns, event.end_time_ns
             elif event.name == INVENTORY:
                 inventory = max(inventory, event.start_time_ns)
-            elif event.name.startswith("c10d::") and not event.name.startswith("c10d::send") and not place.functional:
+            elif event.name.startswith("c10d::") and not event.name.startswith("c10d::send") and not around.functional:
                 sent += [Sent(event.start_time_ns, *one) for one in _tensors(event.extra_fields.inputs, device_type)]
     return Seen(begin, end, inventory, sorted(changes), sorted(sent), device_type != "cpu")
 
 
-def _walk(roots: Sequence[Any]) -> Iterator[tuple[Any, Place]]:
+def _walk(roots: Sequence[Any]) -> Iterator[tuple[Any, Surroundings]]:
     """All events, each with what went on around it."""
-    waiting = [(event, Place()) for event in roots]
+    waiting = [(event, Surroundings()) for event in roots]
     while waiting:
-        event, place = waiting.pop()
-        yield event, place
+        event, around = waiting.pop()
+        yield event, around
         if event.children:
-            inner = _inside(event.name, place)
+            inner = _inside(event.name, around)
             waiting += [(child, inner) for child in event.children]
 
 
-def _inside(name: str, around: Place) -> Place:
+def _inside(name: str, around: Surroundings) -> Surroundings:
     """What goes on inside of an event."""
     if name in _PARTS:
         return _PARTS[name]
@@ -181,8 +184,10 @@ def _inside(name: str, around: Place) -> Place:
         kind = around.kind if around.moment in ("forward", "backward") else "activations"
         return around._replace(moment="backward", kind=kind)
     if name.startswith("FSDP::") and not name.startswith(_CASTS):
-        moment = "backward" if "backward" in name and around.moment == "forward" else around.moment
-        return Place(moment, "communication", reduces=name.startswith("FSDP::post_backward_reduce"))
+        # On a GPU autograd calls back in a thread of its own.
+        is_backward = "backward" in name and around.moment in ("forward", "other")
+        moment = "backward" if is_backward else around.moment
+        return Surroundings(moment, "communication", reduces=name.startswith("FSDP::post_backward_reduce"))
     if name.startswith("_c10d_functional"):
         return around._replace(functional=True)
     return around
@@ -206,20 +211,20 @@ def usage(seen: Seen, known: Mapping[int, tuple[str, int]]) -> Usage:
         known: The kind and the bytes of the storages of the training state at the inventory, by address.
     """
     blocks = _blocks(seen.changes)
-    before = _told_apart(seen, blocks, known)
+    before = _assign_kinds(seen, blocks, known)
     present = dict.fromkeys(KINDS, 0)
     for kind, size in before:
         present[kind] += size
     edges: list[tuple[float, _Block, int]] = []
     for block in (block for at in blocks.values() for block in at):
-        if block.began < seen.begin < block.ended:
+        if block.began < seen.begin <= block.ended:
             present[block.kind] += block.bytes
         edges += [(time, block, sign) for time, sign in ((block.began, 1), (block.ended, -1)) if _within(time, seen)]
     edges.sort(key=lambda edge: (edge[0], edge[2]))  # a free that nobody saw comes before the next allocation
     if seen.all_counted:
         present["other"] += _unseen(seen, sum(present.values()))
     times, moments, amounts = [seen.begin], ["data"], [tuple(present.values())]
-    moment_at = {change.time: change.place.moment for change in seen.changes}
+    moment_at = {change.time: change.around.moment for change in seen.changes}
     for time, block, sign in edges:
         present[block.kind] += sign * block.bytes
         times.append(int(time))
@@ -239,14 +244,14 @@ def _blocks(changes: Sequence[Change]) -> dict[int, list[_Block]]:
         at = blocks[change.address]
         if at and at[-1].ended == math.inf:  # also where it was freed in a thread that the profiler does not see
             at[-1].ended = change.time
-            if change.bytes < 0 and change.place.reduces and at[-1].kind == "activations":
+            if change.bytes < 0 and change.around.reduces and at[-1].kind == "activations":
                 at[-1].kind = "gradients"
         if change.bytes > 0:
-            at.append(_Block(change.time, change.bytes, change.place.kind, change.place))
+            at.append(_Block(change.time, change.bytes, change.around.kind))
     return blocks
 
 
-def _told_apart(
+def _assign_kinds(
     seen: Seen, blocks: Mapping[int, list[_Block]], known: Mapping[int, tuple[str, int]]
 ) -> Iterator[tuple[str, int]]:
     """Say of blocks what they are for; yields kind and bytes of what was allocated before the profiler began."""

@@ -17,6 +17,9 @@ _KIND = "links"
 #: How an operation was called, the way that is more like training's first.
 _MODES = ("async", "blocking")
 
+#: The figures of a line.
+_FIGURES = ("alpha", "beta", "largest")
+
 #: Operations that compute: they take longer in some dtypes than in others.
 _REDUCING = ("all_reduce", "reduce_scatter")
 
@@ -32,7 +35,7 @@ def key(backend: str, peers: Sequence[Peer]) -> dict[str, Any]:
 
 
 def keep(of: Mapping[str, Any], lines: Mapping[str, Mapping[str, float]]) -> Path:
-    """Store lines; older ones of other series are kept.
+    """Store lines that times can follow; older ones are kept of other series, and of the same up to larger sizes.
 
     Args:
         of: The :func:`key`.
@@ -42,7 +45,11 @@ def keep(of: Mapping[str, Any], lines: Mapping[str, Mapping[str, float]]) -> Pat
     Raises:
         OSError: They cannot be written.
     """
-    return cache.keep(_KIND, of, {"lines": {**_lines(of), **lines}})
+    kept = _lines(of)
+    for name, line in lines.items():
+        if line["alpha"] >= 0 and line["beta"] > 0 and line["largest"] >= kept.get(name, line)["largest"]:
+            kept[name] = line
+    return cache.keep(_KIND, of, {"lines": kept})
 
 
 def seconds(of: Mapping[str, Any], operation: str, dtype: str, calls: float, size: float) -> float | None:
@@ -62,11 +69,16 @@ def seconds(of: Mapping[str, Any], operation: str, dtype: str, calls: float, siz
     for mode in _MODES:
         for name, line in _lines(of).items():
             if name.startswith(series) and name.endswith(mode) and 0 < size <= calls * line["largest"]:
-                taken = calls * line["alpha"] + size * line["beta"]
-                return taken if taken > 0 else None
+                return calls * line["alpha"] + size * line["beta"]
     return None
 
 
-def _lines(of: Mapping[str, Any]) -> dict[str, Any]:
+def _lines(of: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
+    """Those on record that are whole: a person may have changed the file."""
     found = cache.look_up(_KIND, of).get("lines")
-    return found if isinstance(found, dict) else {}
+    lines = found.items() if isinstance(found, dict) else ()
+    return {name: line for name, line in lines if _is_whole(line)}
+
+
+def _is_whole(line: Any) -> bool:
+    return isinstance(line, dict) and all(isinstance(line.get(name), (int, float)) for name in _FIGURES)

@@ -65,10 +65,12 @@ def footprints(
     def like(parameter: nn.Parameter) -> Tensor:
         return local_like(parameter, shards, dims.tensor, dimensions.get(parameter))
 
-    return [_footprint(of_rank, like, make, average, gradient_copies, owners) for of_rank in held(model, stages)]
+    return [
+        _footprint(of_rank, like, make, average, gradient_copies, owners) for of_rank in modules_of_ranks(model, stages)
+    ]
 
 
-def held(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]]:
+def modules_of_ranks(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]]:
     """The stages of each rank of a pipeline, as modules; ``ranks``: the rank of each stage."""
     if len(ranks) == 1:
         return [[module_of(model)]]

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.apply import Transforms
 from ptdbench.parallel.batch import Layout
-from ptdbench.parallel.footprint import held, local_like
+from ptdbench.parallel.footprint import local_like, modules_of_ranks
 from ptdbench.parallel.pipeline.stage import cut
 from ptdbench.parallel.precision import DTYPES, Name
 from ptdbench.parallel.replicate import Replication
@@ -90,7 +90,7 @@ def _of_copies(work: Work, how: Replication) -> dict[str, float]:
 
     ZeRO-1: replicas send the weights that they have updated, each to all (Rajbhandari et al. 2020, section 5).
     """
-    stages = [stage for of_rank in held(work.model, work.ranks) for stage in of_rank]
+    stages = [stage for of_rank in modules_of_ranks(work.model, work.ranks) for stage in of_rank]
     weights = [weight for stage in stages for weight in stage.parameters() if weight.requires_grad]
     sent = {"fp32": _WIDE, "bf16": 2, "fp16": 2}.get(how.gradients, math.nan)
     updated = sum(weight.nbytes for weight in weights) if how.divides_optimizer else 0
@@ -118,7 +118,7 @@ def _of_shards(work: Work, how: Sharding) -> dict[str, float]:
     again = 0 if how.reshard_after_forward is False else math.nan if is_staged else passes
     item = DTYPES[work.precision].itemsize
     gathered = reduced = 0.0
-    for stage in (stage for of_rank in held(work.model, work.ranks) for stage in of_rank):
+    for stage in (stage for of_rank in modules_of_ranks(work.model, work.ranks) for stage in of_rank):
         for weight in stage.parameters():
             whole = shards * local_like(weight, shards, dims.tensor, dimensions.get(weight)).numel()
             times = once + again if weight in of_layers else once
@@ -133,8 +133,10 @@ def _of_shards(work: Work, how: Sharding) -> dict[str, float]:
 
 def _of_activations(work: Work) -> Iterator[dict[str, float]]:
     """What depends on activations: unknown if there is no telling their sizes."""
-    dims = work.layout.dims
+    dims, module = work.layout.dims, module_of(work.model)
     try:
+        if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            raise NotImplementedError  # elsewhere it would really compute, draw random numbers and change its buffers
         inputs, outputs = _sizes(work)
     except Exception:  # whatever a model may raise that was not made for the meta device
         yield _unknown(*OPERATIONS)

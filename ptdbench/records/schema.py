@@ -137,7 +137,7 @@ class Communication(_Counted, total=False):
     """What ``bytes`` should be for this layout, without messages of a single number; null if no exact formula is
     known."""
     fit_seconds: float | None
-    """What ``calls`` with ``bytes`` take by the line that ``workload=collectives`` last fitted on these ranks; null if
+    """What ``calls`` with ``bytes`` take by the line that ``workload=collectives`` last fitted on these ranks, with this backend and torch; null if
     it did not, or the operation is not one of all ranks."""
 
 
@@ -186,15 +186,18 @@ class Memory(TypedDict, total=False):
     context and the buffers of NCCL.
     """
 
+    reason: str | None
+    """Why there are no figures."""
     ranks: dict[str, list[int]]
     """Bytes by kind, one number for each rank; those of a rank add up to its peak. ``weights``: parameters and
     buffers, of which a rank may have shards. ``gradients``: also those of whole weights that FSDP has not reduced yet.
     ``optimizer``: its state, moving averages of weights included. ``activations``: what else the forward and the
     backward pass allocate. ``communication``: what is sent and received, and the weights that FSDP has gathered.
-    ``other``: the batch, what an update needs for a moment, and on a GPU what was there before for an unknown
-    reason."""
+    ``other``: the batch, what an update needs for a moment, and on a GPU what was there before for another reason,
+    such as workspaces of libraries, and what the allocator rounds sizes up by."""
     moments: list[str]
-    """In which part of the step each rank had its peak: ``data``, ``forward``, ``backward``, ``optimizer``."""
+    """In which part of the step each rank had its peak: ``data``, ``forward``, ``backward``, ``optimizer`` or
+    ``other``."""
     pass_seconds: float
     """What finding this out took."""
 

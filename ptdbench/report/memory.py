@@ -86,10 +86,11 @@ def compare(record: Record, against: Record, called: str, reference: str) -> Ite
 
 
 def _found(record: Record) -> Mapping[str, Any] | None:
-    """The memory of a record, if it is whole."""
+    """The memory of a record with phases, if it is whole, and of the same ranks."""
     found = record.get("memory") or {}
     ranks, moments = found.get("ranks") or {}, found.get("moments") or []
-    return found if moments and all(len(ranks.get(kind) or []) == len(moments) for kind in KINDS) else None
+    count = len(phases.compute_seconds(record["phases"]))
+    return found if len(moments) == count and all(len(ranks.get(kind) or []) == count for kind in KINDS) else None
 
 
 def _peaks(found: Mapping[str, Any]) -> list[int]:

@@ -110,8 +110,9 @@ def _reason(record: Record) -> str:
     if not isinstance(profile, Mapping):
         version = (record.get("environment") or {}).get("ptdbench")
         return f"written by an earlier version{f' ({version})' if version else ''}; run it again"
-    steps = profile.get("steps")
-    return f"profile.steps={steps}; run it again{' with profile.steps=5' if steps == 0 else ''}"
+    if steps := profile.get("steps"):
+        return f"the {steps} profiled steps after the timed ones failed or were interrupted; run it again"
+    return "profile.steps=0; run it again with profile.steps=5"
 
 
 def _fault(phases: Mapping[str, Any]) -> str | None:

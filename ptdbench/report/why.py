@@ -157,12 +157,13 @@ def _waited_for(found: Mapping[str, Any]) -> Iterator[str]:
     longest = max(waited)
     if longest < _WAITED * found["step_seconds"]:
         return
-    rank, most = waited.index(longest), found.get("waited_for_most") or []
+    rank, most = waited.index(longest), [one for one in found.get("waited_for_most") or [] if one is not None]
     name, of_step = phases.rank_name(found, rank), f"{three_digits(1e3 * longest)} ms of a step"
-    if len(most) < 2:
+    if not most or len(found["waited_for_most"]) < 2:
         yield f"the others wait {of_step} for {name}"
-    elif 2 * most.count(rank) > len(most):
-        yield f"the others wait {of_step} for {name}, longest for it in {most.count(rank)} of {len(most)} steps"
+    elif 2 * most.count(rank) > len(most) or len(set(most)) < 2:
+        steps = len(found["waited_for_most"])
+        yield f"the others wait {of_step} for {name}, longest for it in {most.count(rank)} of {steps} steps"
     else:
         yield f"the others wait for different ranks in turn, longest for {name}: {of_step}"
 

@@ -48,7 +48,10 @@ def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
         with _snapshot(job) if keep and job.device.type == "cuda" else nullcontext():
             taken = profile.run(job, loop, 1, memory=True, between=partial(_note, known, loop, job.device.type))
         with job.watchdog.paused():
-            usage = allocations.usage(allocations.read(taken, job.device.type), known)
+            usage = _usage(taken, known, job.device.type)
+            if reasons := [one for one in gather(usage if isinstance(usage, str) else None) if one]:
+                return {"reason": reasons[0]}
+            assert isinstance(usage, allocations.Usage)
             of_ranks = gather((usage.bytes[usage.peak], usage.moments[usage.peak]))
             if keep:
                 ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
@@ -57,10 +60,19 @@ def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
     if job.world.rank > 0:
         return None
     return {
+        "reason": None,
         "ranks": {kind: [amounts[place] for amounts, _ in of_ranks] for place, kind in enumerate(allocations.KINDS)},
         "moments": [moment for _, moment in of_ranks],
         "pass_seconds": time.perf_counter() - started,
     }
+
+
+def _usage(taken: Any, known: dict[int, tuple[str, int]], device_type: str) -> allocations.Usage | str:
+    """The memory of the step, or why it is not known: what costs the figures must not cost the phases, too."""
+    try:
+        return allocations.usage(allocations.read(taken, device_type), known)
+    except Exception as error:  # torch's tree of events is no public interface
+        return f"what the profiler saw cannot be read: {type(error).__name__}: {error}"
 
 
 def _note(known: dict[int, tuple[str, int]], loop: StepLoop, device_type: str) -> None:
@@ -79,18 +91,24 @@ def _state(loop: StepLoop) -> dict[str, Iterable[Any]]:
     return {
         "weights": [*weights, *loop.engine.module.buffers()],
         "gradients": [weight.grad for weight in weights],
-        "optimizer": [value for values in loop.update.optimizer.state.values() for value in values.values()],
+        "optimizer": [
+            value
+            for values in loop.update.optimizer.state.values()
+            for value in (values.values() if isinstance(values, Mapping) else ())
+        ],
         "communication": loop.engine.own_state().values(),
     }
 
 
 def _plain(tensor: Any) -> Iterator[Tensor]:
-    """The tensors with memory that one consists of: a DTensor has none itself."""
+    """The tensors with memory that one consists of: a DTensor, or a sparse gradient, has none itself."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
             yield from _plain(getattr(tensor, name))
-    elif isinstance(tensor, Tensor):
+    elif isinstance(tensor, Tensor) and tensor.layout == torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif isinstance(tensor, Tensor) and tensor.layout == torch.strided:
         yield tensor
 
 
@@ -110,8 +128,9 @@ def _snapshot(job: Job) -> Iterator[None]:
     try:
         yield
         folder = job.directory / FOLDER
-        folder.mkdir(exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(folder / f"rank{job.world.rank}.pickle"))
+        with job.watchdog.paused():
+            folder.mkdir(exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(folder / f"rank{job.world.rank}.pickle"))
     except OSError as error:
         say(f"warning: the snapshot of the memory could not be written: {error}", sys.stderr)
     finally:

@@ -120,6 +120,8 @@ def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Exp
     if job.world.rank == 0:
         job.note({**outcome.fields, "status": "ok", "error": None})
     found = profile.phases(job, loop, outcome.fields.get("metrics"), expected)
+    if job.world.rank == 0:
+        job.note({"phases": found})
     if found and found["steps"]:
         outcome = replace(outcome, figures={**outcome.figures, "phases": phases_picture.draw(found)})
     return replace(outcome, fields={**outcome.fields, "phases": found, "memory": memory_split.split(job, loop)})

@@ -197,10 +197,20 @@ def test_wheels_are_unpacked_and_come_first_on_the_path(tmp_path: Path, monkeypa
 def test_what_is_not_explained_of_a_step_is_limited(seconds: float, size: int, passed: list[bool]) -> None:
     record = trained(peak=100)
     record["phases"] = {"steps": 5, "step_seconds": 0.1, "ranks": {"other": [0.001, seconds]}}
-    record["memory"] = {"ranks": {"weights": [100 - size], "other": [size]}}
+    record["memory"] = {"ranks": {"weights": [60 - size], "activations": [40], "other": [size]}}
     of = Scripted(*[record] * len(parts.STRATEGIES))
     parts.explained(of)
     assert [check.passed for check in of.checks] == passed * len(parts.STRATEGIES)
+
+
+@pytest.mark.parametrize("seen", [{"weights": [50], "activations": [40]}, {"weights": [60], "activations": [0]}])
+def test_memory_that_the_profiler_has_not_seen_is_not_explained(seen: dict[str, list[int]]) -> None:
+    record = trained(peak=120)
+    record["phases"] = {"steps": 5, "step_seconds": 0.1, "ranks": {"other": [0.0]}}
+    record["memory"] = {"ranks": {**seen, "other": [0]}}
+    of = Scripted(*[record] * len(parts.STRATEGIES))
+    parts.explained(of)
+    assert [check.passed for check in of.checks] == [True, False] * len(parts.STRATEGIES)
 
 
 def test_a_step_without_phases_is_not_explained() -> None:

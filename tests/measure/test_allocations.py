@@ -7,14 +7,14 @@ import torch
 from torch.autograd.profiler import record_function
 
 from ptdbench.measure import allocations, trace
-from ptdbench.measure.allocations import KINDS, Change, Place, Seen, Sent
+from ptdbench.measure.allocations import KINDS, Change, Seen, Sent, Surroundings
 from ptdbench.measure.profiler import profiled
 
-FORWARD = Place("forward", "activations")
-BACKWARD = Place("backward", "activations")
-FSDP = Place("forward", "communication")
-REDUCING = Place("backward", "communication", reduces=True)
-UPDATE = Place("optimizer")
+FORWARD = Surroundings("forward", "activations")
+BACKWARD = Surroundings("backward", "activations")
+FSDP = Surroundings("forward", "communication")
+REDUCING = Surroundings("backward", "communication", reduces=True)
+UPDATE = Surroundings("optimizer")
 BEGIN, INVENTORY, END = 100, 200, 300
 
 
@@ -22,7 +22,7 @@ def seen(*changes: Change, sent: Iterable[Sent] = (), all_counted: bool = False)
     return Seen(BEGIN, END, INVENTORY, sorted(changes), sorted(sent), all_counted)
 
 
-def change(time: int, address: int, size: int, place: Place = FORWARD, allocated: int = 0) -> Change:
+def change(time: int, address: int, size: int, place: Surroundings = FORWARD, allocated: int = 0) -> Change:
     return Change(time, address, size, allocated, place)
 
 
@@ -166,7 +166,7 @@ def test_torch_does_not_warn_of_what_was_allocated_before(capfd):
     ],
 )
 def test_what_goes_on_is_told_by_the_names_around_an_allocation(names, place):
-    found = Place()
+    found = Surroundings()
     for name in names:
         found = allocations._inside(name, found)
     assert (found.moment, found.kind) == place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -81,3 +82,19 @@ def test_any_difference_makes_it_another(other):
 def test_a_broken_file_is_no_line(text):
     links.keep(KEY, {"all_gather fp32 async": LINE}).write_text(text)
     assert fitted("all_gather") is None
+
+
+@pytest.mark.parametrize("worse", [{"alpha": -1e-3}, {"beta": -1e-9}, {"beta": 0.0}, {"largest": 2**10}])
+def test_a_line_that_no_time_follows_or_of_smaller_sizes_takes_no_place(worse):
+    links.keep(KEY, {"all_gather fp32 async": LINE})
+    links.keep(KEY, {"all_gather fp32 async": SLOWER | worse, "broadcast fp32 async": LINE})
+    assert fitted("all_gather", calls=1, size=1e6) == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize("line", [{}, None, [1], {**LINE, "beta": "fast"}])
+def test_a_line_that_is_damaged_is_none(line):
+    path = links.keep(KEY, {"broadcast fp32 async": LINE})
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps({**kept, "lines": {**kept["lines"], "all_gather fp32 async": line}}))
+    assert fitted("all_gather") is None
+    assert fitted("broadcast") is not None

@@ -139,3 +139,18 @@ def test_what_ranks_send_is_what_the_formula_says(of_ranks, name):
     unknown = {operation for operation, size in by_formula.items() if size is None}
     assert unknown == UNKNOWN.get(name, set())
     assert sent == by_formula | {operation: sent[operation] for operation in unknown}
+
+
+def test_a_model_that_is_not_on_the_meta_device_is_not_run():
+    """It would draw random numbers for dropout, and another run would draw others."""
+    model = GPT(layers=2, heads=4, width=12, sequence_length=6, vocabulary=42)
+    ran = []
+    model.register_forward_hook(lambda *_: ran.append(1))
+    for part in model.parts().values():
+        part.register_forward_hook(lambda *_: ran.append(1))
+    strategy = Strategy(replicate=2, pipeline=2, microbatches=2)
+    layout = strategy.layout(strategy.dims(4), BATCH, "auto")
+    example = SyntheticTokens(sequence_length=6, vocabulary=42, seed=0).example()
+    found = strategy.volume(model, layout, example, "fp32", recomputes=False)
+    assert not ran
+    assert set(found.values()) == {None}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from ptdbench.measure import allocations
 from ptdbench.report import memory
 from tests.report.made import DDP, FSDP, phased
 
@@ -58,6 +59,16 @@ def test_equal_peaks_are_called_equal():
     assert list(memory.compare(close, LARGE, "fsdp", "ddp")) == [
         "fsdp and ddp take equally much memory: 112 MiB and 112 MiB at the peak"
     ]
+
+
+def test_kinds_are_those_that_are_told_apart():
+    assert tuple(memory.KINDS) == allocations.KINDS
+
+
+def test_memory_of_other_ranks_than_the_phases_is_not_shown():
+    kinds = {kind: [MIB] * 3 for kind in memory.KINDS}
+    other = {**SMALL, "memory": {"ranks": kinds, "moments": ["forward"] * 3}}
+    assert memory.of_ranks(other, 100) == []
 
 
 @pytest.mark.parametrize("damage", [None, {}, {"moments": ["forward"]}, {"moments": ["forward"] * 3}])

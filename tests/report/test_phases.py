@@ -50,7 +50,10 @@ HAD = {"profile": {"steps": 5}}
         (DDP, None),
         (without({"steps": 0, "reason": "the profiler failed: no room"}), "no phases: the profiler failed: no room"),
         (without(config={"profile": {"steps": 0}}), "no phases: profile.steps=0; run it again with profile.steps=5"),
-        (without(config=HAD), "no phases: profile.steps=5; run it again"),
+        (
+            without(config=HAD),
+            "no phases: the 5 profiled steps after the timed ones failed or were interrupted; run it again",
+        ),
         (without(), "no phases: written by an earlier version; run it again"),
         (
             without(environment={"ptdbench": "1.2"}),

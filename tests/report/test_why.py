@@ -165,6 +165,7 @@ class TestRanks:
             ([1, 1, 1], "the others wait 30.0 ms of a step for rank 1, longest for it in 3 of 3 steps"),
             ([1, None, 1], "the others wait 30.0 ms of a step for rank 1, longest for it in 2 of 3 steps"),
             ([0, 1], "the others wait for different ranks in turn, longest for rank 1: 30.0 ms of a step"),
+            ([1, None, None], "the others wait 30.0 ms of a step for rank 1, longest for it in 1 of 3 steps"),
             ([1], "the others wait 30.0 ms of a step for rank 1"),
             ([], "the others wait 30.0 ms of a step for rank 1"),
         ],

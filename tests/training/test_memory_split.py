@@ -2,16 +2,20 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ptdbench import run as product
 from ptdbench.measure import trace
 from ptdbench.measure.allocations import KINDS
 from ptdbench.records import schema
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.training_spec import TrainingSpec
+from ptdbench.training import memory_split
 from tests.conftest import composed, record_of
 from tests.shared_ranks import RANKS
 
@@ -43,7 +47,7 @@ def of_kind(record: dict[str, Any], kind: str) -> list[int]:
         ["parallel=ddp", "parallel.optimizer=zero1"],
         ["parallel=fsdp"],
         ["parallel=fsdp", "precision=bf16", "train.micro_batch=1"],
-        ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=1"],
+        ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2", "cluster.ranks_per_node=4"],
         ["parallel=tp", "parallel.sequence=true"],
         ["parallel=fsdp", "parallel.context=2", "parallel.shard=1"],
         [*PIPELINE],
@@ -61,7 +65,7 @@ def test_training_state_takes_what_was_foreseen(shared_run, layout):
     assert set(found["moments"]) <= {"forward", "backward"}
     assert min(of_kind(record, "activations")) > 0
     spec = training(*layout)
-    foreseen = [spec.footprints()[spec.layout.dims.stage(rank)] for rank in range(2)]
+    foreseen = [spec.footprints()[spec.layout.dims.stage(rank)] for rank in range(record["world_size"])]
     assert of_kind(record, "weights") == [one.weights for one in foreseen]
     if "parallel.optimizer=zero1" in layout:  # foreseen is the rank with the larger part
         assert max(of_kind(record, "optimizer")) == foreseen[0].optimizer
@@ -116,3 +120,30 @@ def test_the_timeline_shows_each_rank_and_each_kind(tmp_path: Path):
         assert max(sum(event["args"].values()) for event in of_rank) == sum(sizes[rank] for sizes in peaks.values())
         begin, end = (steps[pid]["ts"], steps[pid]["ts"] + steps[pid]["dur"])
         assert all(begin - 1 <= event["ts"] <= end + 1 for event in of_rank)
+
+
+def run_unreadable(configuration: Any, directory: Path) -> None:
+    """In a rank: a run in which rank 1 cannot read what the profiler saw of the memory."""
+
+    def unreadable(*_: Any) -> None:
+        raise AttributeError("no such field")
+
+    with pytest.MonkeyPatch.context() as patched:
+        if os.environ["RANK"] == "1":
+            patched.setattr(memory_split.allocations, "read", unreadable)
+        product.run(configuration, directory)
+
+
+def test_a_pass_that_cannot_be_read_costs_nothing_else(tmp_path):
+    RANKS.call(2, run_unreadable, composed(*TINY, "parallel=ddp", "profile.trace=true"), tmp_path)
+    record = record_of(tmp_path)
+    assert (record["status"], record["phases"]["reason"]) == ("ok", None)
+    assert record["memory"] == {"reason": "what the profiler saw cannot be read: AttributeError: no such field"}
+    assert (tmp_path / "trace.json.gz").exists()
+
+
+def test_tensors_without_memory_of_their_own_are_those_that_they_consist_of():
+    sparse = torch.eye(3).to_sparse()
+    found = list(memory_split._plain(sparse))
+    assert [tensor.shape for tensor in found] == [(2, 3), (3,)]
+    assert list(memory_split._plain(None)) == list(memory_split._plain(3)) == []

@@ -221,7 +221,7 @@ def test_a_slow_stage_is_a_bubble_on_the_others(tmp_path, schedule):
 def test_every_layout_is_divided_without_rest(shared_run):
     layouts = [
         ["parallel=single"],
-        ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=1"],
+        ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2", "cluster.ranks_per_node=4"],
         ["parallel=tp", "parallel.sequence=true"],
         ["parallel=fsdp", "parallel.context=2", "parallel.shard=1"],
         ["parallel=ddp", "parallel.optimizer=zero1", "train.clip_norm=1"],
