@@ -137,8 +137,8 @@ class Communication(_Counted, total=False):
     """What ``bytes`` should be for this layout, without messages of a single number; null if no exact formula is
     known."""
     fit_seconds: float | None
-    """What ``calls`` with ``bytes`` take by the line that ``workload=collectives`` last fitted on these ranks, with this backend and torch; null if
-    it did not, or the operation is not one of all ranks."""
+    """What ``calls`` with ``bytes`` take by the line that ``workload=collectives`` last fitted on these ranks, with
+    this backend and torch; null if it did not, or the operation is not one of all ranks."""
 
 
 class Phases(TypedDict, total=False):
