@@ -276,15 +276,25 @@ def test_bytes_are_those_of_the_formula(shared_run):
     assert (sent["all_reduce"]["calls"], sent["all_reduce"]["formula_bytes"]) == (1, 0)  # of the norm
 
 
-def test_the_line_of_the_collectives_is_applied_to_what_was_sent(shared_run, tmp_path, monkeypatch):
+def test_the_lines_of_the_collectives_are_applied_to_what_was_sent(shared_run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sizes = ("workload.min_bytes=1024", "workload.max_bytes=65536", "workload.factor=8", "workload.max_seconds=0.05")
     before = shared_run(*TINY, "parallel=ddp")["phases"]["communication"]["all_reduce"]
     found = shared_run("workload=collectives", "workload.ops=all_reduce", *sizes)["collectives"]
-    (line,) = [fit for fit in found["fits"] if fit["mode"] == "async"]
-    after = shared_run(*TINY, "parallel=ddp")["phases"]["communication"]["all_reduce"]
     assert (before["fit_seconds"], found["kept"]) == (None, None)
-    assert after["fit_seconds"] == pytest.approx(line["alpha"] + after["bytes"] * line["beta"])
+    (path,) = tmp_path.glob("ptdbench/links/*.json")
+    kept = json.loads(path.read_text())
+    plausible = {}
+    for fit in found["fits"]:
+        if fit["alpha"] >= 0 and fit["beta"] > 0:  # beside other load a line may fall
+            largest = max(row["bytes"] for row in found["results"] if row["mode"] == fit["mode"])
+            line = {"alpha": fit["alpha"], "beta": fit["beta"], "largest": largest}
+            plausible[f"all_reduce fp32 sum {fit['mode']}"] = line
+    assert kept["lines"] == plausible
+    line = {"alpha": 1e-3, "beta": 2e-9, "largest": 65536}
+    path.write_text(json.dumps({**kept, "lines": {"all_reduce fp32 sum async": line}}))
+    after = shared_run(*TINY, "parallel=ddp")["phases"]["communication"]["all_reduce"]
+    assert after["fit_seconds"] == pytest.approx(after["calls"] * line["alpha"] + after["bytes"] * line["beta"])
 
 
 def test_no_pass_leaves_no_phases(shared_run):
