@@ -27,7 +27,7 @@ from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import objective, record, store
 from ptdbench.report import table, text
 from ptdbench.report.reason import reason
-from ptdbench.setup import commandline, compose, config, hydra_launcher, hydra_sweeper, resume, show
+from ptdbench.setup import blocks, commandline, compose, config, hydra_launcher, hydra_sweeper, resume, show
 from ptdbench.setup.config import Slurm
 from ptdbench.sweep import directory as output
 from ptdbench.terminal import hint, plural, say
@@ -157,6 +157,7 @@ def _main() -> int:
     cluster, world = _cluster(composed), discover(os.environ)
     hydra_launcher.check(composed, cluster, world)
     hydra_sweeper.check(composed, cluster, world, line.goes_on)
+    blocks.check(composed, cluster, world)
     if isinstance(cluster, Slurm):
         return _on_cluster(task, arguments, composed, line)
     return _here(task, arguments, composed, world, line)
@@ -200,17 +201,16 @@ def _here(
     directory = output.claim(composed, arguments.overrides, world, line.goes_on)
     ours = [*output.output_overrides(composed.is_sweep, directory, world), *hydra_sweeper.overrides(composed)]
     commandline.insert(arguments.overrides, ours)
-    launchers.install(
-        Agenda([] if composed.searches else runs, line.only, searches=composed.searches, whole=composed.whole)
-    )
+    agenda = Agenda.of(composed, runs, line.only)
+    launchers.install(agenda)
     if world and world.rank > 0:
         _carry_out(task, directory, composed)
         return 0
     try:
         _carry_out(task, directory, composed)
     finally:
-        records = _print_results(directory, composed.is_sweep, 0 if composed.searches else len(composed.jobs))
-    return int(_count_ok(records) < (max(1, len(records)) if composed.searches else len(composed.jobs)))
+        records = _print_results(directory, composed.is_sweep, 0 if agenda.is_open else len(agenda.requests))
+    return int(_count_ok(records) < (max(1, len(records)) if agenda.is_open else len(agenda.requests)))
 
 
 def _on_cluster(
@@ -234,7 +234,8 @@ def _on_cluster(
     ours = [*output.output_overrides(composed.is_sweep, directory, None), *hydra_sweeper.overrides(composed)]
     commandline.insert(arguments.overrides, ours)
     queued = _queued(directory, line)
-    launchers.install(Agenda([] if composed.searches else runs, line.only, queued, composed.searches))
+    agenda = Agenda.of(composed, runs, line.only, queued)
+    launchers.install(agenda)
     if queued:
         names = ", ".join(sorted(queued))
         say(f"{plural(len(queued), 'run')} still in the queue, not submitted again: {names}", sys.stderr)
@@ -242,15 +243,15 @@ def _on_cluster(
     if cluster.submit == "detach":
         return 0
     try:
-        if not composed.searches:  # whose batches have been followed
+        if not agenda.is_open:  # whose batches have been followed
             watch.follow(directory)
     finally:
-        records = _print_results(directory, True, 0 if composed.searches else len(composed.jobs))
-    if composed.searches:
+        records = _print_results(directory, True, 0 if agenda.is_open else len(agenda.requests))
+    if agenda.is_open:
         return int(_count_ok(records) < max(1, len(records)))
     if line.only:  # what became of the sweep's other runs is not what was asked
         records = [record for record in records if store.below(directory, record["directory"]) == line.only]
-    return int(_count_ok(records) < (1 if line.only else len(composed.jobs)))
+    return int(_count_ok(records) < (1 if line.only else len(agenda.requests)))
 
 
 def _queued(directory: Path, line: resume.Line) -> frozenset[str]:

@@ -131,13 +131,14 @@ def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
     For example, a run that reached its time limit may be given more time.
     """
-
-    def work(config: Mapping[str, Any]) -> str:
-        cluster = config.get("cluster")
-        shape = {name: cluster.get(name) for name in _SHAPE} if isinstance(cluster, Mapping) else cluster
-        return fingerprint({**config, "cluster": shape})
-
     return work(one) == work(other)
+
+
+def work(config: Mapping[str, Any]) -> str:
+    """Sixteen hex digits, equal for two resolved configurations if and only if they describe the same run."""
+    cluster = config.get("cluster")
+    shape = {name: cluster.get(name) for name in _SHAPE} if isinstance(cluster, Mapping) else cluster
+    return fingerprint({**config, "cluster": shape})
 
 
 def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -166,9 +167,10 @@ def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
 def fingerprint(config: Mapping[str, Any]) -> str:
     """Sixteen hex digits, equal for two runs if and only if their resolved configurations are equal.
 
-    The options ``resume``, ``sweep``, ``objective`` and ``logger`` are ignored: they change nothing of the work.
+    The options ``resume``, ``sweep``, ``repeat``, ``objective`` and ``logger`` are ignored: they change nothing of the
+    work.
     """
-    ignored = ("resume", "sweep", "objective", "logger")
+    ignored = ("resume", "sweep", "repeat", "objective", "logger")
     config = {name: value for name, value in config.items() if name not in ignored}
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -47,28 +47,33 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-#: What is short for an option of the group ``profile``.
+#: What is short for an option of the group ``profile``, and for one of ``repeat``.
 _PROFILE = {"profile=true": "profile.trace=true", "profile=false": "profile.steps=0"}
+_REPEAT = "repeat="
+_RUNS = "repeat.runs"
 
 
 def in_full(overrides: Iterable[str]) -> list[str]:
     """Overrides with their full names for what is typed in short."""
-    return [_PROFILE.get(override.lower(), override) for override in overrides]
+    words = (_PROFILE.get(override.lower(), override) for override in overrides)
+    return [f"{_RUNS}={word.removeprefix(_REPEAT)}" if word.startswith(_REPEAT) else word for word in words]
 
 
 def imply(arguments: argparse.Namespace) -> None:
     """Say in full what the command line has in short, and add what a launcher means by itself.
 
     ``submitit_slurm`` is ``cluster=slurm``, and both launchers of submitit sweep: without ``-m`` Hydra would ignore
-    them and run in this process, silently.
+    them and run in this process, silently. ``repeat=5`` is a sweep, too.
     """
-    typed = {option(override): override.partition("=")[2] for override in arguments.overrides}
+    overrides = in_full(arguments.overrides)
+    typed = {option(override): override.partition("=")[2] for override in overrides}
     extra = []
     if typed.get(LAUNCHER) == "submitit_slurm" and "cluster" not in typed:
         extra.append("cluster=slurm")
-    if typed.get(LAUNCHER) == "submitit_local" and "hydra.mode" not in typed:
+    sweeps = typed.get(LAUNCHER) == "submitit_local" or typed.get(_RUNS, "1") != "1"
+    if sweeps and not arguments.multirun and "hydra.mode" not in typed:
         extra.append("hydra.mode=MULTIRUN")
-    retype(arguments, [*in_full(arguments.overrides), *extra])
+    retype(arguments, [*overrides, *extra])
 
 
 def retype(arguments: argparse.Namespace, overrides: list[str]) -> None:

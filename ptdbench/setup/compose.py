@@ -114,15 +114,19 @@ def without_hydra(config: DictConfig) -> DictConfig:
     return job
 
 
-def of_sweep(whole: bytes, sweep: DictConfig) -> DictConfig:
+def of_sweep(whole: bytes, sweep: DictConfig, block: int | None) -> DictConfig:
     """A run's configuration as Hydra composes it for its sweep; composing it once more takes a hundred times as long.
 
     Args:
         whole: The run's configuration, one of :attr:`Composed.whole`.
         sweep: The sweep's configuration, which says where its output goes.
+        block: The run's block of repeats; ``None`` without.
     """
     job: DictConfig = pickle.loads(whole)
     with read_write(job), open_dict(job):
+        if block is not None:
+            job.repeat.block = block
+            job.hydra.overrides.task.append(f"repeat.block={block}")
         for name in ("mode", "output_subdir", "searchpath"):
             job.hydra[name] = sweep.hydra._get_node(name)
         job.hydra.sweep.dir = sweep.hydra.sweep._get_node("dir")

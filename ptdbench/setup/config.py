@@ -21,7 +21,7 @@ T = TypeVar("T")
 #: Groups whose choice is a call: ``_target_`` and its arguments. Each also has a ``name`` for people, a workload a
 #: ``label`` for directories.
 CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "activations", "workload", "logger")
-GROUPS = ("cluster", "train", "eval", "checkpoint", "profile", "sweep", *CALLS)
+GROUPS = ("cluster", "train", "eval", "checkpoint", "profile", "sweep", "repeat", *CALLS)
 
 #: The smallest whole number that an option may be; with its group where that matters.
 LEAST = {
@@ -40,6 +40,9 @@ LEAST = {
     "seed": 0,
     "every": 1,
     "profile.steps": 0,
+    "runs": 1,
+    "max": 3,
+    "block": 0,
 }
 
 #: Ranks on a node without GPUs: the fewest that have something to say to each other.
@@ -94,6 +97,17 @@ class Sweep:
     """Options of a sweep as a whole."""
 
     resume: str | None
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """How often each run of a sweep is carried out; see ``conf/config.yaml`` for what each option means."""
+
+    runs: int | Literal["auto"]
+    max: int
+    tied_within: float
+    seed: int
+    block: int | None
 
 
 @dataclass(frozen=True)
@@ -210,6 +224,11 @@ class Config:
         return _typed(Sweep, "sweep", self._group("sweep"))
 
     @cached_property
+    def repeat(self) -> Repeat:
+        """How often each run of a sweep is carried out."""
+        return _typed(Repeat, "repeat", self._group("repeat"))
+
+    @cached_property
     def cluster(self) -> Cluster:
         """Where the ranks are; a :class:`Slurm` where a job has to be submitted for them."""
         options = self._group("cluster")
@@ -295,6 +314,8 @@ def _out_of_range(group: str, options: Mapping[str, Any]) -> list[Problem]:
     if (part := options.get("memory_reserve")) is not None and not 0 <= part < 1:
         rule = "must be at least 0 and less than 1, or null to start a run whatever it needs"
         found.append(Problem("memory_reserve", part, rule, "try 0.1"))
+    if (share := options.get("tied_within")) is not None and not 0 <= share < 1:
+        found.append(Problem("tied_within", share, "must be at least 0 and less than 1", "try 0.02"))
     if (decay := options.get("ema")) is not None and not 0 < decay < 1:
         found.append(Problem("ema", decay, "must be between 0 and 1, or null for no average", "try 0.999"))
     return found

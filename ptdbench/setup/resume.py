@@ -19,6 +19,9 @@ from ptdbench.setup.commandline import is_cluster, option, renamed
 
 RUN, SWEEP = "resume", "sweep.resume"
 
+#: A sweep may go on with more blocks of repeats; the order of those that it has stays as it is.
+_BLOCKS = ("repeat.runs", "repeat.max", "repeat.tied_within")
+
 #: What makes a run another one than it was; the cluster's other options say how its job is queued.
 _SHAPE = ("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node", "cluster.cpus_per_rank")
 
@@ -101,7 +104,7 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
 
 
 def _may_change(name: str, swept: set[str]) -> bool:
-    if name.startswith("hydra."):
+    if name.startswith("hydra.") or name in _BLOCKS:
         return True
     return name.startswith("cluster.") and name not in _SHAPE and name not in swept
 
@@ -129,7 +132,8 @@ def _ledger(directory: Path) -> ledger.Ledger:
 def _earlier(directory: Path, written: Mapping[str, Any]) -> list[str]:
     """The overrides of the run in a directory, as they were typed."""
     if written.get("overrides") is not None:
-        return [renamed(override) for override in written["overrides"]]
+        typed = [renamed(override) for override in written["overrides"]]
+        return [override for override in typed if option(override) not in _BLOCKS]
     path = directory / ".hydra" / "overrides.yaml"
     if not path.exists():
         rule = f"there is no run (no {store.RECORD})"
@@ -157,7 +161,8 @@ def _is_place(override: str) -> bool:
 
 
 def _without_place(overrides: Iterable[str]) -> list[str]:
-    return [override for override in overrides if not _is_place(override) and option(override) != RUN]
+    own = (RUN, "repeat.block")
+    return [override for override in overrides if not _is_place(override) and option(override) not in own]
 
 
 def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:

@@ -18,10 +18,12 @@ from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import failure, lease, objective, record, store
 from ptdbench.records.files import appear, write_json
-from ptdbench.setup.compose import without_hydra
+from ptdbench.setup import blocks
+from ptdbench.setup.compose import Composed, without_hydra
 from ptdbench.sweep import requests
 from ptdbench.sweep.outlook import Outlook
 from ptdbench.sweep.requests import Request
+from ptdbench.sweep.settling import Settling
 from ptdbench.terminal import say
 
 
@@ -61,6 +63,7 @@ class Agenda:
         queued: Directories of runs whose jobs are still in the queue: they are left to these.
         searches: Whether Hydra's sweeper chooses the runs as it goes: the requests are added then.
         whole: Their configurations, see :attr:`ptdbench.setup.compose.Composed.whole`.
+        settling: Says after which block of repeats no further one is needed; ``None``: all requests are carried out.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -68,11 +71,52 @@ class Agenda:
     queued: frozenset[str] = frozenset()
     searches: bool = False
     whole: Sequence[bytes] = ()
+    settling: Settling | None = None
+
+    @staticmethod
+    def of(
+        composed: Composed, found: Sequence[Request], only: str | None, queued: frozenset[str] = frozenset()
+    ) -> Agenda:
+        """The agenda of a command line.
+
+        Args:
+            composed: What it asks for.
+            found: Its runs, without their repeats.
+            only: See the attribute.
+            queued: See the attribute.
+        """
+        if composed.searches:
+            return Agenda(only=only, queued=queued, searches=True)
+        repeat = found[0].config.repeat
+        order = blocks.order(len(found), repeat)
+        whole = [composed.whole[number] for number, _ in order]
+        settling = Settling(repeat) if repeat.runs == "auto" else None
+        return Agenda([found[number].in_block(block) for number, block in order], only, queued, False, whole, settling)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it depends on results which runs are carried out: nobody knows beforehand how many there are."""
+        return self.searches or self.settling is not None
 
     @cached_property
     def outlook(self) -> Outlook:
         """What is known of the runs that this process carries out itself."""
-        return Outlook(self.requests, is_whole=not self.searches)
+        return Outlook(self.requests, is_whole=not self.is_open)
+
+    def batches(self, size: int | None) -> list[list[list[str]]]:
+        """What is typed for each run, in the batches that Hydra's basic sweeper hands to its launcher.
+
+        Args:
+            size: Runs of a batch at most, ``hydra.sweeper.max_batch_size``; ``None``: no limit.
+        """
+        runs = [list(request.overrides) for request in self.requests]
+        if self.settling:
+            size = sum(request.block == self.requests[0].block for request in self.requests)
+        return [runs[start : start + (size or len(runs))] for start in range(0, len(runs), size or len(runs))]
+
+    def is_settled(self, sweep_directory: Path, number: int) -> bool:
+        """Whether the runs from this number on need not be carried out: enough is known of all."""
+        return self.settling is not None and self.settling(sweep_directory, self.requests[number].block or 0)
 
     def add(self, number: int, composed: Callable[[], DictConfig], overrides: Sequence[str]) -> None:
         """Note a run that the sweeper has just chosen, if it is one of a search.
@@ -150,8 +194,8 @@ class Agenda:
         return found
 
     def _is_left_out(self, name: str, directory: Path, request: Request) -> bool:
-        if name in self.queued or self.only not in (None, name):
-            return True
+        if name in self.queued or self.only not in (None, name) or (request.refused and request.block):
+            return True  # what is refused is so in each block, and one row says it
         return record.is_done(directory, request.config.resolved)
 
     def _write(self, sweep_directory: Path, directory: Path, request: Request, overrides: Sequence[str]) -> None:

@@ -47,6 +47,8 @@ def install(agenda: Agenda) -> None:
     # the module of this class twice, and the subclass of one would call the other.
     sweeper = known["hydra._internal.core_plugins.basic_sweeper.BasicSweeper"]
     sweeper.validate_batch_is_legal = lambda *_: None  # type: ignore[attr-defined]
+    if not agenda.searches:
+        sweeper.split_arguments = staticmethod(lambda _, size: agenda.batches(size))  # type: ignore[attr-defined]
     theirs: dict[str, type[OneAfterTheOther | _Launcher]] = {
         "hydra._internal.core_plugins.basic_launcher.BasicLauncher": OneAfterTheOther,
         f"{plugin.__name__}.SlurmLauncher": SlurmLauncher,
@@ -70,6 +72,8 @@ class OneAfterTheOther(Launcher):
         """Carry out a batch of jobs; how each went is in its record."""
         setup_globals()
         sweep_directory, template = _place(self._config)
+        if self.agenda.is_settled(sweep_directory, initial_job_idx):
+            return []
         outcomes = []
         if not self.agenda.searches:
             numbers = range(initial_job_idx, initial_job_idx + len(job_overrides))
@@ -88,7 +92,7 @@ class OneAfterTheOther(Launcher):
     def _composed(self, number: int, overrides: Sequence[str]) -> DictConfig:
         if self.agenda.searches:
             return _composed(self._hydra_context, self._config, overrides)
-        return of_sweep(self.agenda.whole[number], self._config)
+        return of_sweep(self.agenda.whole[number], self._config, self.agenda.requests[number].block)
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,8 @@ class _Launcher(plugin.BaseSubmititLauncher):
         assert self.config is not None
         assert self.hydra_context is not None
         sweep_directory, template = _place(self.config)
+        if self.agenda.is_settled(sweep_directory, initial_job_idx):
+            return []
         batch = list(enumerate(job_overrides, start=initial_job_idx))
         for number, overrides in batch:
             self.agenda.add(number, partial(_composed, self.hydra_context, self.config, overrides), overrides)
@@ -182,7 +188,7 @@ class SlurmLauncher(_Launcher):
             raise
         if submitted:
             watch.announce(sweep_directory, sorted(submitted, key=lambda job: job.number))
-            if self.agenda.searches:  # the sweeper needs their results
+            if self.agenda.is_open:  # what comes next depends on their results
                 watch.follow(sweep_directory)
 
     def _submit(self, sweep_directory: Path, name: str, array: Sequence[Opened]) -> list[ledger.Job]:

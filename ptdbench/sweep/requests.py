@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Request:
         shape: What its job is given; ``None`` where it runs on this machine.
         summary: What is known of it; ``None`` where it cannot run.
         refused: Why it cannot run; it is a row of the table then, and no job.
+        block: The block of repeats that it belongs to; ``None`` without.
     """
 
     composed: DictConfig
@@ -39,11 +40,21 @@ class Request:
     shape: Shape | None
     summary: Summary | None
     refused: ConfigError | None
+    block: int | None = None
 
     @property
     def config(self) -> Config:
         """Its configuration, ready to be typed."""
-        return config.read(self.composed)
+        read = config.read(self.composed)
+        if self.block is None:
+            return read
+        return Config({**read.resolved, "repeat": {**read.resolved["repeat"], "block": self.block}})
+
+    def in_block(self, block: int | None) -> Request:
+        """The same run in a block of repeats."""
+        if block is None:
+            return self
+        return replace(self, block=block, overrides=[*self.overrides, f"repeat.block={block}"])
 
     @property
     def cluster(self) -> Slurm:

@@ -1,0 +1,66 @@
+"""What a sweep compares: each alternative with all of its runs, which did the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ptdbench.records import record
+from ptdbench.records.objective import value
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Runs of the same configuration, on as many ranks.
+
+    Attributes:
+        runs: In the order given; at least one.
+        sample: Tokens a second of those that are ok, by their blocks of repeats; samples a second where samples are
+            not tokens.
+    """
+
+    runs: list[Record]
+    sample: dict[Hashable, float]
+
+    @property
+    def typical(self) -> Record:
+        """The run with the median throughput, of two the slower one; the first one where none is ok."""
+        ranked = sorted((run for run in self.runs if throughput(run)), key=lambda run: throughput(run) or 0.0)
+        return ranked[(len(ranked) - 1) // 2] if ranked else self.runs[0]
+
+    @property
+    def key(self) -> Hashable:
+        """What its runs have in common, and no others have."""
+        return identity(self.runs[0])
+
+
+def group(records: Iterable[Record]) -> list[Alternative]:
+    """The alternatives among runs, in the order of their first runs."""
+    found: dict[Hashable, Alternative] = {}
+    for run in records:
+        one = found.setdefault(identity(run), Alternative([], {}))
+        one.runs.append(run)
+        if rate := throughput(run):
+            one.sample[_block(run)] = rate
+    return list(found.values())
+
+
+def throughput(run: Record) -> float | None:
+    """Tokens or samples a second; ``None`` for a run that is not ok, or does not train."""
+    return value(run, "throughput")
+
+
+def identity(run: Record) -> Hashable:
+    """Equal for two runs if and only if they did the same work on as many ranks."""
+    return run.get("workload"), run.get("world_size"), record.work(run.get("config") or {})
+
+
+def _block(run: Record) -> Hashable:
+    """Runs of the same block of one sweep are compared with each other; one without a block has a key of its own."""
+    where = Path(run["directory"])
+    block = ((run.get("config") or {}).get("repeat") or {}).get("block")
+    return str(where) if block is None else (str(where.parent), block)
