@@ -110,6 +110,33 @@ def compare(one: Sample, other: Sample, level: float = LEVEL, spread: Spread | N
     )
 
 
+def margin(sample: Sample, level: float = LEVEL) -> float | None:
+    """How far the interval of a configuration's geometric mean reaches to either side, as a share.
+
+    It has what other runs of the same sweep would give; on another day the machine may be another one.
+
+    Returns:
+        ``None`` with less than :data:`LEAST` runs.
+    """
+    if len(sample) < LEAST:
+        return None
+    _, variance = _moments([math.log(value) for value in sample.values()])
+    return math.expm1(math.sqrt(variance / len(sample)) * float(special.stdtrit(len(sample) - 1, 1 - level / 2)))
+
+
+def within(spread: Spread, runs: int, pairs: int, level: float = LEVEL) -> float:
+    """The largest difference, as a share, that configurations with so few runs may show where there is none.
+
+    Args:
+        spread: What is known from earlier runs.
+        runs: Of each configuration.
+        pairs: How many pairs of configurations there are: the level is of all together.
+        level: As for :func:`compare`.
+    """
+    critical = float(special.stdtrit(spread.freedom, 1 - level / (2 * pairs)))
+    return math.expm1(spread.deviation * math.sqrt(2 / runs) * critical)
+
+
 def ranks(samples: Sequence[Sample], level: float = LEVEL, spread: Spread | None = None) -> list[tuple[int, int]]:
     """The best and the worst rank that each configuration may have, 1 being that of the largest figure.
 

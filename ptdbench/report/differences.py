@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 #: Where a run began is not what it is, and these say again what other options say.
-_IGNORED = frozenset({"resume", "sweep.resume"})
+_IGNORED = frozenset(
+    {"resume", "sweep.resume", "repeat.runs", "repeat.max", "repeat.tied_within", "repeat.seed", "repeat.block"}
+)
 _REPEATING = frozenset({"_target_", "_partial_", "label"})
 
 #: Characters of a value that are shown.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 from hydra.utils import get_object
 
 from ptdbench.measure import perfetto
+from ptdbench.records import noise
+from ptdbench.records.alternatives import throughput
 from ptdbench.records.store import RECORD, RESULTS
-from ptdbench.report import phases, why
+from ptdbench.report import phases, ranking, why
 from ptdbench.report.labels import labels, names
+from ptdbench.report.ranking import Place, Ranking
 from ptdbench.report.reason import reason, wrap
 from ptdbench.report.text import as_text, empty_table, flops_text, size_text, three_digits
 from ptdbench.terminal import command, plural
@@ -101,41 +105,59 @@ def _shown_by_workload(record: Mapping[str, Any], width: int) -> Iterator[str]:
 def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
     """Title, table and remarks for the runs of one model."""
     unit = "tokens" if any(_figure(record, "tokens_per_second") for record in records) else "samples"
-    rate = f"{unit}_per_second"
-    finished = [record for record in records if record["status"] == "ok" and _figure(record, rate)]
-    ranked = sorted(finished, key=lambda record: -_figure(record, rate))
-    others = [record for record in records if not any(record is one for one in finished)]
-    called = labels([*ranked, *others])
-    best = _figure(ranked[0], rate) if len(ranked) > 1 else None
+    found = ranking.rank(records, noise.look_up(records[0]))
+    called = labels([place.alternative.typical for place in found.places])
     rows = [
-        {
-            "#": str(rank) if rank <= len(ranked) else _MISSING,
-            **_cells(record, label, rate, f"{unit}/s", best),
-            "status": record["status"],
-        }
-        for rank, (record, label) in enumerate(zip([*ranked, *others], called, strict=True), start=1)
+        _row(place, label, f"{unit}/s", len(found.places)) for place, label in zip(found.places, called, strict=True)
     ]
     table, moved, left_out = _fitted(rows, width)
+    typical = {label: place.alternative.typical for label, place in zip(called, found.places, strict=True)}
+    certainty = ranking.remark(found)
     remarks = [
         *([f"left out in {width} columns: {', '.join(left_out)}"] if left_out else []),
-        *_reasons(others, called[len(ranked) :], width),
-        *_mfu_remarks(ranked, width),
-        *_ceiling_remarks(dict(zip(called, [*ranked, *others], strict=True)), width),
-        *_data_remarks(dict(zip(called, [*ranked, *others], strict=True)), width),
-        *_clock_remarks(dict(zip(called, [*ranked, *others], strict=True)), width),
+        *([wrap(certainty, width)] if certainty else []),
+        *_reasons(dict(zip(called, found.places, strict=True)), width),
+        *_mfu_remarks([place.alternative.typical for place in found.places if place.rank], width),
+        *_ceiling_remarks(typical, width),
+        *_data_remarks(typical, width),
+        *_clock_remarks(typical, width),
         *_check_remarks(records, width),
-        *_why(finished, width),
+        *_why(found, width),
     ]
     return "\n".join([_title(records, moved), table, *remarks])
 
 
-def _reasons(records: Sequence[Mapping[str, Any]], labels: Sequence[str], width: int) -> list[str]:
-    """Why each of these runs is not ok, each reason once."""
+def _row(place: Place, label: str, heading: str, places: int) -> dict[str, str]:
+    """The cells of an alternative, by their headings."""
+    runs = place.alternative.runs
+    return {
+        "#": _span(place.rank),
+        "runs": _text(len(runs) if len(runs) > 1 else None),
+        **_cells(place, label, heading, places),
+        "status": _statuses(runs),
+    }
+
+
+def _statuses(runs: Sequence[Mapping[str, Any]]) -> str:
+    """``ok``, or ``4 ok, 1 oom``."""
+    counts = Counter(str(run["status"]) for run in runs)
+    return ", ".join(f"{count} {status}" if len(counts) > 1 else status for status, count in counts.items())
+
+
+def _span(rank: tuple[int, int] | None) -> str:
+    """``2``, or ``2-4`` for a rank that is not known better."""
+    return "-".join(map(str, dict.fromkeys(rank))) if rank else _MISSING
+
+
+def _reasons(places: Mapping[str, Place], width: int) -> list[str]:
+    """Why runs are not ok, by their labels, each reason once."""
     alike: dict[str, list[str]] = {}
-    for record, label in zip(records, labels, strict=True):
-        alike.setdefault(reason(record), []).append(label)
-    named = {why: [first, *([plural(len(more), "other")] if more else [])] for why, (first, *more) in alike.items()}
-    return [wrap(f"{' and '.join(names)}: {why}", width) for why, names in named.items()]
+    for label, place in places.items():
+        failed = [run for run in place.alternative.runs if not throughput(run)]
+        for said in dict.fromkeys(map(reason, failed)):
+            alike.setdefault(said, []).append(label)
+    named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
+    return [wrap(f"{' and '.join(names)}: {said}", width) for said, names in named.items()]
 
 
 def _fitted(rows: Sequence[Mapping[str, str]], width: int) -> tuple[str, list[str], list[str]]:
@@ -169,17 +191,16 @@ def _width(text: str) -> int:
     return max(map(len, text.splitlines()))
 
 
-def _cells(record: Mapping[str, Any], label: str, rate: str, heading: str, best: float | None) -> dict[str, str]:
-    """The cells of one run between its rank and its status, by their headings."""
-    names = (rate, "mfu", "share_of_ceiling", "peak_memory_bytes")
-    throughput, mfu, share, memory = (_figure(record, name) for name in names)
-    ratio = throughput / best if best and throughput and record["status"] == "ok" else None
+def _cells(place: Place, label: str, heading: str, places: int) -> dict[str, str]:
+    """The cells between its runs and its status: throughput of all runs, the rest of a typical one."""
+    record = place.alternative.typical
+    mfu, share, memory = (_figure(record, name) for name in ("mfu", "share_of_ceiling", "peak_memory_bytes"))
     return {
         "parallel": label,
         "ranks": _text(record.get("world_size")),
         "batch": _text(record.get("global_batch")),
-        heading: _text(throughput, ",.0f" if (throughput or 0) >= 100 else ",.1f"),
-        "vs best": _text(ratio, ".2f", "x"),
+        heading: _rate(place),
+        "vs best": _ratio(place) if places > 1 else _MISSING,
         "step ms (p5-p95)": _step_time(_figure(record, "step_seconds")),
         "memory": _bytes(memory),
         "MFU": _text(mfu and 100 * mfu, ".1f", "%"),
@@ -187,6 +208,20 @@ def _cells(record: Mapping[str, Any], label: str, rate: str, heading: str, best:
         "loss": _text(record.get("final_loss"), ".3f"),
         "held out": _evaluation(record),
     }
+
+
+def _rate(place: Place) -> str:
+    """``10,250 ±1.8%``, of a run that was stopped its throughput until then."""
+    metrics = place.alternative.typical.get("metrics") or {}
+    rate = place.rate or metrics.get("tokens_per_second") or metrics.get("samples_per_second")
+    shown = _text(rate, ",.0f" if (rate or 0) >= 100 else ",.1f")
+    return shown if place.margin is None else f"{shown} ±{100 * place.margin:.1f}%"
+
+
+def _ratio(place: Place) -> str:
+    """``0.65x (0.63-0.67)``."""
+    shown, known = _text(place.ratio, ".2f", "x"), place.against_best
+    return f"{shown} ({known.low:.2f}-{known.high:.2f})" if known else shown
 
 
 def _evaluation(record: Mapping[str, Any]) -> str:
@@ -253,9 +288,15 @@ def _check_remarks(records: Iterable[Mapping[str, Any]], width: int) -> list[str
     return [wrap(remark, width) for remark in found if remark]
 
 
-def _why(finished: Sequence[Mapping[str, Any]], width: int) -> list[str]:
-    """Why the runs that come next are slower than the fastest one; ``ptdbench explain`` tells of all of them."""
-    explained = [record for record in finished if not phases.missing(record)]
+def _why(found: Ranking, width: int) -> list[str]:
+    """Why the runs that come next are slower than the fastest one; ``ptdbench explain`` tells of all of them.
+
+    What is tied with the fastest one is not explained, but where nothing is known of the order.
+    """
+    ranked = [place for place in found.places if place.rank]
+    is_known = found.spread or any(place.against_best for place in ranked)
+    kept = [place for place in ranked if not is_known or place is ranked[0] or (place.rank and place.rank[0] > 1)]
+    explained = [place.alternative.typical for place in kept if not phases.missing(place.alternative.typical)]
     called = dict(zip(names(explained), explained, strict=True))
     doubts = [doubt for name, record in called.items() for doubt in why.doubt(record, name)]
     return [wrap(line, width) for line in [*why.against_fastest(called)[:_EXPLAINED], *doubts[:_EXPLAINED]]]

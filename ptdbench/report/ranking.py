@@ -1,0 +1,112 @@
+"""The alternatives of one model, fastest first, and how sure their order is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ptdbench.measure import comparison
+from ptdbench.measure.comparison import LEAST, LEVEL, Comparison, Spread
+from ptdbench.records import alternatives
+from ptdbench.records.alternatives import Alternative
+from ptdbench.terminal import plural
+
+
+@dataclass(frozen=True)
+class Place:
+    """An alternative among the others.
+
+    Attributes:
+        alternative: All its runs.
+        rank: The best and the worst rank that it may have; ``None`` where no run is ok.
+        rate: Tokens or samples a second, the geometric mean over runs.
+        margin: How far the interval of that reaches to either side, as a share; ``None`` with less than
+            :data:`ptdbench.measure.comparison.LEAST` runs.
+        ratio: Its rate over that of the first place; ``None`` where there is none.
+        against_best: The same with its interval, where there are enough runs.
+    """
+
+    alternative: Alternative
+    rank: tuple[int, int] | None
+    rate: float | None
+    margin: float | None
+    ratio: float | None
+    against_best: Comparison | None
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Alternatives, the fastest first and those without a run that is ok last.
+
+    Attributes:
+        places: One for each.
+        level: The chance that what is said of them is wrong.
+        spread: How much runs differ on their machine, where that was used.
+    """
+
+    places: list[Place]
+    level: float
+    spread: Spread | None
+
+
+def rank(records: Sequence[Mapping[str, Any]], spread: Spread | None = None) -> Ranking:
+    """Rank the runs of one model.
+
+    Args:
+        records: The runs, with their repeats.
+        spread: How much runs of the same configuration differ on their machine, for alternatives with few runs.
+    """
+    found = alternatives.group(records)
+    ranked = sorted((one for one in found if one.sample), key=lambda one: -_mean(one))
+    level = _level(records)
+    ranks = comparison.ranks([one.sample for one in ranked], level, spread)
+    places = [
+        Place(
+            alternative=one,
+            rank=found_rank,
+            rate=_mean(one),
+            margin=comparison.margin(one.sample, level),
+            ratio=_mean(one) / _mean(ranked[0]),
+            against_best=comparison.compare(one.sample, ranked[0].sample, level) if one is not ranked[0] else None,
+        )
+        for one, found_rank in zip(ranked, ranks, strict=True)
+    ]
+    places += [Place(one, None, None, None, None, None) for one in found if not one.sample]
+    return Ranking(places, level, spread if any(len(one.sample) < LEAST for one in ranked) else None)
+
+
+def remark(ranking: Ranking) -> str | None:
+    """What the order of the places says and what it does not; ``None`` for a single place."""
+    ranked = [place for place in ranking.places if place.rank]
+    if len(ranked) < 2:
+        return None
+    runs = min(len(place.alternative.sample) for place in ranked)
+    few = "one run each" if runs == 1 else f"{plural(runs, 'run')} each"
+    if runs < LEAST and ranking.spread is None:
+        unknown = "how much runs of one configuration differ on this machine is not known"
+        return f"{few}, and {unknown}: no order is shown; repeat=5 measures it"
+    if runs < LEAST:
+        assert ranking.spread
+        within = comparison.within(ranking.spread, runs, math.comb(len(ranked), 2), ranking.level)
+        differ = f"runs of one configuration differ by {ranking.spread.deviation:.1%} on this machine"
+        return f"{few}: an order within {within:.1%} is not shown, as {differ}; repeat=5 shows more"
+    tied = [place for place in ranked[1:] if place.rank and place.rank[0] == 1 and place.against_best]
+    seen = max((place.against_best.detectable for place in tied if place.against_best), default=None)
+    said = f"{few}: ranks and intervals hold with {1 - LEVEL:.0%}"
+    if seen is None:
+        return said
+    return f"{said}; a difference of {seen:.1%} from the first would have been seen in {comparison.POWER:.0%} of cases"
+
+
+def _mean(one: Alternative) -> float:
+    """The geometric mean of its rates."""
+    return math.exp(math.fsum(map(math.log, one.sample.values())) / len(one.sample))
+
+
+def _level(records: Sequence[Mapping[str, Any]]) -> float:
+    """Smaller where ``repeat=auto`` has looked several times."""
+    options = [(record.get("config") or {}).get("repeat") or {} for record in records]
+    most = [one["max"] for one in options if one.get("runs") == "auto"]
+    return comparison.level_of_look(max(most)) if most else LEVEL
