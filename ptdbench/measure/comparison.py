@@ -110,6 +110,11 @@ def compare(one: Sample, other: Sample, level: float = LEVEL, spread: Spread | N
     )
 
 
+def geometric_mean(sample: Sample) -> float | None:
+    """The typical figure of a configuration; ``None`` without runs."""
+    return math.exp(_moments([math.log(value) for value in sample.values()])[0]) if sample else None
+
+
 def margin(sample: Sample, level: float = LEVEL) -> float | None:
     """How far the interval of a configuration's geometric mean reaches to either side, as a share.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,21 +32,26 @@ class Alternative:
         ranked = sorted((run for run in self.runs if throughput(run)), key=lambda run: throughput(run) or 0.0)
         return ranked[(len(ranked) - 1) // 2] if ranked else self.runs[0]
 
-    @property
-    def key(self) -> Hashable:
-        """What its runs have in common, and no others have."""
-        return identity(self.runs[0])
-
 
 def group(records: Iterable[Record]) -> list[Alternative]:
     """The alternatives among runs, in the order of their first runs."""
+    return list(by_identity(records).values())
+
+
+def by_identity(records: Iterable[Record], ignored: Collection[str] = ()) -> dict[Hashable, Alternative]:
+    """The alternatives among runs by what their runs have in common and no others have.
+
+    Args:
+        records: The runs.
+        ignored: Dotted names of options that make no difference, besides those that never do.
+    """
     found: dict[Hashable, Alternative] = {}
     for run in records:
-        one = found.setdefault(identity(run), Alternative([], {}))
+        one = found.setdefault(_identity(run, ignored), Alternative([], {}))
         one.runs.append(run)
         if rate := throughput(run):
             one.sample[_block(run)] = rate
-    return list(found.values())
+    return found
 
 
 def throughput(run: Record) -> float | None:
@@ -54,9 +59,30 @@ def throughput(run: Record) -> float | None:
     return value(run, "throughput")
 
 
-def identity(run: Record) -> Hashable:
+def option_names(run: Record) -> set[str]:
+    """Dotted names of all options of a run."""
+
+    def names(node: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        for key, part in node.items():
+            if isinstance(part, Mapping):
+                yield from names(part, f"{prefix}{key}.")
+            yield f"{prefix}{key}"
+
+    return set(names(run.get("config") or {}, ""))
+
+
+def _identity(run: Record, ignored: Collection[str]) -> Hashable:
     """Equal for two runs if and only if they did the same work on as many ranks."""
-    return run.get("workload"), run.get("world_size"), record.work(run.get("config") or {})
+
+    def kept(node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        return {
+            key: kept(part, f"{prefix}{key}.") if isinstance(part, Mapping) else part
+            for key, part in node.items()
+            if f"{prefix}{key}" not in ignored
+        }
+
+    config = run.get("config") or {}
+    return run.get("workload"), run.get("world_size"), record.work(kept(config, "") if ignored else config)
 
 
 def _block(run: Record) -> Hashable:

@@ -101,8 +101,9 @@ def remark(ranking: Ranking) -> str | None:
 
 
 def _mean(one: Alternative) -> float:
-    """The geometric mean of its rates."""
-    return math.exp(math.fsum(map(math.log, one.sample.values())) / len(one.sample))
+    rate = comparison.geometric_mean(one.sample)
+    assert rate is not None
+    return rate
 
 
 def _level(records: Sequence[Mapping[str, Any]]) -> float:

@@ -46,9 +46,9 @@ def as_text(table: Table, width: int) -> str:
 def emphasized(text: str) -> Text:
     """The text of tables for a terminal: bold headings, the fastest run in green, and what did not end well in red."""
     shown = Text(plain(text))
-    shown.highlight_regex(r"(?m)^.* · .*$|^#  .*$", "bold")
-    shown.highlight_regex(r"(?m)^1  .*$", "green")
-    shown.highlight_regex(r"(?m)^-  .*$", "red")
+    shown.highlight_regex(r"(?m)^.* · .*$|^ *#  .*$", "bold")
+    shown.highlight_regex(r"(?m)^ *1  .*$", "green")
+    shown.highlight_regex(r"(?m)^ *-  .*$", "red")
     return shown
 
 
