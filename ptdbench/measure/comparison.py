@@ -112,6 +112,8 @@ def compare(one: Sample, other: Sample, level: float = LEVEL, spread: Spread | N
 
 def geometric_mean(sample: Sample) -> float | None:
     """The typical figure of a configuration; ``None`` without runs."""
+    if len(sample) == 1:
+        return next(iter(sample.values()))  # to the last digit
     return math.exp(_moments([math.log(value) for value in sample.values()])[0]) if sample else None
 
 

@@ -46,8 +46,12 @@ def by_identity(records: Iterable[Record], ignored: Collection[str] = ()) -> dic
         ignored: Dotted names of options that make no difference, besides those that never do.
     """
     found: dict[Hashable, Alternative] = {}
-    for run in records:
-        one = found.setdefault(_identity(run, ignored), Alternative([], {}))
+    runs = list(records)
+    nodes = {_identity(run, ignored): len(run["nodes"]) for run in reversed(runs) if run.get("nodes")}
+    for run in runs:
+        identity = _identity(run, ignored)
+        own = len(run.get("nodes") or []) or nodes.get(identity)  # one that failed early has learned of no node
+        one = found.setdefault((identity, own), Alternative([], {}))
         one.runs.append(run)
         if rate := throughput(run):
             one.sample[_block(run)] = rate
@@ -72,7 +76,7 @@ def option_names(run: Record) -> set[str]:
 
 
 def _identity(run: Record, ignored: Collection[str]) -> Hashable:
-    """Equal for two runs if and only if they did the same work on as many ranks."""
+    """Equal for two runs if and only if they did the same work on as many ranks, perhaps on fewer nodes."""
 
     def kept(node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         return {

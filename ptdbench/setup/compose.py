@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
-from ptdbench.setup.commandline import RENAMED, SWEEPER, in_full, is_called_otherwise
+from ptdbench.setup.commandline import RENAMED, SWEEPER, in_full, is_called_otherwise, option
 from ptdbench.terminal import command
 
 
@@ -125,8 +125,7 @@ def of_sweep(whole: bytes, sweep: DictConfig, block: int | None) -> DictConfig:
     job: DictConfig = pickle.loads(whole)
     with read_write(job), open_dict(job):
         if block is not None:
-            job.repeat.block = block
-            job.hydra.overrides.task.append(f"repeat.block={block}")
+            _put_in_block(job, block)
         for name in ("mode", "output_subdir", "searchpath"):
             job.hydra[name] = sweep.hydra._get_node(name)
         job.hydra.sweep.dir = sweep.hydra.sweep._get_node("dir")
@@ -135,6 +134,15 @@ def of_sweep(whole: bytes, sweep: DictConfig, block: int | None) -> DictConfig:
         job.hydra.runtime.config_sources = sweep.hydra.runtime.config_sources
     OmegaConf.copy_cache(from_config=sweep, to_config=job)  # what is resolved once, as the time, stays the same
     return job
+
+
+def _put_in_block(job: DictConfig, block: int) -> None:
+    """What it would be with one more override."""
+    job.repeat.block = block
+    job.hydra.overrides.task.append(f"repeat.block={block}")
+    named = job.hydra.job.config.override_dirname
+    told = sorted(override for override in job.hydra.overrides.task if option(override) not in named.exclude_keys)
+    job.hydra.job.override_dirname = named.item_sep.join(told).replace("=", named.kv_sep)
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:

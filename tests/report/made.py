@@ -17,7 +17,6 @@ def run(parallel="ddp", tokens_per_second=1000.0, **changes):
         "precision": "fp32",
         "parameters": 1234567,
         "layout": {"data": 2, "pipeline": 1, "microbatches": 1, "accumulation": 1},
-        "config": {"parallel": {"schedule": "1f1b"}},
         "final_loss": 2.51349,
         "metrics": {
             "tokens_per_second": tokens_per_second,
@@ -30,7 +29,9 @@ def run(parallel="ddp", tokens_per_second=1000.0, **changes):
         "error": None,
         "directory": f"outputs/sweep/{parallel}",
     }
-    return {**record, **changes}
+    record |= changes
+    told = {name: record[name] for name in ("model", "layout", "precision", "global_batch")}
+    return {"config": {**told, "parallel": {"name": parallel, "schedule": "1f1b"}}, **record}
 
 
 def failed(parallel, message, status="failed", rank=1):

@@ -56,7 +56,7 @@ def test_they_stand_in_the_rows_that_would_look_alike():
     runs = [
         run("ddp", 100.0, config=CONFIG),
         run("ddp", 90.0, config=changed(activations=RECOMPUTE)),
-        run("fsdp", 80.0, config=changed(activations=RECOMPUTE)),
+        run("fsdp", 80.0, config=changed(activations=RECOMPUTE, parallel={"name": "fsdp"})),
     ]
     labels = ["ddp activations=keep", "ddp activations=recompute", "fsdp"]
     assert [row[1] for row in cells(render(runs, 200))] == labels

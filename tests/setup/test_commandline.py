@@ -43,24 +43,32 @@ def test_what_an_earlier_version_wrote_down_has_the_names_of_today(written, toda
         (["hydra/launcher=submitit_slurm", "parallel=ddp"], ["cluster=slurm"]),
         (["hydra/launcher=submitit_slurm", "cluster=site_gpu"], []),
         (["hydra/launcher=submitit_local"], ["hydra.mode=MULTIRUN"]),
+        (["repeat.runs=5"], ["hydra.mode=MULTIRUN"]),
+        (["repeat.runs=1"], []),
         (["parallel=ddp"], []),
         ([], []),
     ],
 )
 def test_what_a_launcher_means_by_itself(monkeypatch, typed, added):
     monkeypatch.setattr(sys, "argv", ["train.py", *typed, "--config-name", "config"])
-    arguments = argparse.Namespace(overrides=list(typed))
+    arguments = argparse.Namespace(overrides=list(typed), multirun=False)
     commandline.imply(arguments)
     assert arguments.overrides == [*typed, *added]
     assert sys.argv == ["train.py", *typed, *added, "--config-name", "config"]
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"), [("profile=true", "profile.trace=true"), ("profile=false", "profile.steps=0")]
+    ("typed", "meant"),
+    [
+        ("profile=true", "profile.trace=true"),
+        ("profile=false", "profile.steps=0"),
+        ("repeat=1", "repeat.runs=1"),
+        ("repeat.max=5", "repeat.max=5"),
+    ],
 )
-def test_profile_alone_is_short_for_its_options(monkeypatch, typed, meant):
+def test_a_group_alone_is_short_for_its_options(monkeypatch, typed, meant):
     words = ["parallel=fsdp", typed, "profile.steps=3"]
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
-    arguments = argparse.Namespace(overrides=list(words))
+    arguments = argparse.Namespace(overrides=list(words), multirun=False)
     commandline.imply(arguments)
     assert sys.argv == ["train.py", "parallel=fsdp", meant, "profile.steps=3"]

@@ -191,8 +191,8 @@ class TestSyntax:
                 compose_all(Path(conf), name, (), multirun=False)
 
 
-@pytest.mark.parametrize("extra", [False, True])
-def test_a_job_of_a_sweep_is_what_hydra_would_compose_once_more(tmp_path, extra):
+@pytest.mark.parametrize(("extra", "block"), [(False, None), (True, None), (False, 2)])
+def test_a_job_of_a_sweep_is_what_hydra_would_compose_once_more(tmp_path, extra, block):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults:\n  - toy\n  - _self_\nwidth: 128\n")
     typed = [f"model=toy,{'mine' if extra else 'gpt_tiny'}", "seed=3", "hydra.job.chdir=false"]
@@ -203,5 +203,6 @@ def test_a_job_of_a_sweep_is_what_hydra_would_compose_once_more(tmp_path, extra)
         hydras += [f"hydra.searchpath=['file://{tmp_path}']"] if extra else []
         sweep = loader.load_configuration("config", [*typed, *hydras], RunMode.MULTIRUN)
         for whole, overrides in zip(asked.whole, asked.overrides, strict=True):
-            ours, theirs = of_sweep(whole, sweep), loader.load_sweep_config(sweep, overrides)
+            of_block = [f"repeat.block={block}"] if block is not None else []
+            ours, theirs = of_sweep(whole, sweep, block), loader.load_sweep_config(sweep, [*overrides, *of_block])
             assert OmegaConf.to_yaml(ours) == OmegaConf.to_yaml(theirs)
