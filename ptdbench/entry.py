@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from ptdbench.launch import leaving, local, slurm
 from ptdbench.launch.world import World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import objective, record, store
+from ptdbench.records import alternatives, noise, objective, record, store
 from ptdbench.report import table, text
 from ptdbench.report.reason import reason
 from ptdbench.setup import blocks, commandline, compose, config, hydra_launcher, hydra_sweeper, resume, show
@@ -336,6 +336,7 @@ def _print_results(directory: Path, is_sweep: bool, asked: int) -> list[dict[str
     else:
         records = [store.load_record(directory)] if (directory / store.RECORD).exists() else []
     if records:
+        noise.keep(alternatives.group(records))
         text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns))
         say(table.closing_lines(directory, records))
     if _count_ok(records) < asked and _goes_on(directory, is_sweep, records):

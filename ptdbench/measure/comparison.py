@@ -20,9 +20,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-import numpy as np
-from scipy import special
-
 #: The chance to see any difference where there is none.
 LEVEL = 0.05
 
@@ -98,12 +95,12 @@ def compare(one: Sample, other: Sample, level: float = LEVEL, spread: Spread | N
     found = _difference(one, other, spread)
     if found is None:
         return None
-    margin = found.error * float(special.stdtrit(found.freedom, 1 - level / 2))
+    margin = found.error * _quantile(found.freedom, 1 - level / 2)
     return Comparison(
         ratio=math.exp(found.mean),
         low=math.exp(found.mean - margin),
         high=math.exp(found.mean + margin),
-        p=float(_chances([found])[0]),
+        p=_chances([found])[0],
         runs=found.runs,
         is_paired=found.is_paired,
         detectable=_detectable(found.error, found.freedom, level),
@@ -128,7 +125,7 @@ def margin(sample: Sample, level: float = LEVEL) -> float | None:
     if len(sample) < LEAST:
         return None
     _, variance = _moments([math.log(value) for value in sample.values()])
-    return math.expm1(math.sqrt(variance / len(sample)) * float(special.stdtrit(len(sample) - 1, 1 - level / 2)))
+    return math.expm1(math.sqrt(variance / len(sample)) * _quantile(len(sample) - 1, 1 - level / 2))
 
 
 def within(spread: Spread, runs: int, pairs: int, level: float = LEVEL) -> float:
@@ -140,7 +137,7 @@ def within(spread: Spread, runs: int, pairs: int, level: float = LEVEL) -> float
         pairs: How many pairs of configurations there are: the level is of all together.
         level: As for :func:`compare`.
     """
-    critical = float(special.stdtrit(spread.freedom, 1 - level / (2 * pairs)))
+    critical = _quantile(spread.freedom, 1 - level / (2 * pairs))
     return math.expm1(spread.deviation * math.sqrt(2 / runs) * critical)
 
 
@@ -182,25 +179,23 @@ def differing(pairs: Sequence[tuple[Sample, Sample]], level: float = LEVEL, spre
     return signs
 
 
-def holm(chances: Sequence[float] | np.ndarray) -> np.ndarray:
+def holm(chances: Sequence[float]) -> list[float]:
     """Adjust the p values of several tests: one is significant at a level if its adjusted value is at most that."""
-    values = np.asarray(chances, dtype=np.float64)
-    order = np.argsort(values)
-    scaled = values[order] * np.arange(len(values), 0, -1)
-    adjusted = np.empty_like(values)
-    adjusted[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
+    adjusted, largest = [0.0] * len(chances), 0.0
+    for done, place in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
+        largest = max(largest, (len(chances) - done) * chances[place])
+        adjusted[place] = min(largest, 1.0)
     return adjusted
 
 
 def spread_of(samples: Sequence[Sample]) -> Spread | None:
     """How much runs of the same configuration differ, over configurations; ``None`` if none has two runs."""
-    squares, freedom = 0.0, 0
-    for sample in samples:
-        logs = [math.log(value) for value in sample.values()]
-        if len(logs) > 1:
-            squares += float(np.var(logs)) * len(logs)
-            freedom += len(logs) - 1
-    return Spread(math.sqrt(squares / freedom), freedom) if freedom else None
+    several = [_moments([math.log(value) for value in sample.values()]) for sample in samples if len(sample) > 1]
+    freedoms = [len(sample) - 1 for sample in samples if len(sample) > 1]
+    if not several:
+        return None
+    squares = math.fsum(variance * freedom for (_, variance), freedom in zip(several, freedoms, strict=True))
+    return Spread(math.sqrt(squares / sum(freedoms)), sum(freedoms))
 
 
 def runs_needed(one: Sample, other: Sample, share: float, level: float = LEVEL, most: int = 10_000) -> int | None:
@@ -279,12 +274,21 @@ def _moments(logs: Sequence[float]) -> tuple[float, float]:
     return mean, math.fsum((log - mean) ** 2 for log in logs) / max(len(logs) - 1, 1)
 
 
-def _chances(found: Sequence[_Difference]) -> np.ndarray:
+def _chances(found: Sequence[_Difference]) -> list[float]:
     """The two-sided p value of each difference."""
-    means, errors, freedoms = (np.array([getattr(one, name) for one in found]) for name in ("mean", "error", "freedom"))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        statistic = np.where(means == 0, 0.0, np.abs(means) / errors)
-    return 2 * special.stdtr(freedoms, -statistic) if len(found) else np.zeros(0)
+    if not found:
+        return []
+    from scipy import special  # not for a table of single runs: it takes a quarter of a second
+
+    statistics = [math.inf if one.mean and not one.error else abs(one.mean) / (one.error or 1.0) for one in found]
+    return [2 * float(special.stdtr(one.freedom, -size)) for one, size in zip(found, statistics, strict=True)]
+
+
+def _quantile(freedom: float, share: float) -> float:
+    """Of Student's t."""
+    from scipy import special
+
+    return float(special.stdtrit(freedom, share))
 
 
 def _detectable(error: float, freedom: float, level: float) -> float:
@@ -292,5 +296,7 @@ def _detectable(error: float, freedom: float, level: float) -> float:
 
     By the noncentral t distribution, whose parameter is the true difference over the standard error.
     """
-    critical = float(special.stdtrit(freedom, 1 - level / 2))
+    from scipy import special
+
+    critical = _quantile(freedom, 1 - level / 2)
     return math.expm1(error * float(special.nctdtrinc(freedom, 1 - POWER, critical)))

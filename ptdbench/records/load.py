@@ -6,11 +6,14 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ptdbench.records import series, store
+
+if TYPE_CHECKING:
+    import pandas
 
 #: The name of each series, and its column in the file.
 SERIES = {
@@ -82,7 +85,21 @@ class Run(Mapping[str, Any]):
         return np.pad(found, ((0, missing), *[(0, 0)] * (found.ndim - 1)), constant_values=np.nan)
 
 
-def load(path: str | Path) -> Run | list[Run]:
+class Runs(list[Run]):
+    """Several runs."""
+
+    def frame(self) -> pandas.DataFrame:
+        """A row for each run, and a column for each field of its record by its dotted name.
+
+        Such as ``status``, ``metrics.tokens_per_second``, ``layout.shard`` and ``config.optimizer.lr``; lists stay
+        lists. ``directory`` is where the run is now.
+        """
+        import pandas
+
+        return pandas.json_normalize([{**run, "directory": str(run.directory)} for run in self])
+
+
+def load(path: str | Path) -> Run | Runs:
     """Read results.
 
     Args:
@@ -90,7 +107,8 @@ def load(path: str | Path) -> Run | list[Run]:
 
     Returns:
         One record for the directory of a run; else a list with the runs of a ``results.jsonl`` in the order in which
-        they ended, those of a folder in natural order of their paths. Damaged records are skipped with a warning.
+        they ended, those of a folder in natural order of their paths, both with :meth:`Runs.frame`. Damaged records are
+        skipped with a warning.
 
     Raises:
         FileNotFoundError: There are no records.
@@ -106,15 +124,15 @@ def load(path: str | Path) -> Run | list[Run]:
     return found
 
 
-def _of_results(path: Path) -> list[Run]:
+def _of_results(path: Path) -> Runs:
     if path.name != store.RESULTS:
         raise FileNotFoundError(f"{path}: is not a {store.RESULTS}; give that or a directory")
     sweep = path.parent
     records = store.read_results(sweep, warnings.warn)
-    return [Run(record, sweep / store.below(sweep, record["directory"])) for record in records]
+    return Runs(Run(record, sweep / store.below(sweep, record["directory"])) for record in records)
 
 
-def _of_folder(folder: Path) -> list[Run]:
+def _of_folder(folder: Path) -> Runs:
     """The runs by their own records, or by a sweep's results where only these were kept."""
     found = {}
     for path in folder.rglob(store.RECORD):
@@ -124,7 +142,7 @@ def _of_folder(folder: Path) -> list[Run]:
             warnings.warn(str(damage), stacklevel=3)
     for path in folder.rglob(store.RESULTS):
         found = {run.directory: run for run in _of_results(path)} | found
-    return [found[directory] for directory in sorted(found, key=_in_order)]
+    return Runs(found[directory] for directory in sorted(found, key=_in_order))
 
 
 def _in_order(path: Path) -> list[tuple[int, str]]:

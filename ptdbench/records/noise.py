@@ -23,6 +23,8 @@ _LEAST = 4
 
 def keep(found: Sequence[Alternative]) -> None:
     """Store how much the runs of each alternative of a sweep differ, if there are enough; a full disk is no failure."""
+    if all(len(one.sample) < comparison.LEAST for one in found):
+        return
     spread = comparison.spread_of([one.sample for one in found])
     if spread and spread.freedom >= _LEAST:
         with suppress(OSError):
