@@ -90,7 +90,9 @@ def _identity(run: Record, ignored: Collection[str]) -> Hashable:
 
 
 def _block(run: Record) -> Hashable:
-    """Runs of the same block of one sweep are compared with each other; one without a block has a key of its own."""
+    """Runs of the same block of one series are compared with each other; one without a block has a key of its own."""
     where = Path(run["directory"])
-    block = ((run.get("config") or {}).get("repeat") or {}).get("block")
-    return str(where) if block is None else (str(where.parent), block)
+    options = (run.get("config") or {}).get("repeat") or {}
+    if options.get("block") is None:
+        return str(where)
+    return options.get("series") or str(where.parent), options["block"]

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 #: Where a run began is not what it is, and these say again what other options say.
-_IGNORED = frozenset(
-    {"resume", "sweep.resume", "repeat.runs", "repeat.max", "repeat.tied_within", "repeat.seed", "repeat.block"}
-)
+_IGNORED = ("resume", "sweep.resume", "repeat.")
 _REPEATING = frozenset({"_target_", "_partial_", "label"})
 
 #: Characters of a value that are shown.
@@ -48,7 +46,7 @@ def options(config: Mapping[str, Any]) -> dict[str, Any]:
         last = _last(name)
         if isinstance(value, Mapping) and (value or not name):
             waiting += [(f"{name}.{key}" if name else str(key), part) for key, part in value.items()]
-        elif name not in _IGNORED and last not in _REPEATING:
+        elif not name.startswith(_IGNORED) and last not in _REPEATING:
             found[name.removesuffix(".name")] = value
     return found
 

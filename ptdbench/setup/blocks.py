@@ -52,7 +52,7 @@ def order(alternatives: int, repeat: Repeat) -> list[tuple[int, int | None]]:
         The number of the alternative and of the block of each run; without repeats there is no block.
     """
     if repeat.runs == 1:
-        return [(number, repeat.block) for number in range(alternatives)]
+        return [(number, None) for number in range(alternatives)]
     found: list[tuple[int, int | None]] = []
     for block in range(repeat.max if repeat.runs == "auto" else repeat.runs):
         numbers = list(range(alternatives))

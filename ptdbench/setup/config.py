@@ -108,6 +108,7 @@ class Repeat:
     tied_within: float
     seed: int
     block: int | None
+    series: str | None
 
 
 @dataclass(frozen=True)
