@@ -10,13 +10,13 @@ ARGS ?=
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test test test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed long-run bubbles parity-matrix phases-truth attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test test test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed long-run bubbles parity-matrix phases-truth compare-truth attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
 
 bench: install  ## compare ddp, pipeline + ddp and fsdp on this machine
-	$(BIN)/python train.py -m model=gpt_tiny parallel=ddp,pdp,fsdp $(ARGS)
+	$(BIN)/python train.py -m model=gpt_tiny parallel=ddp,pdp,fsdp repeat=3 $(ARGS)
 
 install: $(VENV)/.installed  ## install the project into .venv
 
@@ -64,6 +64,9 @@ status-speed: install  ## how long `ptdbench status` takes on a sweep of 1,000 r
 
 long-run: install  ## 50,000 steps of toy: do memory, saves and evaluations stay as they began
 	$(BIN)/python -m benchmarks.long_run $(ARGS)
+
+compare-truth: install  ## how often repeats tell identical configurations apart, and miss slower ones: most of an hour
+	$(BIN)/python benchmarks/compare_truth.py $(ARGS)
 
 phases-truth: install  ## the phases of a step against steps whose communication costs nothing
 	$(BIN)/python benchmarks/phases_truth.py $(ARGS)
