@@ -46,7 +46,8 @@ def interpreters(pythons: Sequence[str]) -> list[Side]:
             raise ConfigError([Problem("--python", python, "there is no such interpreter", "try old/bin/python")])
         # not resolved: an environment's interpreter is often a link, and is known by its own path
         path = str(Path(path).absolute())
-        tried = subprocess.run([path, "-m", "ptdbench", "--version"], capture_output=True, text=True, check=False)
+        imports = [path, "-c", "import torch, ptdbench.entry"]
+        tried = subprocess.run(imports, capture_output=True, text=True, check=False)
         if tried.returncode:
             reason = (tried.stderr.strip().splitlines() or ["it says nothing"])[-1]
             rule, remedy = f"it cannot run ptdbench: {reason}", f"install ptdbench there: {python} -m pip install ..."
@@ -71,7 +72,8 @@ def checkouts(revisions: Sequence[str]) -> Iterator[list[Side]]:
         for tree, revision in zip(trees, revisions, strict=True):
             _git(revision, "worktree", "add", "--quiet", "--detach", str(tree), revision)
         below = Path.cwd().relative_to(top)
-        yield [Side(tree.name, sys.executable, tree / below) for tree in trees]
+        # a folder may be newer than a commit
+        yield [Side(tree.name, sys.executable, tree / below if (tree / below).is_dir() else tree) for tree in trees]
     finally:
         for tree in trees:
             subprocess.run(["git", "worktree", "remove", "--force", str(tree)], capture_output=True, check=False)
@@ -115,7 +117,7 @@ def run(
 
 def _start(side: Side, overrides: Sequence[str], folder: Path, block: int, series: str) -> None:
     """One block of one side; its table is not shown, and runs that fail are rows of the comparison."""
-    own = [f"repeat.block={block}", f"repeat.series={series}", f"hydra.sweep.dir='{folder}'"]
+    own = [f"repeat.block={block}", f"repeat.series='{series}'", f"hydra.sweep.dir='{folder}'"]
     command = [side.python, "-m", "ptdbench", "train", "-m", *overrides, *own]
     done = subprocess.run(command, cwd=side.directory, stdout=subprocess.DEVNULL, check=False)
     if done.returncode < 0 or done.returncode > 128:

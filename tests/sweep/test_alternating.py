@@ -1,0 +1,154 @@
+"""Two interpreters or two commits in turn: in which order, with what they are started, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ptdbench.problems import ConfigError
+from ptdbench.setup.config import Repeat
+from ptdbench.sweep import alternating
+from ptdbench.sweep.alternating import Side
+
+#: Stands for an interpreter: notes what it was started with, and leaves results.
+STUB = """#!/bin/sh
+echo "$PWD $@" >> {log}
+[ {leaves} = 1 ] || exit 1
+for word in "$@"; do case "$word" in hydra.sweep.dir=*) folder=${{word#hydra.sweep.dir=}};; esac; done
+folder=$(echo "$folder" | tr -d "'"); mkdir -p "$folder"; touch "$folder/results.jsonl"; exit {status}
+"""
+
+
+@pytest.fixture
+def stubs(tmp_path):
+    def make(leaves: int = 1, status: int = 0) -> list[Side]:
+        sides = []
+        for name in ("before", "after"):
+            folder = tmp_path / name
+            folder.mkdir()
+            python = folder / "python"
+            python.write_text(STUB.format(log=tmp_path / "log", leaves=leaves, status=status))
+            python.chmod(0o755)
+            sides.append(Side(name, str(python), folder))
+        return sides
+
+    return make
+
+
+def repeat(runs: int | str, most: int = 20) -> Repeat:
+    return Repeat(runs=runs, max=most, tied_within=0.02, seed=0, block=None, series=None)
+
+
+def started(folder: Path) -> list[tuple[str, str]]:
+    """The side and the block of each start, in their order."""
+    lines = (folder / "log").read_text().splitlines()
+    return [(Path(line.split()[0]).name, line.partition("repeat.block=")[2].split()[0]) for line in lines]
+
+
+def test_blocks_are_abba(tmp_path, stubs):
+    alternating.run(stubs(), ["parallel=ddp"], repeat(4), tmp_path / "out", lambda: False)
+    seen = started(tmp_path)
+    assert [block for _, block in seen] == ["0", "0", "1", "1", "2", "2", "3", "3"]
+    for block in (0, 4):
+        first, second, *reverse = [side for side, _ in seen[block : block + 4]]
+        assert {first, second} == {"before", "after"}
+        assert reverse == [second, first]
+
+
+def test_each_is_a_sweep_of_one_block_that_others_are_paired_with(tmp_path, stubs):
+    alternating.run(stubs(), ["parallel=ddp,fsdp", "seed=1"], repeat(1 + 1), tmp_path / "my out", lambda: False)
+    line = (tmp_path / "log").read_text().splitlines()[-1]
+    side = Path(line.split()[0]).name
+    own = f"repeat.block=1 repeat.series='my out' hydra.sweep.dir='{tmp_path / 'my out' / side / '1'}'"
+    assert line.endswith(f" -m ptdbench train -m parallel=ddp,fsdp seed=1 {own}")
+
+
+def test_auto_ends_at_the_first_look_at_which_it_is_settled(tmp_path, stubs):
+    answers = iter([False, True])
+    alternating.run(stubs(), [], repeat("auto"), tmp_path / "out", lambda: next(answers))
+    assert len(started(tmp_path)) == 2 * 7
+    assert next(answers, None) is None
+
+
+def test_a_run_that_fails_is_a_result_and_a_refused_one_is_not(tmp_path, stubs):
+    alternating.run(stubs(status=1), [], repeat(2), tmp_path / "out", lambda: False)
+    assert len(started(tmp_path)) == 4
+
+
+def test_what_is_refused_ends_it_at_once(tmp_path, stubs):
+    with pytest.raises(ConfigError, match="did not run it"):
+        alternating.run(stubs(leaves=0), [], repeat(2), tmp_path / "out", lambda: False)
+    assert len(started(tmp_path)) == 1
+
+
+class TestInterpreters:
+    def test_each_is_known_by_the_path_that_was_typed(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "python").symlink_to(sys.executable)
+        before, after = alternating.interpreters([sys.executable, sys.executable])
+        assert (before.name, after.name, before.directory) == ("before", "after", tmp_path)
+        assert before.python == sys.executable
+
+    def test_one_that_is_none(self):
+        with pytest.raises(ConfigError, match=r"^--python=nowhere/python: there is no such interpreter; try "):
+            alternating.interpreters(["nowhere/python", sys.executable])
+
+    def test_one_without_ptdbench(self, tmp_path):
+        bare = tmp_path / "python"
+        bare.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named ptdbench' >&2; exit 1\n")
+        bare.chmod(0o755)
+        with pytest.raises(ConfigError, match=r"cannot run ptdbench: ModuleNotFoundError.*; install ptdbench there"):
+            alternating.interpreters([str(bare), str(bare)])
+
+
+class TestCheckouts:
+    @pytest.fixture(autouse=True)
+    def repository(self, tmp_path, monkeypatch):
+        """Two commits, tagged ``one`` and ``two``, of a model in a folder."""
+        top = tmp_path / "repository"
+        folder = top / "code"
+        folder.mkdir(parents=True)
+        self.git(top, "init", "--quiet")
+        for tag in ("one", "two"):
+            (folder / "mine.py").write_text(tag)
+            self.git(top, "add", ".")
+            self.git(top, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", tag)
+            self.git(top, "tag", tag)
+        monkeypatch.chdir(folder)
+        return top
+
+    @staticmethod
+    def git(top: Path, *words: str) -> str:
+        return subprocess.run(["git", *words], cwd=top, check=True, capture_output=True, text=True).stdout
+
+    def test_each_commit_is_there_and_goes_again(self, repository):
+        with alternating.checkouts(["one", "two"]) as sides:
+            assert [side.name for side in sides] == ["before", "after"]
+            assert [(side.directory / "mine.py").read_text() for side in sides] == ["one", "two"]
+            assert {side.python for side in sides} == {sys.executable}
+        assert not sides[0].directory.exists()
+        assert len(self.git(repository, "worktree", "list").splitlines()) == 1
+
+    def test_changes_that_are_not_committed_stay_as_they_are(self, repository):
+        path = repository / "code" / "mine.py"
+        path.write_text("three")
+        with alternating.checkouts(["one", "one"]) as sides:
+            assert (sides[1].directory / "mine.py").read_text() == "one"
+        assert path.read_text() == "three"
+
+    def test_what_is_no_commit(self, repository):
+        with (
+            pytest.raises(ConfigError, match=r"^--checkout=three: it is no commit"),
+            alternating.checkouts(["one", "three"]),
+        ):
+            pass
+        assert len(self.git(repository, "worktree", "list").splitlines()) == 1
+
+    def test_no_repository(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+        with pytest.raises(ConfigError, match="not a git repository"), alternating.checkouts(["one", "two"]):
+            pass
