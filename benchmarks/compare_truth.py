@@ -3,6 +3,7 @@
     python benchmarks/compare_truth.py                              # real runs: three quarters of an hour on two cores
     python benchmarks/compare_truth.py --blocks 10                  # fewer
     python benchmarks/compare_truth.py --sweep outputs/<sweep>      # judge those of an earlier call once more
+    python benchmarks/compare_truth.py --picture noise.png          # and draw them
 
 One sweep has ten configurations that differ in name alone, one that is slowed by 2 % and one by 5 %
 (``benchmarks/slowed.py``), all in each block. Fresh comparisons use each run once. Resampled ones draw other blocks
@@ -69,6 +70,8 @@ def main() -> int:
     assert spread
     runs = len(same) + len(slowed)
     print(f"{len(blocks)} blocks of {runs} runs; runs of one configuration differ by {spread.deviation:.1%}")
+    if options.picture:
+        _draw(sweep, options.picture)
     draw = random.Random(0)
     rows = [*_identical(same, blocks, draw), *_slower(same[0], slowed, blocks, draw)]
     for name, share, is_met, rule in rows:
@@ -126,6 +129,34 @@ def _slower(
         print(f"  a difference of {slower:.0%} takes {needed} runs each, more than the {len(blocks)} blocks here")
 
 
+def _draw(sweep: Path, path: Path) -> None:
+    """The throughput of all runs in their order, as shares of the median of the identical configurations."""
+    from matplotlib.figure import Figure
+
+    ordered = sorted(store.read_results(sweep), key=lambda run: run["started"])
+    rates = [(run["config"]["model"]["slower"], alternatives.throughput(run)) for run in ordered]
+    base = median(rate for slower, rate in rates if rate and slower < min(SLOWER))
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    styles = {
+        0.0: (".", "0.6", "identical"),
+        SLOWER[0]: ("^", "#0072B2", "2 % slower"),
+        SLOWER[1]: ("s", "#D55E00", "5 % slower"),
+    }
+    for kind, (marker, color, label) in styles.items():
+        shown = [
+            (place, 100 * rate / base) for place, (slower, rate) in enumerate(rates) if rate and _kind(slower) == kind
+        ]
+        axes.plot(*zip(*shown, strict=True), marker, color=color, label=label, markersize=4)
+    axes.set(xlabel="run", ylabel="% of the median throughput")
+    axes.legend(loc="lower left", ncols=3, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _kind(slower: float) -> float:
+    return slower if slower in SLOWER else 0.0
+
+
 def _differ(one: Sample, other: Sample, blocks: Sequence[Hashable]) -> bool:
     return bool(comparison.differing([(_of(one, blocks), _of(other, blocks))])[0])
 
@@ -169,6 +200,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--sweep", type=Path, help="judge the runs of an earlier call")
+    parser.add_argument("--picture", type=Path, help="draw the runs")
     options = parser.parse_args()
     if options.blocks < AUTO.max:
         parser.error(f"--blocks {options.blocks}: repeat=auto may take {AUTO.max}; give at least so many")
