@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+import time
 import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.terminal import say
 
 if TYPE_CHECKING:
     from ptdbench.records.load import Run
+    from ptdbench.setup.config import Repeat
 
 HELP = "what became faster or slower between two sets of runs, with an exit status for CI"
 
@@ -22,8 +27,12 @@ UNUSABLE = 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is typed after ``compare``."""
-    parser.add_argument("before", type=Path, help="a run's or a sweep's directory, or a folder of them")
-    parser.add_argument("after", type=Path, help="another one; best with repeat=5 on both sides")
+    words = "two directories, of runs, sweeps or folders of them; with --python or --checkout what both sides run"
+    parser.add_argument("words", nargs="*", metavar="before after", help=words)
+    let_run = "given twice: run what follows -- under both interpreters in turn, repeat=5 unless it says more"
+    parser.add_argument("--python", action="append", default=[], metavar="PYTHON", help=let_run)
+    checkout = "given twice: the same at two commits of the repository in this directory"
+    parser.add_argument("--checkout", action="append", default=[], metavar="COMMIT", help=checkout)
     parser.add_argument(
         "--fail-if-slower",
         type=_share,
@@ -51,19 +60,63 @@ def main(arguments: argparse.Namespace) -> int:
     from ptdbench.records.store import Damaged
     from ptdbench.report import text, versus
 
-    folders = (arguments.before, arguments.after)
     try:
+        folders = _carried_out(arguments) if arguments.python or arguments.checkout else _typed(arguments.words)
         if folders[0].resolve() == folders[1].resolve():
             raise versus.Incomparable("they are the same; give two")
         found = versus.match(*map(_trained, folders))
     except (versus.Incomparable, Damaged) as refusal:
         say(f"{' and '.join(map(str, folders))}: {refusal}", sys.stderr)
         return UNUSABLE
+    except ConfigError as error:
+        say(str(error), sys.stderr)
+        return UNUSABLE
     except OSError as error:
         say(f"{error.filename}: cannot be read: {error.strerror}" if error.filename else str(error), sys.stderr)
         return UNUSABLE
     text.show(versus.render(found, ("before", "after"), shutil.get_terminal_size((110, 24)).columns))
     return versus.status(found, arguments.fail_if_slower)
+
+
+def _typed(words: Sequence[str]) -> tuple[Path, Path]:
+    """Two directories."""
+    if len(words) != 2:
+        rule = "it takes the runs before and those after"
+        require(Problem("compare", " ".join(words), rule, "give two directories, or --python or --checkout twice"))
+    return Path(words[0]), Path(words[1])
+
+
+def _carried_out(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """Let both sides run in turn, and return where their results are."""
+    from ptdbench.sweep import alternating
+
+    for name, given in (("--python", arguments.python), ("--checkout", arguments.checkout)):
+        if given and (len(given) != 2 or (arguments.python and arguments.checkout)):
+            rule = "two sides take turns"
+            require(Problem(name, ", ".join(given), rule, "give --python twice, or --checkout twice"))
+    overrides, repeat = _repeats(arguments.words)
+    directory = Path("outputs", time.strftime("%Y-%m-%d_%H-%M-%S_compare")).absolute()
+    with ExitStack() as until_done:
+        if arguments.python:
+            sides = alternating.interpreters(arguments.python)
+        else:
+            sides = until_done.enter_context(alternating.checkouts(arguments.checkout))
+        alternating.run(sides, overrides, repeat, directory)
+    say(f"records      {directory}")
+    return directory / "before", directory / "after"
+
+
+def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
+    """What is typed for each run, and how often."""
+    from ptdbench.setup import commandline, compose, config
+
+    typed = commandline.in_full(words)
+    own = [word for word in typed if commandline.option(word).startswith("repeat.")]
+    composed = compose.compose_all(compose.conf_folder(), "config", ["repeat.runs=5", *own], multirun=True)
+    repeat = config.read(composed.jobs[0]).repeat
+    if repeat.runs == "auto" or len(composed.jobs) > 1:
+        require(Problem("repeat.runs", repeat.runs, "both sides run equally often", "give a number, as in repeat=10"))
+    return [word for word in typed if word not in own], repeat
 
 
 def _trained(folder: Path) -> list[Run]:

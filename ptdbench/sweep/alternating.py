@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,9 +88,7 @@ def _git(revision: str, *words: str) -> str:
     return done.stdout.strip()
 
 
-def run(
-    sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directory: Path, settled: Callable[[], bool]
-) -> None:
+def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directory: Path) -> None:
     """Run each block on both sides, in an order of its own.
 
     Args:
@@ -98,18 +96,11 @@ def run(
         overrides: What is typed for each; lists are a sweep within each block.
         repeat: How many blocks.
         directory: Where the results go, below ``before`` and ``after``.
-        settled: With ``repeat=auto``, whether no further block is needed; called at each look.
 
     Raises:
         ConfigError: A side refused the command line; it has said why.
     """
-    from ptdbench.measure import comparison
-
-    looks = comparison.looks(repeat.max) if repeat.runs == "auto" else []
-    order = blocks.order(len(sides), repeat)
-    for done, (number, block) in enumerate(order):
-        if done % len(sides) == 0 and block in looks and settled():
-            return
+    for number, block in blocks.order(len(sides), repeat):
         side = sides[number]
         say(f"block {block}, {side.name}", sys.stderr)
         _start(side, overrides, directory / side.name / str(block), block or 0, directory.name)

@@ -38,8 +38,8 @@ def stubs(tmp_path):
     return make
 
 
-def repeat(runs: int | str, most: int = 20) -> Repeat:
-    return Repeat(runs=runs, max=most, tied_within=0.02, seed=0, block=None, series=None)
+def repeat(runs: int) -> Repeat:
+    return Repeat(runs=runs, max=20, tied_within=0.02, seed=0, block=None, series=None)
 
 
 def started(folder: Path) -> list[tuple[str, str]]:
@@ -49,7 +49,7 @@ def started(folder: Path) -> list[tuple[str, str]]:
 
 
 def test_blocks_are_abba(tmp_path, stubs):
-    alternating.run(stubs(), ["parallel=ddp"], repeat(4), tmp_path / "out", lambda: False)
+    alternating.run(stubs(), ["parallel=ddp"], repeat(4), tmp_path / "out")
     seen = started(tmp_path)
     assert [block for _, block in seen] == ["0", "0", "1", "1", "2", "2", "3", "3"]
     for block in (0, 4):
@@ -59,28 +59,21 @@ def test_blocks_are_abba(tmp_path, stubs):
 
 
 def test_each_is_a_sweep_of_one_block_that_others_are_paired_with(tmp_path, stubs):
-    alternating.run(stubs(), ["parallel=ddp,fsdp", "seed=1"], repeat(1 + 1), tmp_path / "my out", lambda: False)
+    alternating.run(stubs(), ["parallel=ddp,fsdp", "seed=1"], repeat(2), tmp_path / "my out")
     line = (tmp_path / "log").read_text().splitlines()[-1]
     side = Path(line.split()[0]).name
     own = f"repeat.block=1 repeat.series='my out' hydra.sweep.dir='{tmp_path / 'my out' / side / '1'}'"
     assert line.endswith(f" -m ptdbench train -m parallel=ddp,fsdp seed=1 {own}")
 
 
-def test_auto_ends_at_the_first_look_at_which_it_is_settled(tmp_path, stubs):
-    answers = iter([False, True])
-    alternating.run(stubs(), [], repeat("auto"), tmp_path / "out", lambda: next(answers))
-    assert len(started(tmp_path)) == 2 * 7
-    assert next(answers, None) is None
-
-
 def test_a_run_that_fails_is_a_result_and_a_refused_one_is_not(tmp_path, stubs):
-    alternating.run(stubs(status=1), [], repeat(2), tmp_path / "out", lambda: False)
+    alternating.run(stubs(status=1), [], repeat(2), tmp_path / "out")
     assert len(started(tmp_path)) == 4
 
 
 def test_what_is_refused_ends_it_at_once(tmp_path, stubs):
     with pytest.raises(ConfigError, match="did not run it"):
-        alternating.run(stubs(leaves=0), [], repeat(2), tmp_path / "out", lambda: False)
+        alternating.run(stubs(leaves=0), [], repeat(2), tmp_path / "out")
     assert len(started(tmp_path)) == 1
 
 
