@@ -247,11 +247,9 @@ def _on_cluster(
             watch.follow(directory)
     finally:
         records = _print_results(directory, True, 0 if agenda.is_open else len(agenda.requests))
-    if agenda.is_open:
-        return int(_count_ok(records) < max(1, len(records)))
     if line.only:  # what became of the sweep's other runs is not what was asked
         records = [record for record in records if store.below(directory, record["directory"]) == line.only]
-    return int(_count_ok(records) < (1 if line.only else len(agenda.requests)))
+    return int(_count_ok(records) < (max(1, len(records)) if agenda.is_open or line.only else len(agenda.requests)))
 
 
 def _queued(directory: Path, line: resume.Line) -> frozenset[str]:

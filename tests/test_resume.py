@@ -316,6 +316,39 @@ class TestLine:
             with pytest.raises(ConfigError, match=f"goes on with the sweep as it was, and {wrong} would change it"):
                 resume.read([f"sweep.resume={sweep}", wrong], False, None)
 
+    def test_a_repeat_goes_on_in_its_block_and_alone(self, tmp_path):
+        typed = ["model=toy", "repeat.runs=auto", "repeat.max=9", "repeat.tied_within=0.1", "repeat.block=1"]
+        run = self.begun(tmp_path / "run", typed)
+        in_place = ["model=toy", "repeat.block=1", f"hydra.run.dir='{run}'"]
+        assert resume.read([f"resume={run}"], False, None) == resume.Line(in_place, run)
+        another = resume.read([f"resume={run}", "train.steps=20"], False, None)
+        assert another.overrides == ["model=toy", "train.steps=20", f"resume='{run}'"]
+        (run / "record.json").write_text("{")  # what was typed stands in Hydra's own file, too
+        (run / ".hydra").mkdir()
+        (run / ".hydra" / "overrides.yaml").write_text("".join(f"- {word}\n" for word in typed))
+        assert resume.read([f"resume={run}"], False, None) == resume.Line(in_place, run)
+
+    def test_a_sweep_may_get_more_blocks_of_repeats_in_the_same_order(self, tmp_path):
+        self.submitted(tmp_path, "repeat.runs=2", "repeat.seed=3")
+        sweep = tmp_path / "sweep"
+        for more in (["repeat.runs=3"], ["repeat.runs=auto", "repeat.max=9", "repeat.tied_within=0.1"]):
+            line = resume.read([f"sweep.resume={sweep}", *more], False, None)
+            kept = ["cluster=slurm", "model=toy", "repeat.seed=3", *more]
+            assert line.overrides == [*kept, "hydra.mode=MULTIRUN", f"hydra.sweep.dir='{sweep}'"]
+        with pytest.raises(ConfigError, match=r"repeat\.seed=4 would change it"):
+            resume.read([f"sweep.resume={sweep}", "repeat.seed=4"], False, None)
+        with pytest.raises(ConfigError, match="was begun with repeats, and its runs would have another order now"):
+            resume.read([f"sweep.resume={sweep}", "repeat.runs=1"], False, None)
+
+    @pytest.mark.parametrize("typed", [[], ["repeat.runs=1"]], ids=str)
+    def test_a_sweep_without_repeats_gets_none(self, tmp_path, typed):
+        """Its runs would lie in the directories of others, and be done again there."""
+        self.submitted(tmp_path, *typed)
+        sweep = tmp_path / "sweep"
+        assert resume.read([f"sweep.resume={sweep}", "repeat.runs=1"], False, None).goes_on == sweep
+        with pytest.raises(ConfigError, match=r"was begun without repeats, .*; start another sweep"):
+            resume.read([f"sweep.resume={sweep}", "repeat.runs=3"], False, None)
+
     def test_a_damaged_list_of_jobs_is_refused(self, tmp_path):
         run = self.submitted(tmp_path)
         (tmp_path / "sweep" / "sweep.json").write_text("{")

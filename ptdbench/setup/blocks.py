@@ -3,39 +3,67 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from dataclasses import fields
 
 from ptdbench.launch.world import World
-from ptdbench.problems import Problem, require
+from ptdbench.problems import Problem, as_typed, require
 from ptdbench.setup.commandline import SWEEPER
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Cluster, Repeat, Slurm, read
 from ptdbench.terminal import command
 
+#: What differs between the repeats of a run, as the template of their directories may name it.
+_TELL_APART = ("job.num", "job.override_dirname", "repeat.block")
+
 
 def check(composed: Composed, cluster: Cluster, world: World | None) -> None:
     """Refuse repeats that differ within a sweep, or that cannot be had."""
+    require(*_swept(composed))
     repeat = read(composed.jobs[0]).repeat
+    if repeat.runs != 1:
+        require(_unfit(composed, repeat), _undecided(cluster, world) if repeat.runs == "auto" else None)
+
+
+def _swept(composed: Composed) -> Iterator[Problem]:
+    """A problem for every option of the group that a sweep has several values of."""
+    found = [read(job).repeat for job in composed.jobs]
+    for field in fields(Repeat):
+        values = dict.fromkeys(as_typed(getattr(repeat, field.name)) for repeat in found)
+        if len(values) > 1:
+            rule = "a sweep has one number of repeats, and one order of its runs"
+            remedy = "give one value, or start one sweep for each"
+            yield Problem(f"repeat.{field.name}", ",".join(values), rule, remedy)
+
+
+def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
+    """What keeps this command line from having repeats."""
     runs = repeat.runs
-    if any(read(job).repeat != repeat for job in composed.jobs[1:]):
-        rule = "a sweep has one number of repeats, and one order"
-        require(Problem("repeat.runs", runs, rule, "give one value, or start one sweep for each"))
-    if runs == 1:
-        return
-    name, rule, remedy = "repeat.runs", "", ""
     if not composed.is_sweep:
-        rule, remedy = "several runs are a sweep", f"add -m, as in {command()} -m repeat={runs}"
-    elif composed.searches:
+        return Problem("repeat.runs", runs, "several runs are a sweep", f"add -m, as in {command()} -m repeat={runs}")
+    if composed.searches:
         sweeper = f"{SWEEPER}={composed.first.hydra.runtime.choices[SWEEPER]}"
         rule = f"{sweeper} chooses each run by the results of others, and repeats none"
-        remedy = "omit it, and repeat the best runs in a sweep of their own"
-    elif runs == "auto" and world and world.size > 1:
+        return Problem("repeat.runs", runs, rule, "omit it, and repeat the best runs in a sweep of their own")
+    if repeat.block is not None:
+        rule = f"repeat.runs={runs} says of each run which block it belongs to"
+        return Problem("repeat.block", repeat.block, rule, "omit one of them")
+    template = str(composed.first.hydra.sweep._get_node("subdir")._value())
+    if not any(name in template for name in _TELL_APART):
+        rule = f"with repeat.runs={runs} several runs would have the same directory"
+        return Problem("hydra.sweep.subdir", template, rule, "add ${hydra.job.num} to it, or ${repeat.block}")
+    return None
+
+
+def _undecided(cluster: Cluster, world: World | None) -> Problem | None:
+    """What keeps repeats from ending when the order is settled."""
+    if world and world.size > 1:
         rule = f"each of the {world.size} ranks that {world.launcher} started would decide by itself when to stop"
-        remedy = "give a number, or start it with plain python"
-    elif runs == "auto" and isinstance(cluster, Slurm) and cluster.submit == "detach":
-        rule = "it needs the results of a block before it can submit the next one"
-        name, remedy = "cluster.submit=detach with repeat.runs", "try cluster.submit=wait, or a number"
-    if rule:
-        require(Problem(name, runs, rule, remedy))
+        return Problem("repeat.runs", "auto", rule, "give a number, or start it with plain python")
+    if isinstance(cluster, Slurm) and cluster.submit == "detach":
+        rule = "repeat.runs=auto needs the results of a block before it can submit the next one"
+        return Problem("cluster.submit", "detach", rule, "try wait, or a number of repeats")
+    return None
 
 
 def order(alternatives: int, repeat: Repeat) -> list[tuple[int, int | None]]:
@@ -49,7 +77,7 @@ def order(alternatives: int, repeat: Repeat) -> list[tuple[int, int | None]]:
         repeat: How often each is run.
 
     Returns:
-        The number of the alternative and of the block of each run; without repeats there is no block.
+        The number of the alternative and of the block of each run; without repeats no block is given to any.
     """
     if repeat.runs == 1:
         return [(number, None) for number in range(alternatives)]

@@ -84,7 +84,7 @@ def compose_all(
             ours = [override for override in parsed if not _is_hydras(override)]
             first = compose(config_name, [*batch, *_corner(ours, 0)], return_hydra_config=True)
             if params := first.hydra.sweeper.get("params"):  # a sweep's lists may lie in a file of conf/
-                ours = [*_parse([f"{name}={value}" for name, value in params.items()]), *ours]
+                ours = [*_parse(in_full(f"{name}={value}" for name, value in params.items())), *ours]
                 first = compose(config_name, [*batch, *_corner(ours, 0)], return_hydra_config=True)
             is_sweep = multirun or first.hydra.mode == RunMode.MULTIRUN
             searches = is_sweep and first.hydra.runtime.choices.get(SWEEPER) != "basic"

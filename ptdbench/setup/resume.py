@@ -77,7 +77,7 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
     if len(others) > len(place) or multirun or moves:
         if moves and len(others) == len(place):
             _refuse_complete(directory, written)
-        kept = _without(_without_place(_earlier(directory, written)), others)
+        kept = _without(_without_place(_earlier(directory, written), "repeat.block"), others)
         return Line([*kept, *others, f"{RUN}='{directory.resolve()}'"], None)
     _refuse_complete(directory, written)
     if world is None and (sweep := _submitted_by(directory)):
@@ -100,7 +100,14 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
         rule = f"goes on with the sweep as it was, and {' '.join(wrong)} would change it"
         raise ConfigError([Problem(asked, directory, rule, "omit it, or start another sweep")])
     kept = _without(task, others)
+    if (was := _repeats(task)) != _repeats([*kept, *others]):
+        rule = f"was begun {'with' if was else 'without'} repeats, and its runs would have another order now"
+        raise ConfigError([Problem(asked, directory, rule, "start another sweep")])
     return Line([*kept, *others, "hydra.mode=MULTIRUN", f"hydra.sweep.dir='{directory}'"], directory, only)
+
+
+def _repeats(overrides: Iterable[str]) -> bool:
+    return any(option(override) == "repeat.runs" and not override.endswith("=1") for override in overrides)
 
 
 def _may_change(name: str, swept: set[str]) -> bool:
@@ -130,10 +137,13 @@ def _ledger(directory: Path) -> ledger.Ledger:
 
 
 def _earlier(directory: Path, written: Mapping[str, Any]) -> list[str]:
-    """The overrides of the run in a directory, as they were typed."""
+    """The overrides of the run in a directory, as they were typed; it is one of those that its sweep repeats."""
+    return [override for override in _typed(directory, written) if option(override) not in _BLOCKS]
+
+
+def _typed(directory: Path, written: Mapping[str, Any]) -> list[str]:
     if written.get("overrides") is not None:
-        typed = [renamed(override) for override in written["overrides"]]
-        return [override for override in typed if option(override) not in _BLOCKS]
+        return [renamed(override) for override in written["overrides"]]
     path = directory / ".hydra" / "overrides.yaml"
     if not path.exists():
         rule = f"there is no run (no {store.RECORD})"
@@ -160,9 +170,10 @@ def _is_place(override: str) -> bool:
     return is_cluster(override) or option(override).startswith(("hydra.", "hydra/"))
 
 
-def _without_place(overrides: Iterable[str]) -> list[str]:
-    own = (RUN, "repeat.block")
-    return [override for override in overrides if not _is_place(override) and option(override) not in own]
+def _without_place(overrides: Iterable[str], *others: str) -> list[str]:
+    """The overrides that say what a run is, without what it began with, and without these other options."""
+    left = (RUN, *others)
+    return [override for override in overrides if not _is_place(override) and option(override) not in left]
 
 
 def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:

@@ -116,7 +116,9 @@ class Agenda:
 
     def is_settled(self, sweep_directory: Path, number: int) -> bool:
         """Whether the runs from this number on need not be carried out: enough is known of all."""
-        return self.settling is not None and self.settling(sweep_directory, self.requests[number].block or 0)
+        if self.settling is None or self.only is not None:  # the one that is meant goes on whatever is known
+            return False
+        return self.settling(sweep_directory, self.requests[number].block or 0)
 
     def add(self, number: int, composed: Callable[[], DictConfig], overrides: Sequence[str]) -> None:
         """Note a run that the sweeper has just chosen, if it is one of a search.

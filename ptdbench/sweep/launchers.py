@@ -188,8 +188,8 @@ class SlurmLauncher(_Launcher):
             raise
         if submitted:
             watch.announce(sweep_directory, sorted(submitted, key=lambda job: job.number))
-            if self.agenda.is_open:  # what comes next depends on their results
-                watch.follow(sweep_directory)
+        if self.agenda.is_open and (submitted or self.agenda.queued):  # what comes next depends on their results
+            watch.follow(sweep_directory)
 
     def _submit(self, sweep_directory: Path, name: str, array: Sequence[Opened]) -> list[ledger.Job]:
         """Submit the jobs of one shape; they are noted down before and after."""

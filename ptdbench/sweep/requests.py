@@ -73,6 +73,8 @@ class Request:
         hydra = {"job": {"num": number, "override_dirname": "-".join(self.overrides)}, "sweep": {"subdir": template}}
         written = OmegaConf.to_container(self.composed, resolve=False)
         assert isinstance(written, dict)
+        if self.block is not None:
+            written["repeat"]["block"] = self.block
         return str(OmegaConf.create({**written, "hydra": hydra}).hydra.sweep.subdir)
 
 

@@ -48,7 +48,7 @@ class Settling:
             more = f", and {plural(len(open_pairs) - 3, 'other pair')}" if len(open_pairs) > 3 else ""
             say(f"{told}: not settled between {'; '.join(named)}{more}", sys.stderr)
         else:
-            say(f"{told}: settled", sys.stderr)
+            say(f"{told}: {'settled' if len(found) > 1 else 'nothing to compare'}", sys.stderr)
         return self._is_over
 
 

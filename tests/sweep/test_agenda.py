@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from ptdbench.records import store
+from ptdbench.setup.compose import compose_all
+from ptdbench.sweep import settling
 from ptdbench.sweep.agenda import Agenda
+from tests.conftest import ROOT
 
 TEMPLATE = "${hydra.job.num}_${workload.label}"
 
@@ -56,3 +61,73 @@ def test_with_more_time_a_run_that_is_done_remains_done(asked, tmp_path):
     store.write_record(tmp_path / "0_toy_ddp", done)
     assert Agenda(asked("cluster.time_minutes=50")).open(tmp_path, TEMPLATE, 0, []) is None
     assert Agenda(asked("cluster.nodes=2")).open(tmp_path, TEMPLATE, 0, []) is not None
+
+
+class TestRepeats:
+    @pytest.fixture
+    def agenda(self, asked):
+        """The agenda of a command line."""
+
+        def of(*overrides, only=None):
+            words = ["cluster=slurm", "model=toy", *overrides]
+            return Agenda.of(compose_all(ROOT / "conf", "config", words, multirun=True), asked(*overrides), only)
+
+        return of
+
+    def test_each_run_knows_its_block_and_has_a_directory_of_its_own(self, agenda, tmp_path):
+        found = agenda("parallel=ddp,fsdp", "repeat.runs=3")
+        names = [found.directory(tmp_path, TEMPLATE, number).name for number in range(6)]
+        assert len(set(names)) == 6
+        assert names[3].removeprefix("3") == names[0].removeprefix("0")  # ABBA
+        assert names[2].removeprefix("2") == names[1].removeprefix("1")
+        for number, request in enumerate(found.requests):
+            job = found.open(tmp_path, TEMPLATE, number, request.overrides)
+            written = store.load_record(tmp_path / names[number])
+            assert job.overrides[-1] == f"repeat.block={number // 2}" == written["overrides"][-1]
+            assert written["config"]["repeat"]["block"] == number // 2
+
+    def test_the_name_of_a_directory_may_have_the_block(self, agenda):
+        found = agenda("parallel=ddp,fsdp", "repeat.runs=2")
+        names = {request.subdirectory("${parallel.name}_${repeat.block}", 9) for request in found.requests}
+        assert names == {"ddp_0", "ddp_1", "fsdp_0", "fsdp_1"}
+
+    def test_they_come_in_one_batch_or_in_batches_of_a_block_where_it_looks_after_each(self, agenda):
+        blocks = [[f"repeat.block={block}"] * 2 for block in range(4)]
+        (whole,) = agenda("parallel=ddp,fsdp", "repeat.runs=4").batches(None)
+        assert [[words[-1]] for words in whole] == [[word] for block in blocks for word in block]
+        assert [len(batch) for batch in agenda("parallel=ddp,fsdp", "repeat.runs=4").batches(3)] == [3, 3, 2]
+        by_block = agenda("parallel=ddp,fsdp", "repeat.runs=auto", "repeat.max=4").batches(3)
+        assert [[words[-1] for words in batch] for batch in by_block] == blocks
+        assert agenda("seed=0,1").batches(None) == [[list(run.overrides) for run in agenda("seed=0,1").requests]]
+
+    def test_the_blocks_that_are_over_are_counted(self, agenda, tmp_path, monkeypatch):
+        asked = []
+        monkeypatch.setattr(settling.Settling, "__call__", lambda _, where, blocks: asked.append(blocks) or True)
+        found = agenda("parallel=ddp,fsdp", "repeat.runs=auto", "repeat.max=4")
+        assert [found.is_settled(tmp_path, number) for number in (0, 2, 6)] == [True] * 3
+        assert asked == [0, 1, 3]
+        assert not agenda("parallel=ddp,fsdp", "repeat.runs=4").is_settled(tmp_path, 6)
+
+    def test_the_one_run_that_is_meant_goes_on_whatever_is_known_of_the_others(self, agenda, tmp_path, monkeypatch):
+        monkeypatch.setattr(settling.Settling, "__call__", lambda *_: True)
+        found = agenda("parallel=ddp,fsdp", "repeat.runs=auto", only="6_toy_ddp")
+        assert not found.is_settled(tmp_path, 6)
+
+    def test_what_is_refused_is_one_row_and_not_one_for_each_block(self, agenda, tmp_path):
+        found = agenda("train.global_batch=15,16", "repeat.runs=3")
+        opened = [found.open(tmp_path, TEMPLATE, number, []) for number in range(6)]
+        assert sum(job is not None for job in opened) == 3
+        (row,) = store.read_results(tmp_path)
+        assert (row["error"]["type"], row["config"]["repeat"]["block"]) == ("ConfigError", 0)
+        assert len(list(tmp_path.glob("*/record.json"))) == 4
+
+    def test_what_is_refused_is_a_row_also_in_a_block_that_was_typed(self, agenda, tmp_path):
+        found = agenda("train.global_batch=15,16", "repeat.block=1")
+        assert found.open(tmp_path, TEMPLATE, 0, []) is None
+        (row,) = store.read_results(tmp_path)
+        assert row["config"]["repeat"]["block"] == 1
+
+    def test_a_block_that_was_typed_is_kept_and_typed_once(self, agenda):
+        (request,) = agenda("repeat.block=3").requests
+        assert request.config.repeat.block == 3
+        assert request.overrides.count("repeat.block=3") == 1

@@ -1,0 +1,184 @@
+"""Sweeps with repeats, by whole commands: each run in every block, and what is missing done again in its place."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ptdbench.records import store
+from tests import forked
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.ranks
+
+TRAIN = (sys.executable, str(ROOT / "train.py"))
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"))
+TOY = ("model=toy", "parallel=single", "train.steps=4", "profile.steps=0", "device=cpu", "hydra.sweep.dir=sweep")
+
+Done = subprocess.CompletedProcess[str]
+Train = Callable[..., Done]
+
+
+def carry_out(*command: str, cwd: Path, environ: dict[str, str]) -> Done:
+    return subprocess.run(
+        command, cwd=cwd, env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240,
+        check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def train(tmp_path: Path, environ: dict[str, str]) -> Train:
+    """Carries out ``train.py`` in a folder of its own."""
+    return lambda *arguments: carry_out(*TRAIN, *arguments, cwd=tmp_path, environ=environ)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> tuple[Path, Done]:
+    """Two alternatives in two blocks, as they were left, and what was said."""
+    folder = tmp_path_factory.mktemp("whole")
+    asked = ("-m", *TOY, "optimizer.lr=1e-3,1e-4", "repeat=2", "checkpoint.every_steps=2")
+    return folder / "sweep", carry_out(*TRAIN, *asked, cwd=folder, environ=environ)
+
+
+@pytest.fixture
+def sweep(whole: tuple[Path, Done], tmp_path: Path) -> Path:
+    """A copy of them that a test may go on with."""
+    return Path(shutil.copytree(whole[0], tmp_path / "sweep"))
+
+
+def runs(sweep: Path) -> dict[str, dict[str, Any]]:
+    """The results by the names of their directories, in the order in which the runs began; each is in its record."""
+    found = {Path(record["directory"]).name: record for record in store.read_results(sweep)}
+    assert found == {path.parent.name: json.loads(path.read_text()) for path in sweep.glob("*/record.json")}
+    return dict(sorted(found.items(), key=lambda one: one[1]["started"]))
+
+
+def block(record: dict[str, Any]) -> int:
+    return record["config"]["repeat"]["block"]
+
+
+def alternative(record: dict[str, Any]) -> float:
+    return record["config"]["optimizer"]["lr"]
+
+
+def test_each_run_is_carried_out_in_every_block_and_every_second_block_is_reversed(whole):
+    sweep, done = whole
+    assert done.returncode == 0, done.stderr
+    found = runs(sweep)
+    assert [name.partition("_")[0] for name in found] == ["0", "1", "2", "3"]
+    records = list(found.values())
+    assert [block(record) for record in records] == [0, 0, 1, 1]
+    first, second, third, fourth = map(alternative, records)
+    assert {first, second} == {1e-3, 1e-4}
+    assert (third, fourth) == (second, first)
+    for rate in (first, second):
+        one, other = (record for record in records if alternative(record) == rate)
+        assert one["fingerprint"] == other["fingerprint"]
+        assert one["owner"]["pid"] == other["owner"]["pid"]  # the sweep's process opens them
+        assert one["owner"]["launch"] != other["owner"]["launch"]
+        assert one["final_loss"] == other["final_loss"]
+    assert len({record["fingerprint"] for record in records}) == 2
+    assert done.stdout.count("status\n") <= 1  # one table
+
+
+def test_what_is_missing_is_done_again_in_its_place_and_more_blocks_are_added(sweep, train):
+    before = runs(sweep)
+    shutil.rmtree(sweep / "2_toy_single")
+    lines = (sweep / "results.jsonl").read_text().splitlines(keepends=True)
+    (sweep / "results.jsonl").write_text("".join(line for line in lines if "2_toy_single" not in line))
+    done = train("sweep.resume=sweep")
+    assert done.returncode == 0, done.stderr
+    again = runs(sweep)
+    assert {name for name in again if again[name] != before[name]} == {"2_toy_single"}
+    assert len(again) == 4
+    redone, was = again["2_toy_single"], before["2_toy_single"]
+    assert (block(redone), alternative(redone), redone["fingerprint"]) == (1, alternative(was), was["fingerprint"])
+
+    done = train("sweep.resume=sweep", "repeat=3")
+    assert done.returncode == 0, done.stderr
+    more = runs(sweep)
+    assert {name: more[name] for name in again} == again
+    added = [more[name] for name in more.keys() - again.keys()]
+    assert [block(record) for record in added] == [2, 2]
+    assert {alternative(record) for record in added} == {1e-3, 1e-4}
+    assert forked.train_py("sweep.resume=sweep", cwd=sweep.parent).returncode == 0  # it has three blocks from now on
+    assert runs(sweep) == more
+
+
+def test_one_of_the_runs_goes_on_alone_and_remains_in_its_block(sweep, train):
+    run = sweep / "3_toy_single"
+    said = forked.train_py("resume=sweep/3_toy_single", cwd=sweep.parent)
+    assert said.returncode == 1
+    assert "resume=sweep/3_toy_single: is complete, with 4 of 4 steps" in said.stderr
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    was = json.loads((run / "record.json").read_text())
+    error = {"rank": -1, "type": "Stopped", "message": "stopped", "traceback": ""}
+    store.write_record(run, was | {"status": "preempted", "steps": 2, "error": error})
+    done = train("resume=sweep/3_toy_single")
+    assert done.returncode == 0, done.stderr
+    written = json.loads((run / "record.json").read_text())
+    assert written["remarks"]["resumed"].startswith("after step 2, from ")
+    assert (written["status"], written["steps"], block(written)) == ("ok", 4, block(was))
+    assert written["config"]["repeat"]["runs"] == 1
+    assert written["fingerprint"] == was["fingerprint"]
+    assert len(list(sweep.glob("*/record.json"))) == 4
+
+
+def test_auto_ends_at_the_most_and_where_nothing_is_to_be_compared_at_the_first_look(tmp_path, train):
+    done = train("-m", *TOY, "optimizer.lr=1e-3,1e-4", "repeat=auto", "repeat.max=3", "repeat.tied_within=0")
+    assert done.returncode == 0, done.stderr
+    assert [block(record) for record in runs(tmp_path / "sweep").values()] == [0, 0, 1, 1, 2, 2]
+    shutil.rmtree(tmp_path / "sweep")
+    done = train(*TOY, "repeat=auto", "repeat.max=8")
+    assert done.returncode == 0, done.stderr
+    assert [block(record) for record in runs(tmp_path / "sweep").values()] == [0, 1, 2]
+    assert "3 blocks of at most 8: nothing to compare" in done.stderr.splitlines()
+
+
+def test_as_jobs_on_this_machine_a_repeat_that_fails_ends_no_other(tmp_path, train):
+    (tmp_path / "fails").touch()
+    model = ("model=custom", "model._target_=tests.test_repeats.FailsOnce", "+model.in_features=8")
+    data = ("+model.out_features=4", "data=synthetic_vectors", "data.inputs=8", "data.outputs=4")
+    done = train("hydra/launcher=submitit_local", *model, *data, *TOY[1:], "repeat=2")
+    assert done.returncode == 1, done.stderr
+    first, second = runs(tmp_path / "sweep").values()
+    assert (first["status"], block(first), first["error"]["message"]) == ("failed", 0, "this one is on purpose")
+    assert (second["status"], block(second)) == ("ok", 1)
+    assert first["fingerprint"] == second["fingerprint"]
+    done = train("sweep.resume=sweep")
+    assert done.returncode == 0, done.stderr
+    (other, again) = runs(tmp_path / "sweep").values()
+    assert other == second
+    assert (again["status"], block(again), again["directory"]) == ("ok", 0, first["directory"])
+
+
+class FailsOnce(nn.Linear):
+    """Its first step fails, of all runs in a folder."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not inputs.is_meta and (flag := Path("fails")).exists():  # not where its FLOPs are counted
+            flag.unlink()
+            raise RuntimeError("this one is on purpose")
+        return super().forward(inputs)
+
+
+def test_ranks_of_a_launcher_take_the_runs_in_the_same_order(tmp_path, environ):
+    asked = ("-m", "model=toy", "parallel=ddp,fsdp", *TOY[2:], "repeat=2")
+    done = carry_out(*TORCHRUN, *asked, cwd=tmp_path, environ=environ)
+    assert done.returncode == 0, done.stderr
+    records = list(runs(tmp_path / "sweep").values())
+    assert [(record["status"], record["world_size"], block(record)) for record in records] == [
+        ("ok", 2, 0), ("ok", 2, 0), ("ok", 2, 1), ("ok", 2, 1),
+    ]  # fmt: skip
+    names = [record["parallel"] for record in records]
+    assert sorted(names[:2]) == ["ddp", "fsdp"]
+    assert names == names[::-1]
