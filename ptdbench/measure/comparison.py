@@ -132,16 +132,15 @@ def margin(sample: Sample, level: float = LEVEL) -> float | None:
     return _share(math.sqrt(variance / len(sample)) * _quantile(len(sample) - 1, 1 - level / 2))
 
 
-def within(spread: Spread, runs: int, pairs: int, level: float = LEVEL) -> float:
-    """The largest difference, as a share, that configurations with so few runs may show where there is none.
+def within(spread: Spread, runs: int, level: float = LEVEL) -> float:
+    """The largest difference, as a share, that two configurations with so few runs may show where there is none.
 
     Args:
         spread: What is known from earlier runs.
         runs: Of each configuration.
-        pairs: How many pairs of configurations there are: the level is of all together.
         level: As for :func:`compare`.
     """
-    critical = _quantile(spread.freedom, 1 - level / (2 * pairs))
+    critical = _quantile(spread.freedom, 1 - level / 2)
     return _share(spread.deviation * math.sqrt(2 / runs) * critical)
 
 

@@ -63,8 +63,11 @@ def test_another_machine_is_another(changed):
 
 
 def test_a_run_that_knew_of_no_machine_does_not_hide_it():
-    keep([failed("single", "broken"), *sweep()])
-    assert noise.look_up([failed("single", "broken"), on(MACHINE, run())])
+    broken = failed("single", "broken")
+    keep([broken, *sweep()])
+    assert noise.look_up([on(MACHINE, run())])
+    assert noise.look_up([broken, on(MACHINE, run())])
+    assert noise.look_up([broken]) is None
 
 
 def test_equal_runs_say_nothing_of_a_machine():
