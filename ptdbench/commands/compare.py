@@ -7,16 +7,15 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.terminal import say
+from ptdbench.terminal import plural, say
 
 if TYPE_CHECKING:
-    from ptdbench.records.load import Run
     from ptdbench.setup.config import Repeat
 
 HELP = "what became faster or slower between two sets of runs, with an exit status for CI"
@@ -40,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="exit status 1 only for what is slower by at least so much, and 3 where that would not have been seen",
     )
     parser.epilog = (
-        "Exit status 0: nothing is seen to be slower. 1: something is, or fails. 3: not enough data. 2: bad input."
+        "Exit status 0: nothing is seen to be slower. 1: a configuration is slower, or fails. 3: too few runs to "
+        "tell; try repeat=5 or more. 2: the input cannot be compared."
     )
 
 
@@ -51,7 +51,7 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 < share < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a percentage above 0% and below 100%; try 3%")
+        raise argparse.ArgumentTypeError(f"{text or 'it'} must be a percentage above 0% and below 100%; try 3%")
     return share
 
 
@@ -62,14 +62,15 @@ def main(arguments: argparse.Namespace) -> int:
 
     try:
         folders = _carried_out(arguments) if arguments.python or arguments.checkout else _typed(arguments.words)
-        if folders[0].resolve() == folders[1].resolve():
-            raise versus.Incomparable("they are the same; give two")
-        found = versus.match(*map(_trained, folders))
-    except (versus.Incomparable, Damaged) as refusal:
+        sides = [_trained(folder) for folder in folders]
+        if shared := _directories(sides[0]) & _directories(sides[1]):
+            raise versus.Incomparable(f"both have {plural(len(shared), 'run')} in common; give two that share none")
+        found = versus.match(*sides)
+    except versus.Incomparable as refusal:
         say(f"{' and '.join(map(str, folders))}: {refusal}", sys.stderr)
         return UNUSABLE
-    except ConfigError as error:
-        say(str(error), sys.stderr)
+    except (ConfigError, Damaged, _Refused) as refusal:
+        say(str(refusal), sys.stderr)
         return UNUSABLE
     except OSError as error:
         say(f"{error.filename}: cannot be read: {error.strerror}" if error.filename else str(error), sys.stderr)
@@ -119,10 +120,17 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
     return [word for word in typed if word not in own], repeat
 
 
-def _trained(folder: Path) -> list[Run]:
-    """The runs that train."""
+class _Refused(Exception):
+    """A folder that has nothing to compare; the message names it."""
+
+
+def _directories(runs: Sequence[Mapping[str, Any]]) -> set[Path]:
+    return {Path(run["directory"]).resolve() for run in runs}
+
+
+def _trained(folder: Path) -> list[dict[str, Any]]:
+    """The records of the runs that train, with their directories of today, by which blocks of sweeps are told apart."""
     from ptdbench.records.load import load
-    from ptdbench.report.versus import Incomparable
 
     with warnings.catch_warnings(record=True) as damage:
         warnings.simplefilter("always")
@@ -131,7 +139,8 @@ def _trained(folder: Path) -> list[Run]:
         finally:
             for one in damage:
                 say(str(one.message), sys.stderr)
-    runs = [run for run in (found if isinstance(found, list) else [found]) if run.get("model")]
-    if not runs:
-        raise Incomparable(f"{folder} has no run that trains")
-    return runs
+    runs = found if isinstance(found, list) else [found]
+    trained = [{**run, "directory": str(run.directory)} for run in runs if run.get("model")]
+    if not trained:
+        raise _Refused(f"{folder}: has no run that trains; give runs of workload=train")
+    return trained

@@ -19,6 +19,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import NamedTuple
 
 #: The chance to see any difference where there is none.
 LEVEL = 0.05
@@ -57,7 +58,8 @@ class Comparison:
         p: The chance of so large a difference, or a larger one, where there is none.
         runs: Pairs of runs, or runs of the side that has fewer.
         is_paired: Whether runs of the same block were compared.
-        detectable: The smallest difference, as a share, that would have been seen with a chance of :data:`POWER`.
+        detectable: The smallest difference, as a share, that would have been seen with a chance of :data:`POWER`, also
+            among as many pairs as are compared.
     """
 
     ratio: float
@@ -69,9 +71,8 @@ class Comparison:
     detectable: float
 
 
-@dataclass(frozen=True)
-class _Difference:
-    """The mean difference of two logarithms."""
+class _Difference(NamedTuple):
+    """The mean difference of two logarithms; half a million of them rank a thousand configurations."""
 
     mean: float
     error: float
@@ -80,7 +81,9 @@ class _Difference:
     is_paired: bool
 
 
-def compare(one: Sample, other: Sample, level: float = LEVEL, spread: Spread | None = None) -> Comparison | None:
+def compare(
+    one: Sample, other: Sample, level: float = LEVEL, spread: Spread | None = None, pairs: int = 1
+) -> Comparison | None:
     """Compare two configurations.
 
     Args:
@@ -88,6 +91,7 @@ def compare(one: Sample, other: Sample, level: float = LEVEL, spread: Spread | N
         other: Those of the second.
         level: The interval has the ratio with a chance of ``1 - level``.
         spread: What is known from earlier runs, for configurations with less than :data:`LEAST` runs.
+        pairs: How many are compared by :func:`differing`: each has to show more than if it were alone.
 
     Returns:
         ``None`` where there are too few runs, and nothing is known from earlier ones.
@@ -99,11 +103,11 @@ def compare(one: Sample, other: Sample, level: float = LEVEL, spread: Spread | N
     return Comparison(
         ratio=math.exp(found.mean),
         low=math.exp(found.mean - margin),
-        high=math.exp(found.mean + margin),
+        high=1 + _share(found.mean + margin),
         p=_chances([found])[0],
         runs=found.runs,
         is_paired=found.is_paired,
-        detectable=_detectable(found.error, found.freedom, level),
+        detectable=_detectable(found.error, found.freedom, level / pairs),
     )
 
 
@@ -125,20 +129,19 @@ def margin(sample: Sample, level: float = LEVEL) -> float | None:
     if len(sample) < LEAST:
         return None
     _, variance = _moments([math.log(value) for value in sample.values()])
-    return math.expm1(math.sqrt(variance / len(sample)) * _quantile(len(sample) - 1, 1 - level / 2))
+    return _share(math.sqrt(variance / len(sample)) * _quantile(len(sample) - 1, 1 - level / 2))
 
 
-def within(spread: Spread, runs: int, pairs: int, level: float = LEVEL) -> float:
-    """The largest difference, as a share, that configurations with so few runs may show where there is none.
+def within(spread: Spread, runs: int, level: float = LEVEL) -> float:
+    """The largest difference, as a share, that two configurations with so few runs may show where there is none.
 
     Args:
         spread: What is known from earlier runs.
         runs: Of each configuration.
-        pairs: How many pairs of configurations there are: the level is of all together.
         level: As for :func:`compare`.
     """
-    critical = _quantile(spread.freedom, 1 - level / (2 * pairs))
-    return math.expm1(spread.deviation * math.sqrt(2 / runs) * critical)
+    critical = _quantile(spread.freedom, 1 - level / 2)
+    return _share(spread.deviation * math.sqrt(2 / runs) * critical)
 
 
 def ranks(samples: Sequence[Sample], level: float = LEVEL, spread: Spread | None = None) -> list[tuple[int, int]]:
@@ -153,7 +156,8 @@ def ranks(samples: Sequence[Sample], level: float = LEVEL, spread: Spread | None
         spread: As for :func:`compare`.
     """
     better, worse = [0] * len(samples), [0] * len(samples)
-    pairs = list(combinations(range(len(samples)), 2))
+    judged = [place for place, sample in enumerate(samples) if _is_enough(sample) or spread]
+    pairs = list(combinations(judged, 2))
     for (one, other), sign in zip(
         pairs, differing([(samples[i], samples[j]) for i, j in pairs], level, spread), strict=True
     ):
@@ -169,7 +173,9 @@ def differing(pairs: Sequence[tuple[Sample, Sample]], level: float = LEVEL, spre
 
     The chance that any of them is said to differ that does not is at most ``level``, for all pairs together.
     """
-    found = [_difference(one, other, spread) for one, other in pairs]
+    distinct = {id(sample): sample for pair in pairs for sample in pair}
+    moments = {key: _moments_of(sample) for key, sample in distinct.items() if sample}
+    found = [_difference(one, other, spread, moments.get(id(one)), moments.get(id(other))) for one, other in pairs]
     known = [place for place, one in enumerate(found) if one]
     adjusted = holm(_chances([one for one in found if one]))
     signs = [0] * len(pairs)
@@ -247,25 +253,46 @@ def level_of_look(most: int) -> float:
     return LEVEL / len(looks(most))
 
 
-def _difference(one: Sample, other: Sample, spread: Spread | None) -> _Difference | None:
-    """By pairs where there are enough, else by both means, else by what is known from earlier runs."""
-    common = one.keys() & other.keys()
-    if len(common) >= LEAST:
+def _difference(
+    one: Sample,
+    other: Sample,
+    spread: Spread | None,
+    of_one: tuple[float, float] | None = None,
+    of_other: tuple[float, float] | None = None,
+) -> _Difference | None:
+    """By pairs where there are enough, else by both means, else by what is known from earlier runs.
+
+    Args:
+        one: The runs of the first.
+        other: Those of the second.
+        spread: As for :func:`compare`.
+        of_one: :func:`_moments_of` the first, where they are at hand.
+        of_other: The same of the second.
+    """
+    fewest = min(len(one), len(other))
+    if not fewest or (fewest < LEAST and not spread):
+        return None
+    if fewest >= LEAST and len(common := one.keys() & other.keys()) >= LEAST:
         mean, variance = _moments([math.log(one[block] / other[block]) for block in common])
         return _Difference(mean, math.sqrt(variance / len(common)), len(common) - 1, len(common), is_paired=True)
-    sides = [_moments([math.log(value) for value in side.values()]) for side in (one, other) if side]
-    if len(sides) < 2:
-        return None
-    difference, fewest = sides[0][0] - sides[1][0], min(len(one), len(other))
+    sides = (of_one or _moments_of(one), of_other or _moments_of(other))
+    difference = sides[0][0] - sides[1][0]
     if fewest >= LEAST:
         parts = [variance / len(side) for (_, variance), side in zip(sides, (one, other), strict=True)]
         squared = [part**2 / (len(side) - 1) for part, side in zip(parts, (one, other), strict=True)]
         freedom = sum(parts) ** 2 / sum(squared) if sum(squared) else len(one) + len(other) - 2.0
         return _Difference(difference, math.sqrt(sum(parts)), freedom, fewest, is_paired=False)
-    if spread:
-        error = spread.deviation * math.sqrt(1 / len(one) + 1 / len(other))
-        return _Difference(difference, error, spread.freedom, fewest, is_paired=False)
-    return None
+    assert spread
+    error = spread.deviation * math.sqrt(1 / len(one) + 1 / len(other))
+    return _Difference(difference, error, spread.freedom, fewest, is_paired=False)
+
+
+def _is_enough(sample: Sample) -> bool:
+    return len(sample) >= LEAST
+
+
+def _moments_of(sample: Sample) -> tuple[float, float]:
+    return _moments([math.log(value) for value in sample.values()])
 
 
 def _moments(logs: Sequence[float]) -> tuple[float, float]:
@@ -281,7 +308,8 @@ def _chances(found: Sequence[_Difference]) -> list[float]:
     from scipy import special  # not for a table of single runs: it takes a quarter of a second
 
     statistics = [math.inf if one.mean and not one.error else abs(one.mean) / (one.error or 1.0) for one in found]
-    return [2 * float(special.stdtr(one.freedom, -size)) for one, size in zip(found, statistics, strict=True)]
+    chances = special.stdtr([one.freedom for one in found], [-size for size in statistics])
+    return [2 * chance for chance in chances.tolist()]
 
 
 def _quantile(freedom: float, share: float) -> float:
@@ -299,4 +327,9 @@ def _detectable(error: float, freedom: float, level: float) -> float:
     from scipy import special
 
     critical = _quantile(freedom, 1 - level / 2)
-    return math.expm1(error * float(special.nctdtrinc(freedom, 1 - POWER, critical)))
+    return _share(error * float(special.nctdtrinc(freedom, 1 - POWER, critical)))
+
+
+def _share(log: float) -> float:
+    """How much larger a figure is than another, by the logarithm of their ratio; at most what a float can hold."""
+    return math.expm1(min(log, 700.0))

@@ -54,7 +54,8 @@ def by_identity(records: Iterable[Record], ignored: Collection[str] = ()) -> dic
         one = found.setdefault((identity, own), Alternative([], {}))
         one.runs.append(run)
         if rate := throughput(run):
-            one.sample[_block(run)] = rate
+            block = _block(run)
+            one.sample[str(run["directory"]) if block in one.sample else block] = rate  # of parallel=ddp,ddp
     return found
 
 

@@ -5,6 +5,7 @@ A table of single runs shows no order that this would turn round.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -28,18 +29,21 @@ def keep(found: Sequence[Alternative]) -> None:
     spread = comparison.spread_of([one.sample for one in found])
     if spread and spread.freedom >= _LEAST:
         with suppress(OSError):
-            cache.keep(_KIND, _key(found[0].typical), {"deviation": spread.deviation, "freedom": spread.freedom})
+            machine = _machine([one.typical for one in found])
+            cache.keep(_KIND, machine, {"deviation": spread.deviation, "freedom": spread.freedom})
 
 
-def look_up(run: Mapping[str, Any]) -> Spread | None:
-    """What was last found on the machines of a run."""
-    found = cache.look_up(_KIND, _key(run))
+def look_up(runs: Sequence[Mapping[str, Any]]) -> Spread | None:
+    """What was last found on the machines of some runs."""
+    found = cache.look_up(_KIND, _machine(runs))
     deviation, freedom = found.get("deviation"), found.get("freedom")
-    if isinstance(deviation, float) and isinstance(freedom, int) and deviation > 0 and freedom > 0:
+    if isinstance(deviation, float) and isinstance(freedom, int) and 0 < deviation < math.inf and freedom >= _LEAST:
         return Spread(deviation, freedom)
     return None
 
 
-def _key(run: Mapping[str, Any]) -> dict[str, Any]:
+def _machine(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """That of the first run that is ok: one that failed early may have learned of none."""
+    run = next((run for run in runs if run["status"] == "ok"), runs[0])
     environment = run.get("environment") or {}
     return {"nodes": run.get("nodes"), **{name: environment.get(name) for name in ("cpu", "cores", "devices")}}

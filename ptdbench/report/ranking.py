@@ -11,6 +11,7 @@ from ptdbench.measure import comparison
 from ptdbench.measure.comparison import LEAST, LEVEL, Comparison, Spread
 from ptdbench.records import alternatives
 from ptdbench.records.alternatives import Alternative
+from ptdbench.report.certainty import seen_text, size_text
 from ptdbench.terminal import plural
 
 
@@ -62,6 +63,7 @@ def rank(records: Sequence[Mapping[str, Any]], spread: Spread | None = None) -> 
     ranked = sorted((one for one in found if one.sample), key=lambda one: -_mean(one))
     level = _level(records)
     ranks = comparison.ranks([one.sample for one in ranked], level, spread)
+    best, pairs = ranked[0].sample if ranked else {}, math.comb(len(ranked), 2)
     places = [
         Place(
             alternative=one,
@@ -69,7 +71,7 @@ def rank(records: Sequence[Mapping[str, Any]], spread: Spread | None = None) -> 
             rate=_mean(one),
             margin=comparison.margin(one.sample, level),
             ratio=_mean(one) / _mean(ranked[0]),
-            against_best=comparison.compare(one.sample, ranked[0].sample, level) if one is not ranked[0] else None,
+            against_best=None if one is ranked[0] else comparison.compare(one.sample, best, level, pairs=pairs),
         )
         for one, found_rank in zip(ranked, ranks, strict=True)
     ]
@@ -82,22 +84,30 @@ def remark(ranking: Ranking) -> str | None:
     ranked = [place for place in ranking.places if place.rank]
     if len(ranked) < 2:
         return None
-    runs = min(len(place.alternative.sample) for place in ranked)
-    few = "one run each" if runs == 1 else f"{plural(runs, 'run')} each"
-    if runs < LEAST and ranking.spread is None:
-        unknown = "how much runs of one configuration differ on this machine is not known"
-        return f"{few}, and {unknown}: no order is shown; repeat=5 measures it"
-    if runs < LEAST:
+    counts = [len(place.alternative.sample) for place in ranked]
+    few = f"{_runs(min(counts), max(counts))} each"
+    differ = "how much runs of one configuration differ on this machine"
+    if max(counts) < LEAST and ranking.spread is None:
+        return f"{few}, and {differ} is not known: no order is shown; repeat=5 measures it"
+    if max(counts) < LEAST:
         assert ranking.spread
-        within = comparison.within(ranking.spread, runs, math.comb(len(ranked), 2), ranking.level)
-        differ = f"runs of one configuration differ by {ranking.spread.deviation:.1%} on this machine"
-        return f"{few}: an order within {within:.1%} is not shown, as {differ}; repeat=5 shows more"
-    tied = [place for place in ranked[1:] if place.rank and place.rank[0] == 1 and place.against_best]
-    seen = max((place.against_best.detectable for place in tied if place.against_best), default=None)
-    said = f"{few}: ranks and intervals hold with {1 - LEVEL:.0%}"
-    if seen is None:
-        return said
-    return f"{said}; a difference of {seen:.1%} from the first would have been seen in {comparison.POWER:.0%} of cases"
+        within = comparison.within(ranking.spread, min(counts), ranking.level)
+        known = f"runs of one configuration differ by {size_text(ranking.spread.deviation)} on this machine"
+        return f"{few}: an order within {size_text(within)} is not shown, as {known}; repeat=5 shows more"
+    said = [f"{few}: ranks and intervals hold with {1 - LEVEL:.0%}"]
+    if min(counts) < LEAST:
+        said.append(f"fewer than {LEAST} runs {f'are judged by {differ}' if ranking.spread else 'have no order'}")
+    tied = [place.against_best for place in ranked[1:] if place.rank and place.rank[0] == 1]
+    if seen := [known.detectable for known in tied if known]:
+        said.append(seen_text(max(seen), " from the first"))
+    return "; ".join(said)
+
+
+def _runs(fewest: int, most: int) -> str:
+    """``one run``, ``5 runs``, ``1 to 5 runs``."""
+    if fewest < most:
+        return f"{fewest} to {most} runs"
+    return "one run" if most == 1 else plural(most, "run")
 
 
 def _mean(one: Alternative) -> float:

@@ -16,6 +16,7 @@ from ptdbench.records import noise
 from ptdbench.records.alternatives import throughput
 from ptdbench.records.store import RECORD, RESULTS
 from ptdbench.report import phases, ranking, why
+from ptdbench.report.certainty import interval_text, margin_text
 from ptdbench.report.labels import labels, names
 from ptdbench.report.ranking import Place, Ranking
 from ptdbench.report.reason import reason, wrap
@@ -32,6 +33,9 @@ _MOVED = {"ranks": "{} ranks", "batch": "batch {}"}
 
 #: Columns that are left out where there still is no room, the first one first.
 _SPARED = ("of ceiling", "vs best", "memory", "held out")
+
+#: The same where there are repeats: how sure the order is says more than the steps of one run.
+_SPARED_OF_REPEATS = ("of ceiling", "step ms (p5-p95)", "memory", "held out", "vs best")
 
 #: From this share of a run's time on, waiting for data is mentioned.
 _WAITED = 0.05
@@ -105,7 +109,7 @@ def _shown_by_workload(record: Mapping[str, Any], width: int) -> Iterator[str]:
 def _model_block(records: Sequence[Mapping[str, Any]], width: int) -> str:
     """Title, table and remarks for the runs of one model."""
     unit = "tokens" if any(_figure(record, "tokens_per_second") for record in records) else "samples"
-    found = ranking.rank(records, noise.look_up(records[0]))
+    found = ranking.rank(records, noise.look_up(records))
     called = labels([place.alternative.typical for place in found.places])
     rows = [
         _row(place, label, f"{unit}/s", len(found.places)) for place, label in zip(found.places, called, strict=True)
@@ -172,7 +176,7 @@ def _fitted(rows: Sequence[Mapping[str, str]], width: int) -> tuple[str, list[st
             filled.remove(name)
             moved.append(title.format(*values))
             text = _drawn(rows, filled, width)
-    for name in _SPARED:
+    for name in _SPARED_OF_REPEATS if "runs" in filled else _SPARED:
         if _width(text) > width and name in filled:
             filled.remove(name)
             left_out.append(name)
@@ -215,13 +219,12 @@ def _rate(place: Place) -> str:
     metrics = place.alternative.typical.get("metrics") or {}
     rate = place.rate or metrics.get("tokens_per_second") or metrics.get("samples_per_second")
     shown = _text(rate, ",.0f" if (rate or 0) >= 100 else ",.1f")
-    return shown if place.margin is None else f"{shown} ±{100 * place.margin:.1f}%"
+    return f"{shown}{margin_text(place.margin)}"
 
 
 def _ratio(place: Place) -> str:
     """``0.65x (0.63-0.67)``."""
-    shown, known = _text(place.ratio, ".2f", "x"), place.against_best
-    return f"{shown} ({known.low:.2f}-{known.high:.2f})" if known else shown
+    return f"{_text(place.ratio, '.2f', 'x')}{interval_text(place.against_best, 2)}"
 
 
 def _evaluation(record: Mapping[str, Any]) -> str:

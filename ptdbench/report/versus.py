@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ptdbench.measure import comparison
-from ptdbench.measure.comparison import LEAST, LEVEL, POWER, Comparison
+from ptdbench.measure.comparison import LEAST, LEVEL, Comparison
 from ptdbench.records import alternatives
 from ptdbench.records.alternatives import Alternative
+from ptdbench.report.certainty import interval_text, margin_text, seen_text
 from ptdbench.report.labels import names
 from ptdbench.report.phases import other_work
 from ptdbench.report.reason import reason, wrap
@@ -20,6 +21,12 @@ Verdict = Literal["faster", "slower", "no difference seen", "not enough data", "
 
 #: What two environments are compared by.
 _ENVIRONMENT = ("ptdbench", "python", "torch", "cuda", "driver", "nccl", "cpu", "host", "git_commit")
+
+#: What to do where there is nothing to compare.
+_REMEDY = "give runs of the same model, global batch and precision, with the same options"
+
+#: Options that are named at most.
+_NAMED = 5
 
 
 class Incomparable(Exception):
@@ -51,11 +58,11 @@ class Versus:
 
     Attributes:
         pairs: The configurations that both have.
-        missing: What the one has and the other has not, in sentences.
+        remarks: What is not compared, in sentences.
     """
 
     pairs: list[Pair]
-    missing: list[str]
+    remarks: list[str]
 
 
 def match(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> Versus:
@@ -71,53 +78,66 @@ def match(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
     ignored = _new_options(before, after)
     one, other = (alternatives.by_identity(runs, ignored) for runs in (before, after))
     common = [key for key in one if key in other]
-    if not common and len(one) == len(other) == 1:
-        return Versus(_judged(_sole(*one.values(), *other.values())), [])
-    if not common:
-        words = ("before", "after")
-        listed = [
-            f"{word} {', '.join(_called([*side.values()]))}" for word, side in zip(words, (one, other), strict=True)
-        ]
-        raise Incomparable(f"no configuration is in both; {'; '.join(listed)}")
-    called = _called([one[key] for key in common])
-    pairs = [(label, one[key], other[key]) for label, key in zip(called, common, strict=True)]
-    return Versus(_judged(pairs), _missing(one, other, common))
+    called = _called({**other, **one})
+    if common:
+        pairs = [(called[key], one[key], other[key]) for key in common]
+    elif difference := _other_work([*one.values()], [*other.values()]):
+        raise Incomparable(f"they did other work, {difference}; {_REMEDY}")
+    elif len(one) == len(other) == 1:
+        (first, was), (last, now) = *one.items(), *other.items()
+        pairs, common = [(f"{called[first]} → {called[last]}", was, now)], [first, last]
+    else:
+        raise Incomparable(f"no configuration is in both: {'; '.join(_alone(called, one, other, []))}; {_REMEDY}")
+    alone = [f"only {listed}" for listed in _alone(called, one, other, common)]
+    return Versus(_judged(pairs), [*alone, *_not_compared(ignored)])
 
 
 def _new_options(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> frozenset[str]:
     """Options that one version of this package has and the other one has not: they cannot tell configurations apart."""
-    versions = [{(run.get("environment") or {}).get("ptdbench") for run in runs} for runs in (before, after)]
-    if versions[0] == versions[1]:
-        return frozenset()
-    has = [{name for run in runs for name in alternatives.option_names(run)} for runs in (before, after)]
-    return frozenset(has[0] ^ has[1])
+    versions, has = [], []
+    for runs in (before, after):
+        environments = [run.get("environment") or {} for run in runs]
+        versions.append({(one.get("ptdbench"), one.get("git_commit")) for one in environments})
+        has.append({name for run in runs for name in alternatives.option_names(run)})
+    return frozenset() if versions[0] == versions[1] else frozenset(has[0] ^ has[1])
 
 
-def _sole(one: Alternative, other: Alternative) -> list[tuple[str, Alternative, Alternative]]:
-    if difference := other_work(one.typical, other.typical):
-        raise Incomparable(
-            f"they did other work, {difference}; give runs of the same model, global batch and precision"
-        )
-    before, after = _called([one, other])
-    return [(f"{before} → {after}", one, other)]
+def _not_compared(ignored: Collection[str]) -> list[str]:
+    """These options, each with all below it once."""
+    outermost = sorted(name for name in ignored if name.rpartition(".")[0] not in ignored)
+    more = f" and {len(outermost) - _NAMED} more" if len(outermost) > _NAMED else ""
+    named = f"{', '.join(outermost[:_NAMED])}{more}"
+    return [f"options of one version of ptdbench alone, not compared: {named}"] if outermost else []
 
 
-def _called(found: Sequence[Alternative]) -> list[str]:
-    """Model and layout of each."""
-    records = [one.typical for one in found]
-    several = len({record.get("model") for record in records}) > 1
-    return [
-        f"{record['model']} {name}" if several else name for record, name in zip(records, names(records), strict=True)
-    ]
+def _other_work(before: Sequence[Alternative], after: Sequence[Alternative]) -> str | None:
+    """In what the work of each differs from that of all others; ``None`` if any did the same, or all have failed."""
+    found = [other_work(one.typical, other.typical) for one in before for other in after if one.sample and other.sample]
+    return found[0] if found and all(found) else None
 
 
-def _missing(
-    one: Mapping[Hashable, Alternative], other: Mapping[Hashable, Alternative], common: Sequence[Hashable]
+def _called(found: Mapping[Hashable, Alternative]) -> dict[Hashable, str]:
+    """Layout of each, and whatever else tells it from others of its model."""
+    models: dict[Any, list[Hashable]] = {}
+    for key, one in found.items():
+        models.setdefault(one.typical.get("model"), []).append(key)
+    called: dict[Hashable, str] = {}
+    for model, keys in models.items():
+        prefix = f"{model} " if len(models) > 1 else ""
+        called |= zip(keys, [f"{prefix}{name}" for name in names([found[key].typical for key in keys])], strict=True)
+    return called
+
+
+def _alone(
+    called: Mapping[Hashable, str],
+    before: Collection[Hashable],
+    after: Collection[Hashable],
+    common: Collection[Hashable],
 ) -> list[str]:
-    """What is on one side alone."""
-    left = {"before": [one[key] for key in one if key not in common]}
-    left["after"] = [other[key] for key in other if key not in common]
-    return [f"only {word}: {', '.join(_called(found))}" for word, found in left.items() if found]
+    """What is on one side alone: ``before: ddp, fsdp``."""
+    sides = {"before": before, "after": after}
+    listed = {word: [called[key] for key in keys if key not in common] for word, keys in sides.items()}
+    return [f"{word}: {', '.join(found)}" for word, found in listed.items() if found]
 
 
 def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]]) -> list[Pair]:
@@ -126,7 +146,7 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]]) -> list[Pair]
     signs = comparison.differing(samples, LEVEL)
     found = []
     for (label, before, after), (now, then), sign in zip(pairs, samples, signs, strict=True):
-        known = comparison.compare(now, then)
+        known = comparison.compare(now, then, pairs=len(pairs))
         found.append(Pair(label, before, after, known, _verdict(before, after, known, sign)))
     return found
 
@@ -177,25 +197,30 @@ def render(found: Versus, titles: tuple[str, str], width: int) -> str:
         titles: What the two sides are called.
         width: Columns.
     """
+    headings = [f"{title} {_unit(found.pairs)}/s" for title in titles]
     table = empty_table(
-        "configuration", "runs", *titles, "ratio (95%)", "verdict", words=["verdict"], folding="configuration"
+        "configuration", "runs", *headings, "ratio (95%)", "verdict", words=["verdict"], folding="configuration"
     )
     for pair in found.pairs:
         runs = f"{len(pair.before.sample)}, {len(pair.after.sample)}"
         table.add_row(pair.label, runs, _rate(pair.before), _rate(pair.after), _ratio(pair), pair.verdict)
-    remarks = [*_seen(found.pairs), *_failures(found.pairs), *found.missing, *_environments(found.pairs)]
+    remarks = [*_seen(found.pairs), *_failures(found.pairs), *found.remarks, *_environments(found.pairs)]
     return "\n".join([as_text(table, width), *(wrap(line, width) for line in remarks)])
 
 
+def _unit(pairs: Sequence[Pair]) -> str:
+    metrics = [run.get("metrics") or {} for pair in pairs for side in (pair.before, pair.after) for run in side.runs]
+    return "tokens" if any(one.get("tokens_per_second") for one in metrics) else "samples"
+
+
 def _rate(one: Alternative) -> str:
-    rate, margin = comparison.geometric_mean(one.sample), comparison.margin(one.sample)
-    shown = "-" if rate is None else three_digits(rate)
-    return shown if margin is None else f"{shown} ±{100 * margin:.1f}%"
+    rate = comparison.geometric_mean(one.sample)
+    return "-" if rate is None else f"{three_digits(rate)}{margin_text(comparison.margin(one.sample))}"
 
 
 def _ratio(pair: Pair) -> str:
     if pair.known:
-        return f"{pair.known.ratio:.3f} ({pair.known.low:.3f}-{pair.known.high:.3f})"
+        return f"{pair.known.ratio:.3f}{interval_text(pair.known, 3)}"
     before, after = (comparison.geometric_mean(one.sample) for one in (pair.before, pair.after))
     return f"{after / before:.3f}" if before and after else "-"
 
@@ -206,7 +231,7 @@ def _seen(pairs: Sequence[Pair]) -> list[str]:
     for pair in pairs:
         if pair.verdict == "no difference seen" and pair.known:
             how = "paired by block" if pair.known.is_paired else "not paired: they were not run in turn"
-            seen = f"a difference of {pair.known.detectable:.1%} would have been seen in {POWER:.0%} of cases"
+            seen = seen_text(pair.known.detectable)
             lines.append(f"{pair.label}: {seen} ({plural(pair.known.runs, 'run')} each, {how})")
         elif pair.verdict == "not enough data":
             lines.append(f"{pair.label}: it takes {LEAST} runs of each that are ok; add -m repeat=5")

@@ -76,10 +76,26 @@ def test_too_few_runs_say_nothing():
 
 def test_what_is_known_of_the_machine_judges_single_runs():
     spread = Spread(deviation=0.02, freedom=10)
-    within = comparison.within(spread, runs=1, pairs=1)
+    within = comparison.within(spread, runs=1)
     assert within == pytest.approx(math.exp(0.02 * math.sqrt(2) * stats.t.ppf(0.975, 10)) - 1)
     for more, ranks in ((0.001, [(1, 1), (2, 2)]), (-0.001, [(1, 2), (1, 2)])):
         assert comparison.ranks([{"a": 1 + within + more}, {"b": 1.0}], spread=spread) == ranks
+
+
+def test_what_is_seen_among_several_pairs_has_to_be_larger():
+    random = RANDOM(6)
+    one, other = sample(random, 5), sample(random, 5)
+    alone, among = comparison.compare(one, other), comparison.compare(one, other, pairs=10)
+    assert among.detectable == comparison.compare(one, other, LEVEL / 10).detectable > alone.detectable
+    assert (among.low, among.high, among.p) == (alone.low, alone.high, alone.p)
+
+
+def test_what_no_float_can_hold_is_no_error():
+    spread = Spread(1e300, 4)
+    assert comparison.within(spread, runs=1) > 1e300
+    found = comparison.compare({"a": 1.0}, {"b": 1.0}, spread=spread)
+    assert found.low == 0
+    assert min(found.high, found.detectable) > 1e300
 
 
 def test_equal_runs_do_not_differ_and_equal_differences_do():

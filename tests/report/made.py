@@ -34,6 +34,16 @@ def run(parallel="ddp", tokens_per_second=1000.0, **changes):
     return {"config": {**told, "parallel": {"name": parallel, "schedule": "1f1b"}}, **record}
 
 
+def repeated(parallel, rates, sweep="outputs/sweep", name="", options=None, **changes):
+    """A run in each block of a sweep, with these throughputs."""
+    runs = []
+    for block, rate in enumerate(rates):
+        one = run(parallel, rate, directory=f"{sweep}/{block}_{parallel}{name}", **changes)
+        repeat = {"runs": len(rates), "max": 20, "block": block, **(options or {})}
+        runs.append({**one, "config": {**one["config"], "repeat": repeat}})
+    return runs
+
+
 def failed(parallel, message, status="failed", rank=1):
     error = {"rank": rank, "type": "RuntimeError", "message": message, "traceback": ""}
     return run(parallel, status=status, metrics=None, final_loss=None, error=error)

@@ -6,11 +6,12 @@ import subprocess
 import pytest
 from rich.console import Console
 
+from ptdbench.records import alternatives, noise
 from ptdbench.records.store import append_result, write_record
 from ptdbench.report.table import closing_lines, render
 from ptdbench.report.text import emphasized
 from ptdbench.terminal import plain
-from tests.report.made import DDP, FSDP, PDP, failed, phased, run
+from tests.report.made import DDP, FSDP, PDP, failed, phased, repeated, run
 
 
 def cells(text: str) -> list[list[str]]:
@@ -156,6 +157,75 @@ def test_labels_say_what_tells_runs_apart(runs, labels):
     assert [row[1] for row in cells(render(runs, 120))] == labels
 
 
+class TestRepeats:
+    """Rows of several runs each."""
+
+    DDP = repeated("ddp", [1000.0, 1010.0, 990.0])
+    FSDP = repeated("fsdp", [801.0, 807.0, 792.0])
+    TIED = repeated("pdp", [802.0, 805.0, 794.0])
+
+    def test_a_row_has_the_rank_the_runs_and_how_sure_its_figures_are(self):
+        runs = [run for block in zip(self.FSDP, self.DDP, self.TIED, strict=True) for run in block]
+        text = render(runs, 200)
+        assert "#  runs  parallel" in text
+        rows = [(row[0], row[1], row[2], row[-1]) for row in cells(text)]
+        assert set(rows) == {
+            ("1", "3", "ddp", "ok"),
+            ("2-3", "3", "pdp", "ok"),
+            ("2-3", "3", "fsdp", "ok"),
+        }
+        first, second, _ = cells(text)
+        # Student's t of three logarithms: 4.303 * 0.01 / sqrt(3) is 2.5 %
+        assert first[5:7] == ["1,000 ±2.5%", "1.00x"]
+        assert re.fullmatch(r"0\.80x \(0\.\d\d-0\.\d\d\)", second[6])
+
+    def test_the_rest_of_a_row_is_of_the_median_run(self):
+        runs = [{**one, "final_loss": loss} for one, loss in zip(self.DDP, (1.0, 2.0, 3.0), strict=True)]
+        (row,) = cells(render(runs, 200))
+        assert row[-2] == "1.000"  # that of 1000 tokens/s
+
+    def test_a_single_alternative_has_no_order_and_nothing_to_be_compared_with(self):
+        text = render(self.DDP, 200)
+        assert [row[:2] for row in cells(text)] == [["1", "3"]]
+        assert "vs best" not in text
+        assert "hold with" not in text
+
+    def test_failed_runs_are_counted_and_the_reason_of_one_stands_below(self):
+        broken = {**self.DDP[2], "status": "oom", "metrics": None}
+        broken["error"] = failed("ddp", "CUDA out of memory")["error"]
+        text = render([*self.DDP[:2], broken, *self.FSDP], 200)
+        (row,) = [row for row in cells(text) if row[2] == "ddp"]
+        assert (row[1], row[-1]) == ("3", "2 ok, 1 oom")
+        assert "±" not in " ".join(row)
+        assert [line for line in text.splitlines() if line.startswith("ddp: oom on rank 1: RuntimeError: CUDA out of")]
+
+    def test_single_runs_have_no_column_for_them(self):
+        assert "runs  " not in render([run("ddp"), run("fsdp", 500.0)], 200)
+
+    def test_wide_intervals_are_no_figures(self):
+        wild = [1000.0, 10.0, 100000.0]
+        first, second = cells(render([*repeated("ddp", wild), *repeated("fsdp", wild[::-1])], 200))
+        assert first[5].endswith(" ±>100%")
+        assert second[6] == "1.00x (±>100%)"
+
+    @pytest.mark.parametrize("width", [60, 80, 100, 140])
+    def test_where_there_is_no_room_the_steps_of_one_run_go_before_the_order(self, width):
+        text = render([*self.DDP, *self.FSDP], width)
+        assert max(map(len, text.splitlines())) <= max(width, 70)
+        assert ("vs best" in text.splitlines()[1]) == (width >= 80)
+        assert ("step ms" in text.splitlines()[1]) == (width >= 100)
+        assert "±" in text
+
+    def test_the_spread_of_this_machine_judges_single_runs(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        singles = [run("ddp", 1000.0), run("fsdp", 990.0), run("pdp", 100.0)]
+        assert [row[0] for row in cells(render(singles))] == ["1-3"] * 3
+        noise.keep(alternatives.group([*self.DDP, *self.FSDP]))
+        text = render(singles, 200)
+        assert [row[0] for row in cells(text)] == ["1-2", "1-2", "3"]
+        assert "one run each: an order within " in text
+
+
 def test_a_missing_mfu_is_explained_once():
     reason = "a CPU has no data-sheet peak"
     metrics = {**run()["metrics"], "mfu": None, "mfu_reason": reason}
@@ -298,6 +368,22 @@ class TestWhy:
         doubtful = FSDP | {"phases": FSDP["phases"] | {"profiled_step_seconds": 0.09}}
         lines = render([doubtful, DDP], 300).splitlines()
         assert lines[-1].startswith("fsdp: its profiled steps were 25% shorter than the timed ones")
+
+    def test_what_is_tied_with_the_fastest_is_not_explained(self):
+        def three(record, rates):
+            blocks = repeated(record["parallel"], rates)
+            metrics = [record["metrics"] | {"tokens_per_second": rate} for rate in rates]
+            return [
+                {**record, "metrics": figures, **{name: one[name] for name in ("directory", "config")}}
+                for figures, one in zip(metrics, blocks, strict=True)
+            ]
+
+        tied = [*three(DDP, [1000.0, 1010.0, 990.0]), *three(FSDP, [999.0, 1012.0, 988.0])]
+        slower = three(PDP, [501.0, 504.0, 496.0])
+        text = render([*slower, *tied], 300)
+        assert [row[0] for row in cells(text)] == ["1-2", "1-2", "3"]
+        assert "fsdp takes" not in text
+        assert text.count("pdp 1x2 1f1b takes 24 ms longer than ddp: ") == 1
 
     def test_a_single_run_says_where_its_step_went(self):
         shown = "ddp: forward 32%, backward 51%, exposed all-reduce 8%, optimizer 5%, other 4%"

@@ -18,7 +18,7 @@ TOY = ("model=toy", "train.steps=4", "device=cpu")
 
 
 def repeat(runs, *, most=20, seed=0, block=None):
-    return Repeat(runs=runs, max=most, tied_within=0.02, seed=seed, block=block)
+    return Repeat(runs=runs, max=most, tied_within=0.02, seed=seed, block=block, series=None)
 
 
 def in_blocks(order):
@@ -158,7 +158,14 @@ class TestShown:
     def test_the_configuration(self, tmp_path):
         done = forked.train_py("--cfg", "job", "--package", "repeat", "repeat=5", *TOY, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.splitlines()[1:] == ["runs: 5", "max: 20", "tied_within: 0.02", "seed: 0", "block: null"]
+        assert done.stdout.splitlines()[1:] == [
+            "runs: 5",
+            "max: 20",
+            "tied_within: 0.02",
+            "seed: 0",
+            "block: null",
+            "series: null",
+        ]
 
     def test_that_of_several_runs_once_each(self, tmp_path):
         done = forked.train_py(

@@ -37,7 +37,7 @@ def a_run(directory, parallel, block, rate):
 
 
 def settling(tied_within=0.02):
-    return Settling(Repeat(runs="auto", max=MOST, tied_within=tied_within, seed=0, block=None))
+    return Settling(Repeat(runs="auto", max=MOST, tied_within=tied_within, seed=0, block=None, series=None))
 
 
 def alike(share):

@@ -1,0 +1,42 @@
+"""How sure figures are, in the words of all tables; beyond 2x it is said without figures, which would mean nothing."""
+
+from __future__ import annotations
+
+from ptdbench.measure.comparison import POWER, Comparison
+
+#: Shares above this are not told in figures.
+_MOST = 1.0
+
+_WIDE = f"±>{_MOST:.0%}"
+
+
+def margin_text(margin: float | None) -> str:
+    """What follows a figure: `` ±1.8%``, or nothing where nothing is known."""
+    if margin is None:
+        return ""
+    return f" ±{margin:.1%}" if margin <= _MOST else f" {_WIDE}"
+
+
+def interval_text(known: Comparison | None, decimals: int) -> str:
+    """What follows a ratio: `` (0.63-0.67)``, or nothing where nothing is known."""
+    if known is None:
+        return ""
+    if known.high / known.ratio - 1 > _MOST:
+        return f" ({_WIDE})"
+    return f" ({known.low:.{decimals}f}-{known.high:.{decimals}f})"
+
+
+def size_text(share: float) -> str:
+    """``3.1%``, or ``2x and more``."""
+    return f"{share:.1%}" if share <= _MOST else f"{1 + _MOST:.0f}x and more"
+
+
+def seen_text(detectable: float, of: str = "") -> str:
+    """``a difference of 3.1% would have been seen in 90% of cases``.
+
+    Args:
+        detectable: The difference, as a share.
+        of: Words behind it, with a space before them.
+    """
+    size = f"a difference of {detectable:.1%}" if detectable <= _MOST else f"not even a difference of {1 + _MOST:.0f}x"
+    return f"{size}{of} would have been seen in {POWER:.0%} of cases"

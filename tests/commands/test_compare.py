@@ -1,0 +1,214 @@
+"""``ptdbench compare``: what it prints and its exit status, for good input and bad."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ptdbench import __main__ as command
+from ptdbench.records.store import RECORD, RESULTS, append_result, write_record
+from tests.conftest import ROOT
+from tests.report.made import failed, repeated, run
+
+STEADY = [1000.0, 1010.0, 990.0, 1005.0, 995.0]
+
+#: A run as it was written before records had a schema.
+FIRST_FORM = ROOT / "tests" / "records" / "first_form"
+
+
+@pytest.fixture
+def compare(monkeypatch, capsys):
+    """Calls it: exit status, output, lines of errors."""
+    monkeypatch.setenv("COLUMNS", "500")
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["ptdbench", "compare", *map(str, words)])
+        try:
+            status = command.main()
+        except SystemExit as end:
+            status = end.code
+        said = capsys.readouterr()
+        return status, said.out, said.err.splitlines()
+
+    return call
+
+
+def keep(sweep: Path, *runs: dict) -> Path:
+    """Runs as they lie in a sweep's directory; their records say that they were elsewhere."""
+    for one in runs:
+        record = {"schema": 2, "workload": "train", "fingerprint": ""} | one
+        directory = sweep / Path(record["directory"]).name
+        directory.mkdir(parents=True)
+        write_record(directory, record)
+        append_result(sweep, record)
+    return sweep
+
+
+@pytest.fixture
+def sides(tmp_path):
+    """Two sweeps of two configurations, the second of which one is slower in by 20 %."""
+    before = keep(tmp_path / "before", *repeated("ddp", STEADY), *repeated("fsdp", STEADY))
+    slower = [0.8 * rate for rate in STEADY[::-1]]
+    after = keep(tmp_path / "after", *repeated("ddp", STEADY[::-1]), *repeated("fsdp", slower))
+    return before, after
+
+
+class TestStatus:
+    def test_something_is_slower(self, compare, sides):
+        status, out, err = compare(*sides)
+        assert (status, err) == (1, [])
+        assert re.search(r"^ddp .* no difference seen$", out, re.MULTILINE)
+        assert re.search(r"^fsdp .* 0\.800 .* slower$", out, re.MULTILINE)
+
+    def test_nothing_is_slower(self, compare, sides):
+        before, after = sides
+        assert compare(after, before)[0] == 0
+
+    @pytest.mark.parametrize(("typed", "expected"), [("3%", 1), ("0.03", 1), ("19.9%", 1), ("25%", 0), ("0.25", 0)])
+    def test_what_is_slower_by_less_than_the_threshold_passes(self, compare, sides, typed, expected):
+        assert compare(*sides, "--fail-if-slower", typed)[0] == expected
+
+    def test_a_threshold_that_could_not_be_seen(self, compare, sides):
+        before, after = sides
+        assert compare(after, before, "--fail-if-slower", "0.01%")[0] == 3
+
+    def test_too_few_runs(self, compare, tmp_path):
+        sweeps = [keep(tmp_path / name, *repeated("ddp", rates)) for name, rates in (("a", [2.0]), ("b", [1.0]))]
+        status, out, _ = compare(*sweeps)
+        assert status == 3
+        assert "ddp: it takes 3 runs of each that are ok; add -m repeat=5" in out
+
+    def test_a_configuration_that_fails(self, compare, sides, tmp_path):
+        broken = keep(tmp_path / "broken", *repeated("ddp", STEADY[::-1]), failed("fsdp", "on purpose"))
+        status, out, _ = compare(sides[0], broken)
+        assert status == 1
+        assert "fsdp after: failed on rank 1: RuntimeError: on purpose" in out
+
+    def test_a_configuration_that_one_side_alone_has(self, compare, sides, tmp_path):
+        status, out, _ = compare(sides[0], keep(tmp_path / "less", *repeated("ddp", STEADY[::-1])))
+        assert status == 0
+        assert "only before: fsdp" in out
+
+    def test_a_run_against_a_run(self, compare, sides):
+        before, _ = sides
+        status, out, _ = compare(before / "0_ddp", before / "0_fsdp")
+        assert status == 3
+        assert "ddp → fsdp" in out
+
+
+class TestInput:
+    def test_a_torn_line_and_a_damaged_record_cost_a_warning_each(self, compare, sides):
+        before, after = sides
+        results = (before / RESULTS).read_bytes().splitlines(keepends=True)
+        (before / RESULTS).write_bytes(b"".join([results[0][:50] + b"\n", *results[1:-1], results[-1][:50]]))
+        (before / "0_ddp" / RECORD).write_text('{"sta')
+        status, out, err = compare(before, after)
+        assert status == 1
+        assert [re.sub(r": .*", "", line) for line in err] == [
+            f"{before / '0_ddp' / RECORD} is damaged",
+            f"{before / RESULTS}",
+        ]
+        assert "line 1 is damaged and skipped" in err[1]
+        assert re.search(r"^ddp +4, 5 ", out, re.MULTILINE)
+        assert re.search(r"^fsdp +5, 5 ", out, re.MULTILINE)
+
+    def test_records_of_an_earlier_schema(self, compare, tmp_path):
+        copies = [shutil.copytree(FIRST_FORM, tmp_path / name) for name in ("a", "b")]
+        status, out, err = compare(*copies)
+        assert (status, err) == (3, [])
+        assert "not enough data" in out
+
+    def test_sweeps_that_ran_in_the_same_place_one_after_the_other_are_not_paired(self, compare, sides):
+        """As in CI, where the directory is moved away after each."""
+        assert "ddp: a difference of" in (out := compare(*sides)[1])
+        assert "not paired" in out
+
+    def test_two_sweeps_in_one_folder_count_with_all_their_runs(self, compare, sides, tmp_path):
+        again = tmp_path / "both" / "again"
+        shutil.copytree(sides[0], tmp_path / "both" / "before")
+        shutil.copytree(sides[0], again)
+        assert re.search(r"^ddp +10, 5 ", compare(tmp_path / "both", sides[1])[1], re.MULTILINE)
+
+
+class TestRefused:
+    """Exit status 2, and one line that names what is wrong and what to do."""
+
+    def refused(self, call, *words):
+        status, out, err = call(*words)
+        assert (status, out) == (2, "")
+        return err[-1]
+
+    def test_the_same_directory_twice(self, compare, sides, tmp_path):
+        before, _ = sides
+        (tmp_path / "link").symlink_to(before)
+        for again in (before, tmp_path / "link"):
+            line = f"{before} and {again}: both have 10 runs in common; give two that share none"
+            assert self.refused(compare, before, again) == line
+
+    def test_one_that_lies_in_the_other(self, compare, sides, tmp_path):
+        assert self.refused(compare, tmp_path, sides[0]).endswith(
+            "both have 10 runs in common; give two that share none"
+        )
+
+    def test_an_empty_folder(self, compare, sides, tmp_path):
+        empty = tmp_path / "empty"
+        empty.mkdir()
+        rule = "no record.json and no results.jsonl there or below"
+        remedy = "give the directory of a run or of a sweep, or a folder of them"
+        for path in (empty, tmp_path / "missing"):
+            assert self.refused(compare, sides[0], path) == f"{path}: {rule}; {remedy}"
+
+    def test_runs_that_do_not_train(self, compare, sides, tmp_path):
+        hello = keep(tmp_path / "hello", run(model=None, workload="hello"))
+        line = f"{hello}: has no run that trains; give runs of workload=train"
+        assert self.refused(compare, hello, sides[0]) == line
+
+    def test_another_model(self, compare, sides, tmp_path):
+        toy = keep(tmp_path / "toy", *repeated("ddp", STEADY, model="toy"))
+        assert self.refused(compare, sides[0], toy) == (
+            f"{sides[0]} and {toy}: they did other work, model=gpt_tiny and model=toy; "
+            "give runs of the same model, global batch and precision, with the same options"
+        )
+
+    def test_a_run_whose_record_is_damaged(self, compare, sides):
+        path = sides[0] / "0_ddp" / RECORD
+        path.write_text("[]")
+        assert self.refused(compare, path.parent, sides[1]).startswith(f"{path} is damaged: ")
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="no permissions: root may read everything")
+    def test_a_record_that_may_not_be_read(self, compare, sides):
+        path = sides[0] / "0_ddp" / RECORD
+        path.chmod(0)
+        assert self.refused(compare, path.parent, sides[1]) == f"{path}: cannot be read: Permission denied"
+
+    @pytest.mark.parametrize("typed", ["3", "0%", "0", "100%", "-3%", "x", "", "nan%", "%"])
+    def test_a_threshold_that_is_none(self, compare, sides, typed):
+        line = self.refused(compare, *sides, f"--fail-if-slower={typed}")
+        rule = f"{typed or 'it'} must be a percentage above 0% and below 100%; try 3%"
+        assert line == f"ptdbench compare: error: argument --fail-if-slower: {rule}"
+
+
+def test_its_help_says_what_the_exit_statuses_mean(compare):
+    status, out, _ = compare("--help")
+    said = " ".join(out.split())
+    assert status == 0
+    for number in "0123":
+        assert f" {number}: " in said
+
+
+def test_it_answers_at_once(sides, environ):
+    """It imports no torch: that would cost seconds each time somebody looks."""
+    (sides[0].parent / "torch.py").write_text("raise ImportError('it would cost seconds')")
+    done = subprocess.run(
+        [sys.executable, "-m", "ptdbench", "compare", *map(str, sides)],
+        cwd=ROOT, env={**environ, "PYTHONPATH": str(sides[0].parent)}, capture_output=True, text=True,
+        timeout=240, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "slower" in done.stdout

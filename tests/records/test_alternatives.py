@@ -1,0 +1,84 @@
+"""Which runs are repeats of each other, and which of them stands for all."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptdbench.records import alternatives
+from tests.report.made import failed, repeated, run
+
+
+def test_repeats_are_one_alternative_with_the_figure_of_each_block():
+    runs = [
+        one for pair in zip(repeated("ddp", [10.0, 20.0]), repeated("fsdp", [5.0, 6.0]), strict=True) for one in pair
+    ]
+    ddp, fsdp = alternatives.group(runs)
+    assert ddp.runs == runs[::2]
+    assert [*ddp.sample.values()] == [10.0, 20.0]
+    assert [*fsdp.sample.values()] == [5.0, 6.0]
+    assert ddp.sample.keys() == fsdp.sample.keys()
+
+
+def test_blocks_of_different_sweeps_are_not_the_same_ones():
+    one, other = (alternatives.group(repeated("ddp", [1.0] * 3, sweep=sweep))[0] for sweep in ("a", "b"))
+    assert not one.sample.keys() & other.sample.keys()
+
+
+def test_every_run_counts_that_has_no_block_or_shares_one():
+    """``parallel=ddp,ddp repeat=2``, and a run of the same sweep from before there were repeats."""
+    runs = [*repeated("ddp", [1.0, 2.0]), *repeated("ddp", [3.0, 4.0], name="again"), run("ddp", 5.0)]
+    runs[-1]["config"] = {**runs[0]["config"], "repeat": {"runs": 1}}
+    (one,) = alternatives.group(runs)
+    assert sorted(one.sample.values()) == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"world_size": 4}, {"config": {"seed": 1}}, {"nodes": ["a", "b"]}, {"workload": "other"}],
+)
+def test_other_work_is_another_alternative(changes):
+    one = run("ddp", nodes=["a"])
+    assert len(alternatives.group([one, one])) == 1
+    assert len(alternatives.group([one, {**one, **changes}])) == 2
+
+
+def test_how_often_it_is_repeated_and_other_nodes_make_no_other_alternative():
+    one, other = repeated("ddp", [1.0, 2.0])
+    more = {**other, "config": {**other["config"], "repeat": {"runs": 9, "block": 1}}, "nodes": ["b"]}
+    assert len(alternatives.group([{**one, "nodes": ["a"]}, more])) == 1
+
+
+def test_one_that_failed_before_it_knew_its_nodes_belongs_to_the_others():
+    runs = [run("ddp", status="failed", nodes=None), run("ddp", nodes=["a", "b"])]
+    assert len(alternatives.group(runs)) == 1
+
+
+def test_options_that_are_ignored_tell_nothing_apart():
+    old, new = run("ddp"), run("ddp")
+    new["config"] = {**new["config"], "parallel": {**new["config"]["parallel"], "new": 1}, "group": {"option": 2}}
+    ignored = alternatives.option_names(new) - alternatives.option_names(old)
+    assert ignored == {"parallel.new", "group", "group.option"}
+    assert len(alternatives.group([old, new])) == 2
+    assert len(alternatives.by_identity([old, new], ignored)) == 1
+
+
+@pytest.mark.parametrize(
+    ("rates", "typical"),
+    [([30.0, 10.0, 20.0], 20.0), ([40.0, 10.0, 30.0, 20.0], 20.0), ([2.0, 1.0], 1.0), ([7.0], 7.0)],
+)
+def test_the_typical_run_is_the_median_one_of_two_the_slower(rates, typical):
+    (one,) = alternatives.group(repeated("ddp", rates))
+    assert alternatives.throughput(one.typical) == typical
+
+
+def test_of_failed_runs_the_first_is_the_typical_one_and_of_others_none():
+    broken = [failed("ddp", "first"), failed("ddp", "second")]
+    assert alternatives.group(broken)[0].typical is broken[0]
+    (one,) = alternatives.group([*broken, run("ddp", 3.0), run("ddp", 9.0, status="diverged")])
+    assert alternatives.throughput(one.typical) == 3.0
+    assert [*one.sample.values()] == [3.0]
+
+
+def test_samples_count_where_they_are_not_tokens():
+    assert alternatives.throughput(run("ddp", None)) == 250.0
+    assert alternatives.throughput(run("ddp", metrics=None)) is None

@@ -1,0 +1,213 @@
+"""Two sets of runs beside each other: what is matched, the verdicts, and the exit status of a gate."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptdbench.measure import comparison
+from ptdbench.report import versus
+from ptdbench.report.versus import Incomparable, match, render, status
+from tests.report.made import failed, repeated, run
+
+STEADY = [1000.0, 1010.0, 990.0, 1005.0, 995.0]
+
+
+def before(parallel="ddp", factor=1.0, rates=STEADY, **changes):
+    return repeated(parallel, [factor * rate for rate in rates], sweep="outputs/before", **changes)
+
+
+def after(parallel="ddp", factor=1.0, rates=STEADY, **changes):
+    return repeated(parallel, [factor * rate for rate in rates[::-1]], sweep="outputs/after", **changes)
+
+
+def with_option(runs, **options):
+    return [{**one, "config": {**one["config"], **options}} for one in runs]
+
+
+def shown(found, width=200):
+    return render(found, ("before", "after"), width)
+
+
+class TestMatch:
+    def test_configurations_are_brought_together(self):
+        found = match([*before("fsdp"), *before("ddp")], [*after("ddp", 0.8), *after("fsdp", 1.3)])
+        assert [(pair.label, pair.verdict) for pair in found.pairs] == [("fsdp", "faster"), ("ddp", "slower")]
+        fsdp, ddp = found.pairs
+        assert fsdp.known.ratio == pytest.approx(1.3)
+        assert ddp.known.ratio == pytest.approx(0.8)
+        assert not ddp.known.is_paired
+        assert found.remarks == []
+
+    def test_one_configuration_on_each_side_is_a_pair(self):
+        found = match(before("ddp"), after("fsdp", 0.8))
+        assert [(pair.label, pair.verdict) for pair in found.pairs] == [("ddp → fsdp", "slower")]
+        assert found.remarks == []
+
+    def test_runs_of_the_same_blocks_are_paired(self):
+        found = match(before("ddp"), before("fsdp", 0.999))
+        assert found.pairs[0].known.is_paired
+        assert found.pairs[0].verdict == "slower"
+
+    def test_what_one_side_has_alone_is_named(self):
+        found = match([*before("ddp"), *before("pdp")], [*after("fsdp"), *after("ddp"), *after("tp")])
+        assert [pair.label for pair in found.pairs] == ["ddp"]
+        assert found.remarks == ["only before: pdp", "only after: fsdp, tp"]
+
+    def test_nothing_in_common(self):
+        seeds = [with_option([*before("ddp"), *before("fsdp")], seed=seed) for seed in (1, 2)]
+        with pytest.raises(Incomparable) as refusal:
+            match(*seeds)
+        said = (
+            "no configuration is in both: before: ddp seed=1, fsdp seed=1; after: ddp seed=2, fsdp seed=2; give runs "
+        )
+        assert str(refusal.value).startswith(said)
+
+    @pytest.mark.parametrize(
+        ("changes", "difference"),
+        [
+            ({"model": "gpt_small"}, "model=gpt_tiny and model=gpt_small"),
+            ({"global_batch": 32}, "train.global_batch=16 and train.global_batch=32"),
+            ({"precision": "bf16"}, "precision=fp32 and precision=bf16"),
+        ],
+    )
+    @pytest.mark.parametrize("more", [[], ["fsdp"]])
+    def test_other_work_is_refused(self, changes, difference, more):
+        sides = before("ddp"), after("ddp", **changes)
+        sides = [[*side, *(one for name in more for one in side_of(name))] for side, side_of in zip(
+            sides, (before, lambda name: after(name, **changes)), strict=True
+        )]  # fmt: skip
+        remedy = "give runs of the same model, global batch and precision, with the same options"
+        with pytest.raises(Incomparable) as refusal:
+            match(*sides)
+        assert str(refusal.value) == f"they did other work, {difference}; {remedy}"
+
+    def test_models_are_named_where_there_are_several(self):
+        sides = [[*of("ddp"), *of("ddp", model="toy")] for of in (before, after)]
+        assert [pair.label for pair in match(*sides).pairs] == ["gpt_tiny ddp", "toy ddp"]
+
+    def test_options_that_one_version_alone_has_tell_nothing_apart(self):
+        def of(runs, **environment):
+            return [{**one, "environment": environment} for one in runs]
+
+        sides = of(before(), ptdbench="1"), of(with_option(after(), new={"option": 1, "other": 2}), ptdbench="2")
+        found = match(*sides)
+        assert [pair.label for pair in found.pairs] == ["ddp"]
+        assert found.remarks == ["options of one version of ptdbench alone, not compared: new"]
+        commits = of(before(), git_commit="a"), of(with_option(after(), new=1), git_commit="b")
+        assert [pair.label for pair in match(*commits).pairs] == ["ddp"]
+        same = of(before(), ptdbench="1"), of(with_option(after(), new=1), ptdbench="1")
+        assert [pair.label for pair in match(*same).pairs] != ["ddp"]
+
+    def test_the_level_holds_for_all_pairs_together(self):
+        """A difference that is seen alone is none among many that are tied."""
+        change, names = 0.981, [f"p{number}" for number in range(12)]
+        one, other = before("ddp", rates=STEADY[:4]), after("ddp", change, STEADY[:4])
+        (alone,) = match(one, other).pairs
+        assert alone.known.p < comparison.LEVEL
+        many = match([*one, *(run for name in names for run in before(name))],
+                     [*other, *(run for name in names for run in after(name))])  # fmt: skip
+        assert alone.verdict == "slower"
+        assert many.pairs[0].verdict == "no difference seen"
+        assert many.pairs[0].known.detectable > alone.known.detectable
+
+
+class TestStatus:
+    @pytest.mark.parametrize(
+        ("factor", "threshold", "expected"),
+        [
+            (0.8, None, 1),
+            (0.8, 0.1, 1),
+            (0.8, 0.3, 0),
+            (1.2, None, 0),
+            (1.2, 0.01, 0),
+            (1.0, None, 0),
+            (1.0, 0.1, 0),
+            (1.0, 0.001, 3),
+        ],
+    )
+    def test_what_is_slower_by_so_much_fails(self, factor, threshold, expected):
+        assert status(match(before(), after("ddp", factor)), threshold) == expected
+
+    @pytest.mark.parametrize("threshold", [None, 0.03])
+    def test_too_few_runs(self, threshold):
+        found = match(before(), after("ddp", 0.1, STEADY[:2]))
+        assert (found.pairs[0].verdict, status(found, threshold)) == ("not enough data", 3)
+
+    @pytest.mark.parametrize("threshold", [None, 0.03])
+    def test_a_configuration_that_fails(self, threshold):
+        found = match([*before(), *before("fsdp")], [*after("ddp", rates=STEADY[:1]), failed("fsdp", "broken")])
+        assert [pair.verdict for pair in found.pairs] == ["not enough data", "fails"]
+        assert status(found, threshold) == 1
+
+    def test_one_that_failed_before(self):
+        found = match([failed("ddp", "broken")], after())
+        assert (found.pairs[0].verdict, status(found, 0.03)) == ("runs again", 0)
+
+    def test_one_that_fails_on_both_sides(self):
+        found = match([failed("ddp", "broken")], [failed("ddp", "broken")])
+        assert (found.pairs[0].verdict, status(found, None)) == ("not enough data", 3)
+
+    def test_one_that_is_on_one_side_alone_is_no_failure(self):
+        assert status(match([*before("ddp"), *before("fsdp")], after("ddp")), None) == 0
+
+
+class TestText:
+    def test_the_figures_of_a_row(self):
+        found = match(before(), after("ddp", 0.8))
+        heading, _, row, *remarks = shown(found).splitlines()
+        assert heading.split("  ")[0] == "configuration"
+        assert "before tokens/s" in heading
+        assert row.split()[:3] == ["ddp", "5,", "5"]
+        assert "1,000 ±1.0%" in row  # 2.776 * 0.0079 / sqrt(5)
+        assert "800 ±1.0%" in row
+        assert " 0.800 (0.791-0.809) " in row
+        assert row.endswith("slower")
+        assert remarks == []
+
+    def test_what_would_have_been_seen_is_said_where_nothing_is(self):
+        found = match(before(), after())
+        known = found.pairs[0].known
+        seen = f"a difference of {known.detectable:.1%} would have been seen in 90% of cases"
+        assert shown(found).splitlines()[-1] == f"ddp: {seen} (5 runs each, not paired: they were not run in turn)"
+        paired = match(before(), before("fsdp", rates=STEADY[::-1]))
+        assert shown(paired).splitlines()[-1].endswith("(5 runs each, paired by block)")
+
+    def test_what_is_hardly_known_at_all_is_said_without_figures(self):
+        wild = [1000.0, 10.0, 100000.0]
+        text = shown(match(before(rates=wild), after(rates=wild)))
+        assert text.count("±>100%") == 3
+        assert "ddp: not even a difference of 2x would have been seen in 90% of cases (3 runs each, " in text
+
+    def test_too_few_runs_say_how_many_it_takes(self):
+        text = shown(match(before(rates=STEADY[:2]), after("ddp", 0.5, STEADY[:2])))
+        assert text.splitlines()[-1] == "ddp: it takes 3 runs of each that are ok; add -m repeat=5"
+        assert " 0.500 " in text
+
+    def test_why_runs_fail_and_what_is_missing(self):
+        text = shown(match([*before("ddp"), *before("fsdp")], [failed("ddp", "broken")]))
+        assert text.splitlines()[-2:] == ["ddp after: failed on rank 1: RuntimeError: broken", "only before: fsdp"]
+
+    def test_the_environments_are_compared(self):
+        sides = [
+            [{**one, "environment": {"torch": torch, "python": "3.12"}} for one in runs]
+            for runs, torch in ((before(), "2.7.0"), (after(), "2.8.0"))
+        ]
+        assert shown(match(*sides)).splitlines()[-1] == "environment: torch 2.7.0 → 2.8.0"
+        assert "environment" not in shown(match(sides[0], [{**one, "directory": "x"} for one in sides[0]]))
+
+    def test_samples_are_named_where_they_are_not_tokens(self):
+        text = shown(match([run("ddp", None)], [run("ddp", None, directory="other")]))
+        assert "before samples/s" in text
+
+    @pytest.mark.parametrize("width", [60, 100])
+    def test_figures_are_whole_at_any_width(self, width):
+        text = shown(match(before(), after("ddp", 0.8)), width)
+        assert "0.800 (0.791-0.809)" in text
+        assert "…" not in text
+
+
+def test_a_gate_calls_slower_what_is_slower():
+    """The ratio is that of after over before, not the other way round."""
+    (pair,) = match(before(), after("ddp", 2.0)).pairs
+    assert (pair.verdict, pair.known.ratio) == ("faster", pytest.approx(2.0))
+    assert versus.status(match(after("ddp", 2.0), before()), None) == 1
