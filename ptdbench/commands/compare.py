@@ -75,7 +75,8 @@ def main(arguments: argparse.Namespace) -> int:
     except OSError as error:
         say(f"{error.filename}: cannot be read: {error.strerror}" if error.filename else str(error), sys.stderr)
         return UNUSABLE
-    text.show(versus.render(found, ("before", "after"), shutil.get_terminal_size((110, 24)).columns))
+    titles = tuple(arguments.checkout) or ("before", "after")
+    text.show(versus.render(found, titles, shutil.get_terminal_size((110, 24)).columns))
     return versus.status(found, arguments.fail_if_slower)
 
 

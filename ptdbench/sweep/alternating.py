@@ -100,10 +100,10 @@ def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directo
     Raises:
         ConfigError: A side refused the command line; it has said why.
     """
-    for number, block in blocks.order(len(sides), repeat):
+    for number, block in ((number, block or 0) for number, block in blocks.order(len(sides), repeat)):
         side = sides[number]
         say(f"block {block}, {side.name}", sys.stderr)
-        _start(side, overrides, directory / side.name / str(block), block or 0, directory.name)
+        _start(side, overrides, directory / side.name / str(block), block, directory.name)
 
 
 def _start(side: Side, overrides: Sequence[str], folder: Path, block: int, series: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ptdbench import __main__ as command
+from ptdbench import load
 from ptdbench.records.store import RECORD, RESULTS, append_result, write_record
 from tests.conftest import ROOT
 from tests.report.made import failed, repeated, run
@@ -212,3 +213,60 @@ def test_it_answers_at_once(sides, environ):
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (1, "")
     assert "slower" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["outputs"], "compare=outputs: it takes the runs before and those after; give two directories, or "),
+        (["--python", "python3"], "--python=python3: two sides take turns; give --python twice, or --checkout twice"),
+        (["--python", "a", "--python", "b", "--checkout", "c"], "--python=a, b: two sides take turns; "),
+        (
+            ["--checkout", "a", "--checkout", "b", "--", "repeat=auto"],
+            "repeat.runs=auto: both sides run equally often; ",
+        ),
+        (["--checkout", "a", "--checkout", "b", "--", "repeat=0"], "repeat.runs=0: must be at least 1"),
+    ],
+)
+def test_sides_that_cannot_take_turns(compare, words, said):
+    status, out, errors = compare(*words)
+    assert (status, out, len(errors)) == (2, "", 1)
+    assert errors[0].startswith(said)
+
+
+@pytest.mark.ranks
+def test_two_commits_take_turns(tmp_path, monkeypatch):
+    """The second one breaks a model: it fails, and the first one does not."""
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n\n\nclass Mine(nn.Linear):\n    def __init__(self):\n        super().__init__(32, 8)\n"
+    )
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "add", "mine.py"], cwd=tmp_path, check=True)
+    subprocess.run([*git, "commit", "--quiet", "-m", "one"], cwd=tmp_path, check=True)
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write("\n    def forward(self, inputs):\n        raise RuntimeError('broken')\n")
+    subprocess.run([*git, "commit", "--quiet", "-am", "two"], cwd=tmp_path, check=True)
+    model = ["model=custom", "model._target_=mine.Mine", "data=synthetic_vectors", "parallel=single"]
+    words = ["--checkout", "HEAD~1", "--checkout", "HEAD", "--", *model, "repeat=1", "train.steps=2", "profile.steps=0"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
+    done = subprocess.run(
+        [sys.executable, "-m", "ptdbench", "compare", *words],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"HEAD~1 samples/s .*HEAD samples/s", done.stdout)
+    assert re.search(r"^single +1, 0 .* fails$", done.stdout, re.MULTILINE), done.stdout
+    assert "single after: failed on rank 0: RuntimeError: broken" in done.stdout
+    (folder,) = (tmp_path / "outputs").iterdir()
+    found = {side: load(folder / side) for side in ("before", "after")}
+    assert {side: [one["config"]["repeat"]["series"] for one in runs] for side, runs in found.items()} == {
+        "before": [folder.name],
+        "after": [folder.name],
+    }
+    trees = subprocess.run(["git", "worktree", "list"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert len(trees.splitlines()) == 1
