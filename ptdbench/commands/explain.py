@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ptdbench.terminal import say
 
@@ -67,17 +67,33 @@ def _all(directory: Path, width: int) -> str:
 
 
 def _side_by_side(runs: Sequence[Run], width: int) -> str:
-    """Runs that did the same work, the fastest one first, and why it is."""
+    """Runs that did the same work, the fastest one first, and why it is; of repeats the typical one."""
     from ptdbench.report import breakdown, memory, why
     from ptdbench.report.reason import wrap
 
-    ordered = sorted(runs, key=lambda run: run["phases"]["step_seconds"])
+    repeats = _repeats(runs)
+    ordered = sorted((one for one, _ in repeats), key=lambda run: run["phases"]["step_seconds"])
     called = dict(zip(_called(ordered), ordered, strict=True))
     (reference, fastest), *others = called.items()
     sentences = why.against_fastest(called)
     sentences += [line for name, run in others for line in memory.compare(run, fastest, name, reference)]
+    if any(count > 1 for _, count in repeats):
+        counts = {run.directory: count for run, count in repeats}
+        listed = ", ".join(f"{counts[run.directory]} of {name}" for name, run in called.items())
+        sentences.append(f"of repeats the one with the median throughput is shown; runs: {listed}")
     shown = [wrap(sentence, width) for sentence in sentences]
     return "\n".join([breakdown.title(ordered[0]), breakdown.of_runs(called, width), "", *shown])
+
+
+def _repeats(runs: Sequence[Run]) -> list[tuple[Run, int]]:
+    """The typical run of each alternative of each sweep, and how many there are."""
+    from ptdbench.records import alternatives
+
+    sweeps: dict[Path, list[Run]] = {}
+    for run in runs:
+        sweeps.setdefault(run.directory.parent, []).append(run)
+    found = [one for sweep in sweeps.values() for one in alternatives.group(sweep)]
+    return [(cast("Run", one.typical), len(one.runs)) for one in found]
 
 
 def _pair(directory: Path, other: Path, width: int) -> str:

@@ -38,16 +38,19 @@ def group(records: Iterable[Record]) -> list[Alternative]:
     return list(by_identity(records).values())
 
 
-def by_identity(records: Iterable[Record], ignored: Collection[str] = ()) -> dict[Hashable, Alternative]:
+def by_identity(
+    records: Iterable[Record], ignored: Collection[str] = (), others: Iterable[Record] = ()
+) -> dict[Hashable, Alternative]:
     """The alternatives among runs by what their runs have in common and no others have.
 
     Args:
         records: The runs.
         ignored: Dotted names of options that make no difference, besides those that never do.
+        others: Further runs, with which these will be compared.
     """
     found: dict[Hashable, Alternative] = {}
     runs = list(records)
-    nodes = {_identity(run, ignored): len(run["nodes"]) for run in reversed(runs) if run.get("nodes")}
+    nodes = {_identity(run, ignored): len(run["nodes"]) for run in [*others, *reversed(runs)] if run.get("nodes")}
     for run in runs:
         identity = _identity(run, ignored)
         own = len(run.get("nodes") or []) or nodes.get(identity)  # one that failed early has learned of no node

@@ -96,7 +96,10 @@ class Runs(list[Run]):
         """
         import pandas
 
-        return pandas.json_normalize([{**run, "directory": str(run.directory)} for run in self])
+        found = pandas.json_normalize([{**run, "directory": str(run.directory)} for run in self])
+        groups = {name[:end] for name in found for end, letter in enumerate(name) if letter == "."}
+        unknown = [name for name in found if name in groups and found[name].isna().all()]  # of a run without metrics
+        return found.drop(columns=unknown)
 
 
 def load(path: str | Path) -> Run | Runs:

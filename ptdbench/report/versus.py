@@ -76,7 +76,8 @@ def match(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
         Incomparable: They have no configuration in common, or did other work.
     """
     ignored = _new_options(before, after)
-    one, other = (alternatives.by_identity(runs, ignored) for runs in (before, after))
+    one = alternatives.by_identity(before, ignored, after)
+    other = alternatives.by_identity(after, ignored, before)
     common = [key for key in one if key in other]
     called = _called({**other, **one})
     if common:

@@ -11,7 +11,7 @@ import pytest
 from ptdbench import __main__ as command
 from ptdbench.records.store import append_result, write_record
 from tests.conftest import ROOT
-from tests.report.made import DDP, FSDP, PDP, failed, run
+from tests.report.made import DDP, FSDP, PDP, failed, repeated, run
 
 
 @pytest.fixture
@@ -54,6 +54,20 @@ class TestSweep:
         assert [line.split()[0] for line in lines[2:5]] == ["ddp", "pdp", "fsdp"]
         assert "pdp 1x2 1f1b takes 24 ms longer than ddp: 24 ms more pipeline bubble" in lines[-2]
         assert "fsdp takes 44 ms longer than ddp: " in lines[-1]
+
+    def test_of_repeats_the_median_run_stands_for_all(self, explain, tmp_path):
+        for record, rates in ((FSDP, [30.0, 10.0, 20.0]), (DDP, [60.0, 50.0])):
+            for number, (rate, one) in enumerate(zip(rates, repeated(record["parallel"], rates), strict=True)):
+                metrics = record["metrics"] | {"tokens_per_second": rate}
+                phases = record["phases"] | {"step_seconds": 1 / rate}
+                found = record | {"metrics": metrics, "phases": phases, "config": one["config"]}
+                keep(tmp_path / "sweep", f"{number}_{record['parallel']}", found)
+        status, out, err = explain(tmp_path / "sweep")
+        assert (status, err) == (0, [])
+        assert [line.split()[:2] for line in out.splitlines()[3:5]] == [["ddp", "20.0"], ["fsdp", "50.0"]]
+        last = "of repeats the one with the median throughput is shown; runs: 2 of ddp, 3 of fsdp"
+        assert out.splitlines()[-1] == last
+        assert "median" not in explain(tmp_path / "sweep" / "0_ddp")[1]
 
     def test_runs_of_other_work_stand_apart(self, explain, sweep):
         keep(sweep, "3_toy", DDP | {"model": "toy"})

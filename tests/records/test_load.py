@@ -92,6 +92,56 @@ def test_damaged_records_are_left_out_with_a_warning(tmp_path):
         ptdbench.load(tmp_path / "1")
 
 
+class TestFrame:
+    """Records as a table of pandas."""
+
+    def test_a_row_for_each_run_and_a_column_for_each_field(self, tmp_path):
+        metrics = {"tokens_per_second": 5.0, "step_seconds": {"median": 0.5}}
+        made(tmp_path / "0", metrics=metrics, layout={"shard": 2}, overrides=["seed=1", "a=b"])
+        made(tmp_path / "1", status="oom", metrics=None, nodes=["a", "b"])
+        frame = ptdbench.load(tmp_path).frame()
+        assert frame["status"].tolist() == ["ok", "oom"]
+        assert frame["directory"].tolist() == [str(tmp_path / "0"), str(tmp_path / "1")]
+        assert frame["config.train.global_batch"].tolist() == [16, 16]
+        assert frame["layout.shard"].tolist()[0] == 2
+        for column, figure in (("metrics.tokens_per_second", 5.0), ("metrics.step_seconds.median", 0.5)):
+            np.testing.assert_equal(frame[column].to_numpy(), [figure, np.nan])
+        assert frame["overrides"][0] == ["seed=1", "a=b"]
+        assert frame["nodes"][1] == ["a", "b"]
+        empty = {"environment", "remarks"}
+        assert {name.partition(".")[0] for name in frame} == set(record.FIELDS) - empty
+
+    def test_what_a_failed_run_has_none_of_is_no_column_beside_its_fields(self, tmp_path):
+        made(tmp_path / "0", metrics={"step_seconds": {"median": 0.5}})
+        alone = ptdbench.load(tmp_path).frame().columns
+        for name, metrics in (("1", None), ("2", {"step_seconds": None})):
+            made(tmp_path / name, metrics=metrics)
+            assert set(ptdbench.load(tmp_path).frame().columns) == set(alone)
+
+    def test_what_is_a_value_in_one_run_and_a_group_in_another_stays(self, tmp_path):
+        made(tmp_path / "0", config={"seed": 1})
+        made(tmp_path / "1", config={"seed": {"data": 2}})
+        frame = ptdbench.load(tmp_path).frame()
+        assert frame["config.seed"][0] == 1
+        assert frame["config.seed.data"][1] == 2
+
+    def test_a_folder_with_one_run_or_with_damaged_ones(self, tmp_path):
+        made(tmp_path / "old").rename(tmp_path / "0")
+        assert len(ptdbench.load(tmp_path).frame()) == 1
+        (made(tmp_path / "1") / store.RECORD).write_text("{")
+        with pytest.warns(UserWarning, match="is damaged"):
+            found = ptdbench.load(tmp_path)
+        assert found.frame()["directory"].tolist() == [str(tmp_path / "0")]
+
+    def test_runs_of_two_schemas(self, tmp_path):
+        made(tmp_path / "0")
+        shutil.copytree(FIRST_FORM, tmp_path / "1")
+        frame = ptdbench.load(tmp_path).frame()
+        assert frame["schema"][0] == 2
+        assert np.isnan(frame["schema"][1])
+        assert frame["losses"][1] == ptdbench.load(tmp_path / "1")["losses"]
+
+
 @pytest.mark.parametrize("name", ["", "nowhere", "notes.txt"])
 def test_a_path_without_records(tmp_path, name):
     (tmp_path / "notes.txt").touch()
