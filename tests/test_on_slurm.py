@@ -339,3 +339,48 @@ class TestCommandLine:
     def test_help(self, shown):
         for form in (("-m", "hydra/launcher=submitit_slurm"), ("-m", "hydra/launcher=submitit_local")):
             assert "cluster: local, " in shown(*form, "--help")
+
+
+@pytest.fixture(scope="module")
+def repeated(tmp_path_factory, slurm_of_module) -> tuple[Path, Done]:
+    """Repeats of two alternatives until their order is settled, or for three blocks; one fails each time."""
+    folder = tmp_path_factory.mktemp("repeated")
+    asked = ("repeat=auto", "repeat.max=3", "+model.how=raise,none", "+model.rank=0", "parallel=single")
+    return folder, train_py(*FAULTY, *asked, cwd=folder, environ=slurm_of_module, timeout=240)
+
+
+class TestRepeats:
+    def test_each_is_a_job_and_a_block_waits_for_the_one_before(self, repeated):
+        folder, done = repeated
+        assert done.returncode == 1, done.stderr
+        found = records(folder)
+        assert [record["config"]["repeat"]["block"] for record in found] == [0, 0, 1, 1, 2, 2]
+        assert sum(record["status"] == "ok" for record in found) == 3
+        assert len({record["fingerprint"] for record in found}) == 2
+        noted = json.loads((sweep(folder) / "sweep.json").read_text())["jobs"]
+        assert len({job["id"] for job in noted}) == 6
+        for earlier, later in ((found[:2], found[2:4]), (found[2:4], found[4:])):
+            assert max(ended(record) for record in earlier) <= min(ended(record) for record in later)
+
+    def test_what_became_of_a_job_is_said_once(self, repeated):
+        folder, done = repeated
+        failed = [record for record in records(folder) if record["status"] != "ok"]
+        assert len(failed) == 3
+        for record in failed:
+            name = Path(record["directory"]).name
+            assert done.stderr.count(f"\n{name}, rank 0:\nTraceback") == 1
+            assert sum(f" {name}: " in line and "fail" in line for line in done.stderr.splitlines()) == 1
+
+    def test_a_number_of_repeats_is_submitted_at_once(self, submit, tmp_path):
+        done = submit(*HELLO, "cluster.ranks_per_node=1", "cluster.nodes=1,2", "repeat=2")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("submitted 4 jobs: ")
+        found = records(tmp_path)
+        assert [record["config"]["repeat"]["block"] for record in found] == [0, 0, 1, 1]
+        nodes = [len(record["nodes"]) for record in found]
+        assert sorted(nodes[:2]) == [1, 2]
+        assert nodes == nodes[::-1]
+
+
+def ended(record: dict[str, Any]) -> int:
+    return (Path(record["directory"]) / "record.json").stat().st_mtime_ns

@@ -171,6 +171,10 @@ class _Launcher(plugin.BaseSubmititLauncher):
 class SlurmLauncher(_Launcher):
     """Submits one array for each shape; nothing stays in the queue unless all were taken."""
 
+    def __init__(self, **params: Any) -> None:
+        super().__init__(**params)
+        self._told: set[str] = set()  # of which runs all has been shown, where batches follow each other
+
     def _run(self, sweep_directory: Path, jobs: Sequence[Opened]) -> None:
         arrays = [[jobs[place] for place in places] for places in submission.arrays([job.request for job in jobs])]
         names = [f"ptdbench-{_label(array)}-{secrets.token_hex(4)}" for array in arrays]
@@ -188,8 +192,8 @@ class SlurmLauncher(_Launcher):
             raise
         if submitted:
             watch.announce(sweep_directory, sorted(submitted, key=lambda job: job.number))
-        if self.agenda.is_open and (submitted or self.agenda.queued):  # what comes next depends on their results
-            watch.follow(sweep_directory)
+        if self.agenda.is_open and (submitted or self.agenda.queued - self._told):  # what comes next depends on them
+            self._told = watch.follow(sweep_directory, self._told)
 
     def _submit(self, sweep_directory: Path, name: str, array: Sequence[Opened]) -> list[ledger.Job]:
         """Submit the jobs of one shape; they are noted down before and after."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -34,8 +35,16 @@ def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
     say(f"output     {sweep_directory}/logs")
 
 
-def follow(sweep_directory: Path) -> None:
-    """Show how the jobs of a sweep are doing until all have ended; a signal leaves them to themselves."""
+def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
+    """Show how the jobs of a sweep are doing until all have ended; a signal leaves them to themselves.
+
+    Args:
+        sweep_directory: The sweep's directory.
+        told: Directories of runs of which all has been shown already.
+
+    Returns:
+        The directories of all runs of which all has been shown.
+    """
     console = Console(stderr=True)
     show = _Table(console) if console.is_terminal else _Lines()
     started = time.monotonic()
@@ -43,6 +52,7 @@ def follow(sweep_directory: Path) -> None:
         with show:
             while True:
                 sweep = status.look(sweep_directory)
+                sweep = replace(sweep, runs=[run for run in sweep.runs if run.directory not in told])
                 show(sweep)
                 if sweep.is_over:
                     break
@@ -57,6 +67,7 @@ def follow(sweep_directory: Path) -> None:
         raise
     for run in sweep.runs:
         _show_failure(sweep_directory, run)
+    return {*told, *(run.directory for run in sweep.runs)}
 
 
 def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:

@@ -121,13 +121,18 @@ def test_jobs_of_a_search_are_waited_for_and_their_objectives_told(asked, tmp_pa
     monkeypatch.setattr(launchers.SlurmLauncher, "_task", lambda self, environment: print)
     monkeypatch.setattr(launchers.SlurmLauncher, "agenda", Agenda(searches=True))
 
-    def follow(sweep_directory):
-        for job in ledger.read(sweep_directory).jobs:
+    told = []
+
+    def follow(sweep_directory, known):
+        told.append(sorted(known))
+        jobs = ledger.read(sweep_directory).jobs
+        for job in jobs:
             directory = sweep_directory / job.directory
             written = store.load_record(directory)
             seed = written["config"]["seed"]
             done = {"status": "ok", "metrics": {"samples_per_second": 8.0 * seed}} if seed < 3 else {"error": None}
             store.write_record(directory, written | done)
+        return {job.directory for job in jobs}
 
     monkeypatch.setattr(watch, "follow", follow)
 
@@ -143,6 +148,17 @@ def test_jobs_of_a_search_are_waited_for_and_their_objectives_told(asked, tmp_pa
     with pytest.raises(NoObjective, match=r"^2_toy_ddp: failed, so that it has no throughput$"):
         _ = second.return_value
     assert [job.directory for job in ledger.read(tmp_path).jobs] == ["0_toy_ddp", "1_toy_ddp", "2_toy_ddp"]
+    assert told == [[], ["0_toy_ddp", "1_toy_ddp"]]
+
+
+def test_jobs_that_an_earlier_start_left_in_the_queue_are_waited_for_once(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(watch, "follow", lambda _, known: told.append(known) or {"0_toy_ddp"})
+    monkeypatch.setattr(launchers.SlurmLauncher, "agenda", Agenda(queued=frozenset({"0_toy_ddp"}), searches=True))
+    launcher = launchers.SlurmLauncher(submitit_folder=str(tmp_path))
+    launcher._run(tmp_path, [])
+    launcher._run(tmp_path, [])
+    assert told == [set()]
 
 
 def test_hydra_finds_these_under_the_names_of_the_plugins(monkeypatch):

@@ -86,6 +86,13 @@ class TestFollowing:
         assert "0_toy_ddp, rank 3:\nTraceback (most recent call last):\nRuntimeError: on purpose\n" in said
         assert "1_toy_ddp, rank" not in said
 
+    def test_what_was_told_of_earlier_jobs_is_not_told_again(self, sweep, steps, capsys):
+        sweep.submit(2)
+        sweep.end(0, **failure())
+        sweep.end(1)
+        assert watch.follow(sweep.path, {"0_toy_ddp"}) == {"0_toy_ddp", "1_toy_ddp"}
+        assert capsys.readouterr().err == "job 7_1 1_toy_ddp: ok\n"
+
     def test_what_others_wrote_cannot_steer_the_terminal(self, sweep, steps, capsys):
         sweep.submit(2)
         sweep.end(0, **failure(message="\x1b[2J\x07 \x9b"))
