@@ -29,7 +29,7 @@ autodoc_class_signature = "separated"
 # Everything that is referred to must be there, but for what other projects document.
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|collections|typing|hydra|numpy|np|pathlib)\b.*"),
+    ("py:.*", r"(torch|collections|typing|hydra|numpy|np|pandas|pathlib)\b.*"),
     ("py:.*", r"ptdbench\.models\.materialize.*"),  # nothing that a user calls
 ]
 

@@ -110,8 +110,8 @@ def load(path: str | Path) -> Run | Runs:
 
     Returns:
         One record for the directory of a run; else a list with the runs of a ``results.jsonl`` in the order in which
-        they ended, those of a folder in natural order of their paths, both with :meth:`Runs.frame`. Damaged records are
-        skipped with a warning.
+        they ended, those of a folder in natural order of their paths; its ``frame()`` is a table of pandas. Damaged
+        records are skipped with a warning.
 
     Raises:
         FileNotFoundError: There are no records.
