@@ -157,7 +157,7 @@ def _main() -> int:
     cluster, world = _cluster(composed), discover(os.environ)
     hydra_launcher.check(composed, cluster, world)
     hydra_sweeper.check(composed, cluster, world, line.goes_on)
-    blocks.check(composed, cluster, world)
+    blocks.check(composed, cluster, world, line.goes_on)
     if isinstance(cluster, Slurm):
         return _on_cluster(task, arguments, composed, line)
     return _here(task, arguments, composed, world, line)

@@ -337,17 +337,6 @@ class TestLine:
             assert line.overrides == [*kept, "hydra.mode=MULTIRUN", f"hydra.sweep.dir='{sweep}'"]
         with pytest.raises(ConfigError, match=r"repeat\.seed=4 would change it"):
             resume.read([f"sweep.resume={sweep}", "repeat.seed=4"], False, None)
-        with pytest.raises(ConfigError, match="was begun with repeats, and its runs would have another order now"):
-            resume.read([f"sweep.resume={sweep}", "repeat.runs=1"], False, None)
-
-    @pytest.mark.parametrize("typed", [[], ["repeat.runs=1"]], ids=str)
-    def test_a_sweep_without_repeats_gets_none(self, tmp_path, typed):
-        """Its runs would lie in the directories of others, and be done again there."""
-        self.submitted(tmp_path, *typed)
-        sweep = tmp_path / "sweep"
-        assert resume.read([f"sweep.resume={sweep}", "repeat.runs=1"], False, None).goes_on == sweep
-        with pytest.raises(ConfigError, match=r"was begun without repeats, .*; start another sweep"):
-            resume.read([f"sweep.resume={sweep}", "repeat.runs=3"], False, None)
 
     def test_a_damaged_list_of_jobs_is_refused(self, tmp_path):
         run = self.submitted(tmp_path)

@@ -59,7 +59,7 @@ class Comparison:
         runs: Pairs of runs, or runs of the side that has fewer.
         is_paired: Whether runs of the same block were compared.
         detectable: The smallest difference, as a share, that would have been seen with a chance of :data:`POWER`, also
-            among as many pairs as are compared.
+            among as many pairs as are compared. How much runs vary is itself an estimate: its upper limit is used.
     """
 
     ratio: float
@@ -107,7 +107,7 @@ def compare(
         p=_chances([found])[0],
         runs=found.runs,
         is_paired=found.is_paired,
-        detectable=_detectable(found.error, found.freedom, level / pairs),
+        detectable=_detectable(found.error * _caution(found.freedom), found.freedom, level / pairs),
     )
 
 
@@ -119,7 +119,7 @@ def geometric_mean(sample: Sample) -> float | None:
 
 
 def margin(sample: Sample, level: float = LEVEL) -> float | None:
-    """How far the interval of a configuration's geometric mean reaches to either side, as a share.
+    """How far the interval of a configuration's geometric mean reaches upwards, as a share.
 
     It has what other runs of the same sweep would give; on another day the machine may be another one.
 
@@ -132,15 +132,16 @@ def margin(sample: Sample, level: float = LEVEL) -> float | None:
     return _share(math.sqrt(variance / len(sample)) * _quantile(len(sample) - 1, 1 - level / 2))
 
 
-def within(spread: Spread, runs: int, level: float = LEVEL) -> float:
-    """The largest difference, as a share, that two configurations with so few runs may show where there is none.
+def within(spread: Spread, runs: int, level: float = LEVEL, pairs: int = 1) -> float:
+    """The largest difference, as a share, that configurations with so few runs may show where there is none.
 
     Args:
         spread: What is known from earlier runs.
         runs: Of each configuration.
         level: As for :func:`compare`.
+        pairs: Of how many pairs of configurations none may show a larger one.
     """
-    critical = _quantile(spread.freedom, 1 - level / 2)
+    critical = _quantile(spread.freedom, 1 - level / (2 * pairs))
     return _share(spread.deviation * math.sqrt(2 / runs) * critical)
 
 
@@ -220,7 +221,7 @@ def runs_needed(one: Sample, other: Sample, share: float, level: float = LEVEL, 
     found = _difference(one, other, None)
     if found is None:
         return None
-    deviation = found.error * math.sqrt(found.runs)
+    deviation = found.error * _caution(found.freedom) * math.sqrt(found.runs)
 
     def is_enough(runs: int) -> bool:
         freedom = (runs - 1) * (1 if found.is_paired else 2)
@@ -317,6 +318,13 @@ def _quantile(freedom: float, share: float) -> float:
     from scipy import special
 
     return float(special.stdtrit(freedom, share))
+
+
+def _caution(freedom: float) -> float:
+    """From an estimated standard deviation to one that the true one exceeds with a chance of 20 % only."""
+    from scipy import special
+
+    return math.sqrt(freedom / float(special.chdtri(freedom, 0.8)))
 
 
 def _detectable(error: float, freedom: float, level: float) -> float:

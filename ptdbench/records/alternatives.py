@@ -67,27 +67,26 @@ def throughput(run: Record) -> float | None:
     return value(run, "throughput")
 
 
-def option_names(run: Record) -> set[str]:
-    """Dotted names of all options of a run."""
+def options(run: Record) -> dict[str, Any]:
+    """The options of a run by their dotted names; a group is none."""
 
-    def names(node: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    def leaves(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for key, part in node.items():
             if isinstance(part, Mapping):
-                yield from names(part, f"{prefix}{key}.")
-            yield f"{prefix}{key}"
+                yield from leaves(part, f"{prefix}{key}.")
+            else:
+                yield f"{prefix}{key}", part
 
-    return set(names(run.get("config") or {}, ""))
+    return dict(leaves(run.get("config") or {}, ""))
 
 
 def _identity(run: Record, ignored: Collection[str]) -> Hashable:
     """Equal for two runs if and only if they did the same work on as many ranks, perhaps on fewer nodes."""
 
     def kept(node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        return {
-            key: kept(part, f"{prefix}{key}.") if isinstance(part, Mapping) else part
-            for key, part in node.items()
-            if f"{prefix}{key}" not in ignored
-        }
+        groups = {key: kept(part, f"{prefix}{key}.") for key, part in node.items() if isinstance(part, Mapping)}
+        leaves = {key: part for key, part in node.items() if key not in groups and f"{prefix}{key}" not in ignored}
+        return leaves | {key: group for key, group in groups.items() if group}  # an emptied one is not told from none
 
     config = run.get("config") or {}
     return run.get("workload"), run.get("world_size"), record.work(kept(config, "") if ignored else config)

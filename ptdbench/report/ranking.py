@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,23 +60,36 @@ def rank(records: Sequence[Mapping[str, Any]], spread: Spread | None = None) -> 
         spread: How much runs of the same configuration differ on their machine, for alternatives with few runs.
     """
     found = alternatives.group(records)
-    ranked = sorted((one for one in found if one.sample), key=lambda one: -_mean(one))
-    level = _level(records)
-    ranks = comparison.ranks([one.sample for one in ranked], level, spread)
-    best, pairs = ranked[0].sample if ranked else {}, math.comb(len(ranked), 2)
-    places = [
-        Place(
-            alternative=one,
-            rank=found_rank,
-            rate=_mean(one),
-            margin=comparison.margin(one.sample, level),
-            ratio=_mean(one) / _mean(ranked[0]),
-            against_best=None if one is ranked[0] else comparison.compare(one.sample, best, level, pairs=pairs),
-        )
-        for one, found_rank in zip(ranked, ranks, strict=True)
-    ]
+    ok, level = [one for one in found if one.sample], _level(records)
+    ranks = zip(comparison.ranks([one.sample for one in ok], level, spread), ok, strict=True)
+    ranked = list(_in_order(ranks))
+    tests = math.comb(len(ok), 2) * round(LEVEL / level)
+    places = [_place(one, own, ranked[0][1], tests) for own, one in ranked]
     places += [Place(one, None, None, None, None, None) for one in found if not one.sample]
-    return Ranking(places, level, spread if any(len(one.sample) < LEAST for one in ranked) else None)
+    return Ranking(places, level, spread if any(len(one.sample) < LEAST for one in ok) else None)
+
+
+def _in_order(
+    ranks: Iterable[tuple[tuple[int, int], Alternative]],
+) -> Iterator[tuple[tuple[int, int], Alternative]]:
+    """By their means, but none before one that is known to be faster: its runs may have met a busier machine."""
+    waiting = sorted(ranks, key=lambda pair: -_mean(pair[1]))
+    while waiting:
+        first = min(worst for (_, worst), _ in waiting)
+        yield waiting.pop(next(place for place, ((best, _), _) in enumerate(waiting) if best <= first))
+
+
+def _place(one: Alternative, own: tuple[int, int], best: Alternative, tests: int) -> Place:
+    """An alternative among so many tests: of each pair, at each look."""
+    known = None if one is best else comparison.compare(one.sample, best.sample, pairs=tests)
+    return Place(
+        alternative=one,
+        rank=own,
+        rate=_mean(one),
+        margin=comparison.margin(one.sample),
+        ratio=known.ratio if known else _mean(one) / _mean(best),  # of the blocks that both have
+        against_best=known,
+    )
 
 
 def remark(ranking: Ranking) -> str | None:
@@ -91,10 +104,12 @@ def remark(ranking: Ranking) -> str | None:
         return f"{few}, and {differ} is not known: no order is shown; repeat=5 measures it"
     if max(counts) < LEAST:
         assert ranking.spread
-        within = comparison.within(ranking.spread, min(counts), ranking.level)
+        alone = comparison.within(ranking.spread, min(counts), ranking.level)
+        among = comparison.within(ranking.spread, min(counts), ranking.level, math.comb(len(ranked), 2))
+        above = f", and one above {size_text(among)} always" if len(ranked) > 2 else ""
         known = f"runs of one configuration differ by {size_text(ranking.spread.deviation)} on this machine"
-        return f"{few}: an order within {size_text(within)} is not shown, as {known}; repeat=5 shows more"
-    said = [f"{few}: ranks and intervals hold with {1 - LEVEL:.0%}"]
+        return f"{few}: an order within {size_text(alone)} is not shown{above}, as {known}; repeat=5 shows more"
+    said = [f"{few}: the ranks hold together with {1 - LEVEL:.0%}, each interval by itself"]
     if min(counts) < LEAST:
         said.append(f"fewer than {LEAST} runs {f'are judged by {differ}' if ranking.spread else 'have no order'}")
     tied = [place.against_best for place in ranked[1:] if place.rank and place.rank[0] == 1]

@@ -17,7 +17,10 @@ from ptdbench.report.reason import reason, wrap
 from ptdbench.report.text import as_text, empty_table, three_digits
 from ptdbench.terminal import plural
 
-Verdict = Literal["faster", "slower", "no difference seen", "not enough data", "fails", "runs again"]
+Verdict = Literal["faster", "slower", "no difference seen", "not enough data", "fails", "fails at times", "runs again"]
+
+#: Verdicts that no throughput makes good.
+_FAILING = ("fails", "fails at times")
 
 #: What two environments are compared by.
 _ENVIRONMENT = ("ptdbench", "python", "torch", "cuda", "driver", "nccl", "cpu", "host", "git_commit")
@@ -94,13 +97,23 @@ def match(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
 
 
 def _new_options(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> frozenset[str]:
-    """Options that one version of this package has and the other one has not: they cannot tell configurations apart."""
-    versions, has = [], []
+    """Options that one version of this package has and the other one has not.
+
+    They cannot tell configurations apart, unless the version that has them was run with several values.
+    """
+    versions, values = [], []
     for runs in (before, after):
         environments = [run.get("environment") or {} for run in runs]
         versions.append({(one.get("ptdbench"), one.get("git_commit")) for one in environments})
-        has.append({name for run in runs for name in alternatives.option_names(run)})
-    return frozenset() if versions[0] == versions[1] else frozenset(has[0] ^ has[1])
+        of_side: dict[str, set[str]] = {}
+        for run in runs:
+            for name, value in alternatives.options(run).items():
+                of_side.setdefault(name, set()).add(repr(value))
+        values.append(of_side)
+    if versions[0] == versions[1]:
+        return frozenset()
+    one, other = values
+    return frozenset(name for name in one.keys() ^ other.keys() if len((one | other)[name]) == 1)
 
 
 def _not_compared(ignored: Collection[str]) -> list[str]:
@@ -157,6 +170,8 @@ def _verdict(before: Alternative, after: Alternative, known: Comparison | None, 
         return "fails"
     if after.sample and not before.sample:
         return "runs again"
+    if len(after.sample) < len(after.runs) and len(before.sample) == len(before.runs):
+        return "fails at times"
     if known is None:
         return "not enough data"
     return {1: "faster", -1: "slower", 0: "no difference seen"}[sign]  # type: ignore[return-value]
@@ -167,27 +182,26 @@ def status(found: Versus, threshold: float | None) -> int:
 
     Args:
         found: What is compared.
-        threshold: A share: what is slower by less does not fail, and what is not seen to be slower fails to have
-            enough data where so much would not have been seen; ``None``: whatever is seen fails.
+        threshold: A share: what is slower by less does not fail, and is not passed either unless the interval of its
+            ratio excludes that it is slower by so much; ``None``: whatever is seen fails.
 
     Returns:
         1: a configuration fails, or is slower. 3: there are not enough data to say that none is. 0: none is.
     """
-    least = threshold or 0.0
-    if any(pair.verdict == "fails" or (pair.verdict == "slower" and _loss(pair) >= least) for pair in found.pairs):
+    if any(pair.verdict in _FAILING or _is_slower(pair, threshold or 0.0) for pair in found.pairs):
         return 1
     return 3 if any(_is_open(pair, threshold) for pair in found.pairs) else 0
 
 
-def _loss(pair: Pair) -> float:
-    """By which share a configuration became slower."""
-    return 1 - pair.known.ratio if pair.known else 0.0
+def _is_slower(pair: Pair, threshold: float) -> bool:
+    return pair.verdict == "slower" and pair.known is not None and 1 - pair.known.ratio >= threshold
 
 
 def _is_open(pair: Pair, threshold: float | None) -> bool:
-    if pair.verdict != "no difference seen" or not pair.known:
+    """Whether a configuration may be slower all the same."""
+    if pair.known is None:
         return pair.verdict == "not enough data"
-    return threshold is not None and pair.known.detectable > threshold
+    return threshold is not None and pair.known.low <= 1 - threshold
 
 
 def render(found: Versus, titles: tuple[str, str], width: int) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, as_typed, require
+from ptdbench.records import store
 from ptdbench.setup.commandline import SWEEPER
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Cluster, Repeat, Slurm, read
@@ -17,10 +19,12 @@ from ptdbench.terminal import command
 _TELL_APART = ("job.num", "job.override_dirname", "repeat.block")
 
 
-def check(composed: Composed, cluster: Cluster, world: World | None) -> None:
-    """Refuse repeats that differ within a sweep, or that cannot be had."""
+def check(composed: Composed, cluster: Cluster, world: World | None, goes_on: Path | None) -> None:
+    """Refuse repeats that differ within a sweep, that cannot be had, or that would give its runs another order."""
     require(*_swept(composed))
     repeat = read(composed.jobs[0]).repeat
+    if goes_on and composed.is_sweep:
+        require(_reordered(goes_on, repeat))
     if repeat.runs != 1:
         require(_unfit(composed, repeat), _undecided(cluster, world) if repeat.runs == "auto" else None)
 
@@ -34,6 +38,21 @@ def _swept(composed: Composed) -> Iterator[Problem]:
             rule = "a sweep has one number of repeats, and one order of its runs"
             remedy = "give one value, or start one sweep for each"
             yield Problem(f"repeat.{field.name}", ",".join(values), rule, remedy)
+
+
+def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
+    """Whether the runs of a sweep that goes on lie in the directories of others."""
+    for path in sorted(sweep.glob(f"**/{store.RECORD}")):
+        try:
+            options = (store.load_record(path.parent).get("config") or {}).get("repeat") or {}
+        except (OSError, store.Damaged):
+            continue
+        was = options.get("runs", 1) != 1
+        if was == (repeat.runs != 1):
+            return None
+        rule = f"was begun {'with' if was else 'without'} repeats, and its runs would have another order now"
+        return Problem("sweep.resume", sweep, rule, "start another sweep")
+    return None
 
 
 def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:

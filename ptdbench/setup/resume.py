@@ -100,14 +100,7 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
         rule = f"goes on with the sweep as it was, and {' '.join(wrong)} would change it"
         raise ConfigError([Problem(asked, directory, rule, "omit it, or start another sweep")])
     kept = _without(task, others)
-    if (was := _repeats(task)) != _repeats([*kept, *others]):
-        rule = f"was begun {'with' if was else 'without'} repeats, and its runs would have another order now"
-        raise ConfigError([Problem(asked, directory, rule, "start another sweep")])
     return Line([*kept, *others, "hydra.mode=MULTIRUN", f"hydra.sweep.dir='{directory}'"], directory, only)
-
-
-def _repeats(overrides: Iterable[str]) -> bool:
-    return any(option(override) == "repeat.runs" and not override.endswith("=1") for override in overrides)
 
 
 def _may_change(name: str, swept: set[str]) -> bool:

@@ -39,7 +39,9 @@ class Settling:
 
         if self._is_over or blocks not in comparison.looks(self.repeat.max):
             return self._is_over
-        found = [one for one in alternatives.group(store.read_results(sweep_directory)) if one.sample]
+        written = store.read_results(sweep_directory)  # a resumed sweep may have later blocks
+        earlier = [run for run in written if run["config"]["repeat"]["block"] < blocks]
+        found = [one for one in alternatives.group(earlier) if one.sample]
         open_pairs = unsettled(found, self.repeat)
         self._is_over = not open_pairs
         told = f"{plural(blocks, 'block')} of at most {self.repeat.max}"

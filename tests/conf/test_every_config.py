@@ -77,7 +77,7 @@ def spec(job: DictConfig) -> run_spec.RunSpec:
 
 def test_the_groups_are_those_the_program_knows():
     chosen = {path.parent.name for path in FILES} - {"experiment"}  # which is other groups' choices
-    assert chosen == set(config.GROUPS) - {"train", "eval", "checkpoint", "profile", "sweep"}
+    assert chosen == set(config.GROUPS) - {"train", "eval", "checkpoint", "profile", "sweep", "repeat"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=identity)

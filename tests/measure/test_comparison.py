@@ -186,7 +186,9 @@ def test_the_runs_that_are_needed_make_it_detectable(own):
     assert comparison.runs_needed(one, other, 1e-6) is None
     assert comparison.runs_needed({}, other, 0.01) is None
     # with so many runs that vary as these do
-    error = math.log(found.high / found.ratio) / stats.t.ppf(0.975, 5 if not own else 10) * math.sqrt(6 / needed)
+    freedom = 10 if own else 5
+    error = math.log(found.high / found.ratio) / stats.t.ppf(0.975, freedom) * math.sqrt(6 / needed)
+    error *= math.sqrt(freedom / stats.chi2.ppf(0.2, freedom))  # the upper limit of what is estimated
     assert comparison._detectable(error, (needed - 1) * (2 if own else 1), LEVEL) == pytest.approx(0.01, rel=0.05)
 
 

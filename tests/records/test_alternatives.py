@@ -56,8 +56,8 @@ def test_one_that_failed_before_it_knew_its_nodes_belongs_to_the_others():
 def test_options_that_are_ignored_tell_nothing_apart():
     old, new = run("ddp"), run("ddp")
     new["config"] = {**new["config"], "parallel": {**new["config"]["parallel"], "new": 1}, "group": {"option": 2}}
-    ignored = alternatives.option_names(new) - alternatives.option_names(old)
-    assert ignored == {"parallel.new", "group", "group.option"}
+    ignored = alternatives.options(new).keys() - alternatives.options(old).keys()
+    assert ignored == {"parallel.new", "group.option"}
     assert len(alternatives.group([old, new])) == 2
     assert len(alternatives.by_identity([old, new], ignored)) == 1
 

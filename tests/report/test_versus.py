@@ -92,11 +92,19 @@ class TestMatch:
         sides = of(before(), ptdbench="1"), of(with_option(after(), new={"option": 1, "other": 2}), ptdbench="2")
         found = match(*sides)
         assert [pair.label for pair in found.pairs] == ["ddp"]
-        assert found.remarks == ["options of one version of ptdbench alone, not compared: new"]
+        assert found.remarks == ["options of one version of ptdbench alone, not compared: new.option, new.other"]
         commits = of(before(), git_commit="a"), of(with_option(after(), new=1), git_commit="b")
         assert [pair.label for pair in match(*commits).pairs] == ["ddp"]
         same = of(before(), ptdbench="1"), of(with_option(after(), new=1), ptdbench="1")
         assert [pair.label for pair in match(*same).pairs] != ["ddp"]
+
+    def test_options_of_one_version_with_several_values_tell_its_configurations_apart(self):
+        def of(runs, version):
+            return [{**one, "environment": {"ptdbench": version}} for one in runs]
+
+        both = [*with_option(after(), new=1), *with_option(after(), new=2)]
+        with pytest.raises(Incomparable, match="no configuration is in both"):
+            match(of(before(), "1"), of(both, "2"))
 
     def test_the_level_holds_for_all_pairs_together(self):
         """A difference that is seen alone is none among many that are tied."""

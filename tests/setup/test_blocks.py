@@ -8,11 +8,13 @@ import pytest
 
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
+from ptdbench.records.store import write_record
 from ptdbench.setup import blocks, config
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Repeat
 from tests import forked
 from tests.conftest import ROOT
+from tests.report.made import run
 
 TOY = ("model=toy", "train.steps=4", "device=cpu")
 
@@ -143,10 +145,46 @@ class TestRefused:
         assert check("repeat=2", f"hydra.sweep.subdir={name}") is None
 
 
-def check(*overrides, world=None):
+class TestGoesOn:
+    """The runs of a sweep must not be done again in the directories of others; ``repeat`` may stand in any file."""
+
+    @pytest.mark.parametrize(("was", "now"), [(1, 3), (3, 1), (1, "auto"), ("auto", 1)])
+    def test_with_another_order_is_refused(self, tmp_path, was, now):
+        self.sweep(tmp_path, was)
+        said = check(f"repeat={now}", goes_on=tmp_path)
+        begun = "without" if was == 1 else "with"
+        assert said == (
+            f"sweep.resume={tmp_path}: was begun {begun} repeats, and its runs would have another order now; "
+            "start another sweep"
+        )
+
+    @pytest.mark.parametrize(("was", "now"), [(1, 1), (2, 3), (3, "auto"), ("auto", 5)])
+    def test_with_more_blocks_goes_on(self, tmp_path, was, now):
+        self.sweep(tmp_path, was)
+        assert check(f"repeat={now}", goes_on=tmp_path) is None
+
+    def test_what_has_no_records_yet_goes_on(self, tmp_path):
+        assert check("repeat=3", goes_on=tmp_path) is None
+
+    @staticmethod
+    def sweep(folder, runs):
+        """One whose first record is damaged."""
+        record = run("ddp") | {
+            "schema": 2,
+            "workload": "train",
+            "fingerprint": "",
+            "config": {"repeat": {"runs": runs}},
+        }
+        for name in ("0_ddp", "1_ddp"):
+            (folder / name).mkdir()
+            write_record(folder / name, record)
+        (folder / "0_ddp" / "record.json").write_text("{")
+
+
+def check(*overrides, world=None, goes_on=None):
     composed = compose_all(ROOT / "conf", "config", [*TOY, *overrides], multirun=True)
     try:
-        blocks.check(composed, config.read(composed.jobs[0]).cluster, world)
+        blocks.check(composed, config.read(composed.jobs[0]).cluster, world, goes_on)
     except ConfigError as error:
         return str(error)
     return None
