@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fail-if-slower",
         type=_share,
         metavar="3%",
-        help="exit status 1 only for what is slower by at least so much, and 3 where that would not have been seen",
+        help="exit status 1 only for what is slower by at least so much, and 3 where that cannot be ruled out",
     )
     parser.epilog = (
         "Exit status 0: nothing is seen to be slower. 1: a configuration is slower, or fails. 3: too few runs to "

@@ -136,6 +136,22 @@ class TestStatus:
     def test_what_is_slower_by_so_much_fails(self, factor, threshold, expected):
         assert status(match(before(), after("ddp", factor)), threshold) == expected
 
+    def test_what_is_slower_by_less_passes_only_if_the_interval_excludes_more(self):
+        """Slower by 2 %, with an interval from 1 % to 3 %."""
+        found = match(before(), after("ddp", 0.98))
+        (pair,) = found.pairs
+        assert pair.verdict == "slower"
+        assert 0.96 < pair.known.low < 0.97 < pair.known.ratio < pair.known.high < 1
+        assert [status(found, threshold) for threshold in (None, 0.01, 0.03, 0.04)] == [1, 1, 3, 0]
+
+    @pytest.mark.parametrize("threshold", [None, 0.03])
+    def test_a_configuration_that_fails_now_and_then(self, threshold):
+        broken = {**failed("ddp", "broken"), "directory": "outputs/after/9"}
+        found = match(before(), [*after("ddp", 1.1), broken])
+        assert (found.pairs[0].verdict, status(found, threshold)) == ("fails at times", 1)
+        found = match([*before(), {**broken, "directory": "outputs/before/9"}], [*after("ddp", 1.1), broken])
+        assert (found.pairs[0].verdict, status(found, threshold)) == ("faster", 0)
+
     @pytest.mark.parametrize("threshold", [None, 0.03])
     def test_too_few_runs(self, threshold):
         found = match(before(), after("ddp", 0.1, STEADY[:2]))
