@@ -1,4 +1,4 @@
-"""How much runs differ on a machine: kept by sweeps with repeats, found again on this machine alone."""
+"""How much runs differ: kept by sweeps with repeats, found again for runs as large on the same machine alone."""
 
 from __future__ import annotations
 
@@ -29,8 +29,17 @@ def sweep(blocks=3, names=("ddp", "fsdp")):
     return [on(MACHINE, one) for name in names for one in repeated(name, RATES[:blocks])]
 
 
-def on(machine, one, nodes=("n1",)):
-    return {**one, "environment": machine, "nodes": list(nodes)}
+def on(machine, one, nodes=("n1",), steps=100):
+    config = {**one["config"], "train": {"steps": steps}}
+    return {**one, "environment": machine, "nodes": list(nodes), "config": config}
+
+
+def noisy(name, deviation, runs=3, steps=100, **changes):
+    """Runs of one configuration with this standard deviation, on a logarithmic scale."""
+    middle = (runs - 1) / 2
+    scale = deviation / math.sqrt(sum((place - middle) ** 2 for place in range(runs)) / (runs - 1))
+    rates = [1000.0 * math.exp(scale * (place - middle)) for place in range(runs)]
+    return [on(MACHINE, one, steps=steps) for one in repeated(name, rates, **changes)]
 
 
 def keep(runs):
@@ -44,8 +53,41 @@ def test_it_is_found_again():
 
 def test_the_latest_counts():
     keep(sweep())
-    keep([*sweep(), *sweep(names=["pdp"])])
-    assert noise.look_up([on(MACHINE, run())]).freedom == 6
+    keep([*noisy("ddp", 0.02), *noisy("fsdp", 0.02)])
+    assert noise.look_up([on(MACHINE, run())]).deviation == pytest.approx(0.02)
+
+
+def test_quiet_alternatives_do_not_hide_a_noisy_one():
+    keep([*noisy("ddp", 0.01, runs=5), *noisy("fsdp", 0.05, runs=5), *noisy("pdp", 0.01, runs=5)])
+    assert noise.look_up([on(MACHINE, run())]) == Spread(pytest.approx(0.05), 12)
+
+
+def test_two_runs_of_an_alternative_are_not_taken_for_its_noise():
+    keep([*noisy("ddp", 0.5, runs=2), *noisy("fsdp", 0.01, runs=5)])
+    assert noise.look_up([on(MACHINE, run())]) == Spread(pytest.approx(0.01), 4)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"model": "gpt_small"}, {"world_size": 4}, {"global_batch": 32}, {"precision": "bf16"}]
+)
+def test_runs_of_another_size_are_others(changed):
+    keep(sweep())
+    assert noise.look_up([on(MACHINE, run(**changed))]) is None
+    assert noise.look_up([on(MACHINE, run()), on(MACHINE, run(**changed))]) is None
+
+
+def test_long_runs_say_nothing_of_short_ones():
+    keep(sweep())
+    assert noise.look_up([on(MACHINE, run(), steps=10)]) is None
+
+
+def test_each_size_in_a_sweep_has_its_own_and_of_several_the_noisiest_counts():
+    long = [*noisy("ddp", 0.01, steps=1000), *noisy("fsdp", 0.01, steps=1000)]
+    short = [*noisy("ddp", 0.07, steps=10), *noisy("fsdp", 0.07, steps=10)]
+    keep([*long, *short])
+    assert noise.look_up(long) == Spread(pytest.approx(0.01), 4)
+    assert noise.look_up(short) == Spread(pytest.approx(0.07), 4)
+    assert noise.look_up([long[0], short[0]]) == noise.look_up([short[0], long[0]]) == noise.look_up(short)
 
 
 @pytest.mark.parametrize("runs", [[], sweep(blocks=2), sweep(names=["ddp"]), sweep(blocks=1)])

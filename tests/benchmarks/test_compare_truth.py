@@ -1,0 +1,88 @@
+"""How often repeats are wrong: what a row says and asks, on a sweep made by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+
+from benchmarks import compare_truth
+from benchmarks.compare_truth import PAIRS, SLOWER, Share
+from ptdbench.records import store
+from tests.report.made import repeated
+
+SLOWNESSES = (*(number / 1e6 for number in range(2 * PAIRS)), *SLOWER)
+
+
+@pytest.fixture
+def judge(tmp_path, monkeypatch, capsys):
+    """Write a sweep whose runs have this deviation, judge it, and give back the rows and the exit status."""
+
+    def judged(deviation, blocks=20, slownesses=SLOWNESSES):
+        draw, lines = random.Random(3), []
+        for slower in slownesses:
+            rates = [1000 * (1 - slower) * (1 + draw.gauss(0, deviation)) for _ in range(blocks)]
+            for block, one in enumerate(
+                repeated("ddp", rates, "outputs/sweep", f"_{slower}", fingerprint="f", workload="train")
+            ):
+                config = {**one["config"], "model": {"name": "gpt_tiny", "slower": slower}}
+                lines.append(json.dumps({**one, "config": config, "directory": str(tmp_path / f"{block}_{slower}")}))
+        (tmp_path / store.RESULTS).write_text("\n".join(lines) + "\n")
+        monkeypatch.setattr("sys.argv", ["compare_truth.py", "--sweep", str(tmp_path)])
+        monkeypatch.setattr(compare_truth, "TRIES", 20)
+        status = compare_truth.main()
+        return capsys.readouterr().out.splitlines()[1:], status
+
+    return judged
+
+
+def test_on_quiet_runs_every_row_is_judged_but_that_which_may_be_called_tied(judge):
+    rows, status = judge(0.002)
+    assert len(rows) == 6
+    (tied,) = [row for row in rows if not re.search("PASS|MISS", row)]
+    assert "slower by 2%, repeat=auto" in tied
+    assert ["exact" in row for row in rows] == [True, False, False, False, False, False]
+    assert ["approximate" in row for row in rows] == [False, True, True, True, True, True]
+    assert all("100.0%" in row for row in rows[3:])
+    assert status == any(row.endswith("MISS") for row in rows)
+
+
+def test_a_difference_that_takes_more_runs_than_there_are_is_missed(judge):
+    rows, status = judge(0.05)
+    assert re.search(r"slower by 2% +takes \d+ runs each, and there are 20 blocks, at least 90%: MISS$", rows[-1])
+    assert status == 1
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slownesses", "said"),
+    [
+        (3, SLOWNESSES, ": 3 blocks in which all runs are ok; at least 20 are needed"),
+        (20, [], ": no results of this benchmark: identical configurations and slower ones"),
+        (20, [0.0, *SLOWER], ": no results of this benchmark: identical configurations and slower ones"),
+        (20, SLOWNESSES[:-2], ": no results of this benchmark: identical configurations and slower ones"),
+    ],
+)
+def test_a_sweep_with_too_little_is_one_line(judge, tmp_path, blocks, slownesses, said):
+    with pytest.raises(SystemExit) as caught:
+        judge(0.01, blocks, slownesses)
+    assert str(caught.value) == f"{tmp_path}{said}"
+
+
+def test_blocks_are_in_the_order_in_which_they_ran():
+    sample = {("sweep", block): 1.0 for block in random.Random(0).sample(range(20), 20)}
+    assert compare_truth._whole_blocks([sample, sample]) == [("sweep", block) for block in range(20)]
+
+
+def test_a_share_of_none_is_neither_enough_nor_few_enough():
+    assert str(Share(0, 0)) == "0 of 0"
+    assert not Share(0, 0).point <= 0.05
+    assert not Share(0, 0).point >= 0.9
+
+
+def test_a_row_is_judged_by_its_share_and_not_by_what_the_interval_allows(judge, monkeypatch):
+    monkeypatch.setattr(compare_truth, "_differ", lambda one, other, blocks: blocks[0][1] == 0)
+    rows, _ = judge(0.002)
+    assert "5 of 20 (25.0%; exact" in rows[0]  # the first of four groups of each pair
+    assert rows[0].endswith("at most 5%: MISS")
