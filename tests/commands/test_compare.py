@@ -11,10 +11,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ptdbench import __main__ as command
 from ptdbench import load
+from ptdbench.problems import ConfigError, Problem
 from ptdbench.records.store import RECORD, RESULTS, append_result, write_record
 from tests.conftest import ROOT
 from tests.report.made import failed, repeated, run
@@ -240,6 +242,22 @@ def test_sides_that_cannot_take_turns(compare, words, said):
     assert errors[0].startswith(said)
 
 
+def test_where_the_records_are_is_said_if_a_side_is_refused_later(compare, tmp_path, monkeypatch):
+    """The second one leaves nothing; both calls begin within the same second and share no directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "now_compare")
+
+    def first_only(sides, overrides, repeat, directory):
+        keep(directory / "before" / "0", *repeated("ddp", [1.0]))
+        raise ConfigError([Problem("compare", "after", "did not run it")])
+
+    monkeypatch.setattr("ptdbench.sweep.alternating.run", first_only)
+    for name in ("now_compare", "now_compare-2"):
+        status, out, err = compare("--python", sys.executable, "--python", sys.executable, "--", "parallel=ddp")
+        assert (status, out) == (2, f"records      {tmp_path / 'outputs' / name}\n")
+        assert err == ["compare=after: did not run it"]
+
+
 @pytest.fixture
 def two_commits(tmp_path, environ):
     """A repository whose second commit breaks a model, what compares both, and its environment."""
@@ -309,8 +327,11 @@ def test_a_signal_ends_the_run_as_train_does(two_commits, number):
     )
     assert started.stderr is not None
     assert any("  step " in line for line in started.stderr)
+    family = psutil.Process(started.pid).children(recursive=True)
     started.send_signal(number)
     out, err = started.communicate(timeout=90)
+    assert len(family) > 1
+    assert not psutil.wait_procs(family, timeout=10)[1]
     assert started.returncode == 128 + number, err
     assert "Traceback" not in err
     assert f"stopped by {number.name}" in err
