@@ -75,8 +75,10 @@ def _complete() -> int:
 
 def _train() -> NoReturn:
     """Do as ``train.py`` does."""
-    from ptdbench import entry
-
+    try:
+        from ptdbench import entry
+    except KeyboardInterrupt:  # which later on is a stop signal like others
+        sys.exit(130)
     entry.main()
 
 

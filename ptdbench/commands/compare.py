@@ -89,23 +89,56 @@ def _typed(words: Sequence[str]) -> tuple[Path, Path]:
 
 
 def _carried_out(arguments: argparse.Namespace) -> tuple[Path, Path]:
-    """Let both sides run in turn, and return where their results are."""
-    from ptdbench.sweep import alternating
+    """Let both sides run in turn, and return where their results are.
+
+    Raises:
+        SystemExit: A signal arrived; nothing is left running. With ``128 + n``.
+    """
+    from ptdbench.launch import local
 
     for name, given in (("--python", arguments.python), ("--checkout", arguments.checkout)):
         if given and (len(given) != 2 or (arguments.python and arguments.checkout)):
             rule = "two sides take turns"
             require(Problem(name, ", ".join(given), rule, "give --python twice, or --checkout twice"))
+    try:
+        with local.stopping():
+            return _in_turn(arguments)
+    except local.Stopped as stop:
+        say(str(stop), sys.stderr)
+        raise SystemExit(128 + stop.signal) from None
+
+
+def _in_turn(arguments: argparse.Namespace) -> tuple[Path, Path]:
+    """Where the results of both sides are; it is said even if they are not complete."""
+    from ptdbench.records.store import RECORD
+    from ptdbench.sweep import alternating
+
     overrides, repeat = _repeats(arguments.words)
-    directory = Path("outputs", time.strftime("%Y-%m-%d_%H-%M-%S_compare")).absolute()
     with ExitStack() as until_done:
         if arguments.python:
             sides = alternating.interpreters(arguments.python)
         else:
-            sides = until_done.enter_context(alternating.checkouts(arguments.checkout))
-        alternating.run(sides, overrides, repeat, directory)
-    say(f"records      {directory}")
+            sides = until_done.enter_context(alternating.checkouts(arguments.checkout, overrides))
+        directory = _claimed(arguments)
+        try:
+            alternating.run(sides, overrides, repeat, directory)
+        finally:
+            if any(directory.glob(f"**/{RECORD}")):
+                say(f"records      {directory}")
     return directory / "before", directory / "after"
+
+
+def _claimed(arguments: argparse.Namespace) -> Path:
+    """A directory of this process alone, with what was typed in ``compare.json``."""
+    from ptdbench.records import files, store
+
+    typed = {"python": arguments.python, "checkout": arguments.checkout, "overrides": arguments.words}
+
+    def fill(folder: Path, _: Path) -> None:
+        files.write_json(folder / "compare.json", typed)
+
+    name = time.strftime("%Y-%m-%d_%H-%M-%S_compare")
+    return store.claim_directory(Path("outputs").absolute(), name, "outputs", fill)
 
 
 def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
@@ -113,6 +146,10 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
     from ptdbench.setup import commandline, compose, config
 
     typed = commandline.in_full(words)
+    for word in typed:
+        option, _, value = word.partition("=")
+        if option == "workload" and value != "train":
+            require(Problem(option, value, "what is compared is training", "omit it, or give workload=train"))
     own = [word for word in typed if commandline.option(word).startswith("repeat.")]
     composed = compose.compose_all(compose.conf_folder(), "config", ["repeat.runs=5", *own], multirun=True)
     repeat = config.read(composed.jobs[0]).repeat

@@ -168,6 +168,13 @@ def stop_on_signals() -> None:
         signal.signal(getattr(signal, name), _stop)
 
 
+@contextmanager
+def stopping() -> Iterator[None]:
+    """Meanwhile a stop signal raises :class:`Stopped` in the main thread instead of killing the process."""
+    with handling(_stop):
+        yield
+
+
 def stops(number: int) -> bool:
     """Whether the signal of this number raises :class:`Stopped` as things are."""
     return signal.getsignal(number) is _stop

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
@@ -22,6 +23,12 @@ def option(override: str) -> str:
     ``cluster@other=x`` is about ``cluster``.
     """
     return override.lstrip("+~").partition("=")[0].partition("@")[0]
+
+
+def quoted(text: str) -> str:
+    """A value in quotes as Hydra reads it: there a backslash escapes a quote, and itself only ahead of one."""
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"
 
 
 def is_cluster(override: str) -> bool:

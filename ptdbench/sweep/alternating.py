@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 
+from ptdbench.launch import local
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import store
-from ptdbench.setup import blocks
+from ptdbench.setup import blocks, commandline
 from ptdbench.setup.config import Repeat
 from ptdbench.terminal import say
 
@@ -26,11 +29,22 @@ class Side:
         name: Of its folder: ``before`` or ``after``.
         python: The interpreter.
         directory: Where it is started: a model of the user's own lies there.
+        environ: Its environment; ``None`` for that of this process.
     """
 
     name: str
     python: str
     directory: Path
+    environ: Mapping[str, str] | None = None
+
+
+#: Prints where a package would be imported from, or an empty line.
+_LOCATE = """
+import importlib.util, sys
+for name in sys.argv[1:]:
+    found = importlib.util.find_spec(name)
+    print(next(iter(found.submodule_search_locations or [found.origin])) if found else "")
+"""
 
 
 def interpreters(pythons: Sequence[str]) -> list[Side]:
@@ -57,35 +71,91 @@ def interpreters(pythons: Sequence[str]) -> list[Side]:
 
 
 @contextmanager
-def checkouts(revisions: Sequence[str]) -> Iterator[list[Side]]:
+def checkouts(revisions: Sequence[str], overrides: Sequence[str]) -> Iterator[list[Side]]:
     """Two commits of the repository in the current directory, each checked out into a folder that is removed again.
 
+    Args:
+        revisions: Both.
+        overrides: What is typed for each; a class of the user's own that they name has to come from the checkouts.
+
     Raises:
-        ConfigError: There is no repository, or one of them is no commit of it.
+        ConfigError: There is no repository, one of them is no commit of it, or a class would not come from it.
+        Stopped: A signal arrived; the folder is removed.
     """
     top = Path(_git(revisions[0], "rev-parse", "--show-toplevel"))
     for revision in revisions:
         _git(revision, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
-    folder = Path(mkdtemp(prefix="ptdbench-checkout-"))
-    trees = [folder / name for name in ("before", "after")]
+    folder = None
     try:
-        for tree, revision in zip(trees, revisions, strict=True):
-            _git(revision, "worktree", "add", "--quiet", "--detach", str(tree), revision)
-        below = Path.cwd().relative_to(top)
-        # a folder may be newer than a commit
-        yield [Side(tree.name, sys.executable, tree / below if (tree / below).is_dir() else tree) for tree in trees]
+        with local.deferred():
+            folder = Path(mkdtemp(prefix="ptdbench-checkout-")).resolve()
+        sides = []
+        for name, revision in zip(("before", "after"), revisions, strict=True):
+            with local.deferred():  # git leaves what it was killed at half done
+                _git(revision, "worktree", "add", "--quiet", "--detach", str(folder / name), revision)
+            sides.append(_checked_out(folder / name, top))
+        for side in sides:
+            _require_from_checkout(side, folder, top, overrides)
+        yield sides
     finally:
-        for tree in trees:
-            subprocess.run(["git", "worktree", "remove", "--force", str(tree)], capture_output=True, check=False)
-        shutil.rmtree(folder, ignore_errors=True)
+        with local.deferred():
+            _remove(folder, top)
+
+
+def _remove(folder: Path | None, top: Path) -> None:
+    """Remove the checkouts, those that git has not finished too."""
+    if folder is None:
+        return
+    for tree in folder.iterdir():
+        remove = ["git", "-C", str(top), "worktree", "remove", "--force", "--force", str(tree)]
+        subprocess.run(remove, capture_output=True, check=False, start_new_session=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _git(revision: str, *words: str) -> str:
-    done = subprocess.run(["git", *words], capture_output=True, text=True, check=False)
+    remedy = "give two commits of the repository you are in"
+    try:  # in a session of its own, where Ctrl-C does not reach it
+        done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, start_new_session=True)
+    except FileNotFoundError:
+        raise ConfigError([Problem("--checkout", revision, "there is no git on PATH", "install git")]) from None
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["it is no commit of this repository"])[-1]
-        raise ConfigError([Problem("--checkout", revision, reason, "give two commits of the repository you are in")])
+        raise ConfigError([Problem("--checkout", revision, reason, remedy)])
     return done.stdout.strip()
+
+
+def _checked_out(tree: Path, top: Path) -> Side:
+    """A side that imports from its checkout what this process would import from the working tree."""
+    here = tree / Path.cwd().relative_to(top)
+    here = here if here.is_dir() else tree  # a folder may be newer than a commit
+    path = [here, tree, tree / "src"]
+    for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        folder = Path(entry).resolve()  # an empty one is the current folder
+        path.append(tree / folder.relative_to(top) if folder.is_relative_to(top) else folder)
+    found = dict.fromkeys(str(folder) for folder in path if folder.exists())
+    return Side(tree.name, sys.executable, here, {**os.environ, "PYTHONPATH": os.pathsep.join(found)})
+
+
+def _require_from_checkout(side: Side, folder: Path, top: Path, overrides: Sequence[str]) -> None:
+    """Refuse a class that both sides would import from the working tree, as of a package installed as editable."""
+    typed = (word.partition("=") for word in overrides if commandline.option(word).endswith("_target_"))
+    targets = {package: (option, value) for option, _, value in typed for package in _packages(value)}
+    if not targets:
+        return
+    locate = [side.python, "-c", _LOCATE, *targets]
+    done = subprocess.run(locate, cwd=side.directory, env=side.environ, capture_output=True, text=True, check=False)
+    for (option, value), line in zip(targets.values(), done.stdout.splitlines(), strict=False):
+        origin = Path(line).resolve()
+        installed = {"site-packages", "dist-packages"} & set(origin.parts)  # an environment may lie in a repository
+        if line and origin.is_relative_to(top) and not origin.is_relative_to(folder) and not installed:
+            rule = f"{side.name} would import it from {origin}, which is no checkout"
+            remedy = "start it in the folder that holds the package, or uninstall the package"
+            raise ConfigError([Problem(option, value, rule, remedy)])
+
+
+def _packages(value: str) -> list[str]:
+    """The top packages of the dotted names in a value, which may be a list of them."""
+    return re.findall(r"(?<![\w.])([A-Za-z_]\w*)\.", value)
 
 
 def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directory: Path) -> None:
@@ -99,6 +169,7 @@ def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directo
 
     Raises:
         ConfigError: A side refused the command line; it has said why.
+        Stopped: A signal arrived; the side that was running has ended as a sweep does by itself.
     """
     for number, block in ((number, block or 0) for number, block in blocks.order(len(sides), repeat)):
         side = sides[number]
@@ -108,10 +179,38 @@ def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directo
 
 def _start(side: Side, overrides: Sequence[str], folder: Path, block: int, series: str) -> None:
     """One block of one side; its table is not shown, and runs that fail are rows of the comparison."""
-    own = [f"repeat.block={block}", f"repeat.series='{series}'", f"hydra.sweep.dir='{folder}'"]
-    command = [side.python, "-m", "ptdbench", "train", "-m", *overrides, *own]
-    done = subprocess.run(command, cwd=side.directory, stdout=subprocess.DEVNULL, check=False)
-    if done.returncode < 0 or done.returncode > 128:
+    place = commandline.quoted(str(folder))
+    own = [f"repeat.block={block}", f"repeat.series='{series}'", f"hydra.sweep.dir={place}"]
+    status = _wait_for([side.python, "-m", "ptdbench", "train", "-m", *overrides, *own], side)
+    if status < 0 or status > 128:
         raise ConfigError([Problem("compare", side.name, "was ended by a signal")])
     if not (folder / store.RESULTS).exists():
         raise ConfigError([Problem("compare", side.name, f"{side.python} did not run it; it said why above")])
+
+
+def _wait_for(command: Sequence[str], side: Side) -> int:
+    """Start a sweep, pass on to it the stop signals that arrive meanwhile, and return its exit status.
+
+    It has a session of its own, so that a Ctrl-C reaches it once, through this process.
+
+    Raises:
+        Stopped: There was such a signal; the sweep has ended.
+    """
+    noted: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def pass_on(number: int, _: object) -> None:
+        noted.append(number)
+        if child is not None:
+            child.send_signal(number)
+
+    with local.handling(pass_on):
+        child = subprocess.Popen(
+            command, cwd=side.directory, env=side.environ, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        for number in noted:  # those that came before there was whom to pass them on to
+            child.send_signal(number)
+        status = child.wait()
+    if noted:
+        raise local.Stopped(noted[0])
+    return status

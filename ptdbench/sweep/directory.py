@@ -10,6 +10,7 @@ from ptdbench.launch import slurm
 from ptdbench.launch.world import World
 from ptdbench.records import lease, ledger, record, store
 from ptdbench.setup import config
+from ptdbench.setup.commandline import quoted
 from ptdbench.setup.compose import Composed
 
 
@@ -47,7 +48,7 @@ def claim(composed: Composed, overrides: Sequence[str], world: World | None, goe
 
 def output_overrides(is_sweep: bool, directory: Path, world: World | None) -> list[str]:
     """What lets Hydra write into the claimed directory; one rank of several writes Hydra's own files."""
-    overrides = [f"{_option(is_sweep)}='{directory}'"]
+    overrides = [f"{_option(is_sweep)}={quoted(str(directory))}"]
     return [*overrides, "hydra.output_subdir=null"] if world and world.rank > 0 else overrides
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ptdbench import __main__ as command
 from ptdbench import load
+from ptdbench.problems import ConfigError, Problem
 from ptdbench.records.store import RECORD, RESULTS, append_result, write_record
 from tests.conftest import ROOT
 from tests.report.made import failed, repeated, run
@@ -225,6 +229,10 @@ def test_it_answers_at_once(sides, environ):
             ["--checkout", "a", "--checkout", "b", "--", "repeat=auto"],
             "repeat.runs=auto: both sides run equally often; ",
         ),
+        (
+            ["--checkout", "a", "--checkout", "b", "--", "workload=hello"],
+            "workload=hello: what is compared is training; omit it",
+        ),
         (["--checkout", "a", "--checkout", "b", "--", "repeat=0"], "repeat.runs=0: must be at least 1"),
     ],
 )
@@ -234,39 +242,101 @@ def test_sides_that_cannot_take_turns(compare, words, said):
     assert errors[0].startswith(said)
 
 
-@pytest.mark.ranks
-def test_two_commits_take_turns(tmp_path, monkeypatch):
-    """The second one breaks a model: it fails, and the first one does not."""
+def test_where_the_records_are_is_said_if_a_side_is_refused_later(compare, tmp_path, monkeypatch):
+    """The second one leaves nothing; both calls begin within the same second and share no directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "now_compare")
+
+    def first_only(sides, overrides, repeat, directory):
+        keep(directory / "before" / "0", *repeated("ddp", [1.0]))
+        raise ConfigError([Problem("compare", "after", "did not run it")])
+
+    monkeypatch.setattr("ptdbench.sweep.alternating.run", first_only)
+    for name in ("now_compare", "now_compare-2"):
+        status, out, err = compare("--python", sys.executable, "--python", sys.executable, "--", "parallel=ddp")
+        assert (status, out) == (2, f"records      {tmp_path / 'outputs' / name}\n")
+        assert err == ["compare=after: did not run it"]
+
+
+@pytest.fixture
+def two_commits(tmp_path, environ):
+    """A repository whose second commit breaks a model, what compares both, and its environment."""
+    environ = {
+        **environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "PYTHONPATH": str(ROOT),
+        "COLUMNS": "300", "TMPDIR": str(tmp_path / "temporary"),
+    }  # fmt: skip
+    (tmp_path / "temporary").mkdir()
+    tmp_path = tmp_path / "o'clock"
+    tmp_path.mkdir()
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n\n\nclass Mine(nn.Linear):\n    def __init__(self):\n        super().__init__(32, 8)\n"
     )
     git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
-    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-    subprocess.run(["git", "add", "mine.py"], cwd=tmp_path, check=True)
-    subprocess.run([*git, "commit", "--quiet", "-m", "one"], cwd=tmp_path, check=True)
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, env=environ, check=True, timeout=60)
+    subprocess.run(["git", "add", "mine.py"], cwd=tmp_path, env=environ, check=True, timeout=60)
+    subprocess.run([*git, "commit", "--quiet", "-m", "one"], cwd=tmp_path, env=environ, check=True, timeout=60)
     with (tmp_path / "mine.py").open("a") as file:
         file.write("\n    def forward(self, inputs):\n        raise RuntimeError('broken')\n")
-    subprocess.run([*git, "commit", "--quiet", "-am", "two"], cwd=tmp_path, check=True)
+    subprocess.run([*git, "commit", "--quiet", "-am", "two"], cwd=tmp_path, env=environ, check=True, timeout=60)
     model = ["model=custom", "model._target_=mine.Mine", "data=synthetic_vectors", "parallel=single"]
-    words = ["--checkout", "HEAD~1", "--checkout", "HEAD", "--", *model, "repeat=1", "train.steps=2", "profile.steps=0"]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "300"}
-    done = subprocess.run(
-        [sys.executable, "-m", "ptdbench", "compare", *words],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["--checkout", "HEAD~1", "--checkout", "HEAD", "--", *model, "repeat=1", "profile.steps=0"]
+    return tmp_path, [sys.executable, "-m", "ptdbench", "compare", *words], environ
+
+
+def worktrees(top: Path, environ: dict[str, str]) -> int:
+    listed = subprocess.run(
+        ["git", "worktree", "list"], cwd=top, env=environ, check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    return len(listed.splitlines())
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+def test_two_commits_take_turns(two_commits):
+    """The second one breaks a model: it fails, and the first one does not."""
+    top, command, environ = two_commits
+    command = [*command, "train.steps=2"]
+    done = subprocess.run(command, cwd=top, env=environ, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1, done.stderr
     assert re.search(r"HEAD~1 samples/s .*HEAD samples/s", done.stdout)
     assert re.search(r"^single +1, 0 .* fails$", done.stdout, re.MULTILINE), done.stdout
     assert "single after: failed on rank 0: RuntimeError: broken" in done.stdout
-    (folder,) = (tmp_path / "outputs").iterdir()
+    (folder,) = (top / "outputs").iterdir()
     found = {side: load(folder / side) for side in ("before", "after")}
     assert {side: [one["config"]["repeat"]["series"] for one in runs] for side, runs in found.items()} == {
         "before": [folder.name],
         "after": [folder.name],
     }
-    trees = subprocess.run(["git", "worktree", "list"], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-    assert len(trees.splitlines()) == 1
+    assert worktrees(top, environ) == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_as_train_does(two_commits, number):
+    """It is sent in the middle of the steps; the run saves and writes its record, and nothing is left."""
+    top, command, environ = two_commits
+    command[command.index("HEAD")] = "HEAD~1"
+    started = subprocess.Popen(
+        [*command, "train.steps=1000000"],
+        cwd=top,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stderr is not None
+    assert any("  step " in line for line in started.stderr)
+    family = psutil.Process(started.pid).children(recursive=True)
+    started.send_signal(number)
+    out, err = started.communicate(timeout=90)
+    assert len(family) > 1
+    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert started.returncode == 128 + number, err
+    assert "Traceback" not in err
+    assert f"stopped by {number.name}" in err
+    (record,) = top.glob("outputs/*/*/0/*/record.json")
+    assert f"records      {record.parents[3]}" in out
+    assert json.loads(record.read_text())["status"] == "preempted"
+    assert worktrees(top, environ) == 1
+    assert not list(Path(environ["TMPDIR"]).glob("ptdbench-checkout-*"))

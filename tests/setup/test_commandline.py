@@ -6,6 +6,7 @@ import argparse
 import sys
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ptdbench.setup import commandline
 
@@ -72,3 +73,9 @@ def test_a_group_alone_is_short_for_its_options(monkeypatch, typed, meant):
     arguments = argparse.Namespace(overrides=list(words), multirun=False)
     commandline.imply(arguments)
     assert sys.argv == ["train.py", "parallel=fsdp", meant, "profile.steps=3"]
+
+
+@pytest.mark.parametrize("text", ["a/b c", "o'clock", "a\\b", "a\\", "a\\'b", "a\\\\'", "''"])
+def test_hydra_reads_what_is_quoted_as_it_was(text):
+    (override,) = OverridesParser.create().parse_overrides([f"x={commandline.quoted(text)}"])
+    assert str(override.value()) == text

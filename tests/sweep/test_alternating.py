@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from ptdbench.launch import local
 from ptdbench.problems import ConfigError
 from ptdbench.setup.config import Repeat
 from ptdbench.sweep import alternating
@@ -77,6 +80,20 @@ def test_what_is_refused_ends_it_at_once(tmp_path, stubs):
     assert len(started(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_a_signal_is_passed_on_and_the_side_ends_by_itself(tmp_path, stubs, name):
+    sides = stubs()
+    for side in sides:
+        Path(side.python).write_text(
+            f"#!/bin/sh\ntrap 'echo saved > {tmp_path}/saved; exit 0' {name.removeprefix('SIG')}\n"
+            f"kill -{name.removeprefix('SIG')} $PPID; while :; do sleep 0.05; done\n"
+        )
+    with local.stopping(), pytest.raises(local.Stopped) as stop:
+        alternating.run(sides, [], repeat(2), tmp_path / "out")
+    assert stop.value.signal is signal.Signals[name]
+    assert (tmp_path / "saved").exists()
+
+
 class TestInterpreters:
     def test_each_is_known_by_the_path_that_was_typed(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -101,6 +118,8 @@ class TestCheckouts:
     @pytest.fixture(autouse=True)
     def repository(self, tmp_path, monkeypatch):
         """Two commits, tagged ``one`` and ``two``, of a model in a folder."""
+        monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+        monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
         top = tmp_path / "repository"
         folder = top / "code"
         folder.mkdir(parents=True)
@@ -115,10 +134,10 @@ class TestCheckouts:
 
     @staticmethod
     def git(top: Path, *words: str) -> str:
-        return subprocess.run(["git", *words], cwd=top, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(["git", *words], cwd=top, check=True, capture_output=True, text=True, timeout=60).stdout
 
     def test_each_commit_is_there_and_goes_again(self, repository):
-        with alternating.checkouts(["one", "two"]) as sides:
+        with alternating.checkouts(["one", "two"], []) as sides:
             assert [side.name for side in sides] == ["before", "after"]
             assert [(side.directory / "mine.py").read_text() for side in sides] == ["one", "two"]
             assert {side.python for side in sides} == {sys.executable}
@@ -128,14 +147,14 @@ class TestCheckouts:
     def test_changes_that_are_not_committed_stay_as_they_are(self, repository):
         path = repository / "code" / "mine.py"
         path.write_text("three")
-        with alternating.checkouts(["one", "one"]) as sides:
+        with alternating.checkouts(["one", "one"], []) as sides:
             assert (sides[1].directory / "mine.py").read_text() == "one"
         assert path.read_text() == "three"
 
     def test_what_is_no_commit(self, repository):
         with (
             pytest.raises(ConfigError, match=r"^--checkout=three: it is no commit"),
-            alternating.checkouts(["one", "three"]),
+            alternating.checkouts(["one", "three"], []),
         ):
             pass
         assert len(self.git(repository, "worktree", "list").splitlines()) == 1
@@ -143,5 +162,48 @@ class TestCheckouts:
     def test_no_repository(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-        with pytest.raises(ConfigError, match="not a git repository"), alternating.checkouts(["one", "two"]):
+        with pytest.raises(ConfigError, match="not a git repository"), alternating.checkouts(["one", "two"], []):
             pass
+
+    def test_a_signal_leaves_no_checkout(self, repository):
+        with pytest.raises(local.Stopped), alternating.checkouts(["one", "two"], []) as sides:
+            raise local.Stopped(signal.SIGTERM)
+        assert not sides[0].directory.parents[1].exists()
+        assert len(self.git(repository, "worktree", "list").splitlines()) == 1
+
+    def test_without_git(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with (
+            pytest.raises(ConfigError, match=r"^--checkout=one: there is no git on PATH; install git$"),
+            alternating.checkouts(["one", "two"], []),
+        ):
+            pass
+
+    @pytest.mark.parametrize("entry", ["", "{top}/code", "{top}"])
+    def test_what_leads_to_the_working_tree_leads_to_the_checkout(self, repository, monkeypatch, entry):
+        monkeypatch.setenv("PYTHONPATH", f"{entry.format(top=repository)}{os.pathsep}/elsewhere")
+        with alternating.checkouts(["one", "two"], ["model._target_=mine.Mine"]) as sides:
+            for side in sides:
+                entries = side.environ["PYTHONPATH"].split(os.pathsep)
+                assert entries[0] == str(side.directory)
+                assert not any(Path(one).is_relative_to(repository) for one in entries)
+
+    @pytest.mark.parametrize(
+        "value", ["mine.Mine", "torch.nn.Linear,editable.Mine", "choice(editable.Mine,editable.B)"]
+    )
+    def test_a_class_that_both_would_import_from_the_working_tree(self, repository, monkeypatch, tmp_path, value):
+        """As an editable install of it does: its path comes after PYTHONPATH, and a commit may lack it."""
+        (repository / "lib").mkdir()
+        (repository / "lib" / "editable.py").touch()
+        (tmp_path / "sitecustomize.py").write_text(f"import sys; sys.path.append({str(repository / 'lib')!r})")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        overrides = ["model=custom", f"model._target_={value}"]
+        if "editable" not in value:
+            with alternating.checkouts(["one", "two"], overrides):
+                return
+        with (
+            pytest.raises(ConfigError, match=r"^model\._target_=.*before would import it from .*/lib/editable\.py"),
+            alternating.checkouts(["one", "two"], overrides),
+        ):
+            pass
+        assert len(self.git(repository, "worktree", "list").splitlines()) == 1
