@@ -329,9 +329,9 @@ def test_a_signal_ends_the_run_as_train_does(two_commits, number):
     assert any("  step " in line for line in started.stderr)
     family = psutil.Process(started.pid).children(recursive=True)
     started.send_signal(number)
-    out, err = started.communicate(timeout=90)
+    out, err = started.communicate(timeout=150)
     assert len(family) > 1
-    assert not psutil.wait_procs(family, timeout=10)[1]
+    assert not psutil.wait_procs(family, timeout=60)[1]
     assert started.returncode == 128 + number, err
     assert "Traceback" not in err
     assert f"stopped by {number.name}" in err
