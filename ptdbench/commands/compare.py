@@ -6,7 +6,6 @@ import argparse
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -168,15 +167,9 @@ def _directories(runs: Sequence[Mapping[str, Any]]) -> set[Path]:
 
 def _trained(folder: Path) -> list[dict[str, Any]]:
     """The records of the runs that train, with their directories of today, by which blocks of sweeps are told apart."""
-    from ptdbench.records.load import load
+    from ptdbench.records.load import load_telling
 
-    with warnings.catch_warnings(record=True) as damage:
-        warnings.simplefilter("always")
-        try:
-            found = load(folder)
-        finally:
-            for one in damage:
-                say(str(one.message), sys.stderr)
+    found = load_telling(folder, lambda damage: say(damage, sys.stderr))
     runs = found if isinstance(found, list) else [found]
     trained = [{**run, "directory": str(run.directory)} for run in runs if run.get("model")]
     if not trained:

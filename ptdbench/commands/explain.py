@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 from ptdbench.terminal import say
 
 if TYPE_CHECKING:
-    from ptdbench.records.load import Run
+    from ptdbench.records.load import Run, Runs
 
 HELP = "where the time and the memory of a step went, and why one run is faster than another"
 
@@ -115,17 +114,11 @@ def _pair(directory: Path, other: Path, width: int) -> str:
     return f"{breakdown.title(run)}\n{table}\n\n{shown}"
 
 
-def _load(directory: Path) -> Run | list[Run]:
+def _load(directory: Path) -> Run | Runs:
     """The records, with a line on standard error for each one that is damaged."""
-    from ptdbench.records.load import load
+    from ptdbench.records.load import load_telling
 
-    with warnings.catch_warnings(record=True) as damage:
-        warnings.simplefilter("always")
-        try:
-            return load(directory)
-        finally:
-            for one in damage:
-                say(str(one.message), sys.stderr)
+    return load_telling(directory, lambda damage: say(damage, sys.stderr))
 
 
 def _single(directory: Path) -> Run:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +100,22 @@ class Runs(list[Run]):
         groups = {name[:end] for name in found for end, letter in enumerate(name) if letter == "."}
         unknown = [name for name in found if name in groups and found[name].isna().all()]  # of a run without metrics
         return found.drop(columns=unknown)
+
+
+def load_telling(path: Path, tell: Callable[[str], object]) -> Run | Runs:
+    """:func:`load`, with damaged records told of instead of warned of.
+
+    Args:
+        path: As for :func:`load`.
+        tell: Called with a message for each damaged record, also if nothing can be read.
+    """
+    with warnings.catch_warnings(record=True) as damage:
+        warnings.simplefilter("always")
+        try:
+            return load(path)
+        finally:
+            for one in damage:
+                tell(str(one.message))
 
 
 def load(path: str | Path) -> Run | Runs:

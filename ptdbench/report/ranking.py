@@ -23,7 +23,7 @@ class Place:
         alternative: All its runs.
         rank: The best and the worst rank that it may have; ``None`` where no run is ok.
         rate: Tokens or samples a second, the geometric mean over runs.
-        margin: How far the interval of that reaches to either side, as a share; ``None`` with less than
+        margin: How far the interval of that reaches upwards, as a share; ``None`` with less than
             :data:`ptdbench.measure.comparison.LEAST` runs.
         ratio: Its rate over that of the first place; ``None`` where there is none.
         against_best: The same with its interval, where there are enough runs.

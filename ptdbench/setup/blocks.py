@@ -31,6 +31,8 @@ def check(composed: Composed, cluster: Cluster, world: World | None, goes_on: Pa
 
 def _swept(composed: Composed) -> Iterator[Problem]:
     """A problem for every option of the group that a sweep has several values of."""
+    if all(job.get("repeat") == composed.first.get("repeat") for job in composed.jobs):
+        return  # at once: typing the options of each of a thousand runs takes seconds
     found = [read(job).repeat for job in composed.jobs]
     for field in fields(Repeat):
         values = dict.fromkeys(as_typed(getattr(repeat, field.name)) for repeat in found)
