@@ -239,7 +239,7 @@ def _run(blocks: int) -> Path:
     slower = ",".join(str(one) for one in (*(number / 1e6 for number in range(2 * PAIRS)), *SLOWER))
     sweep = Path("outputs", time.strftime("%Y-%m-%d_%H-%M-%S_compare-truth"))
     words = ["model=gpt_tiny", "model._target_=benchmarks.slowed.Slowed", f"+model.slower={slower}", f"repeat={blocks}"]
-    words += ["train.global_batch=4", "train.steps=60", "profile.steps=0", f"hydra.sweep.dir={sweep}"]
+    words += ["train.global_batch=4", "train.steps=100", "profile.steps=0", f"hydra.sweep.dir={sweep}"]
     subprocess.run([sys.executable, "train.py", "-m", *words], cwd=ROOT, check=True)
     return ROOT / sweep
 

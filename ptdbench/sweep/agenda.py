@@ -198,7 +198,7 @@ class Agenda:
     def _is_left_out(self, name: str, directory: Path, request: Request) -> bool:
         if name in self.queued or self.only not in (None, name) or (request.refused and request.block):
             return True  # what is refused is so in each block, and one row says it
-        return record.is_done(directory, request.config.resolved)
+        return (directory / store.RECORD).exists() and record.is_done(directory, request.config.resolved)
 
     def _write(self, sweep_directory: Path, directory: Path, request: Request, overrides: Sequence[str]) -> None:
         draft = record.begin(request.config.resolved, directory, {}, overrides)

@@ -48,7 +48,9 @@ class Outlook:
     def heading(self, number: int) -> Heading:
         """What the display of the run of this number shows of the sweep."""
         if len(self._titles) < len(self._requests):  # a search has added some
-            self._titles = titles([_draft(request) for request in self._requests])
+            distinct = {id(request.composed): request for request in self._requests}  # repeats have the same
+            called = dict(zip(distinct, titles([_draft(request) for request in distinct.values()]), strict=True))
+            self._titles = [called[id(request.composed)] for request in self._requests]
         return Heading(
             self._titles[number],
             number + 1,
@@ -70,7 +72,9 @@ class Outlook:
             seconds=sum(run.seconds for run in self._ended.values()),
             work=sum(work(one) * _share_done(run.record) for one, run in self._ended.items()),
             own=work(number),
-            waiting=[(work(one), _limit(self._requests[one])) for one in later],
+            waiting=[
+                (work(one), summary.seconds if (summary := self._requests[one].summary) else None) for one in later
+            ],
         )
 
     def _flops_per_second(self, number: int) -> float | None:
@@ -91,15 +95,13 @@ def _draft(request: Request) -> dict[str, Any]:
 
 def _flops(request: Request) -> float | None:
     """FLOPs of all steps of a run."""
-    if not request.summary or not request.summary.flops_per_step:
-        return None
-    return request.summary.flops_per_step * request.config.train.steps
+    summary = request.summary
+    return summary.flops_per_step * summary.steps if summary and summary.flops_per_step and summary.steps else None
 
 
 def _limit(request: Request) -> float | None:
     """Seconds that the steps of a run may take."""
-    minutes = request.config.train.max_minutes if request.summary and request.summary.trains else None
-    return None if minutes is None else 60.0 * minutes
+    return request.summary.seconds if request.summary else None
 
 
 def _share_done(written: Mapping[str, Any]) -> float:

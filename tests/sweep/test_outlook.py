@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ptdbench.report.heading import Rest
+from ptdbench.setup import config
 from ptdbench.sweep.agenda import Agenda
 from ptdbench.sweep.outlook import Outlook
 from tests.conftest import composed
@@ -31,6 +32,19 @@ def test_names_and_numbers(three):
     assert [str(outlook.heading(number)) for number in range(3)] == [
         "[1/3] toy ddp b16 seed=0", "[2/3] toy ddp b16 seed=1", "[3/3] toy ddp b32",
     ]  # fmt: skip
+
+
+def test_what_is_asked_again_for_each_run_reads_no_configuration_of_those_to_come(asked, monkeypatch):
+    (one,) = asked("seed=0")
+    requests = [one.in_block(block) for block in range(50)]
+    outlook = Outlook(requests)
+    outlook.expect(range(50))
+    read = []
+    monkeypatch.setattr(
+        config, "read", lambda composed, read_it=config.read: read.append(composed) or read_it(composed)
+    )
+    assert [outlook.heading(number).title for number in range(3)] == ["toy ddp"] * 3
+    assert len(read) <= 4  # its title, and of each run that begins its own
 
 
 def test_a_search_does_not_know_how_many_there_will_be(asked):
