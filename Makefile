@@ -31,7 +31,7 @@ test: install-test  ## lint, type check and run all tests
 test-quick: install-test  ## the tests that start no ranks and no SLURM, in a minute
 	$(BIN)/python -m pytest -m "not ranks and not slurm and not mpi and not slow" $(ARGS)
 
-newcomer: $(VENV)/.installed-newcomer  ## the wheel in an empty environment, every command of the pages, a terminal, a browser: half an hour
+newcomer: install-test  ## the wheel in an empty environment, every command of the pages, a terminal, a browser: half an hour
 	$(BIN)/python -m pytest -m slow tests/newcomer $(ARGS)
 
 docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html; broken links fail
@@ -106,10 +106,6 @@ $(VENV)/.installed: pyproject.toml setup.py | $(BIN)/python
 $(VENV)/.installed-test: pyproject.toml setup.py | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@ $(VENV)/.installed
-
-$(VENV)/.installed-newcomer: pyproject.toml setup.py | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable '.[newcomer]'
-	@touch $@ $(VENV)/.installed $(VENV)/.installed-test
 
 $(VENV)/.installed-docs: pyproject.toml setup.py | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'

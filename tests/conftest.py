@@ -185,6 +185,16 @@ def mpirun() -> list[str]:
     return [str(shutil.which("mpirun")), *([] if os.geteuid() else ["--allow-run-as-root"]), "--oversubscribe"]
 
 
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The path of the browser."""
+    try:
+        slurm_cluster.install("chromium")
+    except slurm_cluster.Unavailable as error:
+        pytest.skip(f"{_LEFT_OUT}no Chromium: {error}")
+    return str(shutil.which("chromium"))
+
+
 #: The mark of a test that uses a fixture.
 _MARKS = {"slurm": "slurm", "slurm_of_module": "slurm", "mpirun": "mpi", "run": "ranks", "shared_run": "ranks"}
 

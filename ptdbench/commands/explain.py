@@ -86,13 +86,9 @@ def _side_by_side(runs: Sequence[Run], width: int) -> str:
 
 def _repeats(runs: Sequence[Run]) -> list[tuple[Run, int]]:
     """The typical run of each alternative of each sweep, and how many there are."""
-    from ptdbench.records import alternatives
+    from ptdbench.report.sweeps import alternatives_of
 
-    sweeps: dict[Path, list[Run]] = {}
-    for run in runs:
-        sweeps.setdefault(run.directory.parent, []).append(run)
-    found = [one for sweep in sweeps.values() for one in alternatives.group(sweep)]
-    return [(cast("Run", one.typical), len(one.runs)) for one in found]
+    return [(cast("Run", one.typical), len(one.runs)) for one in alternatives_of(runs)]
 
 
 def _pair(directory: Path, other: Path, width: int) -> str:

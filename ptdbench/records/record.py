@@ -88,14 +88,14 @@ def going_on(draft: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, 
 def stopped(record: Mapping[str, Any], why: str, saved: bool = True) -> dict[str, Any]:
     """The record of a run that was asked to stop, and has saved a checkpoint to resume from if ``saved``."""
     how = "it has saved" if saved else "no checkpoint (see checkpoint.every_steps), so this begins anew"
-    message = f"stopped by {why}; {how}: {_how_started(record)} resume={record['directory']}"
+    message = f"stopped by {why}; {how}: {how_started(record)} resume={record['directory']}"
     error = {"rank": -1, "type": "Stopped", "message": message, "traceback": ""}
     return {**record, "status": "preempted", "error": error}
 
 
-def _how_started(record: Mapping[str, Any]) -> str:
-    """The command that resumes a run: by itself it resubmits a job, but cannot start the ranks of srun."""
-    launcher, cluster = record.get("launcher"), record["config"].get("cluster")
+def how_started(record: Mapping[str, Any]) -> str:
+    """How to start a run again, ahead of its overrides: this resubmits a job, but cannot start the ranks of srun."""
+    launcher, cluster = record.get("launcher"), (record.get("config") or {}).get("cluster")
     by_hand = launcher not in (None, "local") and not (isinstance(cluster, Mapping) and "submit" in cluster)
     return under(str(launcher)) if by_hand else command()
 

@@ -484,6 +484,12 @@ class Record(Identity, total=False):
     """One for each start of the run."""
 
 
+class _Versioned(TypedDict, total=False):
+    """What is read of a record first: later versions may have other fields."""
+
+    schema: int
+
+
 class _ListedSegment(TypedDict):
     """A start of the run in a record before schema 2."""
 
@@ -520,9 +526,14 @@ def record(text: bytes) -> dict[str, Any]:
     """Parse a record; one from before schema 2 gets the ``steps`` and ``final_loss`` of the current schema.
 
     Raises:
-        ValueError: It is not JSON, or not a record.
+        ValueError: It is not JSON, not a record, or one of a later version.
     """
-    value = parse(text, Record)
+    value = parse(text, _Versioned)
+    if value.get("schema", SCHEMA) > SCHEMA:
+        rule = f"its schema is {value['schema']}, of a later version of ptdbench than this one, which reads {SCHEMA}"
+        raise ValueError(f"{rule}; update ptdbench")
+    if wrong := fault(value, Record):
+        raise ValueError(wrong)
     if "schema" not in value:
         if wrong := fault(value, _Lists):
             raise ValueError(wrong)

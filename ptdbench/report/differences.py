@@ -22,21 +22,37 @@ def differences(records: Sequence[Mapping[str, Any]]) -> list[str]:
     the choice alone is named: ``optimizer=sgd``. Of options that always differ together and end alike, as ``seed`` and
     ``data.seed``, the first is named.
     """
-    configs = [options(record.get("config") or {}) for record in records]
-    names = dict.fromkeys(name for config in configs for name in config)
-    shown = {name: [_shown(config, name) for config in configs] for name in names}
-    differing = {name: values for name, values in shown.items() if len(set(values)) > 1}
+    differing = varying(by_option(records))
     differing = {
         name: values for name, values in differing.items() if name.partition(".")[0] not in differing or "." not in name
     }
-    unique = {(_last(name), *values): name for name, values in reversed(differing.items())}
-    kept = [name for name in differing if name in unique.values()]
-    lasts = [_last(name) for name in kept]
-    called = {name: _last(name) if lasts.count(_last(name)) == 1 else name for name in kept}
+    lasts = [_last(name) for name in differing]
+    called = {name: _last(name) if lasts.count(_last(name)) == 1 else name for name in differing}
     return [
-        " ".join(f"{called[name]}={differing[name][place]}" for name in kept if differing[name][place] is not None)
+        " ".join(f"{called[name]}={_cut(text)}" for name, texts in differing.items() if (text := texts[place]))
         for place in range(len(records))
     ]
+
+
+def by_option(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str | None]]:
+    """Each option of any of the runs, with its value in each as it is typed; ``None`` in those without it."""
+    configs = [options(record.get("config") or {}) for record in records]
+    names = dict.fromkeys(name for config in configs for name in config)
+    return {name: [_typed(config[name]) if name in config else None for config in configs] for name in names}
+
+
+def varying(values: Mapping[str, list[str | None]]) -> dict[str, list[str | None]]:
+    """The options of which runs have different values.
+
+    Of those that always differ together and end alike, as ``seed`` and ``data.seed``, the first one.
+
+    Args:
+        values: As from :func:`by_option`.
+    """
+    differing = {name: texts for name, texts in values.items() if len(set(texts)) > 1}
+    unique = {(_last(name), *texts): name for name, texts in reversed(differing.items())}
+    kept = set(unique.values())
+    return {name: texts for name, texts in differing.items() if name in kept}
 
 
 def options(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,12 +68,11 @@ def options(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _shown(config: Mapping[str, Any], name: str) -> str | None:
-    """A value as it is typed; ``None`` where there is no such option."""
-    if name not in config:
-        return None
-    value = config[name]
-    text = value if isinstance(value, str) else json.dumps(value)
+def _typed(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _LIMIT else f"{text[:_LIMIT]}…"
 
 

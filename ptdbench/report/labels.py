@@ -20,14 +20,14 @@ def labels(records: Sequence[Record]) -> list[str]:
 
     ``pdp 2x4 1f1b`` is 2 replicas of 4 stages, ``hsdp 2x8`` 2 replicas in 8 shards each.
     """
-    details = (_nodes, _precision, _microbatches, _accumulation, None, _directory)
+    details = (_nodes, _precision, _microbatches, _accumulation, None, _sweep, _directory)
     shown = [(record.get("world_size"), record.get("global_batch")) for record in records]
     return _told_apart(records, [_parallel(record) for record in records], details, shown)
 
 
 def names(records: Sequence[Record]) -> list[str]:
     """The labels of runs of one model for sentences, which have no columns for the ranks and the global batch."""
-    details = (_ranks, _batch, _nodes, _precision, _microbatches, _accumulation, None, _directory)
+    details = (_ranks, _batch, _nodes, _precision, _microbatches, _accumulation, None, _sweep, _directory)
     return _told_apart(records, [_parallel(record) for record in records], details, [()] * len(records))
 
 
@@ -119,6 +119,10 @@ def _microbatches(record: Record) -> str:
 
 def _accumulation(record: Record) -> str:
     return f"acc{(record.get('layout') or {}).get('accumulation', 1)}"
+
+
+def _sweep(record: Record) -> str:
+    return f"[{Path(record['directory']).parent.name}]"
 
 
 def _directory(record: Record) -> str:

@@ -85,6 +85,11 @@ def compare(record: Record, against: Record, called: str, reference: str) -> Ite
     yield f"{called} takes {_signed(difference, digits)} memory at the peak than {reference}: {', '.join(said)}"
 
 
+def of_largest(record: Record) -> list[int] | None:
+    """Bytes of each of :data:`KINDS` on the rank that takes the most; ``None`` if they are not on record."""
+    return None if phases.missing(record) or not _found(record) else list(_largest(record).values())
+
+
 def _found(record: Record) -> Mapping[str, Any] | None:
     """The memory of a record with phases, if it is whole, and of the same ranks."""
     found = record.get("memory") or {}

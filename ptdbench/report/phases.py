@@ -24,6 +24,18 @@ PHASES = {
     "other": "other",
 }
 
+#: Computing in blue and green, waiting in warm colors: Okabe and Ito's palette, made for color-blind people too.
+COLORS = {
+    "data": "#cc79a7",
+    "forward": "#56b4e9",
+    "backward": "#0072b2",
+    "communication": "#d55e00",
+    "stragglers": "#e69f00",
+    "bubble": "#f0e442",
+    "optimizer": "#009e73",
+    "other": "#999999",
+}
+
 #: The phases in which a rank does the work of its layers.
 COMPUTE = ("forward", "backward")
 

@@ -7,23 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ptdbench.report.phases import PHASES, of_rank, shown_ranks
+from ptdbench.report.phases import COLORS, PHASES, of_rank, shown_ranks
 from ptdbench.report.text import three_digits
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
-
-#: Computing in blue and green, waiting in warm colors: Okabe and Ito's palette, made for color-blind people too.
-_COLORS = {
-    "data": "#cc79a7",
-    "forward": "#56b4e9",
-    "backward": "#0072b2",
-    "communication": "#d55e00",
-    "stragglers": "#e69f00",
-    "bubble": "#f0e442",
-    "optimizer": "#009e73",
-    "other": "#999999",
-}
 
 #: Phases whose color is too dark for black figures.
 _DARK = ("backward", "communication", "optimizer")
@@ -56,7 +44,7 @@ def draw(phases: Mapping[str, Any]) -> bytes:
     _draw_axis(pen, left, bottom, scale)
     for place, (phase, text) in enumerate(PHASES.items()):
         x, y = _GAP + (_WIDTH - _GAP) // 4 * (place // 2), bottom + _AXIS + _LEGEND // 3 * (place % 2)
-        pen.rectangle((x, y, x + 24, y + 14), _COLORS[phase])
+        pen.rectangle((x, y, x + 24, y + 14), COLORS[phase])
         pen.text((x + 24 + _GAP, y + 7), text, "black", anchor="lm")
     buffer = io.BytesIO()
     image.save(buffer, format="png")
@@ -71,7 +59,7 @@ def _draw_bar(pen: ImageDraw, name: str, row: Sequence[float], corner: tuple[flo
     for phase, length in zip(PHASES, row, strict=True):
         end = x + scale * max(length, 0.0)
         if end - x >= 1:
-            pen.rectangle((x, middle - _BAR / 2, end - 1, middle + _BAR / 2), _COLORS[phase])
+            pen.rectangle((x, middle - _BAR / 2, end - 1, middle + _BAR / 2), COLORS[phase])
         if pen.textlength(text := three_digits(length)) + _GAP < end - x:
             pen.text(((x + end) / 2, middle), text, "white" if phase in _DARK else "black", anchor="mm")
         x = end

@@ -9,7 +9,6 @@ from typing import Any
 
 from ptdbench.measure import comparison
 from ptdbench.measure.comparison import LEAST, LEVEL, Comparison, Spread
-from ptdbench.records import alternatives
 from ptdbench.records.alternatives import Alternative
 from ptdbench.report.certainty import seen_text, size_text
 from ptdbench.terminal import plural
@@ -52,15 +51,14 @@ class Ranking:
     spread: Spread | None
 
 
-def rank(records: Sequence[Mapping[str, Any]], spread: Spread | None = None) -> Ranking:
-    """Rank the runs of one model.
+def rank(found: Sequence[Alternative], spread: Spread | None = None) -> Ranking:
+    """Rank the alternatives of one model.
 
     Args:
-        records: The runs, with their repeats.
+        found: The alternatives.
         spread: How much runs of the same configuration differ on their machine, for alternatives with few runs.
     """
-    found = alternatives.group(records)
-    ok, level = [one for one in found if one.sample], _level(records)
+    ok, level = [one for one in found if one.sample], _level([run for one in found for run in one.runs])
     ranks = zip(comparison.ranks([one.sample for one in ok], level, spread), ok, strict=True)
     ranked = list(_in_order(ranks))
     tests = math.comb(len(ok), 2) * round(LEVEL / level)

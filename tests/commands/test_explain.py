@@ -9,9 +9,8 @@ import sys
 import pytest
 
 from ptdbench import __main__ as command
-from ptdbench.records.store import append_result, write_record
 from tests.conftest import ROOT
-from tests.report.made import DDP, FSDP, PDP, failed, repeated, run
+from tests.report.made import DDP, FSDP, PDP, failed, keep, repeated, run
 
 
 @pytest.fixture
@@ -34,15 +33,6 @@ def sweep(tmp_path):
     for number, record in enumerate((FSDP, DDP, PDP)):
         keep(tmp_path / "sweep", f"{number}_gpt_tiny_{record['parallel']}", record)
     return tmp_path / "sweep"
-
-
-def keep(sweep, name, record):
-    """A run as it lies in a sweep's directory."""
-    (sweep / name).mkdir(parents=True)
-    record = {"schema": 2, "workload": "train", "fingerprint": ""} | record | {"directory": str(sweep / name)}
-    write_record(sweep / name, record)
-    append_result(sweep, record)
-    return sweep / name
 
 
 class TestSweep:
@@ -90,11 +80,16 @@ class TestSweep:
         assert (status, "pdp 1x2 1f1b takes" in out) == (0, True)
         assert damage.startswith(f"{sweep / '0_gpt_tiny_fsdp' / 'record.json'} is damaged: not JSON")
 
-    def test_two_sweeps_of_the_same_runs_are_told_apart_by_their_directories(self, explain, sweep):
-        others = [keep(sweep.parent / name, "0_gpt_tiny_ddp", DDP) for name in ("a", "b")]
+    def test_two_sweeps_of_the_same_runs_are_told_apart(self, explain, sweep):
+        for name in ("a", "b"):
+            keep(sweep.parent / name, "0_gpt_tiny_ddp", DDP)
         _, out, _ = explain(sweep.parent)
-        for path in others:
-            assert f"\nddp [{path}] " in out
+        assert all(f"\nddp [{name}] " in out for name in ("a", "b", "sweep"))
+
+    def test_two_sweeps_of_the_same_name_are_told_apart_by_their_directories(self, explain, tmp_path):
+        paths = [keep(tmp_path / name / "sweep", "0_gpt_tiny_ddp", DDP) for name in ("a", "b")]
+        _, out, _ = explain(tmp_path)
+        assert all(f"\nddp [{path}] " in out for path in paths)
 
 
 class TestOneRun:
@@ -116,7 +111,7 @@ class TestOneRun:
     def test_against_a_run_of_the_same_configuration(self, explain, sweep):
         ddp = sweep / "1_gpt_tiny_ddp"
         again = keep(sweep.parent / "again", "1_gpt_tiny_ddp", DDP)
-        assert f"ddp [{ddp}] and ddp [{again}] take equally long" in explain(ddp, "--against", again)[1]
+        assert "ddp [sweep] and ddp [again] take equally long" in explain(ddp, "--against", again)[1]
 
 
 class TestRefused:

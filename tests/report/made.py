@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ptdbench.records.store import append_result, write_record
 from ptdbench.report.phases import PHASES
 
 
@@ -112,3 +113,12 @@ PDP = phased(
     waited_for=[0.0, 0.03],
     layout={"data": 1, "pipeline": 2, "microbatches": 4, "accumulation": 1},
 )
+
+
+def keep(sweep, name, record):
+    """A run as it lies in a sweep's directory."""
+    (sweep / name).mkdir(parents=True)
+    record = {"schema": 2, "workload": "train", "fingerprint": ""} | record | {"directory": str(sweep / name)}
+    write_record(sweep / name, record)
+    append_result(sweep, record)
+    return sweep / name

@@ -9,14 +9,14 @@ import pytest
 from PIL import Image
 
 from ptdbench.report.phases import PHASES
-from ptdbench.report.phases_picture import _COLORS, bars, draw
+from ptdbench.report.phases_picture import COLORS, bars, draw
 from tests.report.made import DDP, PDP, phased
 
 
 def area(picture: bytes, phase: str) -> int:
     """Pixels of the color of a phase."""
     pixels = np.asarray(Image.open(BytesIO(picture)).convert("RGB"))
-    color = [int(_COLORS[phase][place : place + 2], 16) for place in (1, 3, 5)]
+    color = [int(COLORS[phase][place : place + 2], 16) for place in (1, 3, 5)]
     return int((pixels == color).all(axis=2).sum())
 
 
@@ -60,5 +60,5 @@ def test_steps_of_any_length_are_drawn(milliseconds):
 
 
 def test_every_phase_has_a_color_of_its_own():
-    assert list(_COLORS) == list(PHASES)
-    assert len(set(_COLORS.values())) == len(PHASES)
+    assert list(COLORS) == list(PHASES)
+    assert len(set(COLORS.values())) == len(PHASES)

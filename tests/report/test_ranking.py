@@ -9,6 +9,7 @@ from scipy import stats
 
 from ptdbench.measure import comparison
 from ptdbench.measure.comparison import Spread
+from ptdbench.records.alternatives import group
 from ptdbench.report import ranking
 from tests.report.made import failed, repeated, run
 
@@ -22,7 +23,7 @@ def scaled(factor, rates=STEADY, jitter=0.001):
 
 
 def ranked(*alternatives, spread=None):
-    return ranking.rank([one for runs in alternatives for one in runs], spread)
+    return ranking.rank(group(one for runs in alternatives for one in runs), spread)
 
 
 def test_each_has_its_rank_where_all_differ():
@@ -150,7 +151,7 @@ def test_a_thousand_single_runs_are_not_compared_two_by_two(monkeypatch):
         raise AssertionError("half a million pairs take seconds, and say nothing")
 
     monkeypatch.setattr(comparison, "combinations", lambda places, size: never() if len(places) > 1 else [])
-    found = ranking.rank(single_runs(1000))
+    found = ranking.rank(group(single_runs(1000)))
     assert {place.rank for place in found.places} == {(1, 1000)}
     with pytest.raises(AssertionError):
-        ranking.rank(single_runs(3), Spread(0.01, 8))
+        ranking.rank(group(single_runs(3)), Spread(0.01, 8))

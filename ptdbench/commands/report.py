@@ -1,0 +1,129 @@
+"""``ptdbench report outputs/<sweep>``: what a sweep came to in one file to send, as HTML, Markdown or CSV."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import webbrowser
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.terminal import plural, say
+
+if TYPE_CHECKING:
+    from ptdbench.records.load import Run
+
+HELP = "one file to send: tables, figures, failures and commands of sweeps as HTML, Markdown or CSV"
+
+#: The name of each form, beside the results.
+_NAMES = {"html": "report.html", "md": "report.md", "csv": "report.csv"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what is typed after ``report``."""
+    parser.add_argument(
+        "directories", nargs="+", type=Path, metavar="directory", help="of runs, sweeps or folders of them"
+    )
+    parser.add_argument("--html", action="store_true", help="write report.html; the default")
+    parser.add_argument("--md", action="store_true", help="write report.md, for pull requests")
+    parser.add_argument("--csv", action="store_true", help="write report.csv, a row for each run with all its fields")
+    where = "where to write; without it, in the first directory"
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help=where)
+    parser.add_argument("--force", action="store_true", help="overwrite what an earlier report wrote")
+    parser.add_argument("--open", action="store_true", help="show report.html in a browser")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Write the files; the exit status is 1 where nothing can be reported, and then nothing is written."""
+    from ptdbench.records.files import replace_bytes
+    from ptdbench.records.store import Damaged
+
+    try:
+        paths = _paths(arguments)
+        runs = _runs(arguments.directories)
+        texts = {form: _FORMS[form](_title(arguments.directories), _subtitle(runs), runs) for form in paths}
+        for form, path in paths.items():
+            replace_bytes(path, texts[form].encode("utf-8", "backslashreplace"))
+    except (ConfigError, Damaged) as refusal:
+        say(str(refusal), sys.stderr)
+        return 1
+    except OSError as error:
+        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        say(said, sys.stderr)
+        return 1
+    for path in paths.values():
+        say(f"report       {path}")
+    if arguments.open and not webbrowser.open(paths["html"].absolute().as_uri()):
+        say(f"no browser was found to show {paths['html']}", sys.stderr)
+    return 0
+
+
+def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
+    """Where each form that is asked for will be.
+
+    Raises:
+        ConfigError: One is there already, or there is no such folder.
+    """
+    asked = [form for form in _NAMES if getattr(arguments, form)]
+    forms = dict.fromkeys([*(["html"] if arguments.open or not asked else []), *asked])
+    first = arguments.directories[0]
+    folder = arguments.output or (first if first.is_dir() else first.parent)
+    if not folder.is_dir():
+        require(Problem("--output" if arguments.output else "report", folder, "there is no such folder", "create it"))
+    paths = {form: folder / _NAMES[form] for form in forms}
+    there = [path for path in paths.values() if path.exists()]
+    if there and not arguments.force:
+        remedy = "give --force to overwrite it, or --output with another folder"
+        require(Problem("report", ", ".join(map(str, there)), "it is there already", remedy))
+    return paths
+
+
+def _runs(directories: Sequence[Path]) -> list[Run]:
+    """The runs of all directories, each once, with their directories of today."""
+    from ptdbench.records.load import Run, load_telling
+
+    found: dict[Path, Run] = {}
+    for directory in directories:
+        loaded = load_telling(directory, lambda damage: say(damage, sys.stderr))
+        for run in loaded if isinstance(loaded, list) else [loaded]:
+            found.setdefault(run.directory.resolve(), Run({**run, "directory": str(run.directory)}, run.directory))
+    return list(found.values())
+
+
+def _title(directories: Sequence[Path]) -> str:
+    return ", ".join(directory.resolve().name or str(directory) for directory in directories)
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    from ptdbench.measure import hardware
+
+    failed = sum(run["status"] != "ok" for run in runs)
+    counted = f"{plural(len(runs), 'run')}{f', of which {failed} failed' if failed else ''}"
+    made = time.strftime("%Y-%m-%d %H:%M")
+    return f"{counted} · made by {hardware.this_package()} on {made}"
+
+
+def _html(title: str, subtitle: str, runs: Sequence[Run]) -> str:
+    from ptdbench.report.page.content import content
+    from ptdbench.report.page.document import document
+
+    return document(title, subtitle, content(runs))
+
+
+def _md(title: str, subtitle: str, runs: Sequence[Run]) -> str:
+    from ptdbench.report.markdown import markdown
+
+    return markdown(title, subtitle, runs)
+
+
+def _csv(title: str, subtitle: str, runs: Sequence[Run]) -> str:
+    from ptdbench.records.load import Runs
+
+    text: str = Runs(runs).frame().to_csv(index=False)
+    return text
+
+
+_FORMS: dict[str, Callable[[str, str, Sequence[Run]], str]] = {"html": _html, "md": _md, "csv": _csv}

@@ -1,0 +1,256 @@
+"""The runs of one model as every form of a table shows them: rows of words and figures, and what is said below them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ptdbench.records import noise
+from ptdbench.records.alternatives import Alternative, throughput
+from ptdbench.report import phases, ranking, why
+from ptdbench.report.certainty import interval_text, margin_text
+from ptdbench.report.labels import labels, names
+from ptdbench.report.ranking import Place, Ranking
+from ptdbench.report.reason import reason
+from ptdbench.report.text import flops_text, three_digits
+from ptdbench.terminal import plural
+
+MISSING = "-"
+
+#: Columns that every table has.
+KEPT = ("#", "parallel", "status")
+
+#: From this share of a run's time on, waiting for data is mentioned.
+_WAITED = 0.05
+
+#: Runs that are explained below a table.
+_EXPLAINED = 5
+
+#: From this share of a run's time on, it is mentioned that a GPU's clocks were held back.
+_HELD_BACK = 0.01
+
+
+@dataclass(frozen=True)
+class Block:
+    """The alternatives of one model.
+
+    Attributes:
+        ranking: All of them, in the order of the rows.
+        labels: What each is called.
+        rows: The cells of each by their headings, :data:`MISSING` where there is no figure; at least one.
+        remarks: Sentences on the order, on failures and on what was measured.
+        why: Sentences on why the runs that come next are slower than the fastest one.
+    """
+
+    ranking: Ranking
+    labels: list[str]
+    rows: list[dict[str, str]]
+    remarks: list[str]
+    why: list[str]
+
+    def title(self, moved: Sequence[str] = ()) -> str:
+        """The model, what all its runs have in common, and what has no column."""
+        records = [run for place in self.ranking.places for run in place.alternative.runs]
+        parameters = next((r["parameters"] for r in records if r.get("parameters")), None)
+        precisions = dict.fromkeys(str(r["precision"]) for r in records if r.get("precision"))
+        parts = [records[0]["model"], _text(parameters, ",", " parameters"), ", ".join(precisions), *moved]
+        return " · ".join(part for part in parts if part and part != MISSING)
+
+    def headings(self) -> list[str]:
+        """Those of columns with a figure."""
+        return [name for name in self.rows[0] if name in KEPT or any(row[name] != MISSING for row in self.rows)]
+
+
+def blocks(found: Sequence[Alternative]) -> list[Block]:
+    """A block for each model, in the order of their first runs; each alternative has runs of a model."""
+    models: dict[str, list[Alternative]] = {}
+    for one in found:
+        models.setdefault(one.typical["model"], []).append(one)
+    return [_block(of_model) for of_model in models.values()]
+
+
+def unit(records: Iterable[Mapping[str, Any]]) -> str:
+    """What throughput counts: ``tokens``, or ``samples`` where these are no sequences of them."""
+    return "tokens" if any(_figure(record, "tokens_per_second") for record in records) else "samples"
+
+
+def _block(alternatives: Sequence[Alternative]) -> Block:
+    records = [run for one in alternatives for run in one.runs]
+    heading = f"{unit(records)}/s"
+    found = ranking.rank(alternatives, noise.look_up(records))
+    called = labels([place.alternative.typical for place in found.places])
+    places = dict(zip(called, found.places, strict=True))
+    typical = {label: place.alternative.typical for label, place in places.items()}
+    certainty = ranking.remark(found)
+    remarks = [
+        *([certainty] if certainty else []),
+        *_reasons(places),
+        *_mfu_remarks([place.alternative.typical for place in found.places if place.rank]),
+        *_ceiling_remarks(typical),
+        *_data_remarks(typical),
+        *_clock_remarks(typical),
+        *_check_remarks(records),
+    ]
+    rows = [_row(place, label, heading, len(called)) for place, label in zip(found.places, called, strict=True)]
+    return Block(found, called, rows, remarks, _why(found))
+
+
+def _row(place: Place, label: str, heading: str, places: int) -> dict[str, str]:
+    """The cells of an alternative, by their headings."""
+    runs = place.alternative.runs
+    return {
+        "#": _span(place.rank),
+        "runs": _text(len(runs) if len(runs) > 1 else None),
+        **_cells(place, label, heading, places),
+        "status": statuses(runs),
+    }
+
+
+def statuses(runs: Sequence[Mapping[str, Any]]) -> str:
+    """``ok``, or ``4 ok, 1 oom``."""
+    counts = Counter(str(run["status"]) for run in runs)
+    return ", ".join(f"{count} {status}" if len(counts) > 1 else status for status, count in counts.items())
+
+
+def _span(rank: tuple[int, int] | None) -> str:
+    """``2``, or ``2-4`` for a rank that is not known better."""
+    return "-".join(map(str, dict.fromkeys(rank))) if rank else MISSING
+
+
+def _reasons(places: Mapping[str, Place]) -> list[str]:
+    """Why runs are not ok, by their labels, each reason once."""
+    alike: dict[str, list[str]] = {}
+    for label, place in places.items():
+        failed = [run for run in place.alternative.runs if not throughput(run)]
+        for said in dict.fromkeys(map(reason, failed)):
+            alike.setdefault(said, []).append(label)
+    named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
+    return [f"{' and '.join(names)}: {said}" for said, names in named.items()]
+
+
+def _cells(place: Place, label: str, heading: str, places: int) -> dict[str, str]:
+    """The cells between its runs and its status: throughput of all runs, the rest of a typical one."""
+    record = place.alternative.typical
+    mfu, share, memory = (_figure(record, name) for name in ("mfu", "share_of_ceiling", "peak_memory_bytes"))
+    return {
+        "parallel": label,
+        "ranks": _text(record.get("world_size")),
+        "batch": _text(record.get("global_batch")),
+        heading: _rate(place),
+        "vs best": _ratio(place) if places > 1 else MISSING,
+        "step ms (p5-p95)": _step_time(_figure(record, "step_seconds")),
+        "memory": _bytes(memory),
+        "MFU": _text(mfu and 100 * mfu, ".1f", "%"),
+        "of ceiling": _text(share and 100 * share, ".1f", "%"),
+        "loss": _text(record.get("final_loss"), ".3f"),
+        "held out": evaluation(record),
+    }
+
+
+def _rate(place: Place) -> str:
+    """``10,250 ±1.8%``, of a run that was stopped its throughput until then."""
+    metrics = place.alternative.typical.get("metrics") or {}
+    rate = place.rate or metrics.get("tokens_per_second") or metrics.get("samples_per_second")
+    shown = _text(rate, ",.0f" if (rate or 0) >= 100 else ",.1f")
+    return f"{shown}{margin_text(place.margin)}"
+
+
+def _ratio(place: Place) -> str:
+    """``0.65x (0.63-0.67)``."""
+    return f"{_text(place.ratio, '.2f', 'x')}{interval_text(place.against_best, 2)}"
+
+
+def evaluation(record: Mapping[str, Any]) -> str:
+    """What the last evaluation said of the model: its accuracy, its bits per byte of text, or its loss."""
+    last: Mapping[str, Any] = next(reversed(record.get("evaluations") or [{}]))
+    if last.get("top1") is not None:
+        return f"{100 * last['top1']:.1f}%"
+    if last.get("bits_per_byte") is not None:
+        return f"{last['bits_per_byte']:.3f} b/B"
+    return _text(last.get("loss"), ".3f")
+
+
+def _mfu_remarks(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    reasons = dict.fromkeys(_figure(record, "mfu_reason") for record in records)
+    return [f"no MFU: {reason}" for reason in reasons if reason]
+
+
+def _ceiling_remarks(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Runs, by their labels, that passed their ceiling, and ceilings that may be too low."""
+    loaded: dict[str, None] = {}
+    for label, record in records.items():
+        rate, share = _figure(record, "ceiling_flops_per_second"), _figure(record, "share_of_ceiling")
+        if remark := (record.get("remarks") or {}).get("ceiling"):
+            yield f"{label}: {remark}"
+        elif share and share > 1:
+            why = "it is re-measured after a run that finishes"
+            yield f"{label}: ceiling passed: was {flops_text(rate)}; {why}"
+        elif share and _figure(record, "ceiling_beside_load"):
+            loaded[flops_text(rate)] = None
+    for text in loaded:
+        yield f"ceiling of {text}: taken beside other load, and perhaps too low"
+
+
+def _data_remarks(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Runs, by their labels, whose steps waited for their data."""
+    for label, record in records.items():
+        if (share := _figure(record, "data_wait_share")) and share >= _WAITED:
+            yield f"{label}: {share:.0%} of the steps' time was spent waiting for data"
+
+
+def _clock_remarks(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Runs, by their labels, whose GPUs were held back, and the GPU that was the most."""
+    for label, record in records.items():
+        clocks = (record.get("hardware") or {}).get("clocks") or []
+        held = [(share, cause, of["rank"]) for of in clocks for cause, share in (of["held_back"] or {}).items()]
+        held = [one for one in held if one[0] > _HELD_BACK]
+        if held:
+            share, cause, rank = max(held)
+            more = len({one[2] for one in held}) - 1
+            others = f", and {plural(more, 'other')} by less" if more else ""
+            yield f"{label}: rank {rank}'s GPU was held back for {share:.0%} of the time: {cause}{others}"
+
+
+def _check_remarks(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What the checks before the runs found unsound."""
+    found = dict.fromkeys((record.get("remarks") or {}).get("check") for record in records)
+    return [remark for remark in found if remark]
+
+
+def _why(found: Ranking) -> list[str]:
+    """Why the runs that come next are slower than the fastest one; ``ptdbench explain`` tells of all of them.
+
+    What is tied with the fastest one is not explained, but where nothing is known of the order.
+    """
+    ranked = [place for place in found.places if place.rank]
+    is_known = found.spread or any(place.against_best for place in ranked)
+    kept = [place for place in ranked if not is_known or place is ranked[0] or (place.rank and place.rank[0] > 1)]
+    explained = [place.alternative.typical for place in kept if not phases.missing(place.alternative.typical)]
+    called = dict(zip(names(explained), explained, strict=True))
+    doubts = [doubt for name, record in called.items() for doubt in why.doubt(record, name)]
+    return [*why.against_fastest(called)[:_EXPLAINED], *doubts[:_EXPLAINED]]
+
+
+def _figure(record: Mapping[str, Any], name: str) -> Any:
+    return (record.get("metrics") or {}).get(name)
+
+
+def _text(value: float | None, form: str = "", unit: str = "") -> str:
+    return MISSING if value is None else f"{value:{form}}{unit}"
+
+
+def _step_time(step_seconds: Mapping[str, float | None] | None) -> str:
+    """``{"median": 0.1986, "p5": 0.19, "p95": 0.2052}`` becomes ``199 (190-205)``, in milliseconds."""
+    median, p5, p95 = ((step_seconds or {}).get(name) for name in ("median", "p5", "p95"))
+    if median is None or p5 is None or p95 is None:
+        return MISSING
+    return f"{three_digits(1e3 * median)} ({three_digits(1e3 * p5)}-{three_digits(1e3 * p95)})"
+
+
+def _bytes(value: int | None) -> str:
+    """``1288490188`` becomes ``1.2 GiB``."""
+    if value is None:
+        return MISSING
+    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"

@@ -1,0 +1,92 @@
+"""A report in GitHub's Markdown, for pull requests and issues."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ptdbench.records.load import Run
+from ptdbench.report import block, table
+from ptdbench.report.block import Block
+from ptdbench.report.sweeps import alternatives_of, command
+
+#: Columns in which the output of other workloads is shown.
+_WIDTH = 110
+
+#: Columns with words; the others have figures.
+_WORDS = ("parallel", "status")
+
+_UNKNOWN = "what was typed is not on record"
+
+
+def markdown(title: str, subtitle: str, runs: Sequence[Run]) -> str:
+    """The report.
+
+    Args:
+        title: What it reports on.
+        subtitle: When and by what it was made.
+        runs: Those to show; their fields ``directory`` say where they are now.
+    """
+    blocks = block.blocks(alternatives_of([run for run in runs if run.get("model")]))
+    parts = [f"# {_escaped(title)}", _escaped(subtitle)]
+    parts += [part for one in blocks for part in _of_model(one)]
+    parts += [part for run in runs if not run.get("model") for part in _of_workload(run)]
+    parts.append(_folded("environment", _environments(runs)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _of_model(found: Block) -> Iterator[str]:
+    yield f"## {_escaped(found.title())}"
+    yield _table(found.headings(), found.rows)
+    if sentences := [*found.remarks, *found.why]:
+        yield "\n".join(f"- {_escaped(sentence)}" for sentence in sentences)
+    commands = {
+        label: command(place.alternative.typical)
+        for label, place in zip(found.labels, found.ranking.places, strict=True)
+    }
+    yield _folded(
+        "commands", [f"# {label}\n{typed or 'what was typed is not on record'}" for label, typed in commands.items()]
+    )
+
+
+def _table(headings: Sequence[str], rows: Iterable[Mapping[str, str]]) -> str:
+    rule = ["---" if name in _WORDS else "---:" for name in headings]
+    cells = [[_escaped(row[name]) for name in headings] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [headings, rule, *cells])
+
+
+def _of_workload(run: Run) -> Iterator[str]:
+    yield f"## {_escaped(str(run.get('workload')))}"
+    yield _fenced(table.of_workload(run, _WIDTH))
+    if typed := command(run):
+        yield _folded("command", [typed])
+
+
+def _environments(runs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Each environment once."""
+    found = dict.fromkeys(json.dumps(run["environment"], sort_keys=True) for run in runs if run.get("environment"))
+    return ["\n".join(f"{name}: {_value(value)}" for name, value in json.loads(text).items()) for text in found]
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _folded(title: str, texts: Sequence[str]) -> str:
+    body = _fenced("\n\n".join(texts))
+    return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"
+
+
+def _fenced(text: str) -> str:
+    """As it is, behind a fence that is longer than any in it."""
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def _escaped(text: str) -> str:
+    """On one line, without what Markdown and HTML would read as marks."""
+    line = " ".join(text.split())
+    return "".join(f"\\{letter}" if letter in "\\`*_[]<>|#~" else letter for letter in line)

@@ -1,0 +1,76 @@
+"""How throughput grows with the number of ranks: one curve for all rows that differ in nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+#: Options that say on how many ranks a run is, and how they are divided.
+_DEGREES = tuple(f"parallel.{name}" for name in ("replicate", "shard", "context", "tensor", "pipeline"))
+_OF_SIZE = ("cluster", "train.global_batch", "train.micro_batch", *_DEGREES)
+
+Row = Mapping[str, Any]
+
+
+def curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | None]]) -> list[dict[str, Any]]:
+    """Strong scaling, where the global batch stays, and weak scaling, where the batch of a rank does.
+
+    Args:
+        rows: Those of one model; only the ones with throughput count.
+        options: The varying options, with a value for each row by its number.
+
+    Returns:
+        ``kind`` (``strong`` or ``weak``), ``name``, ``rows`` by their numbers, from the fewest ranks to the most, and
+        ``efficiency``: for each the throughput of a rank over that of a rank of the first one. Of each kind the curve
+        with the highest throughput comes first.
+    """
+    known = [row for row in rows if row["rate"] and row["ranks"] and row["batch"]]
+    found = []
+    for kind, size in (("strong", lambda row: row["batch"]), ("weak", lambda row: row["batch"] / row["ranks"])):
+        alike = _grouped(known, lambda row, size=size: (size(row), row["parallel"], *_kept(row, options)))
+        curves = [curve for group in alike for curve in _apart(group, options)]
+        curves = sorted((one for one in curves if len(one) > 1), key=lambda one: -max(row["rate"] for row in one))
+        found += [_curve(kind, curve, size(curve[0]), options) for curve in curves]
+    return found
+
+
+def _kept(row: Row, options: Mapping[str, Sequence[str | None]]) -> list[str | None]:
+    """The values of options that have nothing to do with the number of ranks."""
+    return [texts[row["number"]] for name, texts in options.items() if not _is_size(name)]
+
+
+def _is_size(name: str) -> bool:
+    return name in _OF_SIZE or name.startswith("cluster.")
+
+
+def _apart(group: Sequence[Row], options: Mapping[str, Sequence[str | None]]) -> Iterable[Sequence[Row]]:
+    """Curves with one row for each number of ranks: by how ranks are divided if they have to be, and by sweep."""
+    waiting = [group]
+    for key in (
+        lambda row: tuple(options[name][row["number"]] for name in _DEGREES if name in options),
+        lambda row: row["sweep"],
+        lambda row: row["number"],
+    ):
+        clear = [one for one in waiting if len({row["ranks"] for row in one}) == len(one)]
+        yield from (sorted(one, key=lambda row: row["ranks"]) for one in clear)
+        waiting = [part for one in waiting if one not in clear for part in _grouped(one, key)]
+
+
+def _grouped(rows: Iterable[Row], key: Any) -> list[list[Row]]:
+    found: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return list(found.values())
+
+
+def _curve(kind: str, rows: Sequence[Row], size: float, options: Mapping[str, Sequence[str | None]]) -> dict[str, Any]:
+    first = rows[0]["rate"] / rows[0]["ranks"]
+    batch = f"batch {size:g}" if kind == "strong" else f"{size:g} a rank"
+    varying = [name for name in options if not _is_size(name) and name != "parallel"]
+    words = [f"{name.rpartition('.')[2]}={text}" for name in varying if (text := options[name][rows[0]["number"]])]
+    return {
+        "kind": kind,
+        "name": ", ".join([" ".join([str(rows[0]["parallel"]), *words]), batch]),
+        "rows": [row["number"] for row in rows],
+        "efficiency": [row["rate"] / row["ranks"] / first for row in rows],
+    }

@@ -1,0 +1,269 @@
+"""The report in a real Chromium: what it shows are the figures of the records, and it answers."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import sys
+
+import pytest
+from scipy import stats
+
+import ptdbench
+from ptdbench import __main__ as command
+from ptdbench.report.phases import PHASES
+from tests.report.made import keep, run
+from tests.report.page.conftest import EVIL, RATES, drawn, traces, watched
+
+
+#: Sorting and columns as they are at first; the filter is typed.
+RESET = """() => {
+    Object.assign(state, { sort: null, down: false });
+    for (const model of report.models) model.shown = new Set(usualColumns(model).map((column) => column.name));
+}"""
+
+
+@pytest.fixture(scope="module")
+def written(sweep):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["ptdbench", "report", str(sweep)])
+        assert command.main() == 0
+    return sweep / "report.html"
+
+
+@pytest.fixture(scope="module")
+def opened(written, browser):
+    """The report of the sweep, and what it complains of."""
+    with watched(browser) as (open_it, complaints):
+        yield open_it(written), complaints
+
+
+@pytest.fixture
+def report(opened):
+    """The same for each test as it was opened."""
+    page, complaints = opened
+    page.evaluate(
+        "() => (Object.assign(state, { sort: null, down: false }), document.body.removeAttribute('data-drawn'))"
+    )
+    page.evaluate(
+        "() => report.models.forEach((model) => (model.shown = new Set(usualColumns(model).map(({name}) => name))))"
+    )
+    fill(page, "")
+    yield page
+    assert complaints == []
+
+
+def rows(page, model=0):
+    """The cells of a table by their headings, row by row."""
+    texts = page.evaluate(
+        """place => [...document.querySelectorAll(`[data-model="${place}"] .table tr:not(.detail)`)].map(
+            row => [...row.children].map(cell => cell.textContent))""",
+        model,
+    )
+    return [dict(zip(texts[0], row, strict=True)) for row in texts[1:]]
+
+
+def labels(page, model=0):
+    return [row["configuration"] for row in rows(page, model)]
+
+
+def fill(page, text):
+    page.evaluate("() => document.body.removeAttribute('data-drawn')")
+    page.fill("#filter", f"{text} ")
+    drawn(page)
+
+
+class TestFigures:
+    def test_they_are_those_of_the_records(self, report, sweep):
+        runs = {run.directory.name: run for run in ptdbench.load(sweep)}
+        (bars,) = traces(report, "throughput")
+        assert bars["x"] == pytest.approx([stats.gmean(RATES[parallel]) for parallel in ("ddp", "pdp", "fsdp")])
+        logs = [math.log(rate) for rate in RATES["ddp"]]
+        high = math.exp(stats.t.interval(0.95, 2, loc=sum(logs) / 3, scale=stats.sem(logs))[1])
+        assert bars["x"][0] + bars["array"][0] == pytest.approx(high)
+        for place, phase in enumerate(PHASES.values()):
+            found = [trace for trace in traces(report, "phases") if trace["name"] == phase]
+            name = list(PHASES)[place]
+            expected = [
+                1e3 * sum(runs[f"0_gpt_tiny_{parallel}"]["phases"]["ranks"][name]) / 2
+                for parallel in ("ddp", "pdp", "fsdp")
+            ]
+            if name != "other":  # it is what the others leave of the step
+                assert (found[0]["x"] if found else [0.0] * 3) == pytest.approx(expected)
+        points = [trace for trace in traces(report, "memory") if trace["name"] in RATES]
+        assert {trace["name"]: trace["x"] for trace in points} == {p: [len(p) / 4] for p in RATES}
+        steps = {trace["name"]: (trace["x"], trace["y"]) for trace in traces(report, "steps")}
+        assert steps["ddp"] == ([1, 2, 3], pytest.approx([300, 200, 100]))
+        losses = {trace["name"]: trace["y"] for trace in traces(report, "losses")}
+        assert losses["pdp 1x2 1f1b"] == [3.0, 2.5, 2.5]
+
+    def test_the_table_is_that_of_the_terminal(self, report):
+        first, second, third, last = rows(report)
+        assert [row["#"] for row in (first, second, third, last)] == ["1", "2", "3", "-"]
+        assert (first["configuration"], first["runs"], first["tokens/s"][:5]) == ("ddp", "3", "2,000")
+        assert (second["vs best"][:5], last["status"]) == ("0.75x", "failed")
+        assert labels(report, 1) == ["ddp"]  # of the other model, which is not compared with these
+        assert rows(report, 1)[0]["tokens/s"] == "5.00"
+
+    def test_the_pareto_front_has_what_nothing_beats(self, report):
+        (front,) = [trace for trace in traces(report, "memory") if trace["name"] == "Pareto front"]
+        assert front["y"] == pytest.approx([stats.gmean(RATES["ddp"])])  # the fastest takes the least memory
+
+    def test_sentences(self, report):
+        text = report.inner_text("[data-model='0']")
+        assert "fsdp takes 44 ms longer than ddp: " in text
+        assert "the losses of these rows are not those of ddp, by relative difference: pdp 1x2 1f1b (0.11)" in text
+        assert "Below" not in report.title()
+
+    def test_a_message_of_a_record_is_shown_as_it_is(self, report):
+        assert EVIL in report.inner_text("#failed")
+        assert report.title() == "sweep"
+
+
+class TestControls:
+    @pytest.mark.parametrize(
+        ("typed", "expected"),
+        [
+            ("parallel=fsdp", ["fsdp"]),
+            ("parallel=fsdp,ddp", ["ddp", "fsdp"]),
+            ("parallel!=fsdp status=ok", ["ddp", "pdp 1x2 1f1b"]),
+            ("optimizer.lr<0.15", ["pdp 1x2 1f1b"]),
+            ("lr>=0.2", ["ddp", "fsdp"]),
+            ("throughput>1400", ["ddp", "pdp 1x2 1f1b"]),
+            ("precision=fp32 1f1b", ["pdp 1x2 1f1b"]),
+            ("precision=bf16", []),
+            ('"configuration=pdp 1x2 1f1b"', ["pdp 1x2 1f1b"]),
+            ("", ["ddp", "pdp 1x2 1f1b", "fsdp", "tp"]),
+        ],
+    )
+    def test_filter(self, report, typed, expected):
+        fill(report, typed)
+        assert labels(report) == expected
+        found = f"{len(expected) + len(labels(report, 1))} of 5 configurations"
+        assert report.inner_text("#found") == found
+
+    def test_figures_follow_the_filter(self, report):
+        fill(report, "parallel=fsdp")
+        (bars,) = traces(report, "throughput")
+        assert bars["x"] == pytest.approx([stats.gmean(RATES["fsdp"])])
+        fill(report, "parallel=tp")
+        assert report.is_hidden("#throughput")
+        fill(report, "")
+        assert len(traces(report, "throughput")[0]["x"]) == 3
+
+    @pytest.mark.parametrize(
+        ("typed", "said"),
+        [
+            ("paralel=ddp", "paralel: no option is called so; try rank, configuration,"),
+            ("rank<many", "rank<many: many is no number"),
+            ("micro_batch=1", "micro_batch: several options end so; try train.micro_batch, eval.micro_batch"),
+        ],
+    )
+    def test_a_filter_that_means_nothing_is_told_and_leaves_the_table(self, report, typed, said):
+        report.fill("#filter", typed)
+        assert report.inner_text("#found").startswith(said)
+        assert len(labels(report)) == 4
+
+    def test_sort(self, report):
+        button = report.get_by_role("button", name="memory", exact=True).first
+        button.click()
+        assert labels(report) == ["ddp", "pdp 1x2 1f1b", "fsdp", "tp"]
+        button.click()
+        assert labels(report) == ["fsdp", "ddp", "pdp 1x2 1f1b", "tp"]  # what is not known comes last
+        button.click()
+        assert labels(report) == ["ddp", "pdp 1x2 1f1b", "fsdp", "tp"]
+
+    def test_any_option_is_a_column_that_sorts(self, report):
+        report.evaluate("() => (document.querySelector('.columns').open = true)")
+        assert "parallel" not in rows(report)[0]
+        report.locator("[data-model='0'] .columns").get_by_label("parallel", exact=True).check()
+        assert [row["parallel"] for row in rows(report)] == ["ddp", "pdp", "fsdp", "tp"]
+        report.get_by_role("button", name="parallel", exact=True).click()
+        assert [row["parallel"] for row in rows(report)] == ["ddp", "fsdp", "pdp", "tp"]
+
+    def test_a_click_on_a_value_filters(self, report):
+        report.evaluate("() => document.body.removeAttribute('data-drawn')")
+        report.locator("[data-model='0'] td .value", has_text="0.1").first.click()
+        drawn(report)
+        assert report.input_value("#filter").strip() == "optimizer.lr=0.1"
+        assert labels(report) == ["pdp 1x2 1f1b"]
+
+    def test_a_click_on_a_configuration_shows_its_runs_and_what_to_type(self, report, sweep):
+        report.get_by_role("button", name="fsdp", exact=True).first.click()
+        text = report.inner_text("tr.detail")
+        assert "ptdbench train parallel=fsdp 'model.name='\"'\"'a b'\"'\"''" in text
+        assert all(str(sweep / f"{block}_gpt_tiny_fsdp") in text for block in range(3))
+        assert "environment 1 below" in text
+        report.get_by_role("button", name="fsdp", exact=True).first.click()
+        assert report.locator("tr.detail").count() == 0
+
+    def test_of_many_rows_some_are_shown_first(self, show, tmp_path, monkeypatch):
+        for number in range(150):
+            config = {"optimizer": {"lr": number / 1000}}
+            keep(tmp_path, f"{number}", run(tokens_per_second=1000.0 + number, config=config, workload="train"))
+        monkeypatch.setattr(sys, "argv", ["ptdbench", "report", str(tmp_path)])
+        assert command.main() == 0
+        page = show(tmp_path / "report.html")
+        assert len(rows(page)) == 100
+        assert "the first 40 of 150 rows in the table's order" in page.inner_text("#throughput")
+        page.get_by_role("button", name="show 50 of 50 more rows").click()
+        assert len(rows(page)) == 150
+
+
+class TestDownloads:
+    def test_data_as_csv(self, report):
+        with report.expect_download() as download:
+            report.click("#throughput button:has-text('CSV')")
+        text = download.value.path().read_text()
+        found = list(csv.DictReader(io.StringIO(text)))
+        assert [row["configuration"] for row in found] == ["ddp", "pdp 1x2 1f1b", "fsdp"]
+        assert float(found[0]["tokens/s"]) == pytest.approx(stats.gmean(RATES["ddp"]))
+        assert download.value.suggested_filename == "throughput.csv"
+
+    def test_the_table_as_csv(self, report):
+        with report.expect_download() as download:
+            report.click("[data-model='0'] .below button:has-text('CSV')")
+        found = list(csv.DictReader(io.StringIO(download.value.path().read_text())))
+        assert [(row["name"], row["optimizer.lr"]) for row in found][:2] == [("ddp", "0.2"), ("pdp 1x2 1f1b", "0.1")]
+
+    @pytest.mark.parametrize(("form", "begin"), [("SVG", b"<svg"), ("PNG", b"\x89PNG")])
+    def test_figures_as_images(self, report, form, begin):
+        with report.expect_download() as download:
+            report.click(f"#phases button:has-text('{form}')")
+        assert download.value.path().read_bytes().startswith(begin)
+
+    def test_the_numbers_of_a_figure_as_a_table(self, report):
+        report.click("#losses details summary")
+        report.wait_for_selector("#losses details table")
+        assert "ddp\t1\t3" in report.inner_text("#losses details")
+
+
+def test_dark_and_light(report):
+    background = "() => getComputedStyle(document.body).backgroundColor"
+    name = "() => getComputedStyle(document.querySelector('#throughput text')).fill"
+    assert (report.evaluate(background), report.evaluate(name)) == ("rgb(255, 255, 255)", "rgb(31, 35, 40)")
+    for _ in range(2):
+        report.click("#theme")
+    assert (report.evaluate(background), report.evaluate(name)) == ("rgb(20, 24, 29)", "rgb(227, 231, 235)")
+    report.emulate_media(media="print")  # as it is on paper
+    assert (report.evaluate(background), report.evaluate(name)) == ("rgb(255, 255, 255)", "rgb(0, 0, 0)")
+    assert report.is_hidden("#controls")
+    report.emulate_media(media="screen")
+
+
+def test_what_other_workloads_found(show, tmp_path, monkeypatch):
+    product = {"dtype": "bf16", "shape": "2x4x8", "repetitions": 3, "mean": 1e9, "median": 2e9, "maximum": 3e9}
+    copy = {"kind": "within the device", "bytes": 8, "repetitions": 3, "mean": 1e9, "median": 1e9, "maximum": 1e9}
+    found = {"ranks": [{"rank": 0, "device": "cpu", "products": [product], "copies": [copy]}]}
+    config = {"workload": {"_target_": "nothing.of.the.kind"}}
+    record = run(model=None, parallel=None, workload="matmul", matmul=found) | {"config": config}
+    keep(tmp_path, "0_matmul", record)
+    monkeypatch.setattr(sys, "argv", ["ptdbench", "report", str(tmp_path)])
+    assert command.main() == 0
+    page = show(tmp_path / "report.html")
+    points, roof = traces(page, "other-1-1")
+    assert (points["x"], points["y"], points["text"]) == (pytest.approx([128 / 112]), [2.0], ["2x4x8"])
+    assert roof["x"] == pytest.approx([0.5, 2.0])  # 1 GB/s, up to 2 GFLOP/s
+    assert roof["y"] == pytest.approx([0.5, 2.0])
+    assert "the results in" in page.inner_text("[data-other='0']")  # its class is gone, and that is said
