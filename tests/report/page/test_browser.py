@@ -16,7 +16,6 @@ from ptdbench.report.phases import PHASES
 from tests.report.made import keep, run
 from tests.report.page.conftest import EVIL, RATES, drawn, traces, watched
 
-
 #: Sorting and columns as they are at first; the filter is typed.
 RESET = """() => {
     Object.assign(state, { sort: null, down: false });
