@@ -32,7 +32,8 @@ def markdown(title: str, subtitle: str, runs: Sequence[Run]) -> str:
     parts = [f"# {_escaped(title)}", _escaped(subtitle)]
     parts += [part for one in blocks for part in _of_model(one)]
     parts += [part for run in runs if not run.get("model") for part in _of_workload(run)]
-    parts.append(_folded("environment", _environments(runs)))
+    if environments := _environments(runs):
+        parts.append(_folded("environment", environments))
     return "\n\n".join(parts) + "\n"
 
 

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from ptdbench.records.load import Run
+from ptdbench.terminal import plural
 
 #: Curves of so many rows are drawn: of more, none can be told from another.
 _ROWS = 40
@@ -101,5 +102,5 @@ def _sentence(batch: object, found: Mapping[int, float], called: Mapping[int, st
         for number, apart in sorted(far.items(), key=lambda pair: -np.nan_to_num(pair[1], nan=np.inf))[:5]
     )
     most = "" if len(far) <= 5 else f", and of {len(far) - 5} others"
-    rest = f"; {len(found) - len(far)} others follow it within {_EQUAL:.0e}" if len(far) < len(found) else ""
+    rest = f"; {plural(len(found) - len(far), 'row')} within {_EQUAL:.0e}" if len(far) < len(found) else ""
     return f"{where} of these rows are not those of {reference}, by relative difference: {named}{most}{rest}"

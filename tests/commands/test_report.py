@@ -1,0 +1,133 @@
+"""``ptdbench report``: what it writes, what it refuses, and what it says of damage."""
+
+from __future__ import annotations
+
+import csv
+import os
+import sys
+import webbrowser
+
+import pytest
+
+from ptdbench import __main__ as command
+from ptdbench.records.store import RECORD, RESULTS
+from tests.report.made import DDP, FSDP, failed, keep, run
+
+
+@pytest.fixture
+def report(monkeypatch, capsys):
+    """Calls it: exit status, lines of output, lines of errors."""
+
+    def call(*words):
+        monkeypatch.setattr(sys, "argv", ["ptdbench", "report", *map(str, words)])
+        status = command.main()
+        said = capsys.readouterr()
+        return status, said.out.splitlines(), said.err.splitlines()
+
+    return call
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Two runs that are ok, and one that is not."""
+    for number, record in enumerate((FSDP, DDP, failed("tp", "no room", "oom"))):
+        keep(tmp_path / "sweep", f"{number}_gpt_tiny_{record['parallel']}", record)
+    return tmp_path / "sweep"
+
+
+class TestForms:
+    def test_html_beside_the_results(self, report, sweep):
+        assert report(sweep) == (0, [f"report       {sweep / 'report.html'}"], [])
+        text = (sweep / "report.html").read_text()
+        assert text.startswith("<!DOCTYPE html>")
+        assert "<h1>sweep</h1>" in text
+        assert "3 runs, of which 1 failed · made by ptdbench " in text
+
+    def test_markdown_and_csv(self, report, sweep):
+        assert report(sweep, "--md", "--csv")[0] == 0
+        assert sorted(path.name for path in sweep.glob("report.*")) == ["report.csv", "report.md"]
+        assert (sweep / "report.md").read_text().startswith("# sweep\n")
+        with (sweep / "report.csv").open() as file:
+            found = list(csv.DictReader(file))
+        assert [row["status"] for row in found] == ["ok", "ok", "oom"]
+        assert float(found[1]["metrics.tokens_per_second"]) == DDP["metrics"]["tokens_per_second"]
+        assert found[0]["directory"] == str(sweep / "0_gpt_tiny_fsdp")
+
+    def test_a_browser_opens_it(self, report, sweep, monkeypatch):
+        opened = []
+        monkeypatch.setattr(webbrowser, "open", lambda address: opened.append(address) or True)
+        assert report(sweep, "--open", "--md")[0] == 0
+        assert opened == [(sweep / "report.html").as_uri()]
+        monkeypatch.setattr(webbrowser, "open", lambda _: False)
+        status, _, err = report(sweep, "--open", "--force")
+        assert (status, err) == (0, [f"no browser was found to show {sweep / 'report.html'}"])
+
+    def test_several_directories_of_which_none_is_reported_twice(self, report, sweep, tmp_path):
+        keep(tmp_path / "more", "0_gpt_tiny_ddp", DDP)
+        assert report(sweep, tmp_path / "more", sweep, tmp_path, "--csv")[0] == 0
+        assert len((sweep / "report.csv").read_text().splitlines()) == 1 + 4
+
+    def test_one_run(self, report, sweep):
+        assert report(sweep / "1_gpt_tiny_ddp")[0] == 0
+        assert (sweep / "1_gpt_tiny_ddp" / "report.html").exists()
+
+    def test_results_alone(self, report, sweep, tmp_path):
+        (tmp_path / "mailed").mkdir()
+        (sweep / RESULTS).rename(tmp_path / "mailed" / RESULTS)
+        status, out, _ = report(tmp_path / "mailed" / RESULTS)
+        assert (status, out) == (0, [f"report       {tmp_path / 'mailed' / 'report.html'}"])
+
+
+class TestRefused:
+    def test_it_overwrites_nothing_unless_it_is_told_to(self, report, sweep):
+        (sweep / "report.md").write_text("mine")
+        rule = f"report={sweep / 'report.md'}: it is there already"
+        assert report(sweep, "--md", "--html") == (
+            1, [], [f"{rule}; give --force to overwrite it, or --output with another folder"],
+        )  # fmt: skip
+        assert (sweep / "report.md").read_text() == "mine"
+        assert not (sweep / "report.html").exists()
+        assert report(sweep, "--md", "--force")[0] == 0
+        assert (sweep / "report.md").read_text() != "mine"
+
+    def test_another_folder(self, report, sweep, tmp_path):
+        missing = tmp_path / "no"
+        assert report(sweep, "--output", missing) == (
+            1,
+            [],
+            [f"--output={missing}: there is no such folder; create it"],
+        )
+        missing.mkdir()
+        assert report(sweep, "--output", missing)[0] == 0
+        assert (missing / "report.html").exists()
+
+    def test_nothing_there(self, report, tmp_path):
+        rule = "no record.json and no results.jsonl there or below"
+        remedy = "give the directory of a run or of a sweep, or a folder of them"
+        assert report(tmp_path) == (1, [], [f"{tmp_path}: {rule}; {remedy}"])
+        assert list(tmp_path.iterdir()) == []
+
+    def test_damaged_records_are_named_and_the_others_reported(self, report, sweep):
+        results = (sweep / RESULTS).read_bytes().splitlines(keepends=True)
+        (sweep / RESULTS).write_bytes(b"".join([results[0][:50] + b"\n", *results[1:]]))
+        (sweep / "0_gpt_tiny_fsdp" / RECORD).write_text('{"sta')
+        status, _, err = report(sweep, "--csv")
+        assert status == 0
+        assert [line.partition(" is damaged")[0] for line in err] == [
+            str(sweep / "0_gpt_tiny_fsdp" / RECORD), f"{sweep / RESULTS}: line 1",
+        ]  # fmt: skip
+        assert len((sweep / "report.csv").read_text().splitlines()) == 1 + 2
+
+    def test_records_of_a_later_version(self, report, tmp_path):
+        path = keep(tmp_path / "sweep", "0", run(schema=3, world_size={"another": "form"}))
+        status, out, (line,) = report(path)
+        assert (status, out) == (1, [])
+        assert line.endswith(
+            "its schema is 3, of a later version of ptdbench than this one, which reads 2; update ptdbench"
+        )
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="no permissions: root may write everywhere")
+    def test_a_folder_that_cannot_be_written(self, report, sweep):
+        sweep.chmod(0o500)
+        status, out, (line,) = report(sweep)
+        assert (status, out, line.endswith("Permission denied")) == (1, [], True)

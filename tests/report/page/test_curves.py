@@ -1,0 +1,84 @@
+"""Steps and losses as they are drawn, and what is said of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ptdbench.records import series
+from ptdbench.records.load import Run
+from ptdbench.report.page.curves import of_steps
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """Runs with these losses, and step times if they are given, by their numbers."""
+
+    def write(*losses, seconds=None, batches=None):
+        found = {}
+        for number, values in enumerate(losses):
+            directory = tmp_path / str(number)
+            directory.mkdir()
+            rows = series.unknown(len(values), 1)
+            rows["loss"] = values
+            rows["step_seconds"][:, 0] = 0.1 if seconds is None else seconds
+            series.write(directory / series.NAME, [rows])
+            batch = batches[number] if batches else 8
+            found[number] = Run({"schema": 2, "steps": len(values), "global_batch": batch}, directory)
+        return of_steps(found, {number: f"run{number}" for number in found})
+
+    return write
+
+
+def test_short_runs_are_drawn_whole(trained):
+    (curve,) = trained([3.0, 2.0, float("nan")], seconds=[0.3, 0.2, 0.1])["steps"]
+    assert curve == {"number": 0, "step": [1, 2, 3], "seconds": [0.3, 0.2, 0.1], "loss": [3.0, 2.0, None]}
+
+
+def test_of_long_runs_the_extremes_and_the_last_step_stay(trained):
+    seconds = np.full(10_000, 0.1)
+    seconds[[4321, 8765]] = 9.0, 0.01
+    (curve,) = trained(np.linspace(5, 1, 10_000), seconds=seconds)["steps"]
+    assert len(curve["step"]) <= 400
+    drawn = dict(zip(curve["step"], curve["seconds"], strict=True))
+    assert (drawn[4322], drawn[8766], curve["step"][0], curve["step"][-1]) == (9.0, 0.01, 1, 10_000)
+    assert curve["step"] == sorted(set(curve["step"]))
+
+
+def test_the_same_losses(trained):
+    assert trained([3.0, 2.0], [3.0, 2.0])["losses"] == [
+        "batch 8: the losses of all rows are those of run0 at every step"
+    ]
+
+
+def test_losses_within_rounding(trained):
+    (said,) = trained([3.0, 2.0], [3.0, 2.0 * (1 + 4e-6)])["losses"]
+    assert said == "batch 8: the losses of all rows follow run0 within 4.0e-06 at every step"
+
+
+def test_other_losses_are_named_the_farthest_first(trained):
+    (said,) = trained([3.0, 2.0], [3.0, 2.2], [3.0, float("nan")], [3.0, 2.0])["losses"]
+    assert said == (
+        "batch 8: the losses of these rows are not those of run0, by relative difference: run2 (not finite), run1 (0.1); "
+        "1 others follow it within 1e-05"
+    )
+
+
+def test_each_global_batch_by_itself_and_a_run_alone_not_at_all(trained):
+    said = trained([3.0], [9.0], [3.0], batches=[8, 16, 8])["losses"]
+    assert said == ["batch 8: the losses of all rows are those of run0 at every step"]
+
+
+def test_a_run_that_did_fewer_steps_is_compared_as_far_as_it_came(trained):
+    assert trained([3.0, 2.0, 1.0], [3.0, 2.0])["losses"][0].endswith("are those of run0 at every step")
+
+
+def test_of_many_rows_the_first_are_drawn(trained):
+    found = trained(*[[1.0]] * 50)
+    assert [curve["number"] for curve in found["steps"]] == list(range(found["drawn"]))
+    assert found["drawn"] == 40
+
+
+def test_rows_without_their_series_have_no_curves(tmp_path):
+    runs = {0: Run({"schema": 2, "steps": 5}, tmp_path / "gone"), 1: Run({"schema": 2, "steps": None}, tmp_path / "no")}
+    assert of_steps(runs, {0: "a", 1: "b"}) == {"steps": [], "losses": [], "drawn": 40}

@@ -1,0 +1,48 @@
+"""The report as Markdown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ptdbench.records.load import Run
+from ptdbench.report.markdown import markdown
+from tests.report.made import DDP, FSDP, failed, run
+
+
+def made(*records):
+    found = []
+    for number, record in enumerate(records):
+        directory = Path("outputs/sweep", str(number))
+        found.append(Run({"workload": "train", **record, "directory": str(directory)}, directory))
+    return markdown("my_sweep", "2 runs", found)
+
+
+def test_a_table_sentences_commands_and_the_environment():
+    environment = {"host": "n1", "torch": "2.15.0", "settings": {"OMP_NUM_THREADS": "1"}}
+    text = made(DDP | {"overrides": ["parallel=ddp"], "environment": environment}, FSDP | {"environment": environment})
+    lines = text.splitlines()
+    assert lines[:4] == ["# my\\_sweep", "", "2 runs", ""]
+    head = next(place for place, line in enumerate(lines) if line.startswith("| # |"))
+    assert lines[head + 1].startswith("| ---: | --- |")
+    assert [line.split(" | ")[1] for line in lines[head + 2 : head + 4]] == ["ddp", "fsdp"]
+    assert "- fsdp takes 44 ms longer than ddp: " in text
+    assert "train parallel=ddp\n" in text
+    assert "# fsdp\nwhat was typed is not on record\n" in text
+    assert text.count("torch: 2.15.0\n") == 1
+    assert 'settings: {"OMP_NUM_THREADS": "1"}' in text
+
+
+def test_what_markdown_would_read_as_marks_is_shown_as_it_is():
+    text = made(run(), failed("fsdp", "<b>a|b</b> `rm` *x*\nnext # line"))
+    assert "\\<b\\>a\\|b\\</b\\> \\`rm\\` \\*x\\* next \\# line" in text
+
+
+def test_a_fence_in_what_was_typed_does_not_end_it():
+    text = made(run(overrides=["a=```b"]))
+    assert "````text\n# ddp\n" in text
+
+
+def test_other_workloads_are_shown_as_in_the_terminal():
+    text = made(run(model=None, parallel=None, workload="hello", config={}, overrides=["workload=hello"]))
+    assert "## hello\n\n```text\nhello: ok: no reason on record" in text
+    assert "train workload=hello\n" in text

@@ -1,0 +1,29 @@
+"""What a report of several sweeps compares, and what is typed for each run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ptdbench.records.load import Run
+from ptdbench.report.sweeps import alternatives_of, command
+from tests.report.made import repeated, run
+
+
+def test_each_sweep_has_its_own_alternatives():
+    runs = [Run(one, Path(one["directory"])) for name in "ab" for one in repeated("ddp", [1.0, 2.0], sweep=name)]
+    assert [len(one.runs) for one in alternatives_of(runs)] == [2, 2]
+
+
+def test_what_is_typed_has_no_repeats_and_is_quoted():
+    typed = command(run(overrides=["model=a b", "+x='1'", "repeat.block=3", "+repeat.runs=5"]))
+    assert typed.endswith(" 'model=a b' '+x='\"'\"'1'\"'\"''")
+    assert command(run(overrides=[])).endswith("train")
+
+
+def test_under_a_launcher_it_begins_with_that():
+    assert command(run(overrides=["a=1"], launcher="torchrun")).startswith("torchrun ... ")
+
+
+def test_what_was_typed_may_be_unknown():
+    assert command(run(overrides=None)) is None
+    assert command(run()) is None
