@@ -26,7 +26,7 @@ def test_a_table_sentences_commands_and_the_environment():
     assert lines[head + 1].startswith("| ---: | --- |")
     assert [line.split(" | ")[1] for line in lines[head + 2 : head + 4]] == ["ddp", "fsdp"]
     assert "- fsdp takes 44 ms longer than ddp: " in text
-    assert "train parallel=ddp\n" in text
+    assert " parallel=ddp\n" in text
     assert "# fsdp\nwhat was typed is not on record\n" in text
     assert text.count("torch: 2.15.0\n") == 1
     assert 'settings: {"OMP_NUM_THREADS": "1"}' in text
@@ -45,4 +45,4 @@ def test_a_fence_in_what_was_typed_does_not_end_it():
 def test_other_workloads_are_shown_as_in_the_terminal():
     text = made(run(model=None, parallel=None, workload="hello", config={}, overrides=["workload=hello"]))
     assert "## hello\n\n```text\nhello: ok: no reason on record" in text
-    assert "train workload=hello\n" in text
+    assert " workload=hello\n" in text

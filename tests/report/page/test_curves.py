@@ -59,8 +59,8 @@ def test_losses_within_rounding(trained):
 def test_other_losses_are_named_the_farthest_first(trained):
     (said,) = trained([3.0, 2.0], [3.0, 2.2], [3.0, float("nan")], [3.0, 2.0])["losses"]
     assert said == (
-        "batch 8: the losses of these rows are not those of run0, by relative difference: run2 (not finite), run1 (0.1); "
-        "1 others follow it within 1e-05"
+        "batch 8: the losses of these rows are not those of run0, by relative difference: "
+        "run2 (not finite), run1 (0.1); 1 row within 1e-05"
     )
 
 
