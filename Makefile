@@ -10,7 +10,7 @@ ARGS ?=
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test test test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed long-run bubbles parity-matrix phases-truth compare-truth attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test test test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix phases-truth compare-truth attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -61,6 +61,9 @@ launch-time: install  ## how long local ranks take to start, against torchrun, a
 
 status-speed: install  ## how long `ptdbench status` takes on a sweep of 1,000 runs
 	$(BIN)/python benchmarks/status_speed.py $(ARGS)
+
+report-speed: install-test  ## how long a report of 1,000 and of 10,000 runs takes to write, and to open in Chromium
+	$(BIN)/python benchmarks/report_speed.py $(ARGS)
 
 long-run: install  ## 50,000 steps of toy: do memory, saves and evaluations stay as they began
 	$(BIN)/python -m benchmarks.long_run $(ARGS)
