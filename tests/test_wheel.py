@@ -130,8 +130,10 @@ def test_every_file_of_conf_is_in_it_and_in_a_source_archive(source, programs):
     (shipped,) = programs.parent.glob("lib/python*/site-packages/ptdbench")
     files = {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").glob("**/*.yaml")}
     assert {path.relative_to(shipped / "conf") for path in (shipped / "conf").glob("**/*.*")} == files
-    modules = {path.relative_to(ROOT / "ptdbench") for path in (ROOT / "ptdbench").glob("**/*.py")}
-    assert modules <= {path.relative_to(shipped) for path in shipped.glob("**/*.py")}
+    for kind in ("py", "html", "css", "js"):
+        made = {path.relative_to(ROOT / "ptdbench") for path in (ROOT / "ptdbench").glob(f"**/*.{kind}")}
+        assert made
+        assert made <= {path.relative_to(shipped) for path in shipped.glob(f"**/*.{kind}")}
 
 
 def test_version_and_help(programs, shell, tmp_path):
@@ -196,7 +198,7 @@ def test_a_sweep_over_a_model_and_a_choice_of_ones_own(shell, home):
 
 def test_it_on_slurm(programs, slurm, home):
     """As a job that it submits, and by a plain script."""
-    shell = activated(slurm, programs)
+    shell = {**activated(slurm, programs), "XDG_CACHE_HOME": str(home)}  # no figures of this machine are on record
     done = call("ptdbench", "train", *MINE, "cluster=slurm", "cluster.nodes=2", "train.steps=2", cwd=home, env=shell)
     assert done.returncode == 0, done.stderr
     (record,) = records(home)

@@ -81,15 +81,14 @@ const TOLD = ["parallel", "train.global_batch", "cluster.ranks_per_node"]; // by
 
 /** Columns with a figure, of words that are all alike none, and of a group whose choice differs the choice alone. */
 function usualColumns(model) {
-  const differing = new Set();
+  const differ = (column) => new Set(model.rows.map(column.of)).size > 1;
+  const chosen = new Set(model.columns.filter((column) => !column.name.includes(".") && differ(column)).map((column) => column.name));
   return model.columns.filter((column) => {
     if (column.name === "runs") return model.rows.some((row) => row.runs.length > 1);
     if (column.name === "nodes") return model.rows.some((row) => row.nodes > 1);
-    const values = new Set(model.rows.map(column.of));
-    if (column.name !== "sweep" && !column.option) return [...values].some(isKnown);
-    if (values.size > 1) differing.add(column.name);
-    if (TOLD.includes(column.name)) return false;
-    return values.size > 1 && (!column.name.includes(".") || !differing.has(column.name.split(".")[0]));
+    if (column.name !== "sweep" && !column.option) return model.rows.some((row) => isKnown(column.of(row)));
+    const group = column.name.includes(".") ? column.name.split(".")[0] : null;
+    return differ(column) && !TOLD.includes(column.name) && !chosen.has(group);
   });
 }
 

@@ -27,6 +27,7 @@ def sweep(tmp_path_factory):
         for block, (rate, run) in enumerate(zip(RATES[parallel], made, strict=True)):
             metrics = one["metrics"] | {"tokens_per_second": rate, "peak_memory_bytes": 2**28 * len(parallel)}
             options = {
+                "parallel": {"shard": len(parallel), "name": parallel, "schedule": "1f1b"},
                 "optimizer": {"lr": 0.1 if parallel == "pdp" else 0.2},
                 "train": {"micro_batch": "auto"},
                 "eval": {"micro_batch": 64},
