@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 import webbrowser
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ HELP = "one file to send: tables, figures, failures and commands of sweeps as HT
 
 #: The name of each form, beside the results.
 _NAMES = {"html": "report.html", "md": "report.md", "csv": "report.csv"}
+
+
+_MOST_OF_COMMENT = 65_536
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,8 +58,11 @@ def main(arguments: argparse.Namespace) -> int:
         said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         say(said, sys.stderr)
         return 1
-    for path in paths.values():
+    for form, path in paths.items():
         say(f"report       {path}")
+        if form == "md" and len(texts[form]) > _MOST_OF_COMMENT:
+            said = f"{path} has {len(texts[form]):,} characters, and a comment on GitHub {_MOST_OF_COMMENT:,} at most"
+            say(said, sys.stderr)
     if arguments.open and not webbrowser.open(paths["html"].absolute().as_uri()):
         say(f"no browser was found to show {paths['html']}", sys.stderr)
     return 0
@@ -71,8 +78,8 @@ def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
     forms = dict.fromkeys([*(["html"] if arguments.open or not asked else []), *asked])
     first = arguments.directories[0]
     folder = arguments.output or (first if first.is_dir() else first.parent)
-    if not folder.is_dir():
-        require(Problem("--output" if arguments.output else "report", folder, "there is no such folder", "create it"))
+    if arguments.output and not folder.is_dir():
+        require(Problem("--output", folder, "there is no such folder", "create it, or give another one"))
     paths = {form: folder / _NAMES[form] for form in forms}
     there = [path for path in paths.values() if path.exists()]
     if there and not arguments.force:
@@ -94,15 +101,16 @@ def _runs(directories: Sequence[Path]) -> list[Run]:
 
 
 def _title(directories: Sequence[Path]) -> str:
-    return ", ".join(directory.resolve().name or str(directory) for directory in directories)
+    found = dict.fromkeys(directory.resolve() for directory in directories)
+    return ", ".join((path.parent if path.is_file() else path).name or str(path) for path in found)
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
     from ptdbench.measure import hardware
 
-    failed = sum(run["status"] != "ok" for run in runs)
-    counted = f"{plural(len(runs), 'run')}{f', of which {failed} failed' if failed else ''}"
-    made = time.strftime("%Y-%m-%d %H:%M")
+    others = Counter(run["status"] for run in runs if run["status"] != "ok")
+    counted = ", ".join([plural(len(runs), "run"), *(f"{count} {status}" for status, count in others.items())])
+    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     return f"{counted} · made by {hardware.this_package()} on {made}"
 
 

@@ -32,13 +32,18 @@ _EXPLAINED = 5
 _HELD_BACK = 0.01
 
 
+#: A run and its name.
+_Named = tuple[str, Mapping[str, Any]]
+
+
 @dataclass(frozen=True)
 class Block:
     """The alternatives of one model.
 
     Attributes:
         ranking: All of them, in the order of the rows.
-        labels: What each is called.
+        labels: What each is called in a table, which has columns for the ranks and the global batch.
+        names: What each is called in sentences and figures.
         rows: The cells of each by their headings, :data:`MISSING` where there is no figure; at least one.
         remarks: Sentences on the order, on failures and on what was measured.
         why: Sentences on why the runs that come next are slower than the fastest one.
@@ -46,6 +51,7 @@ class Block:
 
     ranking: Ranking
     labels: list[str]
+    names: list[str]
     rows: list[dict[str, str]]
     remarks: list[str]
     why: list[str]
@@ -80,21 +86,21 @@ def _block(alternatives: Sequence[Alternative]) -> Block:
     records = [run for one in alternatives for run in one.runs]
     heading = f"{unit(records)}/s"
     found = ranking.rank(alternatives, noise.look_up(records))
-    called = labels([place.alternative.typical for place in found.places])
-    places = dict(zip(called, found.places, strict=True))
-    typical = {label: place.alternative.typical for label, place in places.items()}
+    typical = [place.alternative.typical for place in found.places]
+    called, named = labels(typical), names(typical)
+    by_name = list(zip(named, typical, strict=True))
     certainty = ranking.remark(found)
     remarks = [
         *([certainty] if certainty else []),
-        *_reasons(places),
+        *_reasons(list(zip(named, found.places, strict=True))),
         *_mfu_remarks([place.alternative.typical for place in found.places if place.rank]),
-        *_ceiling_remarks(typical),
-        *_data_remarks(typical),
-        *_clock_remarks(typical),
+        *_ceiling_remarks(by_name),
+        *_data_remarks(by_name),
+        *_clock_remarks(by_name),
         *_check_remarks(records),
     ]
     rows = [_row(place, label, heading, len(called)) for place, label in zip(found.places, called, strict=True)]
-    return Block(found, called, rows, remarks, _why(found))
+    return Block(found, called, named, rows, remarks, _why(found, named))
 
 
 def _row(place: Place, label: str, heading: str, places: int) -> dict[str, str]:
@@ -119,10 +125,10 @@ def _span(rank: tuple[int, int] | None) -> str:
     return "-".join(map(str, dict.fromkeys(rank))) if rank else MISSING
 
 
-def _reasons(places: Mapping[str, Place]) -> list[str]:
-    """Why runs are not ok, by their labels, each reason once."""
+def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
+    """Why runs are not ok, by their names, each reason once."""
     alike: dict[str, list[str]] = {}
-    for label, place in places.items():
+    for label, place in places:
         failed = [run for run in place.alternative.runs if not throughput(run)]
         for said in dict.fromkeys(map(reason, failed)):
             alike.setdefault(said, []).append(label)
@@ -162,6 +168,13 @@ def _ratio(place: Place) -> str:
     return f"{_text(place.ratio, '.2f', 'x')}{interval_text(place.against_best, 2)}"
 
 
+def held_out(record: Mapping[str, Any]) -> float | None:
+    """The figure of the last evaluation that :func:`evaluation` shows; an accuracy as a share."""
+    last: Mapping[str, Any] = next(reversed(record.get("evaluations") or [{}]))
+    found = (last.get(name) for name in ("top1", "bits_per_byte", "loss"))
+    return next((figure for figure in found if figure is not None), None)
+
+
 def evaluation(record: Mapping[str, Any]) -> str:
     """What the last evaluation said of the model: its accuracy, its bits per byte of text, or its loss."""
     last: Mapping[str, Any] = next(reversed(record.get("evaluations") or [{}]))
@@ -177,10 +190,10 @@ def _mfu_remarks(records: Iterable[Mapping[str, Any]]) -> list[str]:
     return [f"no MFU: {reason}" for reason in reasons if reason]
 
 
-def _ceiling_remarks(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Runs, by their labels, that passed their ceiling, and ceilings that may be too low."""
+def _ceiling_remarks(records: Sequence[_Named]) -> Iterator[str]:
+    """Runs, by their names, that passed their ceiling, and ceilings that may be too low."""
     loaded: dict[str, None] = {}
-    for label, record in records.items():
+    for label, record in records:
         rate, share = _figure(record, "ceiling_flops_per_second"), _figure(record, "share_of_ceiling")
         if remark := (record.get("remarks") or {}).get("ceiling"):
             yield f"{label}: {remark}"
@@ -193,16 +206,16 @@ def _ceiling_remarks(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         yield f"ceiling of {text}: taken beside other load, and perhaps too low"
 
 
-def _data_remarks(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Runs, by their labels, whose steps waited for their data."""
-    for label, record in records.items():
+def _data_remarks(records: Sequence[_Named]) -> Iterator[str]:
+    """Runs, by their names, whose steps waited for their data."""
+    for label, record in records:
         if (share := _figure(record, "data_wait_share")) and share >= _WAITED:
             yield f"{label}: {share:.0%} of the steps' time was spent waiting for data"
 
 
-def _clock_remarks(records: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Runs, by their labels, whose GPUs were held back, and the GPU that was the most."""
-    for label, record in records.items():
+def _clock_remarks(records: Sequence[_Named]) -> Iterator[str]:
+    """Runs, by their names, whose GPUs were held back, and the GPU that was the most."""
+    for label, record in records:
         clocks = (record.get("hardware") or {}).get("clocks") or []
         held = [(share, cause, of["rank"]) for of in clocks for cause, share in (of["held_back"] or {}).items()]
         held = [one for one in held if one[0] > _HELD_BACK]
@@ -219,16 +232,19 @@ def _check_remarks(records: Iterable[Mapping[str, Any]]) -> list[str]:
     return [remark for remark in found if remark]
 
 
-def _why(found: Ranking) -> list[str]:
+def _why(found: Ranking, named: Sequence[str]) -> list[str]:
     """Why the runs that come next are slower than the fastest one; ``ptdbench explain`` tells of all of them.
 
     What is tied with the fastest one is not explained, but where nothing is known of the order.
     """
-    ranked = [place for place in found.places if place.rank]
-    is_known = found.spread or any(place.against_best for place in ranked)
-    kept = [place for place in ranked if not is_known or place is ranked[0] or (place.rank and place.rank[0] > 1)]
-    explained = [place.alternative.typical for place in kept if not phases.missing(place.alternative.typical)]
-    called = dict(zip(names(explained), explained, strict=True))
+    ranked = [(name, place) for name, place in zip(named, found.places, strict=True) if place.rank]
+    is_known = found.spread or any(place.against_best for _, place in ranked)
+    kept = {
+        name: place.alternative.typical
+        for number, (name, place) in enumerate(ranked)
+        if not is_known or not number or (place.rank and place.rank[0] > 1)
+    }
+    called = {name: record for name, record in kept.items() if not phases.missing(record)}
     doubts = [doubt for name, record in called.items() for doubt in why.doubt(record, name)]
     return [*why.against_fastest(called)[:_EXPLAINED], *doubts[:_EXPLAINED]]
 

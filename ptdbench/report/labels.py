@@ -20,14 +20,14 @@ def labels(records: Sequence[Record]) -> list[str]:
 
     ``pdp 2x4 1f1b`` is 2 replicas of 4 stages, ``hsdp 2x8`` 2 replicas in 8 shards each.
     """
-    details = (_nodes, _precision, _microbatches, _accumulation, None, _sweep, _directory)
+    details = (_nodes, _precision, _microbatches, _accumulation, None, _sweep, _directory, _path)
     shown = [(record.get("world_size"), record.get("global_batch")) for record in records]
     return _told_apart(records, [_parallel(record) for record in records], details, shown)
 
 
 def names(records: Sequence[Record]) -> list[str]:
     """The labels of runs of one model for sentences, which have no columns for the ranks and the global batch."""
-    details = (_ranks, _batch, _nodes, _precision, _microbatches, _accumulation, None, _sweep, _directory)
+    details = (_ranks, _batch, _nodes, _precision, _microbatches, _accumulation, None, _sweep, _directory, _path)
     return _told_apart(records, [_parallel(record) for record in records], details, [()] * len(records))
 
 
@@ -127,3 +127,7 @@ def _sweep(record: Record) -> str:
 
 def _directory(record: Record) -> str:
     return f"[{Path(record['directory']).name}]"
+
+
+def _path(record: Record) -> str:
+    return f"[{record['directory']}]"

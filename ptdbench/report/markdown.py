@@ -44,7 +44,7 @@ def _of_model(found: Block) -> Iterator[str]:
         yield "\n".join(f"- {_escaped(sentence)}" for sentence in sentences)
     commands = {
         label: command(place.alternative.typical)
-        for label, place in zip(found.labels, found.ranking.places, strict=True)
+        for label, place in zip(found.names, found.ranking.places, strict=True)
     }
     yield _folded(
         "commands", [f"# {label}\n{typed or 'what was typed is not on record'}" for label, typed in commands.items()]
@@ -89,5 +89,5 @@ def _fenced(text: str) -> str:
 
 def _escaped(text: str) -> str:
     """On one line, without what Markdown and HTML would read as marks."""
-    line = " ".join(text.split())
-    return "".join(f"\\{letter}" if letter in "\\`*_[]<>|#~" else letter for letter in line)
+    line = " ".join(text.split()).replace("&", "&amp;").replace("@", "&#64;")  # that letter calls people
+    return "".join(f"\\{letter}" if letter in "\\`*_[]<>|~$" else letter for letter in line)

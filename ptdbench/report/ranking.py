@@ -72,9 +72,15 @@ def _in_order(
 ) -> Iterator[tuple[tuple[int, int], Alternative]]:
     """By their means, but none before one that is known to be faster: its runs may have met a busier machine."""
     waiting = sorted(ranks, key=lambda pair: -_mean(pair[1]))
+    worst = sorted(((own[1], id(one)) for own, one in waiting), reverse=True)
+    gone: set[int] = set()
     while waiting:
-        first = min(worst for (_, worst), _ in waiting)
-        yield waiting.pop(next(place for place, ((best, _), _) in enumerate(waiting) if best <= first))
+        while worst[-1][1] in gone:
+            worst.pop()
+        first = worst[-1][0]  # of those that wait
+        own, one = waiting.pop(next(place for place, ((best, _), _) in enumerate(waiting) if best <= first))
+        gone.add(id(one))
+        yield own, one
 
 
 def _place(one: Alternative, own: tuple[int, int], best: Alternative, tests: int) -> Place:

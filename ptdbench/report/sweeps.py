@@ -12,6 +12,9 @@ from ptdbench.records.alternatives import Alternative
 from ptdbench.records.load import Run
 from ptdbench.records.record import how_started
 
+#: Options that say how a run was repeated or gone on with, and not what it is.
+_OF_START = ("repeat.", "resume=", "sweep.resume=")
+
 
 def alternatives_of(runs: Sequence[Run]) -> list[Alternative]:
     """Those of each sweep by itself: what is typed again later may run another program.
@@ -29,5 +32,5 @@ def command(record: Mapping[str, Any]) -> str | None:
     """What to type for one such run; ``None`` where its overrides are not on record."""
     if record.get("overrides") is None:
         return None
-    words = [word for word in record["overrides"] if not word.lstrip("+").startswith("repeat.")]
+    words = [word for word in record["overrides"] if not word.lstrip("+").startswith(_OF_START)]
     return f"{how_started(record)} {shlex.join(words)}".rstrip()

@@ -41,7 +41,7 @@ class TestForms:
         text = (sweep / "report.html").read_text()
         assert text.startswith("<!DOCTYPE html>")
         assert "<h1>sweep</h1>" in text
-        assert "3 runs, of which 1 failed · made by ptdbench " in text
+        assert "3 runs, 1 oom · made by ptdbench " in text
 
     def test_markdown_and_csv(self, report, sweep):
         assert report(sweep, "--md", "--csv")[0] == 0
@@ -95,7 +95,7 @@ class TestRefused:
         assert report(sweep, "--output", missing) == (
             1,
             [],
-            [f"--output={missing}: there is no such folder; create it"],
+            [f"--output={missing}: there is no such folder; create it, or give another one"],
         )
         missing.mkdir()
         assert report(sweep, "--output", missing)[0] == 0

@@ -33,8 +33,8 @@ def test_a_table_sentences_commands_and_the_environment():
 
 
 def test_what_markdown_would_read_as_marks_is_shown_as_it_is():
-    text = made(run(), failed("fsdp", "<b>a|b</b> `rm` *x*\nnext # line"))
-    assert "\\<b\\>a\\|b\\</b\\> \\`rm\\` \\*x\\* next \\# line" in text
+    text = made(run(), failed("fsdp", "<b>a|b</b> `rm` *x* @ada &lt; $1\nnext"))
+    assert "\\<b\\>a\\|b\\</b\\> \\`rm\\` \\*x\\* &#64;ada &amp;lt; \\$1 next" in text
 
 
 def test_a_fence_in_what_was_typed_does_not_end_it():

@@ -15,7 +15,8 @@ def test_each_sweep_has_its_own_alternatives():
 
 
 def test_what_is_typed_has_no_repeats_and_is_quoted():
-    typed = command(run(overrides=["model=a b", "+x='1'", "repeat.block=3", "+repeat.runs=5"]))
+    of_start = ["repeat.block=3", "+repeat.runs=5", "resume=a", "sweep.resume=b"]
+    typed = command(run(overrides=["model=a b", *of_start, "+x='1'"]))
     assert typed.endswith(" 'model=a b' '+x='\"'\"'1'\"'\"''")
     assert command(run(overrides=[])) == command(run(overrides=["repeat.runs=5"]))
 

@@ -12,7 +12,7 @@ from ptdbench.records.load import Run
 from ptdbench.report import block, memory, phases, table
 from ptdbench.report.block import Block
 from ptdbench.report.differences import by_option, varying
-from ptdbench.report.labels import names
+from ptdbench.report.labels import titles
 from ptdbench.report.page import curves, findings, scaling
 from ptdbench.report.ranking import Place
 from ptdbench.report.reason import reason
@@ -52,7 +52,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
         "common": {name: texts[0] for name, texts in values.items() if len(set(texts)) == 1},
         "phases": {phase: {"name": name, "color": phases.COLORS[phase]} for phase, name in phases.PHASES.items()},
         "kinds": memory.KINDS,
-        "others": [_other(run, environments) for run in others],
+        "others": [_other(run, title, environments) for run, title in zip(others, titles(others), strict=True)],
         "environments": environments.found,
     }
 
@@ -81,7 +81,7 @@ def _model(
 ) -> dict[str, Any]:
     places = {number: place for place, number in zip(found.ranking.places, numbers, strict=False)}
     typical = {number: place.alternative.typical for number, place in places.items()}
-    called = dict(zip(places, names(list(typical.values())), strict=True))
+    called = dict(zip(places, found.names, strict=True))
     ranked = sum(place.rank is not None for place in places.values())
     rows = [
         {"number": number, "label": label, "name": name, "best": _is_best(place, ranked), **_row(place, environments)}
@@ -94,7 +94,7 @@ def _model(
         "remarks": found.remarks,
         "why": found.why,
         "scaling": scaling.curves(rows, differing),
-        **curves.of_steps(typical, called),
+        **curves.of_steps(typical, called, differing),
     }
 
 
@@ -122,15 +122,15 @@ def _row(place: Place, environments: _Environments) -> Row:
         "of_ceiling": metrics.get("share_of_ceiling"),
         "joules": _joules(record),
         "loss": record.get("final_loss"),
-        "held_out": block.evaluation(record),
+        "held_out": block.held_out(record),
+        "held_out_text": block.evaluation(record),
         "ranks": record.get("world_size"),
         "nodes": len(record.get("nodes") or []) or None,
         "batch": record.get("global_batch"),
         "phases": None if phases.missing(record) else [phases.step(record).phases[phase] for phase in phases.PHASES],
         "kinds": memory.of_largest(record),
         "command": command(record),
-        "environment": environments.number(record),
-        "runs": [_run(run) for run in one.runs],
+        "runs": [_run(run, environments) for run in one.runs],
     }
 
 
@@ -155,7 +155,7 @@ def _joules(record: Mapping[str, Any]) -> float | None:
     return next((energy for energy in energies if energy is not None), None)
 
 
-def _run(run: Mapping[str, Any]) -> dict[str, Any]:
+def _run(run: Mapping[str, Any], environments: _Environments) -> dict[str, Any]:
     repeat = (run.get("config") or {}).get("repeat") or {}
     return {
         "directory": run["directory"],
@@ -164,16 +164,16 @@ def _run(run: Mapping[str, Any]) -> dict[str, Any]:
         "block": repeat.get("block"),
         "rate": throughput(run),
         "reason": None if run["status"] == "ok" else reason(run),
+        "environment": environments.number(run),
     }
 
 
-def _other(run: Run, environments: _Environments) -> dict[str, Any]:
+def _other(run: Run, title: str, environments: _Environments) -> dict[str, Any]:
     """A run that does not train, as its workload shows it, and with curves where there are any."""
     return {
-        "title": str(run.get("workload")),
+        "title": title,
         "text": table.of_workload(run, _WIDTH),
         "curves": findings.curves(run),
         "command": command(run),
-        "environment": environments.number(run),
-        "runs": [_run(run)],
+        "runs": [_run(run, environments)],
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -19,40 +19,53 @@ _POINTS = 400
 #: Losses whose relative difference is below this lie on one curve: what the rounding of fp32 makes of the same numbers.
 _EQUAL = 1e-5
 
+#: Options that change no loss: how the same training is laid out.
+_LAYOUT = ("parallel", "cluster", "activations", "compile", "offload", "train.micro_batch", "profile", "checkpoint")
 
-def of_steps(rows: Mapping[int, Mapping[str, Any]], called: Mapping[int, str]) -> dict[str, Any]:
-    """The curves of the first rows, and what is said of their losses.
+#: Rows that a sentence names.
+_NAMED = 5
+
+
+def of_steps(
+    rows: Mapping[int, Mapping[str, Any]], called: Mapping[int, str], options: Mapping[str, Sequence[str | None]]
+) -> dict[str, Any]:
+    """The curves of the first rows, and what is said of the losses of all.
 
     Args:
         rows: The typical run of each row, by its number.
         called: What each is called.
+        options: The varying options, with a value for each row by its number.
 
     Returns:
-        ``steps``: for each row that has done any ``number``, ``step`` (points of the curves, counted from 1),
-        ``seconds`` of the slowest rank and ``loss``; null is unknown. ``losses``: sentences on whether they agree.
-        ``drawn``: how many rows there were curves of at most.
+        ``steps``: for each of the first rows that has done any ``number``, ``step`` (points of the curves, counted from
+        1), ``seconds`` of the slowest rank and ``loss``; null is unknown. ``losses``: sentences on whether they agree.
+        ``drawn``: how many rows there are curves of at most.
     """
-    losses: dict[int, np.ndarray] = {}
-    curves = []
-    for number in list(rows)[:_ROWS]:
-        try:
-            run = cast("Run", rows[number])
-            seconds, loss = run.series("slowest_seconds"), run.series("losses")
-        except FileNotFoundError:
-            continue  # only the sweep's results were kept
-        if not len(loss):
-            continue
-        kept = _thinned(seconds)
-        losses[number] = loss
-        curves.append(
-            {
-                "number": number,
-                "step": (kept + 1).tolist(),
-                "seconds": _json(seconds[kept]),
-                "loss": _json(loss[kept]),
-            }
-        )
-    return {"steps": curves, "losses": _agreement(losses, rows, called), "drawn": _ROWS}
+    drawn = [curve for number in list(rows)[:_ROWS] if (curve := _curve(number, rows[number]))]
+    alike: dict[Hashable, list[int]] = {}
+    for number in rows:
+        alike.setdefault(_training(number, options), []).append(number)
+    groups = [numbers for numbers in alike.values() if len(numbers) > 1]
+    said = [line for group in groups for line in _agreement(group, rows, called, len(groups) > 1)]
+    return {"steps": drawn, "losses": said, "drawn": _ROWS}
+
+
+def _curve(number: int, run: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``None`` for a run that has done no step, or whose series are gone."""
+    losses = _series(run, "losses")
+    if not len(losses):
+        return None
+    seconds = _series(run, "slowest_seconds")
+    kept = _thinned(seconds)
+    return {"number": number, "step": (kept + 1).tolist(), "seconds": _json(seconds[kept]), "loss": _json(losses[kept])}
+
+
+def _series(run: Mapping[str, Any], name: str) -> np.ndarray:
+    """Empty where only the results of the sweep were kept."""
+    try:
+        return cast("Run", run).series(name)
+    except FileNotFoundError:
+        return np.empty(0)
 
 
 def _thinned(values: np.ndarray) -> np.ndarray:
@@ -62,7 +75,7 @@ def _thinned(values: np.ndarray) -> np.ndarray:
     parts = np.array_split(np.arange(len(values)), _POINTS // 3)
     shown = np.where(np.isnan(values), 0.0, values)
     extremes = [part[found] for part in parts for found in (shown[part].argmin(), shown[part].argmax(), -1)]
-    return np.unique(extremes)
+    return np.unique([0, *extremes])
 
 
 def _json(values: np.ndarray) -> list[float | None]:
@@ -70,37 +83,55 @@ def _json(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.7g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
+def _training(number: int, options: Mapping[str, Sequence[str | None]]) -> Hashable:
+    """Equal for two rows if and only if their losses should be: what they train differs in no option."""
+    changing = (name for name in options if name not in _LAYOUT and name.partition(".")[0] not in _LAYOUT)
+    return tuple(options[name][number] for name in changing)
+
+
 def _agreement(
-    losses: Mapping[int, np.ndarray], rows: Mapping[int, Mapping[str, Any]], called: Mapping[int, str]
-) -> list[str]:
-    """For each global batch, how far the losses of its rows lie from those of the first one."""
-    batches: dict[Any, list[int]] = {}
-    for number in losses:
-        batches.setdefault(rows[number].get("global_batch"), []).append(number)
-    return [
-        _sentence(batch, {other: _apart(losses[other], losses[first]) for other in others}, called, called[first])
-        for batch, (first, *others) in batches.items()
-        if others
-    ]
+    group: Sequence[int], rows: Mapping[int, Mapping[str, Any]], called: Mapping[int, str], is_one_of_several: bool
+) -> Iterator[str]:
+    """How far the losses of the same training lie from those of its first row, as far as both have come."""
+    losses = {number: found for number in group if len(found := _series(rows[number], "losses"))}
+    broken = {number: int(np.argmin(np.isfinite(found))) for number, found in losses.items() if not _is_finite(found)}
+    whole = [number for number in losses if number not in broken]
+    if len(whole) > 1:
+        first, *others = whole
+        apart = {number: _apart(losses[number], losses[first]) for number in others}
+        steps = "every step" if len({len(losses[number]) for number in whole}) == 1 else "every step that both did"
+        yield _sentence(apart, called, first, is_one_of_several, steps)
+    if broken:
+        named = [f"{called[number]} (step {step + 1})" for number, step in broken.items()]
+        yield f"losses that are not finite, or not on record, from the step on: {_listed(named)}"
+
+
+def _is_finite(losses: np.ndarray) -> bool:
+    return bool(np.isfinite(losses).all())
 
 
 def _apart(one: np.ndarray, other: np.ndarray) -> float:
-    """The largest relative difference at a step that both did; NaN if one of two losses is not finite."""
+    """The largest relative difference at a step that both did."""
     steps = min(len(one), len(other))
-    return float(np.max(np.abs(one[:steps] - other[:steps]) / np.abs(other[:steps])))
+    difference = np.abs(one[:steps] - other[:steps])
+    size = np.maximum(np.abs(other[:steps]), np.finfo(float).tiny)
+    return float(np.max(difference / size, initial=0.0))
 
 
-def _sentence(batch: object, found: Mapping[int, float], called: Mapping[int, str], reference: str) -> str:
-    far = {number: apart for number, apart in found.items() if not apart <= _EQUAL}
-    where = f"batch {batch}: the losses"
-    if not any(found.values()):
-        return f"{where} of all rows are those of {reference} at every step"
+def _sentence(
+    apart: Mapping[int, float], called: Mapping[int, str], reference: int, is_one_of_several: bool, steps: str
+) -> str:
+    of = plural(len(apart), "row") if is_one_of_several or len(apart) == 1 else f"all {len(apart)} other rows"
+    far = sorted((number for number in apart if apart[number] > _EQUAL), key=lambda number: -apart[number])
+    if not any(apart.values()):
+        return f"the losses of {of} are those of {called[reference]} at {steps}"
     if not far:
-        return f"{where} of all rows follow {reference} within {max(found.values()):.1e} at every step"
-    named = ", ".join(
-        f"{called[number]} ({'not finite' if np.isnan(apart) else f'{apart:.2g}'})"
-        for number, apart in sorted(far.items(), key=lambda pair: -np.nan_to_num(pair[1], nan=np.inf))[:5]
-    )
-    most = "" if len(far) <= 5 else f", and of {len(far) - 5} others"
-    rest = f"; {plural(len(found) - len(far), 'row')} within {_EQUAL:.0e}" if len(far) < len(found) else ""
-    return f"{where} of these rows are not those of {reference}, by relative difference: {named}{most}{rest}"
+        return f"the losses of {of} follow {called[reference]} within {max(apart.values()):.1e} at {steps}"
+    named = _listed([f"{called[number]} ({apart[number]:.2g})" for number in far])
+    rest = f"; {plural(len(apart) - len(far), 'row')} within {_EQUAL:.0e}" if len(far) < len(apart) else ""
+    return f"losses that are not those of {called[reference]}, by relative difference: {named}{rest}"
+
+
+def _listed(named: Sequence[str]) -> str:
+    most = f" and {plural(len(named) - _NAMED, 'other')}" if len(named) > _NAMED else ""
+    return f"{', '.join(named[:_NAMED])}{most}"

@@ -5,6 +5,8 @@ const report = JSON.parse(document.getElementById("data").textContent);
 
 // ---------------------------------------------------------------- words and numbers
 
+const plainly = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;"); // plotly reads marks
+
 const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 
 /** Three significant digits, all digits before the point kept. */
@@ -20,14 +22,17 @@ const range = (rank) => (rank[0] === rank[1] ? `${rank[0]}` : `${rank[0]}-${rank
 const bytes = (size) => (size >= 2 ** 30 ? `${digits(size / 2 ** 30)} GiB` : `${digits(size / 2 ** 20)} MiB`);
 const short = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
 
+const WIDE = "±>100%"; // beyond 2x figures would mean nothing
+
 function throughputText(row) {
-  const margin = row.high === null ? "" : ` ±${percent(row.high / row.rate - 1)}`;
-  return digits(row.rate) + margin;
+  const margin = row.high === null ? null : row.high / row.rate - 1;
+  return digits(row.rate) + (margin === null ? "" : margin > 1 ? ` ${WIDE}` : ` ±${percent(margin)}`);
 }
 
 function ratioText(row) {
-  const interval = row.ratio_low === null ? "" : ` (${row.ratio_low.toFixed(2)}-${row.ratio_high.toFixed(2)})`;
-  return `${row.ratio.toFixed(2)}x${interval}`;
+  const isWide = row.ratio_high / row.ratio > 2;
+  const interval = isWide ? WIDE : `${row.ratio_low?.toFixed(2)}-${row.ratio_high?.toFixed(2)}`;
+  return `${row.ratio.toFixed(2)}x${row.ratio_low === null ? "" : ` (${interval})`}`;
 }
 
 function stepText(row) {
@@ -50,11 +55,11 @@ function columnsOf(unit) {
     { name: "ratio", head: "vs best", of: (row) => row.ratio, text: ratioText },
     { name: "step_ms", head: "step ms (p5-p95)", of: (row) => row.step && 1e3 * row.step, text: stepText },
     { name: "memory_mib", head: "memory", of: (row) => row.memory && row.memory / 2 ** 20, text: (row) => bytes(row.memory) },
-    { name: "mfu", head: "MFU", of: (row) => row.mfu, text: (row) => percent(row.mfu) },
-    { name: "of_ceiling", head: "of ceiling", of: (row) => row.of_ceiling, text: (row) => percent(row.of_ceiling) },
+    { name: "mfu", head: "MFU", of: (row) => row.mfu && 100 * row.mfu, text: (row) => percent(row.mfu) },
+    { name: "of_ceiling", head: "of ceiling", of: (row) => row.of_ceiling && 100 * row.of_ceiling, text: (row) => percent(row.of_ceiling) },
     { name: "joules", head: "J/sample", of: (row) => row.joules, text: (row) => digits(row.joules) },
     { name: "loss", of: (row) => row.loss, text: (row) => row.loss.toFixed(4) },
-    { name: "held_out", head: "held out", of: (row) => (row.held_out === "-" ? null : row.held_out) },
+    { name: "held_out", head: "held out", of: (row) => row.held_out, text: (row) => row.held_out_text },
     { name: "status", of: (row) => row.status, words: true },
     { name: "sweep", of: (row) => row.sweep, words: true },
   ];
@@ -103,13 +108,16 @@ const COMPARE = {
 
 /** Whether a row passes; throws a sentence where a condition means nothing. */
 function readFilter(text) {
-  const words = text.match(/(?:[^\s"]|"[^"]*")+/g) || [];
+  const words = text.match(/(?:[^\s"]|"(?:\\.|[^"\\])*")+/g) || [];
   const tests = words.map((word) => {
-    const [, name, sign, value] = word.replaceAll('"', "").match(/^([^=<>!]+)(!=|>=|<=|=|>|<)(.*)$/) || [];
-    if (!name) return contains(word.replaceAll('"', "").toLowerCase());
+    const plain = word.replace(/"((?:\\.|[^"\\])*)"/g, (_, inside) => inside.replace(/\\(.)/g, "$1"));
+    const [, name, sign, value] = plain.match(/^([^=<>!]+)(!=|>=|<=|=|>|<)(.*)$/s) || [];
+    if (!name) return contains(plain.toLowerCase());
     const column = columnCalled(name);
     if (sign in COMPARE) {
       if (value === "" || Number.isNaN(Number(value))) throw new Error(`${word}: ${value || "nothing"} is no number`);
+      const rows = report.models.flatMap((model) => model.rows);
+      if (!rows.some((row) => typeof column.of(row) === "number")) throw new Error(`${word}: ${name} is no number; try ${name}=`);
       return (row) => typeof column.of(row) === "number" && COMPARE[sign](column.of(row), Number(value));
     }
     const values = [value, ...value.split(",")];
@@ -132,11 +140,11 @@ function columnCalled(name) {
   const all = columnsOf("");
   const shared = Object.entries(report.common).map(([key, text]) => ({ name: key, of: () => asNumber(text), text: () => text }));
   const found = [...all, ...shared];
-  const exact = found.find((column) => column.name === name);
+  const exact = found.find((column) => column.name === name || column.head === name);
   const ending = found.filter((column) => column.name.endsWith(`.${name}`));
   if (exact || ending.length === 1) return exact || ending[0];
   const like = (ending.length ? ending : found.filter((column) => column.name.includes(name))).slice(0, 5);
-  const remedy = (like.length ? like : all).slice(0, 8).map((column) => column.name);
+  const remedy = (like.length ? like : all).map((column) => column.name);
   throw new Error(`${name}: ${ending.length ? "several options end so" : "no option is called so"}; try ${remedy.join(", ")}`);
 }
 
@@ -179,11 +187,14 @@ function drawTable(model) {
   const columns = model.columns.filter((column) => model.shown.has(column.name));
   const sorted = sortedRows(model);
   const head = element("tr", {}, ...columns.map((column) => heading(column)));
-  const body = element("tbody", {}, ...sorted.slice(0, model.page).map((row) => tableRow(row, columns)));
+  const body = element("tbody", {}, ...sorted.slice(0, model.page).flatMap((row) => tableRow(model, row, columns)));
   const table = element("table", {}, element("thead", {}, head), body);
   const left = sorted.length - model.page;
   const more = left > 0 ? button(`show ${Math.min(left, 10 * PAGE)} of ${left} more rows`, () => showMore(model), { class: "more" }) : null;
-  model.table.replaceChildren(element("div", { class: "table", tabindex: 0 }, table), ...[more].filter(isKnown));
+  const focused = model.table.contains(document.activeElement) ? document.activeElement.title : null;
+  const frame = element("div", { class: "table", tabindex: 0, role: "region", "aria-label": model.title }, table);
+  model.table.replaceChildren(frame, ...[more].filter(isKnown));
+  if (focused) [...model.table.querySelectorAll("button")].find((one) => one.title === focused)?.focus();
 }
 
 /** A box for each column, to show those that are not shown by themselves. */
@@ -225,45 +236,41 @@ function sortBy(name) {
   update();
 }
 
-function tableRow(row, columns) {
-  const shown = element("tr", { class: row.best ? "best" : null, "data-row": row.number });
+/** The row, and below it its details where they were asked for. */
+function tableRow(model, row, columns) {
+  const isOpen = model.open.has(row.number);
+  const best = row.best ? { class: "best", title: "nothing is known to be faster" } : {};
+  const shown = element("tr", { ...best, "data-row": row.number });
   const cells = columns.map((column) => {
     const classes = [column.words ? "words" : "", column.name === "configuration" ? "label" : ""];
     if (column.name === "status" && row.status !== "ok") classes.push("bad");
     const value = column.of(row);
     let inside = isKnown(value) ? textOf(column, row) : "-";
     if (column.name === "configuration") {
-      inside = button(inside, () => toggleDetail(shown, row, columns.length), { class: "open", "aria-expanded": "false", title: "its runs, and how to repeat them" });
+      const toggle = () => (model.open.delete(row.number) || model.open.add(row.number), drawTable(model));
+      inside = button(inside, toggle, { class: "open", "aria-expanded": String(isOpen), title: `runs of ${row.name}, and how to repeat them` });
     } else if (column.option && isKnown(value)) {
-      inside = button(short(inside, 40), () => narrow(column.name, textOf(column, row)), { class: "value", title: `show only ${column.name}=${inside}` });
+      inside = button(short(inside, 40) || '""', () => narrow(column.name, textOf(column, row)), { class: "value", title: `show only ${column.name}=${inside}` });
     }
     return element("td", { class: classes.join(" ").trim() || null }, inside);
   });
   shown.append(...cells);
-  return shown;
+  return isOpen ? [shown, element("tr", { class: "detail" }, element("td", { colspan: columns.length }, ...details(row)))] : [shown];
 }
 
 function narrow(name, value) {
   const field = document.getElementById("filter");
-  field.value = `${field.value} ${/[\s"]/.test(value) ? `"${name}=${value.replaceAll('"', "")}"` : `${name}=${value}`}`.trim();
+  const isPlain = /^[^\s"]+$/.test(value);
+  field.value = `${field.value} ${isPlain ? `${name}=${value}` : `"${name}=${value.replace(/["\\]/g, "\\$&")}"`}`.trim();
   readAndUpdate();
 }
 
-function toggleDetail(shown, row, width) {
-  const open = shown.querySelector(".open");
-  const isOpen = open.getAttribute("aria-expanded") === "true";
-  open.setAttribute("aria-expanded", String(!isOpen));
-  if (isOpen) shown.nextSibling.remove();
-  else shown.after(element("tr", { class: "detail" }, element("td", { colspan: width }, ...details(row))));
-}
-
 function details(row) {
-  const runs = row.runs.map((run) => [run.directory, run.block, run.started, run.status, run.rate && digits(run.rate), run.reason]);
-  const environment = row.environment === null ? "its environment is not on record" : `environment ${row.environment + 1} below`;
+  const environment = (run) => run.environment === null ? "not on record" : `${run.environment + 1} below`;
+  const runs = row.runs.map((run) => [run.directory, run.block, run.started, run.status, run.rate && digits(run.rate), environment(run), run.reason]);
   return [
-    row.command ? element("pre", { class: "command" }, row.command) : "what was typed is not on record",
-    element("p", {}, environment),
-    plainTable(["directory", "block", "started", "status", "throughput", "reason"], runs),
+    element("pre", { class: "command" }, row.command || "what was typed is not on record"),
+    plainTable(["directory", "block", "started", "status", "throughput", "environment", "reason"], runs),
   ];
 }
 
@@ -273,6 +280,7 @@ function details(row) {
 const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#b8a800"];
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star", "triangle-down", "x"];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+// Waiting has a pattern.
 const PATTERNS = { data: ".", communication: "/", stragglers: "\\", bubble: "x" };
 
 const INK = "#1f2328";
@@ -287,13 +295,13 @@ const kindOf = (row) => (presets.length > 1 ? presets.indexOf(row.parallel) : ro
 const colorOf = (row) => COLORS[kindOf(row) % COLORS.length];
 const symbolOf = (row) => SYMBOLS[kindOf(row) % SYMBOLS.length];
 
-/** Another dash for each further line of a color. */
+/** A dash for each color, and another one for each further line of it. */
 function dashes() {
   const seen = {};
-  return (key) => DASHES[(seen[key] = (seen[key] ?? -1) + 1) % DASHES.length];
+  return (key) => DASHES[(seen[key] = (seen[key] ?? COLORS.indexOf(key) - 1) + 1) % DASHES.length];
 }
 
-const axis = (title, more = {}) => ({ title: { text: title, standoff: 10 }, gridcolor: GRID, zerolinecolor: GRID, automargin: true, ...more });
+const axis = (title, more = {}) => ({ title: { text: title, standoff: 10 }, gridcolor: GRID, zeroline: false, automargin: true, ...more });
 
 function layout(height, more) {
   const legend = { orientation: "h", yanchor: "bottom", y: 1.02, x: 0 };
@@ -308,31 +316,32 @@ const legendHeight = (names) => 24 + 20 * Math.ceil(names / 5);
 /** Bars of rows from above, in the order of the table; names need not be unique. */
 function barLayout(rows, title, more = {}) {
   const places = rows.map((_, place) => place);
-  const names = rows.map((row) => short(row.name, 50));
+  const names = rows.map((row) => plainly(short(row.name, 50)));
   const yaxis = axis("", { tickvals: places, ticktext: names, range: [rows.length - 0.4, -0.6], showgrid: false });
   return layout(110 + 30 * rows.length, { xaxis: axis(title, { rangemode: "tozero" }), yaxis, bargap: 0.3, ...more });
+}
+
+/** Error bars of rows, where their intervals are known. */
+function intervals(rows) {
+  const ends = (end) => rows.map((row) => (row.high === null ? null : end(row)));
+  const isKnownOfAny = rows.some((row) => row.high !== null);
+  const array = ends((row) => row.high - row.rate);
+  const arrayminus = ends((row) => row.rate - row.low);
+  return { type: "data", visible: isKnownOfAny, symmetric: false, array, arrayminus, color: INK, thickness: 1.5 };
 }
 
 function drawThroughput(model, all) {
   const rows = all.filter((row) => row.rate);
   if (!rows.length) return null;
   const bars = rows.slice(0, MOST_BARS);
-  const error = {
-    type: "data",
-    symmetric: false,
-    array: bars.map((row) => (row.high === null ? 0 : row.high - row.rate)),
-    arrayminus: bars.map((row) => (row.low === null ? 0 : row.rate - row.low)),
-    color: INK,
-    thickness: 1.5,
-  };
   const trace = {
     type: "bar",
     orientation: "h",
     x: bars.map((row) => row.rate),
     y: bars.map((_, place) => place),
-    error_x: error,
+    error_x: intervals(bars),
     marker: { color: bars.map(colorOf) },
-    text: bars.map((row) => `${row.name}: ${throughputText(row)} ${model.unit}/s`),
+    text: bars.map((row) => `${plainly(row.name)}: ${throughputText(row)} ${model.unit}/s`),
     textposition: "none",
     hoverinfo: "text",
   };
@@ -359,7 +368,7 @@ function stacked(all, field, parts, scale, title) {
     x: bars.map((row) => row[field][place] * scale),
     y: bars.map((_, number) => number),
     marker: { color, pattern: { shape: pattern || "", fillmode: "overlay", solidity: 0.25, fgcolor: "#ffffff" } },
-    text: bars.map((row) => `${row.name}: ${name} ${digits(row[field][place] * scale)}`),
+    text: bars.map((row) => `${plainly(row.name)}: ${name} ${digits(row[field][place] * scale)}`),
     textposition: "none",
     hoverinfo: "text",
   }));
@@ -378,9 +387,12 @@ function drawPhases(model, rows) {
 }
 
 function drawKinds(model, rows) {
-  const parts = Object.values(report.kinds).map((name, place) => ({ name, color: COLORS[place] }));
+  const parts = Object.values(report.kinds).map((name, place) => ({ name, color: COLORS[place], pattern: ["", "/", "", ".", "\\", "x"][place] }));
   return stacked(rows, "kinds", parts, 2 ** -20, "MiB at the peak of a step, of the rank that takes the most");
 }
+
+/** Efficiencies relative to the first point that the filter shows. */
+const fromFirst = (points) => points.map((point) => ({ ...point, efficiency: point.efficiency / points[0].efficiency }));
 
 function drawScaling(model, rows) {
   const shown = new Map(rows.map((row) => [row.number, row]));
@@ -390,20 +402,19 @@ function drawScaling(model, rows) {
       ...curve,
       points: curve.rows.map((number, place) => ({ row: shown.get(number), efficiency: curve.efficiency[place] })).filter((point) => point.row),
     }))
-    .filter((curve) => curve.points.length > 1);
+    .filter((curve) => curve.points.length > 1)
+    .map((curve) => ({ ...curve, points: fromFirst(curve.points) }));
   if (!drawn.length) return null;
   const lines = drawn.slice(0, MOST_CURVES);
   const traces = lines.flatMap((curve) => {
     const [first] = curve.points;
     const color = colorOf(first.row);
     const line = { color, dash: dash(color) };
-    const name = `${curve.kind}: ${curve.name}`;
+    const name = plainly(`${curve.kind}: ${curve.name}`);
     const x = curve.points.map((point) => point.row.ranks);
     const common = { type: "scatter", x, legendgroup: name, name, line, marker: { color, size: 8, symbol: symbolOf(first.row) } };
     const ideal = x.map((ranks) => (first.row.rate / first.row.ranks) * ranks);
-    const high = curve.points.map((point) => (point.row.high === null ? 0 : point.row.high - point.row.rate));
-    const low = curve.points.map((point) => (point.row.low === null ? 0 : point.row.rate - point.row.low));
-    const error = { type: "data", symmetric: false, array: high, arrayminus: low, color: INK, thickness: 1.2 };
+    const error = intervals(curve.points.map((point) => point.row));
     return [
       { ...common, mode: "lines+markers", y: curve.points.map((point) => point.row.rate), error_y: error },
       { ...common, mode: "lines", y: ideal, showlegend: false, hoverinfo: "skip", line: { color: "#999999", width: 1, dash: "dot" } },
@@ -416,7 +427,7 @@ function drawScaling(model, rows) {
     traces,
     layout: layout(380 + legendHeight(2 * lines.length), {
       xaxis: axis("ranks", { ...ranks, domain: [0, 0.46] }),
-      yaxis: axis(`${model.unit}/s`, { type: "log" }),
+      yaxis: axis(`${model.unit}/s`, { type: "log", dtick: "D2" }),
       xaxis2: axis("ranks", { ...ranks, domain: [0.55, 1] }),
       yaxis2: axis("efficiency (%)", { anchor: "x2", rangemode: "tozero" }),
       margin: { l: 70, r: 20, t: legendHeight(2 * lines.length), b: 50 },
@@ -442,21 +453,22 @@ function drawMemory(model, all) {
   const rows = all.filter((row) => row.rate && row.memory);
   if (rows.length < 2) return null;
   const front = new Set(paretoFront(rows));
-  const traces = [...new Set(rows.map(kindOf))]
-    .map((kind) => rows.filter((row) => kindOf(row) === kind))
-    .map((group) => ({
-      type: "scatter",
-      mode: "markers+text",
-      name: short(presets.length > 1 ? String(group[0].parallel) : group[0].name, 50),
-      x: group.map((row) => row.memory / 2 ** 30),
-      y: group.map((row) => row.rate),
-      text: group.map((row) => (front.has(row) && front.size <= MOST_NAMED ? short(row.name, 40) : "")),
-      textposition: "bottom right",
-      hovertext: group.map((row) => `${row.name}: ${bytes(row.memory)}, ${throughputText(row)} ${model.unit}/s`),
-      hoverinfo: "text",
-      marker: { color: colorOf(group[0]), symbol: symbolOf(group[0]), size: rows.length <= 200 ? 10 : 6 },
-      cliponaxis: false,
-    }));
+  const groups = new Map();
+  for (const row of rows) groups.has(row.parallel) ? groups.get(row.parallel).push(row) : groups.set(row.parallel, [row]);
+  const isNamed = front.size <= MOST_NAMED;
+  const traces = [...groups].map(([preset, group]) => ({
+    type: "scatter",
+    mode: isNamed ? "markers+text" : "markers",
+    name: plainly(String(preset)),
+    x: group.map((row) => row.memory / 2 ** 30),
+    y: group.map((row) => row.rate),
+    text: group.map((row) => (front.has(row) ? plainly(short(row.name, 40)) : "")),
+    textposition: "bottom right",
+    hovertext: group.map((row) => `${plainly(row.name)}: ${bytes(row.memory)}, ${throughputText(row)} ${model.unit}/s`),
+    hoverinfo: "text",
+    marker: { color: group.map(colorOf), symbol: group.map(symbolOf), size: rows.length <= 200 ? 10 : 6 },
+    cliponaxis: false,
+  }));
   const ends = [...front];
   traces.push({
     type: "scatter",
@@ -492,24 +504,24 @@ function bySteps(model, rows, field, scale, title, y) {
     const row = shown.get(curve.number);
     const color = colorOf(row);
     const values = curve[field].map((value) => (isKnown(value) ? value * scale : null));
-    return { type: "scatter", mode: curve.step.length > 1 ? "lines" : "markers", name: short(row.name, 50), x: curve.step, y: values, line: { color, dash: dash(color), width: 1.6 }, marker: { color } };
+    return { type: "scatter", mode: curve.step.length > 1 ? "lines" : "markers", name: plainly(short(row.name, 50)), x: curve.step, y: values, line: { color, dash: dash(color), width: 1.6 }, marker: { color } };
   });
   const showlegend = drawn.length <= MOST_NAMED;
   const top = showlegend ? legendHeight(drawn.length) : 20;
   return {
     traces,
     layout: layout(380 + top, { xaxis: axis("step"), yaxis: axis(title, y), showlegend, margin: { l: 70, r: 20, t: top, b: 50 } }),
-    note: model.rows.length > model.drawn ? `of the ${model.drawn} fastest rows, as far as the filter shows them` : "",
+    note: model.rows.length > model.drawn ? `of the first ${model.drawn} rows, as far as the filter shows them` : "",
     head: ["configuration", "step", title],
     rows: drawn.flatMap((curve) => curve.step.map((step, place) => [shown.get(curve.number).name, step, isKnown(curve[field][place]) ? curve[field][place] * scale : null])),
   };
 }
 
 const FIGURES = [
-  { id: "throughput", title: "Throughput", about: "Mean over runs with its 95 % interval, where there are at least three runs.", draw: drawThroughput },
+  { id: "throughput", title: "Throughput", about: "Geometric mean over runs with its 95 % interval, where there are at least three runs.", draw: drawThroughput },
   { id: "phases", title: "Why: where the time of a step goes", about: "Phases of a step; those with a pattern are waiting.", draw: drawPhases, said: (model) => model.why },
   { id: "scaling", title: "Scaling", about: "Strong: the same global batch; weak: the same batch of each rank. Dotted: as the first point would scale.", draw: drawScaling },
-  { id: "memory", title: "Memory against throughput", about: "Above and to the left is better: what lies on the dotted line, nothing beats in both. The axes do not begin at zero.", draw: drawMemory },
+  { id: "memory", title: "Memory against throughput", about: "Above and to the left is better: by their means, nothing beats in both what lies on the dotted line. The axes do not begin at zero.", draw: drawMemory },
   { id: "kinds", title: "What the memory is for", about: "What torch has allocated when a step takes the most.", draw: drawKinds },
   { id: "steps", title: "Time of each step", about: "Of the slowest rank, from the first step on; of repeats the run with the median throughput.", draw: (model, rows) => bySteps(model, rows, "seconds", 1e3, "ms", { rangemode: "tozero" }) },
   { id: "losses", title: "Losses", about: "Of each step. Layouts of the same training lie on one curve.", draw: (model, rows) => bySteps(model, rows, "loss", 1, "loss", {}), said: (model) => model.losses },
@@ -534,7 +546,12 @@ function figureElement(id, title, about, draw, said = []) {
 }
 
 async function drawFigure(made, ...shown) {
-  const drawn = made.draw(...shown);
+  let drawn = null;
+  try {
+    drawn = made.draw(...shown);
+  } catch (error) {
+    console.error(made.plot.dataset.figure, error); // the other figures are drawn all the same
+  }
   made.drawn = drawn;
   made.element.hidden = !drawn;
   if (!drawn) return;
@@ -590,6 +607,7 @@ function modelSection(model, place) {
   model.columns = columnsOf(model.unit);
   model.shown = new Set(usualColumns(model).map((column) => column.name));
   model.page = PAGE;
+  model.open = new Set();
   model.table = element("div", {});
   model.figures = FIGURES.map(({ id, title, about, draw, said }) => figureElement(`${id}${suffix}`, title, about, draw, said ? said(model) : []));
   const csv = button("CSV", () => downloadTable(model, `table${suffix}`));
@@ -614,20 +632,22 @@ function downloadTable(model, name) {
 
 function failures() {
   const failed = [...report.models.flatMap((model) => model.rows), ...report.others]
-    .flatMap((row) => row.runs.filter((run) => run.reason).map((run) => [row.name || row.title, run.status, run.reason, row.command]));
+    .flatMap((row) => row.runs.filter((run) => run.reason).map((run) => [row.name || row.title, run.status, run.reason, run.directory, row.command]));
   if (!failed.length) return null;
   const shown = failed.slice(0, MOST_DATA);
-  const table = plainTable(["configuration", "status", "reason", "command"], shown);
+  const table = plainTable(["configuration", "status", "reason", "directory", "command"], shown);
   table.querySelectorAll("td, th").forEach((cell) => (cell.style.cssText = "text-align: left; white-space: normal; vertical-align: top"));
   const rest = failed.length > shown.length ? element("p", {}, `and ${failed.length - shown.length} more, in the rows of the tables`) : null;
-  return element("section", { id: "failed" }, element("h2", {}, `Runs that failed (${failed.length})`), element("div", { class: "table" }, table), rest);
+  return element("section", { id: "failed" }, element("h2", {}, `Runs that are not ok (${failed.length})`), element("div", { class: "table" }, table), rest);
 }
 
 function otherSection(other, place) {
   const figures = other.curves.map((curve, number) => figureElement(`other-${place + 1}-${number + 1}`, curve.title, "", () => drawCurves(curve)));
   other.figures = figures;
   const command = other.command ? element("pre", { class: "command" }, other.command) : null;
-  return element("section", { "data-other": place }, element("h2", {}, other.title), command, output(other.text), ...figures.map((figure) => figure.element));
+  const [run] = other.runs;
+  const where = `${run.directory}${run.environment === null ? "" : `, environment ${run.environment + 1} below`}`;
+  return element("section", { "data-other": place }, element("h2", {}, other.title), element("p", { class: "about" }, where), command, output(other.text), ...figures.map((figure) => figure.element));
 }
 
 /** What a workload shows in a terminal; a long one is folded. */
@@ -640,7 +660,7 @@ function drawCurves(curve) {
   const traces = curve.lines.map((line, place) => ({
     type: "scatter",
     mode: line.x.length > 1 && !line.text ? "lines+markers" : "markers",
-    name: line.name,
+    name: plainly(line.name),
     x: line.x,
     y: line.y,
     text: line.text,
@@ -662,8 +682,22 @@ function howToRepeat() {
     element("details", { open: report.environments.length === 1 ? "" : null }, element("summary", {}, `environment ${place + 1}: ${summary(environment)}`), definitions(environment)),
   );
   const common = Object.keys(report.common).length ? element("details", {}, element("summary", {}, "options that all rows share"), definitions(report.common)) : null;
-  const about = "A click on a configuration shows what to type for it, and its runs.";
-  return element("section", { id: "repeat" }, element("h2", {}, "How to repeat it"), element("p", { class: "about" }, about), common, ...environments);
+  return element("section", { id: "repeat" }, element("h2", {}, "How to repeat it"), commands(), common, ...environments);
+}
+
+/** What to type for each configuration; it is made when it is looked at, or printed. */
+function commands() {
+  const rows = report.models.flatMap((model) => model.rows).filter((row) => row.command);
+  if (!rows.length) return null;
+  const made = element("details", {}, element("summary", {}, "commands"));
+  const fill = () => {
+    const lines = rows.slice(0, MOST_DATA).map((row) => `# ${row.name}\n${row.command}`);
+    const rest = rows.length > MOST_DATA ? [`# and ${rows.length - MOST_DATA} more in the CSV of the tables`] : [];
+    made.replaceChildren(made.firstChild, element("pre", { class: "command" }, [...lines, ...rest].join("\n\n")));
+  };
+  made.addEventListener("toggle", fill);
+  window.addEventListener("beforeprint", () => rows.length <= PAGE && (fill(), (made.open = true)));
+  return made;
 }
 
 const summary = (environment) =>
@@ -695,6 +729,7 @@ async function update() {
 let waiting = null;
 
 function readAndUpdate() {
+  clearTimeout(waiting);
   try {
     state.filter = readFilter(document.getElementById("filter").value);
   } catch (error) {
@@ -703,7 +738,6 @@ function readAndUpdate() {
     found.textContent = error.message;
     return;
   }
-  clearTimeout(waiting);
   waiting = setTimeout(update, 150);
 }
 

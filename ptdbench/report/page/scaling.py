@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-#: Options that say on how many ranks a run is, and how they are divided.
+#: Options that say on how many ranks a run is, how they are divided, and how the batch is.
 _DEGREES = tuple(f"parallel.{name}" for name in ("replicate", "shard", "context", "tensor", "pipeline"))
-_OF_SIZE = ("cluster", "train.global_batch", "train.micro_batch", *_DEGREES)
+_RANKS = ("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node")
+_BATCHES = ("train.global_batch", "train.micro_batch")
+_OF_SIZE = (*_DEGREES, *_RANKS, *_BATCHES)
 
 Row = Mapping[str, Any]
 
@@ -36,24 +38,40 @@ def curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | None]]) -> 
 
 def _kept(row: Row, options: Mapping[str, Sequence[str | None]]) -> list[str | None]:
     """The values of options that have nothing to do with the number of ranks."""
-    return [texts[row["number"]] for name, texts in options.items() if not _is_size(name)]
-
-
-def _is_size(name: str) -> bool:
-    return name in _OF_SIZE or name.startswith("cluster.")
+    return [texts[row["number"]] for name, texts in options.items() if name not in _OF_SIZE]
 
 
 def _apart(group: Sequence[Row], options: Mapping[str, Sequence[str | None]]) -> Iterable[Sequence[Row]]:
-    """Curves with one row for each number of ranks: by how ranks are divided if they have to be, and by sweep."""
-    waiting = [group]
+    """Curves with one row for each number of ranks, as few as will do.
+
+    They are divided by degrees, by micro-batches, by nodes and by sweeps, in this order, as long as a curve has two
+    rows for a number of ranks; of what still has, the faster one counts.
+    """
+
+    def values(*names: str) -> Callable[[Row], Hashable]:
+        return lambda row: tuple(options[name][row["number"]] for name in names if name in options)
+
+    waiting = [list(group)]
     for key in (
-        lambda row: tuple(options[name][row["number"]] for name in _DEGREES if name in options),
+        values(*_DEGREES),
+        values(*_BATCHES),
+        lambda row: row["nodes"],
         lambda row: row["sweep"],
-        lambda row: row["number"],
     ):
-        clear = [one for one in waiting if len({row["ranks"] for row in one}) == len(one)]
-        yield from (sorted(one, key=lambda row: row["ranks"]) for one in clear)
-        waiting = [part for one in waiting if one not in clear for part in _grouped(one, key)]
+        parts = [(one, _grouped(one, key)) for one in waiting]
+        waiting = [part for one, divided in parts for part in ([one] if _is_curve(one) else _useful(divided, one))]
+    for one in waiting:
+        fastest = {row["ranks"]: row for row in sorted(one, key=lambda row: row["rate"])}
+        yield [fastest[ranks] for ranks in sorted(fastest)]
+
+
+def _is_curve(rows: Sequence[Row]) -> bool:
+    return len({row["ranks"] for row in rows}) == len(rows)
+
+
+def _useful(divided: list[list[Row]], whole: list[Row]) -> list[list[Row]]:
+    """The parts, unless none of them has two numbers of ranks: then it is no division of curves."""
+    return divided if any(len({row["ranks"] for row in part}) > 1 for part in divided) else [whole]
 
 
 def _grouped(rows: Iterable[Row], key: Any) -> list[list[Row]]:
@@ -66,7 +84,7 @@ def _grouped(rows: Iterable[Row], key: Any) -> list[list[Row]]:
 def _curve(kind: str, rows: Sequence[Row], size: float, options: Mapping[str, Sequence[str | None]]) -> dict[str, Any]:
     first = rows[0]["rate"] / rows[0]["ranks"]
     batch = f"batch {size:g}" if kind == "strong" else f"{size:g} a rank"
-    varying = [name for name in options if not _is_size(name) and name != "parallel"]
+    varying = [name for name in options if name not in _OF_SIZE and name != "parallel"]
     words = [f"{name.rpartition('.')[2]}={text}" for name in varying if (text := options[name][rows[0]["number"]])]
     return {
         "kind": kind,

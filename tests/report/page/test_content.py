@@ -86,7 +86,12 @@ def test_each_environment_once():
     one, other = {"host": "a", "torch": "2.11"}, {"host": "b", "torch": "2.11"}
     found = content(runs(run(environment=one), run("fsdp", environment=other), run("pdp", environment=one), run("tp")))
     assert found["environments"] == [one, other]
-    assert {row["parallel"]: row["environment"] for row in rows(found)} == {"ddp": 0, "fsdp": 1, "pdp": 0, "tp": None}
+    assert {row["parallel"]: row["runs"][0]["environment"] for row in rows(found)} == {
+        "ddp": 0,
+        "fsdp": 1,
+        "pdp": 0,
+        "tp": None,
+    }
 
 
 def test_phases_and_memory_are_those_of_the_record():

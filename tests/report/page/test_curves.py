@@ -14,7 +14,7 @@ from ptdbench.report.page.curves import of_steps
 def trained(tmp_path):
     """Runs with these losses, and step times if they are given, by their numbers."""
 
-    def write(*losses, seconds=None, batches=None):
+    def write(*losses, seconds=None, options=None):
         found = {}
         for number, values in enumerate(losses):
             directory = tmp_path / str(number)
@@ -23,9 +23,8 @@ def trained(tmp_path):
             rows["loss"] = values
             rows["step_seconds"][:, 0] = 0.1 if seconds is None else seconds
             series.write(directory / series.NAME, [rows])
-            batch = batches[number] if batches else 8
-            found[number] = Run({"schema": 2, "steps": len(values), "global_batch": batch}, directory)
-        return of_steps(found, {number: f"run{number}" for number in found})
+            found[number] = Run({"schema": 2, "steps": len(values)}, directory)
+        return of_steps(found, {number: f"run{number}" for number in found}, options or {})
 
     return write
 
@@ -46,31 +45,51 @@ def test_of_long_runs_the_extremes_and_the_last_step_stay(trained):
 
 
 def test_the_same_losses(trained):
-    assert trained([3.0, 2.0], [3.0, 2.0])["losses"] == [
-        "batch 8: the losses of all rows are those of run0 at every step"
-    ]
+    (said,) = trained([3.0, 2.0], [3.0, 2.0])["losses"]
+    assert said == "the losses of 1 row are those of run0 at every step"
 
 
 def test_losses_within_rounding(trained):
-    (said,) = trained([3.0, 2.0], [3.0, 2.0 * (1 + 4e-6)])["losses"]
-    assert said == "batch 8: the losses of all rows follow run0 within 4.0e-06 at every step"
+    (said,) = trained([3.0, 2.0], [3.0, 2.0], [3.0, 2.0 * (1 + 4e-6)])["losses"]
+    assert said == "the losses of all 2 other rows follow run0 within 4.0e-06 at every step"
+
+
+def test_a_loss_of_zero_is_no_difference(trained):
+    (said,) = trained([3.0, 0.0], [3.0, 0.0])["losses"]
+    assert said == "the losses of 1 row are those of run0 at every step"
 
 
 def test_other_losses_are_named_the_farthest_first(trained):
-    (said,) = trained([3.0, 2.0], [3.0, 2.2], [3.0, float("nan")], [3.0, 2.0])["losses"]
-    assert said == (
-        "batch 8: the losses of these rows are not those of run0, by relative difference: "
-        "run2 (not finite), run1 (0.1); 1 row within 1e-05"
-    )
+    (said,) = trained([3.0, 2.0], [3.0, 2.2], [3.0, 2.4], [3.0, 2.0])["losses"]
+    rule = "losses that are not those of run0, by relative difference: run2 (0.2), run1 (0.1)"
+    assert said == f"{rule}; 1 row within 1e-05"
 
 
-def test_each_global_batch_by_itself_and_a_run_alone_not_at_all(trained):
-    said = trained([3.0], [9.0], [3.0], batches=[8, 16, 8])["losses"]
-    assert said == ["batch 8: the losses of all rows are those of run0 at every step"]
+def test_losses_that_are_not_finite_are_named_and_the_others_compared(trained):
+    nan, infinite = float("nan"), float("inf")
+    found = trained([3.0, infinite], [3.0, 2.0], [3.0, 2.0], [nan, nan])["losses"]
+    assert found == [
+        "the losses of 1 row are those of run1 at every step",
+        "losses that are not finite, or not on record, from the step on: run0 (step 2), run3 (step 1)",
+    ]
+
+
+def test_each_training_by_itself_and_a_run_alone_not_at_all(trained):
+    options = {"optimizer.lr": ["1", "2", "1", "3", "3"], "parallel": ["ddp", "ddp", "tp", "ddp", "tp"]}
+    assert trained([3.0], [9.0], [3.0], [5.0], [5.5], options=options)["losses"] == [
+        "the losses of 1 row are those of run0 at every step",
+        "losses that are not those of run3, by relative difference: run4 (0.1)",
+    ]
 
 
 def test_a_run_that_did_fewer_steps_is_compared_as_far_as_it_came(trained):
-    assert trained([3.0, 2.0, 1.0], [3.0, 2.0])["losses"][0].endswith("are those of run0 at every step")
+    (said,) = trained([3.0, 2.0, 1.0], [3.0, 2.0])["losses"]
+    assert said == "the losses of 1 row are those of run0 at every step that both did"
+
+
+def test_rows_that_are_not_drawn_are_compared_all_the_same(trained):
+    (said,) = trained(*[[1.0]] * 45, [1.5])["losses"]
+    assert said == "losses that are not those of run0, by relative difference: run45 (0.5); 44 rows within 1e-05"
 
 
 def test_of_many_rows_the_first_are_drawn(trained):
@@ -81,4 +100,4 @@ def test_of_many_rows_the_first_are_drawn(trained):
 
 def test_rows_without_their_series_have_no_curves(tmp_path):
     runs = {0: Run({"schema": 2, "steps": 5}, tmp_path / "gone"), 1: Run({"schema": 2, "steps": None}, tmp_path / "no")}
-    assert of_steps(runs, {0: "a", 1: "b"}) == {"steps": [], "losses": [], "drawn": 40}
+    assert of_steps(runs, {0: "a", 1: "b"}, {}) == {"steps": [], "losses": [], "drawn": 40}

@@ -7,8 +7,9 @@ import pytest
 from ptdbench.report.page.scaling import curves
 
 
-def row(number, ranks, rate, batch=16, parallel="ddp", sweep="a"):
-    return {"number": number, "ranks": ranks, "rate": rate, "batch": batch, "parallel": parallel, "sweep": sweep}
+def row(number, ranks, rate, batch=16, parallel="ddp", sweep="a", nodes=1):
+    found = {"number": number, "ranks": ranks, "rate": rate, "batch": batch}
+    return found | {"parallel": parallel, "sweep": sweep, "nodes": nodes}
 
 
 def brief(found):
@@ -55,6 +56,25 @@ def test_two_sweeps_make_one_curve_unless_they_have_the_same_point():
     assert [curve["rows"] for curve in curves(apart, {})] == [[0, 1]]
     twice = [*apart, row(2, 2, 3.0, sweep="a")]
     assert [curve["rows"] for curve in curves(twice, {})] == [[0, 2]]
+
+
+def test_micro_batches_and_nodes_make_curves_of_their_own():
+    rows = [row(n, ranks, 1.0 * ranks) for n, ranks in enumerate([1, 2, 4, 1, 2, 4])]
+    found = curves(rows, {"train.micro_batch": ["4"] * 3 + ["8"] * 3, "cluster.ranks_per_node": list("124124")})
+    assert sorted(curve["rows"] for curve in found) == [[0, 1, 2], [3, 4, 5]]
+    wide = [row(0, 1, 1.0), row(1, 2, 2.0), row(2, 4, 4.0), row(3, 4, 3.0, nodes=2)]
+    found = curves(wide, {"cluster.nodes": list("1112"), "cluster.ranks_per_node": list("1242")})
+    assert [curve["rows"] for curve in found] == [[0, 1, 2]]
+
+
+def test_of_what_cannot_be_divided_the_faster_row_counts():
+    rows = [row(0, 1, 1.0), row(1, 2, 1.5), row(2, 2, 1.8)]
+    assert [curve["rows"] for curve in curves(rows, {})] == [[0, 2]]
+
+
+def test_another_part_of_the_cluster_is_another_curve():
+    rows = [row(0, 1, 1.0), row(1, 2, 2.0)]
+    assert curves(rows, {"cluster.partition": ["a", "b"]}) == []
 
 
 def test_what_has_no_throughput_or_stands_alone_is_no_curve():
