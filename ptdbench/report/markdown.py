@@ -67,7 +67,8 @@ def _of_workload(run: Run) -> Iterator[str]:
 def _environments(runs: Iterable[Mapping[str, Any]]) -> list[str]:
     """Each environment once."""
     found = dict.fromkeys(json.dumps(run["environment"], sort_keys=True) for run in runs if run.get("environment"))
-    return ["\n".join(f"{name}: {_value(value)}" for name, value in json.loads(text).items()) for text in found]
+    known = [{name: value for name, value in json.loads(text).items() if value is not None} for text in found]
+    return ["\n".join(f"{name}: {_value(value)}" for name, value in one.items()) for one in known]
 
 
 def _value(value: Any) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 
 from ptdbench.records.files import strict
 
-#: The files of the page beside this module.
-_PARTS = {"style": "page.css", "script": "page.js"}
+#: The program of the page, in this order.
+_SCRIPTS = ("words.js", "columns.js", "tables.js", "drawings.js", "figures.js", "main.js")
 
 
 def document(title: str, subtitle: str, content: Mapping[str, Any]) -> str:
@@ -25,13 +25,17 @@ def document(title: str, subtitle: str, content: Mapping[str, Any]) -> str:
     """
     from plotly.offline import get_plotlyjs
 
-    here = files(__package__)
-    parts = {name: (here / file).read_text(encoding="utf-8") for name, file in _PARTS.items()}
     data = json.dumps(strict(content), allow_nan=False, separators=(",", ":"))
-    return Template((here / "page.html").read_text(encoding="utf-8")).substitute(
-        parts,
+    return Template(_part("page.html")).substitute(
+        style=_part("page.css"),
+        script="\n".join(map(_part, _SCRIPTS)),
         title=html.escape(title),
         subtitle=html.escape(subtitle),
         plotly=get_plotlyjs(),
         data=data.replace("<", "\\u003c"),  # so that no text of a record can end the element
     )
+
+
+def _part(name: str) -> str:
+    """A file of the page, beside this module."""
+    return (files(__package__) / name).read_text(encoding="utf-8")

@@ -140,7 +140,7 @@ class TestControls:
             ("throughput>1400", ["ddp", "pdp 1x2 1f1b"]),
             ("precision=fp32 1f1b", ["pdp 1x2 1f1b"]),
             ("precision=bf16", []),
-            ("memory<800", ["ddp", "pdp 1x2 1f1b"]),
+            ("memory<800 tokens/s>1", ["ddp", "pdp 1x2 1f1b"]),
             ("mfu>40 loss>2", ["ddp", "pdp 1x2 1f1b", "fsdp"]),
             ('"configuration=pdp 1x2 1f1b"', ["pdp 1x2 1f1b"]),
             ("", ["ddp", "pdp 1x2 1f1b", "fsdp", "tp"]),

@@ -1,0 +1,320 @@
+// What each figure shows: traces and layout for plotly, and the same numbers as rows of a table.
+
+// Okabe and Ito's palette, made for color-blind people too; each color has a symbol and a dash of its own beside it.
+const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#b8a800"];
+const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star", "triangle-down", "x"];
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+// Waiting has a pattern.
+const PATTERNS = { data: ".", communication: "/", stragglers: "\\", bubble: "x" };
+
+const INK = "#1f2328";
+const GRID = "#e4e8ec";
+const MOST_BARS = 40;
+const MOST_CURVES = 16;
+const MOST_NAMED = 25; // lines of a legend, and points with names
+
+// A color for each way of parallelizing; where there is but one, for each row.
+const presets = [...new Set(report.models.flatMap((model) => model.rows.map((row) => row.parallel)))];
+const kindOf = (row) => (presets.length > 1 ? presets.indexOf(row.parallel) : row.number);
+const colorOf = (row) => COLORS[kindOf(row) % COLORS.length];
+const symbolOf = (row) => SYMBOLS[kindOf(row) % SYMBOLS.length];
+
+/** A dash for each color, and another one for each further line of it. */
+function dashes() {
+  const seen = {};
+  return (key) => DASHES[(seen[key] = (seen[key] ?? COLORS.indexOf(key) - 1) + 1) % DASHES.length];
+}
+
+const axis = (title, more = {}) => ({
+  title: { text: title, standoff: 10 },
+  gridcolor: GRID,
+  zeroline: false,
+  automargin: true,
+  ...more,
+});
+
+function layout(height, more) {
+  const legend = { orientation: "h", yanchor: "bottom", y: 1.02, x: 0 };
+  const font = { family: "system-ui, 'Liberation Sans', sans-serif", size: 13, color: INK };
+  const colors = { paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff" };
+  return { height, font, legend, hovermode: "closest", margin: { l: 60, r: 20, t: 30, b: 50 }, ...colors, ...more };
+}
+
+/** Room for a legend above a figure, where about five names of lines stand beside each other. */
+const legendHeight = (names) => 24 + 20 * Math.ceil(names / 5);
+
+/** Bars of rows from above, in the order of the table; names need not be unique. */
+function barLayout(rows, title, more = {}) {
+  const places = rows.map((_, place) => place);
+  const names = rows.map((row) => plainly(short(row.name, 50)));
+  const yaxis = axis("", { tickvals: places, ticktext: names, range: [rows.length - 0.4, -0.6], showgrid: false });
+  return layout(110 + 30 * rows.length, { xaxis: axis(title, { rangemode: "tozero" }), yaxis, bargap: 0.3, ...more });
+}
+
+/** Error bars of rows, where their intervals are known. */
+function intervals(rows) {
+  const ends = (end) => rows.map((row) => (row.high === null ? null : end(row)));
+  const isKnownOfAny = rows.some((row) => row.high !== null);
+  const array = ends((row) => row.high - row.rate);
+  const arrayminus = ends((row) => row.rate - row.low);
+  return { type: "data", visible: isKnownOfAny, symmetric: false, array, arrayminus, color: INK, thickness: 1.5 };
+}
+
+function drawThroughput(model, all) {
+  const rows = all.filter((row) => row.rate);
+  if (!rows.length) return null;
+  const bars = rows.slice(0, MOST_BARS);
+  const trace = {
+    type: "bar",
+    orientation: "h",
+    x: bars.map((row) => row.rate),
+    y: bars.map((_, place) => place),
+    error_x: intervals(bars),
+    marker: { color: bars.map(colorOf) },
+    text: bars.map((row) => `${plainly(row.name)}: ${throughputText(row)} ${model.unit}/s`),
+    textposition: "none",
+    hoverinfo: "text",
+  };
+  return {
+    traces: [trace],
+    layout: barLayout(bars, `${model.unit}/s`, { showlegend: false }),
+    note: notAll(bars, rows),
+    head: ["configuration", `${model.unit}/s`, "low", "high", "ratio", "ratio low", "ratio high", "runs"],
+    rows: rows.map((row) => [
+      row.name,
+      row.rate,
+      row.low,
+      row.high,
+      row.ratio,
+      row.ratio_low,
+      row.ratio_high,
+      row.runs.length,
+    ]),
+  };
+}
+
+const notAll = (drawn, rows) =>
+  drawn.length < rows.length ? `the first ${drawn.length} of ${rows.length} rows in the table's order` : "";
+
+/** Bars that add up: `parts` are the names of the numbers in `row[field]`. */
+function stacked(all, field, parts, scale, title) {
+  const rows = all.filter((row) => row[field]);
+  if (!rows.length) return null;
+  const bars = rows.slice(0, MOST_BARS);
+  const traces = parts.map(({ name, color, pattern }, place) => ({
+    type: "bar",
+    orientation: "h",
+    name,
+    x: bars.map((row) => row[field][place] * scale),
+    y: bars.map((_, number) => number),
+    marker: { color, pattern: { shape: pattern || "", fillmode: "overlay", solidity: 0.25, fgcolor: "#ffffff" } },
+    text: bars.map((row) => `${plainly(row.name)}: ${name} ${digits(row[field][place] * scale)}`),
+    textposition: "none",
+    hoverinfo: "text",
+  }));
+  return {
+    traces: traces.filter((trace) => trace.x.some((value) => value > 0)),
+    layout: barLayout(bars, title, {
+      barmode: "stack",
+      legend: { orientation: "h", yanchor: "bottom", y: 1, traceorder: "normal" },
+      margin: { l: 60, r: 20, t: 60, b: 50 },
+    }),
+    note: notAll(bars, rows),
+    head: ["configuration", ...parts.map((part) => part.name)],
+    rows: rows.map((row) => [row.name, ...row[field].map((value) => value * scale)]),
+  };
+}
+
+function drawPhases(model, rows) {
+  const parts = Object.entries(report.phases).map(([phase, of]) => ({ ...of, pattern: PATTERNS[phase] }));
+  return stacked(rows, "phases", parts, 1e3, "ms of a step, mean over ranks");
+}
+
+function drawKinds(model, rows) {
+  const parts = Object.values(report.kinds).map((name, place) => ({
+    name,
+    color: COLORS[place],
+    pattern: ["", "/", "", ".", "\\", "x"][place],
+  }));
+  return stacked(rows, "kinds", parts, 2 ** -20, "MiB at the peak of a step, of the rank that takes the most");
+}
+
+/** Efficiencies relative to the first point that the filter shows. */
+const fromFirst = (points) =>
+  points.map((point) => ({ ...point, efficiency: point.efficiency / points[0].efficiency }));
+
+function drawScaling(model, rows) {
+  const shown = new Map(rows.map((row) => [row.number, row]));
+  const dash = dashes();
+  const drawn = model.scaling
+    .map((curve) => ({
+      ...curve,
+      points: curve.rows
+        .map((number, place) => ({ row: shown.get(number), efficiency: curve.efficiency[place] }))
+        .filter((point) => point.row),
+    }))
+    .filter((curve) => curve.points.length > 1)
+    .map((curve) => ({ ...curve, points: fromFirst(curve.points) }));
+  if (!drawn.length) return null;
+  const lines = drawn.slice(0, MOST_CURVES);
+  const traces = lines.flatMap((curve) => {
+    const [first] = curve.points;
+    const color = colorOf(first.row);
+    const line = { color, dash: dash(color) };
+    const name = plainly(`${curve.kind}: ${curve.name}`);
+    const x = curve.points.map((point) => point.row.ranks);
+    const common = {
+      type: "scatter",
+      x,
+      legendgroup: name,
+      name,
+      line,
+      marker: { color, size: 8, symbol: symbolOf(first.row) },
+    };
+    const ideal = x.map((ranks) => (first.row.rate / first.row.ranks) * ranks);
+    const error = intervals(curve.points.map((point) => point.row));
+    return [
+      { ...common, mode: "lines+markers", y: curve.points.map((point) => point.row.rate), error_y: error },
+      {
+        ...common,
+        mode: "lines",
+        y: ideal,
+        showlegend: false,
+        hoverinfo: "skip",
+        line: { color: "#999999", width: 1, dash: "dot" },
+      },
+      {
+        ...common,
+        mode: "lines+markers",
+        y: curve.points.map((point) => 100 * point.efficiency),
+        xaxis: "x2",
+        yaxis: "y2",
+        showlegend: false,
+      },
+    ];
+  });
+  const counts = [...new Set(lines.flatMap((curve) => curve.points.map((point) => point.row.ranks)))].sort(
+    (one, other) => one - other,
+  );
+  const ranks = { type: "log", tickvals: counts, ticktext: counts.map(String) };
+  return {
+    traces,
+    layout: layout(380 + legendHeight(2 * lines.length), {
+      xaxis: axis("ranks", { ...ranks, domain: [0, 0.46] }),
+      yaxis: axis(`${model.unit}/s`, { type: "log", dtick: "D2" }),
+      xaxis2: axis("ranks", { ...ranks, domain: [0.55, 1] }),
+      yaxis2: axis("efficiency (%)", { anchor: "x2", rangemode: "tozero" }),
+      margin: { l: 70, r: 20, t: legendHeight(2 * lines.length), b: 50 },
+    }),
+    note: lines.length < drawn.length ? `the ${lines.length} fastest of ${drawn.length} curves` : "",
+    head: ["kind", "curve", "ranks", `${model.unit}/s`, "low", "high", "efficiency"],
+    rows: drawn.flatMap((curve) =>
+      curve.points.map((point) => [
+        curve.kind,
+        curve.name,
+        point.row.ranks,
+        point.row.rate,
+        point.row.low,
+        point.row.high,
+        point.efficiency,
+      ]),
+    ),
+  };
+}
+
+/** Rows that none beats in throughput without taking more memory, by throughput. */
+function paretoFront(rows) {
+  const front = [];
+  for (const row of [...rows].sort((one, other) => other.rate - one.rate || one.memory - other.memory)) {
+    if (!front.length || row.memory < front[front.length - 1].memory) front.push(row);
+  }
+  return front;
+}
+
+function drawMemory(model, all) {
+  const rows = all.filter((row) => row.rate && row.memory);
+  if (rows.length < 2) return null;
+  const front = new Set(paretoFront(rows));
+  const groups = new Map();
+  for (const row of rows)
+    groups.has(row.parallel) ? groups.get(row.parallel).push(row) : groups.set(row.parallel, [row]);
+  const isNamed = front.size <= MOST_NAMED;
+  const traces = [...groups].map(([preset, group]) => ({
+    type: "scatter",
+    mode: isNamed ? "markers+text" : "markers",
+    name: plainly(String(preset)),
+    x: group.map((row) => row.memory / 2 ** 30),
+    y: group.map((row) => row.rate),
+    text: group.map((row) => (front.has(row) ? plainly(short(row.name, 40)) : "")),
+    textposition: "bottom right",
+    hovertext: group.map((row) => `${plainly(row.name)}: ${bytes(row.memory)}, ${throughputText(row)} ${model.unit}/s`),
+    hoverinfo: "text",
+    marker: { color: group.map(colorOf), symbol: group.map(symbolOf), size: rows.length <= 200 ? 10 : 6 },
+    cliponaxis: false,
+  }));
+  const ends = [...front];
+  traces.push({
+    type: "scatter",
+    mode: "lines",
+    name: "Pareto front",
+    x: ends.map((row) => row.memory / 2 ** 30),
+    y: ends.map((row) => row.rate),
+    line: { color: "#666666", dash: "dot", shape: "vh" },
+    hoverinfo: "skip",
+  });
+  const showlegend = traces.length <= MOST_NAMED;
+  const top = showlegend ? legendHeight(traces.length) : 20;
+  return {
+    traces,
+    layout: layout(400 + top, {
+      xaxis: axis("GiB of the rank that takes the most"),
+      yaxis: axis(`${model.unit}/s`),
+      showlegend,
+      margin: { l: 70, r: 20, t: top, b: 50 },
+    }),
+    head: ["configuration", "memory (bytes)", `${model.unit}/s`, "on the Pareto front"],
+    rows: rows.map((row) => [row.name, row.memory, row.rate, front.has(row) ? "yes" : "no"]),
+  };
+}
+
+/** A line for each row that has steps: what each step's `field` was. */
+function bySteps(model, rows, field, scale, title, y) {
+  const shown = new Map(rows.map((row) => [row.number, row]));
+  const dash = dashes();
+  const drawn = model.steps.filter((curve) => shown.has(curve.number) && curve[field].some(isKnown));
+  if (!drawn.length) return null;
+  const traces = drawn.map((curve) => {
+    const row = shown.get(curve.number);
+    const color = colorOf(row);
+    const values = curve[field].map((value) => (isKnown(value) ? value * scale : null));
+    return {
+      type: "scatter",
+      mode: curve.step.length > 1 ? "lines" : "markers",
+      name: plainly(short(row.name, 50)),
+      x: curve.step,
+      y: values,
+      line: { color, dash: dash(color), width: 1.6 },
+      marker: { color },
+    };
+  });
+  const showlegend = drawn.length <= MOST_NAMED;
+  const top = showlegend ? legendHeight(drawn.length) : 20;
+  return {
+    traces,
+    layout: layout(380 + top, {
+      xaxis: axis("step"),
+      yaxis: axis(title, y),
+      showlegend,
+      margin: { l: 70, r: 20, t: top, b: 50 },
+    }),
+    note: model.rows.length > model.drawn ? `of the first ${model.drawn} rows, as far as the filter shows them` : "",
+    head: ["configuration", "step", title],
+    rows: drawn.flatMap((curve) =>
+      curve.step.map((step, place) => [
+        shown.get(curve.number).name,
+        step,
+        isKnown(curve[field][place]) ? curve[field][place] * scale : null,
+      ]),
+    ),
+  };
+}

@@ -1,0 +1,120 @@
+// Figures on the page: which there are, how they are drawn again, and what downloads.
+
+const FIGURES = [
+  {
+    id: "throughput",
+    title: "Throughput",
+    about: "Geometric mean over runs with its 95 % interval, where there are at least three runs.",
+    draw: drawThroughput,
+  },
+  {
+    id: "phases",
+    title: "Why: where the time of a step goes",
+    about: "Phases of a step; those with a pattern are waiting.",
+    draw: drawPhases,
+    said: (model) => model.why,
+  },
+  {
+    id: "scaling",
+    title: "Scaling",
+    about: "Strong: the same global batch; weak: the same batch of each rank. Dotted: as the first point would scale.",
+    draw: drawScaling,
+  },
+  {
+    id: "memory",
+    title: "Memory against throughput",
+    about:
+      "Above and to the left is better: by the means, nothing beats in both what lies on the dotted line. " +
+      "The axes do not begin at zero.",
+    draw: drawMemory,
+  },
+  {
+    id: "kinds",
+    title: "What the memory is for",
+    about: "What torch has allocated when a step takes the most.",
+    draw: drawKinds,
+  },
+  {
+    id: "steps",
+    title: "Time of each step",
+    about: "Of the slowest rank, from the first step on; of repeats the run with the median throughput.",
+    draw: (model, rows) => bySteps(model, rows, "seconds", 1e3, "ms", { rangemode: "tozero" }),
+  },
+  {
+    id: "losses",
+    title: "Losses",
+    about: "Of each step. Layouts of the same training lie on one curve.",
+    draw: (model, rows) => bySteps(model, rows, "loss", 1, "loss", {}),
+    said: (model) => model.losses,
+  },
+];
+
+/** A figure and its element, which is hidden while `draw` has nothing to show. */
+function figureElement(id, title, about, draw, said = []) {
+  const plot = element("div", { class: "plot", "data-figure": id, role: "img", "aria-label": `${title}. ${about}` });
+  const note = element("p", { class: "about" }, about);
+  const data = element("details", {}, element("summary", {}, "data"));
+  const made = { plot, draw, drawn: null, about, note, data };
+  data.addEventListener("toggle", () => fillData(made));
+  const buttons = element(
+    "div",
+    { class: "buttons" },
+    button("SVG", () => downloadImage(made, id, "svg")),
+    button("PNG", () => downloadImage(made, id, "png")),
+    button("CSV", () => downloadCsv(id, made.drawn.head, made.drawn.rows)),
+  );
+  made.element = element(
+    "figure",
+    { id, hidden: "" },
+    element("div", { class: "head" }, element("h3", {}, title), buttons),
+    note,
+    plot,
+    listed(said),
+    data,
+  );
+  return made;
+}
+
+async function drawFigure(made, ...shown) {
+  let drawn = null;
+  try {
+    drawn = made.draw(...shown);
+  } catch (error) {
+    console.error(made.plot.dataset.figure, error); // the other figures are drawn all the same
+  }
+  made.drawn = drawn;
+  made.element.hidden = !drawn;
+  if (!drawn) return;
+  made.note.textContent = drawn.note ? `${made.about} Shown: ${drawn.note}.` : made.about;
+  await Plotly.react(made.plot, drawn.traces, drawn.layout, { displayModeBar: false, responsive: true });
+  if (made.data.open) fillData(made);
+}
+
+const MOST_DATA = 2000;
+
+function fillData(made) {
+  const rows = made.drawn.rows.slice(0, MOST_DATA);
+  const rest = made.drawn.rows.length - rows.length;
+  const table = plainTable(made.drawn.head, rows);
+  made.data.replaceChildren(
+    made.data.firstChild,
+    element("div", { class: "table" }, table),
+    rest > 0 ? `and ${rest} more rows in the CSV` : "",
+  );
+}
+
+function downloadImage(made, name, format) {
+  const { offsetWidth: width, offsetHeight: height } = made.plot;
+  return Plotly.downloadImage(made.plot, { format, filename: name, width, height, scale: format === "png" ? 2 : 1 });
+}
+
+function downloadCsv(name, head, rows) {
+  const cell = (value) => {
+    const text = isKnown(value) ? String(value) : "";
+    return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  };
+  const lines = [head, ...rows].map((row) => row.map(cell).join(","));
+  const address = URL.createObjectURL(new Blob([`${lines.join("\r\n")}\r\n`], { type: "text/csv" }));
+  element("a", { href: address, download: `${name}.csv` }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000);
+}

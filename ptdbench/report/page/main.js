@@ -1,0 +1,262 @@
+// The page: a section for each model, what failed, what other workloads found, and how to repeat it all.
+
+function build() {
+  const main = document.getElementById("main");
+  report.models.forEach((model, place) => main.append(modelSection(model, place)));
+  const failed = failures();
+  if (failed) main.append(failed);
+  report.others.forEach((other, place) => main.append(otherSection(other, place)));
+  main.append(howToRepeat());
+  const names = report.models.length
+    ? [...columnsOf("").map((column) => column.name), ...Object.keys(report.common)]
+    : [];
+  document.getElementById("names").append(...names.map((name) => element("option", { value: `${name}=` })));
+  document.getElementById("filter").addEventListener("input", readAndUpdate);
+  document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
+  document.getElementById("theme").addEventListener("click", nextTheme);
+  document.querySelectorAll("#filter, [for=filter]").forEach((part) => (part.hidden = !report.models.length));
+}
+
+function modelSection(model, place) {
+  const suffix = place ? `-${place + 1}` : "";
+  model.columns = columnsOf(model.unit);
+  model.shown = new Set(usualColumns(model).map((column) => column.name));
+  model.page = PAGE;
+  model.open = new Set();
+  model.table = element("div", {});
+  model.figures = FIGURES.map(({ id, title, about, draw, said }) =>
+    figureElement(`${id}${suffix}`, title, about, draw, said ? said(model) : []),
+  );
+  const csv = button("CSV", () => downloadTable(model, `table${suffix}`));
+  return element(
+    "section",
+    { "data-model": place },
+    element("h2", {}, model.title),
+    model.table,
+    element("div", { class: "below" }, columnChoice(model), element("div", { class: "buttons" }, csv)),
+    listed(model.remarks),
+    ...model.figures.map((figure) => figure.element),
+  );
+}
+
+/** All rows that the filter shows, with all options, and figures in the units of records. */
+function downloadTable(model, name) {
+  const plain = [
+    "number",
+    "name",
+    "sweep",
+    "status",
+    "rate",
+    "low",
+    "high",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "step",
+    "step_p5",
+    "step_p95",
+    "memory",
+    "mfu",
+    "of_ceiling",
+    "joules",
+    "loss",
+    "ranks",
+    "nodes",
+    "batch",
+    "command",
+  ];
+  const options = Object.keys(report.options);
+  const rows = sortedRows(model).map((row) => [
+    ...plain.map((field) => row[field]),
+    ...options.map((option) => report.options[option][row.number]),
+  ]);
+  downloadCsv(name, [...plain, ...options], rows);
+}
+
+function failures() {
+  const failed = [...report.models.flatMap((model) => model.rows), ...report.others].flatMap((row) =>
+    row.runs
+      .filter((run) => run.reason)
+      .map((run) => [row.name || row.title, run.status, run.reason, run.directory, row.command]),
+  );
+  if (!failed.length) return null;
+  const shown = failed.slice(0, MOST_DATA);
+  const table = plainTable(["configuration", "status", "reason", "directory", "command"], shown);
+  table
+    .querySelectorAll("td, th")
+    .forEach((cell) => (cell.style.cssText = "text-align: left; white-space: normal; vertical-align: top"));
+  const rest =
+    failed.length > shown.length
+      ? element("p", {}, `and ${failed.length - shown.length} more, in the rows of the tables`)
+      : null;
+  return element(
+    "section",
+    { id: "failed" },
+    element("h2", {}, `Runs that are not ok (${failed.length})`),
+    element("div", { class: "table" }, table),
+    rest,
+  );
+}
+
+function otherSection(other, place) {
+  const figures = other.curves.map((curve, number) =>
+    figureElement(`other-${place + 1}-${number + 1}`, curve.title, "", () => drawCurves(curve)),
+  );
+  other.figures = figures;
+  const command = other.command ? element("pre", { class: "command" }, other.command) : null;
+  const [run] = other.runs;
+  const where = `${run.directory}${run.environment === null ? "" : `, environment ${run.environment + 1} below`}`;
+  return element(
+    "section",
+    { "data-other": place },
+    element("h2", {}, other.title),
+    element("p", { class: "about" }, where),
+    command,
+    output(other.text),
+    ...figures.map((figure) => figure.element),
+  );
+}
+
+/** What a workload shows in a terminal; a long one is folded. */
+function output(text) {
+  const isLong = text.split("\n").length > 40;
+  return element(
+    "details",
+    isLong ? {} : { open: "" },
+    element("summary", {}, "as in the terminal"),
+    element("pre", {}, text),
+  );
+}
+
+function drawCurves(curve) {
+  const traces = curve.lines.map((line, place) => ({
+    type: "scatter",
+    mode: line.x.length > 1 && !line.text ? "lines+markers" : "markers",
+    name: plainly(line.name),
+    x: line.x,
+    y: line.y,
+    text: line.text,
+    line: { color: COLORS[place % COLORS.length], dash: DASHES[Math.floor(place / COLORS.length) % DASHES.length] },
+    marker: { color: COLORS[place % COLORS.length], symbol: SYMBOLS[place % SYMBOLS.length], size: 8 },
+  }));
+  const bounds = curve.bounds.map((line, place) => ({
+    type: "scatter",
+    mode: "lines",
+    name: line.name,
+    x: line.x,
+    y: line.y,
+    line: { color: COLORS[place % COLORS.length], dash: "dot" },
+  }));
+  const top = legendHeight(traces.length + bounds.length);
+  return {
+    traces: [...traces, ...bounds],
+    layout: layout(380 + top, {
+      xaxis: axis(curve.x, { type: "log" }),
+      yaxis: axis(curve.y, { type: "log" }),
+      margin: { l: 70, r: 20, t: top, b: 50 },
+    }),
+    head: ["line", curve.x, curve.y, "of"],
+    rows: [...curve.lines, ...curve.bounds].flatMap((line) =>
+      line.x.map((x, place) => [line.name, x, line.y[place], line.text ? line.text[place] : null]),
+    ),
+  };
+}
+
+function howToRepeat() {
+  const environments = report.environments.map((environment, place) =>
+    element(
+      "details",
+      { open: report.environments.length === 1 ? "" : null },
+      element("summary", {}, `environment ${place + 1}: ${summary(environment)}`),
+      definitions(environment),
+    ),
+  );
+  const common = Object.keys(report.common).length
+    ? element("details", {}, element("summary", {}, "options that all rows share"), definitions(report.common))
+    : null;
+  return element(
+    "section",
+    { id: "repeat" },
+    element("h2", {}, "How to repeat it"),
+    commands(),
+    common,
+    ...environments,
+  );
+}
+
+/** What to type for each configuration; it is made when it is looked at, or printed. */
+function commands() {
+  const rows = report.models.flatMap((model) => model.rows).filter((row) => row.command);
+  if (!rows.length) return null;
+  const made = element("details", {}, element("summary", {}, "commands"));
+  const fill = () => {
+    const lines = rows.slice(0, MOST_DATA).map((row) => `# ${row.name}\n${row.command}`);
+    const rest = rows.length > MOST_DATA ? [`# and ${rows.length - MOST_DATA} more in the CSV of the tables`] : [];
+    made.replaceChildren(made.firstChild, element("pre", { class: "command" }, [...lines, ...rest].join("\n\n")));
+  };
+  made.addEventListener("toggle", fill);
+  window.addEventListener("beforeprint", () => rows.length <= PAGE && (fill(), (made.open = true)));
+  return made;
+}
+
+const summary = (environment) =>
+  [
+    environment.host,
+    environment.cpu,
+    environment.torch && `torch ${environment.torch}`,
+    environment.ptdbench && `ptdbench ${environment.ptdbench}`,
+  ]
+    .filter(Boolean)
+    .join(", ");
+
+let latest = 0;
+
+/** Draw all that the filter shows: tables at once, figures one after the other, so that the page answers meanwhile. */
+async function update() {
+  const own = ++latest;
+  const rows = report.models.map(sortedRows);
+  report.models.forEach(drawTable);
+  const count = rows.reduce((sum, of) => sum + of.length, 0);
+  const total = report.models.reduce((sum, model) => sum + model.rows.length, 0);
+  const found = document.getElementById("found");
+  found.classList.remove("wrong");
+  found.textContent = total ? `${count} of ${total} configurations` : "";
+  document.body.dataset.drawn = "";
+  for (const [place, model] of report.models.entries()) {
+    for (const figure of model.figures) {
+      await new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve))); // so that the last one is seen
+      if (own !== latest) return;
+      await drawFigure(figure, model, rows[place]);
+    }
+  }
+  document.body.dataset.drawn = "all";
+}
+
+let waiting = null;
+
+function readAndUpdate() {
+  clearTimeout(waiting);
+  try {
+    state.filter = readFilter(document.getElementById("filter").value);
+  } catch (error) {
+    const found = document.getElementById("found");
+    found.classList.add("wrong");
+    found.textContent = error.message;
+    return;
+  }
+  waiting = setTimeout(update, 150);
+}
+
+const THEMES = { "": "as the system's", light: "light", dark: "dark" };
+
+function nextTheme() {
+  const names = Object.keys(THEMES);
+  const root = document.documentElement;
+  const next = names[(names.indexOf(root.dataset.theme || "") + 1) % names.length];
+  root.dataset.theme = next;
+  document.getElementById("theme").textContent = `theme: ${THEMES[next]}`;
+}
+
+build();
+report.others.forEach((other) => other.figures.forEach((figure) => drawFigure(figure)));
+update();

@@ -1,0 +1,79 @@
+"use strict";
+// The data of the report, how its numbers are written, and elements of the page.
+
+const report = JSON.parse(document.getElementById("data").textContent);
+
+const isKnown = (value) => value !== null && value !== undefined;
+const plainly = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;"); // plotly reads marks
+
+const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
+
+/** Three significant digits, all digits before the point kept. */
+function digits(value) {
+  const size = Math.abs(value);
+  if (size >= 99.95) return grouped.format(value);
+  if (size > 0 && size < 0.001) return value.toPrecision(3);
+  return value.toFixed(size >= 9.995 ? 1 : size >= 0.9995 || size === 0 ? 2 : 3);
+}
+
+const percent = (share) => `${(100 * share).toFixed(1)}%`;
+const range = (rank) => (rank[0] === rank[1] ? `${rank[0]}` : `${rank[0]}-${rank[1]}`);
+const bytes = (size) => (size >= 2 ** 30 ? `${digits(size / 2 ** 30)} GiB` : `${digits(size / 2 ** 20)} MiB`);
+const short = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
+
+const WIDE = "±>100%"; // beyond 2x figures would mean nothing
+
+function throughputText(row) {
+  const margin = row.high === null ? null : row.high / row.rate - 1;
+  return digits(row.rate) + (margin === null ? "" : margin > 1 ? ` ${WIDE}` : ` ±${percent(margin)}`);
+}
+
+function ratioText(row) {
+  const isWide = row.ratio_high / row.ratio > 2;
+  const interval = isWide ? WIDE : `${row.ratio_low?.toFixed(2)}-${row.ratio_high?.toFixed(2)}`;
+  return `${row.ratio.toFixed(2)}x${row.ratio_low === null ? "" : ` (${interval})`}`;
+}
+
+function stepText(row) {
+  if (row.step_p5 === null || row.step_p95 === null) return digits(1e3 * row.step);
+  return `${digits(1e3 * row.step)} (${digits(1e3 * row.step_p5)}-${digits(1e3 * row.step_p95)})`;
+}
+
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value !== null) made.setAttribute(name, value);
+  }
+  made.append(...children.filter(isKnown));
+  return made;
+}
+
+const button = (text, onclick, attributes = {}) => element("button", { type: "button", onclick, ...attributes }, text);
+
+function listed(sentences) {
+  return sentences.length
+    ? element("ul", { class: "said" }, ...sentences.map((text) => element("li", {}, text)))
+    : null;
+}
+
+function definitions(values) {
+  const entries = Object.entries(values).filter(([, value]) => isKnown(value));
+  const shown = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  return element(
+    "dl",
+    {},
+    ...entries.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, shown(value))]),
+  );
+}
+
+function plainTable(head, rows) {
+  const line = (tag, cells) =>
+    element("tr", {}, ...cells.map((cell) => element(tag, {}, isKnown(cell) ? String(cell) : "")));
+  return element(
+    "table",
+    {},
+    element("thead", {}, line("th", head)),
+    element("tbody", {}, ...rows.map((row) => line("td", row))),
+  );
+}
