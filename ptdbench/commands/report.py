@@ -22,7 +22,7 @@ HELP = "one file to send: tables, figures, failures and commands of sweeps as HT
 #: The name of each form, beside the results.
 _NAMES = {"html": "report.html", "md": "report.md", "csv": "report.csv"}
 
-
+#: Characters that GitHub takes in a comment.
 _MOST_OF_COMMENT = 65_536
 
 
