@@ -10,7 +10,7 @@ ARGS ?=
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test test test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix phases-truth compare-truth attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test test test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix phases-truth memory-truth compare-truth attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -68,11 +68,14 @@ report-speed: install-test  ## how long a report of 1,000 and of 10,000 runs tak
 long-run: install  ## 50,000 steps of toy: do memory, saves and evaluations stay as they began
 	$(BIN)/python -m benchmarks.long_run $(ARGS)
 
-compare-truth: install  ## how often repeats tell identical configurations apart, and miss slower ones: most of an hour
+compare-truth: install  ## how often repeats tell identical configurations apart, and miss slower ones: an hour
 	$(BIN)/python benchmarks/compare_truth.py $(ARGS)
 
 phases-truth: install  ## the phases of a step against steps whose communication costs nothing
 	$(BIN)/python benchmarks/phases_truth.py $(ARGS)
+
+memory-truth: install  ## weights, gradients and optimizer state of each layout's ranks against the formula
+	$(BIN)/python benchmarks/memory_truth.py $(ARGS)
 
 bubbles: install  ## how long each pipeline schedule idles, against its formula
 	$(BIN)/python benchmarks/bubbles.py $(ARGS)

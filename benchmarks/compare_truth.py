@@ -1,7 +1,7 @@
 """How often ``repeat`` is wrong: identical configurations told apart, and slower ones not seen.
 
-    python benchmarks/compare_truth.py                              # real runs: three quarters of an hour on two cores
-    python benchmarks/compare_truth.py --blocks 20                  # half as many, the fewest that do
+    python benchmarks/compare_truth.py                              # real runs: an hour on two cores
+    python benchmarks/compare_truth.py --identical 1 --blocks 400   # without identical ones, and more of the others
     python benchmarks/compare_truth.py --sweep outputs/<sweep>      # judge those of an earlier call once more
     python benchmarks/compare_truth.py --picture noise.png          # and draw them
 
@@ -9,6 +9,9 @@ One sweep has ten configurations that differ in name alone, one that is slowed b
 (``benchmarks/slowed.py``), all in each block. Fresh comparisons use each run once: their share has an exact 95 %
 interval (Clopper and Pearson). Resampled ones draw other blocks each time, and share runs: their intervals are
 approximate, and too narrow. All are judged by the product's own functions. A row passes by its share alone.
+
+Differences are found as far as the machine's noise allows: the more runs differ, the more blocks it takes, and
+``repeat=auto`` ends after ``repeat.max`` of them.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,13 +35,10 @@ from ptdbench.measure.comparison import LEVEL, POWER, Sample
 from ptdbench.records import alternatives, store
 from ptdbench.records.alternatives import Alternative
 from ptdbench.setup.config import Repeat
-from ptdbench.sweep.settling import unsettled
+from ptdbench.sweep.settling import Compared, unsettled
 from ptdbench.terminal import plural
 
 ROOT = Path(__file__).parents[1]
-
-#: Pairs of configurations that differ in name alone.
-PAIRS = 5
 
 SLOWER = (0.02, 0.05)
 
@@ -49,7 +49,7 @@ RUNS = 5
 TRIES = 200
 
 #: What ``repeat=auto`` is without further options.
-AUTO = Repeat(runs="auto", max=20, tied_within=0.02, seed=0, block=None, series=None)
+AUTO = Repeat(runs="auto", max=60, tied_within=0.02, seed=0, block=None, series=None)
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,14 @@ class Row:
 def main() -> int:
     """Print the shares; 1 if one of them misses what it should be."""
     options = _parse()
-    sweep = options.sweep or _run(options.blocks)
+    auto = replace(AUTO, max=options.max)
+    sweep = options.sweep or _run(options)
     same, slowed = _by_slowness(sweep)
-    if len(same) < 2 or not slowed:
+    if not same or not slowed:
         sys.exit(f"{sweep}: no results of this benchmark: identical configurations and slower ones")
     blocks = _whole_blocks([*same, *slowed.values()])
-    if len(blocks) < AUTO.max:
-        sys.exit(f"{sweep}: {plural(len(blocks), 'block')} in which all runs are ok; at least {AUTO.max} are needed")
+    if len(blocks) < auto.max:
+        sys.exit(f"{sweep}: {plural(len(blocks), 'block')} in which all runs are ok; at least {auto.max} are needed")
     spread = comparison.spread_of(same)
     assert spread
     runs = len(same) + len(slowed)
@@ -117,19 +118,23 @@ def main() -> int:
     if options.picture:
         _draw(sweep, options.picture)
     draw = random.Random(0)
-    rows = [*_identical(same, blocks, draw), *_slower(same[0], slowed, blocks, draw)]
+    rows = [*_identical(same, blocks, draw, auto), *_slower(same[0], slowed, blocks, draw, auto)]
     print(*rows, sep="\n")
     return int(not all(row.is_met for row in rows))
 
 
-def _identical(same: Sequence[Sample], blocks: Sequence[Hashable], draw: random.Random) -> Iterator[Row]:
+def _identical(
+    same: Sequence[Sample], blocks: Sequence[Hashable], draw: random.Random, repeat: Repeat
+) -> Iterator[Row]:
     """Configurations that do not differ."""
+    if len(same) < 2:
+        return
     pairs = [(same[2 * number], same[2 * number + 1]) for number in range(len(same) // 2)]
     groups = [blocks[start : start + RUNS] for start in range(0, len(blocks) - RUNS + 1, RUNS)]
     fresh = [_differ(one, other, group) for one, other in pairs for group in groups]
     drawn = [draw.sample(same, 2) for _ in range(TRIES)]
     again = [_differ(one, other, draw.sample(blocks, RUNS)) for one, other in drawn]
-    auto = [_auto(one, other, _shuffled(blocks, draw))[0] for one, other in drawn]
+    auto = [_auto(one, other, _shuffled(blocks, draw), repeat)[0] for one, other in drawn]
     for name, share in (
         (f"identical, {RUNS} fresh runs each", Share(sum(fresh), len(fresh), is_fresh=True)),
         (f"identical, {RUNS} runs each", Share(sum(again), TRIES)),
@@ -139,15 +144,16 @@ def _identical(same: Sequence[Sample], blocks: Sequence[Hashable], draw: random.
 
 
 def _slower(
-    base: Sample, slowed: dict[float, Sample], blocks: Sequence[Hashable], draw: random.Random
+    base: Sample, slowed: dict[float, Sample], blocks: Sequence[Hashable], draw: random.Random, repeat: Repeat
 ) -> Iterator[Row]:
     """Configurations that do differ."""
     rule = f"at least {POWER:.0%}"
     for slower, other in slowed.items():
-        tries = [_auto(base, other, _shuffled(blocks, draw)) for _ in range(TRIES)]
+        tries = [_auto(base, other, _shuffled(blocks, draw), repeat) for _ in range(TRIES)]
         share = Share(sum(seen for seen, _ in tries), TRIES)
-        name = f"slower by {slower:.0%}, repeat=auto ({median(used for _, used in tries):.0f} blocks)"
-        is_asked = slower > AUTO.tied_within  # else it may be called tied
+        used = f"{median(used for _, used in tries):.0f} of at most {repeat.max} blocks"
+        name = f"slower by {slower:.0%}, repeat=auto ({used})"
+        is_asked = slower > repeat.tied_within  # else it may be called tied
         yield Row(name, share, rule if is_asked else "", not is_asked or share.point >= POWER)
     slower, other = next(iter(slowed.items()))
     yield _as_stated(base, other, slower, blocks, draw)
@@ -196,13 +202,14 @@ def _differ(one: Sample, other: Sample, blocks: Sequence[Hashable]) -> bool:
     return bool(comparison.differing([(_of(one, blocks), _of(other, blocks))])[0])
 
 
-def _auto(one: Sample, other: Sample, blocks: Sequence[Hashable]) -> tuple[bool, int]:
+def _auto(one: Sample, other: Sample, blocks: Sequence[Hashable], repeat: Repeat) -> tuple[bool, int]:
     """Whether ``repeat=auto`` tells two configurations apart, and how many blocks it takes."""
-    looks = [look for look in comparison.looks(AUTO.max) if look <= len(blocks)]
+    looks = [look for look in comparison.looks(repeat.max) if look <= len(blocks)]
     for look in looks:
         known = [_of(sample, blocks[:look]) for sample in (one, other)]
-        if look == looks[-1] or not unsettled([Alternative([], sample) for sample in known], AUTO):
-            return bool(comparison.differing([(known[0], known[1])], comparison.level_of_look(AUTO.max))[0]), look
+        pair = Compared(Alternative([], known[0]), Alternative([], known[1]))
+        if look == looks[-1] or not unsettled([pair], repeat):
+            return bool(comparison.differing([(known[0], known[1])], comparison.level_of_look(repeat.max))[0]), look
     raise AssertionError("there is a last look")
 
 
@@ -235,23 +242,27 @@ def _model(one: Alternative) -> Mapping[str, Any]:
     return model if isinstance(model, Mapping) else {}
 
 
-def _run(blocks: int) -> Path:
-    slower = ",".join(str(one) for one in (*(number / 1e6 for number in range(2 * PAIRS)), *SLOWER))
+def _run(options: argparse.Namespace) -> Path:
+    slower = ",".join(str(one) for one in (*(number / 1e6 for number in range(options.identical)), *SLOWER))
     sweep = Path("outputs", time.strftime("%Y-%m-%d_%H-%M-%S_compare-truth"))
-    words = ["model=gpt_tiny", "model._target_=benchmarks.slowed.Slowed", f"+model.slower={slower}", f"repeat={blocks}"]
-    words += ["train.global_batch=4", "train.steps=100", "profile.steps=0", f"hydra.sweep.dir={sweep}"]
+    words = ["model=gpt_tiny", "model._target_=benchmarks.slowed.Slowed", f"+model.slower={slower}"]
+    words += [f"repeat={options.blocks}", f"train.steps={options.steps}", "train.global_batch=4", "profile.steps=0"]
+    words += [f"hydra.sweep.dir={sweep}"]
     subprocess.run([sys.executable, "train.py", "-m", *words], cwd=ROOT, check=True)
     return ROOT / sweep
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=40)
+    parser.add_argument("--blocks", type=int, default=120)
+    parser.add_argument("--identical", type=int, default=10, help="configurations that differ in name alone")
+    parser.add_argument("--steps", type=int, default=40, help="of a run")
+    parser.add_argument("--max", type=int, default=AUTO.max, help="repeat.max")
     parser.add_argument("--sweep", type=Path, help="judge the runs of an earlier call")
     parser.add_argument("--picture", type=Path, help="draw the runs")
     options = parser.parse_args()
-    if options.blocks < AUTO.max:
-        parser.error(f"--blocks {options.blocks}: repeat=auto may take {AUTO.max}; give at least so many")
+    if options.blocks < options.max:
+        parser.error(f"--blocks {options.blocks}: repeat=auto may take {options.max}; give at least so many")
     return options
 
 

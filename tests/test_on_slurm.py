@@ -371,6 +371,22 @@ class TestRepeats:
             assert done.stderr.count(f"\n{name}, rank 0:\nTraceback") == 1
             assert sum(f" {name}: " in line and "fail" in line for line in done.stderr.splitlines()) == 1
 
+    def test_runs_of_a_block_share_a_job_and_one_that_fails_ends_no_other(self, submit, tmp_path):
+        asked = ("repeat=2", "sweep.same_nodes=true", "+model.how=raise,none", "+model.rank=0", "parallel=single")
+        done = submit(*FAULTY, *asked)
+        assert done.returncode == 1, done.stderr
+        assert done.stdout.startswith("submitted 2 jobs with 4 runs: ")
+        found = records(tmp_path)
+        assert [record["config"]["repeat"]["block"] for record in found] == [0, 0, 1, 1]
+        assert sorted(record["status"] for record in found) == ["failed", "failed", "ok", "ok"]
+        noted = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
+        assert len({job["id"] for job in noted}) == 2
+        for first, second in (found[:2], found[2:]):
+            assert first["owner"]["job"] == second["owner"]["job"]
+            assert ended(first) <= (Path(second["directory"]) / ".hydra" / "config.yaml").stat().st_mtime_ns
+        for job in noted:
+            assert list(Path(job["log"]).glob(f"{job['id']}_0_log.*"))
+
     def test_a_number_of_repeats_is_submitted_at_once(self, submit, tmp_path):
         done = submit(*HELLO, "cluster.ranks_per_node=1", "cluster.nodes=1,2", "repeat=2")
         assert done.returncode == 0, done.stderr

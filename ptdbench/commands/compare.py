@@ -152,8 +152,8 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
     own = [word for word in typed if commandline.option(word).startswith("repeat.")]
     composed = compose.compose_all(compose.conf_folder(), "config", ["repeat.runs=5", *own], multirun=True)
     repeat = config.read(composed.jobs[0]).repeat
-    if repeat.runs == "auto" or len(composed.jobs) > 1:
-        require(Problem("repeat.runs", repeat.runs, "both sides run equally often", "give a number, as in repeat=10"))
+    if len(composed.jobs) > 1:
+        require(Problem("compare", " ".join(own), "both sides run equally often", "give one value, as in repeat=10"))
     return [word for word in typed if word not in own], repeat
 
 

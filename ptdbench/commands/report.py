@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import webbrowser
@@ -130,7 +131,10 @@ def _md(title: str, subtitle: str, runs: Sequence[Run]) -> str:
 def _csv(title: str, subtitle: str, runs: Sequence[Run]) -> str:
     from ptdbench.records.load import Runs
 
-    text: str = Runs(runs).frame().to_csv(index=False)
+    frame = Runs(runs).frame()
+    for name in frame.select_dtypes("object"):
+        frame[name] = frame[name].map(lambda cell: json.dumps(cell) if isinstance(cell, list | dict) else cell)
+    text: str = frame.to_csv(index=False)
     return text
 
 

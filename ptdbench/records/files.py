@@ -29,13 +29,13 @@ def write_json(path: Path, value: object, durable: bool = True) -> None:
         durable: Whether it must survive a crash of the machine, which takes a disk sync.
 
     Raises:
-        OSError: It could not be written.
+        OSError: It could not be written; its ``filename`` is ``path``.
     """
     replace_bytes(path, (json.dumps(strict(value), indent=1, allow_nan=False) + "\n").encode(), durable)
 
 
 def replace_bytes(path: Path, content: bytes, durable: bool = True) -> None:
-    """Write a file atomically; see :func:`write_json`."""
+    """Write a file atomically; see :func:`write_json`, also for errors."""
     # Ranks of several hosts may write at once.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -45,6 +45,9 @@ def replace_bytes(path: Path, content: bytes, durable: bool = True) -> None:
             if durable:
                 os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # what was to be written, and not the name that it had meanwhile
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -20,7 +20,7 @@ LEDGER = "sweep.json"
 
 @dataclass(frozen=True)
 class Job:
-    """One run that was submitted, or was about to be.
+    """One run that was submitted, or was about to be; several of them may share a job of the queue.
 
     Attributes:
         number: The run's number in the sweep.
@@ -32,6 +32,7 @@ class Job:
         overrides: The overrides typed for this run.
         directory: The run's directory, below the sweep's.
         log: Folder of the ranks' output, with ``%j`` for an id that is not known.
+        step: The run's place among those of its job; ``None`` where it is the only one.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Job:
     overrides: list[str]
     directory: str
     log: str
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def read(sweep_directory: Path) -> Ledger:
 def _job(fields: Any) -> Job:
     job = Job(**fields)
     of_text = (job.name, job.label, job.shape, job.directory, job.log, *([job.id] if job.id is not None else []))
-    numbers = (job.number, *([job.element] if job.element is not None else []))
+    numbers = (job.number, *(number for number in (job.element, job.step) if number is not None))
     if not all(isinstance(value, str) for value in of_text) or not all(isinstance(value, int) for value in numbers):
         raise TypeError("a job's fields have other types")
     _texts(job.overrides)

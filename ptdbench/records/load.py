@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import numpy as np
 
@@ -86,7 +86,14 @@ class Run(Mapping[str, Any]):
 
 
 class Runs(list[Run]):
-    """Several runs."""
+    """Several runs; a slice of them has a table too."""
+
+    @overload
+    def __getitem__(self, place: SupportsIndex) -> Run: ...
+    @overload
+    def __getitem__(self, place: slice) -> Runs: ...
+    def __getitem__(self, place: SupportsIndex | slice) -> Run | Runs:
+        return Runs(super().__getitem__(place)) if isinstance(place, slice) else super().__getitem__(place)
 
     def frame(self) -> pandas.DataFrame:
         """A row for each run, and a column for each field of its record by its dotted name.

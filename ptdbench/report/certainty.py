@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from ptdbench.measure.comparison import POWER, Comparison
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ptdbench.measure.comparison import LEVEL, POWER, Comparison, level_of_look
 
 #: Shares above this are not told in figures.
 _MOST = 1.0
 
 _WIDE = f"±>{_MOST:.0%}"
+
+
+def level_of(runs: Iterable[Mapping[str, Any]]) -> float:
+    """The level at which runs are judged: smaller where ``repeat=auto`` has looked at them several times."""
+    options = [(run.get("config") or {}).get("repeat") or {} for run in runs]
+    most = [one["max"] for one in options if one.get("runs") == "auto"]
+    return level_of_look(max(most)) if most else LEVEL
 
 
 def margin_text(margin: float | None) -> str:

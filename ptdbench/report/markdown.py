@@ -9,6 +9,7 @@ from typing import Any
 from ptdbench.records.load import Run
 from ptdbench.report import block, table
 from ptdbench.report.block import Block
+from ptdbench.report.environments import Environments
 from ptdbench.report.sweeps import alternatives_of, command
 
 #: Columns in which the output of other workloads is shown.
@@ -32,8 +33,9 @@ def markdown(title: str, subtitle: str, runs: Sequence[Run]) -> str:
     parts = [f"# {_escaped(title)}", _escaped(subtitle)]
     parts += [part for one in blocks for part in _of_model(one)]
     parts += [part for run in runs if not run.get("model") for part in _of_workload(run)]
-    if environments := _environments(runs):
-        parts.append(_folded("environment", environments))
+    environments = Environments(runs)
+    for heading, values in zip(environments.titles(), environments.found, strict=True):
+        parts.append(_folded(f"environment: {_escaped(heading)}", [_environment(values)]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -42,13 +44,8 @@ def _of_model(found: Block) -> Iterator[str]:
     yield _table(found.headings(), found.rows)
     if sentences := [*found.remarks, *found.why]:
         yield "\n".join(f"- {_escaped(sentence)}" for sentence in sentences)
-    commands = {
-        label: command(place.alternative.typical)
-        for label, place in zip(found.names, found.ranking.places, strict=True)
-    }
-    yield _folded(
-        "commands", [f"# {label}\n{typed or 'what was typed is not on record'}" for label, typed in commands.items()]
-    )
+    commands = [command(place.alternative.typical) or _UNKNOWN for place in found.ranking.places]
+    yield _folded("commands", [f"# {name}\n{typed}" for name, typed in zip(found.names, commands, strict=True)])
 
 
 def _table(headings: Sequence[str], rows: Iterable[Mapping[str, str]]) -> str:
@@ -64,15 +61,11 @@ def _of_workload(run: Run) -> Iterator[str]:
         yield _folded("command", [typed])
 
 
-def _environments(runs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Each environment once."""
-    found = dict.fromkeys(json.dumps(run["environment"], sort_keys=True) for run in runs if run.get("environment"))
-    known = [{name: value for name, value in json.loads(text).items() if value is not None} for text in found]
-    return ["\n".join(f"{name}: {_value(value)}" for name, value in one.items()) for one in known]
-
-
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _environment(values: Mapping[str, Any]) -> str:
+    known = {name: value for name, value in values.items() if value is not None}
+    return "\n".join(
+        f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in known.items()
+    )
 
 
 def _folded(title: str, texts: Sequence[str]) -> str:

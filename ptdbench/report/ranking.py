@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ptdbench.measure import comparison
 from ptdbench.measure.comparison import LEAST, LEVEL, Comparison, Spread
 from ptdbench.records.alternatives import Alternative
-from ptdbench.report.certainty import seen_text, size_text
+from ptdbench.report.certainty import level_of, seen_text, size_text
 from ptdbench.terminal import plural
 
 
@@ -58,7 +57,7 @@ def rank(found: Sequence[Alternative], spread: Spread | None = None) -> Ranking:
         found: The alternatives.
         spread: How much runs of the same configuration differ on their machine, for alternatives with few runs.
     """
-    ok, level = [one for one in found if one.sample], _level([run for one in found for run in one.runs])
+    ok, level = [one for one in found if one.sample], level_of(run for one in found for run in one.runs)
     ranks = zip(comparison.ranks([one.sample for one in ok], level, spread), ok, strict=True)
     ranked = list(_in_order(ranks))
     tests = math.comb(len(ok), 2) * round(LEVEL / level)
@@ -133,10 +132,3 @@ def _mean(one: Alternative) -> float:
     rate = comparison.geometric_mean(one.sample)
     assert rate is not None
     return rate
-
-
-def _level(records: Sequence[Mapping[str, Any]]) -> float:
-    """Smaller where ``repeat=auto`` has looked several times."""
-    options = [(record.get("config") or {}).get("repeat") or {} for record in records]
-    most = [one["max"] for one in options if one.get("runs") == "auto"]
-    return comparison.level_of_look(max(most)) if most else LEVEL

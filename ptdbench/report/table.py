@@ -47,12 +47,14 @@ SEARCHED = "optimization_results.yaml"
 
 
 def closing_lines(directory: Path, records: Iterable[Mapping[str, Any]] = ()) -> str:
-    """Where the records of a run or a sweep are, and how to look at phases and curves."""
+    """Where the records of a run or a sweep are, and how to look at phases and curves and to send them."""
     shown = shlex.quote(os.path.relpath(directory))
     is_sweep = (directory / RESULTS).exists()
     lines = [f"records      {shown}/{RESULTS if is_sweep else RECORD}"]
     if any(phases.missing(record) is None for record in records):
         lines.append(f"phases       {command('explain')} {shown}")
+    if is_sweep:
+        lines.append(f"report       {command('report')} {shown}")
     for name in (perfetto.NAME, perfetto.MEMORY):
         if traces := [path for where in (name, f"*/{name}") for path in directory.glob(where)]:
             folder = f"{shown}/*" if is_sweep else shown

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ptdbench.measure import comparison
-from ptdbench.measure.comparison import LEAST, LEVEL, Comparison
+from ptdbench.measure.comparison import LEAST, Comparison
 from ptdbench.records import alternatives
 from ptdbench.records.alternatives import Alternative
-from ptdbench.report.certainty import interval_text, margin_text, seen_text
+from ptdbench.report.certainty import interval_text, level_of, margin_text, seen_text
 from ptdbench.report.labels import names
 from ptdbench.report.phases import other_work
 from ptdbench.report.reason import reason, wrap
@@ -155,14 +155,20 @@ def _alone(
 
 
 def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]]) -> list[Pair]:
-    """The verdicts, whose level holds for all pairs together."""
+    """The verdicts, whose level holds for all pairs together, and where both sides took turns for all looks at them."""
     samples = [(after.sample, before.sample) for _, before, after in pairs]
-    signs = comparison.differing(samples, LEVEL)
+    level = level_of(run for _, *sides in pairs for side in sides for run in side.runs if _took_turns(run))
+    signs = comparison.differing(samples, level)
     found = []
     for (label, before, after), (now, then), sign in zip(pairs, samples, signs, strict=True):
-        known = comparison.compare(now, then, pairs=len(pairs))
+        known = comparison.compare(now, then, level, pairs=len(pairs))
         found.append(Pair(label, before, after, known, _verdict(before, after, known, sign)))
     return found
+
+
+def _took_turns(run: Mapping[str, Any]) -> bool:
+    """Whether it is one of both sides of a comparison, and not of a sweep that looked at its own runs only."""
+    return bool(((run.get("config") or {}).get("repeat") or {}).get("series"))
 
 
 def _verdict(before: Alternative, after: Alternative, known: Comparison | None, sign: int) -> Verdict:

@@ -26,7 +26,8 @@ def check(composed: Composed, cluster: Cluster, world: World | None, goes_on: Pa
     if goes_on and composed.is_sweep:
         require(_reordered(goes_on, repeat))
     if repeat.runs != 1:
-        require(_unfit(composed, repeat), _undecided(cluster, world) if repeat.runs == "auto" else None)
+        decides = repeat.runs == "auto" and repeat.block is None
+        require(_unfit(composed, repeat), _undecided(cluster, world) if decides else None)
 
 
 def _swept(composed: Composed) -> Iterator[Problem]:
@@ -66,9 +67,9 @@ def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
         sweeper = f"{SWEEPER}={composed.first.hydra.runtime.choices[SWEEPER]}"
         rule = f"{sweeper} chooses each run by the results of others, and repeats none"
         return Problem("repeat.runs", runs, rule, "omit it, and repeat the best runs in a sweep of their own")
-    if repeat.block is not None:
-        rule = f"repeat.runs={runs} says of each run which block it belongs to"
-        return Problem("repeat.block", repeat.block, rule, "omit one of them")
+    if repeat.block is not None and repeat.block >= _blocks(repeat):
+        rule = f"there are {_blocks(repeat)} blocks, which count from 0"
+        return Problem("repeat.block", repeat.block, rule, "omit it for all of them")
     template = str(composed.first.hydra.sweep._get_node("subdir")._value())
     if not any(name in template for name in _TELL_APART):
         rule = f"with repeat.runs={runs} several runs would have the same directory"
@@ -95,16 +96,25 @@ def order(alternatives: int, repeat: Repeat) -> list[tuple[int, int | None]]:
 
     Args:
         alternatives: The number of combinations of the sweep's lists.
-        repeat: How often each is run.
+        repeat: How often each is run; with ``repeat.block`` only the runs of that block are carried out.
 
     Returns:
-        The number of the alternative and of the block of each run; without repeats no block is given to any.
+        The number of the alternative and of the block of each run; ``None`` for a block that nothing need be told.
     """
     if repeat.runs == 1:
         return [(number, None) for number in range(alternatives)]
-    found: list[tuple[int, int | None]] = []
-    for block in range(repeat.max if repeat.runs == "auto" else repeat.runs):
-        numbers = list(range(alternatives))
-        random.Random(f"{repeat.seed} {block // 2}").shuffle(numbers)
-        found += [(number, block) for number in (numbers if block % 2 == 0 else reversed(numbers))]
-    return found
+    if repeat.block is not None:
+        return [(number, None) for number in _of_block(alternatives, repeat, repeat.block)]
+    return [(number, block) for block in range(_blocks(repeat)) for number in _of_block(alternatives, repeat, block)]
+
+
+def _blocks(repeat: Repeat) -> int:
+    """How many there are at most."""
+    return repeat.max if repeat.runs == "auto" else repeat.runs
+
+
+def _of_block(alternatives: int, repeat: Repeat, block: int) -> list[int]:
+    """The alternatives in the order of a block."""
+    numbers = list(range(alternatives))
+    random.Random(f"{repeat.seed} {block // 2}").shuffle(numbers)
+    return numbers if block % 2 == 0 else numbers[::-1]

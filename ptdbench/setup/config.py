@@ -94,9 +94,10 @@ class Profile:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Options of a sweep as a whole."""
+    """Options of a sweep as a whole; see ``conf/config.yaml`` for what each option means."""
 
     resume: str | None
+    same_nodes: bool
 
 
 @dataclass(frozen=True)

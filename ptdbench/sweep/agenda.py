@@ -90,7 +90,7 @@ class Agenda:
         repeat = found[0].config.repeat
         order = blocks.order(len(found), repeat)
         whole = [composed.whole[number] for number, _ in order]
-        settling = Settling(repeat) if repeat.runs == "auto" else None
+        settling = Settling(repeat) if repeat.runs == "auto" and repeat.block is None else None
         return Agenda([found[number].in_block(block) for number, block in order], only, queued, False, whole, settling)
 
     @property

@@ -9,15 +9,17 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 
 from ptdbench.launch import local
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import store
+from ptdbench.report import versus
 from ptdbench.setup import blocks, commandline
 from ptdbench.setup.config import Repeat
+from ptdbench.sweep.settling import Compared, Settling
 from ptdbench.terminal import say
 
 
@@ -163,29 +165,52 @@ def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directo
 
     Args:
         sides: Both.
-        overrides: What is typed for each; lists are a sweep within each block.
-        repeat: How many blocks.
+        overrides: What is typed for each, without repeats; lists are a sweep within each block.
+        repeat: How many blocks; with ``repeat=auto`` until it is settled how both sides compare.
         directory: Where the results go, below ``before`` and ``after``.
 
     Raises:
         ConfigError: A side refused the command line; it has said why.
         Stopped: A signal arrived; the side that was running has ended as a sweep does by itself.
     """
-    for number, block in ((number, block or 0) for number, block in blocks.order(len(sides), repeat)):
+    settling = Settling(repeat, _both_sides) if repeat.runs == "auto" else None
+    order = [(number, block or 0) for number, block in blocks.order(len(sides), repeat)]
+    for place, (number, block) in enumerate(order):
+        begins = place % len(sides) == 0
+        if settling and begins and settling(directory, block):
+            break
         side = sides[number]
         say(f"block {block}, {side.name}", sys.stderr)
-        _start(side, overrides, directory / side.name / str(block), block, directory.name)
+        _start(side, overrides, directory / side.name / str(block), replace(repeat, block=block, series=directory.name))
 
 
-def _start(side: Side, overrides: Sequence[str], folder: Path, block: int, series: str) -> None:
+def _both_sides(directory: Path, blocks: int) -> list[Compared]:
+    """What both sides have carried out, each configuration against itself."""
+    runs = [
+        [run for block in range(blocks) for run in store.read_results(directory / side / str(block))]
+        for side in ("before", "after")
+    ]
+    try:
+        found = versus.match(*([run for run in of_side if run.get("model")] for of_side in runs))
+    except versus.Incomparable:  # whoever shows the results says why
+        return []
+    return [Compared(one.before, one.after, f"before and after of {one.label}") for one in found.pairs if one.known]
+
+
+def _start(side: Side, overrides: Sequence[str], folder: Path, repeat: Repeat) -> None:
     """One block of one side; its table is not shown, and runs that fail are rows of the comparison."""
     place = commandline.quoted(str(folder))
-    own = [f"repeat.block={block}", f"repeat.series='{series}'", f"hydra.sweep.dir={place}"]
-    status = _wait_for([side.python, "-m", "ptdbench", "train", "-m", *overrides, *own], side)
+    own = [f"repeat.{option}={_word(value)}" for option, value in asdict(repeat).items()]
+    words = [*overrides, *own, f"hydra.sweep.dir={place}"]
+    status = _wait_for([side.python, "-m", "ptdbench", "train", "-m", *words], side)
     if status < 0 or status > 128:
         raise ConfigError([Problem("compare", side.name, "was ended by a signal")])
     if not (folder / store.RESULTS).exists():
         raise ConfigError([Problem("compare", side.name, f"{side.python} did not run it; it said why above")])
+
+
+def _word(value: object) -> str:
+    return commandline.quoted(value) if isinstance(value, str) else str(value)
 
 
 def _wait_for(command: Sequence[str], side: Side) -> int:

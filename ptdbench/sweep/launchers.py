@@ -169,14 +169,17 @@ class _Launcher(plugin.BaseSubmititLauncher):
 
 
 class SlurmLauncher(_Launcher):
-    """Submits one array for each shape; nothing stays in the queue unless all were taken."""
+    """Submits one array of jobs for each shape; nothing stays in the queue unless all were taken."""
 
     def __init__(self, **params: Any) -> None:
         super().__init__(**params)
         self._told: set[str] = set()  # of which runs all has been shown, where batches follow each other
 
     def _run(self, sweep_directory: Path, jobs: Sequence[Opened]) -> None:
-        arrays = [[jobs[place] for place in places] for places in submission.arrays([job.request for job in jobs])]
+        arrays = [
+            [[jobs[place] for place in places] for places in array]
+            for array in submission.arrays([job.request for job in jobs])
+        ]
         names = [f"ptdbench-{_label(array)}-{secrets.token_hex(4)}" for array in arrays]
         submitted: list[ledger.Job] = []
         try:
@@ -195,39 +198,43 @@ class SlurmLauncher(_Launcher):
         if self.agenda.is_open and (submitted or self.agenda.queued - self._told):  # what comes next depends on them
             self._told = watch.follow(sweep_directory, self._told)
 
-    def _submit(self, sweep_directory: Path, name: str, array: Sequence[Opened]) -> list[ledger.Job]:
-        """Submit the jobs of one shape; they are noted down before and after."""
-        requests = [job.request for job in array]
-        folder = submission.folder(requests[0], sweep_directory)
+    def _submit(self, sweep_directory: Path, name: str, array: Sequence[Sequence[Opened]]) -> list[ledger.Job]:
+        """Submit the jobs of an array, each with its runs; they are noted down before and after."""
+        requests = [[run.request for run in job] for job in array]
+        folder = submission.folder(requests[0][0], sweep_directory)
         text = submission.script(requests, name, folder, self.params)
         noted = [
             ledger.Job(
-                number=job.number,
+                number=run.number,
                 name=name,
                 element=element if len(array) > 1 else None,
                 id=None,
-                label=job.request.label,
-                shape=str(job.request.shape),
-                overrides=list(job.request.overrides),
-                directory=job.subdirectory,
-                log=str(folder),
+                label=run.request.label,
+                shape=str(run.request.shape),
+                overrides=list(run.request.overrides),
+                directory=run.subdirectory,
+                log=str(log),
+                step=step if len(job) > 1 else None,
             )
             for element, job in enumerate(array)
+            for step, (run, log) in enumerate(zip(job, submission.folders(folder, len(job)), strict=True))
         ]
 
         def note(ids: list[str]) -> None:
-            noted[:] = [ledger.with_id(job, identity) for job, identity in zip(noted, ids, strict=True)]
+            noted[:] = [ledger.with_id(run, ids[run.element or 0]) for run in noted]
             ledger.add(sweep_directory, noted)
 
         ledger.add(sweep_directory, noted)
         task = self._task({})
-        submission.submit(text, name, [DelayedSubmission(task, *job.arguments) for job in array], folder, note)
+        calls = [[DelayedSubmission(task, *run.arguments) for run in job] for job in array]
+        submission.submit(text, name, calls, folder, note)
         return noted
 
 
-def _label(array: Sequence[Opened]) -> str:
+def _label(array: Sequence[Sequence[Opened]]) -> str:
     """What the queue shows of an array."""
-    return array[0].request.label if len(array) == 1 else "sweep"
+    first, *others = (run for job in array for run in job)
+    return "sweep" if others else first.request.label
 
 
 def _take_back(names: Sequence[str]) -> None:

@@ -31,12 +31,14 @@ def show(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
             say(f"{run.label}: {run.refused}", sys.stderr)
             refused += 1
     for array in _arrays(runs):
-        what = f"{array[0].shape} ({plural(len(array), 'job')})"
+        jobs, runs_of_job = len(array), len(array[0])
+        each = f" of {plural(runs_of_job, 'run')}" if runs_of_job > 1 else ""
+        what = f"{array[0][0].shape} ({plural(jobs, 'job')}{each})"
         try:
             say(f"{what}: {_ask(array, options)}")
         except SlurmError as error:
             say(f"{what}: SLURM would refuse it: {error}", sys.stderr)
-            refused += len(array)
+            refused += jobs
     return int(refused > 0)
 
 
@@ -47,15 +49,16 @@ def require_accepted(runs: Sequence[Request], options: Mapping[str, Any]) -> Non
         try:
             _ask(array, options)
         except SlurmError as error:
+            first, *_ = array[0]
             count = f" ({len(array)} jobs)" if len(array) > 1 else ""
-            rule = f"nothing was submitted, because SLURM refuses {array[0].shape}{count}: {error}"
-            found.append(Problem("cluster", array[0].cluster.name, rule))
+            rule = f"nothing was submitted, because SLURM refuses {first.shape}{count}: {error}"
+            found.append(Problem("cluster", first.cluster.name, rule))
     require(*found)
 
 
-def _ask(array: Sequence[Request], options: Mapping[str, Any]) -> str:
-    return slurm.test(submission.script(array, "ptdbench", submission.folder(array[0], Path()), options))
+def _ask(array: Sequence[Sequence[Request]], options: Mapping[str, Any]) -> str:
+    return slurm.test(submission.script(array, "ptdbench", submission.folder(array[0][0], Path()), options))
 
 
-def _arrays(runs: Sequence[Request]) -> list[list[Request]]:
-    return [[runs[place] for place in places] for places in submission.arrays(runs)]
+def _arrays(runs: Sequence[Request]) -> list[list[list[Request]]]:
+    return [[[runs[place] for place in job] for job in array] for array in submission.arrays(runs)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ class Request:
     refused: ConfigError | None
     block: int | None = None
 
-    @property
+    @cached_property
     def config(self) -> Config:
         """Its configuration, ready to be typed."""
         read = config.read(self.composed)

@@ -180,28 +180,41 @@ class Output:
     Attributes:
         job: The file of the batch script's own output, ``%j`` in it being the job's id; sbatch makes no folder for it.
         flags: More flags for sbatch.
-        srun: More flags for srun, before the cluster's.
         setup: Lines before the cluster's own.
     """
 
     job: str
     flags: Mapping[str, str | int] = field(default_factory=dict)
-    srun: Sequence[str] = ()
     setup: Sequence[str] = ()
 
 
-def script(cluster: Slurm, shape: Shape, name: str, command: Sequence[str], output: Output) -> str:
-    """A script for sbatch that runs a command in every rank.
+@dataclass(frozen=True)
+class Step:
+    """What every rank of a job runs at once.
+
+    Attributes:
+        command: The command and its arguments.
+        flags: More flags for srun, before the cluster's.
+    """
+
+    command: Sequence[str]
+    flags: Sequence[str] = ()
+
+
+def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], output: Output) -> str:
+    """A script for sbatch.
 
     Args:
         cluster: What is asked for.
         shape: The shape that it comes to.
         name: The job's name.
-        command: The command and its arguments.
-        output: Where its output goes.
+        steps: What the ranks run, one step after the other; one that fails ends no other, but the job has failed.
+        output: Where the output of the script goes.
     """
     wanted = options({**flags(cluster, shape, name), "output": output.job, **output.flags})
-    srun = ["srun", "--kill-on-bad-exit=1", *output.srun, *cluster.srun_args]
+    lines = [_srun(cluster, step) for step in steps]
+    if len(lines) > 1:
+        lines = ["failed=0", *(f"{line} || failed=$?" for line in lines), "exit $failed"]
     return "\n".join([
         "#!/bin/bash",
         f"# {shape}",
@@ -210,9 +223,13 @@ def script(cluster: Slurm, shape: Shape, name: str, command: Sequence[str], outp
         *output.setup,
         *setup_lines(cluster, shape),
         "",
-        f"{shlex.join(srun)} {shlex.join(command)}",
+        *lines,
         "",
     ])  # fmt: skip
+
+
+def _srun(cluster: Slurm, step: Step) -> str:
+    return shlex.join(["srun", "--kill-on-bad-exit=1", *step.flags, *cluster.srun_args, *step.command])
 
 
 def _gpus(cluster: Slurm, device: str, known: Sequence[Partition]) -> int:

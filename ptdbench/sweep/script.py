@@ -53,7 +53,8 @@ def write(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str
     flags = [*sweep, *(["--config-dir", extra] if extra else [])]
     words = [sys.executable, *_program(), *flags, *_overrides(overrides, shape)]
     output = resources.Output("ptdbench-%j.log")
-    return resources.script(cluster, shape, f"ptdbench-{name}", words, output), [*remarks, *_variables()]
+    text = resources.script(cluster, shape, f"ptdbench-{name}", [resources.Step(words)], output)
+    return text, [*remarks, *_variables()]
 
 
 def _program() -> list[str]:

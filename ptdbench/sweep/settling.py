@@ -1,8 +1,9 @@
-"""When ``repeat=auto`` has gone on for long enough: every pair of runs is known to differ, or to be tied."""
+"""When ``repeat=auto`` has gone on for long enough: all that is compared is known to differ, or to be tied."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -14,6 +15,36 @@ from ptdbench.setup.config import Repeat
 from ptdbench.terminal import plural, say
 
 
+@dataclass(frozen=True)
+class Compared:
+    """Two alternatives whose order matters.
+
+    Attributes:
+        one: One of them.
+        other: The other one.
+        called: What both are called, where the names of their configurations do not tell.
+    """
+
+    one: Alternative
+    other: Alternative
+    called: str | None = None
+
+    def __str__(self) -> str:
+        return self.called or " and ".join(names([self.one.typical, self.other.typical]))
+
+
+def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
+    """Every pair of a sweep's alternatives, by its first blocks.
+
+    Args:
+        directory: The sweep.
+        blocks: How many count: a resumed sweep may have later ones.
+    """
+    earlier = [run for run in store.read_results(directory) if run["config"]["repeat"]["block"] < blocks]
+    found = [one for one in alternatives.group(earlier) if one.sample]
+    return [Compared(one, other) for one, other in combinations(found, 2)]
+
+
 @dataclass
 class Settling:
     """Called before each block, and decides at some of them.
@@ -23,53 +54,52 @@ class Settling:
 
     Attributes:
         repeat: The options.
+        compared: What matters in a directory after so many blocks.
     """
 
     repeat: Repeat
+    compared: Callable[[Path, int], Sequence[Compared]] = all_of_sweep
     _is_over: bool = False
 
-    def __call__(self, sweep_directory: Path, blocks: int) -> bool:
+    def __call__(self, directory: Path, blocks: int) -> bool:
         """Whether no further block is needed.
 
         Args:
-            sweep_directory: Where the results are.
+            directory: Where the results are.
             blocks: Blocks that have been carried out.
         """
         from ptdbench.measure import comparison
 
         if self._is_over or blocks not in comparison.looks(self.repeat.max):
             return self._is_over
-        written = store.read_results(sweep_directory)  # a resumed sweep may have later blocks
-        earlier = [run for run in written if run["config"]["repeat"]["block"] < blocks]
-        found = [one for one in alternatives.group(earlier) if one.sample]
-        open_pairs = unsettled(found, self.repeat)
-        self._is_over = not open_pairs
+        pairs = self.compared(directory, blocks)
+        still = unsettled(pairs, self.repeat)
+        self._is_over = not still
         told = f"{plural(blocks, 'block')} of at most {self.repeat.max}"
-        if open_pairs:
-            named = [" and ".join(names([one.typical, other.typical])) for one, other in open_pairs[:3]]
-            more = f", and {plural(len(open_pairs) - 3, 'other pair')}" if len(open_pairs) > 3 else ""
-            say(f"{told}: not settled between {'; '.join(named)}{more}", sys.stderr)
+        if still:
+            named = "; ".join(map(str, still[:3]))
+            more = f", and {plural(len(still) - 3, 'other pair')}" if len(still) > 3 else ""
+            say(f"{told}: not settled between {named}{more}", sys.stderr)
         else:
-            say(f"{told}: {'settled' if len(found) > 1 else 'nothing to compare'}", sys.stderr)
+            say(f"{told}: {'settled' if pairs else 'nothing to compare'}", sys.stderr)
         return self._is_over
 
 
-def unsettled(found: list[Alternative], repeat: Repeat) -> list[tuple[Alternative, Alternative]]:
+def unsettled(pairs: Sequence[Compared], repeat: Repeat) -> list[Compared]:
     """The pairs that are neither known to differ, nor known to differ by at most ``repeat.tied_within``."""
     from ptdbench.measure import comparison
 
     level = comparison.level_of_look(repeat.max)
-    pairs = list(combinations(found, 2))
-    signs = comparison.differing([(one.sample, other.sample) for one, other in pairs], level)
+    signs = comparison.differing([(pair.one.sample, pair.other.sample) for pair in pairs], level)
     return [
-        (one, other)
-        for (one, other), sign in zip(pairs, signs, strict=True)
-        if not sign and not _is_tied(one, other, repeat.tied_within, level)
+        pair
+        for pair, sign in zip(pairs, signs, strict=True)
+        if not sign and not _is_tied(pair, repeat.tied_within, level)
     ]
 
 
-def _is_tied(one: Alternative, other: Alternative, within: float, level: float) -> bool:
+def _is_tied(pair: Compared, within: float, level: float) -> bool:
     from ptdbench.measure import comparison
 
-    known = comparison.compare(one.sample, other.sample, level)
+    known = comparison.compare(pair.one.sample, pair.other.sample, level)
     return known is not None and max(known.high, 1 / known.low) <= 1 + within

@@ -177,8 +177,12 @@ def _of_machine(directory: Path) -> Run:
 def _submitted(
     directory: Path, job: ledger.Job, state: JobState | None, result: Mapping[str, Any] | None, has_ended: bool
 ) -> Run:
-    """A run that was submitted; one that is in the queue goes on, whatever it has said before."""
-    if result and _is_gone(state):
+    """A run that was submitted; one that is in the queue goes on, whatever it has said before.
+
+    Unless its job has others, for which it is in the queue: such a job is not requeued.
+    """
+    is_done = job.step is not None and _is_final(result)
+    if result and (_is_gone(state) or is_done):
         return Run(job.directory, job, None, result, is_over=True)
     path = directory / job.directory
     return Run(job.directory, job, state, written(path), has_ended, read_progress(path))

@@ -123,6 +123,8 @@ def state(run: Run) -> str:
     if run.queue.state in ("PENDING", "SUSPENDED"):
         why = run.queue.reason
         return f"{run.queue.state} ({why})" if why not in ("", "None") else run.queue.state
+    if run.job and run.job.step and not run.record.get("owner"):
+        return "waits in its job"
     return f"{run.queue.state} {run.queue.nodes}".rstrip()
 
 

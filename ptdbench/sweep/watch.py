@@ -27,9 +27,10 @@ _AROUND_THE_ROWS = 4
 
 def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
     """Say what was submitted, and how to follow it and end it from any shell."""
-    ids = [job.id for job in jobs if job.id]
+    ids = list(dict.fromkeys(job.id for job in jobs if job.id))
     arrays = list(dict.fromkeys(identity.partition("_")[0] for identity in ids))
-    say(f"submitted {plural(len(jobs), 'job')}: {' '.join(ids[:20])}{' ...' * (len(ids) > 20)}")
+    what = plural(len(ids), "job") + (f" with {plural(len(jobs), 'run')}" if len(jobs) > len(ids) else "")
+    say(f"submitted {what}: {' '.join(ids[:20])}{' ...' * (len(ids) > 20)}")
     say(f"status     {command('status')} {sweep_directory}")
     say(f"cancel     scancel {' '.join(arrays)}")
     say(f"output     {sweep_directory}/logs")

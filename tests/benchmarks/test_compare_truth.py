@@ -9,18 +9,18 @@ import re
 import pytest
 
 from benchmarks import compare_truth
-from benchmarks.compare_truth import PAIRS, SLOWER, Share
+from benchmarks.compare_truth import SLOWER, Share
 from ptdbench.records import store
 from tests.report.made import repeated
 
-SLOWNESSES = (*(number / 1e6 for number in range(2 * PAIRS)), *SLOWER)
+SLOWNESSES = (*(number / 1e6 for number in range(10)), *SLOWER)
 
 
 @pytest.fixture
 def judge(tmp_path, monkeypatch, capsys):
     """Write a sweep whose runs have this deviation, judge it, and give back the rows and the exit status."""
 
-    def judged(deviation, blocks=20, slownesses=SLOWNESSES):
+    def judged(deviation, blocks=60, slownesses=SLOWNESSES, options=()):
         draw, lines = random.Random(3), []
         for slower in slownesses:
             rates = [1000 * (1 - slower) * (1 + draw.gauss(0, deviation)) for _ in range(blocks)]
@@ -30,7 +30,7 @@ def judge(tmp_path, monkeypatch, capsys):
                 config = {**one["config"], "model": {"name": "gpt_tiny", "slower": slower}}
                 lines.append(json.dumps({**one, "config": config, "directory": str(tmp_path / f"{block}_{slower}")}))
         (tmp_path / store.RESULTS).write_text("\n".join(lines) + "\n")
-        monkeypatch.setattr("sys.argv", ["compare_truth.py", "--sweep", str(tmp_path)])
+        monkeypatch.setattr("sys.argv", ["compare_truth.py", "--sweep", str(tmp_path), *options])
         monkeypatch.setattr(compare_truth, "TRIES", 20)
         status = compare_truth.main()
         return capsys.readouterr().out.splitlines()[1:], status
@@ -49,19 +49,33 @@ def test_on_quiet_runs_every_row_is_judged_but_that_which_may_be_called_tied(jud
     assert status == any(row.endswith("MISS") for row in rows)
 
 
+def test_without_identical_ones_the_slower_ones_are_judged(judge):
+    rows, _ = judge(0.002, slownesses=[0.0, *SLOWER])
+    assert [row.split(",")[0].strip() for row in rows] == ["slower by 2%", "slower by 5%", "slower by 2%"]
+
+
+def test_more_blocks_find_more(judge):
+    (seldom,), (often,) = (
+        [row for row in judge(0.05, 80, options=("--max", most, "--blocks", "80"))[0] if "slower by 5%" in row]
+        for most in ("5", "60")
+    )
+    assert seldom.endswith("MISS")
+    assert often.endswith("PASS")
+
+
 def test_a_difference_that_takes_more_runs_than_there_are_is_missed(judge):
     rows, status = judge(0.05)
-    assert re.search(r"slower by 2% +takes \d+ runs each, and there are 20 blocks, at least 90%: MISS$", rows[-1])
+    assert re.search(r"slower by 2% +takes \d+ runs each, and there are 60 blocks, at least 90%: MISS$", rows[-1])
     assert status == 1
 
 
 @pytest.mark.parametrize(
     ("blocks", "slownesses", "said"),
     [
-        (3, SLOWNESSES, ": 3 blocks in which all runs are ok; at least 20 are needed"),
-        (20, [], ": no results of this benchmark: identical configurations and slower ones"),
-        (20, [0.0, *SLOWER], ": no results of this benchmark: identical configurations and slower ones"),
-        (20, SLOWNESSES[:-2], ": no results of this benchmark: identical configurations and slower ones"),
+        (3, SLOWNESSES, ": 3 blocks in which all runs are ok; at least 60 are needed"),
+        (60, [], ": no results of this benchmark: identical configurations and slower ones"),
+        (60, SLOWER, ": no results of this benchmark: identical configurations and slower ones"),
+        (60, SLOWNESSES[:-2], ": no results of this benchmark: identical configurations and slower ones"),
     ],
 )
 def test_a_sweep_with_too_little_is_one_line(judge, tmp_path, blocks, slownesses, said):
@@ -84,5 +98,5 @@ def test_a_share_of_none_is_neither_enough_nor_few_enough():
 def test_a_row_is_judged_by_its_share_and_not_by_what_the_interval_allows(judge, monkeypatch):
     monkeypatch.setattr(compare_truth, "_differ", lambda one, other, blocks: blocks[0][1] == 0)
     rows, _ = judge(0.002)
-    assert "5 of 20 (25.0%; exact" in rows[0]  # the first of four groups of each pair
+    assert "5 of 60 (8.3%; exact" in rows[0]  # the first of twelve groups of each pair
     assert rows[0].endswith("at most 5%: MISS")

@@ -226,8 +226,8 @@ def test_it_answers_at_once(sides, environ):
         (["--python", "python3"], "--python=python3: two sides take turns; give --python twice, or --checkout twice"),
         (["--python", "a", "--python", "b", "--checkout", "c"], "--python=a, b: two sides take turns; "),
         (
-            ["--checkout", "a", "--checkout", "b", "--", "repeat=auto"],
-            "repeat.runs=auto: both sides run equally often; ",
+            ["--checkout", "a", "--checkout", "b", "--", "repeat=3,5"],
+            "compare=repeat.runs=3,5: both sides run equally often; ",
         ),
         (
             ["--checkout", "a", "--checkout", "b", "--", "workload=hello"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import sys
 import webbrowser
@@ -52,6 +53,17 @@ class TestForms:
         assert [row["status"] for row in found] == ["ok", "ok", "oom"]
         assert float(found[1]["metrics.tokens_per_second"]) == DDP["metrics"]["tokens_per_second"]
         assert found[0]["directory"] == str(sweep / "0_gpt_tiny_fsdp")
+
+    def test_lists_in_a_table_are_json(self, report, tmp_path):
+        keep(tmp_path / "sweep", "0_ddp", run(overrides=["model=toy", "seed='1'"]))
+        assert report(tmp_path / "sweep", "--csv")[0] == 0
+        with (tmp_path / "sweep" / "report.csv").open() as file:
+            (row,) = csv.DictReader(file)
+        assert json.loads(row["overrides"]) == ["model=toy", "seed='1'"]
+
+    def test_a_report_that_cannot_be_written_is_named(self, report, sweep):
+        (sweep / "report.html").mkdir()
+        assert report(sweep, "--force") == (1, [], [f"{sweep / 'report.html'}: Is a directory"])
 
     def test_a_browser_opens_it(self, report, sweep, monkeypatch):
         opened = []

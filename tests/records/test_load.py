@@ -111,6 +111,13 @@ class TestFrame:
         empty = {"environment", "remarks"}
         assert {name.partition(".")[0] for name in frame} == set(record.FIELDS) - empty
 
+    def test_some_of_the_runs_have_a_table_too(self, tmp_path):
+        for number in range(3):
+            made(tmp_path / str(number))
+        runs = ptdbench.load(tmp_path)
+        assert runs[1:].frame()["directory"].tolist() == [str(tmp_path / "1"), str(tmp_path / "2")]
+        assert runs[-1].directory == tmp_path / "2"
+
     def test_what_a_failed_run_has_none_of_is_no_column_beside_its_fields(self, tmp_path):
         made(tmp_path / "0", metrics={"step_seconds": {"median": 0.5}})
         alone = ptdbench.load(tmp_path).frame().columns

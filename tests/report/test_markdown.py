@@ -28,6 +28,7 @@ def test_a_table_sentences_commands_and_the_environment():
     assert "- fsdp takes 44 ms longer than ddp: " in text
     assert " parallel=ddp\n" in text
     assert "# fsdp\nwhat was typed is not on record\n" in text
+    assert "<summary>environment: n1, torch 2.15.0</summary>" in text
     assert text.count("torch: 2.15.0\n") == 1
     assert 'settings: {"OMP_NUM_THREADS": "1"}' in text
 

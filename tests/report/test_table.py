@@ -310,7 +310,8 @@ def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
     append_result(sweep, run())
     assert "tensorboard" not in closing_lines(sweep)  # nothing is there for it to show
     (single / "events.out.tfevents.1").touch()
-    records, board, remark = closing_lines(sweep).splitlines()
+    records, report, board, remark = closing_lines(sweep).splitlines()
+    assert report.endswith(" report 'out puts'")
     assert remark.strip() == "(its HPARAMS tab ranks the runs)"
     path = records.removeprefix("records").strip()
     if shutil.which("sh"):

@@ -118,6 +118,23 @@ class TestMatch:
         assert many.pairs[0].verdict == "no difference seen"
         assert many.pairs[0].known.detectable > alone.known.detectable
 
+    def test_the_level_holds_for_all_looks_where_both_sides_took_turns(self):
+        def of(side, **options):
+            found = []
+            for one in side:
+                repeat = one["config"]["repeat"] | options
+                found.append({**one, "config": {**one["config"], "repeat": repeat}})
+            return found
+
+        def known(**options):
+            return match(of(before(), **options), of(after(factor=0.98), **options)).pairs[0].known
+
+        auto = {"runs": "auto", "max": 20}
+        assert known(**auto) == known()  # what each sweep looked at was not the difference between them
+        once, several = known(series="s"), known(series="s", **auto)
+        assert several.p == once.p
+        assert several.low < once.low < once.high < several.high
+
 
 class TestStatus:
     @pytest.mark.parametrize(

@@ -57,6 +57,13 @@ class TestOrder:
         assert blocks.order(3, repeat(5))[:6] == blocks.order(3, repeat(2))
         assert blocks.order(3, repeat("auto", most=5)) == blocks.order(3, repeat(5))
 
+    @pytest.mark.parametrize("runs", [5, "auto"])
+    def test_one_block_has_the_order_that_it_has_among_all(self, runs):
+        whole = in_blocks(blocks.order(6, repeat(runs)))
+        for block in range(5):
+            alone = blocks.order(6, repeat(runs, block=block))
+            assert alone == [(number, None) for number in whole[block]]  # each has the block that was typed
+
     def test_without_repeats_runs_keep_their_order_and_get_no_block(self):
         assert blocks.order(3, repeat(1, seed=7)) == [(0, None), (1, None), (2, None)]
         assert blocks.order(2, repeat(1, block=4)) == [(0, None), (1, None)]  # each has the one that was typed
@@ -93,8 +100,10 @@ class TestRefused:
                 "repeat.tied_within=1: must be at least 0 and less than 1; try 0.02",
             ),
             (["repeat=auto", "repeat.tied_within=-1%"], "repeat.tied_within=-1%: must be a number"),
-            (["repeat=2", "repeat.block=1"],
-             "repeat.block=1: repeat.runs=2 says of each run which block it belongs to; omit one of them"),
+            (["repeat=2", "repeat.block=2"],
+             "repeat.block=2: there are 2 blocks, which count from 0; omit it for all of them"),
+            (["repeat=auto", "repeat.max=4", "repeat.block=4"],
+             "repeat.block=4: there are 4 blocks, which count from 0; omit it for all of them"),
             (["repeat=2", "hydra.sweep.subdir=${parallel.name}"],
              "hydra.sweep.subdir=${parallel.name}: with repeat.runs=2 several runs would have the same directory; "
              "add ${hydra.job.num} to it, or ${repeat.block}"),
@@ -138,6 +147,7 @@ class TestRefused:
     def test_one_rank_decides_for_itself_and_a_number_needs_no_decision(self):
         assert check("repeat=auto", world=World(0, 1, 0, 1, "srun")) is None
         assert check("repeat=2", world=World(1, 2, 1, 2, "srun")) is None
+        assert check("repeat=auto", "repeat.block=3", world=World(1, 2, 1, 2, "srun")) is None  # of a series: one block
         assert "2 ranks that srun started" in (check("repeat=auto", world=World(1, 2, 1, 2, "srun")) or "")
 
     @pytest.mark.parametrize("name", ["${hydra.job.num}", "${repeat.block}_x", "${hydra.job.override_dirname}"])
@@ -198,7 +208,7 @@ class TestShown:
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.splitlines()[1:] == [
             "runs: 5",
-            "max: 20",
+            "max: 60",
             "tied_within: 0.02",
             "seed: 0",
             "block: null",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,15 @@ class Directory:
                 log=str(self.path / "logs" / f"7_{number}"),
             )
             for number in range(count)
+        ]
+        ledger.write(self.path, ledger.Ledger(["model=toy"], jobs))
+        return jobs
+
+    def submit_together(self, count: int) -> list[ledger.Job]:
+        """Runs 0 to ``count - 1`` are submitted as one job, 7."""
+        jobs = [
+            replace(job, id="7", element=None, step=job.number, log=str(self.path / "logs" / "7" / str(job.number)))
+            for job in self.submit(count)
         ]
         ledger.write(self.path, ledger.Ledger(["model=toy"], jobs))
         return jobs

@@ -6,15 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from ptdbench.launch import local
 from ptdbench.problems import ConfigError
+from ptdbench.records.store import append_result
 from ptdbench.setup.config import Repeat
 from ptdbench.sweep import alternating
 from ptdbench.sweep.alternating import Side
+from tests.report.made import run
 
 #: Stands for an interpreter: notes what it was started with, and leaves results.
 STUB = """#!/bin/sh
@@ -41,7 +45,7 @@ def stubs(tmp_path):
     return make
 
 
-def repeat(runs: int) -> Repeat:
+def repeat(runs: int | Literal["auto"]) -> Repeat:
     return Repeat(runs=runs, max=20, tied_within=0.02, seed=0, block=None, series=None)
 
 
@@ -65,8 +69,48 @@ def test_each_is_a_sweep_of_one_block_that_others_are_paired_with(tmp_path, stub
     alternating.run(stubs(), ["parallel=ddp,fsdp", "seed=1"], repeat(2), tmp_path / "my out")
     line = (tmp_path / "log").read_text().splitlines()[-1]
     side = Path(line.split()[0]).name
-    own = f"repeat.block=1 repeat.series='my out' hydra.sweep.dir='{tmp_path / 'my out' / side / '1'}'"
-    assert line.endswith(f" -m ptdbench train -m parallel=ddp,fsdp seed=1 {own}")
+    own = "repeat.runs=2 repeat.max=20 repeat.tied_within=0.02 repeat.seed=0 repeat.block=1 repeat.series='my out'"
+    place = f"hydra.sweep.dir='{tmp_path / 'my out' / side / '1'}'"
+    assert line.endswith(f" -m ptdbench train -m parallel=ddp,fsdp seed=1 {own} {place}")
+
+
+class TestAuto:
+    """Until it is settled how the sides compare; each has one run, with the throughput that a test wants."""
+
+    @pytest.fixture
+    def carried_out(self, tmp_path, monkeypatch):
+        def it(faster, **options):
+            seen = []
+
+            def start(side, overrides, folder, one):
+                seen.append((side.name, one.block))
+                noise = 1.001 if (one.block + (side.name == "after")) % 2 else 1.0
+                rate = 1000.0 * noise * (faster if side.name == "after" else 1.0)
+                directory = str(folder / "0_gpt_tiny_ddp")
+                written = run(tokens_per_second=rate, directory=directory, workload="train", fingerprint="")
+                kept = {"runs": one.runs, "max": one.max, "block": one.block, "series": one.series}
+                folder.mkdir(parents=True)
+                append_result(folder, written | {"config": written["config"] | {"repeat": kept}})
+
+            monkeypatch.setattr(alternating, "_start", start)
+            sides = [Side("before", "python", tmp_path), Side("after", "python", tmp_path)]
+            alternating.run(sides, [], replace(repeat("auto"), max=12, **options), tmp_path / "out")
+            return seen
+
+        return it
+
+    def test_a_difference_is_seen_at_the_first_look(self, carried_out, capsys):
+        assert len(carried_out(1.05)) == 2 * 4
+        assert capsys.readouterr().err.splitlines()[-1] == "4 blocks of at most 12: settled"
+
+    def test_both_are_tied(self, carried_out):
+        assert len(carried_out(1.0)) == 2 * 4
+
+    def test_what_is_neither_goes_on_to_the_most_and_is_named_once_at_each_look(self, carried_out, capsys):
+        assert carried_out(1.0, tied_within=0.0)[-1][1] == 11
+        said = [line for line in capsys.readouterr().err.splitlines() if "settled" in line]
+        open_pair = "not settled between before and after of ddp"
+        assert said == [f"4 blocks of at most 12: {open_pair}", f"7 blocks of at most 12: {open_pair}"]
 
 
 def test_a_run_that_fails_is_a_result_and_a_refused_one_is_not(tmp_path, stubs):

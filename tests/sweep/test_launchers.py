@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from ptdbench.records import ledger, store
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import launchers, watch
 from ptdbench.sweep.agenda import Agenda, NoObjective
-from ptdbench.sweep.submission import arrays
+from ptdbench.sweep.submission import arrays, script
 from tests.conftest import ROOT
 
 TEMPLATE = "${hydra.job.num}_${workload.label}"
@@ -27,11 +28,11 @@ TEMPLATE = "${hydra.job.num}_${workload.label}"
 
 class TestArrays:
     def test_jobs_of_one_shape_share_one_wherever_they_stand(self, asked):
-        assert arrays(asked("cluster.nodes=1,2", "parallel=ddp,fsdp")) == [[0, 1], [2, 3]]
-        assert arrays(asked("parallel=ddp,fsdp", "cluster.nodes=1,2")) == [[0, 2], [1, 3]]
+        assert arrays(asked("cluster.nodes=1,2", "parallel=ddp,fsdp")) == [[[0], [1]], [[2], [3]]]
+        assert arrays(asked("parallel=ddp,fsdp", "cluster.nodes=1,2")) == [[[0], [2]], [[1], [3]]]
 
     def test_a_shape_is_said_or_found(self, asked):
-        assert arrays(asked("cluster.ranks_per_node=auto,2")) == [[0, 1]]  # two, where there is no GPU
+        assert arrays(asked("cluster.ranks_per_node=auto,2")) == [[[0], [1]]]  # two, where there is no GPU
 
     @pytest.mark.parametrize(
         "override",
@@ -45,7 +46,69 @@ class TestArrays:
         ],
     )
     def test_what_is_told_otherwise_needs_another(self, asked, override):
-        assert arrays(asked(override)) == [[0], [1]]
+        assert arrays(asked(override)) == [[[0]], [[1]]]
+
+
+class TestSameNodes:
+    """Runs that share a job."""
+
+    def test_all_runs_are_one_job(self, asked):
+        assert arrays(asked("parallel=ddp,fsdp,pdp", "sweep.same_nodes=true")) == [[[0, 1, 2]]]
+
+    def test_a_job_for_each_block_of_repeats_and_an_array_of_those_with_as_many_runs(self, asked):
+        runs = asked("parallel=ddp,fsdp", "sweep.same_nodes=true")
+        blocks = [run.in_block(block) for block in range(3) for run in runs]
+        assert arrays(blocks) == [[[0, 1], [2, 3], [4, 5]]]
+        assert arrays(blocks[1:]) == [[[0]], [[1, 2], [3, 4]]]  # of a sweep that goes on
+
+    def test_a_run_that_is_refused_is_in_none(self, asked):
+        runs = asked("train.global_batch=16,15,8", "sweep.same_nodes=true")
+        assert [run.refused is not None for run in runs] == [False, True, False]
+        assert arrays(runs) == [[[0, 2]]]
+
+    @pytest.mark.parametrize(
+        ("overrides", "line"),
+        [
+            (
+                ["cluster.nodes=1,2"],
+                "cluster.nodes=1,2: with sweep.same_nodes=true all runs are in one job, which has one value; "
+                "give one value, or start a sweep for each",
+            ),
+            (
+                ["cluster.srun_args=[],[--label]"],
+                "cluster.srun_args=[],['--label']: with sweep.same_nodes=true all runs are in one job, which has one "
+                "value; give one value, or start a sweep for each",
+            ),
+            (
+                ["parallel=single,ddp"],
+                "sweep.same_nodes=true: one job has one shape, and these runs have several: 1 node x 1 rank, "
+                "1 node x 2 ranks; start a sweep for each",
+            ),
+            (
+                ["parallel=ddp,fsdp", "cluster.requeue=true", "checkpoint.every_steps=5"],
+                "cluster.requeue=true: with sweep.same_nodes=true a job has several runs, and would begin again with "
+                "the first one; omit one of them, and sweep.resume goes on with what is missing",
+            ),
+        ],
+    )
+    def test_what_one_job_cannot_be(self, asked, overrides, line):
+        with pytest.raises(ConfigError) as refused:
+            arrays(asked(*overrides, "sweep.same_nodes=true"))
+        assert line in str(refused.value).splitlines()
+
+    def test_each_run_is_a_step_and_one_that_fails_ends_no_other(self, asked):
+        (run, other) = asked("parallel=ddp,fsdp", "sweep.same_nodes=true")
+        text = script([[run, other], [run, other]], "both", Path("/logs/%j"), {})
+        steps = [line for line in text.splitlines() if line.startswith("srun ")]
+        assert [line.split(" submitit.core._submit ")[1] for line in steps] == [
+            f"/logs/%j/{number} || failed=$?" for number in range(2)
+        ]
+        assert [f" --output=/logs/%A_%a/{number}/%A_%a_%t_log.out " in line for number, line in enumerate(steps)] == [
+            True,
+            True,
+        ]
+        assert "#SBATCH --output=/logs/%A_%a/%A_%a_0_log.out\n" in text
+        assert text.endswith("\nexit $failed\n")
 
 
 class TestSubmission:
@@ -59,7 +122,7 @@ class TestSubmission:
 
         def it(answer, *overrides):
             monkeypatch.setattr(slurm, "submit", answer)
-            runs = asked("cluster.nodes=1,2,4", *overrides)
+            runs = asked(*(overrides or ["cluster.nodes=1,2,4"]))
             agenda = Agenda(runs)
             jobs = [agenda.open(tmp_path, TEMPLATE, number, []) for number in range(len(runs))]
             launchers.SlurmLauncher(submitit_folder=str(tmp_path))._run(tmp_path, jobs)
@@ -81,6 +144,17 @@ class TestSubmission:
         assert len({job.name for job in noted}) == 3
         assert [(tmp_path / "logs" / id / f"{id}_submitted.pkl").exists() for id in ("101", "102", "103")] == [True] * 3
         assert launch.canceled == []
+
+    def test_runs_that_share_a_job_are_each_noted_down_with_their_place_in_it(self, launch, tmp_path):
+        launch(lambda script: "101", "parallel=ddp,fsdp", "sweep.same_nodes=true")
+        noted = ledger.read(tmp_path).jobs
+        assert [(job.id, job.element, job.step, job.directory) for job in noted] == [
+            ("101", None, 0, "0_toy_ddp"),
+            ("101", None, 1, "1_toy_fsdp"),
+        ]
+        for job in noted:
+            assert Path(job.log) == tmp_path / "logs" / "101" / str(job.step)
+            assert (Path(job.log) / "101_submitted.pkl").exists()
 
     def test_a_refusal_takes_back_what_was_submitted_and_says_so_in_the_records(self, launch, tmp_path, capsys):
         answers = iter(["101"])

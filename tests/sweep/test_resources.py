@@ -19,7 +19,7 @@ from ptdbench.problems import ConfigError
 from ptdbench.setup import config
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Slurm
-from ptdbench.sweep.resources import Output, Shape, check, flags, script, setup_lines, shape
+from ptdbench.sweep.resources import Output, Shape, Step, check, flags, script, setup_lines, shape
 from tests.conftest import ROOT, composed
 
 #: The test cluster's partitions and two more kinds.
@@ -354,7 +354,7 @@ class TestScript:
     def test_a_script_that_a_person_can_read(self):
         cluster = asked(partition="gpu", exclusive=True, srun_args=["--cpu-bind=cores"], setup=["ulimit -l unlimited"])
         command = ["python", "train.py", "model=gpt_small"]
-        assert script(cluster, Shape(4, 8, 8, 12), "gpt_small ddp", command, Output("logs/%j.log")) == (
+        assert script(cluster, Shape(4, 8, 8, 12), "gpt_small ddp", [Step(command)], Output("logs/%j.log")) == (
             "#!/bin/bash\n"
             "# 4 nodes x 8 ranks\n"
             "#SBATCH --job-name='gpt_small ddp'\n"
@@ -401,7 +401,7 @@ class TestRealSlurm:
         cluster, known = asked(**options), commands.partitions()
         where = shape(cluster, "auto", every, known)
         assert check(cluster, where, known) == []
-        assert " to start at " in commands.test(script(cluster, where, "accepted", ["true"], Output("log")))
+        assert " to start at " in commands.test(script(cluster, where, "accepted", [Step(["true"])], Output("log")))
 
     @pytest.mark.parametrize(
         "options",
@@ -417,7 +417,7 @@ class TestRealSlurm:
         cluster, known = asked(**options), commands.partitions()
         where = shape(cluster, "auto", every, known)
         with pytest.raises(SlurmError):
-            commands.test(script(cluster, where, "refused", ["true"], Output("log")))
+            commands.test(script(cluster, where, "refused", [Step(["true"])], Output("log")))
         assert len(check(cluster, where, known)) == 1
 
     def submit(self, text: str, slurm: dict[str, str]) -> commands.JobState:
@@ -435,9 +435,8 @@ class TestRealSlurm:
         program = "import os, sys; print(os.environ['SLURM_PROCID'], os.environ['OMP_NUM_THREADS'], sys.argv[1:])"
         cluster = asked(nodes=2, cpus_per_rank=2, extra={"comment": """it's #1 "of" a \\ kind"""})
         where = shape(cluster, "auto", every, commands.partitions())
-        text = script(
-            cluster, where, "two words", [sys.executable, "-c", program, *words], Output(f"{tmp_path}/a log %j")
-        )
+        step = Step([sys.executable, "-c", program, *words])
+        text = script(cluster, where, "two words", [step], Output(f"{tmp_path}/a log %j"))
         state = self.submit(text, slurm)
         (log,) = tmp_path.glob("a log *")
         assert state.state == "COMPLETED", log.read_text()
@@ -450,9 +449,17 @@ class TestRealSlurm:
     def test_a_rank_that_fails_ends_the_job(self, slurm, tmp_path):
         command = ["sh", "-c", "[ $SLURM_PROCID = 1 ] && exit 3; sleep 600"]
         where = shape(asked(), "auto", every, commands.partitions())
-        text = script(asked(time_minutes=5), where, "one fails", command, Output(f"{tmp_path}/log"))
+        text = script(asked(time_minutes=5), where, "one fails", [Step(command)], Output(f"{tmp_path}/log"))
         state = self.submit(text, slurm)
         assert (state.state, state.reason) == ("FAILED", "NonZeroExitCode")
+
+    def test_a_step_that_fails_ends_no_other_but_the_job_has_failed(self, slurm, tmp_path):
+        where = shape(asked(ranks_per_node=1), "auto", every, commands.partitions())
+        steps = [Step(["echo", "one"]), Step(["false"]), Step(["echo", "three"])]
+        text = script(asked(time_minutes=5), where, "three steps", steps, Output(f"{tmp_path}/log"))
+        assert self.submit(text, slurm).state == "FAILED"
+        said = (tmp_path / "log").read_text().splitlines()
+        assert [line for line in said if line in ("one", "three")] == ["one", "three"]
 
 
 class TestSiteFiles:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import record, store
+from ptdbench.records.owner import this_process
 from ptdbench.report.progress import PROGRESS
 from ptdbench.sweep import status, view
 from tests.sweep.made import CONFIG, DONE, failure, state
@@ -93,6 +94,51 @@ class TestOnThisMachine:
         moved = sweep.path.rename(tmp_path / "elsewhere" / name)
         assert [(run.job.number, run.record["status"]) for run in status.look(moved).runs] == [(0, "ok"), (1, "failed")]
         assert sweep.asked == []
+
+
+class TestSharedJob:
+    """Runs that one job carries out, one after the other."""
+
+    def test_a_run_has_ended_before_its_job(self, sweep):
+        sweep.submit_together(3)
+        sweep.end(0)
+        sweep.end(1, **failure())
+        sweep.says(**{"": "RUNNING n1"})
+        assert states(sweep) == [
+            ("0_toy_ddp", True, "ok"),
+            ("1_toy_ddp", True, "failed"),
+            ("2_toy_ddp", False, "failed"),
+        ]
+        assert [run.queue is not None for run in status.look(sweep.path).runs] == [False, False, True]
+
+    def test_what_the_end_of_the_job_leaves_open_is_concluded(self, sweep):
+        jobs = sweep.submit_together(3)
+        sweep.end(0)
+        sweep.log(jobs[1], 0, "slurmstepd: error: Detected 1 oom_kill event in StepId=7.1\n")
+        sweep.says(**{"": "FAILED n1"})
+        assert states(sweep) == [("0_toy_ddp", True, "ok"), ("1_toy_ddp", True, "oom"), ("2_toy_ddp", True, "failed")]
+
+    def test_a_run_that_was_asked_to_end_is_over_when_the_job_is(self, sweep):
+        sweep.submit_together(2)
+        sweep.end(0, **HEARD)
+        sweep.says(**{"": "RUNNING n1"})
+        assert [is_over for _, is_over, _ in states(sweep)] == [False, False]
+        sweep.says(**{"": "TIMEOUT n1"})
+        assert [found for *_, found in states(sweep)] == ["timeout", "timeout"]
+
+    def test_a_run_waits_for_those_before_it(self, sweep):
+        sweep.submit_together(3)
+        sweep.says(**{"": "PENDING (Resources)"})
+        assert shown(sweep) == ["PENDING (Resources)"] * 3
+        sweep.end(0)
+        path = sweep.path / "1_toy_ddp"
+        store.write_record(path, store.load_record(path) | {"owner": asdict(this_process("l", {}))})
+        sweep.says(**{"": "RUNNING n1"})
+        assert shown(sweep) == ["ok", "RUNNING n1", "waits in its job"]
+
+
+def shown(sweep):
+    return [view.state(run) for run in status.look(sweep.path).runs]
 
 
 class TestSubmitted:

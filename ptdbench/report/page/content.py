@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ptdbench.records.load import Run
 from ptdbench.report import block, memory, phases, table
 from ptdbench.report.block import Block
 from ptdbench.report.differences import by_option, varying
+from ptdbench.report.environments import Environments
 from ptdbench.report.labels import titles
 from ptdbench.report.page import curves, findings, scaling
 from ptdbench.report.ranking import Place
@@ -42,9 +43,9 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     typical = [place.alternative.typical for one in blocks for place in one.ranking.places]
     values = by_option(typical)
     differing = varying(values)
-    environments = _Environments()
-    numbers = iter(range(len(typical)))
-    models = [_model(one, numbers, differing, environments) for one in blocks]
+    environments = Environments(runs)
+    firsts = accumulate((len(one.ranking.places) for one in blocks), initial=0)
+    models = [_model(one, first, differing, environments) for one, first in zip(blocks, firsts, strict=False)]
     others = [run for run in runs if not run.get("model")]
     return {
         "models": models,
@@ -53,33 +54,17 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
         "phases": {phase: {"name": name, "color": phases.COLORS[phase]} for phase, name in phases.PHASES.items()},
         "kinds": memory.KINDS,
         "others": [_other(run, title, environments) for run, title in zip(others, titles(others), strict=True)],
-        "environments": environments.found,
+        "environments": [
+            {"title": title, "values": values}
+            for title, values in zip(environments.titles(), environments.found, strict=True)
+        ],
     }
 
 
-class _Environments:
-    """Each environment once."""
-
-    def __init__(self) -> None:
-        self.found: list[Mapping[str, Any]] = []
-        self._numbers: dict[str, int] = {}
-
-    def number(self, run: Mapping[str, Any]) -> int | None:
-        """That of a run's environment among all; ``None`` where it is not on record."""
-        environment = run.get("environment")
-        if not environment:
-            return None
-        text = json.dumps(environment, sort_keys=True)
-        if text not in self._numbers:
-            self._numbers[text] = len(self.found)
-            self.found.append(environment)
-        return self._numbers[text]
-
-
 def _model(
-    found: Block, numbers: Iterator[int], differing: Mapping[str, Sequence[str | None]], environments: _Environments
+    found: Block, first: int, differing: Mapping[str, Sequence[str | None]], environments: Environments
 ) -> dict[str, Any]:
-    places = {number: place for place, number in zip(found.ranking.places, numbers, strict=False)}
+    places = dict(enumerate(found.ranking.places, start=first))
     typical = {number: place.alternative.typical for number, place in places.items()}
     called = dict(zip(places, found.names, strict=True))
     ranked = sum(place.rank is not None for place in places.values())
@@ -103,7 +88,7 @@ def _is_best(place: Place, ranked: int) -> bool:
     return place.rank is not None and place.rank[0] == 1 and place.rank[1] < ranked
 
 
-def _row(place: Place, environments: _Environments) -> Row:
+def _row(place: Place, environments: Environments) -> Row:
     one = place.alternative
     record = one.typical
     metrics = record.get("metrics") or {}
@@ -155,7 +140,7 @@ def _joules(record: Mapping[str, Any]) -> float | None:
     return next((energy for energy in energies if energy is not None), None)
 
 
-def _run(run: Mapping[str, Any], environments: _Environments) -> dict[str, Any]:
+def _run(run: Mapping[str, Any], environments: Environments) -> dict[str, Any]:
     repeat = (run.get("config") or {}).get("repeat") or {}
     return {
         "directory": run["directory"],
@@ -168,7 +153,7 @@ def _run(run: Mapping[str, Any], environments: _Environments) -> dict[str, Any]:
     }
 
 
-def _other(run: Run, title: str, environments: _Environments) -> dict[str, Any]:
+def _other(run: Run, title: str, environments: Environments) -> dict[str, Any]:
     """A run that does not train, as its workload shows it, and with curves where there are any."""
     return {
         "title": title,

@@ -43,6 +43,13 @@ function layout(height, more) {
 /** Room for a legend above a figure, where about five names of lines stand beside each other. */
 const legendHeight = (names) => 24 + 20 * Math.ceil(names / 5);
 
+/** Axes below a legend of so many names, which is left out where it would be too long. */
+function underLegend(names, more) {
+  const showlegend = names <= MOST_NAMED;
+  const top = showlegend ? legendHeight(names) : 20;
+  return layout(380 + top, { showlegend, margin: { l: 70, r: 20, t: top, b: 50 }, ...more });
+}
+
 /** Bars of rows from above, in the order of the table; names need not be unique. */
 function barLayout(rows, title, more = {}) {
   const places = rows.map((_, place) => place);
@@ -206,7 +213,7 @@ function drawScaling(model, rows) {
       yaxis2: axis("efficiency (%)", { anchor: "x2", rangemode: "tozero" }),
       margin: { l: 70, r: 20, t: legendHeight(2 * lines.length), b: 50 },
     }),
-    note: lines.length < drawn.length ? `the ${lines.length} fastest of ${drawn.length} curves` : "",
+    note: lines.length < drawn.length ? `the first ${lines.length} of ${drawn.length} curves` : "",
     head: ["kind", "curve", "ranks", `${model.unit}/s`, "low", "high", "efficiency"],
     rows: drawn.flatMap((curve) =>
       curve.points.map((point) => [
@@ -262,15 +269,11 @@ function drawMemory(model, all) {
     line: { color: "#666666", dash: "dot", shape: "vh" },
     hoverinfo: "skip",
   });
-  const showlegend = traces.length <= MOST_NAMED;
-  const top = showlegend ? legendHeight(traces.length) : 20;
   return {
     traces,
-    layout: layout(400 + top, {
+    layout: underLegend(traces.length, {
       xaxis: axis("GiB of the rank that takes the most"),
       yaxis: axis(`${model.unit}/s`),
-      showlegend,
-      margin: { l: 70, r: 20, t: top, b: 50 },
     }),
     head: ["configuration", "memory (bytes)", `${model.unit}/s`, "on the Pareto front"],
     rows: rows.map((row) => [row.name, row.memory, row.rate, front.has(row) ? "yes" : "no"]),
@@ -297,16 +300,9 @@ function bySteps(model, rows, field, scale, title, y) {
       marker: { color },
     };
   });
-  const showlegend = drawn.length <= MOST_NAMED;
-  const top = showlegend ? legendHeight(drawn.length) : 20;
   return {
     traces,
-    layout: layout(380 + top, {
-      xaxis: axis("step"),
-      yaxis: axis(title, y),
-      showlegend,
-      margin: { l: 70, r: 20, t: top, b: 50 },
-    }),
+    layout: underLegend(drawn.length, { xaxis: axis("step"), yaxis: axis(title, y) }),
     note: model.rows.length > model.drawn ? `of the first ${model.drawn} rows, as far as the filter shows them` : "",
     head: ["configuration", "step", title],
     rows: drawn.flatMap((curve) =>
@@ -315,6 +311,39 @@ function bySteps(model, rows, field, scale, title, y) {
         step,
         isKnown(curve[field][place]) ? curve[field][place] * scale : null,
       ]),
+    ),
+  };
+}
+
+/** Points and bounds of what another workload found, both axes logarithmic. */
+function drawCurves(curve) {
+  const traces = curve.lines.map((line, place) => ({
+    type: "scatter",
+    mode: line.x.length > 1 && !line.text ? "lines+markers" : "markers",
+    name: plainly(line.name),
+    x: line.x,
+    y: line.y,
+    text: line.text,
+    line: { color: COLORS[place % COLORS.length], dash: DASHES[Math.floor(place / COLORS.length) % DASHES.length] },
+    marker: { color: COLORS[place % COLORS.length], symbol: SYMBOLS[place % SYMBOLS.length], size: 8 },
+  }));
+  const bounds = curve.bounds.map((line, place) => ({
+    type: "scatter",
+    mode: "lines",
+    name: plainly(line.name),
+    x: line.x,
+    y: line.y,
+    line: { color: COLORS[place % COLORS.length], dash: "dot" },
+  }));
+  return {
+    traces: [...traces, ...bounds],
+    layout: underLegend(traces.length + bounds.length, {
+      xaxis: axis(curve.x, { type: "log" }),
+      yaxis: axis(curve.y, { type: "log" }),
+    }),
+    head: ["line", curve.x, curve.y, "of"],
+    rows: [...curve.lines, ...curve.bounds].flatMap((line) =>
+      line.x.map((x, place) => [line.name, x, line.y[place], line.text ? line.text[place] : null]),
     ),
   };
 }

@@ -128,47 +128,13 @@ function output(text) {
   );
 }
 
-function drawCurves(curve) {
-  const traces = curve.lines.map((line, place) => ({
-    type: "scatter",
-    mode: line.x.length > 1 && !line.text ? "lines+markers" : "markers",
-    name: plainly(line.name),
-    x: line.x,
-    y: line.y,
-    text: line.text,
-    line: { color: COLORS[place % COLORS.length], dash: DASHES[Math.floor(place / COLORS.length) % DASHES.length] },
-    marker: { color: COLORS[place % COLORS.length], symbol: SYMBOLS[place % SYMBOLS.length], size: 8 },
-  }));
-  const bounds = curve.bounds.map((line, place) => ({
-    type: "scatter",
-    mode: "lines",
-    name: line.name,
-    x: line.x,
-    y: line.y,
-    line: { color: COLORS[place % COLORS.length], dash: "dot" },
-  }));
-  const top = legendHeight(traces.length + bounds.length);
-  return {
-    traces: [...traces, ...bounds],
-    layout: layout(380 + top, {
-      xaxis: axis(curve.x, { type: "log" }),
-      yaxis: axis(curve.y, { type: "log" }),
-      margin: { l: 70, r: 20, t: top, b: 50 },
-    }),
-    head: ["line", curve.x, curve.y, "of"],
-    rows: [...curve.lines, ...curve.bounds].flatMap((line) =>
-      line.x.map((x, place) => [line.name, x, line.y[place], line.text ? line.text[place] : null]),
-    ),
-  };
-}
-
 function howToRepeat() {
   const environments = report.environments.map((environment, place) =>
     element(
       "details",
       { open: report.environments.length === 1 ? "" : null },
-      element("summary", {}, `environment ${place + 1}: ${summary(environment)}`),
-      definitions(environment),
+      element("summary", {}, `environment ${place + 1}: ${environment.title}`),
+      definitions(environment.values),
     ),
   );
   const common = Object.keys(report.common).length
@@ -198,16 +164,6 @@ function commands() {
   window.addEventListener("beforeprint", () => rows.length <= PAGE && (fill(), (made.open = true)));
   return made;
 }
-
-const summary = (environment) =>
-  [
-    environment.host,
-    environment.cpu,
-    environment.torch && `torch ${environment.torch}`,
-    environment.ptdbench && `ptdbench ${environment.ptdbench}`,
-  ]
-    .filter(Boolean)
-    .join(", ");
 
 let latest = 0;
 

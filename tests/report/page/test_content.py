@@ -85,7 +85,10 @@ def test_names_in_figures_say_what_has_columns_in_the_table():
 def test_each_environment_once():
     one, other = {"host": "a", "torch": "2.11"}, {"host": "b", "torch": "2.11"}
     found = content(runs(run(environment=one), run("fsdp", environment=other), run("pdp", environment=one), run("tp")))
-    assert found["environments"] == [one, other]
+    assert found["environments"] == [
+        {"title": "a, torch 2.11", "values": one},
+        {"title": "b, torch 2.11", "values": other},
+    ]
     assert {row["parallel"]: row["runs"][0]["environment"] for row in rows(found)} == {
         "ddp": 0,
         "fsdp": 1,
