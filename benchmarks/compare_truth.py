@@ -261,7 +261,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--sweep", type=Path, help="judge the runs of an earlier call")
     parser.add_argument("--picture", type=Path, help="draw the runs")
     options = parser.parse_args()
-    if options.blocks < options.max:
+    if not options.sweep and options.blocks < options.max:
         parser.error(f"--blocks {options.blocks}: repeat=auto may take {options.max}; give at least so many")
     return options
 

@@ -139,6 +139,12 @@ class TestRefused:
             "needs the results of its jobs before it can choose the next ones; try wait"
         )
 
+    def test_runs_that_would_have_to_be_chosen_before_their_job_begins(self):
+        assert self.found("cluster=slurm", "sweep.same_nodes=true", "seed=1,2") == (
+            "sweep.same_nodes=true: hydra/sweeper=optuna chooses runs by the results of others, and those of one job "
+            "are chosen at once; omit it"
+        )
+
     def test_to_go_on_where_other_values_would_be_drawn(self, tmp_path):
         assert self.found("model=toy", "seed=1,2", goes_on=tmp_path).endswith(
             "its values were drawn without a seed, and optuna would draw others now; "

@@ -150,6 +150,10 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
         if option == "workload" and value != "train":
             require(Problem(option, value, "what is compared is training", "omit it, or give workload=train"))
     own = [word for word in typed if commandline.option(word).startswith("repeat.")]
+    for word in own:
+        option, _, value = word.partition("=")
+        if option in ("repeat.block", "repeat.series"):
+            require(Problem(option, value, "is given to each block of both sides", "omit it"))
     composed = compose.compose_all(compose.conf_folder(), "config", ["repeat.runs=5", *own], multirun=True)
     repeat = config.read(composed.jobs[0]).repeat
     if len(composed.jobs) > 1:

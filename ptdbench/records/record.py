@@ -19,6 +19,9 @@ from ptdbench.terminal import command, under
 #: The type of error of a record that was opened and not yet closed.
 UNFINISHED = "Unfinished"
 
+#: Options and groups that change nothing of the work.
+NO_WORK = ("resume", "sweep", "repeat", "objective", "logger")
+
 #: Fields of every record, in the order in which they are written.
 FIELDS = tuple(schema.Record.__annotations__)
 
@@ -170,7 +173,6 @@ def fingerprint(config: Mapping[str, Any]) -> str:
     The options ``resume``, ``sweep``, ``repeat``, ``objective`` and ``logger`` are ignored: they change nothing of the
     work.
     """
-    ignored = ("resume", "sweep", "repeat", "objective", "logger")
-    config = {name: value for name, value in config.items() if name not in ignored}
+    config = {name: value for name, value in config.items() if name not in NO_WORK}
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

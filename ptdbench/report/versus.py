@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from ptdbench.measure import comparison
 from ptdbench.measure.comparison import LEAST, Comparison
-from ptdbench.records import alternatives
+from ptdbench.records import alternatives, record
 from ptdbench.records.alternatives import Alternative
 from ptdbench.report.certainty import interval_text, level_of, margin_text, seen_text
 from ptdbench.report.labels import names
@@ -113,7 +113,8 @@ def _new_options(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[st
     if versions[0] == versions[1]:
         return frozenset()
     one, other = values
-    return frozenset(name for name in one.keys() ^ other.keys() if len((one | other)[name]) == 1)
+    names = {name for name in one.keys() ^ other.keys() if name.partition(".")[0] not in record.NO_WORK}
+    return frozenset(name for name in names if len((one | other)[name]) == 1)
 
 
 def _not_compared(ignored: Collection[str]) -> list[str]:

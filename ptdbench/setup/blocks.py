@@ -71,7 +71,7 @@ def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
         rule = f"there are {_blocks(repeat)} blocks, which count from 0"
         return Problem("repeat.block", repeat.block, rule, "omit it for all of them")
     template = str(composed.first.hydra.sweep._get_node("subdir")._value())
-    if not any(name in template for name in _TELL_APART):
+    if repeat.block is None and not any(name in template for name in _TELL_APART):
         rule = f"with repeat.runs={runs} several runs would have the same directory"
         return Problem("hydra.sweep.subdir", template, rule, "add ${hydra.job.num} to it, or ${repeat.block}")
     return None

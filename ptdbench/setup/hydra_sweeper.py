@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ptdbench.launch.world import World
-from ptdbench.problems import Problem, require
+from ptdbench.problems import Problem, as_typed, require
 from ptdbench.records.objective import DIRECTIONS
 from ptdbench.setup.commandline import SWEEPER, option
 from ptdbench.setup.compose import Composed
@@ -32,6 +32,9 @@ def check(composed: Composed, cluster: Cluster, world: World | None, goes_on: Pa
     if isinstance(cluster, Slurm) and cluster.submit == "detach":
         rule = f"{SWEEPER}={name} needs the results of its jobs before it can choose the next ones"
         found.append(Problem("cluster.submit", "detach", rule, "try wait"))
+    if read(composed.jobs[0]).sweep.same_nodes:
+        rule = f"{SWEEPER}={name} chooses runs by the results of others, and those of one job are chosen at once"
+        found.append(Problem("sweep.same_nodes", as_typed(True), rule, "omit it"))
     if goes_on and not _seeds(composed.first.hydra.sweeper):
         rule = f"its values were drawn without a seed, and {name} would draw others now"
         remedy = "start another sweep; one that can go on has hydra.sweeper.sampler.seed"

@@ -107,11 +107,15 @@ class Agenda:
         """What is typed for each run, in the batches that Hydra's basic sweeper hands to its launcher.
 
         Args:
-            size: Runs of a batch at most, ``hydra.sweeper.max_batch_size``; ``None``: no limit.
+            size: Runs of a batch at most, ``hydra.sweeper.max_batch_size``; ``None``: no limit. A block is in one
+                batch where it is looked at after each block, and where the runs of a block share a job.
         """
         runs = [list(request.overrides) for request in self.requests]
+        of_block = sum(request.block == self.requests[0].block for request in self.requests)
         if self.settling:
-            size = sum(request.block == self.requests[0].block for request in self.requests)
+            size = of_block
+        elif size and self.requests[0].config.sweep.same_nodes:
+            size = max(1, size // of_block) * of_block
         return [runs[start : start + (size or len(runs))] for start in range(0, len(runs), size or len(runs))]
 
     def is_settled(self, sweep_directory: Path, number: int) -> bool:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -184,33 +184,35 @@ def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directo
         _start(side, overrides, directory / side.name / str(block), replace(repeat, block=block, series=directory.name))
 
 
-def _both_sides(directory: Path, blocks: int) -> list[Compared]:
-    """What both sides have carried out, each configuration against itself."""
+def _both_sides(directory: Path, count: int) -> list[Compared]:
+    """What both sides have carried out in so many blocks, each configuration against itself."""
     runs = [
-        [run for block in range(blocks) for run in store.read_results(directory / side / str(block))]
+        [run for block in range(count) for run in store.read_results(directory / side / str(block))]
         for side in ("before", "after")
     ]
     try:
         found = versus.match(*([run for run in of_side if run.get("model")] for of_side in runs))
     except versus.Incomparable:  # whoever shows the results says why
         return []
-    return [Compared(one.before, one.after, f"before and after of {one.label}") for one in found.pairs if one.known]
+    return [
+        Compared(one.before, one.after, f"before and after of {one.label}")
+        for one in found.pairs
+        if one.before.sample and one.after.sample
+    ]
 
 
 def _start(side: Side, overrides: Sequence[str], folder: Path, repeat: Repeat) -> None:
     """One block of one side; its table is not shown, and runs that fail are rows of the comparison."""
     place = commandline.quoted(str(folder))
-    own = [f"repeat.{option}={_word(value)}" for option, value in asdict(repeat).items()]
+    own = [f"repeat.block={repeat.block}", f"repeat.series={commandline.quoted(str(repeat.series))}"]
+    if repeat.runs == "auto":  # the records say that it was looked at several times
+        own += ["repeat.runs=auto", f"repeat.max={repeat.max}"]
     words = [*overrides, *own, f"hydra.sweep.dir={place}"]
     status = _wait_for([side.python, "-m", "ptdbench", "train", "-m", *words], side)
     if status < 0 or status > 128:
         raise ConfigError([Problem("compare", side.name, "was ended by a signal")])
     if not (folder / store.RESULTS).exists():
         raise ConfigError([Problem("compare", side.name, f"{side.python} did not run it; it said why above")])
-
-
-def _word(value: object) -> str:
-    return commandline.quoted(value) if isinstance(value, str) else str(value)
 
 
 def _wait_for(command: Sequence[str], side: Side) -> int:

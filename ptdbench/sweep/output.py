@@ -29,9 +29,14 @@ def out_of_memory(job: ledger.Job) -> str | None:
 
 
 def _ends(job: ledger.Job) -> Iterator[list[str]]:
-    """The last lines of each rank, of the one that wrote last first."""
-    logs = sorted(Path(job.log).glob(f"{job.id}_*_log.err"), key=lambda path: path.stat().st_mtime)
-    for path in reversed(logs):
+    """The last lines of each rank, of the one that wrote last first; then those of the script of several runs."""
+    folders = [Path(job.log), *([Path(job.log).parent] if job.step is not None else [])]
+    logs = [
+        path
+        for folder in folders
+        for path in sorted(folder.glob(f"{job.id}_*_log.err"), key=lambda path: -path.stat().st_mtime)
+    ]
+    for path in logs:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _LOOKED_AT))

@@ -202,7 +202,7 @@ def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, Job
         if known["status"] == DAMAGED or (is_open(known) and owner not in (None, job.id)):
             continue  # nobody can say more; or another job has the run, and this one was refused it
         if is_open(known) or (_was_signaled(known) and _says_more(state)):
-            kind, message = _end(job, state)
+            kind, message = _end(job, state, begun=owner is not None)
             conclude(directory, job.directory, kind, message + _saved(known))
         elif _was_signaled(known) and _reached_its_limit(known, state):
             conclude(directory, job.directory, "TIMEOUT", _out_of_time(job, known) + _saved(known))
@@ -225,8 +225,8 @@ def _was_signaled(written: Mapping[str, Any]) -> bool:
     return written["status"] == "preempted" and (written.get("error") or {}).get("type") not in slurm.OVER
 
 
-def _end(job: ledger.Job, state: JobState | None) -> tuple[str, str]:
-    """State and message for a job that SLURM ended, or has forgotten."""
+def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, str]:
+    """State and message for a job that SLURM ended, or has forgotten, and whether the run had begun in it."""
     where = f"{OUTPUT}{job.log}"
     if state is None:
         kind, message = "Gone", f"job {job.id} is not in the queue any more and left no result"
@@ -234,6 +234,8 @@ def _end(job: ledger.Job, state: JobState | None) -> tuple[str, str]:
         reason = f" ({state.reason})" if state.reason not in ("", "None") else ""
         nodes = f" on {state.nodes}" if state.nodes else ""
         kind, message = state.state, f"SLURM ended job {job.id}{nodes}: {state.state}{reason}"
+    if job.step is not None and not begun:  # what the job's script says is of other runs
+        return kind, f"{message}, before this run had begun{where}"
     if kind in ("Gone", "FAILED") and (words := output.out_of_memory(job)):
         return "OUT_OF_MEMORY", f"{message}; SLURM said: {words}{where}"
     return kind, message + where

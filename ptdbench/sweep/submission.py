@@ -20,6 +20,7 @@ from ptdbench.setup.hydra_launcher import OPTIONS
 from ptdbench.sweep import resources
 from ptdbench.sweep.requests import Request
 from ptdbench.sweep.resources import Output, Step
+from ptdbench.terminal import plural
 
 
 def arrays(requests: Sequence[Request]) -> list[list[list[int]]]:
@@ -59,8 +60,8 @@ def _given(job: Sequence[Request]) -> str:
     for request in job:
         cluster, shape = request.cluster, request.shape
         assert shape is not None
-        told = (shape, resources.flags(cluster, shape, ""), resources.setup_lines(cluster, shape))
-        found.add(repr((told, cluster.srun_args, cluster.log)))
+        asked = (shape, resources.flags(cluster, shape, ""), resources.setup_lines(cluster, shape))
+        found.add(repr((asked, cluster.srun_args, cluster.log)))
     if len(found) > 1:
         raise ConfigError(list(_differences(job)))
     if len(job) > 1 and (requeue := job[0].cluster.requeue):
@@ -78,9 +79,10 @@ def _differences(job: Sequence[Request]) -> Iterator[Problem]:
         if len(values) > 1:
             rule = "with sweep.same_nodes=true all runs are in one job, which has one value"
             yield Problem(f"cluster.{option.name}", ",".join(values), rule, remedy)
-    shapes = dict.fromkeys(str(request.shape) for request in job)
+    shapes = dict.fromkeys(request.shape for request in job if request.shape)
     if len(shapes) > 1:
-        rule = f"one job has one shape, and these runs have several: {', '.join(shapes)}"
+        named = ", ".join(f"{shape} with {plural(shape.gpus_per_node, 'GPU')} a node" for shape in shapes)
+        rule = f"one job has one shape, and these runs have several: {named}"
         yield Problem("sweep.same_nodes", as_typed(True), rule, "start a sweep for each")
 
 

@@ -123,7 +123,7 @@ def state(run: Run) -> str:
     if run.queue.state in ("PENDING", "SUSPENDED"):
         why = run.queue.reason
         return f"{run.queue.state} ({why})" if why not in ("", "None") else run.queue.state
-    if run.job and run.job.step and not run.record.get("owner"):
+    if run.job and run.job.step is not None and run.job.step > 0 and not run.record.get("owner"):
         return "waits in its job"
     return f"{run.queue.state} {run.queue.nodes}".rstrip()
 

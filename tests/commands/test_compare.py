@@ -230,6 +230,10 @@ def test_it_answers_at_once(sides, environ):
             "compare=repeat.runs=3,5: both sides run equally often; ",
         ),
         (
+            ["--checkout", "a", "--checkout", "b", "--", "repeat.block=3"],
+            "repeat.block=3: is given to each block of both sides; omit it",
+        ),
+        (
             ["--checkout", "a", "--checkout", "b", "--", "workload=hello"],
             "workload=hello: what is compared is training; omit it",
         ),

@@ -44,6 +44,7 @@ def changed(**groups):
         ([CONFIG, changed(seed=1, data={"seed": 1})], ["seed=0", "seed=1"]),  # data.seed is ${seed}
         ([CONFIG, changed(seed=1, data={"seed": 2})], ["seed=0 data.seed=0", "seed=1 data.seed=2"]),
         ([CONFIG, changed(resume="a", sweep={"resume": "b"}, workload={"label": "other"})], ["", ""]),
+        ([CONFIG, changed(sweep={"same_nodes": True})], ["", ""]),
         ([CONFIG, {**CONFIG, "extra": {"flag": "x" * 100}}], ["", f"flag={'x' * 40}…"]),
         ([{}, {"a": {}}], ["", "a={}"]),
     ],

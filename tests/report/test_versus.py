@@ -95,6 +95,8 @@ class TestMatch:
         assert found.remarks == ["options of one version of ptdbench alone, not compared: new.option, new.other"]
         commits = of(before(), git_commit="a"), of(with_option(after(), new=1), git_commit="b")
         assert [pair.label for pair in match(*commits).pairs] == ["ddp"]
+        of_sweep = of(before(), ptdbench="1"), of(with_option(after(), sweep={"new": 1}), ptdbench="2")
+        assert match(*of_sweep).remarks == []
         same = of(before(), ptdbench="1"), of(with_option(after(), new=1), ptdbench="1")
         assert [pair.label for pair in match(*same).pairs] != ["ddp"]
 

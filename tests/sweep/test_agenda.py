@@ -100,6 +100,11 @@ class TestRepeats:
         assert [[words[-1] for words in batch] for batch in by_block] == blocks
         assert agenda("seed=0,1").batches(None) == [[list(run.overrides) for run in agenda("seed=0,1").requests]]
 
+    def test_runs_that_share_a_job_are_in_one_batch(self, agenda):
+        for size, expected in ((None, [8]), (3, [2, 2, 2, 2]), (5, [4, 4]), (1, [2, 2, 2, 2])):
+            found = agenda("parallel=ddp,fsdp", "repeat.runs=4", "sweep.same_nodes=true").batches(size)
+            assert [len(batch) for batch in found] == expected
+
     def test_the_blocks_that_are_over_are_counted(self, agenda, tmp_path, monkeypatch):
         asked = []
         monkeypatch.setattr(settling.Settling, "__call__", lambda _, where, blocks: asked.append(blocks) or True)

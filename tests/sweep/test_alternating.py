@@ -69,7 +69,7 @@ def test_each_is_a_sweep_of_one_block_that_others_are_paired_with(tmp_path, stub
     alternating.run(stubs(), ["parallel=ddp,fsdp", "seed=1"], repeat(2), tmp_path / "my out")
     line = (tmp_path / "log").read_text().splitlines()[-1]
     side = Path(line.split()[0]).name
-    own = "repeat.runs=2 repeat.max=20 repeat.tied_within=0.02 repeat.seed=0 repeat.block=1 repeat.series='my out'"
+    own = "repeat.block=1 repeat.series='my out'"
     place = f"hydra.sweep.dir='{tmp_path / 'my out' / side / '1'}'"
     assert line.endswith(f" -m ptdbench train -m parallel=ddp,fsdp seed=1 {own} {place}")
 
@@ -79,7 +79,7 @@ class TestAuto:
 
     @pytest.fixture
     def carried_out(self, tmp_path, monkeypatch):
-        def it(faster, **options):
+        def it(faster, fails=None, **options):
             seen = []
 
             def start(side, overrides, folder, one):
@@ -88,13 +88,15 @@ class TestAuto:
                 rate = 1000.0 * noise * (faster if side.name == "after" else 1.0)
                 directory = str(folder / "0_gpt_tiny_ddp")
                 written = run(tokens_per_second=rate, directory=directory, workload="train", fingerprint="")
+                if seen[-1] == fails:
+                    written |= {"status": "failed"}
                 kept = {"runs": one.runs, "max": one.max, "block": one.block, "series": one.series}
                 folder.mkdir(parents=True)
                 append_result(folder, written | {"config": written["config"] | {"repeat": kept}})
 
             monkeypatch.setattr(alternating, "_start", start)
             sides = [Side("before", "python", tmp_path), Side("after", "python", tmp_path)]
-            alternating.run(sides, [], replace(repeat("auto"), max=12, **options), tmp_path / "out")
+            alternating.run(sides, [], replace(repeat("auto"), **{"max": 12, **options}), tmp_path / "out")
             return seen
 
         return it
@@ -102,6 +104,11 @@ class TestAuto:
     def test_a_difference_is_seen_at_the_first_look(self, carried_out, capsys):
         assert len(carried_out(1.05)) == 2 * 4
         assert capsys.readouterr().err.splitlines()[-1] == "4 blocks of at most 12: settled"
+
+    def test_a_run_that_fails_settles_nothing(self, carried_out, capsys):
+        assert len(carried_out(1.05, fails=("after", 1), max=8)) > 2 * 3
+        said = capsys.readouterr().err.splitlines()
+        assert "3 blocks of at most 8: not settled between before and after of ddp" in said
 
     def test_both_are_tied(self, carried_out):
         assert len(carried_out(1.0)) == 2 * 4
@@ -111,6 +118,11 @@ class TestAuto:
         said = [line for line in capsys.readouterr().err.splitlines() if "settled" in line]
         open_pair = "not settled between before and after of ddp"
         assert said == [f"4 blocks of at most 12: {open_pair}", f"7 blocks of at most 12: {open_pair}"]
+
+
+def test_with_auto_each_is_one_block_of_so_many_at_most(tmp_path, stubs):
+    alternating.run(stubs(), [], replace(repeat("auto"), max=3), tmp_path / "out")
+    assert " repeat.block=0 repeat.series='out' repeat.runs=auto repeat.max=3 " in (tmp_path / "log").read_text()
 
 
 def test_a_run_that_fails_is_a_result_and_a_refused_one_is_not(tmp_path, stubs):

@@ -14,14 +14,20 @@ import pytest
 from hydra.core.plugins import Plugins
 
 from ptdbench.launch import local, slurm
-from ptdbench.launch.slurm import SlurmError
+from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, store
 from ptdbench.setup.compose import compose_all
-from ptdbench.sweep import launchers, watch
+from ptdbench.sweep import launchers, requests, watch
 from ptdbench.sweep.agenda import Agenda, NoObjective
 from ptdbench.sweep.submission import arrays, script
 from tests.conftest import ROOT
+
+
+def of_cluster(*overrides):
+    found = compose_all(ROOT / "conf", "config", ["cluster=slurm", "model=toy", *overrides], multirun=True)
+    return requests.of_cluster(found.jobs, found.overrides)
+
 
 TEMPLATE = "${hydra.job.num}_${workload.label}"
 
@@ -81,8 +87,8 @@ class TestSameNodes:
             ),
             (
                 ["parallel=single,ddp"],
-                "sweep.same_nodes=true: one job has one shape, and these runs have several: 1 node x 1 rank, "
-                "1 node x 2 ranks; start a sweep for each",
+                "sweep.same_nodes=true: one job has one shape, and these runs have several: 1 node x 1 rank with 0 "
+                "GPUs a node, 1 node x 2 ranks with 0 GPUs a node; start a sweep for each",
             ),
             (
                 ["parallel=ddp,fsdp", "cluster.requeue=true", "checkpoint.every_steps=5"],
@@ -95,6 +101,12 @@ class TestSameNodes:
         with pytest.raises(ConfigError) as refused:
             arrays(asked(*overrides, "sweep.same_nodes=true"))
         assert line in str(refused.value).splitlines()
+
+    def test_runs_that_ask_for_other_gpus(self, asked, monkeypatch):
+        asked()
+        monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 4, 60, (2,), 4)])
+        with pytest.raises(ConfigError, match="1 node x 2 ranks with 0 GPUs a node, 1 node x 2 ranks with 2 GPUs a n"):
+            arrays(of_cluster("cluster.ranks_per_node=2", "device=cpu,cuda", "sweep.same_nodes=true"))
 
     def test_each_run_is_a_step_and_one_that_fails_ends_no_other(self, asked):
         (run, other) = asked("parallel=ddp,fsdp", "sweep.same_nodes=true")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import record, store
 from ptdbench.records.owner import this_process
 from ptdbench.report.progress import PROGRESS
-from ptdbench.sweep import status, view
+from ptdbench.sweep import output, status, view
 from tests.sweep.made import CONFIG, DONE, failure, state
 
 #: What a run adds to its record that was asked to end.
@@ -114,9 +115,20 @@ class TestSharedJob:
     def test_what_the_end_of_the_job_leaves_open_is_concluded(self, sweep):
         jobs = sweep.submit_together(3)
         sweep.end(0)
+        begin(sweep, 1)
         sweep.log(jobs[1], 0, "slurmstepd: error: Detected 1 oom_kill event in StepId=7.1\n")
         sweep.says(**{"": "FAILED n1"})
         assert states(sweep) == [("0_toy_ddp", True, "ok"), ("1_toy_ddp", True, "oom"), ("2_toy_ddp", True, "failed")]
+
+    def test_what_the_script_says_is_of_runs_that_had_begun(self, sweep):
+        first, second = sweep.submit_together(2)
+        begin(sweep, 0)
+        sweep.log(replace(first, log=str(Path(first.log).parent)), 0, "srun: error: n1: task 0: Out Of Memory\n")
+        sweep.says(**{"": "FAILED n1"})
+        assert [found for *_, found in states(sweep)] == ["oom", "failed"]
+        message = status.look(sweep.path).runs[1].record["error"]["message"]
+        assert message.startswith("SLURM ended job 7 on n1: FAILED, before this run had begun; ")
+        assert output.tail(second) == "srun: error: n1: task 0: Out Of Memory"
 
     def test_a_run_that_was_asked_to_end_is_over_when_the_job_is(self, sweep):
         sweep.submit_together(2)
@@ -131,10 +143,16 @@ class TestSharedJob:
         sweep.says(**{"": "PENDING (Resources)"})
         assert shown(sweep) == ["PENDING (Resources)"] * 3
         sweep.end(0)
-        path = sweep.path / "1_toy_ddp"
-        store.write_record(path, store.load_record(path) | {"owner": asdict(this_process("l", {}))})
+        begin(sweep, 1)
         sweep.says(**{"": "RUNNING n1"})
         assert shown(sweep) == ["ok", "RUNNING n1", "waits in its job"]
+
+
+def begin(sweep, number):
+    """Let a run of job 7 say that it has begun."""
+    path = sweep.path / f"{number}_toy_ddp"
+    owner = replace(this_process("l", {}), job="7")
+    store.write_record(path, store.load_record(path) | {"owner": asdict(owner)})
 
 
 def shown(sweep):

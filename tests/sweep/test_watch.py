@@ -43,6 +43,12 @@ def test_what_was_submitted_can_be_followed_and_ended_from_any_shell(sweep, caps
     ]
 
 
+def test_a_job_of_several_runs_is_one_job(sweep, capsys):
+    watch.announce(sweep.path, sweep.submit_together(3))
+    first, _, cancel, _ = capsys.readouterr().out.splitlines()
+    assert (first, cancel) == ("submitted 1 job with 3 runs: 7", "cancel     scancel 7")
+
+
 def test_a_thousand_jobs_are_announced_in_few_words(sweep, capsys):
     watch.announce(sweep.path, sweep.submit(1000))
     first, *_ = capsys.readouterr().out.splitlines()
