@@ -83,7 +83,7 @@ class GPT(Decoder):
         of_block = {
             "attention_norm": Role("entry"),
             "attention.query_key_value": Role("outputs", *by_heads),
-            "attention.mix": Role("attention", *by_heads),
+            "attention.mix": Role("attention", *by_heads, is_causal=True),
             "attention.output": Role("inputs", *by_heads),
             "mlp_norm": Role("entry"),
             "mlp.up": Role("outputs"),

@@ -109,7 +109,7 @@ class Llama(Decoder):
             "attention_norm": Role("entry"),
             "attention.query_key_value": Role("outputs", *by_groups),
             "attention.rotary": Role("positions", *positions),
-            "attention.mix": Role("attention", *by_groups),
+            "attention.mix": Role("attention", *by_groups, is_causal=True),
             "attention.output": Role("inputs", *by_groups),
             "mlp_norm": Role("entry"),
             "mlp.gate": Role("outputs"),

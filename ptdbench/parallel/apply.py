@@ -63,12 +63,14 @@ class Transforms:
         replication: Options of replication, if whole weights are replicated.
         sync_batchnorm: Whether batch norms normalize over the global batch.
         sequence: Whether ranks that share each matrix product share the positions of a sequence between them.
+        context_method: How ranks that share each sequence see all its positions.
     """
 
     sharding: Sharding | None = None
     replication: Replication | None = None
     sync_batchnorm: bool = False
     sequence: bool = False
+    context_method: context.Method = "ulysses"
 
 
 def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transforms) -> Part:
@@ -87,7 +89,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
     if setting.precision == "fp8":
         fp8.convert(layers)
     if setting.mesh.context:
-        context.exchange(model, module, setting.mesh.context)
+        context.exchange(model, module, setting.mesh.context, transforms.context_method)
     # Before what wraps or reads the weights: it replaces them.
     if setting.mesh.tensor:
         tensor.parallelize(model, module, setting.mesh.tensor, sequence=transforms.sequence)

@@ -1,15 +1,16 @@
 """Context parallelism: the ranks of a group share the positions of each sequence.
 
 All but attention works on a rank's own positions. For attention they exchange positions for heads, as DeepSpeed-Ulysses
-does (Jacobs et al. 2023): each rank then has some heads of all positions. The ranks have different tokens and the same
-weights, so that gradients are averaged over them as over replicas.
+does (Jacobs et al. 2023): each rank then has some heads of all positions. Or keys and values pass all ranks
+(:mod:`ptdbench.parallel.ring`). The ranks have different tokens and the same weights, so that gradients are averaged
+over them as over replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,10 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptdbench.models.protocol import Model
+from ptdbench.parallel import ring
 from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.engine import Engine, Scale
+from ptdbench.parallel.positions import Positions
 from ptdbench.parallel.roles import roles_of, undivided
 from ptdbench.problems import Problem, try_these
 
@@ -30,13 +33,18 @@ _POSITIONS = 1
 _HEADS, _LENGTH = 1, 2
 
 
-def problems(model: Model, ranks: int, tensor: int) -> Iterator[Problem]:
+#: How ranks see all positions in attention: they exchange positions for heads, or keys and values pass all of them.
+Method = Literal["ulysses", "ring"]
+
+
+def problems(model: Model, ranks: int, tensor: int, method: Method) -> Iterator[Problem]:
     """Why so many ranks cannot share the sequences of a model; nothing if they can.
 
     Args:
         model: The model.
         ranks: The degree.
         tensor: Ranks among which tensor parallelism divides the heads already.
+        method: How they see all positions.
     """
     kinds = {role.kind for role in roles_of(model).values()}
     if not {"attention", "positions"} <= kinds:
@@ -46,24 +54,39 @@ def problems(model: Model, ranks: int, tensor: int) -> Iterator[Problem]:
     units = {
         kind: [(role.units, role.unit) for role in roles_of(model).values() if role.kind == kind] for kind in kinds
     }
-    yield from undivided("context", ranks, units["positions"])
-    yield from undivided("context", ranks, units["attention"], tensor)
+    if method == "ulysses":
+        yield from undivided("context", ranks, units["positions"])
+        yield from undivided("context", ranks, units["attention"], tensor)
+        return
+    yield from undivided("context", ranks, units["positions"], 2, "of which each rank has two pieces")
+    if not all(role.is_causal for role in roles_of(model).values() if role.kind == "attention"):
+        rule = "computes causal attention itself, and the model's roles() do not say is_causal of its attention"
+        yield Problem("context_method", "ring", rule, try_these(["ulysses"]))
 
 
-def exchange(model: Model, module: nn.Module, mesh: DeviceMesh) -> None:
+def positions_of(mesh: DeviceMesh, method: Method) -> Positions:
+    """This rank's positions of a sequence that the ranks of ``mesh`` share."""
+    return Positions(mesh.size(), mesh.get_local_rank(), paired=method == "ring")
+
+
+def exchange(model: Model, module: nn.Module, mesh: DeviceMesh, method: Method) -> None:
     """Let ``module``, the model or a stage of it, compute on a rank's share of the positions."""
-    names = dict(module.named_modules())
+    names, positions = dict(module.named_modules()), positions_of(mesh, method)
     for name, role in roles_of(model).items():
         if name in names and role.kind == "positions":
-            names[name].register_forward_pre_hook(partial(_number, mesh))
+            names[name].register_forward_pre_hook(partial(_number, positions))
         if name in names and role.kind == "attention":
-            wrap_forward(names[name], partial(_of_heads, mesh))
+            wrap_forward(names[name], partial(_of_heads if method == "ulysses" else _in_ring, mesh))
 
 
-def _number(mesh: DeviceMesh, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+def _number(positions: Positions, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Positions in the whole sequence, from those in a rank's share."""
-    positions, *others = arguments
-    return positions + mesh.get_local_rank() * len(positions), *others
+    local, *others = arguments
+    return positions.numbers(local), *others
+
+
+def _in_ring(mesh: DeviceMesh, _mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return ring.attention(mesh)
 
 
 def _of_heads(mesh: DeviceMesh, mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -92,15 +115,17 @@ class Sliced(Engine):
     Args:
         inner: The engine of a share.
         mesh: The ranks that share a sequence.
+        method: How they see all positions.
     """
 
-    def __init__(self, inner: Engine, mesh: DeviceMesh) -> None:
+    def __init__(self, inner: Engine, mesh: DeviceMesh, method: Method) -> None:
         self.module = inner.module
         self.parts = inner.parts
         self.owns_loss = inner.owns_loss and mesh.get_local_rank() == 0
         self.rehearsals = inner.rehearsals
         self._inner = inner
         self._mesh = mesh
+        self._positions = positions_of(mesh, method)
 
     def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:
         """See :meth:`ptdbench.parallel.engine.Engine.gradients`."""
@@ -121,12 +146,12 @@ class Sliced(Engine):
         else:
             shares = [torch.empty_like(found) for _ in range(self._mesh.size())]
             dist.all_gather(shares, found.contiguous(), group=self._mesh.get_group())
-            found = torch.cat(shares, _POSITIONS)
+            found = self._positions.whole(shares, _POSITIONS)
         return found if self.owns_loss else None
 
     def _share(self, tensor: Tensor) -> Tensor:
         """This rank's positions of ``[batch, length]``."""
-        return tensor.tensor_split(self._mesh.size(), _POSITIONS)[self._mesh.get_local_rank()]
+        return self._positions.own(tensor, _POSITIONS)
 
     def _mean(self, loss: Tensor) -> Tensor:
         """The mean over the ranks, on the one that owns it; else zero."""

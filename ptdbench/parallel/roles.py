@@ -35,14 +35,21 @@ def _role(given: Any) -> Role:
     return given if isinstance(given, Role) else Role(given)
 
 
-def undivided(option: str, ranks: int, units: Sequence[tuple[int, str]], others: int = 1) -> Iterator[Problem]:
+def undivided(
+    option: str,
+    ranks: int,
+    units: Sequence[tuple[int, str]],
+    others: int = 1,
+    why: str = "which other ranks share too",
+) -> Iterator[Problem]:
     """A problem if ``ranks`` do not divide what they share.
 
     Args:
         option: The degree.
         ranks: Its value.
         units: What is shared: how many of which; 0 are not.
-        others: The product of other degrees among which the same units are divided.
+        others: The product of other degrees among which the same units are divided, or pieces for each rank.
+        why: What these are, in words that follow a comma.
     """
     shared = [(count, unit) for count, unit in units if count]
     wrong = next(((count, unit) for count, unit in shared if count % (ranks * others)), None)
@@ -52,5 +59,5 @@ def undivided(option: str, ranks: int, units: Sequence[tuple[int, str]], others:
     fits = [n for n in divisors(count) if 1 < n < ranks and all(total % (n * others) == 0 for total, _ in shared)]
     rule = f"must divide the {count} {unit} of the model"
     if others > 1:
-        rule = f"times {others} must divide the {count} {unit} of the model, which other ranks share too"
+        rule = f"times {others} must divide the {count} {unit} of the model, {why}"
     yield Problem(option, ranks, rule, try_these(fits or [1]))

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ptdbench.models.protocol import Model, module_of
-from ptdbench.parallel import context, tensor
+from ptdbench.parallel import context, ring, tensor
 from ptdbench.parallel.activations import Activations, Selective
 from ptdbench.parallel.apply import Setting, Transforms, apply
 from ptdbench.parallel.batch import Layout, divides
 from ptdbench.parallel.compilation import Compile, start_afresh
+from ptdbench.parallel.context import Method
 from ptdbench.parallel.convolutions import choose_convolutions
 from ptdbench.parallel.dims import DERIVED, Degree, Dims, derive, divisors
 from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
@@ -37,6 +38,7 @@ _OPTIONS_OF = {
         "bucket_mb", "gradient_as_bucket_view", "static_graph", "optimizer", "powersgd_rank", "powersgd_start"
     ),
     "shard": ("reshard_after_forward", "reshard_between_microbatches", "prefetch"),
+    "context": ("context_method",),
     "tensor": ("sequence",),
     "pipeline": ("schedule", "stages_per_rank", "microbatches"),
 }  # fmt: skip
@@ -44,6 +46,7 @@ _NO_EFFECT = "has no effect under these degrees of parallelism"
 _PRESETS = {
     "replicate": "parallel=ddp,pdp",
     "shard": "parallel=fsdp,hsdp",
+    "context": "parallel.context=2",
     "tensor": "parallel=tp,3d",
     "pipeline": "parallel=pdp",
 }
@@ -80,6 +83,7 @@ class Strategy:
         gradients: What is sent to average gradients: a dtype (``auto``: fp32, even if the arithmetic is narrower), or
             ``powersgd``: products of two thin matrices, under DDP.
         context_method: How these see all positions in attention: ``ulysses``: they exchange positions for heads.
+            ``ring``: keys and values pass all of them, which needs no heads to divide.
         sequence: Let the ranks that share each product share the positions of a sequence between them: norms and
             residuals are then computed once, and an all-reduce becomes a reduce-scatter and an all-gather.
         schedule: The order of the micro-batches' passes, see :mod:`ptdbench.parallel.pipeline.schedules`.
@@ -107,7 +111,7 @@ class Strategy:
     reshard_between_microbatches: bool | Literal["auto"] = "auto"
     prefetch: int = 1
     gradients: Literal["auto", "fp32", "bf16", "fp16", "powersgd"] = "auto"
-    context_method: Literal["ulysses", "ring"] = "ulysses"
+    context_method: Method = "ulysses"
     sequence: bool = False
     schedule: schedules.Name = "1f1b"
     stages_per_rank: int | Literal["auto"] = "auto"
@@ -169,7 +173,7 @@ class Strategy:
         if self._applies("tensor", dims):
             require(*tensor.problems(model, dims.tensor, dims.context, sequence=self.sequence))
         if self._applies("context", dims):
-            require(*context.problems(model, dims.context, dims.tensor))
+            require(*context.problems(model, dims.context, dims.tensor, self.context_method))
         if self._is_sharded(dims) and (names := shared_between_layers(model)):
             rule = f"{names[0]} and {names[1]} are one weight, and fully_shard wants it in one layer"
             require(Problem("shard", self.shard, rule, try_these(["parallel=ddp"])))
@@ -243,7 +247,8 @@ class Strategy:
         else:
             part = apply(model, module_of(model), setting, transforms)
             engine = Accumulating(part, setting.layout.micro_batch, owns_loss=setting.owns_loss)
-        return context.Sliced(engine, setting.mesh.context) if setting.mesh.context else engine
+        mesh = setting.mesh.context
+        return context.Sliced(engine, mesh, self.context_method) if mesh else engine
 
     def _transforms(self, layout: Layout, precision: Name, *, offload: bool) -> Transforms:
         dims = layout.dims
@@ -260,7 +265,12 @@ class Strategy:
                 prefetch=self.prefetch,
                 offload=offload,
             )
-            return Transforms(sharding=sharding, sync_batchnorm=self.sync_batchnorm, sequence=self.sequence)
+            return Transforms(
+                sharding=sharding,
+                sync_batchnorm=self.sync_batchnorm,
+                sequence=self.sequence,
+                context_method=self.context_method,
+            )
         if not self._applies("replicate", dims) and dims.context == 1:
             return Transforms(sequence=self.sequence)
         sound = layout.accumulation == 1 and not self._applies("pipeline", dims)
@@ -274,7 +284,9 @@ class Strategy:
             powersgd_start=self.powersgd_start,
             divides_optimizer=self.optimizer == "zero1",
         )
-        return Transforms(replication=replication, sync_batchnorm=self.sync_batchnorm)
+        return Transforms(
+            replication=replication, sync_batchnorm=self.sync_batchnorm, context_method=self.context_method
+        )
 
     @property
     def pipeline_schedule(self) -> Schedule:
@@ -335,9 +347,9 @@ class Strategy:
             yield Problem("reshard_after_forward", self.reshard_after_forward, rule, try_these(["true", "false"]))
 
     def _ring(self) -> Problem | None:
-        if self.context_method != "ring":
+        if self.context_method != "ring" or not (lacks := ring.missing()):
             return None
-        rule = "needs attention kernels that torch has for GPUs alone, and is not available yet"
+        rule = f"needs {lacks}, which torch {torch.__version__} has not"
         return Problem("context_method", "ring", rule, try_these(["ulysses"]))
 
     def _static_graph(self, layout: Layout) -> Problem | None:

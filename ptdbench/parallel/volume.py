@@ -169,10 +169,18 @@ def _between_stages(work: Work, outputs: Mapping[str, int]) -> dict[str, float]:
 
 
 def _of_attention(work: Work, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> dict[str, float]:
-    """Queries, keys, values and their mixture are redivided, and so are their gradients (Jacobs et al. 2023)."""
+    """Queries, keys, values and their mixture are redivided, and so are their gradients (Jacobs et al. 2023).
+
+    In a ring keys and values of all positions are gathered for each pass, and their gradients, in fp32, pass each rank.
+    """
+    names = [name for name, role in roles_of(work.model).items() if role.kind == "attention"]
+    if work.transforms.context_method == "ring":
+        numbers = sum(inputs[name] - outputs[name] for name in names)  # a mixture is as large as the queries
+        passing = work.layout.dims.context * numbers * _bytes_per_sample(work) / work.layout.dims.tensor
+        wider = _WIDE / DTYPES[work.precision].itemsize
+        return {"all_gather": math.nan if work.recomputes else 2 * passing, "all_to_all": wider * passing}
     if work.recomputes:
         return _unknown("all_to_all")
-    names = [name for name, role in roles_of(work.model).items() if role.kind == "attention"]
     numbers = sum(inputs[name] + outputs[name] for name in names)
     return {"all_to_all": 2 * numbers * _bytes_per_sample(work) / work.layout.dims.tensor}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,6 +21,7 @@ from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
 from ptdbench.models.resnet import ResNet
 from ptdbench.models.toy import Toy
+from ptdbench.parallel import ring
 from ptdbench.parallel.activations import Recompute, Selective
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import Layout
@@ -56,6 +58,11 @@ STRATEGIES = {
     "context and shards": Strategy(shard=2, context=2),
     "context and stages": Strategy(context=2, pipeline=2, microbatches=4),
     "context and tensor": Strategy(context=2, tensor=2, sequence=True),
+    "ring and copies": Strategy(replicate=2, context=2, context_method="ring"),
+    "ring and shards": Strategy(shard=2, context=2, context_method="ring"),
+    "ring and stages": Strategy(context=2, pipeline=2, microbatches=4, context_method="ring"),
+    "ring and tensor": Strategy(context=2, tensor=2, sequence=True, context_method="ring"),
+    "ring of four": Strategy(context=4, context_method="ring"),
     "tensor and stages, sequence": Strategy(pipeline=2, tensor=2, microbatches=4, sequence=True),
 }
 #: Gradients are rounded to 8 or 11 bits of mantissa for their reduction.
@@ -523,6 +530,8 @@ class TestSharedWork:
             ({"tensor": 8, "sequence": True, "context": 2}, "tensor=8: times 2 must divide the 8 positions of the "
              "model, which other ranks share too; try 2, 4"),
             ({"context": 3}, "context=3: must divide the 8 positions of the model; try 2"),
+            ({"context": 8, "context_method": "ring"}, "context=8: times 2 must divide the 8 positions of the model, "
+             "of which each rank has two pieces; try 2, 4"),
             ({"context": 4, "tensor": 2}, "context=4: times 2 must divide the 4 heads of the model, which other ranks "
              "share too; try 2"),
         ],
@@ -530,6 +539,26 @@ class TestSharedWork:
     def test_a_degree_divides_what_is_shared(self, options, message):
         strategy = Strategy(**options)
         assert refused(strategy.check, gpt(), layout_of(strategy, strategy.ranks(1), 16)).splitlines()[0] == message
+
+    def test_a_ring_needs_no_heads_to_divide(self):
+        strategy = Strategy(context=4, tensor=2, context_method="ring")
+        strategy.check(gpt(), layout_of(strategy, 8, 16))
+
+    def test_a_ring_computes_what_the_model_says_that_it_is(self, monkeypatch):
+        model, strategy = gpt(), Strategy(context=2, context_method="ring")
+        roles = {name: replace(role, is_causal=False) for name, role in model.roles().items()}
+        monkeypatch.setattr(model, "roles", lambda: roles)
+        assert refused(strategy.check, model, layout_of(strategy, 2, 16)) == (
+            "context_method=ring: computes causal attention itself, and the model's roles() do not say is_causal of "
+            "its attention; try ulysses"
+        )
+
+    def test_a_torch_without_a_ring(self, monkeypatch):
+        monkeypatch.setattr(ring, "_NEEDED", ("no_such_function",))
+        assert refused(lambda: Strategy(context=2, context_method="ring")) == (
+            "context_method=ring: needs torch.distributed.tensor.experimental._context_parallel._attention."
+            f"no_such_function, which torch {torch.__version__} has not; try ulysses"
+        )
 
     @pytest.mark.parametrize("degree", ["tensor", "context"])
     def test_a_model_without_roles_has_nothing_to_share(self, degree):
@@ -575,8 +604,8 @@ class TestOptions:
              "it belongs to parallel=tp,3d"),
             ({"replicate": 4, "tensor": 2, "bucket_mb": 50}, "bucket_mb=50: has no effect under these degrees of "
              "parallelism; it belongs to parallel=ddp,pdp"),
-            ({"context": 2, "context_method": "ring"}, "context_method=ring: needs attention kernels that torch has "
-             "for GPUs alone, and is not available yet; try ulysses"),
+            ({"shard": 4, "context_method": "ring"}, "context_method=ring: has no effect under these degrees of "
+             "parallelism; it belongs to parallel.context=2"),
         ],
     )  # fmt: skip
     def test_an_option_that_has_no_effect_is_refused(self, options, message):

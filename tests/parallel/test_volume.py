@@ -59,6 +59,10 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "tensor and stages": (Strategy(tensor=2, pipeline=2, microbatches=2), {"precision": "bf16"}),
     "positions and stages": (Strategy(tensor=2, pipeline=2, microbatches=2, sequence=True), {}),
     "context and shards": (Strategy(shard=2, context=2), {"micro_batch": 1, "precision": "bf16"}),
+    "ring and shards": (Strategy(shard=2, context=2, context_method="ring"), {"micro_batch": 1, "precision": "bf16"}),
+    "ring and tensor": (Strategy(context=2, tensor=2, context_method="ring"), {}),
+    "ring that recomputes": (Strategy(context=4, context_method="ring"), {"activations": Recompute()}),
+    "llama with a ring": (Strategy(shard=2, context=2, context_method="ring"), {}),
     "context and tensor": (Strategy(context=2, tensor=2), {}),
     "context that recomputes": (Strategy(replicate=2, context=2), {"activations": Recompute()}),
     "llama in bf16": (Strategy(shard="auto", tensor=2), {"precision": "bf16"}),
@@ -70,6 +74,7 @@ UNKNOWN = {
     "powersgd": {"all_reduce"},
     "stages in shards": {"all_gather"},
     "context that recomputes": {"all_to_all"},
+    "ring that recomputes": {"all_gather"},
 }
 
 #: The models of cases whose names begin so, on the meta device, and their data; of others a GPT.
@@ -79,12 +84,12 @@ MODELS: dict[str, Any] = {
         partial(SyntheticImages, classes=10, image_size=32, channels_last=False),
     ),
     "llama": (
-        partial(Llama, layers=2, heads=4, key_value_heads=2, width=16, hidden=20, sequence_length=6, vocabulary=42),
-        partial(SyntheticTokens, sequence_length=6, vocabulary=42),
+        partial(Llama, layers=2, heads=4, key_value_heads=2, width=16, hidden=20, sequence_length=8, vocabulary=42),
+        partial(SyntheticTokens, sequence_length=8, vocabulary=42),
     ),
     "": (
-        partial(GPT, layers=2, heads=4, width=12, sequence_length=6, vocabulary=42),
-        partial(SyntheticTokens, sequence_length=6, vocabulary=42),
+        partial(GPT, layers=2, heads=4, width=12, sequence_length=8, vocabulary=42),
+        partial(SyntheticTokens, sequence_length=8, vocabulary=42),
     ),
 }
 
@@ -143,14 +148,14 @@ def test_what_ranks_send_is_what_the_formula_says(of_ranks, name):
 
 def test_a_model_that_is_not_on_the_meta_device_is_not_run():
     """It would draw random numbers for dropout, and another run would draw others."""
-    model = GPT(layers=2, heads=4, width=12, sequence_length=6, vocabulary=42)
+    model = GPT(layers=2, heads=4, width=12, sequence_length=8, vocabulary=42)
     ran = []
     model.register_forward_hook(lambda *_: ran.append(1))
     for part in model.parts().values():
         part.register_forward_hook(lambda *_: ran.append(1))
     strategy = Strategy(replicate=2, pipeline=2, microbatches=2)
     layout = strategy.layout(strategy.dims(4), BATCH, "auto")
-    example = SyntheticTokens(sequence_length=6, vocabulary=42, seed=0).example()
+    example = SyntheticTokens(sequence_length=8, vocabulary=42, seed=0).example()
     found = strategy.volume(model, layout, example, "fp32", recomputes=False)
     assert not ran
     assert set(found.values()) == {None}
