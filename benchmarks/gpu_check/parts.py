@@ -215,14 +215,17 @@ def two_ranks(session: Session) -> None:
     reference = session.reference("single", "parallel=single", *common)
     options = ("backend=gloo", "cluster.ranks_per_node=2", *common)
     session.follows("ddp of 2", reference, FP32, "parallel=ddp", *options)
-    for strategy in ("fsdp", "pdp"):
-        found = session.run(f"{strategy} of 2", f"parallel={strategy}", *options)
+    others = {name: (f"parallel={name}",) for name in ("fsdp", "pdp")}
+    for method in ("ulysses", "ring"):
+        others[method] = ("parallel=ddp", "parallel.context=2", f"parallel.context_method={method}")
+    for name, layout in others.items():
+        found = session.run(f"{name} of 2", *layout, *options)
         if found["status"] == "ok":
             off = largest_difference(found["losses"], reference)
-            session.tell(f"{strategy} of 2", off <= FP32, f"off by {off:.1e}, at most {FP32:.0e}", off=off)
+            session.tell(f"{name} of 2", off <= FP32, f"off by {off:.1e}, at most {FP32:.0e}", off=off)
         else:  # gloo has not every operation for memory of a GPU, and says so; any other error is a fault
             refused = "gloo" in str(found["error"]["message"]).lower()
-            session.tell(f"{strategy} of 2", refused, f"{'not carried by gloo: ' * refused}{reason(found)}")
+            session.tell(f"{name} of 2", refused, f"{'not carried by gloo: ' * refused}{reason(found)}")
 
 
 def silent(session: Session) -> None:

@@ -10,6 +10,7 @@ causal mask leaves all of them the same number of products.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -17,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,6 +32,9 @@ _NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_
 
 #: Dtypes of which flash attention has kernels on a GPU; others take memory-efficient attention.
 _OF_FLASH = (torch.bfloat16, torch.float16)
+
+#: Queries of a tile of memory-efficient attention, to whole ones of which it pads the log-sum-exp.
+_TILE = 32
 
 
 def missing() -> str | None:
@@ -82,12 +87,19 @@ def _flash_backward(
     )
 
 
+def _efficient(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Its log-sum-exp is padded to whole tiles, which a ring that merges halves of it does not expect."""
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, is_causal)
+    return out, lse[..., : query.shape[_LENGTH]]
+
+
 def _efficient_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, ...]:
     none, wanted = torch.empty(0, dtype=torch.int64), [True, True, True, False]
+    padded = F.pad(lse, (0, -lse.shape[-1] % _TILE), value=math.inf)
     return aten._scaled_dot_product_efficient_attention_backward(  # type: ignore[no-any-return]
-        gradient, query, key, value, None, out, lse, none, none, 0.0, wanted, is_causal
+        gradient, query, key, value, None, out, padded, none, none, 0.0, wanted, is_causal
     )
 
 
@@ -99,10 +111,7 @@ _FLASH = _Kernel(
     forward=lambda *given: aten._scaled_dot_product_flash_attention(*given[:3], 0.0, given[3])[:2],
     backward=_flash_backward,
 )
-_EFFICIENT = _Kernel(
-    forward=lambda *given: aten._scaled_dot_product_efficient_attention(*given[:3], None, True, 0.0, given[3])[:2],
-    backward=_efficient_backward,
-)
+_EFFICIENT = _Kernel(forward=_efficient, backward=_efficient_backward)
 
 
 def _kernel(query: Tensor) -> _Kernel:

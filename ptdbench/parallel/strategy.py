@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -13,16 +14,15 @@ from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel import context, ring, tensor
 from ptdbench.parallel.activations import Activations, Selective
 from ptdbench.parallel.apply import Setting, Transforms, apply
-from ptdbench.parallel.batch import Layout, divides
+from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.compilation import Compile, start_afresh
 from ptdbench.parallel.context import Method
 from ptdbench.parallel.convolutions import choose_convolutions
 from ptdbench.parallel.dims import DERIVED, Degree, Dims, derive, divisors
 from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
-from ptdbench.parallel.pipeline import schedules
 from ptdbench.parallel.pipeline.engine import pipelined
-from ptdbench.parallel.pipeline.schedules import Schedule
+from ptdbench.parallel.pipeline.options import PipelineOptions
 from ptdbench.parallel.pipeline.stage import cut, unrepeated
 from ptdbench.parallel.precision import Name
 from ptdbench.parallel.replicate import Replication
@@ -86,7 +86,8 @@ class Strategy:
             ``ring``: keys and values pass all of them, which needs no heads to divide.
         sequence: Let the ranks that share each product share the positions of a sequence between them: norms and
             residuals are then computed once, and an all-reduce becomes a reduce-scatter and an all-gather.
-        schedule: The order of the micro-batches' passes, see :mod:`ptdbench.parallel.pipeline.schedules`.
+        schedule: The order of the micro-batches' passes, see :mod:`ptdbench.parallel.pipeline.schedules`, or a file
+            with one, see :mod:`ptdbench.parallel.pipeline.orders`.
         stages_per_rank: Stages on a rank; ``auto``: as few as the schedule allows, one or two.
         microbatches: Micro-batches of one pass of the schedule; ``auto``: from ``train.micro_batch`` if that is set,
             else at least two for each rank of the pipeline.
@@ -113,7 +114,7 @@ class Strategy:
     gradients: Literal["auto", "fp32", "bf16", "fp16", "powersgd"] = "auto"
     context_method: Method = "ulysses"
     sequence: bool = False
-    schedule: schedules.Name = "1f1b"
+    schedule: str = "1f1b"
     stages_per_rank: int | Literal["auto"] = "auto"
     microbatches: int | Literal["auto"] = "auto"
     sync_batchnorm: bool = False
@@ -126,8 +127,7 @@ class Strategy:
             None if self.bucket_mb == "auto" or self.bucket_mb > 0 else
             Problem("bucket_mb", self.bucket_mb, "must be greater than 0 (MiB)", try_these(["auto", 25])),
             self._ring(),
-            self._stages_of_a_rank(),
-            self._version(),
+            *(self.stages.problems() if self.pipeline != 1 else ()),
             *self._without_effect(),
         )  # fmt: skip
 
@@ -157,8 +157,7 @@ class Strategy:
         """
         share = global_batch // dims.batch
         if self._applies("pipeline", dims):
-            found = self._pipeline_layout(dims, global_batch, share, micro_batch)
-            require(self._microbatches_of_schedule(found, micro_batch))
+            found = self.stages.layout(dims, global_batch, share, micro_batch)
         else:
             size = share if micro_batch == "auto" else micro_batch
             found = Layout(dims, global_batch, size, accumulation=share // size)
@@ -169,7 +168,7 @@ class Strategy:
         """Raise ConfigError for a model that cannot be laid out this way."""
         dims = layout.dims
         if self._applies("pipeline", dims):
-            require(self._cannot_be_cut(model, dims))
+            require(self.stages.cannot_be_cut(model, dims, self.pipeline))
         if self._applies("tensor", dims):
             require(*tensor.problems(model, dims.tensor, dims.context, sequence=self.sequence))
         if self._applies("context", dims):
@@ -183,13 +182,13 @@ class Strategy:
         if how == "whole" and self._is_sharded(layout.dims):
             rule = "is one graph, and sharded weights are gathered between the graphs of the layers"
             require(Problem("compile", how, rule, try_these(["layers", "or parallel=ddp"])))
-        if how and self._applies("pipeline", layout.dims) and self.pipeline_schedule.splits_backward:
+        if how and self._applies("pipeline", layout.dims) and self.stages.schedule.splits_backward:
             rule = f"makes one graph of the backward pass, which {self.schedule} splits"
             require(Problem("compile", how, rule, try_these(["false", "or parallel.schedule=interleaved1f1b"])))
 
     def check_activations(self, how: Activations, layout: Layout) -> None:
         """Raise ConfigError where activations cannot be treated this way."""
-        splits_backward = self._applies("pipeline", layout.dims) and self.pipeline_schedule.splits_backward
+        splits_backward = self._applies("pipeline", layout.dims) and self.stages.schedule.splits_backward
         if isinstance(how, Selective) and splits_backward:
             rule = f"has what it keeps for one backward pass, and {self.schedule} takes two"
             remedy = try_these(["recompute", "keep", "or parallel.schedule=interleaved1f1b"])
@@ -243,7 +242,7 @@ class Strategy:
         transforms = self._transforms(setting.layout, setting.precision, offload=setting.offload != "none")
         engine: Engine
         if self._applies("pipeline", setting.layout.dims):
-            engine = pipelined(model, setting, transforms, self.pipeline_schedule, self.stages_on_rank)
+            engine = pipelined(model, setting, transforms, self.stages.schedule, self.stages.stages_on_rank)
         else:
             part = apply(model, module_of(model), setting, transforms)
             engine = Accumulating(part, setting.layout.micro_batch, owns_loss=setting.owns_loss)
@@ -288,19 +287,14 @@ class Strategy:
             replication=replication, sync_batchnorm=self.sync_batchnorm, context_method=self.context_method
         )
 
-    @property
-    def pipeline_schedule(self) -> Schedule:
-        """The schedule of a pipeline."""
-        return schedules.SCHEDULES[self.schedule]
-
-    @property
-    def stages_on_rank(self) -> int:
-        """Stages of a pipeline on a rank."""
-        return self.pipeline_schedule.per_rank(self.stages_per_rank)
+    @cached_property
+    def stages(self) -> PipelineOptions:
+        """The options of a pipeline."""
+        return PipelineOptions(self.schedule, self.stages_per_rank, self.microbatches)
 
     def _stage_ranks(self, dims: Dims) -> list[int]:
-        """The rank in the pipeline of each stage."""
-        return self.pipeline_schedule.ranks(dims.pipeline, self.stages_on_rank)
+        """The rank in the pipeline of each stage; one without a pipeline."""
+        return self.stages.stage_ranks(dims) if self._applies("pipeline", dims) else [0]
 
     def _degrees(self) -> dict[str, Degree]:
         return {name: getattr(self, name) for name in DEGREES}
@@ -373,7 +367,7 @@ class Strategy:
 
     def _resharded(self, layout: Layout) -> Problem | None:
         """A problem if weights would be freed between the two halves of a backward pass."""
-        splits = self._applies("pipeline", layout.dims) and self.pipeline_schedule.splits_backward
+        splits = self._applies("pipeline", layout.dims) and self.stages.schedule.splits_backward
         if self.reshard_after_forward is False or not splits or not self._applies("shard", layout.dims):
             return None
         rule = (
@@ -381,73 +375,3 @@ class Strategy:
         )
         remedy = try_these(["false", "or parallel.schedule=interleaved1f1b"])
         return Problem("reshard_after_forward", self.reshard_after_forward, rule.format(self.schedule), remedy)
-
-    def _pipeline_layout(self, dims: Dims, global_batch: int, share: int, micro_batch: int | Literal["auto"]) -> Layout:
-        schedule, size, per_rank = self.pipeline_schedule, dims.pipeline, self.stages_on_rank
-        if micro_batch == "auto":
-            count = schedule.busy(share, size, per_rank) if self.microbatches == "auto" else self.microbatches
-            require(divides("microbatches", count, share, "a replica's share of the batch"))
-            return Layout(dims, global_batch, share // count, count)
-        total = share // micro_batch
-        count = schedule.most(total, size, per_rank) if self.microbatches == "auto" else self.microbatches
-        require(divides("microbatches", count, total, "the micro-batches of a replica's step"))
-        return Layout(dims, global_batch, micro_batch, count, total // count)
-
-    def _stages_of_a_rank(self) -> Problem | None:
-        """A problem if the schedule does not take so many stages on a rank."""
-        wanted, allowed = self.stages_per_rank, self.pipeline_schedule.stages
-        if wanted in ("auto", allowed) or self.pipeline == 1:
-            return None
-        if allowed != "several":
-            rule = f"must be {allowed} under {self.schedule}"
-            return Problem("stages_per_rank", wanted, rule, try_these(["auto", "or parallel.schedule=interleaved1f1b"]))
-        if isinstance(wanted, int) and wanted >= 2:
-            return None
-        rule = f"must be a whole number of at least 2 under {self.schedule}"
-        return Problem("stages_per_rank", wanted, rule, try_these(["auto", "or parallel.schedule=1f1b"]))
-
-    def _version(self) -> Problem | None:
-        """A problem if this torch cannot run the schedule."""
-        if not self.pipeline_schedule.splits_backward or torch.__version__ >= schedules.SPLITS_SINCE:
-            return None
-        rule = f"needs torch {schedules.SPLITS_SINCE} or newer, and this is {torch.__version__}"
-        return Problem("schedule", self.schedule, rule, try_these(["interleaved1f1b", "looped_bfs"]))
-
-    def _microbatches_of_schedule(self, layout: Layout, micro_batch: int | Literal["auto"]) -> Problem | None:
-        """A problem if the schedule cannot run so many micro-batches."""
-        schedule, dims, count = self.pipeline_schedule, layout.dims, layout.microbatches
-        if schedule.accepts(count, dims.pipeline, self.stages_on_rank):
-            return None
-        fewest = schedule.fewest(dims.pipeline, self.stages_on_rank)
-        if count < fewest:
-            rule = f"must be at least the number of stages, {fewest}, under {self.schedule}"
-        else:
-            parts = schedules.rounds(count, dims.pipeline)
-            rule = f"must be a multiple of {parts} under {self.schedule}, which takes them in {parts} equal rounds"
-        if self.microbatches != "auto":
-            other = "auto"
-        elif micro_batch != "auto":
-            other = f"a smaller train.micro_batch than {micro_batch}"
-        else:
-            other = f"a train.global_batch of at least {dims.batch * fewest}"
-        return Problem("microbatches", count, rule, try_these([other, "or parallel.schedule=gpipe"]))
-
-    def _cannot_be_cut(self, model: Model, dims: Dims) -> Problem | None:
-        """A problem if the model is not a chain of parts, or has fewer layers than stages."""
-        parts = model.parts()
-        if parts is None:
-            reason = getattr(model, "uncut", None) or "has no parts()"
-            rule = f"the model {reason}, so it cannot be cut into stages"
-            return Problem("pipeline", self.pipeline, rule, try_these(["parallel=ddp", "parallel=fsdp"]))
-        layers, per_rank = min(len(parts), len(model.layers() or parts)), self.stages_on_rank
-        if dims.pipeline * per_rank <= layers:
-            return None
-        rule = f"must not exceed the number of the model's layers, {layers}"
-        if per_rank > 1:
-            stages = dims.pipeline * per_rank
-            rule = f"pipeline({dims.pipeline}) x stages_per_rank({per_rank}) = {stages} stages {rule}"
-        close = [size for size in divisors(dims.world_size) if size > 1 and size * per_rank <= layers][-3:]
-        single = ["parallel.schedule=1f1b"] if per_rank > 1 and dims.pipeline <= layers else []
-        others = [f"or {other}" if close else other for other in single]
-        remedy = try_these([*close, *others]) or try_these(["another cluster.ranks_per_node, or parallel=ddp"])
-        return Problem("pipeline", dims.pipeline, rule, remedy)

@@ -230,12 +230,10 @@ def _fit_seconds(job: Job, operation: str, calls: float, size: float) -> float |
 
 def _pipeline(job: Job) -> dict[str, Any]:
     """The stages of each rank and the bubble by the formula of the schedule."""
-    layout = job.training.layout
-    schedule = job.training.strategy.pipeline_schedule
+    layout, options = job.training.layout, job.training.strategy.stages
     if layout.dims.pipeline == 1:
         return {"stages": None, "bubble_formula": None}
-    per_rank = job.training.strategy.stages_on_rank
-    where = schedule.ranks(layout.dims.pipeline, per_rank)
+    schedule, per_rank, where = options.schedule, options.stages_on_rank, options.stage_ranks(layout.dims)
     stages = [
         [number for number, place in enumerate(where) if place == layout.dims.stage(rank)]
         for rank in range(job.world.size)

@@ -71,5 +71,28 @@ def test_it_is_attention_to_all_positions(of_ranks, name):
             torch.testing.assert_close(own, positions.own(whole, 2), rtol=tolerance, atol=tolerance)
 
 
+def of_one_rank(dtype: torch.dtype) -> list[Tensor]:
+    """In a rank with a GPU: mixture and gradients of sequences that end within a tile."""
+    mesh = init_device_mesh("cpu", (1,))
+    inputs, gradient = drawn(4, 2, dtype)
+    of_gpu = [tensor[:, :, :10].cuda().requires_grad_() for tensor in inputs]
+    out = ring.attention(mesh)(*of_gpu)
+    return [tensor.cpu() for tensor in (out.detach(), *torch.autograd.grad(out, of_gpu, gradient[:, :, :10].cuda()))]
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernels_of_a_gpu(dtype):
+    """Of one rank, which needs no messages."""
+    inputs, gradient = drawn(4, 2, dtype)
+    inputs = [tensor[:, :, :10].requires_grad_() for tensor in inputs]
+    out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+    expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient[:, :, :10])]
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for own, whole in zip(on_ranks(1, of_one_rank, dtype)[0], expected, strict=True):
+        torch.testing.assert_close(own, whole, rtol=tolerance, atol=tolerance)
+
+
 def test_this_torch_has_it():
     assert ring.missing() is None

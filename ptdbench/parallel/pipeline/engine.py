@@ -15,7 +15,7 @@ from ptdbench.models.protocol import Model
 from ptdbench.parallel.apply import Setting, Transforms, apply
 from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.engine import Engine, Part, Scale, norm_of
-from ptdbench.parallel.pipeline import schedules, shared
+from ptdbench.parallel.pipeline import shared
 from ptdbench.parallel.pipeline.handover import receive, send
 from ptdbench.parallel.pipeline.schedules import Schedule
 from ptdbench.parallel.pipeline.stage import Cut, Stage, cut
@@ -117,7 +117,7 @@ class Pipelined(Engine):
             for number, part in parts.items()
         }
         stages = list(self._stages.values())
-        self._schedule = schedules.make(schedule.kind, stages, layout.microbatches, self._share_of_loss)
+        self._schedule = schedule.make(stages, layout.microbatches, self._share_of_loss)
         self._shared = shared.find(tied, self.module, where, group)
         self._scale: Scale = lambda loss: loss
         self._shares: list[Tensor] = []

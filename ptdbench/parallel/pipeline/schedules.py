@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from torch import Tensor
 from torch.distributed.pipelining import (
@@ -21,7 +21,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from ptdbench.parallel.dims import divisors
 
-Name = Literal["gpipe", "1f1b", "interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"]
+#: A schedule over the stages of a rank.
+Running: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 @dataclass(frozen=True)
@@ -33,22 +34,24 @@ class Schedule:
         stages: Stages on a rank; ``several``: any number from 2 on.
         placement: ``loop``: rank ``r`` of ``p`` has the stages ``r``, ``r + p``, ...; ``v``: the stages ``r`` and
             ``2p - 1 - r``, so that the first rank has the last stage.
-        microbatches: How many a pass needs. ``stages``: at least as many as stages. ``rounds``: with as many whole
-            rounds of ``p`` as there are in them, and at least one, they must divide evenly among the rounds.
+        microbatches: How many a pass needs: so many. ``stages``: at least as many as stages. ``rounds``: with as many
+            whole rounds of ``p`` as there are in them, and at least one, they must divide evenly among the rounds.
         splits_backward: Whether gradients of weights are computed apart from those of a stage's inputs.
         bubble_units: How long the longest rank idles, in units of ``(p - 1) / v`` times what a rank takes for one of
             the three parts of a micro-batch: forward, gradient of the inputs, gradient of the weights. 3: gpipe and
             1f1b (Huang et al. 2019; Narayanan et al. 2021, section 2.2), looped_bfs (Lamy-Poirier 2022, section 4.1).
             1: zero bubble's ZB-H1 (Qi et al. 2023, table 2). 0: ZB-V (section 6). 2: DeepSeek's table of DualPipeV,
             where forward and backward passes do not overlap.
+        size: The ranks that it is for; ``None``: any number.
     """
 
-    kind: type[PipelineScheduleSingle | PipelineScheduleMulti]
-    stages: Literal[1, 2, "several"] = 1
+    kind: type[Running]
+    stages: int | Literal["several"] = 1
     placement: Literal["loop", "v"] = "loop"
-    microbatches: Literal["any", "stages", "rounds"] = "any"
+    microbatches: int | Literal["any", "stages", "rounds"] = "any"
     splits_backward: bool = False
     bubble_units: int = 3
+    size: int | None = None
 
     def per_rank(self, wanted: int | Literal["auto"]) -> int:
         """Stages on a rank; ``auto``: as few as the schedule allows."""
@@ -63,10 +66,14 @@ class Schedule:
 
     def fewest(self, size: int, per_rank: int) -> int:
         """The smallest number of micro-batches of a pass."""
+        if isinstance(self.microbatches, int):
+            return self.microbatches
         return size * per_rank if self.microbatches == "stages" else 1
 
     def accepts(self, microbatches: int, size: int, per_rank: int) -> bool:
         """Whether a pass may have so many micro-batches."""
+        if isinstance(self.microbatches, int):
+            return microbatches == self.microbatches
         in_rounds = self.microbatches != "rounds" or microbatches % rounds(microbatches, size) == 0
         return in_rounds and microbatches >= self.fewest(size, per_rank)
 
@@ -89,6 +96,21 @@ class Schedule:
     def most(self, share: int, size: int, per_rank: int) -> int:
         """The largest number of micro-batches of a pass that divides the ``share`` of a step and is allowed."""
         return max((number for number in divisors(share) if self.accepts(number, size, per_rank)), default=share)
+
+    def make(
+        self, stages: Sequence[PipelineStage], microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
+    ) -> Running:
+        """Create the schedule over this rank's stages; it does not scale gradients: the loss does.
+
+        Args:
+            stages: This rank's, in order.
+            microbatches: Micro-batches of one pass.
+            loss: The loss of a micro-batch from ``(outputs, targets)``, a scalar.
+        """
+        if issubclass(self.kind, PipelineScheduleSingle):
+            (stage,) = stages
+            return self.kind(stage, microbatches, loss_fn=loss, scale_grads=False)
+        return self.kind(list(stages), microbatches, loss_fn=loss, scale_grads=False)
 
 
 #: The first version of torch that splits the backward pass of every model. 2.11 stops at an autograd function of
@@ -118,23 +140,3 @@ SCHEDULES: dict[str, Schedule] = {
     "zbv": Schedule(ScheduleZBVZeroBubble, 2, "v", splits_backward=True, bubble_units=0),
     "dualpipev": Schedule(ScheduleDualPipeV, 2, "v", microbatches="stages", splits_backward=True, bubble_units=2),
 }
-
-
-def make(
-    kind: type[PipelineScheduleSingle | PipelineScheduleMulti],
-    stages: Sequence[PipelineStage],
-    microbatches: int,
-    loss: Callable[[Tensor, Tensor], Tensor],
-) -> PipelineScheduleSingle | PipelineScheduleMulti:
-    """Create a schedule over this rank's stages that does not scale gradients: the loss does.
-
-    Args:
-        kind: Its class.
-        stages: This rank's, in order.
-        microbatches: Micro-batches of one pass.
-        loss: The loss of a micro-batch from ``(outputs, targets)``, a scalar.
-    """
-    if issubclass(kind, PipelineScheduleSingle):
-        (stage,) = stages
-        return kind(stage, microbatches, loss_fn=loss, scale_grads=False)
-    return kind(list(stages), microbatches, loss_fn=loss, scale_grads=False)
