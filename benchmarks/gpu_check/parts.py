@@ -215,9 +215,9 @@ def two_ranks(session: Session) -> None:
     reference = session.reference("single", "parallel=single", *common)
     options = ("backend=gloo", "cluster.ranks_per_node=2", *common)
     session.follows("ddp of 2", reference, FP32, "parallel=ddp", *options)
-    others = {name: (f"parallel={name}",) for name in ("fsdp", "pdp")}
+    others = {name: [f"parallel={name}"] for name in ("fsdp", "pdp")}
     for method in ("ulysses", "ring"):
-        others[method] = ("parallel=ddp", "parallel.context=2", f"parallel.context_method={method}")
+        others[method] = ["parallel=ddp", "parallel.context=2", f"parallel.context_method={method}"]
     for name, layout in others.items():
         found = session.run(f"{name} of 2", *layout, *options)
         if found["status"] == "ok":

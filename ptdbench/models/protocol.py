@@ -33,7 +33,7 @@ class Role:
         units: Number of indivisible units, which the number of ranks must divide; 0: the features that are cut.
         unit: What they are, as an error names them: ``heads``.
         is_causal: Of ``attention``: whether it is softmax attention to a position and those before, scaled by the root
-            of the head width, which ring attention computes in its place.
+            of the head width and without dropout, which ring attention computes in its place.
     """
 
     kind: Kind

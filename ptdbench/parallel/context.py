@@ -1,14 +1,14 @@
 """Context parallelism: the ranks of a group share the positions of each sequence.
 
 All but attention works on a rank's own positions. For attention they exchange positions for heads, as DeepSpeed-Ulysses
-does (Jacobs et al. 2023): each rank then has some heads of all positions. Or keys and values pass all ranks
-(:mod:`ptdbench.parallel.ring`). The ranks have different tokens and the same weights, so that gradients are averaged
-over them as over replicas.
+does (Jacobs et al. 2023): each rank then has some heads of all positions. Or they gather the keys and values of all
+positions (:mod:`ptdbench.parallel.ring`). The ranks have different tokens and the same weights, so that gradients are
+averaged over them as over replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ _POSITIONS = 1
 _HEADS, _LENGTH = 1, 2
 
 
-#: How ranks see all positions in attention: they exchange positions for heads, or keys and values pass all of them.
+#: How ranks see all positions in attention: they exchange positions for heads, or gather all keys and values.
 Method = Literal["ulysses", "ring"]
 
 
@@ -54,19 +54,33 @@ def problems(model: Model, ranks: int, tensor: int, method: Method) -> Iterator[
     units = {
         kind: [(role.units, role.unit) for role in roles_of(model).values() if role.kind == kind] for kind in kinds
     }
+    yield from _undivided(ranks, units["positions"], method)
     if method == "ulysses":
-        yield from undivided("context", ranks, units["positions"])
         yield from undivided("context", ranks, units["attention"], tensor)
-        return
-    yield from undivided("context", ranks, units["positions"], 2, "of which each rank has two pieces")
-    if not all(role.is_causal for role in roles_of(model).values() if role.kind == "attention"):
+    elif not all(role.is_causal for role in roles_of(model).values() if role.kind == "attention"):
         rule = "computes causal attention itself, and the model's roles() do not say is_causal of its attention"
         yield Problem("context_method", "ring", rule, try_these(["ulysses"]))
 
 
+def undividable(length: int, ranks: int, method: Method) -> Iterator[Problem]:
+    """Why so many ranks cannot share samples of ``length`` positions, perhaps fewer than the model can take."""
+    yield from _undivided(ranks, [(length, "positions")], method, "a sample")
+
+
+def _undivided(
+    ranks: int, positions: Sequence[tuple[int, str]], method: Method, whole: str = "the model"
+) -> Iterator[Problem]:
+    pieces = Positions(ranks, 0, _is_paired(method)).pieces // ranks
+    yield from undivided("context", ranks, positions, pieces, "of which each rank has two pieces", whole)
+
+
+def _is_paired(method: Method) -> bool:
+    return method == "ring"
+
+
 def positions_of(mesh: DeviceMesh, method: Method) -> Positions:
     """This rank's positions of a sequence that the ranks of ``mesh`` share."""
-    return Positions(mesh.size(), mesh.get_local_rank(), paired=method == "ring")
+    return Positions(mesh.size(), mesh.get_local_rank(), _is_paired(method))
 
 
 def exchange(model: Model, module: nn.Module, mesh: DeviceMesh, method: Method) -> None:

@@ -30,7 +30,8 @@ class Positions:
         return self.ranks * (1 + self.paired)
 
     def own(self, tensor: Tensor, dimension: int) -> Tensor:
-        """This rank's share of a whole sequence."""
+        """This rank's share of a whole sequence, whose length is a multiple of :attr:`pieces`."""
+        assert tensor.shape[dimension] % self.pieces == 0  # refused before
         pieces = tensor.tensor_split(self.pieces, dimension)
         return torch.cat([pieces[number] for number in self._of(self.rank)], dimension)
 

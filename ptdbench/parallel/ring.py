@@ -30,8 +30,11 @@ _HEADS, _LENGTH = 1, 2
 _OF_TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
 _NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options")
 
-#: Dtypes of which flash attention has kernels on a GPU; others take memory-efficient attention.
-_OF_FLASH = (torch.bfloat16, torch.float16)
+#: What flash attention has kernels for on a GPU: dtypes, and the greatest width of a head.
+_OF_FLASH, _WIDEST = (torch.bfloat16, torch.float16), 256
+
+#: The widths of heads that kernels of GPUs compute are multiples of this.
+_WIDTH = 8
 
 #: Queries of a tile of memory-efficient attention, to whole ones of which it pads the log-sum-exp.
 _TILE = 32
@@ -56,15 +59,15 @@ def attention(mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
     @torch.compiler.disable
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found: Tensor = _Ring.apply(q, k, v, mesh)  # type: ignore[no-untyped-call]
+        found: Tensor = RingAttention.apply(q, k, v, mesh)  # type: ignore[no-untyped-call]
         return found
 
     return forward
 
 
 @dataclass(frozen=True)
-class _Kernel:
-    """A device's attention, of ``[batch, heads, length, head width]``.
+class Kernel:
+    """A device's attention, of ``[batch, heads, length, head width]`` and as many heads of keys as of queries.
 
     Attributes:
         forward: Of query, key, value and whether it is causal: the mixture and its log-sum-exp.
@@ -76,57 +79,93 @@ class _Kernel:
     backward: Callable[..., tuple[Tensor, ...]]
 
 
+def _of_cpu(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
+    return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
+        query, key, value, 0.0, is_causal
+    )
+
+
+def _of_cpu_backward(*tensors_causal: Any) -> tuple[Tensor, ...]:
+    *tensors, is_causal = tensors_causal
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+        *tensors, 0.0, is_causal
+    )
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
+    scale, width = _scale(query), query.shape[-1]
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(*_padded(query, key, value), 0.0, is_causal, scale=scale)
+    return out[..., :width], lse
+
+
 def _flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, ...]:
     """Sequences of one length and no dropout: what torch asks for of both is empty."""
     none = torch.empty(0, dtype=torch.int64)
     lengths = query.shape[_LENGTH], key.shape[_LENGTH]
-    return aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
-        gradient, query, key, value, out, lse, None, None, *lengths, 0.0, is_causal, none, none
+    gradient, query_, key, value, out = _padded(gradient, query, key, value, out)
+    found = aten._scaled_dot_product_flash_attention_backward(
+        gradient, query_, key, value, out, lse, None, None, *lengths, 0.0, is_causal, none, none, scale=_scale(query)
     )
+    return tuple(one[..., : query.shape[-1]] for one in found)
 
 
-def _efficient(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+def _efficient(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
     """Its log-sum-exp is padded to whole tiles, which a ring that merges halves of it does not expect."""
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, is_causal)
-    return out, lse[..., : query.shape[_LENGTH]]
+    scale, width, length = _scale(query), query.shape[-1], query.shape[_LENGTH]
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+        *_padded(query, key, value), None, True, 0.0, is_causal, scale=scale
+    )
+    return out[..., :width], lse[..., :length]
 
 
 def _efficient_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, ...]:
     none, wanted = torch.empty(0, dtype=torch.int64), [True, True, True, False]
-    padded = F.pad(lse, (0, -lse.shape[-1] % _TILE), value=math.inf)
-    return aten._scaled_dot_product_efficient_attention_backward(  # type: ignore[no-any-return]
-        gradient, query, key, value, None, out, padded, none, none, 0.0, wanted, is_causal
+    lse = F.pad(lse, (0, -lse.shape[-1] % _TILE), value=math.inf)
+    gradient, query_, key, value, out = _padded(gradient, query, key, value, out)
+    found = aten._scaled_dot_product_efficient_attention_backward(
+        gradient, query_, key, value, None, out, lse, none, none, 0.0, wanted, is_causal, scale=_scale(query)
     )
+    return tuple(one[..., : query.shape[-1]] for one in found[:3])
 
 
-_CPU = _Kernel(
-    forward=lambda *qkv_causal: aten._scaled_dot_product_flash_attention_for_cpu(*qkv_causal[:3], 0.0, qkv_causal[3]),
-    backward=lambda *given: aten._scaled_dot_product_flash_attention_for_cpu_backward(*given[:-1], 0.0, given[-1]),
-)
-_FLASH = _Kernel(
-    forward=lambda *given: aten._scaled_dot_product_flash_attention(*given[:3], 0.0, given[3])[:2],
-    backward=_flash_backward,
-)
-_EFFICIENT = _Kernel(forward=_efficient, backward=_efficient_backward)
+def _scale(query: Tensor) -> float:
+    """Of the products of queries and keys; that of a padded width would be another."""
+    return 1 / math.sqrt(query.shape[-1])
 
 
-def _kernel(query: Tensor) -> _Kernel:
+def _padded(*tensors: Tensor) -> list[Tensor]:
+    """Heads as wide as the kernels of GPUs want them."""
+    missing = -tensors[0].shape[-1] % _WIDTH
+    return [F.pad(tensor, (0, missing)) if missing else tensor for tensor in tensors]
+
+
+CPU = Kernel(_of_cpu, _of_cpu_backward)
+FLASH = Kernel(_flash, _flash_backward)
+EFFICIENT = Kernel(_efficient, _efficient_backward)
+
+
+def kernel(query: Tensor) -> Kernel:
+    """That for these queries: on a GPU flash attention where it can compute them, else memory-efficient attention."""
     if query.device.type == "cpu":
-        return _CPU
-    return _FLASH if query.dtype in _OF_FLASH else _EFFICIENT
+        return CPU
+    is_recent = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return FLASH if is_recent and query.dtype in _OF_FLASH and query.shape[-1] <= _WIDEST else EFFICIENT
 
 
-class _Ring(torch.autograd.Function):
+class RingAttention(torch.autograd.Function):
+    """The ring of a mesh; traces name what it sends by its name."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh) -> Tensor:
+        """The mixture of a rank's positions."""
         groups = q.shape[_HEADS] // k.shape[_HEADS]
 
         def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
-            return _kernel(q).forward(query, _repeated(key, groups), _repeated(value, groups), is_causal)
+            return kernel(q).forward(query, _repeated(key, groups), _repeated(value, groups), is_causal)
 
         ring = _balanced()._templated_ring_attention
         out, logsumexp = ring(mesh.get_group(), _LENGTH, attend, q, k, v, is_causal=True)
@@ -136,6 +175,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of its queries, keys and values."""
         q, k, v, out, logsumexp = ctx.saved_tensors
         groups = q.shape[_HEADS] // k.shape[_HEADS]
 
@@ -143,7 +183,7 @@ class _Ring(torch.autograd.Function):
             query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool, gradient: Tensor
         ) -> tuple[Tensor, ...]:
             whole = _repeated(key, groups), _repeated(value, groups)
-            found = _kernel(q).backward(gradient, query, *whole, out, logsumexp, is_causal)
+            found = kernel(q).backward(gradient, query, *whole, out, logsumexp, is_causal)
             return found[0], _summed(found[1], groups), _summed(found[2], groups)
 
         ring = _balanced()._templated_ring_attention_backward

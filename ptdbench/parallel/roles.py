@@ -41,6 +41,7 @@ def undivided(
     units: Sequence[tuple[int, str]],
     others: int = 1,
     why: str = "which other ranks share too",
+    whole: str = "the model",
 ) -> Iterator[Problem]:
     """A problem if ``ranks`` do not divide what they share.
 
@@ -50,6 +51,7 @@ def undivided(
         units: What is shared: how many of which; 0 are not.
         others: The product of other degrees among which the same units are divided, or pieces for each rank.
         why: What these are, in words that follow a comma.
+        whole: What the units are of.
     """
     shared = [(count, unit) for count, unit in units if count]
     wrong = next(((count, unit) for count, unit in shared if count % (ranks * others)), None)
@@ -57,7 +59,7 @@ def undivided(
         return
     count, unit = wrong
     fits = [n for n in divisors(count) if 1 < n < ranks and all(total % (n * others) == 0 for total, _ in shared)]
-    rule = f"must divide the {count} {unit} of the model"
+    rule = f"must divide the {count} {unit} of {whole}"
     if others > 1:
-        rule = f"times {others} must divide the {count} {unit} of the model, {why}"
+        rule = f"times {others} {rule}, {why}"
     yield Problem(option, ranks, rule, try_these(fits or [1]))

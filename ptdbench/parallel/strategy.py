@@ -83,7 +83,7 @@ class Strategy:
         gradients: What is sent to average gradients: a dtype (``auto``: fp32, even if the arithmetic is narrower), or
             ``powersgd``: products of two thin matrices, under DDP.
         context_method: How these see all positions in attention: ``ulysses``: they exchange positions for heads.
-            ``ring``: keys and values pass all of them, which needs no heads to divide.
+            ``ring``: they gather the keys and values of all positions, which needs no heads to divide.
         sequence: Let the ranks that share each product share the positions of a sequence between them: norms and
             residuals are then computed once, and an all-reduce becomes a reduce-scatter and an all-gather.
         schedule: The order of the micro-batches' passes, see :mod:`ptdbench.parallel.pipeline.schedules`, or a file
@@ -120,14 +120,14 @@ class Strategy:
     sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
-        given = {name: degree for name, degree in self._degrees().items() if degree != "auto"}
+        given = {name: degree for name in DEGREES if (degree := getattr(self, name)) != "auto"}
         require(
             *at_least(1, **given, prefetch=self.prefetch, powersgd_rank=self.powersgd_rank),
             *at_least(2, powersgd_start=self.powersgd_start),
             None if self.bucket_mb == "auto" or self.bucket_mb > 0 else
             Problem("bucket_mb", self.bucket_mb, "must be greater than 0 (MiB)", try_these(["auto", 25])),
             self._ring(),
-            *(self.stages.problems() if self.pipeline != 1 else ()),
+            *(self.pipelining.problems() if self.pipeline != 1 else ()),
             *self._without_effect(),
         )  # fmt: skip
 
@@ -157,7 +157,7 @@ class Strategy:
         """
         share = global_batch // dims.batch
         if self._applies("pipeline", dims):
-            found = self.stages.layout(dims, global_batch, share, micro_batch)
+            found = self.pipelining.layout(dims, global_batch, share, micro_batch)
         else:
             size = share if micro_batch == "auto" else micro_batch
             found = Layout(dims, global_batch, size, accumulation=share // size)
@@ -168,7 +168,7 @@ class Strategy:
         """Raise ConfigError for a model that cannot be laid out this way."""
         dims = layout.dims
         if self._applies("pipeline", dims):
-            require(self.stages.cannot_be_cut(model, dims, self.pipeline))
+            require(self.pipelining.cannot_be_cut(model, dims, self.pipeline))
         if self._applies("tensor", dims):
             require(*tensor.problems(model, dims.tensor, dims.context, sequence=self.sequence))
         if self._applies("context", dims):
@@ -177,18 +177,26 @@ class Strategy:
             rule = f"{names[0]} and {names[1]} are one weight, and fully_shard wants it in one layer"
             require(Problem("shard", self.shard, rule, try_these(["parallel=ddp"])))
 
+    def check_sample(self, inputs: Tensor, layout: Layout) -> None:
+        """Raise ConfigError for samples, ``[batch, length]``, that cannot be divided this way."""
+        if self._applies("context", layout.dims) and inputs.dim() > 1:
+            require(*context.undividable(inputs.shape[1], layout.dims.context, self.context_method))
+
     def check_compile(self, how: Compile, layout: Layout) -> None:
         """Raise ConfigError where the model cannot be compiled this way."""
+        if how == "whole" and self._applies("context", layout.dims) and self.context_method == "ring":
+            rule = "is one graph, and ring attention is not compiled"
+            require(Problem("compile", how, rule, try_these(["layers", "or parallel.context_method=ulysses"])))
         if how == "whole" and self._is_sharded(layout.dims):
             rule = "is one graph, and sharded weights are gathered between the graphs of the layers"
             require(Problem("compile", how, rule, try_these(["layers", "or parallel=ddp"])))
-        if how and self._applies("pipeline", layout.dims) and self.stages.schedule.splits_backward:
+        if how and self._applies("pipeline", layout.dims) and self.pipelining.schedule.splits_backward:
             rule = f"makes one graph of the backward pass, which {self.schedule} splits"
             require(Problem("compile", how, rule, try_these(["false", "or parallel.schedule=interleaved1f1b"])))
 
     def check_activations(self, how: Activations, layout: Layout) -> None:
         """Raise ConfigError where activations cannot be treated this way."""
-        splits_backward = self._applies("pipeline", layout.dims) and self.stages.schedule.splits_backward
+        splits_backward = self._applies("pipeline", layout.dims) and self.pipelining.schedule.splits_backward
         if isinstance(how, Selective) and splits_backward:
             rule = f"has what it keeps for one backward pass, and {self.schedule} takes two"
             remedy = try_these(["recompute", "keep", "or parallel.schedule=interleaved1f1b"])
@@ -242,7 +250,7 @@ class Strategy:
         transforms = self._transforms(setting.layout, setting.precision, offload=setting.offload != "none")
         engine: Engine
         if self._applies("pipeline", setting.layout.dims):
-            engine = pipelined(model, setting, transforms, self.stages.schedule, self.stages.stages_on_rank)
+            engine = pipelined(model, setting, transforms, self.pipelining.schedule, self.pipelining.stages_on_rank)
         else:
             part = apply(model, module_of(model), setting, transforms)
             engine = Accumulating(part, setting.layout.micro_batch, owns_loss=setting.owns_loss)
@@ -288,20 +296,23 @@ class Strategy:
         )
 
     @cached_property
-    def stages(self) -> PipelineOptions:
+    def pipelining(self) -> PipelineOptions:
         """The options of a pipeline."""
         return PipelineOptions(self.schedule, self.stages_per_rank, self.microbatches)
 
     def _stage_ranks(self, dims: Dims) -> list[int]:
         """The rank in the pipeline of each stage; one without a pipeline."""
-        return self.stages.stage_ranks(dims) if self._applies("pipeline", dims) else [0]
+        return self.pipelining.stage_ranks(dims) if self._applies("pipeline", dims) else [0]
 
     def _degrees(self) -> dict[str, Degree]:
-        return {name: getattr(self, name) for name in DEGREES}
+        """The degrees; a file with a schedule has its own."""
+        of_file = {"pipeline": self.pipelining.schedule.size} if self.pipeline == "auto" else {}
+        return {name: of_file.get(name) or getattr(self, name) for name in DEGREES}
 
     def _derived(self) -> list[str]:
         """The derived degrees, in order."""
-        return [name for name in DERIVED if getattr(self, name) == "auto"]
+        degrees = self._degrees()
+        return [name for name in DERIVED if degrees[name] == "auto"]
 
     def _is_sharded(self, dims: Dims) -> bool:
         """Whether FSDP2 keeps the shards, or the copies: DDP knows no DTensors, which tensor parallelism makes."""
@@ -367,11 +378,11 @@ class Strategy:
 
     def _resharded(self, layout: Layout) -> Problem | None:
         """A problem if weights would be freed between the two halves of a backward pass."""
-        splits = self._applies("pipeline", layout.dims) and self.stages.schedule.splits_backward
+        splits = self._applies("pipeline", layout.dims) and self.pipelining.schedule.splits_backward
         if self.reshard_after_forward is False or not splits or not self._applies("shard", layout.dims):
             return None
         rule = (
             f"gives wrong gradients under {self.schedule}, which computes those of weights after other forward passes"
         )
         remedy = try_these(["false", "or parallel.schedule=interleaved1f1b"])
-        return Problem("reshard_after_forward", self.reshard_after_forward, rule.format(self.schedule), remedy)
+        return Problem("reshard_after_forward", self.reshard_after_forward, rule, remedy)

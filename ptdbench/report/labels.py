@@ -90,7 +90,7 @@ def _degrees(record: Record) -> str:
 def _schedule(record: Record) -> str:
     if (record.get("layout") or {}).get("pipeline", 1) == 1:
         return ""
-    return str(((record.get("config") or {}).get("parallel") or {}).get("schedule", ""))
+    return Path(str(((record.get("config") or {}).get("parallel") or {}).get("schedule", ""))).name
 
 
 def _ranks(record: Record) -> str:

@@ -230,7 +230,7 @@ def _fit_seconds(job: Job, operation: str, calls: float, size: float) -> float |
 
 def _pipeline(job: Job) -> dict[str, Any]:
     """The stages of each rank and the bubble by the formula of the schedule."""
-    layout, options = job.training.layout, job.training.strategy.stages
+    layout, options = job.training.layout, job.training.strategy.pipelining
     if layout.dims.pipeline == 1:
         return {"stages": None, "bubble_formula": None}
     schedule, per_rank, where = options.schedule, options.stages_on_rank, options.stage_ranks(layout.dims)

@@ -11,6 +11,7 @@ from ptdbench.launch.peers import gather
 from ptdbench.measure.phases import Ready
 from ptdbench.measure.trace import POINT_TO_POINT, UPDATE, Call
 from ptdbench.parallel.dims import Mesh
+from ptdbench.parallel.ring import RingAttention
 
 #: A call without its time: what it is, and which of its kind.
 _Key = tuple[str, int, int]
@@ -32,8 +33,8 @@ def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
 def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
     """The group of a call; ``None`` if that is unknown.
 
-    A trace of gloo does not name it. What called it does: FSDP, functional collectives for tensor and context
-    parallelism, and DDP, which is C++ and calls from the backward pass itself.
+    A trace of gloo does not name it. What called it does: FSDP, ring attention, other functional collectives for tensor
+    and context parallelism, and DDP, which is C++ and calls from the backward pass itself.
     """
     if call.ranks is not None:
         return next(
@@ -43,7 +44,7 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
         return next((name for name, group in groups.items() if group.group_name == call.group), None)
     if call.operation in POINT_TO_POINT:
         name = "pipeline"
-    elif call.operation == "all_to_all":
+    elif call.operation == "all_to_all" or any(caller.startswith(RingAttention.__name__) for caller in call.within):
         name = "context"
     elif any(caller.startswith("FSDP::") for caller in call.within):
         name = "replicate" if call.operation == "all_reduce" else "shard"

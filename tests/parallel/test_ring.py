@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -71,27 +72,53 @@ def test_it_is_attention_to_all_positions(of_ranks, name):
             torch.testing.assert_close(own, positions.own(whole, 2), rtol=tolerance, atol=tolerance)
 
 
-def of_one_rank(dtype: torch.dtype) -> list[Tensor]:
-    """In a rank with a GPU: mixture and gradients of sequences that end within a tile."""
-    mesh = init_device_mesh("cpu", (1,))
-    inputs, gradient = drawn(4, 2, dtype)
-    of_gpu = [tensor[:, :, :10].cuda().requires_grad_() for tensor in inputs]
-    out = ring.attention(mesh)(*of_gpu)
-    return [tensor.cpu() for tensor in (out.detach(), *torch.autograd.grad(out, of_gpu, gradient[:, :, :10].cuda()))]
+@pytest.mark.parametrize(("queries", "keys", "is_causal"), [(20, 20, True), (20, 10, False), (10, 20, False)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("CPU", torch.float32), ("FLASH", torch.bfloat16), ("EFFICIENT", torch.bfloat16), ("EFFICIENT", torch.float32)],
+    ids=str,
+)
+def test_what_a_kernel_returns_can_be_merged(name, dtype, queries, keys, is_causal):
+    """Blocks as a ring has them: square and causal, or with half the keys, or half the queries; heads of any width."""
+    if name != "CPU" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    kernel, device = getattr(ring, name), "cpu" if name == "CPU" else "cuda"
+    generator = torch.Generator().manual_seed(0)
+    lengths = (queries, keys, keys, queries)
+    *inputs, gradient = (torch.randn(2, 3, length, 6, generator=generator).to(device, dtype) for length in lengths)
+    exact = [tensor.double().requires_grad_() for tensor in inputs]
+    scores = exact[0] @ exact[1].mT / 6**0.5
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(queries, keys, device=device).triu(1).bool(), -math.inf)
+    expected = scores.softmax(-1) @ exact[2]
+    out, lse = kernel.forward(*inputs, is_causal)
+    gradients = kernel.backward(gradient, *inputs, out, lse, is_causal)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 3e-2}
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), **tolerance)
+    torch.testing.assert_close(out.double(), expected, **tolerance)
+    for own, whole in zip(gradients, torch.autograd.grad(expected, exact, gradient.double()), strict=True):
+        torch.testing.assert_close(own.double(), whole, **tolerance)
 
 
-@pytest.mark.ranks
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_kernels_of_a_gpu(dtype):
-    """Of one rank, which needs no messages."""
-    inputs, gradient = drawn(4, 2, dtype)
-    inputs = [tensor[:, :, :10].requires_grad_() for tensor in inputs]
-    out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-    expected = [out.detach(), *torch.autograd.grad(out, inputs, gradient[:, :, :10])]
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    for own, whole in zip(on_ranks(1, of_one_rank, dtype)[0], expected, strict=True):
-        torch.testing.assert_close(own, whole, rtol=tolerance, atol=tolerance)
+@pytest.mark.parametrize(
+    ("dtype", "width", "capability", "name"),
+    [
+        (torch.bfloat16, 64, (9, 0), "FLASH"),
+        (torch.float32, 64, (9, 0), "EFFICIENT"),
+        (torch.float16, 64, (7, 5), "EFFICIENT"),
+        (torch.bfloat16, 320, (9, 0), "EFFICIENT"),
+    ],
+)
+def test_flash_attention_computes_what_it_can(monkeypatch, dtype, width, capability, name):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+    class OnGpu:
+        device = torch.device("cuda", 0)
+        shape = (1, 1, 1, width)
+
+    query = OnGpu()
+    query.dtype = dtype
+    assert ring.kernel(query) is getattr(ring, name)
 
 
 def test_this_torch_has_it():

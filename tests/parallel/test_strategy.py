@@ -553,6 +553,27 @@ class TestSharedWork:
             "its attention; try ulysses"
         )
 
+    def test_samples_may_be_shorter_than_the_model_can_take(self):
+        ring_of_two, ulysses = (Strategy(context=2, context_method=method) for method in ("ring", "ulysses"))
+        layout = layout_of(ring_of_two, 2, 16)
+        ring_of_two.check_sample(torch.zeros(1, 48), layout)
+        ulysses.check_sample(torch.zeros(1, 50), layout)
+        assert refused(ring_of_two.check_sample, torch.zeros(1, 50), layout) == (
+            "context=2: times 2 must divide the 50 positions of a sample, of which each rank has two pieces; try 1"
+        )
+        assert refused(ulysses.check_sample, torch.zeros(1, 51), layout) == (
+            "context=2: must divide the 51 positions of a sample; try 1"
+        )
+
+    def test_a_ring_is_not_compiled(self):
+        strategy = Strategy(replicate="auto", context=2, context_method="ring")
+        layout = layout_of(strategy, 2, 16)
+        strategy.check_compile("layers", layout)
+        assert refused(strategy.check_compile, "whole", layout) == (
+            "compile=whole: is one graph, and ring attention is not compiled; try layers, or "
+            "parallel.context_method=ulysses"
+        )
+
     def test_a_torch_without_a_ring(self, monkeypatch):
         monkeypatch.setattr(ring, "_NEEDED", ("no_such_function",))
         assert refused(lambda: Strategy(context=2, context_method="ring")) == (

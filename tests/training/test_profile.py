@@ -21,7 +21,7 @@ from ptdbench.measure import trace
 from ptdbench.measure.intervals import Interval, intersect, length, union
 from ptdbench.measure.phases import PHASES, Partition, Ready, divided, partition
 from ptdbench.models.decoder import Decoder
-from ptdbench.parallel import apply
+from ptdbench.parallel import apply, ring
 from ptdbench.parallel.pipeline.stage import Stage
 from ptdbench.records import schema
 from ptdbench.training import profile
@@ -101,6 +101,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "data": (Feed, "_next_batch", asleep),
     "forward": (Decoder, "forward", asleep),
     "stage": (Stage, "forward", asleep),
+    "ring": (ring, "kernel", asleep),
     "optimizer": (Update, "__call__", asleep),
     "collective": (apply, "replicate", slow_replicate),
     "all_gather": (DefaultAllGather, "__call__", slow_link),
@@ -210,6 +211,12 @@ def test_a_slow_link_is_exposed_communication(tmp_path, parallel, place, operati
         assert rank.waited(False, [operation]) > 0.9 * rank.waits
 
 
+def test_a_ring_waits_for_its_slowest_rank(tmp_path):
+    layout = ["parallel=ddp", "parallel.context=2", "parallel.context_method=ring"]
+    found = slowed(tmp_path, *layout, place="ring", ranks=[1])
+    assert found[0].waited(True, ["all_gather", "all_to_all"], last=1) > MOST * found[0].waits
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b"])  # of the latter messages are awaited long after
 def test_a_slow_stage_is_a_bubble_on_the_others(tmp_path, schedule):
     pipeline = ["parallel=pdp", "parallel.pipeline=2", "parallel.microbatches=2", "model.layers=4"]
@@ -224,6 +231,7 @@ def test_every_layout_is_divided_without_rest(shared_run):
         ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2", "cluster.ranks_per_node=4"],
         ["parallel=tp", "parallel.sequence=true"],
         ["parallel=fsdp", "parallel.context=2", "parallel.shard=1"],
+        ["parallel=ddp", "parallel.context=2", "parallel.context_method=ring"],
         ["parallel=ddp", "parallel.optimizer=zero1", "train.clip_norm=1"],
         ["parallel=fsdp", "activations=recompute", "train.micro_batch=1"],
         *(

@@ -55,7 +55,12 @@ class PipelineOptions:
         return self.schedule.ranks(dims.pipeline, self.stages_on_rank)
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong under any degrees: a number of stages that the schedule has not, a torch that cannot run it."""
+        """What is wrong under any degrees: no such schedule, or not with so many stages, or not with this torch."""
+        try:
+            self.schedule  # noqa: B018 - reads the file
+        except ConfigError as error:
+            yield from error.problems
+            return
         wanted, allowed = self.stages_per_rank, self.schedule.stages
         if wanted not in ("auto", allowed):
             if allowed != "several":
@@ -104,7 +109,8 @@ class PipelineOptions:
         if self.microbatches != "auto":
             other = "auto"
         elif isinstance(schedule.microbatches, int):
-            other = f"a train.global_batch of {dims.batch * fewest}"
+            size = 1 if micro_batch == "auto" else micro_batch
+            other = f"a train.global_batch of {dims.batch * fewest * size}"
         elif micro_batch != "auto":
             other = f"a smaller train.micro_batch than {micro_batch}"
         else:

@@ -6,8 +6,7 @@ A row for each rank; a cell for each pass: the stage, what is done, and the micr
     1F0, 1B0, 1F1, 1B1, 1F2, 1B2
 
 ``F`` is the forward pass and ``B`` the backward pass, or in its place ``I``, the gradient of the stage's input, and
-later ``W``, the gradients of its weights. It is what torch's own schedules write (``_dump_csv(..., "compute_only")``);
-their empty cells are left out. What is sent between the ranks follows from it, by torch.
+later ``W``, the gradients of its weights. Empty cells are left out. What is sent between the ranks follows, by torch.
 """
 
 from __future__ import annotations
@@ -74,7 +73,8 @@ class Order(Schedule):
         self, stages: Sequence[PipelineStage], microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
     ) -> Running:
         """See :meth:`ptdbench.parallel.pipeline.schedules.Schedule.make`."""
-        made = _PipelineScheduleRuntime(list(stages), microbatches, loss_fn=loss, scale_grads=False)
+        made = super().make(stages, microbatches, loss)
+        assert isinstance(made, _PipelineScheduleRuntime)
         made._prepare_schedule_with_comms(
             {rank: [_Action.from_str(str(one)) for one in row] for rank, row in enumerate(self.rows)}
         )
@@ -90,7 +90,7 @@ def read(name: str) -> Order:
     try:
         with Path(name).expanduser().open(encoding="utf-8-sig", newline="") as file:
             cells = [[cell.strip() for cell in row if cell.strip()] for row in csv.reader(file)]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, UnicodeDecodeError, csv.Error, RuntimeError) as error:  # the last: no such user
         raise _wrong(name, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     rows = [[_parse(name, number, cell) for cell in row] for number, row in enumerate(cells, start=1) if row]
     if rule := next(_rules(rows), None):
@@ -121,20 +121,22 @@ def _parse(name: str, number: int, cell: str) -> Pass:
 def _rules(rows: Rows) -> Iterator[str]:
     """What the passes break, the most basic rule first."""
     if len(rows) < 2:
-        yield f"has {len(rows)} rows; it needs one for each rank of a pipeline, at least 2"
+        yield f"needs a row for each rank of a pipeline, at least 2, and has {len(rows)}"
     of_rows = [{one.stage for one in row} for row in rows]
     counts = Counter(stage for stages in of_rows for stage in stages)
     for stage in range(len(counts)):
         if counts[stage] != 1:
-            yield f"stage {stage} is in {counts[stage]} rows; each stage, from 0 on, is on one rank"
+            yield f"has stage {stage} in {counts[stage]} rows; each stage, from 0 on, is on one rank"
     if len({len(stages) for stages in of_rows}) > 1:
         yield f"has {', '.join(str(len(stages)) for stages in of_rows)} stages in its rows; all ranks have as many"
     yield from _incomplete(rows, range(len(counts)))
+    last = len(counts) - 1
+    finishing = [one.microbatch for row in rows for one in row if (one.stage, one.kind) == (last, "F")]
+    if finishing != sorted(finishing):  # torch takes the losses for those of 0, 1, 2, ...
+        yield f"has the forward passes of stage {last}, the last one, out of order; they must be 0, 1, 2, ..."
     ends = _ends(rows)
-    for number, row in enumerate(rows, start=1):
-        for one in row:
-            if one not in ends:
-                yield f"row {number} never gets to {one}: what it needs comes after it, or waits for it"
+    if stuck := next((one for row in rows for one in row if one not in ends), None):
+        yield f"never gets to {stuck}: what that needs comes after it, or waits for it"
 
 
 def _incomplete(rows: Rows, stages: Sequence[int]) -> Iterator[str]:

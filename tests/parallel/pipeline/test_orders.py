@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -66,20 +67,21 @@ class TestReading:
     @pytest.mark.parametrize(
         ("text", "rule"),
         [
-            ("", "has 0 rows; it needs one for each rank of a pipeline, at least 2"),
-            ("0F0,0B0", "has 1 rows; it needs one for each rank of a pipeline, at least 2"),
+            ("", "needs a row for each rank of a pipeline, at least 2, and has 0"),
+            ("0F0,0B0", "needs a row for each rank of a pipeline, at least 2, and has 1"),
             ("0F0,0B0\n\n1F0,1X0", "row 3: 1X0 is no pass: write a stage, F, B, I or W, and a micro-batch, such as "
              "0F3"),
-            ("0F0,0B0\n0F0,0B0", "stage 0 is in 2 rows; each stage, from 0 on, is on one rank"),
-            ("0F0,0B0\n2F0,2B0", "stage 1 is in 0 rows; each stage, from 0 on, is on one rank"),
+            ("0F0,0B0\n0F0,0B0", "has stage 0 in 2 rows; each stage, from 0 on, is on one rank"),
+            ("0F0,0B0\n2F0,2B0", "has stage 1 in 0 rows; each stage, from 0 on, is on one rank"),
             ("0F0,0B0\n1F0,2F0,2B0,1B0", "has 1, 2 stages in its rows; all ranks have as many"),
             ("0F0,0B0\n1F0", "micro-batch 0 of stage 1 has F; it needs F, and B or I and W, each once"),
             ("0F0,0B0,0B0\n1F0,1B0", "micro-batch 0 of stage 0 has F B B; it needs F, and B or I and W, each once"),
             ("0F0,0I0\n1F0,1B0", "micro-batch 0 of stage 0 has F I; it needs F, and B or I and W, each once"),
             ("0F1,0B1\n1F1,1B1", "micro-batch 0 of stage 0 has no pass; it needs F, and B or I and W, each once"),
-            ("0F0,0B0\n1B0,1F0", "row 1 never gets to 0B0: what it needs comes after it, or waits for it"),
-            ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "row 1 never gets to 0B0: what it needs comes after it, or waits "
-             "for it"),
+            ("0F0,0B0\n1B0,1F0", "never gets to 0B0: what that needs comes after it, or waits for it"),
+            ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", "never gets to 0B0: what that needs comes after it, or waits for it"),
+            ("0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1", "has the forward passes of stage 1, the last one, out of order; they "
+             "must be 0, 1, 2, ..."),
         ],
     )  # fmt: skip
     def test_what_is_no_schedule_is_refused(self, tmp_path, text, rule):
@@ -87,9 +89,21 @@ class TestReading:
 
     def test_what_cannot_be_read(self, tmp_path):
         (tmp_path / "mine.csv").write_bytes(b"\xff\xfe\x00")
-        for path, reason in ((tmp_path / "mine.csv", "codec"), (tmp_path, "directory"), (tmp_path / "no", "No such")):
+        cases = {
+            tmp_path / "mine.csv": "codec",
+            tmp_path: "directory",
+            tmp_path / "no": "No such",
+            "~nobody-/a": "home",
+        }
+        for path, reason in cases.items():
             with pytest.raises(ConfigError, match=reason):
                 orders.read(str(path))
+
+
+def test_the_orders_of_the_documentation(tmp_path):
+    page = (Path(__file__).parents[3] / "docs/parallelism.md").read_text()
+    found = [orders.read(written(tmp_path, text)) for text in re.findall(r"```text\n(0F0.*?)```", page, re.S)]
+    assert [(one.size, one.stages, one.microbatches) for one in found] == [(2, 1, 4), (2, 2, 2)]
 
 
 class TestBubble:
@@ -113,6 +127,17 @@ class TestOptions:
         assert (layout.microbatches, layout.micro_batch, layout.accumulation) == (2, 4, 1)
         layout = strategy.layout(strategy.dims(4), 16, 1)
         assert (layout.microbatches, layout.micro_batch, layout.accumulation) == (2, 1, 4)
+
+    def test_its_ranks_are_those_of_a_pipeline_that_is_not_given(self, tmp_path):
+        rows = "\n".join(f"{rank}F0,{rank}B0" for rank in range(4))
+        strategy = Strategy(replicate="auto", pipeline="auto", schedule=written(tmp_path, rows))
+        assert (strategy.dims(8).replicate, strategy.dims(8).pipeline) == (2, 4)
+        assert strategy.ranks(6) == 4
+
+    def test_all_that_is_wrong_is_told(self):
+        with pytest.raises(ConfigError) as error:
+            Strategy(pipeline=2, schedule="no.csv", prefetch=0)
+        assert {problem.option for problem in error.value.problems} == {"prefetch", "schedule"}
 
     @pytest.mark.parametrize(
         ("options", "batch", "message"),
@@ -141,3 +166,9 @@ class TestOptions:
             "schedule=gpip: must be gpipe, 1f1b, interleaved1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev, "
             "or the name of a file that ends in .csv; try gpipe"
         )
+
+    def test_the_offered_batch_fits(self, tmp_path):
+        strategy = Strategy(pipeline=2, schedule=written(tmp_path, ONE_BY_ONE))
+        with pytest.raises(ConfigError, match=r"try a train\.global_batch of 8, or"):
+            strategy.layout(strategy.dims(2), 4, 4)
+        assert strategy.layout(strategy.dims(2), 8, 4).microbatches == 2
