@@ -115,8 +115,8 @@ def main(options: argparse.Namespace) -> int:
     left = [(row, column) for row in rows for column in columns if (row, column) not in found]
     compared = {"plain" if changes(column) else column for column in columns}
     references = losses_of(1, [("single", column) for column in compared])
-    for ranks in sorted({ROWS[row][0] for row, _ in left}):
-        for cell, losses in losses_of(ranks, [cell for cell in left if ROWS[cell[0]][0] == ranks]).items():
+    for row in rows:  # ranks of its own for each: gloo keeps the threads of all groups that a process had
+        for cell, losses in losses_of(ROWS[row][0], [cell for cell in left if cell[0] == row]).items():
             reference = references["single", "plain" if changes(cell[1]) else cell[1]]
             found[cell] = verdict(losses, reference, changes(cell[1]))
             print(f"  {cell[0]:<24} {cell[1]:<12} {found[cell]}", flush=True)
