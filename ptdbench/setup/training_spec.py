@@ -141,9 +141,10 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
     where = found.of(layout) if strategy else None
     if strategy and model and where:
         found.of(lambda: under("parallel", lambda: strategy.check(model, where)))
-        found.of(lambda: under("parallel", lambda: strategy.check_sample(example()[0], where)))
         found.of(lambda: strategy.check_compile(config.resolved["compile"], where))
         found.of(lambda: strategy.check_offload(config.resolved["offload"], where))
+    if strategy and data and where:
+        found.of(lambda: under("parallel", lambda: strategy.check_sample(example()[0], where)))
     if strategy:
         found.of(lambda: strategy.check_precision(config.resolved["precision"]))
     if activations and model:
