@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.cuda import _pin_memory_utils
 from torch.distributed.tensor import DTensor
 
+from ptdbench.local_part import local_part
+
 #: Each copy starts at a multiple of so many bytes, as torch's own tensors on the CPU do.
 _ALIGNMENT = 64
 
@@ -41,7 +43,7 @@ class Staging:
         copies = dict(self._copies)
         with torch.no_grad():
             for name, tensor in tensors.items():
-                _local(copies[name]).copy_(_local(tensor), non_blocking=True)
+                local_part(copies[name]).copy_(local_part(tensor), non_blocking=True)
         if not on_gpu:
             return lambda: copies
         # In the stream of the steps: the next step comes after the copies, without making the host wait.
@@ -65,7 +67,7 @@ class Staging:
         if shapes == self._shapes:
             return
         self.close()
-        sizes = [-(-_local(tensor).nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+        sizes = [-(-local_part(tensor).nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
         memory = mmap.mmap(-1, max(sum(sizes), 1))  # shared: a process that is forked does not cause copies of pages
         if pinned:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -90,7 +92,7 @@ def _unpin(address: int, _: mmap.mmap) -> None:
 
 def _placed(tensor: Tensor, memory: mmap.mmap, start: int) -> Tensor:
     """A tensor like ``tensor`` on the CPU, in ``memory`` from byte ``start``."""
-    local = _local(tensor)
+    local = local_part(tensor)
     like = torch.empty_like(local, device="meta")  # its strides leave no gaps
     count = local.numel()
     # With a storage of its own: of a view, the whole memory would be written.
@@ -107,7 +109,3 @@ def _shape(tensor: Tensor) -> object:
     """What must be equal for memory to be reused for another tensor."""
     spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     return tensor.size(), tensor.stride(), tensor.dtype, spread
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

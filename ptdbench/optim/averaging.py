@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from ptdbench.local_part import local_part
 
 #: The name of the average in the optimizer's state.
 KEY = "average"
@@ -68,10 +69,4 @@ class WeightAverage:
         weights = [
             weight for group in self._optimizer.param_groups for weight in group["params"] if KEY in state[weight]
         ]
-        return [(_local(weight), _local(state[weight][KEY])) for weight in weights]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """The local part of a tensor, sharing its memory."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return [(local_part(weight.detach()), local_part(state[weight][KEY].detach())) for weight in weights]

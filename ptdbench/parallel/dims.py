@@ -120,6 +120,7 @@ class Mesh:
         copies: Those over which the gradients of whole weights are averaged: they differ in samples, or in
             the positions of a sequence.
         shard: Those over which weights are sharded; with several copies the first of two dimensions is the copies.
+        replicate: The ranks with the same part of each copy; ``None`` for one copy, unless nothing is sharded.
         pipeline: The ranks with the stages of one copy; ``None`` for one stage.
         tensor: The ranks that share each matrix product; ``None`` if each has its own.
         context: The ranks that share each sequence; ``None`` if each has its own.
@@ -138,6 +139,7 @@ class Mesh:
             always.add("shard")
         names = tuple(name for name in ORDER if getattr(dims, name) > 1 or name in always)
         grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)
+        self.replicate = grid["replicate"] if "replicate" in names else None
         self.pipeline = grid["pipeline"] if "pipeline" in names else None
         self.tensor = grid["tensor"] if "tensor" in names else None
         self.context = grid["context"] if "context" in names else None

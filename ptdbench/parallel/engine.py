@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import get_total_norm
 
+from ptdbench.parallel.local_sgd import LocalSGD
 from ptdbench.parallel.powersgd import PowerSGD
 from ptdbench.parallel.zero import Division
 
@@ -43,6 +44,7 @@ class Part:
         settle: Completes the gradients after the last backward pass of a step.
         division: How the optimizer's state is divided among the replicas, if it is.
         compressor: Averages the gradients by approximations, if they are not averaged as they are.
+        local: Averages the weights every few steps, if replicas do not average their gradients.
     """
 
     module: nn.Module
@@ -54,6 +56,7 @@ class Part:
     settle: Callable[[], None] = _nothing
     division: Division | None = None
     compressor: PowerSGD | None = None
+    local: LocalSGD | None = None
 
 
 class Engine(ABC):
@@ -75,6 +78,8 @@ class Engine(ABC):
     def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:
         """Run forward and backward on this replica's share of a batch; leaves averaged gradients in ``.grad``.
 
+        Under local SGD they are those of this replica.
+
         Args:
             inputs: The replica's samples, ``(replica_batch, ...)``, on this rank's device.
             targets: Their targets, ``(replica_batch, ...)``.
@@ -87,6 +92,8 @@ class Engine(ABC):
     @abstractmethod
     def gradient_norm(self) -> Tensor:
         """The Euclidean norm of the gradient of all weights of the model, on every rank; a scalar.
+
+        Under local SGD that of this replica.
 
         Called in all ranks, after :meth:`gradients`.
         """
@@ -109,7 +116,15 @@ class Engine(ABC):
         for part in self.parts:
             if part.division:
                 part.division.attach(optimizer)
+            if part.local:
+                part.local.attach(optimizer)
         return optimizer
+
+    def after_step(self, number: int) -> None:
+        """Do what is due after the weights' update of step ``number``, counted from 0; called in all ranks."""
+        for part in self.parts:
+            if part.local:
+                part.local.after_step(number)
 
     def share_weights(self) -> None:
         """Bring all replicas to the weights of those that update them; called in all ranks."""
@@ -118,7 +133,7 @@ class Engine(ABC):
                 part.division.share()
 
     def own_state(self) -> dict[str, Tensor]:
-        """The state of this engine that no other rank has, by name; for a checkpoint, between two steps."""
+        """What communication keeps from step to step, which no other rank has; by name."""
         return {
             f"powersgd.{number}.{name}": tensor
             for number, part in enumerate(self.parts)
@@ -126,14 +141,31 @@ class Engine(ABC):
             for name, tensor in part.compressor.tensors().items()
         }
 
+    @contextmanager
+    def as_one(self, *, with_state: bool = False) -> Iterator[dict[str, Tensor]]:
+        """A context in which all replicas have the same weights, as one model has; called in all ranks.
+
+        Args:
+            with_state: Whether they have the same state of the optimizer, too.
+
+        Yields:
+            The state that no other rank has, by name; for a checkpoint, between two steps.
+        """
+        own = self.own_state()
+        with ExitStack() as stack:
+            for number, part in enumerate(self.parts):
+                if part.local:
+                    mine = stack.enter_context(part.local.averaged(with_state=with_state))
+                    own |= {f"local.{number}.{name}": tensor for name, tensor in mine.items()}
+            yield own
+
     def load_own_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue with the state that :meth:`own_state` returned; :meth:`rehearse` must follow."""
+        """Continue with the state that :meth:`as_one` yielded; :meth:`rehearse` must follow."""
         for number, part in enumerate(self.parts):
-            prefix = f"powersgd.{number}."
             if part.compressor:
-                part.compressor.load(
-                    {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-                )
+                part.compressor.load(_below(f"powersgd.{number}.", tensors))
+            if part.local:
+                part.local.load(_below(f"local.{number}.", tensors))
 
     def rehearse(self, inputs: Tensor, targets: Tensor, scale: Scale) -> None:
         """Compute and discard gradients until the engine has reached its steady state; nothing else changes.
@@ -202,6 +234,11 @@ class Accumulating(Engine):
         finally:
             self._part.release()
         return found if self.owns_loss else None
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with a prefix, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -43,7 +43,8 @@ def figures(
     )
     for one in segments:
         own = _of(one, seconds)
-        one.setdefault("warmup_steps", warmup_end(own[np.isfinite(own)], job.spec.config.train.warmup_steps))
+        minimum, period = job.spec.config.train.warmup_steps, job.training.strategy.local_steps
+        one.setdefault("warmup_steps", warmup_end(own[np.isfinite(own)], minimum, period))
     *earlier, last = segments
     timed = [_of(one, seconds)[one["warmup_steps"] :] for one in earlier if one["layout"] == last["layout"]]
     before = np.concatenate([np.empty(0), *timed])
@@ -105,6 +106,7 @@ def _measurement(
         first_step_seconds=sum(last["startup_seconds"].values()),
         startup_seconds=last["startup_seconds"],
         minimum_warmup=spec.config.train.warmup_steps,
+        period=training.strategy.local_steps,
         earlier_seconds=earlier.tolist(),
         wait_seconds=waits.tolist(),
         ceiling=ceiling,

@@ -6,6 +6,7 @@ They train on, and nothing looks at the weights afterwards. No label and no cloc
 from __future__ import annotations
 
 import gc
+import math
 import tempfile
 import time
 from collections import defaultdict
@@ -73,6 +74,8 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
     asked = job.spec.config.profile.steps
     started = time.perf_counter()
     timed = gather(((metrics or {}).get("step_seconds") or {}).get("mean"))[0]
+    every = job.training.strategy.local_steps
+    asked = every * math.ceil(asked / every)  # as many averages of weights as the mean step has
     steps = max(1, min(asked, int(MOST_SECONDS / timed) if timed else asked))
     keep = job.spec.config.profile.trace
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
@@ -134,7 +137,7 @@ def _step(loop: StepLoop, number: int, between: Callable[[], None]) -> None:
         loop.engine.gradients(inputs, targets, loop.update.scale)
     between()
     with record_function(trace.UPDATE):
-        loop.update(loop.done - 1)  # the learning rate of the last step: the schedule has ended
+        loop.update(number)
 
 
 def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:

@@ -11,6 +11,7 @@ from ptdbench.launch.peers import gather
 from ptdbench.measure.phases import Ready
 from ptdbench.measure.trace import POINT_TO_POINT, UPDATE, Call
 from ptdbench.parallel.dims import Mesh
+from ptdbench.parallel.local_sgd import LABEL
 from ptdbench.parallel.ring import RingAttention
 
 #: A call without its time: what it is, and which of its kind.
@@ -22,11 +23,13 @@ _Times = tuple[float, float, float]
 
 def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
     """The process groups of this rank, in an order that is the same on all ranks."""
-    sharded = mesh.shard
-    found = {"copies": mesh.copies.get_group(), "shard": sharded.get_group(sharded.ndim - 1)}
-    if sharded.ndim == 2:
-        found["replicate"] = sharded.get_group(0)
-    views = {"tensor": mesh.tensor, "context": mesh.context, "pipeline": mesh.pipeline}
+    found = {"copies": mesh.copies.get_group(), "shard": mesh.shard.get_group(mesh.shard.ndim - 1)}
+    views = {
+        "replicate": mesh.replicate,
+        "tensor": mesh.tensor,
+        "context": mesh.context,
+        "pipeline": mesh.pipeline,
+    }
     return found | {name: view.get_group() for name, view in views.items() if view is not None}
 
 
@@ -50,6 +53,8 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
         name = "replicate" if call.operation == "all_reduce" else "shard"
     elif any(caller.startswith("_c10d_functional::") for caller in call.within):
         name = "tensor"
+    elif LABEL in call.within:
+        name = "replicate"
     elif UPDATE in call.within and call.operation == "all_reduce":  # of the norm of gradients, over several groups
         return None
     else:

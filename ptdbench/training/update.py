@@ -58,7 +58,8 @@ class Update:
 
     def __call__(self, step: int) -> None:
         """Apply and clear the gradients of step ``step``, counted over the whole run."""
-        factor = self._schedule.factor(step, self._asked.steps)
+        # The profiling pass trains on when the schedule has ended.
+        factor = self._schedule.factor(min(step, self._asked.steps - 1), self._asked.steps)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         self.learning_rates.append(self._rates[0] * factor)
@@ -67,6 +68,7 @@ class Update:
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad()
+        self._engine.after_step(step)
 
     def forget(self) -> None:
         """Discard the learning rates and gradient norms recorded so far."""
@@ -74,7 +76,7 @@ class Update:
         self.gradient_norms.clear()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """A context in which the model has its averaged weights, if an average is kept."""
+        """A context in which the model has its averages over the steps, if these are kept."""
         return self._average.in_place() if self._average else nullcontext()
 
     def load_scaler(self, state: dict[str, Any]) -> None:

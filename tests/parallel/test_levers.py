@@ -76,13 +76,26 @@ INEXACT = {
     "powersgd, stages": (3e-2, 1e-4, Lever(replicate="auto", pipeline=2, microbatches=2, micro_batch=2,
                                            gradients="powersgd")),
 }  # fmt: skip
-LEVERS = EXACT | {name: lever for name, (*_, lever) in INEXACT.items()}
+#: Two replicas that train on their own, and after how many steps they average their weights.
+REPLICAS = 2
+LOCAL = {
+    "local SGD": (2, Lever(replicate=2, pipeline=2, microbatches=2, local_steps=2)),
+    "local SGD, accumulated": (4, Lever(replicate=2, pipeline=2, microbatches=2, micro_batch=1, local_steps=4)),
+    "local SGD, shards": (4, Lever(replicate=2, shard="auto", local_steps=4)),
+    "local SGD, kept shards": (2, Lever(replicate=2, shard="auto", reshard_after_forward=False, micro_batch=2,
+                                        local_steps=2)),
+    "local SGD, two stages a rank": (4, Lever(replicate=2, pipeline=2, schedule="zbv", local_steps=4)),
+}  # fmt: skip
+RESTORED = ["local SGD", "local SGD, shards", "local SGD, two stages a rank"]
+LEVERS = (
+    EXACT | {name: lever for name, (*_, lever) in INEXACT.items()} | {name: one for name, (_, one) in LOCAL.items()}
+)
 
 
 def gpt() -> GPT:
     """Of widths that no number of shards divides, with a head that is the embedding."""
     with torch.device("meta"):
-        return GPT(layers=3, heads=1, width=13, sequence_length=8, vocabulary=41)
+        return GPT(layers=4, heads=1, width=13, sequence_length=8, vocabulary=41)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -94,9 +107,15 @@ def loop_of(engine: Engine, layout: Layout, replica: int) -> StepLoop:
     return step_loop(engine, engine.optimizer(adamw), data, layout, replica, schedule=OneCycle(), **TRAIN)
 
 
+@cache
+def mesh_of(dims: Dims) -> Mesh:
+    """In a rank: one mesh for all that have these degrees; gloo keeps the threads of each."""
+    return Mesh(dims, "cpu")
+
+
 def laid_out(lever: Lever, seed: int = 0) -> StepLoop:
     layout = lever.strategy.layout(lever.strategy.dims(RANKS), BATCH, lever.micro_batch)
-    mesh, model = Mesh(layout.dims, "cpu"), gpt()
+    mesh, model = mesh_of(layout.dims), gpt()
     lever.strategy.check(model, layout)
     lever.strategy.check_offload(lever.offload, layout)
     engine = lever.strategy(model, Setting(mesh, layout, CPU, seed=seed, offload=lever.offload))
@@ -112,7 +131,7 @@ def train(loop: StepLoop, steps: int = STEPS) -> list[float]:
 
 def averaged(loop: StepLoop) -> dict[str, torch.Tensor]:
     """The averages of the weights, as an evaluation sees them."""
-    with torch.no_grad(), loop.update.averaged():
+    with torch.no_grad(), loop.update.averaged(), loop.engine.as_one():
         return {name: whole(weight).clone() for name, weight in loop.engine.module.named_parameters()}
 
 
@@ -126,15 +145,82 @@ def in_rank(folder: Path) -> dict[str, Any]:
     materialize(plain, plain, device=CPU, seed=0)
     reference = loop_of(Accumulating(Part(plain, plain), BATCH), Layout(Dims(), BATCH, BATCH), 0)
     seen: dict[str, Any] = {"one process": told(reference)}
+    seen |= {f"replicas, {every}": replicas_of_one_process(every) for every in (2, 4)}
     for name, lever in LEVERS.items():
         seen[name] = told(laid_out(lever))
+    seen["restored"] = {name: restored(folder / name, LEVERS[name]) for name in RESTORED}
     seen["resumed"] = {name: resumed(folder / str(number), LEVERS[name])
                        for number, name in enumerate(name for name in INEXACT if "powersgd" in name)}  # fmt: skip
     return seen
 
 
+def replicas_of_one_process(every: int) -> dict[str, Any]:
+    """What replicas come to that average their weights, one after the other in one process."""
+    loops = []
+    for replica in range(REPLICAS):
+        plain = gpt()
+        materialize(plain, plain, device=CPU, seed=0)
+        layout = Layout(Dims(replicate=REPLICAS), BATCH, BATCH // REPLICAS)
+        loops.append(loop_of(Accumulating(Part(plain, plain), BATCH // REPLICAS), layout, replica))
+    weights = [list(loop.engine.module.parameters()) for loop in loops]
+    for step in range(STEPS):
+        for loop in loops:
+            loop.step()
+        if step % every == every - 1:
+            for copies in zip(*weights, strict=True):
+                mean = torch.stack([copy.detach() for copy in copies]).mean(dim=0)
+                for copy in copies:
+                    copy.data.copy_(mean)
+    of_loops = [told_of(loop) for loop in loops]
+    first, *others = (of_one["averaged"] for of_one in of_loops)
+    return {
+        "losses": [sum(float(loop.losses[step]) for loop in loops) / REPLICAS for step in range(STEPS)],
+        "norms": [of_one["norms"] for of_one in of_loops], "weights": [of_one["weights"] for of_one in of_loops],
+        "averaged": {name: torch.stack([value, *(other[name] for other in others)]).mean(dim=0)
+                     for name, value in first.items()},
+    }  # fmt: skip
+
+
+def restored(folder: Path, lever: Lever) -> dict[str, Any]:
+    """Losses after a save between two averages, of the run that goes on and of one that resumes; and the checkpoint."""
+    rank, saver = dist.get_rank(), Saver(folder, keep=1)
+    loop = laid_out(lever)
+    loop.rehearse()
+    train(loop, 3)
+    module, tied = loop.engine.module, gpt().tied()
+    before = {name: whole(weight).clone() for name, weight in module.named_parameters()}
+    with loop.engine.as_one(with_state=True) as own:
+        tensors = state.collect(module, loop.update.optimizer, tied, rank=rank, with_buffers=True, own=own)
+        kept = {name: whole(tensor).clone() for name, tensor in tensors.items() if name.startswith(("model", "optim"))}
+        saver.save(3, tensors, {}, {})
+    assert all(torch.equal(before[name], whole(weight)) for name, weight in module.named_parameters())
+    saver.wait()
+    assert saver.problems == []
+    path, went_on, other = shelf.newest(folder).found.path, train(loop, 3), laid_out(lever, seed=1)
+    mine = state.restore(path, other.engine.module, other.update.optimizer, tied,
+                         rank=rank, world_size=RANKS, group=saver.group)  # fmt: skip
+    other.engine.load_own_state(mine)
+    other.resume(3, {})
+    other.rehearse()
+    goes_on = train(other, 3)
+    elsewhere = laid_out(Lever(shard="auto"), seed=1)
+    module = elsewhere.engine.module
+    own = state.restore(path, module, elsewhere.update.optimizer, tied,
+                        rank=rank, world_size=RANKS, group=saver.group)  # fmt: skip
+    elsewhere.engine.load_own_state(own)
+    saver.close()
+    return {"went on": went_on, "goes on": goes_on, "kept": kept, "owns": len(own),
+            "elsewhere": {name: whole(weight) for name, weight in module.named_parameters()}}  # fmt: skip
+
+
 def told(loop: StepLoop) -> dict[str, Any]:
-    losses = train(loop)
+    train(loop)
+    return told_of(loop)
+
+
+def told_of(loop: StepLoop) -> dict[str, Any]:
+    """What a loop has come to."""
+    losses = [loss.item() for loss in loop.losses]
     weights = {name: whole(weight).clone() for name, weight in loop.engine.module.named_parameters()}
     found = {
         "losses": losses, "owns_loss": loop.engine.owns_loss, "norms": [float(n) for n in loop.update.gradient_norms],
@@ -207,7 +293,8 @@ def test_it_follows_one_process(of_ranks, name):
 def test_clipping_steps_and_averages_matter(of_ranks):
     one = of_ranks[0]["one process"]
     assert min(one["norms"]) > TRAIN["clip_norm"]
-    assert abs(one["losses"][1] / one["losses"][0] - 1) > 1e-3  # a hundred times the tolerance
+    first, *later = one["losses"]
+    assert max(abs(loss / first - 1) for loss in later) > 1e-3  # a hundred times the tolerance
     assert not torch.equal(one["weights"]["head.norm.weight"], one["averaged"]["head.norm.weight"])
 
 
@@ -236,6 +323,50 @@ def test_a_resumed_run_goes_on_with_what_was_not_sent_yet(of_ranks, name):
     went_on, resumed, forgetful = zip(*(of_rank["resumed"][name] for of_rank in of_ranks), strict=True)
     assert resumed == went_on
     assert forgetful != went_on
+
+
+class TestLocalSGD:
+    @pytest.mark.parametrize("name", LOCAL)
+    def test_it_follows_replicas_of_one_process(self, of_ranks, name):
+        every, _ = LOCAL[name]
+        expected = of_ranks[0][f"replicas, {every}"]
+        assert losses_of(of_ranks, name) == pytest.approx(expected["losses"], rel=1e-5)
+        for rank, of_rank in enumerate(of_rank[name] for of_rank in of_ranks):
+            replica = rank // (RANKS // REPLICAS)
+            assert of_rank["norms"] == pytest.approx(expected["norms"][replica], rel=1e-4)
+            for found, wanted in ((of_rank["weights"], expected["weights"][replica]),
+                                  (of_rank["averaged"], expected["averaged"])):  # fmt: skip
+                for weight, value in found.items():
+                    torch.testing.assert_close(value, wanted[tied().get(weight, weight)], rtol=1e-3, atol=1e-4)
+
+    @pytest.mark.parametrize("every", [2, 4])
+    def test_it_is_not_the_training_of_one_process(self, of_ranks, every):
+        expected, found = of_ranks[0]["one process"], of_ranks[0][f"replicas, {every}"]
+        differences = [abs(one / other - 1) for one, other in zip(found["losses"], expected["losses"], strict=True)]
+        assert differences[0] < 1e-5  # before the first gradients
+        assert 1e-4 < max(differences) < 5e-2
+        first, second = found["weights"]
+        assert torch.equal(first["head.norm.weight"], second["head.norm.weight"]) == (STEPS % every == 0)
+        assert found["norms"][0] != found["norms"][1]
+
+    @pytest.mark.parametrize("name", RESTORED)
+    def test_a_resumed_run_goes_on_with_weights_and_state_of_its_own(self, of_ranks, name):
+        for of_rank in (of_rank["restored"][name] for of_rank in of_ranks):
+            assert of_rank["goes on"] == of_rank["went on"]
+            assert of_rank["owns"] > 0
+
+    @pytest.mark.parametrize("name", RESTORED)
+    def test_a_checkpoint_is_of_the_mean_of_the_replicas(self, of_ranks, name):
+        kept = [of_rank["restored"][name]["kept"] for of_rank in of_ranks]
+        for of_rank in kept:
+            for key, value in of_rank.items():
+                for other in kept:
+                    assert torch.equal(value, other.get(key, value))
+        whole_model = {key: value for of_rank in kept for key, value in of_rank.items()}
+        assert len(whole_model) == 5 * len(list(gpt().parameters()))  # with two moments, their step and the average
+        for of_rank in of_ranks:
+            for weight, value in of_rank["restored"][name]["elsewhere"].items():
+                assert torch.equal(value, whole_model[f"model.{tied().get(weight, weight)}"])
 
 
 class TestDivide:

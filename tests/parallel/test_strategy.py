@@ -661,6 +661,29 @@ class TestLevers:
     def test_what_does_not_go_together_is_refused(self, options, message):
         assert refused(lambda: Strategy(**options)) == message
 
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"shard": 4}, "local_steps=2: has no effect under these degrees of parallelism; it belongs to "
+             "parallel=ddp,pdp,hsdp"),
+            ({"replicate": 4, "optimizer": "zero1"}, "optimizer=zero1: is about averaging gradients, and with "
+             "local_steps=2 copies average weights; omit it, or try parallel.local_steps=1"),
+            ({"replicate": 4, "tensor": 2, "gradients": "bf16"}, "gradients=bf16: is about averaging gradients, and "
+             "with local_steps=2 copies average weights; omit it, or try parallel.local_steps=1"),
+            ({"replicate": 2, "context": 2}, "local_steps=2: is for copies that average no gradients, and ranks that "
+             "share a sequence have to; try 1, or parallel.shard=2"),
+            ({"replicate": 2, "sync_batchnorm": True}, "sync_batchnorm=true: lets copies communicate in each step, and "
+             "with local_steps=2 they do not; try false, or parallel.local_steps=1"),
+            ({"replicate": 2, "local_steps": 0}, "local_steps=0: must be a whole number of at least 1"),
+        ],
+    )  # fmt: skip
+    def test_copies_that_average_weights_average_no_gradients(self, options, message):
+        assert refused(lambda: Strategy(**{"local_steps": 2, **options})) == message
+
+    def test_shards_average_their_gradients_also_if_copies_do_not(self):
+        Strategy(replicate=2, shard=2, gradients="bf16", local_steps=2)
+        Strategy(replicate=2, shard=2, context=2, local_steps=2)
+
     @pytest.mark.parametrize(("size", "ranks", "fits"), [(3, 4, "true, false, 2"), (4, 4, "true, false, 2"),
                                                          (1, 2, "true, false"), (8, 4, "true, false, 2")])  # fmt: skip
     def test_weights_are_resharded_to_a_part_of_the_ranks(self, size, ranks, fits):

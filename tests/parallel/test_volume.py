@@ -35,6 +35,10 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "images in shards": (Strategy(shard="auto"), {"precision": "bf16"}),
     "zero1": (Strategy(replicate="auto", optimizer="zero1"), {}),
     "powersgd": (Strategy(replicate="auto", gradients="powersgd"), {}),
+    "local SGD": (Strategy(replicate="auto", local_steps=3), {"micro_batch": 1}),
+    "local SGD in shards": (Strategy(replicate=2, shard="auto", local_steps=2), {"precision": "bf16"}),
+    "local SGD of stages": (Strategy(replicate=2, pipeline=2, microbatches=2, local_steps=2), {}),
+    "local SGD and tensor": (Strategy(replicate=2, tensor=2, local_steps=2), {}),
     "fsdp": (Strategy(shard="auto"), {"micro_batch": 1}),
     "fsdp in bf16": (Strategy(shard="auto", gradients="bf16"), {"micro_batch": 1, "precision": "bf16"}),
     "fsdp that keeps weights": (Strategy(shard="auto", reshard_after_forward=False), {"micro_batch": 1}),
@@ -95,7 +99,7 @@ MODELS: dict[str, Any] = {
 
 
 def of_case(name: str, strategy: Strategy, *, micro_batch: Any = "auto", **setting: Any) -> tuple[Any, Counter[str]]:
-    """In a rank: the bytes of a step by formula, and those that the rank hands over in one."""
+    """In a rank: the bytes of a step by formula, and those that the rank hands over in one, on the average."""
     make_model, make_data = next(made for begins, made in MODELS.items() if name.startswith(begins))
     with torch.device("meta"):
         model, laid_out = make_model(), make_model()
@@ -107,23 +111,24 @@ def of_case(name: str, strategy: Strategy, *, micro_batch: Any = "auto", **setti
     engine = strategy(laid_out, Setting(Mesh(layout.dims, "cpu"), layout, device, **setting))
     optimizer = engine.optimizer(torch.optim.AdamW)
 
-    def step() -> None:
-        engine.gradients(*data.samples(0, layout.replica_batch), lambda loss: loss)
-        optimizer.step()
-        optimizer.zero_grad()
+    def steps(count: int) -> None:
+        for number in range(count):
+            engine.gradients(*data.samples(0, layout.replica_batch), lambda loss: loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            engine.after_step(number)
 
-    for _ in range(engine.rehearsals + 1):
-        step()
+    steps(engine.rehearsals + 1)
     with tempfile.TemporaryDirectory() as folder:
         with profiled(device) as taken, record_function(trace.STEP):
-            step()
+            steps(strategy.local_steps)
         taken.export_chrome_trace(f"{folder}/trace.json")
         found = trace.read(Path(folder) / "trace.json")
     sent = Counter[str]()
     for call in found.calls:
         if call.start >= found.steps[0][0]:
             sent[call.operation] += call.bytes
-    return by_formula, sent
+    return by_formula, Counter({operation: size / strategy.local_steps for operation, size in sent.items()})
 
 
 def all_cases() -> dict[str, Any]:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from ptdbench.local_part import local_part
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.pipeline.stage import Cut
 
@@ -67,7 +67,7 @@ def find(tied: Tied, module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> l
         peer = next((dist.get_global_rank(group, rank) for rank in ranks if rank != mine), None)
         found.append(Shared(first, second, peer))
         if first is not None and second is not None:
-            _here(second.detach()).copy_(_here(first.detach()))
+            local_part(second.detach()).copy_(local_part(first.detach()))
     return found
 
 
@@ -97,9 +97,4 @@ def _exchange(mine: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
 
 def _gradient(weight: nn.Parameter) -> Tensor:
     assert weight.grad is not None
-    return _here(weight.grad)
-
-
-def _here(tensor: Tensor) -> Tensor:
-    """The local part of a tensor that may be sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_part(weight.grad)
