@@ -217,6 +217,12 @@ def test_a_ring_waits_for_its_slowest_rank(tmp_path):
     assert found[0].waited(True, ["all_gather", "all_to_all"], last=1) > MOST * found[0].waits
 
 
+def test_copies_that_average_their_weights_wait_for_the_slowest_of_them(tmp_path):
+    found = slowed(tmp_path, "parallel=ddp", "parallel.local_steps=2", place="forward", ranks=[1])
+    assert len(found[0].steps) % 2 == 0
+    assert found[0].waited(True, ["all_reduce"], last=1) > MOST * found[0].waits
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b"])  # of the latter messages are awaited long after
 def test_a_slow_stage_is_a_bubble_on_the_others(tmp_path, schedule):
     pipeline = ["parallel=pdp", "parallel.pipeline=2", "parallel.microbatches=2", "model.layers=4"]
@@ -233,6 +239,7 @@ def test_every_layout_is_divided_without_rest(shared_run):
         ["parallel=fsdp", "parallel.context=2", "parallel.shard=1"],
         ["parallel=ddp", "parallel.context=2", "parallel.context_method=ring"],
         ["parallel=ddp", "parallel.optimizer=zero1", "train.clip_norm=1"],
+        ["parallel=ddp", "parallel.local_steps=3"],
         ["parallel=fsdp", "activations=recompute", "train.micro_batch=1"],
         *(
             [
