@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ptdbench.parallel.dims import Dims, divisors
 from ptdbench.problems import Problem, nearest_numbers, require, try_these
@@ -21,6 +21,7 @@ class Layout:
         micro_batch: Samples of one forward and backward through one stage.
         microbatches: Micro-batches that one pass of a pipeline schedule works on; 1 without a pipeline.
         accumulation: Passes whose gradients are accumulated before the optimizer step.
+        passes: Each rank's of a schedule from a file, as they stand there; empty for a schedule that has a name.
     """
 
     dims: Dims
@@ -28,6 +29,7 @@ class Layout:
     micro_batch: int
     microbatches: int = 1
     accumulation: int = 1
+    passes: tuple[str, ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -44,10 +46,11 @@ class Layout:
         start = step * self.global_batch + replica * self.replica_batch
         return start, start + self.replica_batch
 
-    def as_dict(self) -> dict[str, int]:
-        """The numbers by name, as stored in a record; ``data`` is the number of replicas."""
-        numbers = asdict(self)
-        return {"data": self.replicas, **numbers.pop("dims"), **numbers}
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, as stored in a record; ``data`` is the number of replicas."""
+        found = asdict(self)
+        passes = list(found.pop("passes"))
+        return {"data": self.replicas, **found.pop("dims"), **found} | ({"passes": passes} if passes else {})
 
 
 def share(replicas: int, global_batch: int, micro_batch: int | Literal["auto"]) -> int:

@@ -334,14 +334,18 @@ class Strategy:
         return getattr(dims, degree) > 1 or (dims.world_size == 1 and self._derived()[:1] == [degree])
 
     def _without_effect(self) -> Iterator[Problem]:
-        """Problems for options that are set although their degree is 1; with FSDP, DDP's have no effect."""
+        """Problems for options that are set although their degree is 1.
+
+        DDP averages the gradients also of ranks that share a sequence, and with FSDP its options have no effect.
+        """
         defaults = {field.name: field.default for field in fields(self)}
         for degree, options in _OPTIONS_OF.items():
-            if getattr(self, degree) == 1 or (degree == "replicate" and not self.shard == self.tensor == 1):
+            is_one = getattr(self, degree) == 1 and (degree != "replicate" or self.context == 1)
+            if is_one or (degree == "replicate" and not self.shard == self.tensor == 1):
                 for option in options:
                     if getattr(self, option) != defaults[option]:
                         yield Problem(option, getattr(self, option), _NO_EFFECT, f"it belongs to {_PRESETS[degree]}")
-        if self.replicate == self.shard == 1 and self.gradients != "auto":
+        if self.replicate == self.shard == self.context == 1 and self.gradients != "auto":
             remedy = f"it belongs to {_PRESETS['replicate']},{_PRESETS['shard'].partition('=')[2]}"
             yield Problem("gradients", self.gradients, _NO_EFFECT, remedy)
         if self.pipeline != 1 and self.reshard_between_microbatches != "auto":
@@ -350,7 +354,7 @@ class Strategy:
         if not self.shard == self.tensor == 1 and self.gradients == "powersgd":
             rule = "is made of whole gradients, and here are shards of them"
             yield Problem("gradients", "powersgd", rule, try_these(["auto", "bf16", "or parallel=ddp"]))
-        if self.shard == 1 != self.replicate and self.gradients != "powersgd":
+        if self.shard == 1 and not self.replicate == self.context == 1 and self.gradients != "powersgd":
             for option in ("powersgd_rank", "powersgd_start"):
                 if getattr(self, option) != defaults[option]:
                     rule = "has no effect without parallel.gradients=powersgd"

@@ -51,7 +51,7 @@ class Layout(TypedDict, total=False):
     tensor: int
     """Ranks that share each matrix product."""
     pipeline: int
-    """Stages that a copy is cut into."""
+    """Ranks that share the layers of a copy."""
     global_batch: int
     """Samples of one optimizer step over all ranks."""
     micro_batch: int
@@ -60,6 +60,8 @@ class Layout(TypedDict, total=False):
     """Micro-batches of one pass of the pipeline schedule."""
     accumulation: int
     """Passes whose gradients add up to one optimizer step."""
+    passes: list[str]
+    """The rows of the file of ``parallel.schedule=<file>.csv``; missing for a schedule that has a name."""
 
 
 class StepSeconds(TypedDict, total=False):

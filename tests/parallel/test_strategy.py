@@ -627,10 +627,18 @@ class TestOptions:
              "parallelism; it belongs to parallel=ddp,pdp"),
             ({"shard": 4, "context_method": "ring"}, "context_method=ring: has no effect under these degrees of "
              "parallelism; it belongs to parallel.context=2"),
+            ({"context": 2, "shard": 2, "bucket_mb": 50}, "bucket_mb=50: has no effect under these degrees of "
+             "parallelism; it belongs to parallel=ddp,pdp"),
+            ({"context": 2, "powersgd_rank": 3}, "powersgd_rank=3: has no effect without "
+             "parallel.gradients=powersgd; omit it"),
         ],
     )  # fmt: skip
     def test_an_option_that_has_no_effect_is_refused(self, options, message):
         assert refused(lambda: Strategy(**options)) == message
+
+    def test_ranks_that_share_a_sequence_average_gradients_as_copies_do(self):
+        for options in ({"bucket_mb": 50}, {"gradients": "bf16"}, {"optimizer": "zero1"}, {"static_graph": True}):
+            Strategy(context=2, **options)
 
 
 class TestLevers:

@@ -68,6 +68,7 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "ring that recomputes": (Strategy(context=4, context_method="ring"), {"activations": Recompute()}),
     "llama with a ring": (Strategy(shard=2, context=2, context_method="ring"), {}),
     "context and tensor": (Strategy(context=2, tensor=2), {}),
+    "context that sends bf16": (Strategy(context=4, gradients="bf16", optimizer="zero1"), {}),
     "context that recomputes": (Strategy(replicate=2, context=2), {"activations": Recompute()}),
     "llama in bf16": (Strategy(shard="auto", tensor=2), {"precision": "bf16"}),
     "llama with context": (Strategy(shard=2, context=2), {}),

@@ -89,7 +89,8 @@ class PipelineOptions:
         count = automatic(total, size, per_rank) if self.microbatches == "auto" else self.microbatches
         require(divides("microbatches", count, total, whole))
         accumulation = 1 if micro_batch == "auto" else total // count
-        found = Layout(dims, global_batch, share // (count * accumulation), count, accumulation)
+        each = share // (count * accumulation)
+        found = Layout(dims, global_batch, each, count, accumulation, schedule.passes)
         require(self._wrong_number(found, micro_batch))
         return found
 

@@ -58,6 +58,11 @@ class Order(Schedule):
 
     rows: Rows
 
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """See :attr:`ptdbench.parallel.pipeline.schedules.Schedule.passes`."""
+        return tuple(", ".join(map(str, row)) for row in self.rows)
+
     def ranks(self, size: int, per_rank: int) -> list[int]:
         """See :meth:`ptdbench.parallel.pipeline.schedules.Schedule.ranks`."""
         where = {one.stage: rank for rank, row in enumerate(self.rows) for one in row}

@@ -53,6 +53,11 @@ class Schedule:
     bubble_units: int = 3
     size: int | None = None
 
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """Those of each rank in their order, if they are given and do not follow from the name."""
+        return ()
+
     def per_rank(self, wanted: int | Literal["auto"]) -> int:
         """Stages on a rank; ``auto``: as few as the schedule allows."""
         if wanted != "auto":

@@ -128,6 +128,15 @@ class TestOptions:
         layout = strategy.layout(strategy.dims(4), 16, 1)
         assert (layout.microbatches, layout.micro_batch, layout.accumulation) == (2, 1, 4)
 
+    def test_its_passes_are_in_the_record(self, tmp_path):
+        strategy = Strategy(replicate=2, pipeline=2, schedule=written(tmp_path, " 0F0,,0F1,0B0,0B1\n\n1F0,1B0,1F1,1B1"))
+        found = strategy.layout(strategy.dims(4), 8, "auto").as_dict()
+        assert found["passes"] == ["0F0, 0F1, 0B0, 0B1", "1F0, 1B0, 1F1, 1B1"]
+        again = orders.read(written(tmp_path, "\n".join(found["passes"])))
+        assert again.rows == strategy.pipelining.schedule.rows
+        named = Strategy(replicate=2, pipeline=2, schedule="gpipe")
+        assert "passes" not in named.layout(named.dims(4), 8, "auto").as_dict()
+
     def test_its_ranks_are_those_of_a_pipeline_that_is_not_given(self, tmp_path):
         rows = "\n".join(f"{rank}F0,{rank}B0" for rank in range(4))
         strategy = Strategy(replicate="auto", pipeline="auto", schedule=written(tmp_path, rows))
