@@ -33,6 +33,7 @@ class LocalSGD:
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, every: int) -> None:
         self._weights = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+        self._buffers = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
         self._group = group
         self._every = every
         self._optimizer: torch.optim.Optimizer | None = None
@@ -45,11 +46,13 @@ class LocalSGD:
         """Average the weights if it is time after step ``number``, counted from 0 over the whole run."""
         if (number + 1) % self._every == 0:
             with record_function(LABEL):
-                average(self._tensors(with_state=False).values(), self._group)
+                average((local_part(weight.detach()) for weight in self._weights.values()), self._group)
 
     @contextmanager
     def averaged(self, *, with_state: bool) -> Iterator[dict[str, Tensor]]:
-        """A context in which the weights are the averages; afterwards they are this replica's own, bit for bit.
+        """A context in which weights and buffers, such as the statistics of batch norms, are the averages.
+
+        Afterwards they are this replica's own, bit for bit.
 
         Args:
             with_state: Whether the optimizer's state is averaged too.
@@ -80,7 +83,7 @@ class LocalSGD:
 
     def _tensors(self, with_state: bool) -> dict[str, Tensor]:
         """What differs between replicas, by name: the local parts on this rank, which share memory with the run."""
-        found = {name: local_part(weight.detach()) for name, weight in self._weights.items()}
+        found = {name: local_part(weight.detach()) for name, weight in (self._weights | self._buffers).items()}
         if with_state and self._optimizer:
             for name, weight in self._weights.items():
                 for key, value in self._optimizer.state.get(weight, {}).items():
@@ -100,9 +103,9 @@ def average(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors in their order, as many at once as fit into a message and have one dtype."""
+    """The tensors that hold numbers in their order, as many at once as fit into a message and have one dtype."""
     some: list[Tensor] = []
-    for tensor in tensors:
+    for tensor in (tensor for tensor in tensors if tensor.numel()):
         if some and (tensor.dtype != some[0].dtype or sum(one.nbytes for one in some) + tensor.nbytes > _MESSAGE):
             yield some
             some = []
