@@ -75,9 +75,8 @@ class LocalSGD:
         Otherwise the replica continues from the averages, which have been loaded before.
         """
         tensors = self._tensors(with_state=True)
-        if {name: tensor.shape for name, tensor in tensors.items()} == {
-            name: tensor.shape for name, tensor in own.items()
-        }:
+        here, there = ({name: tensor.shape for name, tensor in found.items()} for found in (tensors, own))
+        if here == there:
             for name, tensor in tensors.items():
                 tensor.copy_(own[name])
 
@@ -103,10 +102,11 @@ def average(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def _messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """The tensors that hold numbers in their order, as many at once as fit into a message and have one dtype."""
+    """The tensors that hold numbers in their order, as many at once as are alike and fit into a message."""
     some: list[Tensor] = []
     for tensor in (tensor for tensor in tensors if tensor.numel()):
-        if some and (tensor.dtype != some[0].dtype or sum(one.nbytes for one in some) + tensor.nbytes > _MESSAGE):
+        alike = not some or (tensor.dtype, tensor.device) == (some[0].dtype, some[0].device)
+        if not alike or (some and sum(one.nbytes for one in some) + tensor.nbytes > _MESSAGE):
             yield some
             some = []
         some.append(tensor)
