@@ -23,8 +23,8 @@ from tests.launch.patient import patient
 pytestmark = pytest.mark.ranks
 
 LONG = ("model=toy", "device=cpu", "parallel=ddp", "train.steps=1000000", "train.max_minutes=null")
-#: Not so long, but until a file is gone.
-PATIENT = ("parallel=ddp", "train.steps=3000", "train.max_minutes=null")
+#: Not so long: half a minute, or until a file is gone.
+PATIENT = ("parallel=ddp", "train.steps=300", "train.max_minutes=null")
 
 
 def until(condition: Callable[[], Any], seconds: float = 200) -> Any:
@@ -136,7 +136,7 @@ def fill(disk: Path) -> None:
 
 def test_a_disk_that_is_full_is_said_in_one_line(tmp_path, tmpfs):
     disk, waits = tmpfs("size=256k"), tmp_path / "waits"
-    with started(*patient(waits), *PATIENT, f"hydra.run.dir={disk}/run", cwd=tmp_path) as process:
+    with started(*patient(waits, seconds=0.1), *PATIENT, f"hydra.run.dir={disk}/run", cwd=tmp_path) as process:
         progress_of(process)
         fill(disk)
         waits.unlink()
@@ -149,7 +149,7 @@ def test_a_disk_that_is_full_is_said_in_one_line(tmp_path, tmpfs):
 
 def test_a_sweep_on_a_disk_that_is_full_ends_with_one_message_and_nothing_half_made(tmp_path, tmpfs):
     disk, waits = tmpfs("size=512k"), tmp_path / "waits"
-    asked = ("-m", *patient(waits), *PATIENT, "seed=0,1", f"hydra.sweep.dir={disk}/sweep")
+    asked = ("-m", *patient(waits, seconds=0.1), *PATIENT, "seed=0,1", f"hydra.sweep.dir={disk}/sweep")
     with started(*asked, cwd=tmp_path) as process:
         progress_of(process)
         fill(disk)
