@@ -111,7 +111,7 @@ def test_an_image_that_is_broken_is_named(run, tmp_path):
 
 def test_a_run_goes_on_under_another_strategy_and_launcher(tmp_path, environ):
     """As it is typed: ddp first, then torchrun and fsdp from its checkpoint."""
-    digits = ("experiment=digits_resnet18", "device=cpu", "train.global_batch=16", "eval.every=3")
+    digits = ("experiment=digits_resnet18", "device=cpu", "train.global_batch=16", "eval.every=3", "profile.steps=0")
     begin = (*digits, "parallel=ddp", "train.steps=3", "hydra.run.dir=begun", "checkpoint.every_steps=3")
     assert forked.with_ranks(*begin, cwd=tmp_path, environ=environ).returncode == 0
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc_per_node=2"]
