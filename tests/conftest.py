@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import itertools
 import math
 import os
@@ -125,7 +126,11 @@ _LEFT_OUT = "left out: "
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give tests a user cache of their own: a ceiling that a test has measured is not a figure for people."""
+    """Give tests a user cache of their own: a ceiling that a test has measured is not a figure for people.
+
+    And compile the package once, also where Python is told not to: each process that a test starts would do it again.
+    """
+    compileall.compile_dir(Path(ptdbench.__file__).parent, quiet=2)
     folder = tempfile.mkdtemp(prefix="ptdbench-cache-")
     os.environ["XDG_CACHE_HOME"] = folder
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +17,7 @@ from ptdbench.setup import resume
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests
 from ptdbench.sweep.agenda import Agenda
+from tests import forked
 from tests.conftest import ROOT
 from tests.sweep.made import Directory
 
@@ -96,10 +95,7 @@ def test_it_is_kept_aside_before_the_next_is_written(sweep, capsys):
 @pytest.mark.ranks
 def test_the_run_is_done_again_and_the_others_are_not(tmp_path, environ):
     def train_py(*words):
-        return subprocess.run(
-            [sys.executable, str(ROOT / "train.py"), "-m", *words],
-            cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
+        return forked.with_ranks("-m", *words, cwd=tmp_path, environ=environ)
 
     toy = ("model=toy", "device=cpu", "train.steps=2", "parallel=ddp,single")
     first = train_py(*toy, "hydra.sweep.dir=sweep")

@@ -140,7 +140,7 @@ class TestRuns:
         assert f"tensorboard --logdir {Path('outputs') / directory.name}" in done.stdout
 
     def test_a_pair_of_a_sweep_that_is_refused_is_a_row_and_the_others_run(self, tmp_path):
-        done = train_py("-m", *TOY, "parallel=ddp,single", "train.global_batch=15,16", cwd=tmp_path)
+        done = forked.with_ranks("-m", *TOY, "parallel=ddp,single", "train.global_batch=15,16", cwd=tmp_path)
         (directory,) = (tmp_path / "outputs").iterdir()
         records = [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
         asked = [(r["parallel"], r["global_batch"], r["status"]) for r in records]
@@ -159,7 +159,7 @@ class TestRuns:
         monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
         (tmp_path / "counted.py").write_text(COUNTED)
         custom = ("model=custom", "model._target_=counted.Model", "data.inputs=8", "data.outputs=8", "parallel=ddp")
-        done = train_py("-m", *custom, "device=cpu", "train.steps=1,2", cwd=tmp_path)
+        done = forked.with_ranks("-m", *custom, "device=cpu", "train.steps=1,2", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         events = [tuple(line.split()) for line in (tmp_path / "events").read_text().splitlines()]
         parent = events[0][1]
@@ -175,7 +175,7 @@ class TestRuns:
         (tmp_path / "conf" / "workload" / "guest.yaml").write_text(
             "name: guest\nlabel: guest\n_target_: guest.Guest\nanswer: 42\n"
         )
-        done = train_py("--config-dir", "conf", "workload=guest", "device=cpu", cwd=tmp_path)
+        done = forked.with_ranks("--config-dir", "conf", "workload=guest", "device=cpu", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[0] == "2 ranks say 42"
 

@@ -15,6 +15,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ptdbench.measure import memory
+from tests import forked
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.ranks
@@ -92,13 +93,8 @@ def test_a_loss_that_is_not_a_number_is_divergence(run):
 
 
 def test_the_other_runs_of_a_sweep_complete(tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable, str(ROOT / "train.py"), "-m", *FAULTY, "+model.how=raise,kill,none", "parallel=ddp",
-            f"hydra.sweep.dir={tmp_path}/sweep",
-        ],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    asked = ("-m", *FAULTY, "+model.how=raise,kill,none", "parallel=ddp", f"hydra.sweep.dir={tmp_path}/sweep")
+    done = forked.with_ranks(*asked, cwd=ROOT)
     records = [json.loads(line) for line in (tmp_path / "sweep" / "results.jsonl").read_text().splitlines()]
     assert [record["status"] for record in records] == ["failed", "failed", "ok"]
     assert [record["error"] and record["error"]["rank"] for record in records] == [1, 1, None]

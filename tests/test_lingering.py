@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.ranks
@@ -18,27 +20,30 @@ LINGERING = (
     "model=custom", "model._target_=tests.launch.lingering.Lingering", "data=synthetic_vectors", "data.inputs=8",
     "data.outputs=4", "train.steps=4", "device=cpu", "parallel=ddp",
 )  # fmt: skip
-LOCAL = (sys.executable,)
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"))
+
+Done = subprocess.CompletedProcess[str]
 
 
-def finished(
-    command: tuple[str, ...], cwd: Path, environ: dict[str, str], *overrides: str
-) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """What the command said, and its record; that it ends is most of each test."""
-    done = subprocess.run(
-        [*command, str(ROOT / "train.py"), *LINGERING, *overrides, "hydra.run.dir=run"],
-        cwd=cwd, env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+def under_torchrun(*words: str, cwd: Path, environ: dict[str, str]) -> Done:
+    environ = {**environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [*TORCHRUN, *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def finished(train: Callable[..., Done], cwd: Path, environ: dict[str, str], how: str) -> tuple[Done, dict[str, Any]]:
+    """What was said, and the record; that it ends is most of each test."""
+    done = train(*LINGERING, f"+model.how={how}", "hydra.run.dir=run", cwd=cwd, environ=environ)
     return done, json.loads((cwd / "run" / "record.json").read_text())
 
 
-COMMANDS = pytest.mark.parametrize("command", [LOCAL, TORCHRUN], ids=["local", "torchrun"])
+LAUNCHED = pytest.mark.parametrize("train", [forked.with_ranks, under_torchrun], ids=["local", "torchrun"])
 
 
-@COMMANDS
-def test_a_thread_that_was_forgotten_does_not_keep_a_run_that_is_done(tmp_path, environ, command):
-    done, record = finished(command, tmp_path, environ, "+model.how=thread")
+@LAUNCHED
+def test_a_thread_that_was_forgotten_does_not_keep_a_run_that_is_done(tmp_path, environ, train):
+    done, record = finished(train, tmp_path, environ, "thread")
     assert done.returncode == 0, done.stderr
     assert (record["status"], record["steps"]) == ("ok", 4)
     assert [note.partition(":")[0] for note in sorted(record["remarks"]["leaving"])] == ["rank 0", "rank 1"]
@@ -49,15 +54,15 @@ def test_a_thread_that_was_forgotten_does_not_keep_a_run_that_is_done(tmp_path, 
 
 def test_what_runs_at_exit_does_not_keep_it_either(tmp_path, environ):
     """Only where Python ends a rank: local ranks are forks, which leave such things out."""
-    done, record = finished(TORCHRUN, tmp_path, environ, "+model.how=atexit")
+    done, record = finished(under_torchrun, tmp_path, environ, "atexit")
     assert (done.returncode, record["status"]) == (0, "ok"), done.stderr
     assert all(note.endswith("what runs at exit did not return") for note in record["remarks"]["leaving"])
 
 
-@COMMANDS
-def test_a_failing_rank_leaves_at_once_with_what_it_has_to_say(tmp_path, environ, command):
+@LAUNCHED
+def test_a_failing_rank_leaves_at_once_with_what_it_has_to_say(tmp_path, environ, train):
     """Neither for a thread that runs on nor for the destructors of its process group, which may wait for a peer."""
-    done, record = finished(command, tmp_path, environ, "+model.how=raise")
+    done, record = finished(train, tmp_path, environ, "raise")
     assert done.returncode == 1
     assert (record["status"], record["error"]["rank"]) == ("failed", 1)
     assert record["error"]["message"] == "this one is on purpose"
@@ -66,7 +71,7 @@ def test_a_failing_rank_leaves_at_once_with_what_it_has_to_say(tmp_path, environ
 
 
 def test_ranks_that_all_end_well_and_without_a_result_have_failed(tmp_path, environ):
-    done, record = finished(LOCAL, tmp_path, environ, "+model.how=exit")
+    done, record = finished(forked.with_ranks, tmp_path, environ, "exit")
     assert done.returncode == 1
     assert (record["status"], record["error"]["rank"]) == ("failed", -1)
     assert record["error"]["message"] == "every rank ended with exit status 0 and without a result"

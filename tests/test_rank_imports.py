@@ -20,8 +20,8 @@ def note_forks():
 
 def leave(status, leave=os._exit):
     if "RANK" in os.environ and "before" in globals():
-        with open(os.environ["MODULES"] + os.environ["RANK"], "w") as file:
-            json.dump([before, sorted(sys.modules.keys() - set(before))], file)
+        with open(os.environ["MODULES"], "a") as file:
+            print(json.dumps([before, sorted(sys.modules.keys() - set(before))]), file=file)
     leave(status)
 
 os.register_at_fork(after_in_child=note_forks)
@@ -34,22 +34,22 @@ HEAVY = ("torch", "tensorboard", "google", "hydra", "omegaconf", "antlr4", "nump
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp", "pdp"])
-def test_a_rank_imports_nothing_but_a_strangers_model(parallel, tmp_path, environ):
+def test_a_rank_imports_nothing_but_a_strangers_model(tmp_path, environ):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
     (tmp_path / "mine.py").write_text("from ptdbench.models.toy import Toy\n\nclass Mine(Toy):\n    pass\n")
     done = subprocess.run(
         [
-            sys.executable, str(ROOT / "train.py"), "model=toy", "model._target_=mine.Mine", f"parallel={parallel}",
-            "device=cpu", "train.steps=2", "hydra.run.dir=run",
+            sys.executable, str(ROOT / "train.py"), "-m", "model=toy", "model._target_=mine.Mine",
+            "parallel=ddp,fsdp,pdp", "device=cpu", "train.steps=2", "hydra.sweep.dir=sweep",
         ],
         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
         env={**environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "MODULES": f"{tmp_path}/modules"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for rank in (0, 1):
-        before, imported = json.loads((tmp_path / f"modules{rank}").read_text())
+    ranks = [json.loads(line) for line in (tmp_path / "modules").read_text().splitlines()]
+    assert len(ranks) == 6
+    for before, imported in ranks:
         assert "mine" not in before
-        imported = [name for name in imported if name.partition(".")[0] in HEAVY]
-        assert imported == ["mine", "ptdbench.models.toy"]  # which it imports, and the command line does not name
+        heavy = [name for name in imported if name.partition(".")[0] in HEAVY]
+        assert heavy == ["mine", "ptdbench.models.toy"]  # which it imports, and the command line does not name

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from tests.conftest import ROOT
 
 pytestmark = pytest.mark.ranks
 
-TRAIN = (sys.executable, str(ROOT / "train.py"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"))
 TOY = ("model=toy", "parallel=single", "train.steps=4", "profile.steps=0", "device=cpu", "hydra.sweep.dir=sweep")
 
@@ -28,17 +28,10 @@ Done = subprocess.CompletedProcess[str]
 Train = Callable[..., Done]
 
 
-def carry_out(*command: str, cwd: Path, environ: dict[str, str]) -> Done:
-    return subprocess.run(
-        command, cwd=cwd, env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
-
-
 @pytest.fixture
 def train(tmp_path: Path, environ: dict[str, str]) -> Train:
     """Carries out ``train.py`` in a folder of its own."""
-    return lambda *arguments: carry_out(*TRAIN, *arguments, cwd=tmp_path, environ=environ)
+    return partial(forked.with_ranks, cwd=tmp_path, environ={**environ, "PYTHONPATH": str(ROOT)})
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, environ: dict[str, str]) -> 
     """Two alternatives in two blocks, as they were left, and what was said."""
     folder = tmp_path_factory.mktemp("whole")
     asked = ("-m", *TOY, "optimizer.lr=1e-3,1e-4", "repeat=2", "checkpoint.every_steps=2")
-    return folder / "sweep", carry_out(*TRAIN, *asked, cwd=folder, environ=environ)
+    return folder / "sweep", forked.with_ranks(*asked, cwd=folder, environ=environ)
 
 
 @pytest.fixture
@@ -172,7 +165,10 @@ class FailsOnce(nn.Linear):
 
 def test_ranks_of_a_launcher_take_the_runs_in_the_same_order(tmp_path, environ):
     asked = ("-m", "model=toy", "parallel=ddp,fsdp", *TOY[2:], "repeat=2")
-    done = carry_out(*TORCHRUN, *asked, cwd=tmp_path, environ=environ)
+    environ = {**environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*TORCHRUN, *asked], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
     records = list(runs(tmp_path / "sweep").values())
     assert [(record["status"], record["world_size"], block(record)) for record in records] == [

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -24,7 +22,7 @@ from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, record, store
 from ptdbench.setup import resume
 from tests import forked
-from tests.conftest import ROOT, record_of, run_on_shared_ranks
+from tests.conftest import record_of, run_on_shared_ranks
 from tests.launch.patient import patient
 
 pytestmark = pytest.mark.ranks
@@ -34,13 +32,6 @@ GPT = (
     "model=gpt_tiny", "model.layers=3", "model.width=32", "model.sequence_length=32", "train.global_batch=12",
     "device=cpu",
 )  # fmt: skip
-
-
-def train_py(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
 
 
 Layout = tuple[str, int]
@@ -108,18 +99,16 @@ def test_the_loss_scale_goes_on_where_it_was(shared_run):
     assert last.facts["scaler"]["scale"] == 512.0
 
 
-def started(directory: Path, done: int, *arguments: str) -> subprocess.Popen[str]:
+@contextmanager
+def started(directory: Path, done: int, *arguments: str) -> Iterator[forked.Started]:
     """A run with a checkpoint of a step after ``done``."""
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *arguments],
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    deadline = time.monotonic() + 200
-    while saved(directory)[-1] <= done:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return process
+    with forked.started(*arguments, cwd=directory.parent) as process:
+        deadline = time.monotonic() + 200
+        while saved(directory)[-1] <= done:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        yield process
 
 
 def saved(directory: Path) -> list[int]:
@@ -139,14 +128,14 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
     stops = [0]
     losses: list[float] = []
     for signals in SIGNALS:
-        process = started(run, stops[-1], *([f"resume={run}"] if losses else [*words, f"hydra.run.dir={run}"]))
-        for name in signals:
-            process.send_signal(getattr(signal, name))
-        output = process.communicate(timeout=240)[0]
-        assert process.returncode == 128 + getattr(signal, signals[0])
+        with started(run, stops[-1], *(["resume=run"] if losses else [*words, "hydra.run.dir=run"])) as process:
+            for name in signals:
+                process.send_signal(getattr(signal, name))
+            ended = process.communicate()
+        assert ended.returncode == 128 + getattr(signal, signals[0])
         stopped = record_of(run)
         done = len(stopped["losses"])
-        assert (stopped["status"], stopped["error"]["type"]) == ("preempted", "Stopped"), output
+        assert (stopped["status"], stopped["error"]["type"]) == ("preempted", "Stopped"), ended
         assert stops[-1] < done < 2000
         assert stopped["losses"][: stops[-1]] == losses
         assert f"after step {done} of 2000; it has saved: python train.py resume=" in stopped["error"]["message"]
@@ -155,7 +144,7 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
         losses = stopped["losses"]
 
     waits.unlink()
-    again = train_py("resume=run", cwd=tmp_path)
+    again = forked.with_ranks("resume=run", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     finished = record_of(run)
     assert (finished["status"], len(finished["losses"])) == ("ok", 2000)
@@ -173,12 +162,12 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
 def test_a_run_that_was_killed_goes_on_after_its_last_checkpoint(tmp_path):
     waits = tmp_path / "waits"
     steps = ("train.steps=600", "train.max_minutes=null", "checkpoint.every_steps=100", "checkpoint.keep=2")
-    process = started(tmp_path / "run", 100, *patient(waits), "parallel=ddp", *steps, f"hydra.run.dir={tmp_path}/run")
-    process.kill()
-    process.communicate()
+    with started(tmp_path / "run", 100, *patient(waits), "parallel=ddp", *steps, "hydra.run.dir=run") as process:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
     waits.unlink()
     assert record_of(tmp_path / "run")["error"]["type"] == "Unfinished"
-    again = train_py("resume=run", cwd=tmp_path)
+    again = forked.with_ranks("resume=run", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     finished = record_of(tmp_path / "run")
     assert (finished["status"], len(finished["losses"])) == ("ok", 600)
@@ -191,7 +180,7 @@ def test_a_run_that_was_killed_goes_on_after_its_last_checkpoint(tmp_path):
 def one_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with checkpoints after step 2 and step 4."""
     folder = tmp_path_factory.mktemp("one")
-    done = train_py(*TOY, "train.steps=4", "checkpoint.every_steps=2", "hydra.run.dir=run", cwd=folder)
+    done = forked.with_ranks(*TOY, "train.steps=4", "checkpoint.every_steps=2", "hydra.run.dir=run", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -207,7 +196,7 @@ def test_a_broken_checkpoint_is_passed_over_with_a_warning(ended, tmp_path):
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    done = train_py("resume=run", "train.steps=6", "hydra.run.dir=rest", cwd=tmp_path)
+    done = forked.with_ranks("resume=run", "train.steps=6", "hydra.run.dir=rest", cwd=tmp_path)
     rest = record_of(tmp_path / "rest")
     assert rest["remarks"]["resumed"].startswith("after step 2, from ")
     (warning,) = [note for note in rest["remarks"]["checkpoints"] if "step-00000004 is skipped" in note]
@@ -354,7 +343,7 @@ def re_line(text: str) -> str:
 class TestSweep:
     def test_what_is_missing_is_done_and_nothing_else(self, tmp_path):
         arguments = ("-m", *TOY, "train.steps=2", "parallel=ddp,single", "hydra.sweep.dir=sweep")
-        done = train_py(*arguments, "train.global_batch=12,24", cwd=tmp_path)
+        done = forked.with_ranks(*arguments, "train.global_batch=12,24", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         results = tmp_path / "sweep" / "results.jsonl"
         lines = results.read_text().splitlines(keepends=True)
@@ -369,7 +358,7 @@ class TestSweep:
         for path in (tmp_path / ended[3]).glob("*.json"):
             path.unlink()
 
-        again = train_py("-m", "sweep.resume=sweep", cwd=tmp_path)
+        again = forked.with_ranks("-m", "sweep.resume=sweep", cwd=tmp_path)
         assert again.returncode == 0, again.stderr
         after = {name: (tmp_path / name / "record.json").stat().st_mtime_ns for name in ended}
         assert [after[name] == before[name] for name in ended] == [True, True, False, False]
@@ -379,9 +368,7 @@ class TestSweep:
 
     def test_two_sweeps_cannot_share_a_directory(self, tmp_path):
         arguments = (*TOY, "train.max_minutes=null", "hydra.sweep.dir=sweep")
-        command = [sys.executable, str(ROOT / "train.py"), "-m", *arguments, "train.steps=1000000"]
-        first = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
+        with forked.started("-m", *arguments, "train.steps=1000000", cwd=tmp_path):
             deadline = time.monotonic() + 200
             while not list(tmp_path.glob("sweep/*/record.json")):
                 assert time.monotonic() < deadline
@@ -392,6 +379,3 @@ class TestSweep:
                 "hydra.sweep.dir=sweep: another process is writing its results there; wait for it, "
                 "or give another directory"
             )
-        finally:
-            os.kill(first.pid, signal.SIGKILL)
-            first.wait()

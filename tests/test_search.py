@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from omegaconf import OmegaConf
@@ -24,12 +21,6 @@ SEEDED = (*OPTUNA, "hydra.sweeper.sampler.seed=1")
 RUN = ("model=toy", "parallel=single", "train.steps=4", "device=cpu")
 
 
-def train_py(*arguments, cwd):
-    command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=240, check=False)
-
-
 def refused(*arguments, cwd):
     done = forked.train_py(*arguments, cwd=cwd)
     assert done.returncode == 1, done.stderr
@@ -44,7 +35,7 @@ def rows(sweep):
 class TestOptuna:
     def test_it_is_told_each_runs_throughput_and_a_run_that_fails_ends_nothing(self, tmp_path):
         search = ("optimizer.lr=interval(1e-4,1e-2)", "train.micro_batch=16,5", "hydra.sweep.dir=sweep")
-        done = train_py(*SEEDED, *RUN, *search, cwd=tmp_path)
+        done = forked.with_ranks(*SEEDED, *RUN, *search, cwd=tmp_path)
         sweep, records = tmp_path / "sweep", rows(tmp_path / "sweep")
         names = [record["directory"].rpartition("/")[2] for record in records]
         assert names == ["0_toy_single", "1_toy_single", "2_toy_single"]
@@ -59,7 +50,7 @@ class TestOptuna:
         assert f"search       {sweep.relative_to(tmp_path)}/optimization_results.yaml" in done.stdout.splitlines()
         assert "Traceback" not in done.stdout + done.stderr
 
-        again = train_py("sweep.resume=sweep", cwd=tmp_path)  # of the same seed: what is ok is told again
+        again = forked.with_ranks("sweep.resume=sweep", cwd=tmp_path)  # of the same seed: what is ok is told again
         assert again.returncode == 1
         later = rows(sweep)  # those that are ok are as they were; what failed was tried again, and counts once
         by_run = {row["directory"]: row for row in later}
@@ -73,7 +64,7 @@ class TestOptuna:
         digits = ("data=digits", "eval.every=2", "objective=held_out_loss")
         model = ("model=custom", "model._target_=tests.test_search.digits_model", "train.steps=2", "device=cpu")
         search = ("hydra/sweeper/sampler=grid", "optimizer.lr=1e-1,1e-8", "hydra.sweep.dir=sweep", "parallel=single")
-        done = train_py(*OPTUNA, *search, *digits, *model, cwd=tmp_path)
+        done = forked.with_ranks(*OPTUNA, *search, *digits, *model, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         records = rows(tmp_path / "sweep")
         found = OmegaConf.load(tmp_path / "sweep" / "optimization_results.yaml")
@@ -82,9 +73,10 @@ class TestOptuna:
 
     def test_where_no_run_is_ok_it_says_so_in_one_line(self, tmp_path):
         faulty = ("model=custom", "model._target_=tests.launch.faulty.Faulty", "data.inputs=8", "data.outputs=4")
-        done = train_py(*OPTUNA, *faulty, "data=synthetic_vectors", "+model.how=raise", "+model.rank=0",
-                        "parallel=single", "device=cpu", "optimizer.lr=1,2",
-                        "hydra.sweeper.n_trials=1", "hydra.sweep.dir=sweep", cwd=tmp_path)  # fmt: skip
+        done = forked.with_ranks(
+            *OPTUNA, *faulty, "data=synthetic_vectors", "+model.how=raise", "+model.rank=0", "parallel=single",
+            "device=cpu", "optimizer.lr=1,2", "hydra.sweeper.n_trials=1", "hydra.sweep.dir=sweep", cwd=tmp_path,
+        )  # fmt: skip
         assert done.returncode == 1
         assert done.stderr.splitlines()[-1].startswith("hydra/sweeper=optuna: ended early: ")
         assert len(rows(tmp_path / "sweep")) == 1

@@ -11,6 +11,7 @@ import pytest
 
 from ptdbench import terminal
 from ptdbench.terminal import command, hint, plain, say, under
+from tests import forked
 from tests.conftest import ROOT
 
 
@@ -116,11 +117,8 @@ class TestPrograms:
 
     def test_what_a_failed_run_wrote_does_not_steer_the_terminal(self, environ, tmp_path):
         (tmp_path / "mine.py").write_text("def Model():\n    raise ValueError('\\x1b[2Jgone\\x07')\n")
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "train.py"), "model=custom", "model._target_=mine.Model", "device=cpu"],
-            env={**environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}, cwd=tmp_path, capture_output=True, text=True,
-            timeout=240, check=False,
-        )  # fmt: skip
+        words = ("model=custom", "model._target_=mine.Model", "device=cpu")
+        done = forked.with_ranks(*words, cwd=tmp_path, environ=environ)
         assert done.returncode == 1
         assert r"\x1b[2Jgone\x07" in done.stdout + done.stderr
         assert "\x1b" not in done.stdout + done.stderr

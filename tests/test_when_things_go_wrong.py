@@ -17,14 +17,14 @@ import pytest
 
 from ptdbench.records.store import load_record
 from tests.conftest import ROOT, record_of
-from tests.forked import train_py
+from tests.forked import Started, started, train_py
 from tests.launch.patient import patient
 
 pytestmark = pytest.mark.ranks
 
 LONG = ("model=toy", "device=cpu", "parallel=ddp", "train.steps=1000000", "train.max_minutes=null")
-#: Not so long, but until a file is gone.
-PATIENT = ("parallel=ddp", "train.steps=3000", "train.max_minutes=null")
+#: Not so long: half a minute, or until a file is gone.
+PATIENT = ("parallel=ddp", "train.steps=300", "train.max_minutes=null")
 
 
 def until(condition: Callable[[], Any], seconds: float = 200) -> Any:
@@ -36,14 +36,7 @@ def until(condition: Callable[[], Any], seconds: float = 200) -> Any:
     return found
 
 
-def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *arguments],
-        cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def ranks_of(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+def ranks_of(process: Started) -> dict[int, psutil.Process]:
     """The rank processes of a run, once both train."""
 
     def look() -> dict[int, psutil.Process]:
@@ -70,33 +63,18 @@ def lives(process: psutil.Process) -> bool:
     return False
 
 
-def progress_of(process: subprocess.Popen[str]) -> None:
+def progress_of(process: Started) -> None:
     """Wait for the first sign of life of the steps."""
-    assert process.stderr is not None
-    assert any("  step " in line for line in process.stderr)
+    until(lambda: "  step " in process.said()[1] or process.poll() is not None)
+    assert process.poll() is None, process.said()
 
 
-@pytest.fixture
-def ended() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that are killed after the test, however it ends."""
-    processes: list[subprocess.Popen[str]] = []
-    yield processes
-    for process in processes:
-        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
-            child.kill()
-        process.kill()
-        process.wait()
-
-
-def test_a_rank_that_is_stopped_is_named_and_the_run_ends(tmp_path, ended):
-    process = start(*LONG, "timeout_minutes=0.1", "hydra.run.dir=run", cwd=tmp_path)
-    ended.append(process)
-    progress_of(process)
-    children = ranks_of(process)
-    victim = children[1]
-    victim.send_signal(signal.SIGSTOP)
-    process.communicate(timeout=240)
-    assert process.returncode == 1
+def test_a_rank_that_is_stopped_is_named_and_the_run_ends(tmp_path):
+    with started(*LONG, "timeout_minutes=0.1", "hydra.run.dir=run", cwd=tmp_path) as process:
+        progress_of(process)
+        children = ranks_of(process)
+        children[1].send_signal(signal.SIGSTOP)
+        assert process.communicate().returncode == 1
     record = record_of(tmp_path / "run")
     assert record["status"] == "timeout"
     rank = record["error"]["rank"]
@@ -105,18 +83,16 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_ends(tmp_path, ended):
     assert not any(map(lives, children.values()))
 
 
-def test_sigterm_to_one_rank_lets_all_of_them_save_and_nobody_but_this_machine_can_talk_to_them(tmp_path, ended):
-    process = start(*LONG, "checkpoint.every_steps=1000000", "hydra.run.dir=run", cwd=tmp_path)
-    ended.append(process)
-    progress_of(process)
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    listening = [c.laddr.ip for one in family for c in one.net_connections() if c.status == psutil.CONN_LISTEN]
-    assert listening
-    assert set(listening) <= {"127.0.0.1", "::1"}
+def test_sigterm_to_one_rank_lets_all_of_them_save_and_nobody_but_this_machine_can_talk_to_them(tmp_path):
+    with started(*LONG, "checkpoint.every_steps=1000000", "hydra.run.dir=run", cwd=tmp_path) as process:
+        progress_of(process)
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        listening = [c.laddr.ip for one in family for c in one.net_connections() if c.status == psutil.CONN_LISTEN]
+        assert listening
+        assert set(listening) <= {"127.0.0.1", "::1"}
 
-    ranks_of(process)[1].terminate()
-    process.communicate(timeout=240)
-    assert process.returncode == 1
+        ranks_of(process)[1].terminate()
+        assert process.communicate().returncode == 1
     record = record_of(tmp_path / "run")
     done = len(record["losses"])
     assert (record["status"], record["error"]["type"]) == ("preempted", "Stopped")
@@ -158,32 +134,31 @@ def fill(disk: Path) -> None:
             other.write(bytes(1024))
 
 
-def test_a_disk_that_is_full_is_said_in_one_line(tmp_path, tmpfs, ended):
+def test_a_disk_that_is_full_is_said_in_one_line(tmp_path, tmpfs):
     disk, waits = tmpfs("size=256k"), tmp_path / "waits"
-    process = start(*patient(waits), *PATIENT, f"hydra.run.dir={disk}/run", cwd=tmp_path)
-    ended.append(process)
-    progress_of(process)
-    fill(disk)
-    waits.unlink()
-    output, errors = process.communicate(timeout=240)
-    assert process.returncode == 1
-    assert "its record cannot be written: No space left on device" in errors
-    assert "Traceback" not in output + errors
+    with started(*patient(waits, seconds=0.1), *PATIENT, f"hydra.run.dir={disk}/run", cwd=tmp_path) as process:
+        progress_of(process)
+        fill(disk)
+        waits.unlink()
+        done = process.communicate()
+    assert done.returncode == 1
+    assert "its record cannot be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
     assert load_record(disk / "run")["error"]["type"] == "Unfinished"  # an older one, whole
 
 
-def test_a_sweep_on_a_disk_that_is_full_ends_with_one_message_and_nothing_half_made(tmp_path, tmpfs, ended):
+def test_a_sweep_on_a_disk_that_is_full_ends_with_one_message_and_nothing_half_made(tmp_path, tmpfs):
     disk, waits = tmpfs("size=512k"), tmp_path / "waits"
-    process = start("-m", *patient(waits), *PATIENT, "seed=0,1", f"hydra.sweep.dir={disk}/sweep", cwd=tmp_path)
-    ended.append(process)
-    progress_of(process)
-    fill(disk)
-    waits.unlink()
-    output, errors = process.communicate(timeout=240)
-    assert process.returncode == 1
-    assert errors.count("No space left on device") == 1, errors
-    assert f"make room, and go on with python train.py sweep.resume={disk}/sweep" in errors
-    assert "Traceback" not in output + errors
+    asked = ("-m", *patient(waits, seconds=0.1), *PATIENT, "seed=0,1", f"hydra.sweep.dir={disk}/sweep")
+    with started(*asked, cwd=tmp_path) as process:
+        progress_of(process)
+        fill(disk)
+        waits.unlink()
+        done = process.communicate()
+    assert done.returncode == 1
+    assert done.stderr.count("No space left on device") == 1, done.stderr
+    assert f"make room, and go on with python train.py sweep.resume={disk}/sweep" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
     for run in (path for path in (disk / "sweep").iterdir() if path.is_dir()):
         assert record_of(run)["error"]["type"] == "Unfinished"
 

@@ -86,8 +86,7 @@ class Part:
 def standard_library() -> list[File]:
     """The Python sources of the standard library that runs this program; none if only bytecode is there."""
     root = Path(sysconfig.get_path("stdlib")).resolve()
-    paths = _walk(root, without=_NOT_THE_LIBRARY)
-    return _files(root, (path for path in paths if path.suffix == ".py"))
+    return _files(root, _walk(root, without=_NOT_THE_LIBRARY, suffix=".py"))
 
 
 def files_at(root: Path) -> list[File]:
@@ -216,11 +215,11 @@ def _files(root: Path, paths: Iterable[Path]) -> list[File]:
     return sorted(file for file in found if file.size > 0)
 
 
-def _walk(root: Path, without: frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Every file in and below ``root``, except what is hidden and what lies in folders named ``without``."""
+def _walk(root: Path, without: frozenset[str] = frozenset(), suffix: str = "") -> Iterator[Path]:
+    """Every file of that suffix in and below ``root``, except hidden ones and those in folders named ``without``."""
     for folder, folders, names in os.walk(root, onerror=_reraise):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
-        yield from (Path(folder, name) for name in names if not name.startswith("."))
+        yield from (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith("."))
 
 
 def _reraise(error: OSError) -> None:

@@ -256,6 +256,7 @@ def test_where_the_records_are_is_said_if_a_side_is_refused_later(compare, tmp_p
         raise ConfigError([Problem("compare", "after", "did not run it")])
 
     monkeypatch.setattr("ptdbench.sweep.alternating.run", first_only)
+    monkeypatch.setattr("ptdbench.sweep.alternating.interpreters", lambda _: [])  # which would import torch in each
     for name in ("now_compare", "now_compare-2"):
         status, out, err = compare("--python", sys.executable, "--python", sys.executable, "--", "parallel=ddp")
         assert (status, out) == (2, f"records      {tmp_path / 'outputs' / name}\n")

@@ -11,16 +11,16 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-#: Of a step while the file is there: a hundred take a second, and what comes between two looks of a test is few.
-SECONDS = 0.01
 
+def patient(file: Path, seconds: float = 0.01) -> tuple[str, ...]:
+    """The words of a command line for it; the file is made.
 
-def patient(file: Path) -> tuple[str, ...]:
-    """The words of a command line for it; the file is made."""
+    A hundred steps take a second, and what comes between two looks of a test is few.
+    """
     file.touch()
     return (
-        "model=custom", "model._target_=tests.launch.patient.Patient", f"+model.file={file}", "data=synthetic_vectors",
-        "data.inputs=8", "data.outputs=4", "device=cpu",
+        "model=custom", "model._target_=tests.launch.patient.Patient", f"+model.file={file}",
+        f"+model.seconds={seconds}", "data=synthetic_vectors", "data.inputs=8", "data.outputs=4", "device=cpu",
     )  # fmt: skip
 
 
@@ -28,15 +28,16 @@ class Patient(nn.Module):
     """A linear layer.
 
     Args:
-        file: While it is there a forward pass waits.
+        file: While it is there a forward pass waits
+        seconds: for so long.
     """
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, seconds: float) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 4)
-        self.file = Path(file)
+        self.file, self.seconds = Path(file), seconds
 
     def forward(self, inputs: Tensor) -> Tensor:
         if not inputs.is_meta and self.file.exists():  # where its FLOPs are counted nobody waits
-            time.sleep(SECONDS)
+            time.sleep(self.seconds)
         return self.linear(inputs)

@@ -21,6 +21,7 @@ from ptdbench.report.display import Display
 from ptdbench.report.heading import Heading
 from ptdbench.training import progress_reporter as module
 from ptdbench.training.progress_reporter import ProgressReporter, expected_step
+from tests import forked
 from tests.conftest import ROOT
 
 
@@ -175,14 +176,12 @@ class TestExpectedStep:
         assert expected_step(self.job(**job)) == expected
 
 
-RUN = (str(ROOT / "train.py"), "model=toy", "parallel=pdp", "train.steps=5", "device=cpu")
+RUN = ("model=toy", "parallel=pdp", "train.steps=5", "device=cpu")
 
 
 @pytest.mark.ranks
 def test_a_real_pipeline(tmp_path):
-    done = subprocess.run(
-        [sys.executable, *RUN], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = forked.with_ranks(*RUN, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     line = [line for line in done.stderr.splitlines() if "  step " in line][-1]
     assert re.fullmatch(r"toy pdp  step 5/5  [\d,]+ samples/s  loss \d\.\d{4}  0:00 left", line)
@@ -208,7 +207,7 @@ def on_terminal(*arguments: str, cwd: Any, environ: Any) -> tuple[int, str]:
 @pytest.mark.ranks
 def test_a_real_sweep_on_a_terminal(tmp_path, environ):
     here = {**environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
-    status, sent = on_terminal(RUN[0], "-m", *RUN[1:], "seed=0,1", cwd=tmp_path, environ=here)
+    status, sent = on_terminal(str(ROOT / "train.py"), "-m", *RUN, "seed=0,1", cwd=tmp_path, environ=here)
     assert status == 0, sent
     for number in (1, 2):
         name = re.escape(f"[{number}/2] toy pdp seed={number - 1}")

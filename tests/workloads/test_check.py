@@ -22,6 +22,7 @@ from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.workloads import check
 from ptdbench.workloads.check import Check
+from tests import forked
 from tests.conftest import ROOT, composed
 
 WIDE = ("workload=check", "device=cpu", "workload.tolerance=0.9999")
@@ -50,11 +51,8 @@ class TestRun:
         assert "a single rank has no links" in found["remarks"]
 
     def test_a_slow_rank_is_named_the_run_has_failed_and_a_person_reads_it(self, tmp_path, environ):
-        command = [sys.executable, str(ROOT / "train.py"), *WIDE, *SLOW, "cluster.ranks_per_node=3"]
-        done = subprocess.run(
-            [*command, "hydra.run.dir=run"], cwd=tmp_path, env={**environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
+        asked = (*WIDE, *SLOW, "cluster.ranks_per_node=3", "hydra.run.dir=run")
+        done = forked.with_ranks(*asked, cwd=tmp_path, environ=environ)
         assert done.returncode == 1, done.stderr
         record = json.loads((tmp_path / "run" / "record.json").read_text())
         assert (record["status"], record["error"]["type"]) == ("failed", "Unsound")
