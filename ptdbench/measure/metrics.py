@@ -28,7 +28,6 @@ class Measurement:
         first_step_seconds: From the start of the run's first step to its end, compilation included.
         startup_seconds: Seconds of each phase before the first step, by name.
         minimum_warmup: Minimum number of warm-up steps.
-        period: Steps after which the same work comes again.
         earlier_seconds: Seconds of steps of earlier starts of this run, without their warm-up.
         wait_seconds: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
         ceiling: What was measured on this device in matrix products of ``dtype``, or ``None`` and the reason.
@@ -46,7 +45,6 @@ class Measurement:
     first_step_seconds: float | None
     startup_seconds: Mapping[str, float]
     minimum_warmup: int
-    period: int = 1
     earlier_seconds: Sequence[float] = ()
     wait_seconds: Sequence[float] = ()
     ceiling: tuple[Measured | None, str | None] = (None, "no ceiling was looked up")
@@ -63,7 +61,7 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
         ``(warmup_steps, figures)``. The figures have the same names for every run; unknown ones are ``None``, such
         as all rates of a run that finished no step.
     """
-    warmup_steps = warmup_end(measured.step_seconds, measured.minimum_warmup, measured.period)
+    warmup_steps = warmup_end(measured.step_seconds, measured.minimum_warmup)
     own = measured.step_seconds[warmup_steps:]
     timed = [*measured.earlier_seconds, *own]
 

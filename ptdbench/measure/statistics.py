@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 
-def warmup_end(step_seconds: Sequence[float], minimum: int = 0, period: int = 1) -> int:
+def warmup_end(step_seconds: Sequence[float], minimum: int = 0) -> int:
     """The number of leading warm-up steps, by the MSER rule.
 
     MSER drops the ``d`` steps that make the standard error of the remaining mean smallest,
@@ -21,28 +21,22 @@ def warmup_end(step_seconds: Sequence[float], minimum: int = 0, period: int = 1)
     Args:
         step_seconds: Seconds of every step, the first one included.
         minimum: Minimum number of warm-up steps, limited to half of all steps.
-        period: Steps after which the same work comes again: a multiple of it is timed, if there are so many.
 
     Returns:
-        The index of the first timed step, between 0 and ``len(step_seconds) // 2``; by up to a period more, where
-        that makes it a multiple.
+        The index of the first timed step, between 0 and ``len(step_seconds) // 2``.
     """
     count = len(step_seconds)
     last = count // 2
     first = min(minimum, last)
-    if not count:
-        return 0
+    if first == last:
+        return first
     # Running sums from the end give every candidate in one pass; centering avoids cancellation.
     centered = np.asarray(step_seconds, dtype=np.float64) - np.median(step_seconds)
     remaining = np.arange(count, 0, -1)
     total = np.cumsum(centered[::-1])[::-1]
     squares = np.cumsum(centered[::-1] ** 2)[::-1]
     mser = (squares - total**2 / remaining) / remaining**2
-    candidates = np.arange(first, last + 1)
-    of_periods = np.arange(first, min(max(last, first + period - 1), count - period) + 1)
-    of_periods = of_periods[(count - of_periods) % period == 0]
-    candidates = of_periods if len(of_periods) else candidates
-    return int(candidates[np.argmin(mser[candidates])])
+    return first + int(np.argmin(mser[first : last + 1]))
 
 
 def summary(step_seconds: Sequence[float]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Part:
         settle: Completes the gradients after the last backward pass of a step.
         division: How the optimizer's state is divided among the replicas, if it is.
         compressor: Averages the gradients by approximations, if they are not averaged as they are.
-        local: Averages the weights every few steps, if replicas do not average their gradients.
+        local: Averages the weights every few steps, if copies do not average their gradients.
     """
 
     module: nn.Module
@@ -78,7 +78,7 @@ class Engine(ABC):
     def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:
         """Run forward and backward on this replica's share of a batch; leaves averaged gradients in ``.grad``.
 
-        Under local SGD they are those of this replica.
+        Under local SGD they are averaged inside of each copy.
 
         Args:
             inputs: The replica's samples, ``(replica_batch, ...)``, on this rank's device.
@@ -93,7 +93,7 @@ class Engine(ABC):
     def gradient_norm(self) -> Tensor:
         """The Euclidean norm of the gradient of all weights of the model, on every rank; a scalar.
 
-        Under local SGD that of this replica.
+        Under local SGD that of this copy.
 
         Called in all ranks, after :meth:`gradients`.
         """
@@ -143,7 +143,7 @@ class Engine(ABC):
 
     @contextmanager
     def as_one(self, *, with_state: bool = False) -> Iterator[dict[str, Tensor]]:
-        """A context in which all replicas have the same weights, as one model has; called in all ranks.
+        """A context in which all copies have the same weights, as one model has; called in all ranks.
 
         Args:
             with_state: Whether they have the same state of the optimizer, too.
@@ -164,8 +164,18 @@ class Engine(ABC):
         for number, part in enumerate(self.parts):
             if part.compressor:
                 part.compressor.load(_below(f"powersgd.{number}.", tensors))
-            if part.local:
-                part.local.load(_below(f"local.{number}.", tensors))
+        self._load_local(tensors)
+
+    def _load_local(self, tensors: Mapping[str, Tensor]) -> None:
+        """All copies continue with weights of their own, or none does: then they continue from the means."""
+        of_parts = [(part.local, _below(f"local.{number}.", tensors)) for number, part in enumerate(self.parts)]
+        if any(local for local, _ in of_parts):
+            fits = all(local is None or local.fits(own) for local, own in of_parts)
+            all_fit = torch.tensor(float(fits), device=_device_of(self.module))
+            dist.all_reduce(all_fit, dist.ReduceOp.MIN)
+            for local, own in of_parts if all_fit else ():
+                if local:
+                    local.load(own)
 
     def rehearse(self, inputs: Tensor, targets: Tensor, scale: Scale) -> None:
         """Compute and discard gradients until the engine has reached its steady state; nothing else changes.
@@ -234,6 +244,12 @@ class Accumulating(Engine):
         finally:
             self._part.release()
         return found if self.owns_loss else None
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Where a module computes; its shards may be in host memory all the same."""
+    weight = next(module.parameters())
+    return torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Local SGD: replicas train on their own, and average their weights every few steps (Stich 2019, arXiv 1805.09767)."""
+"""Local SGD: copies train on their own, and average their weights every few steps (Stich 2019, arXiv 1805.09767)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MESSAGE = 100 << 20
 
 
 class LocalSGD:
-    """Averages the weights of a module's replicas every few steps; between that they exchange nothing.
+    """Averages the weights of a module's copies every few steps; between that they exchange nothing.
 
-    The optimizer's state remains each replica's own, as in torch's ``PostLocalSGDOptimizer``. Not torch's
+    The optimizer's state remains each copy's own, as in torch's ``PostLocalSGDOptimizer``. Not torch's
     ``PeriodicModelAverager``: it copies all weights into one buffer, and lets the weights point into that.
 
     Args:
-        module: This rank's part of a replica.
-        group: The ranks with the same part of each replica.
+        module: This rank's part of a copy.
+        group: The ranks with the same part of each copy.
         every: Steps from one average to the next.
     """
 
@@ -52,13 +52,13 @@ class LocalSGD:
     def averaged(self, *, with_state: bool) -> Iterator[dict[str, Tensor]]:
         """A context in which weights and buffers, such as the statistics of batch norms, are the averages.
 
-        Afterwards they are this replica's own, bit for bit.
+        Afterwards they are this copy's own, bit for bit.
 
         Args:
             with_state: Whether the optimizer's state is averaged too.
 
         Yields:
-            What is this replica's own, by name; in host memory, where there is more room.
+            What is this copy's own, by name; in host memory, where there is more room.
         """
         tensors = self._tensors(with_state)
         own = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
@@ -70,18 +70,20 @@ class LocalSGD:
                 tensor.copy_(own[name])
 
     def load(self, own: Mapping[str, Tensor]) -> None:
-        """Continue with what :meth:`averaged` yielded with the optimizer's state, if it is of the same layout.
+        """Continue with what :meth:`averaged` yielded with the optimizer's state."""
+        for name, tensor in self._tensors(with_state=True).items():
+            tensor.copy_(own[name])
 
-        Otherwise the replica continues from the averages, which have been loaded before.
-        """
-        tensors = self._tensors(with_state=True)
-        here, there = ({name: tensor.shape for name, tensor in found.items()} for found in (tensors, own))
-        if here == there:
-            for name, tensor in tensors.items():
-                tensor.copy_(own[name])
+    def fits(self, own: Mapping[str, Tensor]) -> bool:
+        """Whether this was yielded under the same layout."""
+        here, there = (
+            {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
+            for found in (self._tensors(with_state=True), own)
+        )
+        return here == there
 
     def _tensors(self, with_state: bool) -> dict[str, Tensor]:
-        """What differs between replicas, by name: the local parts on this rank, which share memory with the run."""
+        """What differs between copies, by name: the local parts on this rank, which share memory with the run."""
         found = {name: local_part(weight.detach()) for name, weight in (self._weights | self._buffers).items()}
         if with_state and self._optimizer:
             for name, weight in self._weights.items():

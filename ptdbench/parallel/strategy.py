@@ -28,7 +28,7 @@ from ptdbench.parallel.precision import Name
 from ptdbench.parallel.replicate import Replication
 from ptdbench.parallel.shard import Offload, Sharding, shared_between_layers
 from ptdbench.parallel.volume import Work, expected
-from ptdbench.problems import Problem, at_least, require, try_these
+from ptdbench.problems import Problem, at_least, nearest_numbers, require, try_these
 
 DEGREES = ("replicate", "shard", "context", "tensor", "pipeline")
 
@@ -167,7 +167,7 @@ class Strategy:
         else:
             size = share if micro_batch == "auto" else micro_batch
             found = Layout(dims, global_batch, size, accumulation=share // size)
-        require(self._static_graph(found), self._subgroup(dims), self._resharded(found))
+        require(self._static_graph(found), self._subgroup(dims), self._resharded(found), *self._unaveraged(dims))
         return found
 
     def check(self, model: Model, layout: Layout) -> None:
@@ -208,8 +208,25 @@ class Strategy:
             remedy = try_these(["recompute", "keep", "or parallel.schedule=interleaved1f1b"])
             require(Problem("activations", "selective", rule, remedy))
 
+    def check_steps(self, steps: int) -> None:
+        """Raise ConfigError for a run that ends before the copies have averaged their weights once."""
+        if self.local_steps > steps:
+            rule = f"must not exceed train.steps, {steps}: the copies would never average their weights"
+            require(
+                Problem(
+                    "parallel.local_steps",
+                    self.local_steps,
+                    rule,
+                    try_these(nearest_numbers(self.local_steps, divisors(steps))),
+                )
+            )
+
     def check_precision(self, precision: Name) -> None:
         """Raise ConfigError for a precision that does not go with the options."""
+        if precision == "fp16" and self.local_steps > 1:
+            rule = "lets all ranks agree on overflows in each step, and copies that average weights do not communicate"
+            remedy = try_these(["bf16", "or parallel.local_steps=1"])
+            require(Problem("precision", "fp16", rule, remedy))
         if precision == "fp16" and self.gradients == "powersgd":
             rule = "is not for scaled losses: a step that overflows is skipped, and its infinite error would be kept"
             require(Problem("parallel.gradients", "powersgd", rule, try_these(["auto", "or precision=bf16"])))
@@ -367,17 +384,27 @@ class Strategy:
         """Problems for options that do not go with copies that average their weights."""
         if self.replicate == 1:
             yield Problem("local_steps", self.local_steps, _NO_EFFECT, "it belongs to parallel=ddp,pdp,hsdp")
-        if self.shard == 1 and self.context != 1:
-            rule = "is for copies that average no gradients, and ranks that share a sequence have to"
-            yield Problem("local_steps", self.local_steps, rule, try_these([1, "or parallel.shard=2"]))
         defaults = {field.name: field.default for field in fields(self)}
-        for option in (*_OPTIONS_OF["replicate"], "gradients") if self.shard == 1 != self.replicate else ():
+        for option in _OPTIONS_OF["replicate"] if self.shard == self.tensor == 1 != self.replicate else ():
             if getattr(self, option) != defaults[option]:
-                rule = f"is about averaging gradients, and with local_steps={self.local_steps} copies average weights"
-                yield Problem(option, getattr(self, option), rule, "omit it, or try parallel.local_steps=1")
+                yield self._about_gradients(option)
         if self.sync_batchnorm:
             rule = f"lets copies communicate in each step, and with local_steps={self.local_steps} they do not"
             yield Problem("sync_batchnorm", True, rule, "try false, or parallel.local_steps=1")
+
+    def _unaveraged(self, dims: Dims) -> Iterator[Problem]:
+        """Problems of copies that average their weights, where no shards let gradients be averaged inside of a copy."""
+        if self.local_steps == 1 or self._is_sharded(dims):
+            return
+        if dims.context > 1:
+            rule = "is for copies that average no gradients, and ranks that share a sequence have to"
+            yield Problem("local_steps", self.local_steps, rule, try_these([1, "or parallel.shard=2"]))
+        if self.gradients != "auto":
+            yield self._about_gradients("gradients")
+
+    def _about_gradients(self, option: str) -> Problem:
+        rule = f"is about averaging gradients, and with local_steps={self.local_steps} copies average weights"
+        return Problem(option, getattr(self, option), rule, "omit it, or try parallel.local_steps=1")
 
     def _ring(self) -> Problem | None:
         if self.context_method != "ring" or not (lacks := ring.missing()):

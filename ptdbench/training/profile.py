@@ -1,6 +1,7 @@
 """The profiling pass: a few further steps under torch's profiler, after the timed ones.
 
-They train on, and nothing looks at the weights afterwards. No label and no clock of theirs is in the timed steps.
+They train on, and nothing looks at the weights afterwards. No clock of theirs is in the timed steps, and no label but
+that of the averages of local SGD.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ _TRACE = "trace.json"
 
 #: Seconds that the steps of the pass may take; at least one is done.
 MOST_SECONDS = 60.0
+
+#: Steps that make a trace of a size that can be read, where as many must be profiled as lie between two averages.
+MOST_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,14 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
     asked = job.spec.config.profile.steps
     started = time.perf_counter()
     timed = gather(((metrics or {}).get("step_seconds") or {}).get("mean"))[0]
+    most = int(MOST_SECONDS / timed) if timed else MOST_STEPS
     every = job.training.strategy.local_steps
-    asked = every * math.ceil(asked / every)  # as many averages of weights as the mean step has
-    steps = max(1, min(asked, int(MOST_SECONDS / timed) if timed else asked))
+    steps = every * math.ceil(asked / every)  # as many averages of weights as the mean step has
+    if every > 1 and steps > min(most, MOST_STEPS):
+        steps = min(most, MOST_STEPS) // every * every
+    if not steps:
+        return {"steps": 0, "reason": f"parallel.local_steps={every} are more steps than can be profiled"}
+    steps = max(1, min(steps, most))
     keep = job.spec.config.profile.trace
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
         taken = run(job, loop, steps)

@@ -48,22 +48,6 @@ def test_warmup_bounds(values, minimum, expected):
     assert warmup_end(values, minimum) == expected
 
 
-@pytest.mark.parametrize(
-    ("count", "minimum", "period", "expected"),
-    [
-        (20, 0, 4, 4),  # 4, 8 and none are multiples, and the first one is slow
-        (22, 3, 4, 6),
-        (20, 10, 8, 12),  # beyond half, rather than with a part of a period
-        (5, 0, 8, 1),  # less than a period: as without
-        (8, 4, 8, 4),
-        (0, 0, 8, 0),
-    ],
-)
-def test_what_is_timed_is_a_multiple_of_a_period_if_there_are_so_many(count, minimum, period, expected):
-    values = [9.0] * min(1, count) + [1.0] * (count - 1)
-    assert warmup_end(values, minimum, period) == expected
-
-
 def test_warmup_of_equal_steps_does_not_hang_on_rounding():
     assert warmup_end([0.1234567] * 1001, minimum=0) == 0
 

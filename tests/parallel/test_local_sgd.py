@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ptdbench.parallel import local_sgd
+from ptdbench.parallel.engine import Accumulating, Part
 from ptdbench.parallel.local_sgd import LocalSGD
 from tests.parallel.ranks import on_ranks
 
@@ -81,10 +82,19 @@ def when() -> list[int]:
 def loaded() -> dict[str, Any]:
     module, local = norm()
     own = {"weight": torch.full([2], 7.0), "running_mean": torch.full([2], 8.0), "running_var": torch.full([2], 9.0)}
-    local.load(own | {"weight": torch.full([3], 7.0)})  # of another layout
+    others = {
+        "shape": own | {"weight": torch.full([3], 7.0)}, "dtype": own | {"weight": torch.full([2], 7.0).double()},
+        "more": own | {"bias": torch.full([2], 7.0)}, "less": {"weight": own["weight"]}, "nothing": {},
+    }  # fmt: skip
+    fitting = [name for name, other in {"same": own, **others}.items() if local.fits(other)]
+    # Two stages of a rank, of which one is another in the second rank.
+    engine = Accumulating(Part(module, module, local=local), 1)
+    engine.parts = [*engine.parts, Part(module, module, local=local)]
+    named = {f"local.{part}.{name}": tensor for part in (0, 1) for name, tensor in own.items()}
+    engine.load_own_state({} if dist.get_rank() == 1 else named)
     other = values(module)
-    local.load(own)
-    return {"other": other, "same": values(module)}
+    engine.load_own_state(named)
+    return {"fitting": fitting, "other": other, "same": values(module)}
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +129,9 @@ def test_every_third_step(of_ranks):
     assert [of_rank["when"] for of_rank in of_ranks] == [[2, 5], [2, 5]]
 
 
-def test_what_another_layout_had_is_left_alone(of_ranks):
+def test_what_another_layout_had_is_left_alone_by_all(of_ranks):
     for rank, found in enumerate(of_rank["loaded"] for of_rank in of_ranks):
+        assert found["fitting"] == ["same"]
         assert found["other"]["weight"] == [float(rank)] * 2
         assert found["same"]["weight"] == [7.0, 7.0]
         assert found["same"]["running_mean"] == [8.0, 8.0]

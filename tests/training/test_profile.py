@@ -218,8 +218,10 @@ def test_a_ring_waits_for_its_slowest_rank(tmp_path):
 
 
 def test_copies_that_average_their_weights_wait_for_the_slowest_of_them(tmp_path):
-    found = slowed(tmp_path, "parallel=ddp", "parallel.local_steps=2", place="forward", ranks=[1])
-    assert len(found[0].steps) % 2 == 0
+    found = slowed(tmp_path, "parallel=ddp", "parallel.local_steps=3", place="forward", ranks=[1])
+    phases = record_of(tmp_path)["phases"]
+    assert phases["steps"] == 3  # and not the two that were asked for
+    assert phases["communication"]["all_reduce"]["calls"] == pytest.approx(1 / 3)
     assert found[0].waited(True, ["all_reduce"], last=1) > MOST * found[0].waits
 
 
@@ -360,6 +362,20 @@ def test_the_trace_shows_the_same_exposed_communication_to_another_reader(tmp_pa
     assert 1 in found["waited_for_most"]
     assert (tmp_path / "trace.json.gz").stat().st_size > 1000
     assert "aten::addmm" in (tmp_path / "trace" / "operations.txt").read_text()
+
+
+def run_with_short_traces(configuration: Any, directory: Path) -> None:
+    """In a rank: a run of which at most two steps may be profiled."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(profile, "MOST_STEPS", 2)
+        product.run(configuration, directory)
+
+
+def test_steps_without_an_average_of_weights_are_not_taken_for_all(tmp_path):
+    RANKS.call(2, run_with_short_traces, composed(*TINY, "parallel=ddp", "parallel.local_steps=3"), tmp_path)
+    record = record_of(tmp_path)
+    assert record["status"] == "ok"
+    assert record["phases"]["reason"] == "parallel.local_steps=3 are more steps than can be profiled"
 
 
 def run_failing(configuration: Any, directory: Path) -> None:
