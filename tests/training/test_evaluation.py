@@ -114,7 +114,10 @@ def test_it_comes_every_so_many_steps_and_at_the_end(shared_run):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp parallel.reshard_after_forward=false", "pdp"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "fsdp", "fsdp parallel.reshard_after_forward=false", "pdp", "ddp parallel.local_steps=3"],
+)
 def test_training_goes_on_as_if_nobody_had_looked(shared_run, strategy):
     # With averages, which take the weights' place for as long, and checkpoints, which need them as they are laid out.
     layout = f"parallel={strategy}".split()
@@ -129,11 +132,11 @@ def test_training_goes_on_as_if_nobody_had_looked(shared_run, strategy):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ddp parallel.local_steps=3"])
 def test_what_is_said_of_the_last_weights_is_what_one_rank_says_of_their_checkpoint(shared_run, strategy):
     # Replicas' batch norms have seen different samples: all must judge with those that are saved.
     steps = ("train.steps=5", "eval.every=5", "eval.micro_batch=10")
-    there = shared_run(*TASK, *steps, f"parallel={strategy}", "checkpoint.every_steps=5")
+    there = shared_run(*TASK, *steps, *f"parallel={strategy}".split(), "checkpoint.every_steps=5")
     (evaluation,) = there["evaluations"]
     checkpoint = Path(there["directory"]) / "checkpoints" / "step-00000005"
     written = manifest.read(checkpoint)
