@@ -125,7 +125,7 @@ class TestHelp:
         done = forked.train_py("parallel=fsdp", "--cfg", "job", "--package", "parallel", cwd=tmp_path)
         assert done.returncode == 0
         assert "reshard_after_forward: true" in done.stdout
-        assert "steps" not in done.stdout
+        assert "global_batch" not in done.stdout
 
 
 @pytest.mark.ranks
