@@ -1,11 +1,18 @@
-"""The part of a tensor that is on this rank."""
+"""What of a model that ranks share is on this rank."""
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """A tensor itself, or the shard that this rank has of it, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module computes; its shards may be in host memory all the same."""
+    weight = next(module.parameters())
+    return torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device

@@ -8,16 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Record, run_on_shared_ranks
+from tests.workloads.made_task import TASK
 
 pytestmark = pytest.mark.ranks
 
 EVERY = 3
-TASK = (
-    "data=synthetic_vectors", "~data.inputs", "~data.outputs", "data._target_=tests.workloads.made_task.Largest",
-    "model=custom", "model._target_=tests.workloads.made_task.Net", "device=cpu", "cluster.cpus_per_rank=1",
-    "train.global_batch=24", "optimizer.lr=1e-2", "parallel=ddp", "cluster.ranks_per_node=3",
-    f"parallel.local_steps={EVERY}", "train.ema=0.8",
-)  # fmt: skip
+COPIES = (*TASK, "parallel=ddp", "cluster.ranks_per_node=3", f"parallel.local_steps={EVERY}", "train.ema=0.8")
 GPT = (
     "model=gpt_tiny", "model.width=32", "model.sequence_length=16", "model.vocabulary=300", "train.global_batch=24",
     "train.steps=7", "train.clip_norm=0.5", "device=cpu", "cluster.cpus_per_rank=1", f"parallel.local_steps={EVERY}",
@@ -27,21 +23,21 @@ GPT = (
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Record:
     """A run that only trains."""
-    return run_on_shared_ranks(tmp_path_factory.mktemp("plain"), *TASK, "train.steps=8")
+    return run_on_shared_ranks(tmp_path_factory.mktemp("plain"), *COPIES, "train.steps=8")
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
     """One that ends between two averages."""
     folder = tmp_path_factory.mktemp("stopped")
-    return folder, run_on_shared_ranks(folder, *TASK, "train.steps=5", "checkpoint.every_steps=5")
+    return folder, run_on_shared_ranks(folder, *COPIES, "train.steps=5", "checkpoint.every_steps=5")
 
 
 def test_another_layout_goes_on_with_the_mean(plain, stopped, shared_run):
     folder, known = stopped
     others = ("parallel=ddp", "parallel=fsdp")
     averaging, sharded = (
-        shared_run(*TASK, "train.steps=8", "parallel.local_steps=1", other, f"resume={folder}") for other in others
+        shared_run(*COPIES, "train.steps=8", "parallel.local_steps=1", other, f"resume={folder}") for other in others
     )
     for record in (averaging, sharded):
         assert record["status"] == "ok", record["error"]

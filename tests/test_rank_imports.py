@@ -20,8 +20,8 @@ def note_forks():
 
 def leave(status, leave=os._exit):
     if "RANK" in os.environ and "before" in globals():
-        with open(os.environ["MODULES"], "a") as file:
-            print(json.dumps([before, sorted(sys.modules.keys() - set(before))]), file=file)
+        with open(os.path.join(os.environ["MODULES"], str(os.getpid())), "w") as file:
+            json.dump([before, sorted(sys.modules.keys() - set(before))], file)
     leave(status)
 
 os.register_at_fork(after_in_child=note_forks)
@@ -36,6 +36,7 @@ HEAVY = ("torch", "tensorboard", "google", "hydra", "omegaconf", "antlr4", "nump
 @pytest.mark.ranks
 def test_a_rank_imports_nothing_but_a_strangers_model(tmp_path, environ):
     (tmp_path / "site").mkdir()
+    (tmp_path / "modules").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
     (tmp_path / "mine.py").write_text("from ptdbench.models.toy import Toy\n\nclass Mine(Toy):\n    pass\n")
     done = subprocess.run(
@@ -47,7 +48,7 @@ def test_a_rank_imports_nothing_but_a_strangers_model(tmp_path, environ):
         env={**environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "MODULES": f"{tmp_path}/modules"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    ranks = [json.loads(line) for line in (tmp_path / "modules").read_text().splitlines()]
+    ranks = [json.loads(path.read_text()) for path in (tmp_path / "modules").iterdir()]
     assert len(ranks) == 6
     for before, imported in ranks:
         assert "mine" not in before

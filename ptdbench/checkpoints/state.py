@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ptdbench.checkpoints import reading
 from ptdbench.checkpoints.together import gathered
+from ptdbench.local_part import device_of
 from ptdbench.problems import ConfigError, Problem
 
 #: Pairs of full parameter names that are one weight, see :meth:`ptdbench.models.protocol.Model.tied`.
@@ -56,7 +56,7 @@ def collect(
     """
     found = _trained(module, optimizer, tied, with_buffers) | {f"rng.cpu.{rank}": torch.get_rng_state()}
     found |= {f"own.{rank}.{name}": tensor for name, tensor in (own or {}).items()}
-    device = _device(module)
+    device = device_of(module)
     return found | ({f"rng.cuda.{rank}": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
@@ -95,13 +95,13 @@ def restore(
     _make_state(module, optimizer, tied, stored)
     tensors = _trained(module, optimizer, tied, with_buffers=True)
     _require_same(path, tensors, stored, group)
-    of_rank = _of_rank(stored, rank, world_size, _device(module))
+    of_rank = _of_rank(stored, rank, world_size, device_of(module))
     reading.load(path, tensors | of_rank, group)
     _copy_to_second(module, optimizer, tied)
     own = {}
     for name, state in of_rank.items():
         if name.startswith("rng.cuda."):
-            torch.cuda.set_rng_state(state, _device(module))
+            torch.cuda.set_rng_state(state, device_of(module))
         elif name.startswith("rng.cpu."):
             torch.set_rng_state(state)
         else:
@@ -145,12 +145,6 @@ def _copy_to_second(module: nn.Module, optimizer: torch.optim.Optimizer, tied: T
 def _buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     persistent = module.state_dict().keys()
     return ((f"model.{name}", buffer) for name, buffer in module.named_buffers() if name in persistent)
-
-
-def _device(module: nn.Module) -> torch.device:
-    """Where a module computes; shards may be in host memory all the same."""
-    weight = next(module.parameters())
-    return torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device
 
 
 def _make_state(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, stored: Mapping[str, object]) -> None:

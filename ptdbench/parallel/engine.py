@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import get_total_norm
 
+from ptdbench.local_part import device_of
 from ptdbench.parallel.local_sgd import LocalSGD
 from ptdbench.parallel.powersgd import PowerSGD
 from ptdbench.parallel.zero import Division
@@ -171,7 +172,7 @@ class Engine(ABC):
         of_parts = [(part.local, _below(f"local.{number}.", tensors)) for number, part in enumerate(self.parts)]
         if any(local for local, _ in of_parts):
             fits = all(local is None or local.fits(own) for local, own in of_parts)
-            all_fit = torch.tensor(float(fits), device=_device_of(self.module))
+            all_fit = torch.tensor(float(fits), device=device_of(self.module))
             dist.all_reduce(all_fit, dist.ReduceOp.MIN)
             for local, own in of_parts if all_fit else ():
                 if local:
@@ -244,12 +245,6 @@ class Accumulating(Engine):
         finally:
             self._part.release()
         return found if self.owns_loss else None
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    """Where a module computes; its shards may be in host memory all the same."""
-    weight = next(module.parameters())
-    return torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

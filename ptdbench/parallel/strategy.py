@@ -212,14 +212,8 @@ class Strategy:
         """Raise ConfigError for a run that ends before the copies have averaged their weights once."""
         if self.local_steps > steps:
             rule = f"must not exceed train.steps, {steps}: the copies would never average their weights"
-            require(
-                Problem(
-                    "parallel.local_steps",
-                    self.local_steps,
-                    rule,
-                    try_these(nearest_numbers(self.local_steps, divisors(steps))),
-                )
-            )
+            remedy = try_these(nearest_numbers(self.local_steps, divisors(steps)))
+            require(Problem("parallel.local_steps", self.local_steps, rule, remedy))
 
     def check_precision(self, precision: Name) -> None:
         """Raise ConfigError for a precision that does not go with the options."""

@@ -78,14 +78,9 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
     asked = job.spec.config.profile.steps
     started = time.perf_counter()
     timed = gather(((metrics or {}).get("step_seconds") or {}).get("mean"))[0]
-    most = int(MOST_SECONDS / timed) if timed else MOST_STEPS
     every = job.training.strategy.local_steps
-    steps = every * math.ceil(asked / every)  # as many averages of weights as the mean step has
-    if every > 1 and steps > min(most, MOST_STEPS):
-        steps = min(most, MOST_STEPS) // every * every
-    if not steps:
+    if not (steps := _count(asked, timed, every)):
         return {"steps": 0, "reason": f"parallel.local_steps={every} are more steps than can be profiled"}
-    steps = max(1, min(steps, most))
     keep = job.spec.config.profile.trace
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
         taken = run(job, loop, steps)
@@ -109,6 +104,20 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
         sent["formula_bytes"] = expected.volume.get(operation)
         sent["fit_seconds"] = _fit_seconds(job, operation, sent["calls"], sent["bytes"])
     return {**fields, "pass_seconds": time.perf_counter() - started}
+
+
+def _count(asked: int, timed: float | None, every: int) -> int:
+    """The number of steps to profile; with local SGD whole periods, as many as fit, or 0: part of one is no mean step.
+
+    Args:
+        asked: The number that was asked for.
+        timed: Seconds of a step, if any was timed.
+        every: Steps from one average of weights to the next.
+    """
+    most = MOST_SECONDS / timed if timed else math.inf
+    if every == 1:
+        return max(1, int(min(asked, most)))
+    return every * int(min(math.ceil(asked / every), min(most, MOST_STEPS) // every))
 
 
 def run(

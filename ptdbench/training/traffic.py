@@ -36,8 +36,8 @@ def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
 def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
     """The group of a call; ``None`` if that is unknown.
 
-    A trace of gloo does not name it. What called it does: FSDP, ring attention, other functional collectives for tensor
-    and context parallelism, and DDP, which is C++ and calls from the backward pass itself.
+    A trace of gloo does not name it. What called it does: FSDP, local SGD, ring attention, other functional collectives
+    for tensor and context parallelism, and DDP, which is C++ and calls from the backward pass itself.
     """
     if call.ranks is not None:
         return next(

@@ -28,8 +28,8 @@ class Patient(nn.Module):
     """A linear layer.
 
     Args:
-        file: While it is there a forward pass waits
-        seconds: for so long.
+        file: While it is there, a forward pass waits.
+        seconds: How long.
     """
 
     def __init__(self, file: str, seconds: float) -> None:

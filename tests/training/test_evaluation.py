@@ -16,12 +16,8 @@ from ptdbench.checkpoints import manifest, reading
 from ptdbench.training.evaluation import Evaluation
 from tests.conftest import Record, run_on_shared_ranks
 from tests.workloads import made_task
+from tests.workloads.made_task import TASK
 
-TASK = (
-    "data=synthetic_vectors", "~data.inputs", "~data.outputs", "data._target_=tests.workloads.made_task.Largest",
-    "model=custom", "model._target_=tests.workloads.made_task.Net", "device=cpu", "cluster.cpus_per_rank=1",
-    "train.global_batch=24", "optimizer.lr=1e-2",
-)  # fmt: skip
 #: Every strategy on every number of ranks up to three that it takes; ``single`` is what the others are held against.
 LAYOUTS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pdp", 2), ("pdp", 3), ("pdp", 4)]
 LAYOUTS += [("hsdp", 4), ("fsdp parallel.pipeline=2", 4)]

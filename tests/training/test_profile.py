@@ -364,6 +364,25 @@ def test_the_trace_shows_the_same_exposed_communication_to_another_reader(tmp_pa
     assert "aten::addmm" in (tmp_path / "trace" / "operations.txt").read_text()
 
 
+@pytest.mark.parametrize(
+    ("asked", "timed", "every", "count"),
+    [
+        (5, 0.1, 1, 5),
+        (5, None, 1, 5),
+        (5, 25.0, 1, 2),  # in a minute
+        (5, 100.0, 1, 1),
+        (5, 0.1, 4, 8),
+        (8, None, 4, 8),
+        (5, 10.0, 4, 4),  # of eight only six fit
+        (5, 25.0, 4, 0),
+        (5, 0.1, 101, 0),
+        (500, 0.01, 30, 90),
+    ],
+)
+def test_how_many_steps_are_profiled(asked, timed, every, count):
+    assert profile._count(asked, timed, every) == count
+
+
 def run_with_short_traces(configuration: Any, directory: Path) -> None:
     """In a rank: a run of which at most two steps may be profiled."""
     with pytest.MonkeyPatch.context() as patched:

@@ -17,6 +17,14 @@ CLASSES = 6
 HELD_OUT = 101  # a prime: no number of ranks divides it
 
 
+#: The options of a run that learns it.
+TASK = (
+    "data=synthetic_vectors", "~data.inputs", "~data.outputs", f"data._target_={__name__}.Largest",
+    "model=custom", f"model._target_={__name__}.Net", "device=cpu", "cluster.cpus_per_rank=1", "train.global_batch=24",
+    "optimizer.lr=1e-2",
+)  # fmt: skip
+
+
 def numbers(seed: int, start: int, stop: int) -> Tensor:
     bits = draws(seed, start * CLASSES, stop * CLASSES)
     return torch.from_numpy((bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)).reshape(-1, CLASSES)
