@@ -90,7 +90,7 @@ gpu-check:  ## the acceptance run of one GPU: make gpu-check PYTHON=python3 WHEE
 	$(PYTHON) -m benchmarks.gpu_check $(if $(WHEELS),--wheels $(WHEELS)) $(ARGS)
 
 gpu-cluster:  ## every layout, the links, and failures under every launcher, on two GPUs or more; in an allocation on all its nodes
-	$(PYTHON) benchmarks/gpu_cluster.py $(ARGS)
+	$(PYTHON) -m benchmarks.gpu_cluster $(ARGS)
 
 slurm-up: $(BIN)/python  ## start a SLURM of two nodes on this machine, as root; make test does it by itself
 	$(BIN)/python -m tests.slurm_cluster up $(ARGS)

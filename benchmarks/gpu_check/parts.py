@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
@@ -210,22 +210,32 @@ def explained(session: Session) -> None:
 
 
 def two_ranks(session: Session) -> None:
-    """Two ranks on one device over gloo: losses of what gloo can carry, against single."""
+    """Two ranks on one device over gloo: losses of what gloo can carry, against single or the same on the CPU."""
     common = (*_small(session), *SGD)
     reference = session.reference("single", "parallel=single", *common)
-    options = ("backend=gloo", "cluster.ranks_per_node=2", *common)
+    two = ("backend=gloo", "cluster.ranks_per_node=2")
+    options = (*two, *common)
     session.follows("ddp of 2", reference, FP32, "parallel=ddp", *options)
-    others = {name: [f"parallel={name}"] for name in ("fsdp", "pdp")}
+    others = {name: [f"parallel={name}"] for name in ("fsdp", "pdp", "tp")}
     for method in ("ulysses", "ring"):
         others[method] = ["parallel=ddp", "parallel.context=2", f"parallel.context_method={method}"]
     for name, layout in others.items():
-        found = session.run(f"{name} of 2", *layout, *options)
-        if found["status"] == "ok":
-            off = largest_difference(found["losses"], reference)
-            session.tell(f"{name} of 2", off <= FP32, f"off by {off:.1e}, at most {FP32:.0e}", off=off)
-        else:  # gloo has not every operation for memory of a GPU, and says so; any other error is a fault
-            refused = "gloo" in str(found["error"]["message"]).lower()
-            session.tell(f"{name} of 2", refused, f"{'not carried by gloo: ' * refused}{reason(found)}")
+        _carried(session, f"{name} of 2", reference, *layout, *options)
+    # Computes something else than single, and the same on each device; a CPU needs a small model.
+    averaged = (*two, *SGD, "model=gpt_tiny", "train.global_batch=4", "parallel=ddp", "parallel.local_steps=2")
+    on_cpu = session.reference("local SGD of 2 on the CPU", *averaged, "device=cpu")
+    _carried(session, "local SGD of 2", on_cpu, *averaged)
+
+
+def _carried(session: Session, name: str, reference: Sequence[float], *overrides: str) -> None:
+    """A run over gloo, if gloo carries it: it has not every operation for a GPU's memory, and says so."""
+    found = session.run(name, *overrides)
+    if found["status"] == "ok":
+        off = largest_difference(found["losses"], reference)
+        session.tell(name, off <= FP32, f"off by {off:.1e}, at most {FP32:.0e}", off=off)
+    else:  # any other error is a fault
+        refused = "gloo" in str(found["error"]["message"]).lower()
+        session.tell(name, refused, f"{'not carried by gloo: ' * refused}{reason(found)}")
 
 
 def silent(session: Session) -> None:

@@ -127,10 +127,12 @@ def test_the_large_model_runs_at_every_micro_batch_and_tells_its_goal() -> None:
 def test_only_what_gloo_refuses_may_be_missing_of_two_ranks_on_one_gpu() -> None:
     lacking = failed()
     lacking["error"]["message"] = "no support for reduce_scatter in Gloo process group"
-    of = Scripted(trained(), trained(), lacking, failed(), trained(), trained())
+    of = Scripted(*[trained()] * 2, lacking, failed(), *[trained()] * 4, trained((5.0, 4.0, 3.0, 2.0, 1.1)))
     parts.two_ranks(of)
-    passed = ["single", "ddp of 2", "fsdp of 2", "ulysses of 2", "ring of 2"]
-    assert verdicts(of) == {**dict.fromkeys(passed, True), "pdp of 2": False}
+    passed = ["single", "ddp of 2", "fsdp of 2", "tp of 2", "ulysses of 2", "ring of 2", "local SGD of 2 on the CPU"]
+    assert verdicts(of) == {**dict.fromkeys(passed, True), "pdp of 2": False, "local SGD of 2": False}
+    assert "device=cpu" in of.typed[-2]
+    assert [*of.typed[-1], "device=cpu"] == [*of.typed[-2]]
 
 
 def test_an_error_of_a_part_is_a_failed_check(on_cpu: Session) -> None:

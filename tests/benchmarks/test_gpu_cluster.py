@@ -10,39 +10,57 @@ import uuid
 import pytest
 import torch
 
-from benchmarks import gpu_cluster
-from benchmarks.gpu_cluster import Checks, launchers
-from tests.conftest import ROOT
-
-LOCAL = "local"
+from benchmarks.gpu_cluster import checks as of_checks
+from benchmarks.gpu_cluster import launchers as of_launchers
+from benchmarks.gpu_cluster import processes
+from benchmarks.gpu_cluster.checks import AGAINST_CPU, LAYOUTS, Checks, Layouts
+from benchmarks.gpu_cluster.launchers import launchers, local
+from ptdbench.setup import config
+from ptdbench.setup.run_spec import specify
+from tests.conftest import ROOT, composed
 
 
 @pytest.fixture
 def checks(tmp_path, monkeypatch) -> Checks:
-    monkeypatch.setattr(gpu_cluster, "GONE", gpu_cluster.PATIENCE)  # a machine that is busy with other tests
+    monkeypatch.setattr(of_checks, "GONE", of_checks.PATIENCE)  # a machine that is busy with other tests
     return Checks("cpu", "toy", batch=4, folder=tmp_path)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("fault", ["kill", "stop", "raise"])
 def test_a_rank_that_fails_takes_its_run_along_and_is_named(checks, fault, capsys):
-    (local,) = launchers([LOCAL], 2)
-    checks.fault(local, fault)
+    checks.fault(local(2), fault)
     assert checks.failed == [], capsys.readouterr().out
 
 
 @pytest.mark.ranks
 def test_layouts_are_held_against_a_single_rank(checks, capsys):
-    (local,) = launchers([LOCAL], 2)
-    checks.layouts(local, ["ddp", "pdp", "hsdp"])
+    checks.layouts(local(2), [Layouts(("parallel=ddp,pdp",)), Layouts(("parallel=hsdp",), ranks=4), *AGAINST_CPU])
+    said = [line.split()[:4] for line in capsys.readouterr().out.splitlines()]
+    assert [one[0] for one in said] == ["ok", "ok", "FAIL"], said
+    assert [one[2] for one in said] == ["ddp", "pdp", "ddp"]
+    assert checks.failed == ["local ddp parallel.local_steps=2"]  # computes something else
+
+
+@pytest.mark.ranks
+def test_what_computes_something_else_is_held_against_the_ranks_of_a_cpu(checks, capsys):
+    checks.against_cpu(local(2), AGAINST_CPU)
     said = capsys.readouterr().out
     assert checks.failed == [], said
-    assert [line.split()[:3] for line in said.splitlines()] == [["ok", "local", "ddp"], ["ok", "local", "pdp"]]
+    assert said.split()[:4] == ["ok", "local", "ddp", "parallel.local_steps=2"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+def test_all_layouts_are_legal_on_any_number_of_gpus(ranks):
+    for layouts in [*LAYOUTS, *AGAINST_CPU]:
+        for name in layouts.names if layouts.ranks <= ranks else []:
+            typed = ("model=gpt_small", f"train.global_batch={16 * ranks}", f"cluster.ranks_per_node={ranks}")
+            specify(config.read(composed(*typed, *name.split())), None)
 
 
 def test_a_launcher_that_is_not_here_is_left_out(monkeypatch, capsys):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setattr(gpu_cluster.shutil, "which", lambda _: "/usr/bin/srun")
+    monkeypatch.setattr(of_launchers.shutil, "which", lambda _: "/usr/bin/srun")
     assert [one.name for one in launchers(["local", "srun"], 2)] == ["local"]
     assert "srun" in capsys.readouterr().out
     monkeypatch.setenv("SLURM_JOB_ID", "7")
@@ -55,18 +73,18 @@ def test_a_launcher_that_is_not_here_is_left_out(monkeypatch, capsys):
 
 def test_processes_are_known_by_their_mark():
     mark = uuid.uuid4().hex
-    environ, pipe = {**os.environ, gpu_cluster.MARK: mark}, subprocess.PIPE
+    environ, pipe = {**os.environ, processes.MARK: mark}, subprocess.PIPE
     with subprocess.Popen(["sh", "-c", "echo; read _"], env=environ, stdin=pipe, stdout=pipe) as process:
         assert process.stdout
         process.stdout.readline()  # from here on it is the shell, and not yet on its way to become it
-        assert gpu_cluster.living(mark) == [process.pid]
+        assert processes.living(mark) == [process.pid]
         process.kill()
-    assert gpu_cluster.living(mark) == []
+    assert processes.living(mark) == []
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs here")
 def test_without_two_gpus_it_says_so_in_one_line():
-    command = [sys.executable, "benchmarks/gpu_cluster.py"]
+    command = [sys.executable, "-m", "benchmarks.gpu_cluster"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("gpu-cluster needs two GPUs")

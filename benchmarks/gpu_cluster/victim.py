@@ -1,4 +1,4 @@
-"""A model that breaks on purpose and says when: ``model._target_=benchmarks.victim.Victim``."""
+"""A model that breaks on purpose and says when: ``model._target_=benchmarks.gpu_cluster.victim.Victim``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,78 @@
+"""The processes that a command has started, on every node: ``python -m benchmarks.gpu_cluster.processes MARK``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from .launchers import Launcher
+
+ROOT = Path(__file__).parents[2]
+
+#: Tells the processes of one command from all others, on every node.
+MARK = "PTDBENCH_GPU_CLUSTER"
+
+
+def environ(mark: str) -> dict[str, str]:
+    """The variables of a command whose processes bear this mark."""
+    paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), MARK: mark}
+
+
+def living(mark: str) -> list[int]:
+    """The processes of this node that a command with this mark has started, but not zombies."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:  # ended meanwhile, or somebody else's
+            continue
+    return found
+
+
+def seconds_until_gone(
+    begun: Path, mark: str, launcher: Launcher, process: subprocess.Popen[bytes], patience: float
+) -> float:
+    """Seconds from the failure until no process of a command is left; infinite where some are after ``patience``.
+
+    Args:
+        begun: A file that is made when the failure begins.
+        mark: What tells the command's processes.
+        launcher: Who started them.
+        process: The command itself; it is killed if it outlasts the patience.
+        patience: Seconds to wait.
+    """
+    started = time.time()
+    while time.time() < started + patience:
+        ended = process.poll() is not None
+        if not begun.exists() and ended:  # it never came so far
+            return float("inf")
+        if begun.exists() and ended and not _everywhere(mark, launcher):
+            return time.time() - begun.stat().st_mtime
+        time.sleep(0.2)
+    process.kill()
+    return float("inf")
+
+
+def _everywhere(mark: str, launcher: Launcher) -> list[int]:
+    """The processes of a command on all of its nodes."""
+    if launcher.nodes == 1:
+        return living(mark)
+    srun = ("srun", "--overlap", f"--nodes={launcher.nodes}", "--ntasks-per-node=1")
+    command = (*srun, sys.executable, "-m", "benchmarks.gpu_cluster.processes", mark)
+    # Without the mark: the question would find itself.
+    variables: Mapping[str, str] = environ("")
+    said = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True).stdout
+    return [pid for line in said.splitlines() for pid in json.loads(line)]
+
+
+if __name__ == "__main__":
+    print(json.dumps(living(sys.argv[1])))
