@@ -24,6 +24,7 @@ from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from tests.parallel.ranks import each, on_ranks
+from tests.parallel.splitting import where_split
 from tests.workloads.made_loop import step_loop
 
 BATCH = 12
@@ -66,8 +67,11 @@ STRATEGIES = {
     "tensor in shards": Strategy(shard="auto", tensor=2),
     "tensor in stages": Strategy(pipeline=2, tensor=2, schedule="gpipe"),
     "interleaved": Strategy(replicate="auto", pipeline=2, schedule="interleaved1f1b"),
-    "zbv in shards": Strategy(shard="auto", pipeline=2, schedule="zbv", reshard_after_forward=False),
-}
+    **where_split({
+        "zbv in shards": lambda: Strategy(shard="auto", pipeline=2, schedule="zbv", reshard_after_forward=False),
+    }),
+}  # fmt: skip
+LAYOUTS = [(ranks, name) for ranks, name in LAYOUTS if name in STRATEGIES]
 
 
 class Run:

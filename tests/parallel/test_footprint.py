@@ -19,6 +19,7 @@ from ptdbench.parallel.dims import Dims, Mesh
 from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.strategy import Strategy
 from tests.parallel.ranks import on_ranks
+from tests.parallel.splitting import where_split
 
 #: No number is a multiple of four shards, nor its half of two.
 SHAPE = {"layers": 3, "heads": 2, "width": 14, "sequence_length": 6, "vocabulary": 42}
@@ -39,8 +40,12 @@ STRATEGIES = {
     "context and copies": Strategy(replicate=2, context=2),
     "context and shards": Strategy(shard=2, context=2),
     "two stages a rank": Strategy(replicate="auto", pipeline=2, schedule="looped_bfs", microbatches=2),
-    "both ends on a rank": Strategy(replicate="auto", pipeline=2, schedule="dualpipev", microbatches=4),
-}
+    **where_split({
+        "both ends on a rank": lambda: Strategy(
+            replicate="auto", pipeline=2, schedule="dualpipev", microbatches=4
+        ),
+    }),
+}  # fmt: skip
 ADAMW = partial(torch.optim.AdamW, fused=True)
 
 

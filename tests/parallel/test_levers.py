@@ -26,6 +26,7 @@ from ptdbench.parallel.strategy import Strategy
 from ptdbench.parallel.zero import divide
 from ptdbench.training.loop import StepLoop
 from tests.parallel.ranks import on_ranks
+from tests.parallel.splitting import where_split
 from tests.workloads.made_loop import step_loop
 
 pytestmark = pytest.mark.ranks
@@ -84,9 +85,11 @@ LOCAL = {
     "local SGD, shards": (4, Lever(replicate=2, shard="auto", local_steps=4)),
     "local SGD, kept shards": (2, Lever(replicate=2, shard="auto", reshard_after_forward=False, micro_batch=2,
                                         local_steps=2)),
-    "local SGD, two stages a rank": (4, Lever(replicate=2, pipeline=2, schedule="zbv", local_steps=4)),
+    **where_split({
+        "local SGD, two stages a rank": lambda: (4, Lever(replicate=2, pipeline=2, schedule="zbv", local_steps=4)),
+    }),
 }  # fmt: skip
-RESTORED = ["local SGD", "local SGD, shards", "local SGD, two stages a rank"]
+RESTORED = [name for name in LOCAL if name in ("local SGD", "local SGD, shards", "local SGD, two stages a rank")]
 LEVERS = (
     EXACT | {name: lever for name, (*_, lever) in INEXACT.items()} | {name: one for name, (_, one) in LOCAL.items()}
 )

@@ -32,6 +32,7 @@ from ptdbench.parallel.pipeline.stage import costs
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from tests.parallel.ranks import on_ranks
+from tests.parallel.splitting import needs_splitting, where_split
 
 SHAPE = {"layers": 4, "heads": 4, "width": 16, "sequence_length": 8, "vocabulary": 40}
 BATCH, MICRO_BATCH = 16, 1
@@ -78,11 +79,15 @@ NARROW = {
 PRODUCTS = {
     "all three": Strategy(replicate=2, shard=2, pipeline=2, microbatches=2),
     "with tensor": Strategy(shard=2, pipeline=2, tensor=2, microbatches=2),
-    "with tensor, zero bubble": Strategy(replicate=2, pipeline=2, tensor=2, microbatches=2, schedule="zbv"),
     "with context": Strategy(replicate=2, shard=2, context=2),
     "with tensor, sequence": Strategy(replicate=2, pipeline=2, tensor=2, microbatches=2, sequence=True),
     "all three, kept whole": Strategy(replicate=2, shard=2, pipeline=2, schedule="gpipe", reshard_after_forward=False),
-}
+    **where_split({
+        "with tensor, zero bubble": lambda: Strategy(
+            replicate=2, pipeline=2, tensor=2, microbatches=2, schedule="zbv"
+        ),
+    }),
+}  # fmt: skip
 
 
 def refused(call: Any, *arguments: Any) -> str:
@@ -297,7 +302,8 @@ class TestRanks:
         (kinds,) = on_ranks(1, kinds_on_one_rank)
         assert kinds == {
             "single": (False, False, False), "ddp": (True, False, False),
-            "fsdp": (False, True, False), "pdp": (False, False, True), "zbv": (False, False, True),
+            "fsdp": (False, True, False), "pdp": (False, False, True),
+            **where_split({"zbv": lambda: (False, False, True)}),
         }  # fmt: skip
 
 
@@ -306,7 +312,7 @@ def kinds_on_one_rank() -> dict[str, tuple[bool, bool, bool]]:
     presets = {
         "single": Strategy(), "ddp": Strategy(replicate="auto"), "fsdp": Strategy(shard="auto"),
         "pdp": Strategy(replicate="auto", pipeline="auto"),
-        "zbv": Strategy(replicate="auto", pipeline="auto", schedule="zbv"),
+        **where_split({"zbv": lambda: Strategy(replicate="auto", pipeline="auto", schedule="zbv")}),
     }  # fmt: skip
     found = {}
     for name, strategy in presets.items():
@@ -403,8 +409,8 @@ class TestPipeline:
     @pytest.mark.parametrize(
         ("ranks", "options", "message"),
         [
-            (4, {"schedule": "zbv"}, "pipeline=4: pipeline(4) x stages_per_rank(2) = 8 stages must not exceed the "
-             "number of the model's layers, 4; try 2, or parallel.schedule=1f1b"),
+            (4, {"schedule": "interleaved1f1b"}, "pipeline=4: pipeline(4) x stages_per_rank(2) = 8 stages must not "
+             "exceed the number of the model's layers, 4; try 2, or parallel.schedule=1f1b"),
             (2, {"schedule": "looped_bfs", "stages_per_rank": 3}, "pipeline=2: pipeline(2) x stages_per_rank(3) = 6 "
              "stages must not exceed the number of the model's layers, 4; try parallel.schedule=1f1b"),
         ],
@@ -418,8 +424,8 @@ class TestPipeline:
         [
             ({"schedule": "1f1b", "stages_per_rank": 2}, "stages_per_rank=2: must be 1 under 1f1b; try auto, or "
              "parallel.schedule=interleaved1f1b"),
-            ({"schedule": "dualpipev", "stages_per_rank": 3}, "stages_per_rank=3: must be 2 under dualpipev; try "
-             "auto, or parallel.schedule=interleaved1f1b"),
+            pytest.param({"schedule": "dualpipev", "stages_per_rank": 3}, "stages_per_rank=3: must be 2 under "
+             "dualpipev; try auto, or parallel.schedule=interleaved1f1b", marks=needs_splitting),
             ({"schedule": "looped_bfs", "stages_per_rank": 1}, "stages_per_rank=1: must be a whole number of at "
              "least 2 under looped_bfs; try auto, or parallel.schedule=1f1b"),
         ],
@@ -430,10 +436,11 @@ class TestPipeline:
     @pytest.mark.parametrize(
         ("options", "batch", "message"),
         [
-            ({"schedule": "dualpipev", "microbatches": 2}, 16, "microbatches=2: must be at least the number of stages, "
-             "4, under dualpipev; try auto, or parallel.schedule=gpipe"),
-            ({"schedule": "dualpipev"}, 3, "microbatches=3: must be at least the number of stages, 4, under dualpipev; "
-             "try a train.global_batch of at least 4, or parallel.schedule=gpipe"),
+            pytest.param({"schedule": "dualpipev", "microbatches": 2}, 16, "microbatches=2: must be at least the "
+             "number of stages, 4, under dualpipev; try auto, or parallel.schedule=gpipe", marks=needs_splitting),
+            pytest.param({"schedule": "dualpipev"}, 3, "microbatches=3: must be at least the number of stages, 4, "
+             "under dualpipev; try a train.global_batch of at least 4, or parallel.schedule=gpipe",
+             marks=needs_splitting),
             ({"schedule": "interleaved1f1b", "microbatches": 5}, 10, "microbatches=5: must be a multiple of 2 under "
              "interleaved1f1b, which takes them in 2 equal rounds; try auto, or parallel.schedule=gpipe"),
         ],
@@ -441,7 +448,9 @@ class TestPipeline:
     def test_a_schedule_says_how_many_micro_batches_it_takes(self, options, batch, message):
         assert refused(layout_of, pipeline(**options), 2, batch) == message
 
-    @pytest.mark.parametrize("schedule", ["interleaved1f1b", "interleaved_zero_bubble"])
+    @pytest.mark.parametrize(
+        "schedule", ["interleaved1f1b", pytest.param("interleaved_zero_bubble", marks=needs_splitting)]
+    )
     def test_automatic_micro_batches_fill_the_rounds(self, schedule):
         strategy = pipeline(schedule=schedule)
         assert layout_of(strategy, 2, 15).microbatches == 15 // 5
@@ -453,6 +462,7 @@ class TestPipeline:
         pipeline(schedule="looped_bfs")
         assert refused(lambda: pipeline(schedule="zbv")) == f"schedule=zbv: {rule}"
 
+    @needs_splitting
     def test_weights_are_kept_between_the_halves_of_a_backward_pass(self):
         strategy = Strategy(shard=2, pipeline=2, schedule="zbv")
         rule = "gives wrong gradients under zbv, which computes those of weights after other forward passes"
@@ -461,6 +471,7 @@ class TestPipeline:
         for sound in ({"schedule": "zbv", "reshard_after_forward": False}, {"schedule": "interleaved1f1b"}):
             layout_of(Strategy(shard=2, pipeline=2, **sound), 4, 16)
 
+    @needs_splitting
     def test_a_backward_pass_in_two_is_not_compiled(self):
         strategy = pipeline(schedule="zbv")
         told = refused(strategy.check_compile, "layers", layout_of(strategy, 2, 16))
@@ -477,6 +488,7 @@ class TestPipeline:
         for strategy in (Strategy(), Strategy(replicate="auto"), pipeline()):
             strategy.check_compile("whole", layout_of(strategy, strategy.ranks(2), 4))
 
+    @needs_splitting
     @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
     def test_what_is_kept_for_one_backward_pass_is_not_for_two(self, schedule):
         layout = layout_of(pipeline(), 2, 16)

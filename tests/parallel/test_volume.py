@@ -24,6 +24,7 @@ from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.parallel.volume import OPERATIONS
 from tests.parallel.ranks import on_ranks
+from tests.parallel.splitting import where_split
 
 BATCH = 8
 
@@ -57,7 +58,11 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "stages that keep weights": (
         Strategy(shard="auto", pipeline=2, microbatches=2, reshard_after_forward=False), {"micro_batch": 1}
     ),
-    "both ends on a rank": (Strategy(replicate=2, pipeline=2, schedule="dualpipev", microbatches=4), {}),
+    **where_split({
+        "both ends on a rank": lambda: (
+            Strategy(replicate=2, pipeline=2, schedule="dualpipev", microbatches=4), {}
+        ),
+    }),
     "tensor": (Strategy(replicate="auto", tensor=2), {"micro_batch": 1}),
     "tensor and shards": (Strategy(shard="auto", tensor=2, sequence=True), {"micro_batch": 2}),
     "tensor and stages": (Strategy(tensor=2, pipeline=2, microbatches=2), {"precision": "bf16"}),

@@ -22,11 +22,13 @@ from ptdbench.measure.intervals import Interval, intersect, length, union
 from ptdbench.measure.phases import PHASES, Partition, Ready, divided, partition
 from ptdbench.models.decoder import Decoder
 from ptdbench.parallel import apply, ring
+from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.pipeline.stage import Stage
 from ptdbench.records import schema
 from ptdbench.training import profile
 from ptdbench.training.update import Update
 from tests.conftest import composed, record_of
+from tests.parallel.splitting import SPLITS
 from tests.shared_ranks import RANKS, Failed
 
 pytestmark = pytest.mark.ranks
@@ -251,15 +253,8 @@ def test_every_layout_is_divided_without_rest(shared_run):
                 "model.layers=4",
                 f"parallel.schedule={name}",
             ]
-            for name in (
-                "gpipe",
-                "1f1b",
-                "interleaved1f1b",
-                "looped_bfs",
-                "interleaved_zero_bubble",
-                "zbv",
-                "dualpipev",
-            )
+            for name, schedule in SCHEDULES.items()
+            if SPLITS or not schedule.splits_backward
         ),
     ]
     for layout in layouts:

@@ -24,13 +24,14 @@ from ptdbench.parallel.engine import Accumulating, Part
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.strategy import Strategy
 from tests.parallel.ranks import on_ranks
+from tests.parallel.splitting import SPLITS
 from tests.workloads.made_loop import step_loop
 
 STEPS, BATCH, CLIP = 4, 16, 0.1
 CPU = torch.device("cpu")
 SHAPE = {"layers": 8, "heads": 2, "width": 16, "sequence_length": 8, "vocabulary": 40}
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
-SEVERAL = [name for name, schedule in SCHEDULES.items() if schedule.stages != 1]
+SEVERAL = [name for name, one in SCHEDULES.items() if one.stages != 1 and (SPLITS or not one.splits_backward)]
 #: Degrees on four ranks beside a pipeline of two, or a pipeline of four.
 PRODUCTS: dict[str, dict[str, Any]] = {
     "replicas": {"replicate": 2, "pipeline": 2},
@@ -51,10 +52,11 @@ ORDERS = {
     "disorder": """
         0F2,1F2,0F1,0F3,1F1,1F3,0F0,1F0,1B3,0B3,1B0,1B2,0B2,1B1,0B0,0B1
         2F3,2F2,2F0,3F0,2F1,3F1,3F2,3F3,3B3,2B3,3B0,2B0,3B2,2B2,3B1,2B1""",
-    "mixed": """
-        0F0,0F1,3F0,3I0,0F2,3F1,3W0,3B1,0B0,0F3,3F2,3I2,0I1,3F3,3W2,0W1,3B3,0B2,0B3
-        1F0,2F0,1F1,2F1,2B0,1B0,1F2,2I1,1B1,2F2,2W1,1F3,2F3,2B2,1I2,2B3,1W2,1B3""",
 }
+if SPLITS:
+    ORDERS["mixed"] = """
+        0F0,0F1,3F0,3I0,0F2,3F1,3W0,3B1,0B0,0F3,3F2,3I2,0I1,3F3,3W2,0W1,3B3,0B2,0B3
+        1F0,2F0,1F1,2F1,2B0,1B0,1F2,2I1,1B1,2F2,2W1,1F3,2F3,2B2,1I2,2B3,1W2,1B3"""
 Case = tuple[str, str, bool]  # a schedule, a product, and whether weights are tied, with accumulation then
 
 
