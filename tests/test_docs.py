@@ -14,11 +14,13 @@ from omegaconf import OmegaConf
 
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition
+from ptdbench.parallel.pipeline.schedules import SCHEDULES, SPLITS_SINCE
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests, script
 from tests.conftest import ROOT, composed
+from tests.parallel.splitting import SPLITS
 from tests.shown import PAGES, commands, links, refusals
 
 #: What `make slurm-up` starts, of which the pages show what it says.
@@ -73,9 +75,15 @@ def done() -> set[str]:
     return set()
 
 
+def skip_where_torch_is_too_old(command: str) -> None:
+    if not SPLITS and any(name in command for name, one in SCHEDULES.items() if one.splits_backward):
+        pytest.skip(f"needs torch {SPLITS_SINCE}")
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("command", TO_RUN)
 def test_what_two_cores_can_run_runs(command, shared_run, done):
+    skip_where_torch_is_too_old(command)
     for overrides in map(smaller, of(command)):
         job = composed(*overrides)
         resolved = OmegaConf.to_yaml(job, resolve=False)
@@ -104,6 +112,7 @@ def specify(command: str) -> None:
 
 @pytest.mark.parametrize(("command", "lines"), REFUSED, ids=[command for command, _ in REFUSED])
 def test_what_is_refused_is_refused_in_these_words(command, lines, monkeypatch):
+    skip_where_torch_is_too_old(command)
     monkeypatch.setattr(slurm, "available", lambda: True)
     monkeypatch.setattr(slurm, "partitions", lambda: PARTITIONS)
     with pytest.raises(ConfigError) as refused:
