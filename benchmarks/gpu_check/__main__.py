@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from zipfile import ZipFile
@@ -63,10 +64,9 @@ def _check(options: argparse.Namespace) -> int:
     failed = []
     for name in options.part or parts.PARTS:
         print(f"\n{name}: {parts.PARTS[name].__doc__}", flush=True)
-        found = session.carry_out(name, parts.PARTS[name])
-        failed += [f"{name}: {check.name}" for check in found.checks if not check.passed]
-        if folder:
-            results.keep(folder, session.device_name, name, found)
+        keep = partial(results.keep, folder, session.device_name, name) if folder else (lambda _: None)
+        session.carry_out(name, parts.PARTS[name], keep)
+        failed += [f"{name}: {check.name}" for check in session.checks if not check.passed]
     print(f"\nrecords in {session.directory}")
     print(f"{len(failed)} checks failed: {'; '.join(failed)}" if failed else "all checks passed")
     return int(bool(failed))

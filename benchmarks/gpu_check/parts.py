@@ -97,17 +97,17 @@ def ceilings(session: Session) -> None:
     session.tell("check", checked["status"] == "ok", str(verdict), verdict=verdict)
 
 
-def images(session: Session) -> None:
-    """ResNet: losses in fp32, tf32 and bf16 under single, ddp and fsdp, eager and compiled, and their speed."""
+def images(session: Session, precision: str, tolerance: float) -> None:
+    """ResNet: losses under single, ddp and fsdp, eager and compiled, and their speed."""
+    if precision == "tf32" and session.device == "cpu":
+        return
     common = (*session.sizes.images, "optimizer=sgd", "optimizer.lr=0.05", f"train.steps={session.sizes.steps}")
     reference = session.reference("single fp32", "parallel=single", *common)
-    precisions = {"fp32": IMAGES, "bf16": 5 * NARROW, **({"tf32": NARROW} if session.device == "cuda" else {})}
-    for precision, tolerance in precisions.items():
-        for strategy in ("single", "ddp", "fsdp"):
-            for mode in ("false", "layers"):
-                if (precision, strategy, mode) != ("fp32", "single", "false"):
-                    options = (f"parallel={strategy}", f"precision={precision}", f"compile={mode}")
-                    session.follows(f"{strategy} {precision} compile={mode}", reference, tolerance, *options, *common)
+    for strategy in ("single", "ddp", "fsdp"):
+        for mode in ("false", "layers"):
+            if (precision, strategy, mode) != ("fp32", "single", "false"):
+                options = (f"parallel={strategy}", f"precision={precision}", f"compile={mode}")
+                session.follows(f"{strategy} {precision} compile={mode}", reference, tolerance, *options, *common)
 
 
 def small(session: Session) -> None:
@@ -128,24 +128,25 @@ def large(session: Session, mode: str, precision: str = "bf16") -> None:
     _goal(session, session.sizes.large, found)
 
 
-def beside(session: Session) -> None:
-    """The same step of nanoGPT's recipe and of transformers' GPT-2 beside ours, by turns in one process."""
-    rounds: list[tuple[str, ...]]
-    if session.device == "cuda":
-        rounds = [("gpt_small", "--batch=16", "--steps=50"), ("gpt_xl", "--batch=8", "--steps=20")]
-    else:
-        rounds = [("gpt_tiny", "--batch=2", "--sequence=32", "--steps=6", "--warmup=1")]
-    for model, *options in rounds:
-        for rival in ("nanogpt", "transformers"):
-            what = (f"--model={model}", f"--against={rival}", f"--device={session.device}", "--json")
-            done = _script("model_speed.py", *what, *options)
-            if done.returncode:
-                session.tell(f"{model} against {rival}", False, _last_line(done.stderr))
-                continue
-            for mode, figures in json.loads(_last_line(done.stdout)).items():
-                ratio = figures["ratio"]
-                said = f"our step takes {ratio:.3f} of theirs ({figures['ours']:.4f} s), required below 1"
-                session.tell(f"{model} {mode} against {rival}", ratio < 1 or session.device == "cpu", said, **figures)
+def beside(session: Session, size: str, rival: str) -> None:
+    """The same step of another implementation beside ours, by turns in one process."""
+    rounds = {
+        "small": (session.sizes.model, "--batch=16", "--steps=50"),
+        "large": (session.sizes.large, "--batch=8", "--steps=20"),
+    }
+    tiny = ("--batch=2", "--sequence=32", "--steps=6", "--warmup=1")
+    model, *options = rounds[size]
+    what = (f"--model={model}", f"--against={rival}", f"--device={session.device}", "--json")
+    for mode in ("false", "layers", "whole"):
+        how = options if session.device == "cuda" else tiny
+        done = _script("model_speed.py", *what, *how, f"--modes={mode}")
+        if done.returncode:
+            session.tell(f"{model} {mode} against {rival}", False, _last_line(done.stderr))
+            continue
+        figures = json.loads(_last_line(done.stdout))[mode]
+        ratio = figures["ratio"]
+        said = f"our step takes {ratio:.3f} of theirs ({figures['ours']:.4f} s), required below 1"
+        session.tell(f"{model} {mode} against {rival}", ratio < 1 or session.device == "cpu", said, **figures)
 
 
 def processes(session: Session) -> None:
@@ -221,10 +222,13 @@ def two_ranks(session: Session) -> None:
         others[method] = ["parallel=ddp", "parallel.context=2", f"parallel.context_method={method}"]
     for name, layout in others.items():
         _carried(session, f"{name} of 2", reference, *layout, *options)
-    # Computes something else than single, and the same on each device; a CPU needs a small model.
+    # Computes something else than single, and the same on each device; a CPU needs a small model. Each device draws
+    # weights of its own, so that both begin with a checkpoint, from between two averages.
     averaged = (*two, *SGD, "model=gpt_tiny", "train.global_batch=4", "parallel=ddp", "parallel.local_steps=2")
-    on_cpu = session.reference("local SGD of 2 on the CPU", *averaged, "device=cpu")
-    _carried(session, "local SGD of 2", on_cpu, *averaged)
+    begun = session.run("local SGD begun", *averaged, "device=cpu", "train.steps=3", "checkpoint.every_steps=3")
+    goes_on = (*averaged, f"resume={begun['directory']}")
+    on_cpu = session.reference("local SGD of 2 on the CPU", *goes_on, "device=cpu")
+    _carried(session, "local SGD of 2", on_cpu, *goes_on)
 
 
 def _carried(session: Session, name: str, reference: Sequence[float], *overrides: str) -> None:
@@ -292,18 +296,35 @@ def _of_mode(mode: str, precision: str = "bf16") -> Callable[[Session], None]:
     return part
 
 
+def _of_images(precision: str, tolerance: float) -> Callable[[Session], None]:
+    part = partial(images, precision=precision, tolerance=tolerance)
+    part.__doc__ = f"ResNet in {precision} under single, ddp and fsdp, eager and compiled: losses and speed."
+    return part
+
+
+def _of_rival(size: str, rival: str, name: str) -> Callable[[Session], None]:
+    part = partial(beside, size=size, rival=rival)
+    part.__doc__ = f"The same step of {name} beside ours, by turns in one process: the {size} model."
+    return part
+
+
 PARTS: dict[str, Callable[[Session], None]] = {
     "numbers": numbers,
     "narrow": narrow,
     "ceilings": ceilings,
-    "images": images,
+    "images-fp32": _of_images("fp32", IMAGES),
+    "images-tf32": _of_images("tf32", NARROW),
+    "images-bf16": _of_images("bf16", 5 * NARROW),
     "small": small,
     "large-eager": _of_mode("false"),
     "large-layers": _of_mode("layers"),
     "large-whole": _of_mode("whole"),
     "large-autotune": _of_mode("autotune"),
     "large-fp8": _of_mode("layers", "fp8"),
-    "beside": beside,
+    "beside-nanogpt": _of_rival("small", "nanogpt", "nanoGPT's recipe"),
+    "beside-transformers": _of_rival("small", "transformers", "transformers' GPT-2"),
+    "beside-nanogpt-large": _of_rival("large", "nanogpt", "nanoGPT's recipe"),
+    "beside-transformers-large": _of_rival("large", "transformers", "transformers' GPT-2"),
     "processes": processes,
     "endings": endings,
     "explained": explained,

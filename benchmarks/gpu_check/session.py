@@ -80,6 +80,7 @@ class Session:
         directory: Where the runs leave their records.
         sizes: What suits the device.
         checks: What the part so far has looked at.
+        on_check: Is called after each check.
     """
 
     device: str
@@ -87,6 +88,7 @@ class Session:
     directory: Path
     sizes: Sizes
     checks: list[Check] = field(default_factory=list)
+    on_check: Callable[[], None] = field(default=lambda: None)
 
     @classmethod
     def begin(cls, options: argparse.Namespace) -> Session:
@@ -95,23 +97,35 @@ class Session:
         directory = store.claim_directory(options.outputs, name, "outputs", lambda folder, _: ledger.begin(folder, []))
         return cls(options.device, _device_name(options.device), directory, SIZES[options.device])
 
-    def carry_out(self, name: str, part: Callable[[Session], None]) -> Found:
-        """Do a part and return what it found; an error of the part itself is a failed check."""
-        self.checks, started, taken = [], time.monotonic(), datetime.now(timezone.utc)
+    def carry_out(self, name: str, part: Callable[[Session], None], keep: Callable[[Found], None]) -> None:
+        """Do a part; an error of the part itself is a failed check.
+
+        Args:
+            name: Of the part.
+            part: Looks at one thing after the other.
+            keep: Takes what has been found so far, after each check: whoever ends a part that takes long has the rest.
+        """
+        started, taken, here = time.monotonic(), datetime.now(timezone.utc), environment("cpu")
+
+        def found() -> Found:
+            seconds = round(time.monotonic() - started, 1)
+            return Found(taken.isoformat(timespec="seconds"), seconds, here, self.checks)
+
+        self.checks, self.on_check = [], lambda: keep(found())
         try:
             part(self)
         except Exception as error:
             self.tell(name, False, f"{type(error).__name__}: {error}")
-        seconds = round(time.monotonic() - started, 1)
+        seconds = found().seconds
         self.tell(
             "duration", seconds < 540 or self.device == "cpu", f"{seconds:.0f} s, must be below 540", seconds=seconds
         )
-        return Found(taken.isoformat(timespec="seconds"), seconds, environment("cpu"), self.checks)
 
     def tell(self, name: str, passed: bool, said: str, **figures: Any) -> None:
-        """Note a check and print it."""
+        """Note a check, print it, and say that there is one."""
         print(f"  {'ok  ' if passed else 'FAIL'}  {name:<30} {said}", flush=True)
         self.checks.append(Check(name, passed, said, figures))
+        self.on_check()
 
     def run(self, name: str, *overrides: str) -> Record:
         """The record of a run of the product in ranks of its own, with its losses; nothing may be left of it."""

@@ -90,12 +90,18 @@ class Checks:
                 self._sweep(launcher, f"{launcher.name}-layouts-{number}", layouts, training, reference)
 
     def against_cpu(self, launcher: Launcher, every: Sequence[Layouts]) -> None:
-        """Layouts of a small model, against the same ranks on this node's CPU."""
-        training = self._training("gpt_tiny", launcher)
+        """Layouts of a small model, against the same ranks on this node's CPU.
+
+        Each kind of device draws weights of its own, so that both begin with a checkpoint.
+        """
+        training, here = self._training("gpt_tiny", launcher), local(launcher.ranks)
         for number, layouts in enumerate(every):
+            begun, name = self._folder / f"{launcher.name}-begun-{number}", f"{launcher.name}-cpu-{number}"
             typed = (*training, *layouts.overrides, "device=cpu")
-            reference = self._losses(local(launcher.ranks), f"{launcher.name}-cpu-{number}", *typed)
-            self._sweep(launcher, f"{launcher.name}-against-cpu-{number}", layouts, training, reference)
+            self._losses(here, begun.name, *typed, "train.steps=3", "checkpoint.every_steps=3")
+            reference = self._losses(here, name, *typed, f"resume={begun}")
+            resuming = (*training, f"resume={begun}")
+            self._sweep(launcher, f"{launcher.name}-against-cpu-{number}", layouts, resuming, reference)
 
     def workload(self, launcher: Launcher, name: str) -> None:
         """A workload that measures the links comes to an end, and well."""

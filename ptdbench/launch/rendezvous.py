@@ -113,7 +113,7 @@ def process_group(
 
     Args:
         world: This rank's place.
-        backend: ``gloo`` or ``nccl``.
+        backend: ``gloo``, ``nccl``, or both, each with its kind of device.
         device: This rank's device.
         key: See :func:`own_store`.
         limited: A context for what ranks do together here and may wait in, :meth:`Watchdog.limited`.
@@ -126,7 +126,8 @@ def process_group(
             rank=world.rank,
             world_size=world.size,
             timeout=PATIENCE,
-            device_id=device if device.type == "cuda" else None,
+            # Not to gloo: torch 2.11 would split its groups, which only NCCL's can be.
+            device_id=device if "nccl" in backend else None,
         )
     yield own
     # Only after success: a group whose peer has died may wait for it for ever.

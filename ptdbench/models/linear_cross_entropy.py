@@ -181,8 +181,9 @@ def _keeps_graph() -> bool:
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """``total + left @ right`` in ``dtype``, in place where there is a total already."""
     if left.dtype != dtype and has_wide_products(left.device):
-        if total is None:
-            return torch.mm(left, right, out_dtype=dtype)
+        if total is None or torch.compiler.is_compiling():  # neither torch 2.11 nor 2.15 compiles such an addmm
+            product = torch.mm(left, right, out_dtype=dtype)
+            return product if total is None else total.add_(product)
         return torch.addmm(total, left, right, out_dtype=dtype, out=total)
     if total is None:
         return (left @ right).to(dtype)

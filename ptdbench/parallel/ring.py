@@ -126,6 +126,8 @@ def _efficient_backward(
     none, wanted = torch.empty(0, dtype=torch.int64), [True, True, True, False]
     lse = F.pad(lse, (0, -lse.shape[-1] % _TILE), value=math.inf)
     gradient, query_, key, value, out = _padded(gradient, query, key, value, out)
+    # In 16 bits the kernel takes the heads of a position to follow each other in memory, whatever the strides say.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     found = aten._scaled_dot_product_efficient_attention_backward(
         gradient, query_, key, value, None, out, lse, none, none, 0.0, wanted, is_causal, scale=_scale(query)
     )

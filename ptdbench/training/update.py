@@ -49,7 +49,9 @@ class Update:
         self._schedule = schedule
         self._asked = asked
         self._rates = [group["lr"] for group in optimizer.param_groups]
-        self._scaler = AgreedGradScaler(device.type, enabled=scale)
+        # Where the weights are, which offloading keeps on the host: nothing there waits for what is copied to it.
+        held = next((weight.device for group in optimizer.param_groups for weight in group["params"]), device)
+        self._scaler = AgreedGradScaler(held.type, enabled=scale)
         self._average = WeightAverage(optimizer, asked.ema, engine.share_weights) if asked.ema else None
 
     def scale(self, loss: Tensor) -> Tensor:

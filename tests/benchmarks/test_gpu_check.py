@@ -127,20 +127,24 @@ def test_the_large_model_runs_at_every_micro_batch_and_tells_its_goal() -> None:
 def test_only_what_gloo_refuses_may_be_missing_of_two_ranks_on_one_gpu() -> None:
     lacking = failed()
     lacking["error"]["message"] = "no support for reduce_scatter in Gloo process group"
-    of = Scripted(*[trained()] * 2, lacking, failed(), *[trained()] * 4, trained((5.0, 4.0, 3.0, 2.0, 1.1)))
+    begun = {**trained(), "directory": "begun"}
+    of = Scripted(*[trained()] * 2, lacking, failed(), *[trained()] * 3, begun, trained(), trained((5, 4, 3, 2, 1.1)))
     parts.two_ranks(of)
     passed = ["single", "ddp of 2", "fsdp of 2", "tp of 2", "ulysses of 2", "ring of 2", "local SGD of 2 on the CPU"]
     assert verdicts(of) == {**dict.fromkeys(passed, True), "pdp of 2": False, "local SGD of 2": False}
-    assert "device=cpu" in of.typed[-2]
     assert [*of.typed[-1], "device=cpu"] == [*of.typed[-2]]
+    assert {"device=cpu", "checkpoint.every_steps=3"} <= {*of.typed[-3]}
+    assert "resume=begun" in of.typed[-1]
 
 
 def test_an_error_of_a_part_is_a_failed_check(on_cpu: Session) -> None:
     def broken(_: Session) -> None:
         raise KeyError("metrics")
 
-    found = on_cpu.carry_out("broken", broken)
-    assert [(check.name, check.passed) for check in found.checks] == [("broken", False), ("duration", True)]
+    kept: list[int] = []
+    on_cpu.carry_out("broken", broken, lambda found: kept.append(len(found.checks)))
+    assert verdicts(on_cpu) == {"broken": False, "duration": True}
+    assert kept == [1, 2]  # after each check, as a part may be ended before it is done
 
 
 def test_who_holds_the_device_is_found_by_its_open_file(tmp_path: Path) -> None:

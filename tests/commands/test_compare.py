@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -266,11 +267,11 @@ def test_where_the_records_are_is_said_if_a_side_is_refused_later(compare, tmp_p
 @pytest.fixture
 def two_commits(tmp_path, environ):
     """A repository whose second commit breaks a model, what compares both, and its environment."""
+    temporary = tempfile.mkdtemp(prefix="ptdbench-", dir="/tmp")  # short, as the name of a socket in it must be
     environ = {
         **environ, "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "PYTHONPATH": str(ROOT),
-        "COLUMNS": "300", "TMPDIR": str(tmp_path / "temporary"),
+        "COLUMNS": "300", "TMPDIR": temporary,
     }  # fmt: skip
-    (tmp_path / "temporary").mkdir()
     tmp_path = tmp_path / "o'clock"
     tmp_path.mkdir()
     (tmp_path / "mine.py").write_text(
@@ -285,7 +286,8 @@ def two_commits(tmp_path, environ):
     subprocess.run([*git, "commit", "--quiet", "-am", "two"], cwd=tmp_path, env=environ, check=True, timeout=60)
     model = ["model=custom", "model._target_=mine.Mine", "data=synthetic_vectors", "parallel=single"]
     words = ["--checkout", "HEAD~1", "--checkout", "HEAD", "--", *model, "repeat=1", "profile.steps=0"]
-    return tmp_path, [sys.executable, "-m", "ptdbench", "compare", *words], environ
+    yield tmp_path, [sys.executable, "-m", "ptdbench", "compare", *words], environ
+    shutil.rmtree(temporary)
 
 
 def worktrees(top: Path, environ: dict[str, str]) -> int:

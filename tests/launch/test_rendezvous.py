@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
+import torch
 
 from ptdbench.launch import rendezvous
 from ptdbench.launch.world import World, discover
@@ -255,3 +256,15 @@ def test_export_of_what_was_derived_leads_to_the_same_place(job):
     rendezvous.export(discover(environ), environ)
     assert environ == before
     assert discover(environ) == world
+
+
+@pytest.mark.parametrize(("backend", "bound"), [("gloo", None), ("nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cuda:1")])
+def test_only_groups_of_nccl_are_bound_to_a_device(monkeypatch, backend, bound):
+    """Groups of gloo that are bound to a GPU cannot be split, and torch 2.11 tries to."""
+    options = {}
+    monkeypatch.setattr(rendezvous, "own_store", lambda key: None)
+    monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda *_, **given: options.update(given))
+    monkeypatch.setattr(rendezvous.dist, "destroy_process_group", lambda: None)
+    with rendezvous.process_group(World(1, 2, 1, 2, "local"), backend, torch.device("cuda", 1), "key"):
+        pass
+    assert options["device_id"] == (bound and torch.device(bound))

@@ -1,6 +1,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -15,6 +17,7 @@ def eight_rows(monkeypatch):
     """Chunks of at most eight rows."""
     monkeypatch.setattr(module, "FREE_LOGITS", 1)
     monkeypatch.setattr(module, "LEAST_ROWS_CPU", 8)
+    monkeypatch.setattr(module, "LEAST_ROWS_GPU", 8)
 
 
 def case(rows=37, width=16, vocabulary=50, dtype=torch.float32):
@@ -71,6 +74,23 @@ def test_where_products_can_be_written_in_fp32_they_are(monkeypatch, rows):
     assert calls == [(kind, torch.bfloat16, torch.float32) for kind in kinds]
     for got, want in zip(found, usual, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=0.02 * want.abs().max().item())
+
+
+@pytest.mark.usefixtures("eight_rows")
+def test_where_products_can_be_written_in_fp32_a_graph_has_those_that_compile(monkeypatch):
+    """Inductor has a lowering for ``mm`` with another dtype of its output, and none for ``addmm``."""
+    monkeypatch.setattr(module, "has_wide_products", lambda device: True)
+    seen = []
+
+    def note(graph, _):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    hidden, weight, targets = (tensor.detach().to("meta") for tensor in case(37))
+    inputs = (hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(), targets)
+    torch.compile(linear_cross_entropy, fullgraph=True, backend=aot_autograd(fw_compiler=note))(*inputs)
+    assert seen.count("aten.mm.dtype") == 5  # one for each chunk
+    assert not [name for name in seen if name.startswith("aten.addmm")]
 
 
 def test_torch_has_wide_products_with_these_arguments():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -123,3 +124,21 @@ def test_flash_attention_computes_what_it_can(monkeypatch, dtype, width, capabil
 
 def test_this_torch_has_it():
     assert ring.missing() is None
+
+
+@pytest.mark.parametrize("width", [8, 12])
+def test_the_efficient_kernel_gets_outputs_in_the_order_that_it_reads_them(monkeypatch, width):
+    """Whatever the strides of a merged output are: those of a projection, padded to what the kernel takes."""
+    seen = []
+
+    def backward(gradient, query, key, value, bias, out, *others, **options):
+        seen.append(out)
+        return gradient, query, key, value
+
+    monkeypatch.setattr(ring, "aten", SimpleNamespace(_scaled_dot_product_efficient_attention_backward=backward))
+    tensors = [torch.randn(2, 4, LENGTH, width) for _ in range(5)]
+    found = ring._efficient_backward(*tensors, torch.zeros(2, 4, LENGTH), True)
+    assert [one.shape for one in found] == [tensors[0].shape] * 3
+    (out,) = seen
+    assert out.transpose(1, 2).is_contiguous()
+    assert torch.equal(out[..., :width], tensors[4])

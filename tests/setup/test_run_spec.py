@@ -153,6 +153,17 @@ class TestRefused:
             "backend=nccl: NCCL moves data between GPUs, and the ranks of this run have none; try auto, gloo",
         ]
 
+    def test_fp8_of_nothing(self, monkeypatch):
+        monkeypatch.setattr(run_spec.formats, "check", lambda *_: None)  # as on a GPU with FP8 units
+        assert refused("precision=fp8", "model=gpt_tiny") == [
+            "precision=fp8: no layer of model=gpt_tiny has an nn.Linear of at least 512 features, both multiples of "
+            "16; try bf16"
+        ]
+        assert refused("precision=fp8", "model=gpt_small", "parallel=tp", "cluster.ranks_per_node=2") == [
+            "precision=fp8: is not available with parallel.tensor=2: its layers know no DTensors; try bf16"
+        ]
+        make("precision=fp8", "model=gpt_small", "parallel=fsdp")
+
     def test_nccl_between_cpus(self):
         assert refused("backend=nccl")[0].startswith("backend=nccl: NCCL moves data between GPUs")
 

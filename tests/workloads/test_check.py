@@ -52,7 +52,7 @@ class TestRun:
 
     def test_a_slow_rank_is_named_the_run_has_failed_and_a_person_reads_it(self, tmp_path, environ):
         asked = (*WIDE, *SLOW, "cluster.ranks_per_node=3", "hydra.run.dir=run")
-        done = forked.with_ranks(*asked, cwd=tmp_path, environ=environ)
+        done = forked.with_ranks(*asked, cwd=tmp_path, environ={**environ, "COLUMNS": "120"})
         assert done.returncode == 1, done.stderr
         record = json.loads((tmp_path / "run" / "record.json").read_text())
         assert (record["status"], record["error"]["type"]) == ("failed", "Unsound")

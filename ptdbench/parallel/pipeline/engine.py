@@ -112,6 +112,7 @@ class Pipelined(Engine):
         self._parts = parts
         self._layout = layout
         self._group = group
+        self._device = device
         self._stages = {
             number: _Linked(part.module, number, len(where.stages), device, group=group)
             for number, part in parts.items()
@@ -144,6 +145,7 @@ class Pipelined(Engine):
         """See :meth:`ptdbench.parallel.engine.Engine.gradient_norm`; a shared weight counts once."""
         second = {one.second for one in self._shared}
         square = norm_of(weight for weight in self.module.parameters() if weight not in second).square()
+        square = square.to(self._device)  # a stage without gradients has its zero on the host
         dist.all_reduce(square, group=self._group)
         return square.sqrt()
 
