@@ -19,11 +19,10 @@ from ptdbench.data.synthetic import SyntheticTokens, SyntheticVectors
 from ptdbench.models.gpt import GPT
 from ptdbench.models.toy import Toy
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
-from tests.parallel.ranks import each, on_ranks
+from tests.parallel.ranks import each, mesh_of, on_ranks
 from tests.parallel.splitting import where_split
 from tests.workloads.made_loop import step_loop
 
@@ -79,7 +78,7 @@ class Run:
 
     def __init__(self, strategy: str, model: str, optimizer: str, seed: int = 0, **changes: Any) -> None:
         layout = STRATEGIES[strategy].layout(STRATEGIES[strategy].dims(dist.get_world_size()), BATCH, "auto")
-        mesh = Mesh(layout.dims, "cpu")
+        mesh = mesh_of(layout.dims)
         with torch.device("meta"):
             built = MODELS[model](**changes)
         self.tied = built.tied()

@@ -6,6 +6,7 @@ import gc
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch import local
+from ptdbench.parallel.dims import Dims, Mesh
 
 
 def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -27,6 +29,12 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
             told = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
             raise AssertionError("\n".join([str(death), *told])) from None
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
+
+
+@cache
+def mesh_of(dims: Dims) -> Mesh:
+    """In a rank: one mesh for all that have these degrees; gloo keeps the threads of each."""
+    return Mesh(dims, "cpu")
 
 
 def each(body: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], Any]:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ptdbench.models.protocol import Model
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.strategy import Strategy
+from tests.parallel.ranks import mesh_of
 
 SAMPLES, STEPS = 4, 10
 
@@ -38,7 +38,7 @@ def on_one_rank(model: nn.Module) -> list[float]:
 def on_all_ranks(strategy: Strategy, model: Model, **options: Any) -> list[float]:
     """In each rank: the losses of a model on the meta device, laid out."""
     dims = strategy.dims(dist.get_world_size())
-    layout, mesh = strategy.layout(dims, SAMPLES, "auto"), Mesh(dims, "cpu")
+    layout, mesh = strategy.layout(dims, SAMPLES, "auto"), mesh_of(dims)
     engine = strategy(model, Setting(mesh, layout, torch.device("cpu"), **options))
     optimizer = engine.optimizer(lambda weights: torch.optim.AdamW(weights, lr=1e-2))
     share = SAMPLES // dims.batch

@@ -14,9 +14,8 @@ from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens
 from ptdbench.models.gpt import GPT
 from ptdbench.models.resnet import SHAPES, ResNet
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.strategy import Strategy
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import mesh_of, on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -88,7 +87,7 @@ def model(kind: str) -> Any:
 def step_of(strategy: Strategy, micro_batch: int, precision: Any, kind: str) -> dict[str, Any]:
     """What the tensors of one training step and one evaluation are."""
     layout = strategy.layout(strategy.dims(4), 8, micro_batch)
-    mesh, built = Mesh(layout.dims, "cpu"), model(kind)
+    mesh, built = mesh_of(layout.dims), model(kind)
     device = torch.device("cpu")
     engine = strategy(built, Setting(mesh=mesh, layout=layout, device=device, precision=precision))
     activations: dict[str, set[torch.dtype]] = {}

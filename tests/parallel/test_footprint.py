@@ -15,10 +15,10 @@ from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.gpt import GPT
 from ptdbench.models.resnet import ResNet
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.dims import Dims, Mesh
+from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.strategy import Strategy
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import mesh_of, on_ranks
 from tests.parallel.splitting import where_split
 
 #: No number is a multiple of four shards, nor its half of two.
@@ -65,7 +65,7 @@ def allocated() -> dict[str, Any]:
     for name, strategy in STRATEGIES.items():
         layout = strategy.layout(strategy.dims(4), 16, "auto")
         foreseen = strategy.footprints(gpt(), layout, ADAMW, average=False)[layout.dims.stage(dist.get_rank())]
-        engine = strategy(gpt(), Setting(Mesh(layout.dims, "cpu"), layout, torch.device("cpu")))
+        engine = strategy(gpt(), Setting(mesh_of(layout.dims), layout, torch.device("cpu")))
         optimizer = engine.optimizer(ADAMW)
         data = SyntheticTokens(sequence_length=6, vocabulary=42, seed=0)
         engine.gradients(*data.samples(0, layout.replica_batch), lambda loss: loss)

@@ -20,12 +20,12 @@ from ptdbench.optim.groups import decay_groups
 from ptdbench.optim.schedules import OneCycle
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import Layout
-from ptdbench.parallel.dims import Dims, Mesh
+from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Accumulating, Engine, Part
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.parallel.zero import divide
 from ptdbench.training.loop import StepLoop
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import mesh_of, on_ranks
 from tests.parallel.splitting import where_split
 from tests.workloads.made_loop import step_loop
 
@@ -108,12 +108,6 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 def loop_of(engine: Engine, layout: Layout, replica: int) -> StepLoop:
     data = SyntheticTokens(sequence_length=8, vocabulary=41, seed=0)
     return step_loop(engine, engine.optimizer(adamw), data, layout, replica, schedule=OneCycle(), **TRAIN)
-
-
-@cache
-def mesh_of(dims: Dims) -> Mesh:
-    """In a rank: one mesh for all that have these degrees; gloo keeps the threads of each."""
-    return Mesh(dims, "cpu")
 
 
 def laid_out(lever: Lever, seed: int = 0) -> StepLoop:

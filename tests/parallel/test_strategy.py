@@ -31,7 +31,7 @@ from ptdbench.parallel.pipeline.engine import Pipelined
 from ptdbench.parallel.pipeline.stage import costs
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import mesh_of, on_ranks
 from tests.parallel.splitting import needs_splitting, where_split
 
 SHAPE = {"layers": 4, "heads": 4, "width": 16, "sequence_length": 8, "vocabulary": 40}
@@ -241,7 +241,7 @@ def step_of(strategy: Strategy) -> dict[str, Any]:
     """What the last step leaves; each operation on a DTensor takes a CPU long, so that they do fewer passes."""
     dims = strategy.dims(dist.get_world_size())
     layout = strategy.layout(dims, BATCH, MICRO_BATCH if dims.tensor == dims.context == 1 else 2 * MICRO_BATCH)
-    mesh = Mesh(layout.dims, "cpu")
+    mesh = mesh_of(layout.dims)
     model = gpt()
     strategy.check(model, layout)
     engine = strategy(model, Setting(mesh=mesh, layout=layout, device=torch.device("cpu")))
@@ -317,7 +317,7 @@ def kinds_on_one_rank() -> dict[str, tuple[bool, bool, bool]]:
     found = {}
     for name, strategy in presets.items():
         layout = layout_of(strategy, 1, 4)
-        engine = strategy(gpt(), Setting(mesh=Mesh(layout.dims, "cpu"), layout=layout, device=torch.device("cpu")))
+        engine = strategy(gpt(), Setting(mesh=mesh_of(layout.dims), layout=layout, device=torch.device("cpu")))
         part = engine._part if isinstance(engine, Accumulating) else next(iter(engine._parts.values()))
         found[name] = (
             isinstance(part.runner, DistributedDataParallel), isinstance(part.module, FSDPModule),

@@ -20,10 +20,9 @@ from ptdbench.models.llama import Llama
 from ptdbench.models.resnet import ResNet
 from ptdbench.parallel.activations import Recompute
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.parallel.volume import OPERATIONS
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import mesh_of, on_ranks
 from tests.parallel.splitting import where_split
 
 BATCH = 8
@@ -114,7 +113,7 @@ def of_case(name: str, strategy: Strategy, *, micro_batch: Any = "auto", **setti
     by_formula = strategy.volume(
         model, layout, data.example(), setting.get("precision", "fp32"), recomputes="activations" in setting
     )
-    engine = strategy(laid_out, Setting(Mesh(layout.dims, "cpu"), layout, device, **setting))
+    engine = strategy(laid_out, Setting(mesh_of(layout.dims), layout, device, **setting))
     optimizer = engine.optimizer(torch.optim.AdamW)
 
     def steps(count: int) -> None:

@@ -19,11 +19,11 @@ from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import Layout
-from ptdbench.parallel.dims import Dims, Mesh
+from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Accumulating, Part
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.strategy import Strategy
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import mesh_of, on_ranks
 from tests.parallel.splitting import SPLITS
 from tests.workloads.made_loop import step_loop
 
@@ -108,7 +108,7 @@ def trained(case: Case) -> dict[str, Any]:
         strategy = Strategy(**PRODUCTS[product], schedule=schedule, microbatches=microbatches)
     layout = strategy.layout(strategy.dims(dist.get_world_size()), BATCH, 1)
     assert layout.accumulation == (2 if tied and product != "alone" else 1)
-    mesh, model = Mesh(layout.dims, "cpu"), gpt(tied)
+    mesh, model = mesh_of(layout.dims), gpt(tied)
     strategy.check(model, layout)
     engine = strategy(model, Setting(mesh, layout, CPU))
     replica = mesh.batch.get_local_rank()
