@@ -31,8 +31,10 @@ STRATEGIES = ("single", "ddp", "fsdp", "pdp")
 #: a wrong gradient is off by far more, as long as the losses move at all.
 FP32, IMAGES, NARROW = 1e-4, 1e-3, 2e-2
 
-#: The shares of the data sheet's peak between which the fastest product of a healthy GPU lies.
+#: The shares of the data sheet's peak between which the fastest product of a healthy GPU lies: of tensor cores, and of
+#: other units, which draw less power and so keep their clock.
 CEILING = (0.6, 0.9)
+CEILING_FP32 = (0.6, 1.0)
 
 #: The MFU to reach in bf16 on one GPU.
 GOALS = {"gpt_small": 0.5, "gpt_xl": 0.6}
@@ -89,8 +91,9 @@ def ceilings(session: Session) -> None:
     for dtype, rate in best.items():
         peak, why = dense_peak(session.device_name, dtype)
         share = rate / peak if peak else None
-        passed = share is None or CEILING[0] <= share <= CEILING[1]
-        of_peak = f"{share:.1%} of the peak, {CEILING[0]:.0%} to {CEILING[1]:.0%} expected" if share else why
+        least, most = CEILING_FP32 if dtype == "fp32" else CEILING
+        passed = share is None or least <= share <= most
+        of_peak = f"{share:.1%} of the peak, {least:.0%} to {most:.0%} expected" if share else why
         session.tell(f"matmul {dtype}", passed, f"{rate / 1e12:,.1f} TFLOP/s: {of_peak}", rate=rate, share=share)
     checked = session.run("check", "workload=check")
     verdict = checked.get("check", {}).get("verdict") if checked["status"] == "ok" else reason(checked)
@@ -183,7 +186,8 @@ def endings(session: Session) -> None:
         session.tell("resume", off <= FP32, f"steps 5 to 9 off by {off:.1e}, at most {FP32:.0e}", off=off)
     if session.device == "cuda":
         started = time.monotonic()
-        options = ("parallel=single", "precision=bf16", "train.global_batch=4096", "train.steps=3")
+        # More than any GPU has, and no tensor of 2**31 elements, at which a kernel might fail first.
+        options = ("parallel=single", "precision=bf16", "train.global_batch=192", "train.steps=3")
         found = session.run("out-of-memory", f"model={session.sizes.large}", *options)
         seconds = time.monotonic() - started
         said = f"{found['status']} after {seconds:.0f} s, at most {OOM_SECONDS}"
@@ -195,8 +199,13 @@ def explained(session: Session) -> None:
     for strategy in STRATEGIES:
         steps = f"train.steps={session.sizes.steps}"
         found = session.run(strategy, f"parallel={strategy}", "profile.trace=true", steps, *_small(session))
-        if found["status"] != "ok" or not (phases := found["phases"] or {}).get("steps") or not found["memory"]:
-            session.tell(strategy, False, reason(found) if found["status"] != "ok" else str(phases.get("reason")))
+        if found["status"] != "ok":
+            session.tell(strategy, False, reason(found))
+            continue
+        phases, memory = found["phases"] or {}, found.get("memory") or {}
+        if not phases.get("steps") or not memory.get("ranks"):
+            reasons = [str(one["reason"]) for one in (phases, memory) if one.get("reason")]
+            session.tell(strategy, False, "; ".join(reasons) or "the record has no phases or no memory")
             continue
         share = max(found["phases"]["ranks"]["other"]) / found["phases"]["step_seconds"]
         session.tell(f"{strategy} time", share <= UNEXPLAINED[0], f"{share:.1%} of a step is other", share=share)
@@ -271,7 +280,10 @@ def _one_device(session: Session, model: str, batch: int, *overrides: str) -> Re
 
 
 def _goal(session: Session, model: str, found: list[Record]) -> None:
-    """The best MFU against the goal; without a peak on record there is nothing to compare."""
+    """The best MFU against the goal; without a peak on record there is nothing to compare, but something must run."""
+    if not any(one["status"] == "ok" for one in found):
+        session.tell("goal", False, "no size ran")
+        return
     known = [one for one in found if one["status"] == "ok" and one["metrics"]["mfu"] is not None]
     if not known or model not in GOALS:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 import psutil
 
 from ptdbench import run as product
+from ptdbench.launch.settings import let_segments_grow
 from ptdbench.measure.hardware import environment
 from ptdbench.records import ledger, record, store
 from ptdbench.records.load import Run, load
@@ -95,6 +97,7 @@ class Session:
         """With a new folder for its records."""
         name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_gpu-check"
         directory = store.claim_directory(options.outputs, name, "outputs", lambda folder, _: ledger.begin(folder, []))
+        let_segments_grow(os.environ)  # as runs do, whichever part is first
         return cls(options.device, _device_name(options.device), directory, SIZES[options.device])
 
     def carry_out(self, name: str, part: Callable[[Session], None], keep: Callable[[Found], None]) -> None:
@@ -227,9 +230,10 @@ def plausible(found: Record) -> bool:
 
 
 def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference of a loss."""
-    pairs = zip(losses[: len(reference)], reference, strict=True)
-    return max(abs(loss / expected - 1) for loss, expected in pairs)
+    """The largest relative difference of a loss; infinite where one is missing or no number."""
+    if len(losses) < len(reference) or not all(map(math.isfinite, (*losses, *reference))):
+        return math.inf
+    return max(abs(loss / expected - 1) for loss, expected in zip(losses, reference, strict=False))
 
 
 def holders(device_file: str = r"/dev/(nvidia\d+|kfd)") -> dict[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -58,8 +59,15 @@ class CausalMix(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Three of ``[batch, heads, length, head width]`` to one; keys and values may be of fewer heads."""
+        if q.shape[1] != k.shape[1] and not _has_grouped_kernel(q):
+            k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def _has_grouped_kernel(q: Tensor) -> bool:
+    """Whether a kernel that keeps no whole scores takes fewer heads of keys: on CUDA that is flash attention alone."""
+    return not q.is_cuda or q.dtype != torch.float32
 
 
 class Head(nn.Module):

@@ -129,9 +129,10 @@ def _snapshot(job: Job) -> Iterator[None]:
         yield
         folder = job.directory / FOLDER
         with job.watchdog.paused():
-            folder.mkdir(exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(folder / f"rank{job.world.rank}.pickle"))
-    except OSError as error:
-        say(f"warning: the snapshot of the memory could not be written: {error}", sys.stderr)
+            try:
+                folder.mkdir(exist_ok=True)
+                torch.cuda.memory._dump_snapshot(str(folder / f"rank{job.world.rank}.pickle"))
+            except (OSError, RuntimeError) as error:  # torch looks for symbols, which may fail
+                say(f"warning: the snapshot of the memory could not be written: {error}", sys.stderr)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -87,17 +87,43 @@ def test_an_mfu_of_1_or_more_fails_and_running_out_of_memory_is_a_result() -> No
     assert of.checks[2].said == "failed on rank 0: RuntimeError: no"
 
 
+def test_a_model_of_which_no_size_ran_is_no_success() -> None:
+    of = Scripted(failed("oom"), failed("oom"), failed("oom"))
+    parts.PARTS["large-layers"](of)
+    assert verdicts(of)["goal"] is False
+    assert of.checks[-1].said == "no size ran"
+
+
+@pytest.mark.parametrize("losses", [(5.0, 4.0, 3.0, 2.0), (5.0, 4.0, float("nan"), 2.0, 1.0)])
+def test_losses_that_are_missing_or_nan_follow_nothing(losses: tuple[float, ...]) -> None:
+    of = Scripted(trained(losses))
+    of.follows("cut short", [5.0, 4.0, 3.0, 2.0, 1.0], 1e-4)
+    assert verdicts(of) == {"cut short": False}
+
+
+def test_why_a_step_is_not_explained_is_said() -> None:
+    phases = {"steps": 3, "ranks": {"other": [0.01]}, "step_seconds": 1.0}
+    lacking = {**trained(), "phases": phases, "memory": {"reason": "no allocation was seen"}}
+    of = Scripted(*[lacking] * len(parts.STRATEGIES))
+    parts.explained(of)
+    assert verdicts(of) == dict.fromkeys(parts.STRATEGIES, False)
+    assert of.checks[0].said == "no allocation was seen"
+
+
 def test_products_above_or_far_below_the_peak_fail() -> None:
     def product(dtype: str, rate: float) -> dict[str, Any]:
         return {"dtype": dtype, "median": rate * 1e12}
 
-    products = [product("bf16", 700.0), product("bf16", 300.0), product("tf32", 480.0), product("fp16", 500.0)]
+    products = [product("bf16", 700.0), product("bf16", 300.0), product("tf32", 480.0), product("fp16", 500.0),
+                product("fp32", 64.0)]  # fmt: skip
     of = Scripted(
         {"status": "ok", "matmul": {"ranks": [{"products": products}]}},
         {"status": "ok", "check": {"verdict": "sound"}},
     )
     parts.ceilings(of)
-    assert verdicts(of) == {"matmul bf16": True, "matmul tf32": False, "matmul fp16": False, "check": True}
+    assert verdicts(of) == {
+        "matmul bf16": True, "matmul tf32": False, "matmul fp16": False, "matmul fp32": True, "check": True,
+    }  # fmt: skip
 
 
 def test_runs_of_one_process_must_be_as_fast_and_as_small_as_fresh_ones() -> None:

@@ -1,0 +1,27 @@
+"""What decoders of all kinds share."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ptdbench.models import decoder
+from ptdbench.models.decoder import CausalMix
+
+
+def test_fewer_heads_of_keys_give_the_same_without_a_kernel_for_them(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 5, 4, generator=generator) for heads in (6, 2, 2))
+    expected = CausalMix()(q, k, v)
+    monkeypatch.setattr(decoder, "_has_grouped_kernel", lambda q: False)
+    torch.testing.assert_close(CausalMix()(q, k, v), expected)
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "dtype", "has"),
+    [(True, torch.float32, False), (True, torch.bfloat16, True), (False, torch.float32, True)],
+)
+def test_of_the_kernels_of_a_gpu_only_flash_attention_takes_fewer_heads(is_cuda, dtype, has):
+    assert decoder._has_grouped_kernel(SimpleNamespace(is_cuda=is_cuda, dtype=dtype)) == has
