@@ -26,7 +26,7 @@ test: install-test  ## lint, type check and run all tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 test-quick: install-test  ## the tests that start no ranks and no SLURM, in a minute
 	$(BIN)/python -m pytest -m "not ranks and not slurm and not mpi and not slow" $(ARGS)
