@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 
 from ptdbench.launch import local
 from ptdbench.launch.rendezvous import process_group
@@ -19,6 +20,7 @@ def greet(environ: Mapping[str, str]) -> None:
     with process_group(world, "gloo", torch.device("cpu"), key="hello"):
         line = f"hello from rank {world.rank} of {world.size}, {world.local_rank} of {world.local_size} on its node"
         sys.stdout.write(f"{line} {socket.gethostname()}\n")  # one write, so that lines of ranks do not mix
+        dist.barrier()  # who leaves at once closes connections that slower ranks are still making
 
 
 if __name__ == "__main__":
