@@ -207,9 +207,9 @@ def explained(session: Session) -> None:
             reasons = [str(one["reason"]) for one in (phases, memory) if one.get("reason")]
             session.tell(strategy, False, "; ".join(reasons) or "the record has no phases or no memory")
             continue
-        share = max(found["phases"]["ranks"]["other"]) / found["phases"]["step_seconds"]
+        share = max(phases["ranks"]["other"]) / phases["step_seconds"]
         session.tell(f"{strategy} time", share <= UNEXPLAINED[0], f"{share:.1%} of a step is other", share=share)
-        amounts = {kind: max(of_ranks) for kind, of_ranks in found["memory"]["ranks"].items()}
+        amounts = {kind: max(of_ranks) for kind, of_ranks in memory["ranks"].items()}
         total = sum(amounts.values())
         share, of_run = amounts["other"] / total, total / _peak(found)
         said = f"{share:.1%} of {total / 2**20:,.0f} MiB is other; the peak of this step is {of_run:.2f} of the run's"

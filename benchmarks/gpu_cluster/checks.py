@@ -41,7 +41,7 @@ class Layouts:
 
     @property
     def names(self) -> list[str]:
-        """Of each run: its overrides without the word that all of them share."""
+        """The overrides of each run, in a line."""
         choices = [
             [f"{option}={value}" for value in values.split(",")]
             for option, _, values in (one.partition("=") for one in self.overrides)
@@ -147,10 +147,10 @@ class Checks:
     ) -> None:
         folder = self._folder / name
         said = self._finish(launcher, folder, *training, *layouts.overrides, f"hydra.sweep.dir={folder}", "-m")
-        found = {}
+        found, options = {}, [one.partition("=")[0] for one in layouts.overrides]
         for path in folder.glob("*/record.json"):
             typed = _read(path).get("overrides", [])
-            found[" ".join(one for one in typed if one.startswith("parallel"))] = path.parent
+            found[" ".join(one for one in typed if one.partition("=")[0] in options)] = path.parent
         for layout in layouts.names:
             run = found.get(layout, folder)  # which has no record
             shown, losses = f"{launcher.name} {layout.replace('parallel', '', 1).lstrip('=')}", _losses(run)

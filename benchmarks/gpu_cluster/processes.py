@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -69,8 +68,7 @@ def _everywhere(mark: str, launcher: Launcher) -> list[int]:
     srun = ("srun", "--overlap", f"--nodes={launcher.nodes}", "--ntasks-per-node=1")
     command = (*srun, sys.executable, "-m", "benchmarks.gpu_cluster.processes", mark)
     # Without the mark: the question would find itself.
-    variables: Mapping[str, str] = environ("")
-    said = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(command, cwd=ROOT, env=environ(""), capture_output=True, text=True, check=True).stdout
     return [pid for line in said.splitlines() for pid in json.loads(line)]
 
 
