@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -21,7 +21,6 @@ import psutil
 
 from ptdbench import run as product
 from ptdbench.launch.settings import let_segments_grow
-from ptdbench.measure.hardware import environment
 from ptdbench.records import ledger, record, store
 from ptdbench.records.load import Run, load
 from ptdbench.setup import config
@@ -78,7 +77,7 @@ class Session:
 
     Attributes:
         device: ``cuda`` or ``cpu``.
-        device_name: Name of the device, as torch reports it.
+        environment: Hardware and versions, as in a record.
         directory: Where the runs leave their records.
         sizes: What suits the device.
         checks: What the part so far has looked at.
@@ -86,7 +85,7 @@ class Session:
     """
 
     device: str
-    device_name: str
+    environment: Mapping[str, Any]
     directory: Path
     sizes: Sizes
     checks: list[Check] = field(default_factory=list)
@@ -98,7 +97,12 @@ class Session:
         name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_gpu-check"
         directory = store.claim_directory(options.outputs, name, "outputs", lambda folder, _: ledger.begin(folder, []))
         let_segments_grow(os.environ)  # as runs do, whichever part is first
-        return cls(options.device, _device_name(options.device), directory, SIZES[options.device])
+        return cls(options.device, environment_of(options.device), directory, SIZES[options.device])
+
+    @property
+    def device_name(self) -> str:
+        """Name of the device, as torch reports it, or ``cpu``."""
+        return self.environment["devices"][0] if self.device == "cuda" else "cpu"
 
     def carry_out(self, name: str, part: Callable[[Session], None], keep: Callable[[Found], None]) -> None:
         """Do a part; an error of the part itself is a failed check.
@@ -108,11 +112,11 @@ class Session:
             part: Looks at one thing after the other.
             keep: Takes what has been found so far, after each check: whoever ends a part that takes long has the rest.
         """
-        started, taken, here = time.monotonic(), datetime.now(timezone.utc), environment("cpu")
+        started, taken = time.monotonic(), datetime.now(timezone.utc)
 
         def found() -> Found:
             seconds = round(time.monotonic() - started, 1)
-            return Found(taken.isoformat(timespec="seconds"), seconds, here, self.checks)
+            return Found(taken.isoformat(timespec="seconds"), seconds, self.environment, self.checks)
 
         self.checks, self.on_check = [], lambda: keep(found())
         try:
@@ -263,9 +267,13 @@ def _sets(overrides: Iterable[str], other: str) -> bool:
     return any(one.partition("=")[0] == option for one in overrides)
 
 
-def _device_name(device: str) -> str:
-    """The device's name, asked in another process: a process that has initialized CUDA cannot fork ranks."""
-    if device == "cpu":
-        return "cpu"
-    ask = "import torch; print(torch.cuda.get_device_name())"
-    return subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+def environment_of(device: str) -> dict[str, Any]:
+    """Hardware and versions, asked in another process: a process that has initialized CUDA cannot fork ranks.
+
+    Raises:
+        subprocess.CalledProcessError: They could not be asked.
+    """
+    ask = f"import json; from ptdbench.measure.hardware import environment; print(json.dumps(environment({device!r})))"
+    asked = subprocess.run([sys.executable, "-c", ask], check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, Any] = json.loads(asked.stdout)
+    return found

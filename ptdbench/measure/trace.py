@@ -34,6 +34,12 @@ _PHASES = {DATA: "data", UPDATE: "optimizer"}
 
 #: What a backward pass is in, by the beginnings of names.
 BACKWARD = ("autograd::engine::evaluate_function", "torch::distributed::reducer", "torch.distributed.ddp.reducer")
+#: FSDP's root reduces what gradients are left after the last operation of autograd.
+_ROOT_ENDS = "FSDP::root_post_backward"
+
+#: Kinds of events of the host.
+_ON_HOST = ("user_annotation", "cpu_op")
+
 _AWAIT = "_c10d_functional::wait_tensor"
 
 #: torch's names of operations, without decoration: ``_allgather_base_`` is an ``allgather``.
@@ -168,7 +174,7 @@ def _read(path: Path, device_type: str) -> Trace:
     if not steps:
         raise ValueError(f"{path} holds no profiled step")
     on_device = [event for event in events if event.kind in ("kernel", "gpu_memcpy", "gpu_memset")]
-    own = [event for event in events if event.thread == steps[0].thread and event.kind in ("user_annotation", "cpu_op")]
+    own = [event for event in events if event.thread == steps[0].thread and event.kind in _ON_HOST]
     parts = {name: [event.interval for event in own if event.name == name] for name in (DATA, GRADIENTS, UPDATE)}
     whole = [step.interval for step in steps]
     by_gloo = [event for event in events if event.name.startswith("gloo:")]
@@ -339,7 +345,9 @@ def _of_device(
     events: Sequence[_Event],
     on_device: Sequence[_Event],
 ) -> Trace:
-    backward = union(event.interval for event in events if event.kind == "cpu_op" and _is_backward(event))
+    backward = union(
+        event.interval for event in events if event.kind in _ON_HOST and event.name.startswith((*BACKWARD, _ROOT_ENDS))
+    )
     by_phase = {
         "data": union(parts[DATA]),
         "backward": backward,

@@ -14,6 +14,7 @@ from benchmarks.gpu_check import parts, results, session
 from benchmarks.gpu_check.__main__ import importable
 from benchmarks.gpu_check.results import Check, Found
 from benchmarks.gpu_check.session import SIZES, Session
+from ptdbench.measure.hardware import environment
 from tests.conftest import ROOT
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -21,14 +22,14 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 @pytest.fixture
 def on_cpu(tmp_path: Path) -> Session:
-    return Session("cpu", "cpu", tmp_path, SIZES["cpu"])
+    return Session("cpu", {}, tmp_path, SIZES["cpu"])
 
 
 class Scripted(Session):
     """A session on an H100 whose runs end as the test says."""
 
     def __init__(self, *records: dict[str, Any]) -> None:
-        super().__init__("cuda", H100, Path("nowhere"), SIZES["cuda"])
+        super().__init__("cuda", {"devices": [H100]}, Path("nowhere"), SIZES["cuda"])
         self.records = list(records)
         self.typed: list[tuple[str, ...]] = []
 
@@ -161,6 +162,13 @@ def test_only_what_gloo_refuses_may_be_missing_of_two_ranks_on_one_gpu() -> None
     assert [*of.typed[-1], "device=cpu"] == [*of.typed[-2]]
     assert {"device=cpu", "checkpoint.every_steps=3"} <= {*of.typed[-3]}
     assert "resume=begun" in of.typed[-1]
+
+
+def test_drivers_and_libraries_of_the_device_are_known_without_its_start_in_this_process() -> None:
+    asked = session.environment_of("cuda")
+    assert asked.keys() == environment("cpu").keys()
+    assert asked["cudnn"] == torch.backends.cudnn.version()
+    assert not torch.cuda.is_initialized()
 
 
 def test_an_error_of_a_part_is_a_failed_check(on_cpu: Session) -> None:

@@ -4,6 +4,7 @@ from ptdbench.measure import trace
 from tests.measure.made_trace import EPOCH, called, event, label, milliseconds, sent, step, write
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
+ROOT = "FSDP::root_post_backward_callback"
 
 
 def phases(found: trace.Trace) -> dict[str, list[tuple[float, float]]]:
@@ -133,9 +134,9 @@ def test_on_a_gpu_kernels_belong_to_the_phase_that_launched_them(tmp_path):
         "Process Group Ranks": "[0, 1]",
     }  # fmt: skip
     events = [
-        launch(1.1, 1), launch(2.1, 2), launch(3.1, 3), launch(1.5, 4),
-        event(BACKWARD, 2, 3, thread=8),
-        kernel("gemm", 2, 4, 1), kernel("gemm", 6, 8, 2), kernel("adam", 8.5, 9, 3),
+        launch(1.1, 1), launch(2.1, 2), launch(3.1, 3), launch(1.5, 4), launch(2.8, 5),
+        event(BACKWARD, 2, 2.5, thread=8), event(ROOT, 2.7, 3, "user_annotation", thread=8),
+        kernel("gemm", 2, 4, 1), kernel("gemm", 6, 7, 2), kernel("reduce", 7, 8, 5), kernel("adam", 8.5, 9, 3),
         kernel("ncclDevKernel_AllGather_RING_LL(...)", 3, 5, 4, **collective),
     ]  # fmt: skip
     found = trace.read(write(tmp_path / "t.json", *step(0, 1, 3, 10), *events), "cuda")
