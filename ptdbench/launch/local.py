@@ -13,6 +13,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ptdbench.launch import leaving
+from ptdbench.problems import ConfigError, Problem
 
 #: Signals that end a run from outside. USR2 is the one that submitit and SLURM send ahead of a time limit.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2")
@@ -46,6 +48,10 @@ _CHATTY = (
     "torch.multiprocessing.spawn",
 )
 
+
+#: How long the name of a Unix socket may be, and how much of it multiprocessing appends to the folder.
+_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
+_SOCKET_NAME = len("/pymp-12345678/listener-12345678")
 
 #: What the fork server imports, beside what it always does.
 _modules: dict[str, None] = {}
@@ -81,6 +87,19 @@ class RankDied(Exception):
 
 class LaunchError(Exception):
     """The ranks could not be started, or what they depend on was gone. None of them is left."""
+
+
+def check_sockets() -> None:
+    """Check that the sockets of Python's multiprocessing can be created: the fork server's, and those of data workers.
+
+    Raises:
+        ConfigError: The folder for temporary files has too long a name; Python's own error would be a traceback.
+    """
+    folder = tempfile.gettempdir()
+    spare = _SOCKET_BYTES - len(os.fsencode(folder))
+    if spare < _SOCKET_NAME:
+        rule = f"at most {_SOCKET_BYTES - _SOCKET_NAME} bytes, as processes meet at Unix sockets in it"
+        raise ConfigError([Problem("TMPDIR", folder, rule, "try TMPDIR=/tmp")])
 
 
 def warm_up(modules: Iterable[str] = ()) -> None:

@@ -10,9 +10,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import arbitrary_address
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +24,7 @@ import torch
 
 from ptdbench.launch import local
 from ptdbench.launch.world import discover
+from ptdbench.problems import ConfigError
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.ranks
@@ -49,6 +52,16 @@ def test_ranks_know_their_place_and_an_environment_set_after_the_fork_server_sta
     local.start(tell, 3, tmp_path)
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert told == [{"rank": rank, "size": 3, "mark": "set later"} for rank in range(3)]
+
+
+def test_a_folder_whose_name_leaves_no_room_for_sockets_is_refused(monkeypatch):
+    address = Path(arbitrary_address("AF_UNIX"))
+    room = 107 - len(str(address)) + len(str(address.parents[1]))
+    monkeypatch.setattr(tempfile, "tempdir", "/" + (room - 1) * "x")
+    local.check_sockets()
+    monkeypatch.setattr(tempfile, "tempdir", "/" + room * "x")
+    with pytest.raises(ConfigError, match=f"^TMPDIR=/x+: at most {room} bytes.*; try TMPDIR=/tmp$"):
+        local.check_sockets()
 
 
 def test_the_death_of_a_rank_ends_its_peers_and_says_which_and_how():
