@@ -37,7 +37,7 @@ def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     on_gpu = "cuda" if device.type == "cuda" else None
-    watching = profile(use_device=on_gpu, record_shapes=True, use_kineto=True, acc_events=True, profile_memory=memory)
+    watching = profile(use_device=on_gpu, record_shapes=True, use_kineto=True, profile_memory=memory)
     with labelled_waits(), _without_warnings() if memory else nullcontext(), watching as taken:
         yield taken
         if on_gpu:
