@@ -25,6 +25,7 @@ from ptdbench.checkpoints.manifest import Manifest, Stamp
 from ptdbench.checkpoints.shares import Shares
 from ptdbench.checkpoints.staging import Staging
 from ptdbench.checkpoints.together import gathered, place
+from ptdbench.launch import cores
 
 T = TypeVar("T")
 
@@ -248,7 +249,9 @@ def _finish(partial: Path, written: Manifest) -> None:
 
 
 def _stand_back() -> None:
-    """Lower this thread's CPU and I/O priority."""
+    """Lower this thread's CPU and I/O priority, and let it run on any core."""
+    with suppress(OSError):
+        cores.unbind_thread()
     if sys.platform == "linux":  # elsewhere it would be the whole process
         thread = threading.get_native_id()
         with suppress(OSError, psutil.Error):

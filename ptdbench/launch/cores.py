@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal
 
 Cores = frozenset[int]
@@ -44,12 +46,28 @@ def bind(threads: int, cores: Cores | None) -> None:
     """Keep this process to ``threads`` threads, and to ``cores`` if there are any."""
     import torch
 
+    _given()
     # Both: torch may have fixed its number when it was imported, and other libraries read the variable.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     if cores and hasattr(os, "sched_setaffinity"):
         for thread in _threads():
             os.sched_setaffinity(thread, cores)
+
+
+def unbind_thread() -> None:
+    """Let the calling thread run on all cores that this process was given, also on those that :func:`bind` took.
+
+    For work beside the steps, which would otherwise take its turns on a core that computes while another may be idle.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(threading.get_native_id(), _given())
+
+
+@cache
+def _given() -> Cores:
+    """The cores that this process could run on when it was first asked, which :func:`bind` does before it binds."""
+    return mine()
 
 
 def _threads() -> list[int]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ptdbench.checkpoints import manifest, reading, saver, shelf
 from ptdbench.checkpoints.saver import Saver
+from ptdbench.launch import cores
 from tests.parallel.ranks import on_ranks
 
 
@@ -318,13 +319,15 @@ def test_where_one_rank_fails_all_note_it_and_go_on(tmp_path, what):
 
 
 def test_the_writing_thread_stands_back_and_the_others_do_not(alone, tmp_path, weight, monkeypatch):
-    priorities = []
+    priorities, freed = [], []
     monkeypatch.setattr(
         manifest, "write", lambda *_: priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
     )
+    monkeypatch.setattr(cores, "unbind_thread", lambda: freed.append(threading.current_thread().name))
     before = os.getpriority(os.PRIO_PROCESS, 0)
     keeper = Saver(tmp_path, keep=1)
     keeper.save(1, weight, {}, {})
     keeper.close()
     assert priorities == [min(before + saver._NICE, 19)]
+    assert freed == ["checkpoint"]
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
