@@ -90,7 +90,7 @@ class LaunchError(Exception):
 
 
 def check_sockets() -> None:
-    """Check that the sockets of Python's multiprocessing can be created: the fork server's, and those of data workers.
+    """Check that the fork server's socket can be created.
 
     Raises:
         ConfigError: The folder for temporary files has too long a name; Python's own error would be a traceback.
@@ -98,7 +98,7 @@ def check_sockets() -> None:
     folder = tempfile.gettempdir()
     spare = _SOCKET_BYTES - len(os.fsencode(folder))
     if spare < _SOCKET_NAME:
-        rule = f"at most {_SOCKET_BYTES - _SOCKET_NAME} bytes, as processes meet at Unix sockets in it"
+        rule = f"at most {_SOCKET_BYTES - _SOCKET_NAME} bytes, as ranks are started through a Unix socket in it"
         raise ConfigError([Problem("TMPDIR", folder, rule, "try TMPDIR=/tmp")])
 
 
@@ -108,7 +108,11 @@ def warm_up(modules: Iterable[str] = ()) -> None:
     Args:
         modules: What the ranks will need beside torch and the package's own modules; remembered, for a server that has
             to be started again.
+
+    Raises:
+        ConfigError: See :func:`check_sockets`.
     """
+    check_sockets()
     _modules.update(dict.fromkeys(modules))
     multiprocessing.set_forkserver_preload(["ptdbench.launch.preload", *_modules])
     multiprocessing.forkserver.ensure_running()
