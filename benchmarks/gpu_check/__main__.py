@@ -37,7 +37,7 @@ def main() -> int:
         from . import parts, results
 
         if options.list:
-            print("\n".join(f"{name:<16}{part.__doc__}" for name, part in parts.PARTS.items()))
+            print("\n".join(f"{name:<27}{part.__doc__}" for name, part in parts.PARTS.items()))
             return 0
         if options.table:
             print(results.tables(options.results or results.FOLDER))
