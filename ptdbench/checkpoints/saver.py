@@ -249,7 +249,7 @@ def _finish(partial: Path, written: Manifest) -> None:
 
 
 def _stand_back() -> None:
-    """Lower this thread's CPU and I/O priority, and let it run on any core."""
+    """Lower this thread's CPU and I/O priority, and let it run on every core that the process was given."""
     with suppress(OSError):
         cores.unbind_thread()
     if sys.platform == "linux":  # elsewhere it would be the whole process

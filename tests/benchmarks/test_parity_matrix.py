@@ -40,10 +40,10 @@ def test_a_cell_is_told_by_its_losses(matrix, losses, reference, most, said):
 def test_what_is_refused_is_not_run_and_each_stored_reason_is_still_given(matrix):
     assert matrix.refused(("fsdp", "plain")) is None
     stored = json.loads(matrix.RESULT.read_text())["cells"]
-    said = {said: (row, lever) for row, cells in stored.items() for lever, said in cells.items()}
-    reasons = {said: cell for said, cell in said.items() if said.startswith("refused: ")}
-    assert len(reasons) >= 5
-    assert {said: matrix.refused(cell) for said, cell in reasons.items()} == {said: said for said in reasons}
+    cells = {said: (row, lever) for row, of_row in stored.items() for lever, said in of_row.items()}  # one for each
+    refused = {said: cell for said, cell in cells.items() if said.startswith("refused: ")}
+    assert len(refused) >= 5
+    assert {said: matrix.refused(cell) for said, cell in refused.items()} == {said: said for said in refused}
 
 
 def test_the_page_is_the_stored_result(matrix):

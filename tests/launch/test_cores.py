@@ -68,8 +68,8 @@ cores.bind(3, wish and frozenset(wish))
 import torch
 threads = [sorted(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")]
 cores.bind(3, wish and frozenset(wish))  # as the next run in this process does
-aside = threading.Thread(target=lambda: (cores.unbind_thread(), everywhere.extend(os.sched_getaffinity(0))))
 everywhere = []
+aside = threading.Thread(target=lambda: (cores.unbind_thread(), everywhere.extend(os.sched_getaffinity(0))))
 aside.start()
 aside.join()
 main = sorted(os.sched_getaffinity(0))
