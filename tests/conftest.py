@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from omegaconf import DictConfig
 
 import ptdbench
 from ptdbench import entry
 from ptdbench import run as product
-from ptdbench.launch import local
+from ptdbench.launch import cores, local
 from ptdbench.records.load import Run
 from ptdbench.setup.compose import compose_all
 from tests import slurm_cluster
@@ -130,10 +131,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
     And compile the package once, also where Python is told not to: each process that a test starts would do it again.
     """
-    compileall.compile_dir(Path(ptdbench.__file__).parent, quiet=2)
+    if not hasattr(config, "workerinput"):  # not once more in each worker
+        compileall.compile_dir(Path(ptdbench.__file__).parent, quiet=2)
     folder = tempfile.mkdtemp(prefix="ptdbench-cache-")
     os.environ["XDG_CACHE_HOME"] = folder
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than there are cores, as tests mostly wait; each needs some 3 GiB with its ranks."""
+    by_memory = psutil.virtual_memory().available // (3 << 30)
+    return max(1, min(len(cores.mine()) + 1, by_memory))
 
 
 @pytest.fixture(scope="session")

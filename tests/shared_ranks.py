@@ -6,7 +6,6 @@ import gc
 import io
 import multiprocessing
 import os
-import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from omegaconf import DictConfig
 from ptdbench import run as product
 from ptdbench.launch import cores, local
 from ptdbench.setup.config import RANKS_WITHOUT_GPU
+from tests.ports import free_port
 
 
 class Failed(Exception):
@@ -75,7 +75,7 @@ class _Launch:
         local.warm_up()
         context = multiprocessing.get_context("forkserver")
         environ = {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "GLOO_SOCKET_IFNAME": "lo",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo",
             "TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size),
         }  # fmt: skip
         self._ours: list[Connection] = []
@@ -113,12 +113,6 @@ def _result(of_rank: Connection, rank: int) -> Any:
     if not done:
         raise Failed(f"rank {rank}: {value}")
     return torch.load(io.BytesIO(value), weights_only=False)
-
-
-def _free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def _serve(place: Mapping[str, str], jobs: Connection) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import run_on_shared_ranks
+from tests.daily import cases
 from tests.training.test_evaluation import TASK
 
 pytestmark = pytest.mark.ranks
@@ -49,7 +50,7 @@ def test_a_run_whose_data_have_changed_is_refused(tmp_path, shared_run):
     assert "was trained on other data than data=synthetic_vectors holds now" in record["error"]["message"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pdp"])
+@cases("strategy", ["ddp", "fsdp", "pdp"], daily=["fsdp"])
 def test_a_run_in_two_parts_is_judged_as_one_in_one_part(shared_run, strategy):
     options = (
         *TASK, f"parallel={strategy}", "lr_schedule=one_cycle", "train.clip_norm=1", "train.ema=0.8", "eval.every=2",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.daily import cases
 
 pytestmark = pytest.mark.ranks
 
@@ -147,7 +148,7 @@ def my_package(tmp_path, monkeypatch) -> Iterator[Path]:
     sys.modules.pop("my_package", None)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "data", "strategies"),
     [
         ("Plain", IMAGES, ("ddp", "fsdp", "pdp")),
@@ -157,6 +158,7 @@ def my_package(tmp_path, monkeypatch) -> Iterator[Path]:
         ("Protocol", VECTORS, ("ddp", "fsdp", "pdp")),
         ("OnlyParts", VECTORS, ("fsdp", "pdp")),
     ],
+    daily=[("Plain", IMAGES, ("ddp", "fsdp", "pdp")), ("Protocol", VECTORS, ("ddp", "fsdp", "pdp"))],
 )
 def test_every_strategy_trains_it_as_one_process_does(shared_run, my_package, name, data, strategies):
     options = (*COMMON, f"model._target_=my_package.{name}", *data)

@@ -20,6 +20,7 @@ from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests, script
 from tests.conftest import ROOT, composed
+from tests.daily import cases
 from tests.parallel.splitting import SPLITS
 from tests.shown import PAGES, commands, links, refusals
 
@@ -81,7 +82,7 @@ def skip_where_torch_is_too_old(command: str) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("command", TO_RUN)
+@cases("command", TO_RUN, daily=["", "model=custom"])
 def test_what_two_cores_can_run_runs(command, shared_run, done):
     skip_where_torch_is_too_old(command)
     for overrides in map(smaller, of(command)):

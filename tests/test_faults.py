@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ptdbench.measure import memory
 from tests import forked
 from tests.conftest import ROOT
+from tests.daily import cases
 
 pytestmark = pytest.mark.ranks
 
@@ -47,7 +48,7 @@ def test_the_first_failing_rank_and_its_reason_are_recorded(run, strategy, rank,
     assert record["world_size"] == 2
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@cases("rank", [0, 1], daily=[1])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_what_they_have_measured(run, rank):
     record = run(*FAULTY, "parallel=ddp", "+model.how=term", f"+model.rank={rank}")
     error = record["error"]
@@ -60,7 +61,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_what_they_have_
     assert record["metrics"]["samples_per_second"] > 0
 
 
-@pytest.mark.parametrize(("how", "status"), [("raise", "failed"), ("kill", "failed"), ("oom", "oom")])
+@cases(("how", "status"), [("raise", "failed"), ("kill", "failed"), ("oom", "oom")], daily=[("kill", "failed")])
 def test_what_was_measured_until_a_run_failed_is_kept(run, how, status):
     """Brought together after step 1, and from then on before their number has doubled."""
     record = run(*FAULTY, "train.steps=9", f"+model.how={how}", "+model.call=7")
@@ -105,6 +106,7 @@ def test_the_other_runs_of_a_sweep_complete(tmp_path):
     assert "this one is on purpose" in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_failing_rank_under_torchrun_is_recorded_too(tmp_path):
     done = subprocess.run(
         [

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from tests.conftest import run_on_shared_ranks
+from tests.daily import cases
 
 pytestmark = pytest.mark.ranks
 
@@ -40,8 +43,7 @@ def alone(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@cases(("model", "layout"), list(product(MODELS, LAYOUTS)), daily=[("gpt2", "1f1b"), ("llama", "fsdp")])
 def test_every_layout_follows_one_process(shared_run, alone, model, layout):
     record = shared_run(*COMMON, *MODELS[model], *LAYOUTS[layout])
     assert record["error"] is None
@@ -62,7 +64,7 @@ def whole(tmp_path_factory):
     return run_on_shared_ranks(tmp_path_factory.mktemp("whole"), *NARROW, "parallel=single")
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "1f1b", "shard-pipeline"])
+@cases("layout", ["fsdp", "1f1b", "shard-pipeline"], daily=["fsdp"])
 def test_narrow_arithmetic_recomputation_and_evaluation_work_too(shared_run, whole, layout):
     record = shared_run(*NARROW, *LAYOUTS[layout])
     assert record["error"] is None
@@ -71,6 +73,7 @@ def test_narrow_arithmetic_recomputation_and_evaluation_work_too(shared_run, who
     assert found == pytest.approx([one["loss"] for one in whole["evaluations"]], rel=2e-2)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_a_pipeline_goes_on_in_one_process(shared_run, alone):
     """The embedding and the head of GPT-2 are one weight, and were on two ranks."""
     begun = shared_run(*COMMON, *MODELS["gpt2"], *LAYOUTS["1f1b"], "train.steps=2", "checkpoint.every_steps=2")

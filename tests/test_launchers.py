@@ -18,7 +18,9 @@ import pytest
 
 from ptdbench.launch import cores
 from tests.conftest import ROOT, record_of
+from tests.daily import cases
 from tests.forked import train_py
+from tests.ports import free_port
 
 pytestmark = pytest.mark.ranks
 
@@ -54,12 +56,6 @@ def together(commands: Sequence[Sequence[str]], cwd: Path, environ: Mapping[str,
 
 def alone(command: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> Done:
     return together([command], cwd, environ)
-
-
-def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return str(listener.getsockname()[1])
 
 
 def agents(*arguments: str) -> list[list[str]]:
@@ -173,6 +169,7 @@ class TestFailure:
         shown = " ".join(done.stdout.split())  # the line is as wide as the terminal, or wrapped
         assert "ddp: failed on rank 1: RuntimeError: this one is on purpose at faulty.py:" in shown
 
+    @pytest.mark.thorough
     def test_mpirun(self, tmp_path, mpirun, environ):
         command = [*mpirun, "-np", "2", *TRAIN, *FAULTY, "+model.rank=1"]
         self.failed(alone(command, tmp_path, environ), tmp_path, 1)
@@ -183,6 +180,7 @@ class TestSignals:
 
     ALONE = (*FAULTY[:-1], "train.steps=1000", "+model.rank=1", "hydra.run.dir=run")
 
+    @pytest.mark.thorough
     @pytest.mark.parametrize("how", ["kill", "term"])
     def test_srun_and_the_last_rank(self, tmp_path, slurm, how):
         command = [
@@ -196,13 +194,13 @@ class TestSignals:
         ]
         self.blamed(alone(command, tmp_path, slurm), tmp_path, how)
 
-    @pytest.mark.parametrize("how", ["kill", "term"])
+    @cases("how", ["kill", "term"], daily=["kill"])
     def test_mpirun_and_the_last_rank(self, tmp_path, mpirun, environ, how):
         self.blamed(
             alone([*mpirun, "-np", "2", *TRAIN, *self.ALONE, f"+model.how={how}"], tmp_path, environ), tmp_path, how
         )
 
-    @pytest.mark.parametrize("how", ["kill", "term"])
+    @cases("how", ["kill", "term"], daily=["term"])
     def test_torchrun_and_the_last_rank(self, tmp_path, environ, how):
         command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN[1], *self.ALONE, f"+model.how={how}"]
         self.blamed(alone(command, tmp_path, environ), tmp_path, how)
@@ -218,6 +216,7 @@ class TestSignals:
         assert (record["status"], error["rank"]) == ("failed", 1), error
         assert error["message"].startswith("rank 1 left no report; rank 0 then saw: ")
 
+    @pytest.mark.thorough
     def test_scancel_stops_all(self, tmp_path, slurm):
         endless = (*TOY, "parallel=ddp", "train.steps=1000000", "train.max_minutes=null", "hydra.run.dir=run")
         running = subprocess.Popen(
@@ -267,6 +266,7 @@ class TestRefused:
         )
         assert len(jobs() - before) == 1  # the srun itself
 
+    @pytest.mark.thorough
     def test_a_world_that_is_not_the_one_that_was_asked_for(self, tmp_path, mpirun, environ):
         """Said by rank 0, although mpirun ends it as soon as another rank has failed, and it is the last to start."""
         late = ["sh", "-c", '[ "$OMPI_COMM_WORLD_RANK" = 1 ] || sleep 6; exec "$@"', "sh"]

@@ -13,6 +13,7 @@ import pytest
 
 from tests import forked
 from tests.conftest import ROOT
+from tests.daily import cases
 
 pytestmark = pytest.mark.ranks
 
@@ -38,7 +39,7 @@ def finished(train: Callable[..., Done], cwd: Path, environ: dict[str, str], how
     return done, json.loads((cwd / "run" / "record.json").read_text())
 
 
-LAUNCHED = pytest.mark.parametrize("train", [forked.with_ranks, under_torchrun], ids=["local", "torchrun"])
+LAUNCHED = cases("train", [forked.with_ranks, under_torchrun], daily=[forked.with_ranks], ids=["local", "torchrun"])
 
 
 @LAUNCHED
@@ -52,6 +53,7 @@ def test_a_thread_that_was_forgotten_does_not_keep_a_run_that_is_done(tmp_path, 
     assert done.stderr.count("these threads still ran: uploader") == 2
 
 
+@pytest.mark.thorough
 def test_what_runs_at_exit_does_not_keep_it_either(tmp_path, environ):
     """Only where Python ends a rank: local ranks are forks, which leave such things out."""
     done, record = finished(under_torchrun, tmp_path, environ, "atexit")

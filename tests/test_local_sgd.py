@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import Record, run_on_shared_ranks
 from tests.workloads.made_task import TASK
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.thorough]
 
 EVERY = 3
 COPIES = (*TASK, "parallel=ddp", "cluster.ranks_per_node=3", f"parallel.local_steps={EVERY}", "train.ema=0.8")

@@ -104,6 +104,7 @@ def faulty(tmp_path_factory, slurm_of_module) -> tuple[Path, Done]:
 
 
 class TestSweep:
+    @pytest.mark.thorough
     def test_every_job_gets_the_shape_that_its_own_config_asks_for(self, shapes):
         folder, done = shapes
         assert done.returncode == 0, done.stderr
@@ -163,6 +164,7 @@ class TestSweep:
 
 
 class TestWithoutWaiting:
+    @pytest.mark.thorough
     def test_detached_looked_at_from_another_process_and_canceled(self, run, submit, tmp_path, jobs):
         before = jobs()
         done = submit(*TOY, "train.steps=1000000", "train.max_minutes=null", "cluster.submit=detach")
@@ -196,6 +198,7 @@ class TestWithoutWaiting:
         assert two.startswith("2 nodes x 2 ranks (2 jobs): Job ")
         assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
 
+    @pytest.mark.thorough
     def test_an_interrupted_wait_leaves_the_jobs_to_themselves(self, run, tmp_path, slurm):
         # Held, so that the job cannot have ended before it is followed.
         command = [*TRAIN, *HELLO, "+cluster.extra.hold=true"]
@@ -349,6 +352,7 @@ def repeated(tmp_path_factory, slurm_of_module) -> tuple[Path, Done]:
     return folder, train_py(*FAULTY, *asked, cwd=folder, environ=slurm_of_module, timeout=240)
 
 
+@pytest.mark.thorough
 class TestRepeats:
     def test_each_is_a_job_and_a_block_waits_for_the_one_before(self, repeated):
         folder, done = repeated

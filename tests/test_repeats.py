@@ -106,6 +106,7 @@ def test_what_is_missing_is_done_again_in_its_place_and_more_blocks_are_added(sw
     assert runs(sweep) == more
 
 
+@pytest.mark.thorough
 def test_one_of_the_runs_goes_on_alone_and_remains_in_its_block(sweep, train):
     run = sweep / "3_toy_single"
     said = forked.train_py("resume=sweep/3_toy_single", cwd=sweep.parent)
@@ -136,6 +137,7 @@ def test_auto_ends_at_the_most_and_where_nothing_is_to_be_compared_at_the_first_
     assert "3 blocks of at most 8: nothing to compare" in done.stderr.splitlines()
 
 
+@pytest.mark.thorough
 def test_as_jobs_on_this_machine_a_repeat_that_fails_ends_no_other(tmp_path, train):
     (tmp_path / "fails").touch()
     model = ("model=custom", "model._target_=tests.test_repeats.FailsOnce", "+model.in_features=8")
@@ -163,6 +165,7 @@ class FailsOnce(nn.Linear):
         return super().forward(inputs)
 
 
+@pytest.mark.thorough
 def test_ranks_of_a_launcher_take_the_runs_in_the_same_order(tmp_path, environ):
     asked = ("-m", "model=toy", "parallel=ddp,fsdp", *TOY[2:], "repeat=2")
     environ = {**environ, "PYTHONPATH": str(ROOT)}

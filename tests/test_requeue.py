@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.conftest import record_of
 from tests.forked import train_py
 from tests.launch.patient import patient
@@ -75,6 +77,7 @@ def test_the_signal_ahead_of_the_time_limit_requeues_the_job_and_it_goes_on(tmp_
     assert " ok " in status.stdout
 
 
+@pytest.mark.thorough
 def test_at_the_limit_of_requeues_it_stays_saved(tmp_path, slurm):
     job, directory = submitted(tmp_path, slurm, *ALONE, "cluster.requeue=true", "cluster.max_requeues=0")
     ask(slurm, "scancel", "--signal=USR2", job)
@@ -83,6 +86,7 @@ def test_at_the_limit_of_requeues_it_stays_saved(tmp_path, slurm):
     assert (directory / "checkpoints" / f"step-{len(stopped['losses']):08}" / "manifest.json").exists()
 
 
+@pytest.mark.thorough
 def test_a_job_that_is_canceled_saves_and_is_not_requeued(tmp_path, slurm):
     job, directory = submitted(tmp_path, slurm, *ALONE, "cluster.requeue=true")
     ask(slurm, "scancel", job)

@@ -23,6 +23,7 @@ from ptdbench.records import ledger, record, store
 from ptdbench.setup import resume
 from tests import forked
 from tests.conftest import record_of, run_on_shared_ranks
+from tests.daily import cases
 from tests.launch.patient import patient
 
 pytestmark = pytest.mark.ranks
@@ -64,7 +65,7 @@ CHANGES: list[tuple[Layout, Layout]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout[0]}-{layout[1]}")
+@cases("layout", LAYOUTS, daily=[("ddp", 2), ("fsdp", 3), ("pdp", 2)], ids=lambda layout: f"{layout[0]}-{layout[1]}")
 def test_the_losses_are_those_of_a_run_that_was_not_interrupted(shared_run, begun, layout):
     whole, half = begun(layout, 6), begun(layout, 3)
     rest = shared_run(*on(layout), "train.steps=6", f"resume={half['directory']}")
@@ -75,7 +76,11 @@ def test_the_losses_are_those_of_a_run_that_was_not_interrupted(shared_run, begu
     assert rest["remarks"]["resumed"].startswith("after step 3, from ")
 
 
-@pytest.mark.parametrize(("first", "then"), CHANGES)
+@cases(
+    ("first", "then"),
+    CHANGES,
+    daily=[(("ddp", 2), ("fsdp", 2)), (("hsdp", 4), ("pdp", 2)), (("3d", 8), ("single", 1))],
+)
 def test_another_strategy_and_another_world_go_on_with_the_same_numbers(shared_run, begun, first, then):
     whole, half = begun(("single", 1), 6), begun(first, 3)
     rest = shared_run(*on(then), "train.steps=6", f"resume={half['directory']}")
@@ -159,6 +164,7 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_a_run_that_was_killed_goes_on_after_its_last_checkpoint(tmp_path):
     waits = tmp_path / "waits"
     steps = ("train.steps=600", "train.max_minutes=null", "checkpoint.every_steps=100", "checkpoint.keep=2")

@@ -11,6 +11,7 @@ from itertools import product as combinations
 import pytest
 
 from tests.conftest import Record, run_on_shared_ranks
+from tests.daily import cases
 
 pytestmark = pytest.mark.ranks
 
@@ -64,7 +65,7 @@ PIPELINE_BATCHING = {
 }
 
 
-def cases() -> list[tuple[str, str, int, tuple[str, ...]]]:
+def products() -> list[tuple[str, str, int, tuple[str, ...]]]:
     found = []  # three ranks: three stages of one replica
     for model, strategy, ranks in combinations(("gpt", "toy"), STRATEGIES, (2, 3, 4)):
         for name, batching in (PIPELINE_BATCHING if strategy in PIPELINES else BATCHING).items():
@@ -93,7 +94,17 @@ def check(run: Callable[..., Record], expected: list[float], ranks: int, toleran
     return record
 
 
-@pytest.mark.parametrize(("model", "strategy", "ranks", "batching"), cases())
+@cases(
+    ("model", "strategy", "ranks", "batching"),
+    products(),
+    daily=[
+        "gpt-ddp-3-accumulated",
+        "gpt-fsdp-2-accumulated",
+        "gpt-hsdp-4-whole",
+        "gpt-1f1b-3-micro",
+        "toy-gpipe-2-whole",
+    ],
+)
 def test_fp32_losses_follow_the_single_process(shared_run, single, model, strategy, ranks, batching) -> None:
     check(shared_run, single(*MODELS[model]), ranks, 1e-5, *MODELS[model], *STRATEGIES[strategy], *batching)
 
@@ -113,7 +124,7 @@ PRODUCTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@cases("name", PRODUCTS, daily=["tensor-shard-pipeline", "context-shard"])
 def test_products_of_degrees_follow_too_and_clip_alike(shared_run, whole, name):
     """The norms tell the scale of gradients, which neither clipping nor Adam would."""
     ranks, *options = PRODUCTS[name]
@@ -122,7 +133,7 @@ def test_products_of_degrees_follow_too_and_clip_alike(shared_run, whole, name):
     assert record["gradient_norms"] == pytest.approx(whole["gradient_norms"], rel=1e-4)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@cases("strategy", STRATEGIES, daily=["fsdp", "1f1b"])
 def test_the_scale_of_gradients_is_right_which_adam_would_not_tell(shared_run, single, strategy) -> None:
     plain = (*MODELS["gpt"], "optimizer=sgd", "optimizer.lr=0.5")
     accumulated = (
@@ -132,25 +143,20 @@ def test_the_scale_of_gradients_is_right_which_adam_would_not_tell(shared_run, s
     check(shared_run, single(*plain), 4, 1e-5, *plain, *STRATEGIES[strategy], *accumulated)
 
 
-@pytest.mark.parametrize("strategy", ONE_SCHEDULE)
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(("precision=bf16",), id="bf16"),
-        pytest.param(("precision=fp16",), id="fp16"),
-    ],
-)
-def test_narrow_formats_stay_near_fp32(shared_run, single, strategy, options) -> None:
-    check(shared_run, single(*MODELS["gpt"]), 2, 2e-2, *MODELS["gpt"], *STRATEGIES[strategy], *options)
+@cases("strategy", ONE_SCHEDULE, daily=["1f1b"])
+@cases("precision", ["bf16", "fp16"], daily=["bf16"])
+def test_narrow_formats_stay_near_fp32(shared_run, single, strategy, precision) -> None:
+    check(shared_run, single(*MODELS["gpt"]), 2, 2e-2, *MODELS["gpt"], *STRATEGIES[strategy], f"precision={precision}")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("options", "strategy"),
     [
         *(pytest.param(("compile=layers",), name, id=f"compiled-{name}") for name in ONE_SCHEDULE),
         *(pytest.param(("compile=whole",), name, id=f"whole-{name}") for name in ("ddp", "1f1b")),
         *(pytest.param(("model.tie_weights=false",), name, id=f"untied-{name}") for name in ONE_SCHEDULE),
     ],
+    daily=["compiled-fsdp", "whole-ddp", "untied-1f1b"],
 )
 def test_options_change_the_cost_and_not_the_numbers(shared_run, single, strategy, options) -> None:
     reference = single(*MODELS["gpt"], *(option for option in options if option.startswith("model.")))
@@ -165,7 +171,7 @@ def test_options_change_the_cost_and_not_the_numbers(shared_run, single, strateg
     )
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("fsdp", 2)])
+@cases(("strategy", "ranks"), [("ddp", 3), ("fsdp", 2)], daily=[("ddp", 3)])
 def test_resnet_with_synchronized_batchnorm(shared_run, single, strategy, ranks) -> None:
     synchronized = (*STRATEGIES[strategy], "parallel.sync_batchnorm=true")
     check(shared_run, single(*MODELS["resnet"]), ranks, 1e-5, *MODELS["resnet"], *synchronized)
@@ -185,7 +191,7 @@ def whole(tmp_path_factory):
 
 
 class TestClipping:
-    @pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("gpipe", 2), ("1f1b", 4)])
+    @cases(("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("gpipe", 2), ("1f1b", 4)], daily=[("fsdp", 2)])
     def test_it_goes_by_the_norm_of_the_whole_gradient(self, shared_run, whole, strategy, ranks):
         record = shared_run(
             *CLIPPED, *STRATEGIES[strategy], f"cluster.ranks_per_node={ranks}", "train.clip_norm=0.3"
@@ -207,6 +213,6 @@ def test_two_runs_of_one_seed_are_equal_and_of_another_are_not(shared_run):
     assert one != other
 
 
-@pytest.mark.parametrize("strategy", ONE_SCHEDULE)
+@cases("strategy", ONE_SCHEDULE, daily=["fsdp"])
 def test_a_run_that_starts_its_own_ranks_follows_too(run, single, strategy):
     check(run, single(*MODELS["gpt"]), 2, 1e-5, *MODELS["gpt"], *STRATEGIES[strategy])

@@ -60,6 +60,7 @@ class TestOptuna:
             assert (by_run[record["directory"]] == record) == (record["status"] == "ok")
         assert OmegaConf.load(sweep / "optimization_results.yaml") == found
 
+    @pytest.mark.thorough
     def test_a_held_out_figure_is_minimized(self, tmp_path):
         digits = ("data=digits", "eval.every=2", "objective=held_out_loss")
         model = ("model=custom", "model._target_=tests.test_search.digits_model", "train.steps=2", "device=cpu")

@@ -140,6 +140,7 @@ def test_a_job_of_a_submission_that_was_killed_is_found_and_not_submitted_again(
     assert job in queued()
 
 
+@pytest.mark.thorough
 def test_a_record_that_is_moved_away_while_the_sweep_is_followed(run, slurm, tmp_path):
     waits = tmp_path / "waits"
     command = (

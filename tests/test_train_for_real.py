@@ -29,6 +29,7 @@ def test_digits_are_learned(run):
     assert (Path(record["directory"]) / "inputs.png").stat().st_size > 1000
 
 
+@pytest.mark.thorough
 def test_text_is_learned_better_than_pairs_of_bytes(run):
     few = "data.held_out=0.005"
     record = run("experiment=stdlib_gpt_tiny", "parallel=pdp", *SHORT, few, "train.steps=150", "model.layers=2")
@@ -109,6 +110,7 @@ def test_an_image_that_is_broken_is_named(run, tmp_path):
     assert "torn.jpg" in record["error"]["message"]
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_under_another_strategy_and_launcher(tmp_path, environ):
     """As it is typed: ddp first, then torchrun and fsdp from its checkpoint."""
     digits = ("experiment=digits_resnet18", "device=cpu", "train.global_batch=16", "eval.every=3", "profile.steps=0")

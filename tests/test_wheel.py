@@ -196,6 +196,7 @@ def test_a_sweep_over_a_model_and_a_choice_of_ones_own(shell, home):
     ]
 
 
+@pytest.mark.thorough
 def test_it_on_slurm(programs, slurm, home):
     """As a job that it submits, and by a plain script."""
     shell = {**activated(slurm, programs), "XDG_CACHE_HOME": str(home)}  # no figures of this machine are on record

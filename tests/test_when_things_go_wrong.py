@@ -83,6 +83,7 @@ def test_a_rank_that_is_stopped_is_named_and_the_run_ends(tmp_path):
     assert not any(map(lives, children.values()))
 
 
+@pytest.mark.thorough
 def test_sigterm_to_one_rank_lets_all_of_them_save_and_nobody_but_this_machine_can_talk_to_them(tmp_path):
     with started(*LONG, "checkpoint.every_steps=1000000", "hydra.run.dir=run", cwd=tmp_path) as process:
         progress_of(process)

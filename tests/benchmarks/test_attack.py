@@ -51,6 +51,7 @@ def fought(setting: Setting, moment: str, role: str, known: Reference, resumes: 
     return one
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_kills_at_the_birth_of_the_ranks_and_during_a_save_lose_nothing(setting):
     known = rounds.reference(setting, CHECKPOINTS)

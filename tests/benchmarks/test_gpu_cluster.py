@@ -26,6 +26,7 @@ def checks(tmp_path, monkeypatch) -> Checks:
     return Checks("cpu", "toy", batch=4, folder=tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.parametrize("fault", ["kill", "stop", "raise"])
 def test_a_rank_that_fails_takes_its_run_along_and_is_named(checks, fault, capsys):
@@ -33,6 +34,7 @@ def test_a_rank_that_fails_takes_its_run_along_and_is_named(checks, fault, capsy
     assert checks.failed == [], capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_layouts_are_held_against_a_single_rank(checks, capsys):
     checks.layouts(local(2), [Layouts(("parallel=ddp,pdp",)), Layouts(("parallel=hsdp",), ranks=4), *AGAINST_CPU])
@@ -42,6 +44,7 @@ def test_layouts_are_held_against_a_single_rank(checks, capsys):
     assert checks.failed == ["local ddp parallel.local_steps=2"]  # computes something else
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_what_computes_something_else_is_held_against_the_ranks_of_a_cpu(checks, capsys):
     checks.against_cpu(local(2), AGAINST_CPU)

@@ -15,6 +15,7 @@ from ptdbench.checkpoints import reading
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.shares import Shares, assign
 from tests.checkpoints.test_state import Run
+from tests.daily import cases
 from tests.parallel.ranks import on_ranks
 
 
@@ -56,9 +57,10 @@ def size(tensors: Any) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
+@cases(
     ("ranks", "strategy"),
     [(2, "ddp"), (4, "ddp"), (2, "fsdp"), (4, "hsdp"), (2, "pdp"), (4, "pdp"), (4, "stages in shards")],
+    daily=[(2, "ddp"), (4, "stages in shards")],
 )
 def test_what_all_ranks_copy_is_what_is_saved(tmp_path, ranks, strategy):
     found = on_ranks(ranks, staged, tmp_path, strategy)

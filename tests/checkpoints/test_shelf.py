@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ptdbench.checkpoints import manifest, reading, saver, shelf
 from ptdbench.checkpoints.manifest import Manifest
 from ptdbench.launch import local
+from tests.daily import cases
 from tests.parallel.ranks import on_ranks
 
 
@@ -347,7 +348,7 @@ SURVIVING = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("place", PLACES)
+@cases("place", PLACES, daily=["before the manifest", "same step"])
 def test_whoever_is_killed_leaves_a_checkpoint_that_counts(tmp_path, place, asynchronous):
     with pytest.raises(local.RankDied) as caught:
         local.start(save_and_die, 1, tmp_path, place, asynchronous)

@@ -202,6 +202,7 @@ def loaded(saved: dict[tuple[int, str], Any], root: Path) -> dict[tuple[int, str
     return of_layouts(load_all, root)
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 class TestEveryStrategyLoadsWhatOthersSaved:
     @pytest.mark.parametrize("layout", LAYOUTS)
@@ -247,6 +248,7 @@ def refusals(path: Path, strategy: str) -> list[str]:
     return told
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_what_is_of_another_model_is_refused_with_the_difference(saved, root):
     path = path_of(root, (1, "single"), ("gpt", "adamw"))

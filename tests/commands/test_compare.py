@@ -317,6 +317,7 @@ def test_two_commits_take_turns(two_commits):
     assert worktrees(top, environ) == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

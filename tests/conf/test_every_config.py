@@ -16,6 +16,7 @@ from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests
 from tests.conftest import ROOT, composed
+from tests.daily import cases
 from tests.data import tiny_tokenizer
 from tests.shown import PAGES, commands
 
@@ -122,7 +123,7 @@ def test_there_are_commands_to_compose():
     assert {"", "-m model=gpt_tiny parallel=ddp,pdp,fsdp"} <= set(SHOWN)
 
 
-@pytest.mark.parametrize("command", SHOWN)
+@cases("command", SHOWN, daily=commands((ROOT / "README.md").read_text()))
 def test_commands_that_are_shown_compose(command):
     words = shlex.split(command)
     if "--cfg" in words:

@@ -53,6 +53,7 @@ class TestUnder:
     def test_nothing(self, name, environ):
         assert said([sys.executable, *program(name)], environ) == expected(name, 2, 2)
 
+    @pytest.mark.thorough
     def test_torchrun(self, environ):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
         assert said([*launcher, *program("all_reduce")], environ) == expected("all_reduce", 3, 3)
@@ -61,6 +62,7 @@ class TestUnder:
         launcher = [*mpirun, "-np", "3", sys.executable]
         assert said([*launcher, *program("send_recv")], environ) == expected("send_recv", 3, 3)
 
+    @pytest.mark.thorough
     def test_srun(self, slurm):
         launcher = ["srun", "-N2", "--ntasks-per-node=2", sys.executable]
         assert said([*launcher, *program("hello")], slurm) == expected("hello", 4, 2)

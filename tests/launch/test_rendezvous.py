@@ -17,6 +17,7 @@ import torch
 
 from ptdbench.launch import rendezvous
 from ptdbench.launch.world import World, discover
+from tests.ports import free_port
 
 pytestmark = pytest.mark.ranks
 
@@ -137,8 +138,7 @@ def taken() -> Iterator[str]:
 @pytest.fixture
 def free() -> str:
     """A port that nobody has just now."""
-    with socket.create_server(("", 0)) as listener:
-        return str(listener.getsockname()[1])
+    return str(free_port())
 
 
 def test_tasks_of_srun_meet(started, job):
@@ -154,6 +154,7 @@ def test_tasks_of_srun_meet(started, job):
     assert one == common | meeting_point | {"RANK": "1"}
 
 
+@pytest.mark.thorough
 def test_ranks_of_torchrun_meet_where_it_says(started, free):
     common = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     common |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free}
@@ -176,12 +177,14 @@ def test_ranks_of_mpirun_meet(started, mpirun):
     assert 10000 <= int(zero["MASTER_PORT"]) < 65536
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1)], ids=str)
 def test_ranks_of_two_nodes_meet_on_the_first(started, slurm, sizes):
     with started(slurm, prefix=["srun", "-N2", f"-n{sum(sizes)}", "--ntasks-per-node=2"]) as step:
         check_two_nodes(told(step), sizes)
 
 
+@pytest.mark.thorough
 def test_ranks_of_mpirun_in_an_allocation_meet_on_its_first_node(started, slurm, mpirun):
     with started(slurm, prefix=["salloc", "-N2", "--ntasks-per-node=2", *mpirun]) as allocation:
         check_two_nodes(told(allocation), (2, 2))
@@ -203,6 +206,7 @@ def test_a_name_that_does_not_resolve(started, job, rank):
     assert refused.endswith("; set MASTER_ADDR to a name or an address of rank 0's host that all nodes know\n")
 
 
+@pytest.mark.thorough
 def test_a_launch_is_called_by_one_name_in_all_its_ranks_and_by_another_after_a_requeue(job, monkeypatch):
     names = []
     for rank, requeued in ((0, {}), (1, {}), (0, {"SLURM_RESTART_COUNT": "1"})):
@@ -214,6 +218,7 @@ def test_a_launch_is_called_by_one_name_in_all_its_ranks_and_by_another_after_a_
     assert names == [f"slurm-{job}.0-0", f"slurm-{job}.0-0", f"slurm-{job}.0-1"]
 
 
+@pytest.mark.thorough
 def test_somebody_else_at_the_port_who_says_nothing(started, job, taken):
     with started(srun(job, 1) | {"MASTER_PORT": taken}, arrival=1) as process:
         assert refused(process) == (
@@ -222,16 +227,19 @@ def test_somebody_else_at_the_port_who_says_nothing(started, job, taken):
         )
 
 
+@pytest.mark.thorough
 def test_nobody_at_the_port(started, job, free):
     with started(srun(job, 1) | {"MASTER_PORT": free}, arrival=1) as process:
         assert f"MASTER_ADDR=localhost: no rank 0 answers at localhost:{free} within 1 s; " in refused(process)
 
 
+@pytest.mark.thorough
 def test_peers_that_do_not_come(started, job, free):
     with started(srun(job, 0) | {"MASTER_PORT": free}, arrival=3) as process:
         assert f"srun=localhost:{free}: 1 of 2 ranks came within 3 s; " in refused(process)
 
 
+@pytest.mark.thorough
 def test_another_launch_at_the_same_port(started, job, free):
     here = {"MASTER_PORT": free}
     with started(srun(job, 0) | here) as first:

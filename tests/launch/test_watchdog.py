@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -21,6 +20,8 @@ import torch.distributed as dist
 from ptdbench.launch import local, rendezvous, watchdog
 from ptdbench.launch.watchdog import JOINED, State, Watchdog, verdict
 from ptdbench.launch.world import World, discover
+from tests.daily import cases
+from tests.ports import free_port
 
 #: Seconds; short, and yet enough for a thread's turn on a machine that is busy with other tests.
 LIMIT = 2.5
@@ -212,7 +213,7 @@ class TestStuck:
     def _soon(self, monkeypatch):
         monkeypatch.setattr(local, "END_SECONDS", 1.0)  # that a stopped rank is given before it is killed
 
-    @pytest.mark.parametrize("culprit", [0, 2])
+    @cases("culprit", [0, 2], daily=[0])
     def test_a_stopped_rank_is_named_and_killed(self, tmp_path, culprit):
         reports = ended(tmp_path, "stop", culprit)
         others = sorted({0, 1, 2} - {culprit})
@@ -240,6 +241,7 @@ class TestStuck:
             assert "its peers wait in all_reduce" in message
             assert "in misbehave" in text
 
+    @pytest.mark.thorough
     def test_ranks_that_wait_for_each_other_are_told_from_one_that_is_late(self, tmp_path):
         reports = ended(tmp_path, "recv", 0)
         assert reports
@@ -247,6 +249,7 @@ class TestStuck:
             assert blamed == 0
             assert message == f"no rank has finished step 3 for {LIMIT} s: all wait in recv; stacks in failures/"
 
+    @pytest.mark.thorough
     def test_a_rank_that_does_not_come_is_named(self, tmp_path):
         reports = ended(tmp_path, "absent", 1)
         assert reports
@@ -254,6 +257,7 @@ class TestStuck:
             assert blamed == 1
             assert message.startswith("rank 1 has not joined the others for 10 s: never came, stopped, or its machine")
 
+    @pytest.mark.thorough
     def test_a_rank_that_does_not_leave_is_named(self, tmp_path):
         reports = ended(tmp_path, "remain", 2)
         assert list(reports) == [2]
@@ -261,6 +265,7 @@ class TestStuck:
         assert blamed == 2
         assert message.startswith("rank 2 has not left the process group for 2.5 s: is in <lambda> (test_watchdog.py:")
 
+    @pytest.mark.thorough
     def test_where_hosts_run_ahead_the_rank_is_named_whose_device_is_behind(self, tmp_path):
         reports = ended(tmp_path, "ahead", 1)
         assert reports
@@ -268,11 +273,9 @@ class TestStuck:
             assert blamed == 1
             assert message.startswith(f"rank 1 has not finished step 3 for {LIMIT} s: is in without_collectives (test_")
 
+    @pytest.mark.thorough
     def test_a_stopped_rank_that_serves_the_store_itself_is_named(self, tmp_path):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        reports = ended(tmp_path, "stop", 0, ("localhost", port))
+        reports = ended(tmp_path, "stop", 0, ("localhost", free_port()))
         assert reports
         for rank, (blamed, message, _) in reports.items():
             assert blamed == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import socket
 import subprocess
 import time
 import urllib.request
@@ -19,6 +18,7 @@ import pytest
 import ptdbench
 from tests.newcomer.conftest import installed
 from tests.newcomer.test_commands import call
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
@@ -45,9 +45,7 @@ def sweep(shell, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def tensorboard(sweep, programs) -> Iterator[str]:
     """The address of a TensorBoard of the sweep."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen(
         [programs / "tensorboard", "--logdir", sweep, "--port", str(port)], stderr=subprocess.DEVNULL
     )

@@ -15,6 +15,7 @@ from ptdbench.models.gpt import GPT
 from ptdbench.models.resnet import SHAPES, ResNet
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.strategy import Strategy
+from tests.daily import cases
 from tests.parallel.ranks import mesh_of, on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -49,7 +50,11 @@ def of_ranks() -> list[dict[Any, dict[str, Any]]]:
     return on_ranks(4, of_all)
 
 
-@pytest.mark.parametrize(("name", "precision", "kind"), CASES)
+@cases(
+    ("name", "precision", "kind"),
+    CASES,
+    daily=[case for case in CASES if case[0] in ("ddp", "fsdp", "1f1b") and case[1] == "bf16"],
+)
 def test_dtypes_do_not_depend_on_the_layout(of_ranks, name, precision, kind):
     seen = [of_rank[name, precision, kind] for of_rank in of_ranks]
     activations: dict[str, set[torch.dtype]] = {}

@@ -25,6 +25,7 @@ from ptdbench.parallel.engine import Accumulating, Engine, Part
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.parallel.zero import divide
 from ptdbench.training.loop import StepLoop
+from tests.daily import cases, selected
 from tests.parallel.ranks import mesh_of, on_ranks
 from tests.parallel.splitting import where_split
 from tests.workloads.made_loop import step_loop
@@ -77,6 +78,7 @@ INEXACT = {
     "powersgd, stages": (3e-2, 1e-4, Lever(replicate="auto", pipeline=2, microbatches=2, micro_batch=2,
                                            gradients="powersgd")),
 }  # fmt: skip
+POWERSGD = [name for name in INEXACT if "powersgd" in name]
 #: Two replicas that train on their own, and after how many steps they average their weights.
 REPLICAS = 2
 LOCAL = {
@@ -136,18 +138,18 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def in_rank(folder: Path) -> dict[str, Any]:
-    """What each lever trains, and what the one process does that it is held against."""
+def in_rank(folder: Path, names: set[str]) -> dict[str, Any]:
+    """What each lever of these names trains, and what the one process does that it is held against."""
     plain = gpt()
     materialize(plain, plain, device=CPU, seed=0)
     reference = loop_of(Accumulating(Part(plain, plain), BATCH), Layout(Dims(), BATCH, BATCH), 0)
     seen: dict[str, Any] = {"one process": told(reference)}
-    seen |= {f"replicas, {every}": replicas_of_one_process(every) for every in (2, 4)}
-    for name, lever in LEVERS.items():
-        seen[name] = told(laid_out(lever))
-    seen["restored"] = {name: restored(folder / name, LEVERS[name]) for name in RESTORED}
-    seen["resumed"] = {name: resumed(folder / str(number), LEVERS[name])
-                       for number, name in enumerate(name for name in INEXACT if "powersgd" in name)}  # fmt: skip
+    if not names.isdisjoint(LOCAL):
+        seen |= {f"replicas, {every}": replicas_of_one_process(every) for every in (2, 4)}
+    for name in (name for name in LEVERS if name in names):
+        seen[name] = told(laid_out(LEVERS[name]))
+    seen["restored"] = {name: restored(folder / name, LEVERS[name]) for name in RESTORED if name in names}
+    seen["resumed"] = {name: resumed(folder / name, LEVERS[name]) for name in POWERSGD if name in names}
     return seen
 
 
@@ -260,8 +262,8 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
 
 
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return on_ranks(RANKS, in_rank, tmp_path_factory.mktemp("levers"))
+def of_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_ranks(RANKS, in_rank, tmp_path_factory.mktemp("levers"), selected(request, "name"))
 
 
 @cache
@@ -275,7 +277,11 @@ def losses_of(of_ranks: list[dict[str, Any]], name: str) -> list[float]:
     return [sum(step) / len(owners) for step in zip(*owners, strict=True)]
 
 
-@pytest.mark.parametrize("name", EXACT)
+@cases(
+    "name",
+    EXACT,
+    daily=["zero1, accumulated", "reshard 2, kept between", "prefetch 2, stages", "offload, hsdp"],
+)
 def test_it_follows_one_process(of_ranks, name):
     one = of_ranks[0]["one process"]
     assert losses_of(of_ranks, name) == pytest.approx(one["losses"], rel=1e-5)
@@ -295,7 +301,7 @@ def test_clipping_steps_and_averages_matter(of_ranks):
     assert not torch.equal(one["weights"]["head.norm.weight"], one["averaged"]["head.norm.weight"])
 
 
-@pytest.mark.parametrize("name", INEXACT)
+@cases("name", INEXACT, daily=["bf16, zero1", "powersgd of rank 4, accumulated"])
 def test_it_stays_near_one_process_and_is_not_the_same(of_ranks, name):
     most, least, _ = INEXACT[name]
     expected, found = of_ranks[0]["one process"]["losses"], losses_of(of_ranks, name)
@@ -304,7 +310,7 @@ def test_it_stays_near_one_process_and_is_not_the_same(of_ranks, name):
     assert least < max(differences) < most
 
 
-@pytest.mark.parametrize("name", [name for name in LEVERS if "zero1" in name])
+@cases("name", [name for name in LEVERS if "zero1" in name], daily=["zero1, accumulated", "bf16, zero1"])
 def test_replicas_divide_the_state_and_have_equal_weights(of_ranks, name):
     weights = len(list(gpt().parameters()))
     if LEVERS[name].strategy.pipeline == 1:
@@ -315,13 +321,14 @@ def test_replicas_divide_the_state_and_have_equal_weights(of_ranks, name):
     assert all(0 < of_rank[name]["state"] < weights for of_rank in of_ranks)
 
 
-@pytest.mark.parametrize("name", [name for name in INEXACT if "powersgd" in name])
+@cases("name", POWERSGD, daily=["powersgd of rank 4, accumulated"])
 def test_a_resumed_run_goes_on_with_what_was_not_sent_yet(of_ranks, name):
     went_on, resumed, forgetful = zip(*(of_rank["resumed"][name] for of_rank in of_ranks), strict=True)
     assert resumed == went_on
     assert forgetful != went_on
 
 
+@pytest.mark.thorough
 class TestLocalSGD:
     @pytest.mark.parametrize("name", LOCAL)
     def test_it_follows_replicas_of_one_process(self, of_ranks, name):

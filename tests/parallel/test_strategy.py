@@ -31,6 +31,7 @@ from ptdbench.parallel.pipeline.engine import Pipelined
 from ptdbench.parallel.pipeline.stage import costs
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
+from tests.daily import cases, selected
 from tests.parallel.ranks import mesh_of, on_ranks
 from tests.parallel.splitting import needs_splitting, where_split
 
@@ -115,11 +116,18 @@ class TestOnRanks:
 
     pytestmark = pytest.mark.ranks
 
-    @pytest.mark.parametrize("name", STRATEGIES)
+    @cases(
+        "name",
+        STRATEGIES,
+        daily=[
+            "ddp", "fsdp", "fsdp kept between", "hsdp", "1f1b", "gpipe", "stages in shards",
+            "tensor and shards, sequence", "tensor and stages", "context and shards", "ring and stages",
+        ],
+    )  # fmt: skip
     def test_gradients_are_those_of_one_process(self, of_ranks, name):
         check([of_rank[name] for of_rank in of_ranks])
 
-    @pytest.mark.parametrize("name", NARROW)
+    @cases("name", NARROW, daily=["ddp in bf16", "fsdp in fp16"])
     def test_a_narrow_reduction_rounds_them(self, of_ranks, name):
         """To three or four decimal digits each; four summands, and the noise is no bias."""
         _, expected = reference()
@@ -131,7 +139,7 @@ class TestOnRanks:
                 errors.append(((gradient - expected[parameter]).abs().max() / scale).item())
         assert max(errors) > 1e-4  # fp32 keeps seven digits
 
-    @pytest.mark.parametrize("name", PRODUCTS)
+    @cases("name", PRODUCTS, daily=["all three", "with tensor"])
     def test_so_they_are_under_every_product_of_degrees(self, of_eight, name):
         check([of_rank[name] for of_rank in of_eight])
 
@@ -142,7 +150,7 @@ class TestOnRanks:
                 assert sum(owners) == seen[0][name]["layout"].replicas, name
                 assert all(of_rank[name]["owns_loss"] or of_rank[name]["loss"] == 0 for of_rank in seen), name
 
-    @pytest.mark.parametrize("name", ["1f1b", "gpipe", "1f1b on 4 stages", "stages in shards"])
+    @cases("name", ["1f1b", "gpipe", "1f1b on 4 stages", "stages in shards"], daily=["1f1b", "stages in shards"])
     def test_both_copies_of_a_shared_weight_have_its_whole_gradient(self, of_ranks, name):
         seen = [of_rank[name]["gradients"] for of_rank in of_ranks]
         embedding = [gradients["embedding.token.weight"] for gradients in seen if "embedding.token.weight" in gradients]
@@ -151,13 +159,13 @@ class TestOnRanks:
         for first, last in zip(embedding, head, strict=True):
             torch.testing.assert_close(first, last)
 
-    @pytest.mark.parametrize("name", ["1f1b", "gpipe", "1f1b on 4 stages"])
+    @cases("name", ["1f1b", "gpipe", "1f1b on 4 stages"], daily=["1f1b"])
     def test_only_the_last_stage_knows_the_loss(self, of_ranks, name):
         losses = [of_rank[name]["loss"].item() for of_rank in of_ranks]
         stages = of_ranks[0][name]["layout"].dims.pipeline
         assert [loss > 0 for loss in losses] == [rank % stages == stages - 1 for rank in range(4)]
 
-    @pytest.mark.parametrize(
+    @cases(
         ("name", "collectives"),
         [
             ("ddp", 1),  # one bucket holds it all
@@ -173,6 +181,7 @@ class TestOnRanks:
             ("fsdp resharding to pairs", 5 * 4 + 5),  # the pairs gather among themselves for the backward pass
             ("fsdp gathering ahead", (2 * 4 + 1) * 4 + 5),  # the same, earlier
         ],
+        daily=[("ddp", 1), ("1f1b", 1), ("fsdp", (2 * 4 + 1) * 4 + 5), ("fsdp kept between", 5 + 4 * 4 + 5)],
     )
     def test_gradients_are_communicated_in_the_last_pass_only(self, of_ranks, name, collectives):
         assert [of_rank[name]["collectives"] for of_rank in of_ranks] == [collectives] * 4
@@ -214,13 +223,15 @@ def check(seen: list[dict[str, Any]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def of_ranks() -> list[dict[str, dict[str, Any]]]:
-    return on_ranks(4, in_rank, STRATEGIES | NARROW)
+def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
+    names = selected(request, "name") | {"ddp", "fsdp", "hsdp", "1f1b"}
+    return on_ranks(4, in_rank, {name: one for name, one in (STRATEGIES | NARROW).items() if name in names})
 
 
 @pytest.fixture(scope="module")
-def of_eight() -> list[dict[str, dict[str, Any]]]:
-    return on_ranks(8, in_rank, PRODUCTS)
+def of_eight(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
+    names = selected(request, "name") | {"all three"}
+    return on_ranks(8, in_rank, {name: one for name, one in PRODUCTS.items() if name in names})
 
 
 @cache

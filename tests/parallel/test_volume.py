@@ -22,6 +22,7 @@ from ptdbench.parallel.activations import Recompute
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.parallel.volume import OPERATIONS
+from tests.daily import cases, selected
 from tests.parallel.ranks import mesh_of, on_ranks
 from tests.parallel.splitting import where_split
 
@@ -136,18 +137,25 @@ def of_case(name: str, strategy: Strategy, *, micro_batch: Any = "auto", **setti
     return by_formula, Counter({operation: size / strategy.local_steps for operation, size in sent.items()})
 
 
-def all_cases() -> dict[str, Any]:
-    """In a rank: each case."""
-    return {name: of_case(name, strategy, **setting) for name, (strategy, setting) in CASES.items()}
+def all_cases(names: set[str]) -> dict[str, Any]:
+    """In a rank: each case of these names."""
+    return {name: of_case(name, strategy, **setting) for name, (strategy, setting) in CASES.items() if name in names}
 
 
 @pytest.fixture(scope="module")
-def of_ranks() -> list[dict[str, Any]]:
-    return on_ranks(4, all_cases)
+def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return on_ranks(4, all_cases, selected(request, "name"))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", CASES)
+@cases(
+    "name",
+    CASES,
+    daily=[
+        "ddp in bf16", "images in shards", "zero1", "fsdp", "hsdp", "pdp", "tensor and shards", "tensor and stages",
+        "context and shards", "ring and tensor", "llama in bf16",
+    ],
+)  # fmt: skip
 def test_what_ranks_send_is_what_the_formula_says(of_ranks, name):
     by_formula = of_ranks[0][name][0]
     sent = {operation: sum(one[name][1][operation] for one in of_ranks) / len(of_ranks) for operation in OPERATIONS}

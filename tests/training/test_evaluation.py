@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ptdbench.checkpoints import manifest, reading
 from ptdbench.training.evaluation import Evaluation
 from tests.conftest import Record, run_on_shared_ranks
+from tests.daily import cases
 from tests.workloads import made_task
 from tests.workloads.made_task import TASK
 
@@ -93,7 +94,7 @@ class TestOnRanks:
         assert found == expected
         assert 0.3 < found["top1"] < found["top5"]  # it has learned, and makes mistakes
 
-    @pytest.mark.parametrize(("strategy", "ranks"), LAYOUTS)
+    @cases(("strategy", "ranks"), LAYOUTS, daily=[("ddp", 3), ("fsdp parallel.pipeline=2", 4)])
     def test_every_layout_comes_to_the_same_number(self, shared_run, trained, expected, strategy, ranks):
         layout = (*f"parallel={strategy}".split(), f"cluster.ranks_per_node={ranks}")
         assert judged(shared_run, trained, *layout, "eval.micro_batch=10") == expected
@@ -110,9 +111,10 @@ def test_it_comes_every_so_many_steps_and_at_the_end(shared_run):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
+@cases(
     "strategy",
     ["ddp", "fsdp", "fsdp parallel.reshard_after_forward=false", "pdp", "ddp parallel.local_steps=3"],
+    daily=["fsdp", "pdp"],
 )
 def test_training_goes_on_as_if_nobody_had_looked(shared_run, strategy):
     # With averages, which take the weights' place for as long, and checkpoints, which need them as they are laid out.
@@ -128,7 +130,7 @@ def test_training_goes_on_as_if_nobody_had_looked(shared_run, strategy):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "ddp parallel.local_steps=3"])
+@cases("strategy", ["ddp", "fsdp", "ddp parallel.local_steps=3"], daily=["ddp"])
 def test_what_is_said_of_the_last_weights_is_what_one_rank_says_of_their_checkpoint(shared_run, strategy):
     # Replicas' batch norms have seen different samples: all must judge with those that are saved.
     steps = ("train.steps=5", "eval.every=5", "eval.micro_batch=10")

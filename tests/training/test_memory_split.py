@@ -17,6 +17,7 @@ from ptdbench.setup import config, run_spec
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.training import memory_split
 from tests.conftest import composed, record_of
+from tests.daily import cases
 from tests.shared_ranks import RANKS
 
 pytestmark = pytest.mark.ranks
@@ -39,7 +40,7 @@ def of_kind(record: dict[str, Any], kind: str) -> list[int]:
     return record["memory"]["ranks"][kind]
 
 
-@pytest.mark.parametrize(
+@cases(
     "layout",
     [
         ["parallel=ddp"],
@@ -53,6 +54,7 @@ def of_kind(record: dict[str, Any], kind: str) -> list[int]:
         [*PIPELINE],
         [*PIPELINE, "parallel.schedule=interleaved1f1b", "activations=recompute"],
     ],
+    daily=[["parallel=ddp", "parallel.optimizer=zero1"], ["parallel=tp", "parallel.sequence=true"], PIPELINE],
     ids=" ".join,
 )
 def test_training_state_takes_what_was_foreseen(shared_run, layout):
@@ -81,6 +83,7 @@ def test_gradients_and_buckets_of_ddp_are_there_from_step_to_step(shared_run):
     assert of_kind(record, "communication") == [size] * 2
 
 
+@pytest.mark.thorough
 def test_fsdp_gathers_some_layers_at_a_time_or_keeps_all(shared_run):
     wide = ("model.layers=12", "model.width=64", "model.vocabulary=256", "parallel=fsdp")
     whole = 4 * training(*wide).parameters
@@ -91,6 +94,7 @@ def test_fsdp_gathers_some_layers_at_a_time_or_keeps_all(shared_run):
     assert max(resharded) < whole < min(kept)
 
 
+@pytest.mark.thorough
 def test_recomputed_layers_have_fewer_activations(shared_run):
     wide = (
         "parallel=ddp",

@@ -28,6 +28,7 @@ from ptdbench.records import schema
 from ptdbench.training import profile
 from ptdbench.training.update import Update
 from tests.conftest import composed, record_of
+from tests.daily import cases
 from tests.parallel.splitting import SPLITS
 from tests.shared_ranks import RANKS, Failed
 
@@ -180,7 +181,7 @@ MOST = 0.6
 COLLECTIVE = ("all_reduce", "all_gather", "reduce_scatter")
 
 
-@pytest.mark.parametrize(
+@cases(
     ("parallel", "place", "rank", "phase"),
     [
         ("ddp", "data", 1, "data"),
@@ -188,6 +189,7 @@ COLLECTIVE = ("all_reduce", "all_gather", "reduce_scatter")
         ("ddp", "forward", 1, "forward"),
         ("fsdp", "forward", 0, "forward"),
     ],
+    daily=[("ddp", "data", 1, "data"), ("fsdp", "forward", 0, "forward")],
 )
 def test_what_sleeps_on_one_rank_is_found_there_and_the_other_waits_for_it(tmp_path, parallel, place, rank, phase):
     found = slowed(tmp_path, f"parallel={parallel}", place=place, ranks=[rank])
@@ -196,13 +198,14 @@ def test_what_sleeps_on_one_rank_is_found_there_and_the_other_waits_for_it(tmp_p
     assert other.waited(True, COLLECTIVE, last=rank) > MOST * other.waits
 
 
-@pytest.mark.parametrize(
+@cases(
     ("parallel", "place", "operation"),
     [
         ("ddp", "collective", "all_reduce"),
         ("fsdp", "all_gather", "all_gather"),
         ("fsdp", "reduce_scatter", "reduce_scatter"),
     ],
+    daily=[("ddp", "collective", "all_reduce")],
 )
 def test_a_slow_link_is_exposed_communication(tmp_path, parallel, place, operation):
     ranks = slowed(tmp_path, f"parallel={parallel}", place=place, ranks=[0, 1])
@@ -213,12 +216,14 @@ def test_a_slow_link_is_exposed_communication(tmp_path, parallel, place, operati
         assert rank.waited(False, [operation]) > 0.9 * rank.waits
 
 
+@pytest.mark.thorough
 def test_a_ring_waits_for_its_slowest_rank(tmp_path):
     layout = ["parallel=ddp", "parallel.context=2", "parallel.context_method=ring"]
     found = slowed(tmp_path, *layout, place="ring", ranks=[1])
     assert found[0].waited(True, ["all_gather", "all_to_all"], last=1) > MOST * found[0].waits
 
 
+@pytest.mark.thorough
 def test_copies_that_average_their_weights_wait_for_the_slowest_of_them(tmp_path):
     found = slowed(tmp_path, "parallel=ddp", "parallel.local_steps=3", place="forward", ranks=[1])
     phases = record_of(tmp_path)["phases"]
@@ -227,7 +232,7 @@ def test_copies_that_average_their_weights_wait_for_the_slowest_of_them(tmp_path
     assert found[0].waited(True, ["all_reduce"], last=1) > MOST * found[0].waits
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b"])  # of the latter messages are awaited long after
+@cases("schedule", ["1f1b", "interleaved1f1b"], daily=["1f1b"])  # of the latter messages are awaited long after
 def test_a_slow_stage_is_a_bubble_on_the_others(tmp_path, schedule):
     pipeline = ["parallel=pdp", "parallel.pipeline=2", "parallel.microbatches=2", "model.layers=4"]
     found = slowed(tmp_path, *pipeline, f"parallel.schedule={schedule}", place="stage", ranks=[1])
@@ -235,6 +240,7 @@ def test_a_slow_stage_is_a_bubble_on_the_others(tmp_path, schedule):
     assert found[0].waited(True, ["recv", "send"], last=1) > MOST * found[0].waits
 
 
+@pytest.mark.thorough
 def test_every_layout_is_divided_without_rest(shared_run):
     layouts = [
         ["parallel=single"],
@@ -288,6 +294,7 @@ def test_bytes_are_those_of_the_formula(shared_run):
     assert (sent["all_reduce"]["calls"], sent["all_reduce"]["formula_bytes"]) == (1, 0)  # of the norm
 
 
+@pytest.mark.thorough
 def test_the_lines_of_the_collectives_are_applied_to_what_was_sent(shared_run, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sizes = ("workload.min_bytes=1024", "workload.max_bytes=65536", "workload.factor=8", "workload.max_seconds=0.05")
@@ -348,6 +355,7 @@ def exposed_share(path: Path) -> float:
     return sum(one and not other for one, other in zip(sent, computed, strict=True)) / size
 
 
+@pytest.mark.thorough
 def test_the_trace_shows_the_same_exposed_communication_to_another_reader(tmp_path):
     slowed(tmp_path, "parallel=ddp", "profile.trace=true", place="forward", ranks=[1])
     found = record_of(tmp_path)["phases"]
@@ -385,6 +393,7 @@ def run_with_short_traces(configuration: Any, directory: Path) -> None:
         product.run(configuration, directory)
 
 
+@pytest.mark.thorough
 def test_steps_without_an_average_of_weights_are_not_taken_for_all(tmp_path):
     RANKS.call(2, run_with_short_traces, composed(*TINY, "parallel=ddp", "parallel.local_steps=3"), tmp_path)
     record = record_of(tmp_path)
@@ -418,6 +427,7 @@ def run_without_room(configuration: Any, directory: Path) -> None:
         product.run(configuration, directory)
 
 
+@pytest.mark.thorough
 def test_traces_that_cannot_be_written_cost_nothing_else(tmp_path):
     RANKS.call(2, run_without_room, composed(*TINY, "profile.trace=true"), tmp_path)
     record = record_of(tmp_path)

@@ -44,6 +44,7 @@ class TestRun:
         assert found["versions"]["torch"] == record["environment"]["torch"]
         assert json.loads((ROOT / record["directory"] / "check.json").read_text()) == found
 
+    @pytest.mark.thorough
     def test_one_rank_has_no_links(self, shared_run):
         record = shared_run(*WIDE, "cluster.ranks_per_node=1")
         found = record["check"]
@@ -64,6 +65,7 @@ class TestRun:
         assert "verdict       unsound, 2 findings" in done.stdout
         assert "  - rank 2 reaches less than 0.1% of its peers' median in bf16 products, at best of 2" in done.stdout
 
+    @pytest.mark.thorough
     def test_beside_other_processes_it_is_busy_which_is_no_success_either(self, shared_run):
         record = shared_run(*WIDE, f"{MADE}.MadeBusy", "workload.attempts=1", "cluster.ranks_per_node=2")
         assert (record["status"], record["error"]["type"]) == ("failed", "Busy")
@@ -78,6 +80,7 @@ class TestRun:
         record = shared_run(*WIDE, f"{MADE}.MadeWrong", "cluster.ranks_per_node=2")
         assert (record["status"], record["error"]["type"]) == ("failed", "ArithmeticError")
 
+    @pytest.mark.thorough
     def test_two_nodes(self, tmp_path, slurm):
         command = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, str(ROOT / "train.py"), *WIDE]
         done = subprocess.run(
@@ -91,6 +94,7 @@ class TestRun:
         assert len(found["p2p"]["pairs"]) == 12
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_training_run_goes_on_after_its_check(shared_run):
     toy = ("model=toy", "train.steps=3", "device=cpu", "cluster.ranks_per_node=2")

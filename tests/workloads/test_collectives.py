@@ -14,6 +14,7 @@ from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.workloads.collectives import Collectives, groups_of
 from tests.conftest import ROOT, composed
+from tests.daily import cases
 
 #: Quick figures, for tests that do not look at them.
 QUICK = ("workload.seconds=0.0001", "workload.min_repetitions=2", "workload.warmup=1", "workload.max_seconds=60")
@@ -34,7 +35,7 @@ def refusal(*overrides, ranks=2):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 3])
+@cases("ranks", [2, 3], daily=[3])
 def test_every_operation_is_right_and_timed(shared_run, ranks):
     found = start(shared_run, ranks, "workload.max_bytes=65536", "workload.factor=8")
     measured = {(row["op"], row["mode"]) for row in found["results"]}
@@ -63,9 +64,10 @@ def test_every_dtype_and_reduction_is_right(shared_run):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
+@cases(
     ("group", "groups"),
     [("data", [[0, 2], [1, 3]]), ("pipeline", [[0, 1], [2, 3]]), ("[3,1]", [[1, 3]])],
+    daily=[("data", [[0, 2], [1, 3]])],
 )
 def test_groups(shared_run, group, groups):
     found = start(shared_run, 4, f"workload.group={group}", "workload.max_bytes=1024", "workload.factor=128")
@@ -91,6 +93,7 @@ def test_groups_are_those_of_the_mesh_that_trains(data, pipeline):
     assert groups_of("pipeline", data * pipeline, pipeline)[0] == stages
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_what_takes_too_long_is_left_out_and_said(shared_run):
     found = start(shared_run, 2, "workload.ops=all_reduce", "workload.max_seconds=1e-9", "workload.modes=blocking")
@@ -117,6 +120,7 @@ def test_a_message_beyond_memory_is_refused(run):
     assert record["error"]["message"].startswith(f"workload.max_bytes={2**50}: takes 4.19e+06 GiB of memory on a rank")
 
 
+@pytest.mark.thorough
 @pytest.mark.slurm
 def test_two_nodes(slurm, tmp_path):
     words = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "train.py", "workload=collectives", "device=cpu"]

@@ -18,6 +18,7 @@ from ptdbench.training.loop import StepLoop
 from ptdbench.training.update import Update
 from ptdbench.workloads.train import Train, assemble
 from tests.conftest import composed
+from tests.daily import cases, selected
 from tests.parallel.ranks import each, on_ranks
 from tests.training.test_evaluation import TASK
 from tests.workloads.made_job import job
@@ -124,14 +125,17 @@ def rehearsed(directory: Path, composed: DictConfig) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def of_ranks(tmp_path_factory) -> dict[tuple[Any, ...], list[Any]]:
+def of_ranks(request, tmp_path_factory) -> dict[tuple[Any, ...], list[Any]]:
     """What each rank has seen of each layout, by what is done and the layout's name."""
     found = {}
-    for size in {ranks for ranks, *_ in LAYOUTS.values()}:
+    names = selected(request, "name")
+    for size in {LAYOUTS[name][0] for name in names}:
         folder = tmp_path_factory.mktemp(f"of-{size}")
-        cases = [(what, name, folder) for name, (ranks, *_) in LAYOUTS.items() if ranks == size for what in DONE]
-        of_each = on_ranks(size, each, seen_of, cases)
-        found |= {case[:2]: [of_rank[case] for of_rank in of_each] for case in cases}
+        looks = [
+            (what, name, folder) for name in LAYOUTS if name in names and LAYOUTS[name][0] == size for what in DONE
+        ]
+        of_each = on_ranks(size, each, seen_of, looks)
+        found |= {look[:2]: [of_rank[look] for of_rank in of_each] for look in looks}
     return found
 
 
@@ -147,7 +151,7 @@ def seen_of(what: str, name: str, folder: Path) -> Any:
     return body(folder / name / what, composed(*DROPOUT, *LAYOUTS[name][1:], *options))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@cases("name", LAYOUTS, daily=["ddp with accumulation"])
 def test_every_step_sums_as_all_others_do_and_a_resumed_run_as_one_that_was_not_interrupted(of_ranks, name):
     """What is compared is equal by construction: the same operations in the same order.
 
@@ -163,7 +167,7 @@ def test_every_step_sums_as_all_others_do_and_a_resumed_run_as_one_that_was_not_
                 assert all(torch.equal(expected[name].numbers, found[name].numbers) for name in expected)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@cases("name", LAYOUTS, daily=["ddp with accumulation"])
 def test_a_rehearsal_changes_nothing_else(of_ranks, name):
     static = ("ddp", "ddp in small buckets", "ddp with a norm over all ranks")
     passes = 0 if name == "fsdp" else 2 if name in (*static, "pdp with accumulation") else 1

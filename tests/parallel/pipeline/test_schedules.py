@@ -23,6 +23,7 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Accumulating, Part
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.strategy import Strategy
+from tests.daily import cases, selected
 from tests.parallel.ranks import mesh_of, on_ranks
 from tests.parallel.splitting import SPLITS
 from tests.workloads.made_loop import step_loop
@@ -60,7 +61,7 @@ if SPLITS:
 Case = tuple[str, str, bool]  # a schedule, a product, and whether weights are tied, with accumulation then
 
 
-def cases() -> list[Case]:
+def products() -> list[Case]:
     found = list(combinations(SEVERAL, ("replicas", "shards"), (True, False)))
     found += [(schedule, "resharded", True) for schedule in SEVERAL if not SCHEDULES[schedule].splits_backward]
     found += [(f"{name}.csv", product, True) for name in ORDERS for product in ("replicas", "shards")]
@@ -135,12 +136,12 @@ def all_trained(some: list[Case]) -> dict[Case, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def of_ranks() -> list[dict[Case, dict[str, Any]]]:
-    return on_ranks(4, all_trained, cases())
+def of_ranks(request: pytest.FixtureRequest) -> list[dict[Case, dict[str, Any]]]:
+    return on_ranks(4, all_trained, [case for case in products() if case in selected(request, "case")])
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", cases(), ids=str)
+@cases("case", products(), daily=[("interleaved1f1b", "replicas", True), ("looped_bfs", "shards", False)], ids=str)
 def test_steps_follow_one_rank(of_ranks, case):
     seen, expected = [of_rank[case] for of_rank in of_ranks], reference(case[2])
     owners = [of_rank for of_rank in seen if of_rank["owns_loss"]]
