@@ -6,11 +6,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Options for the command that a target runs: make test ARGS="-k layout"
 ARGS ?=
+# Several workers, each with the tests of a file in their order as far as that is balanced.
+PYTEST := $(BIN)/python -m pytest -n auto --dist worksteal
+# A command, and mypy beside it, which uses the time in which tests wait; what it says comes last.
+define beside-types
+@$(BIN)/mypy > $(VENV)/types.log 2>&1 & types=$$!; \
+$(1); tests=$$?; \
+wait $$types; types=$$?; \
+echo "mypy: $$(cat $(VENV)/types.log)"; \
+exit $$((tests | types))
+endef
 # For gpu-check: a folder of wheels to put on the path on a machine that cannot install.
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test test test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix phases-truth memory-truth compare-truth attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix phases-truth memory-truth compare-truth attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -22,11 +32,15 @@ install: $(VENV)/.installed  ## install the project into .venv
 
 install-test: $(VENV)/.installed-test
 
-test: install-test  ## lint, type check and run all tests
+test: lint  ## lint, types and tests, in ten minutes on two cores
+	$(call beside-types,$(PYTEST) $(ARGS))
+
+test-all: lint  ## the same with every product, every command of the pages and long races, in half an hour
+	$(call beside-types,$(PYTEST) -m "not slow" $(ARGS))
+
+lint: install-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest $(ARGS)
 
 test-quick: install-test  ## the tests that start no ranks and no SLURM, in a minute
 	$(BIN)/python -m pytest -m "not ranks and not slurm and not mpi and not slow" $(ARGS)
