@@ -61,7 +61,7 @@ overhead: install  ## what steps and checkpoints cost, and whether collectives a
 	$(BIN)/python benchmarks/collectives_truth.py
 	$(BIN)/python benchmarks/matmul_truth.py
 
-train-for-real: install  ## whether training comes to a result: digits to an accuracy, text to its bits per byte
+train-for-real: install-test  ## whether training comes to a result: digits to an accuracy, text to its bits per byte
 	$(BIN)/python benchmarks/train_for_real.py $(ARGS)
 
 data-speed: install  ## what each data pipeline delivers, and how fast the step loop asks for it
@@ -82,7 +82,7 @@ report-speed: install-test  ## how long a report of 1,000 and of 10,000 runs tak
 long-run: install  ## 50,000 steps of toy: do memory, saves and evaluations stay as they began
 	$(BIN)/python -m benchmarks.long_run $(ARGS)
 
-compare-truth: install  ## how often repeats tell identical configurations apart, and miss slower ones: an hour
+compare-truth: install-test  ## how often repeats tell identical configurations apart, and miss slower ones: an hour
 	$(BIN)/python benchmarks/compare_truth.py $(ARGS)
 
 phases-truth: install  ## the phases of a step against steps whose communication costs nothing

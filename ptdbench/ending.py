@@ -27,7 +27,6 @@ from ptdbench.records.cause import is_stop, root_cause
 from ptdbench.records.owner import Attempt
 from ptdbench.records.store import Damaged
 from ptdbench.report import tensorboard
-from ptdbench.report.figures import write_figures
 from ptdbench.setup import config, run_spec
 from ptdbench.terminal import say
 
@@ -56,7 +55,6 @@ def close(
         tensorboard.write_tensorboard(attempt.directory, done, outcome.shown)
     if outcome.log:
         outcome.log.finish(done)
-    write_figures(attempt.directory, outcome.figures)
     if outcome.stopped and outcome.saved:
         _requeue(attempt, spec.config.cluster, done, outcome.stopped)
 

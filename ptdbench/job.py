@@ -86,14 +86,12 @@ class Outcome:
         fields: Fields to add to the record, on rank 0; the other ranks may have fewer.
         stopped: Why the run ended early, such as ``SIGTERM after step 40 of 100``.
         saved: Whether a run that ended early has saved a checkpoint.
-        figures: PNG images by name: files beside the record, and TensorBoard.
         error: An error that does not void the result, such as a loss that is not finite.
         shown: Number of steps already written to TensorBoard.
         log: What sends the run's curves to a logging service, on rank 0 of a run that has one.
     """
 
     fields: Mapping[str, Any]
-    figures: Mapping[str, bytes] = field(default_factory=dict)
     error: Exception | None = None
     stopped: str | None = None
     saved: bool = False

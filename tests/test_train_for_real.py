@@ -26,7 +26,6 @@ def test_digits_are_learned(run):
     )  # fmt: skip
     assert record["status"] == "ok", record["error"]
     assert record["evaluations"][-1]["top1"] > 0.5  # a tenth of them is what guessing comes to
-    assert (Path(record["directory"]) / "inputs.png").stat().st_size > 1000
 
 
 @pytest.mark.thorough

@@ -28,7 +28,7 @@ from ptdbench.measure import bandwidth, timing
 from ptdbench.measure.statistics import summary
 from ptdbench.measure.timing import Effort
 from ptdbench.problems import Problem, at_least, require
-from ptdbench.report import heat_map, messages
+from ptdbench.report import messages
 
 #: Bytes of the answer to a message.
 ANSWER = 8
@@ -80,9 +80,7 @@ class PointToPoint(Effort):
             ArithmeticError: A message arrived wrong on this rank.
             ConfigError: The messages do not fit into memory.
         """
-        found = measure(job, self)
-        figures = {"p2p": heat_map.draw(found, job.world.size)} if job.world.rank == 0 else {}
-        return Outcome({"p2p": found}, figures)
+        return Outcome({"p2p": measure(job, self)})
 
 
 def measure(job: Job, options: PointToPoint) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.dims import Mesh
 from ptdbench.problems import Problem, require
-from ptdbench.report import phases_picture, samples
 from ptdbench.training import agreement, memory_split, passed, profile
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.energy_meter import EnergyMeter
@@ -106,9 +105,8 @@ def _outcome(
     fields = {**found.fields, "evaluations": evaluator.as_dicts()}
     if not stopped:
         fields = passed.check(job, fields)
-    found = replace(found, fields=fields, figures=_first_inputs(job))
     why = f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None
-    return replace(found, stopped=why, saved=checkpointing.saves)
+    return replace(found, fields=fields, stopped=why, saved=checkpointing.saves)
 
 
 def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expected) -> Outcome:
@@ -123,17 +121,7 @@ def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Exp
     found = profile.phases(job, loop, outcome.fields.get("metrics"), expected)
     if job.world.rank == 0:
         job.note({"phases": found})
-    if found and found["steps"]:
-        outcome = replace(outcome, figures={**outcome.figures, "phases": phases_picture.draw(found)})
     return replace(outcome, fields={**outcome.fields, "phases": found, "memory": memory_split.split(job, loop)})
-
-
-def _first_inputs(job: Job) -> dict[str, bytes]:
-    """The first samples of a run that trains on real images."""
-    data = job.training.data
-    if job.world.rank > 0 or data.held_out is None or data.example()[0].dim() != 4:
-        return {}
-    return {"inputs": samples.draw(data.samples(0, min(32, job.training.layout.global_batch))[0])}
 
 
 def assemble(job: Job) -> StepLoop:

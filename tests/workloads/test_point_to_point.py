@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from omegaconf import OmegaConf
 
@@ -44,8 +42,6 @@ def test_every_pair_is_measured(shared_run, ranks):
         (list(pair), 4096) for pair in unordered_pairs(ranks, ring=False)
     ]
     assert found["cut"] == []
-    assert (Path(record["directory"]) / "p2p.png").read_bytes().startswith(b"\x89PNG")
-    assert list(Path(record["directory"]).glob("events.*"))
 
 
 def test_pairs():
