@@ -21,7 +21,6 @@ class Layout:
         micro_batch: Samples of one forward and backward through one stage.
         microbatches: Micro-batches that one pass of a pipeline schedule works on; 1 without a pipeline.
         accumulation: Passes whose gradients are accumulated before the optimizer step.
-        passes: Each rank's of a schedule from a file, as they stand there; empty for a schedule that has a name.
     """
 
     dims: Dims
@@ -29,7 +28,6 @@ class Layout:
     micro_batch: int
     microbatches: int = 1
     accumulation: int = 1
-    passes: tuple[str, ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -49,8 +47,7 @@ class Layout:
     def as_dict(self) -> dict[str, Any]:
         """The fields by name, as stored in a record; ``data`` is the number of replicas."""
         found = asdict(self)
-        passes = list(found.pop("passes"))
-        return {"data": self.replicas, **found.pop("dims"), **found} | ({"passes": passes} if passes else {})
+        return {"data": self.replicas, **found.pop("dims"), **found}
 
 
 def share(replicas: int, global_batch: int, micro_batch: int | Literal["auto"]) -> int:

@@ -88,8 +88,7 @@ class Strategy:
             ``ring``: they gather the keys and values of all positions, which needs no heads to divide.
         sequence: Let the ranks that share each product share the positions of a sequence between them: norms and
             residuals are then computed once, and an all-reduce becomes a reduce-scatter and an all-gather.
-        schedule: The order of the micro-batches' passes, see :mod:`ptdbench.parallel.pipeline.schedules`, or a file
-            with one, see :mod:`ptdbench.parallel.pipeline.orders`.
+        schedule: The order of the micro-batches' passes, see :mod:`ptdbench.parallel.pipeline.schedules`.
         stages_per_rank: Stages on a rank; ``auto``: as few as the schedule allows, one or two.
         microbatches: Micro-batches of one pass of the schedule; ``auto``: from ``train.micro_batch`` if that is set,
             else at least two for each rank of the pipeline.
@@ -323,14 +322,11 @@ class Strategy:
         return self.pipelining.stage_ranks(dims) if self._applies("pipeline", dims) else [0]
 
     def _degrees(self) -> dict[str, Degree]:
-        """The degrees; a file with a schedule has its own."""
-        of_file = {"pipeline": self.pipelining.schedule.size} if self.pipeline == "auto" else {}
-        return {name: of_file.get(name) or getattr(self, name) for name in DEGREES}
+        return {name: getattr(self, name) for name in DEGREES}
 
     def _derived(self) -> list[str]:
         """The derived degrees, in order."""
-        degrees = self._degrees()
-        return [name for name in DERIVED if degrees[name] == "auto"]
+        return [name for name in DERIVED if getattr(self, name) == "auto"]
 
     def _is_sharded(self, dims: Dims) -> bool:
         """Whether FSDP2 keeps the shards, or the copies: DDP knows no DTensors, which tensor parallelism makes."""

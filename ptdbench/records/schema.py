@@ -60,8 +60,6 @@ class Layout(TypedDict, total=False):
     """Micro-batches of one pass of the pipeline schedule."""
     accumulation: int
     """Passes whose gradients add up to one optimizer step."""
-    passes: list[str]
-    """The rows of the file of ``parallel.schedule=<file>.csv``; missing for a schedule that has a name."""
 
 
 class StepSeconds(TypedDict, total=False):

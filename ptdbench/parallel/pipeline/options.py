@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from ptdbench.models.protocol import Model
 from ptdbench.parallel.batch import Layout, divides
 from ptdbench.parallel.dims import Degree, Dims, divisors
-from ptdbench.parallel.pipeline import orders, schedules
+from ptdbench.parallel.pipeline import schedules
 from ptdbench.parallel.pipeline.schedules import SCHEDULES, Schedule
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
 
@@ -22,7 +21,7 @@ class PipelineOptions:
     """How a pipeline runs; the options are those of :class:`ptdbench.parallel.strategy.Strategy`.
 
     Attributes:
-        name: The name of a schedule, or a file with one, see :mod:`ptdbench.parallel.pipeline.orders`.
+        name: The name of a schedule.
         stages_per_rank: Stages on a rank.
         microbatches: Micro-batches of a pass.
     """
@@ -31,18 +30,16 @@ class PipelineOptions:
     stages_per_rank: int | Literal["auto"]
     microbatches: int | Literal["auto"]
 
-    @cached_property
+    @property
     def schedule(self) -> Schedule:
         """The schedule.
 
         Raises:
-            ConfigError: There is none of this name, or the file has none.
+            ConfigError: There is none of this name.
         """
         if self.name in SCHEDULES:
             return SCHEDULES[self.name]
-        if self.name.endswith(".csv"):
-            return orders.read(self.name)
-        rule = f"must be {', '.join(SCHEDULES)}, or the name of a file that ends in .csv"
+        rule = f"must be {', '.join(SCHEDULES)}"
         raise ConfigError([Problem("schedule", self.name, rule, try_these(nearest(self.name, SCHEDULES)))])
 
     @property
@@ -57,11 +54,11 @@ class PipelineOptions:
     def problems(self) -> Iterator[Problem]:
         """What is wrong under any degrees: no such schedule, or not with so many stages, or not with this torch."""
         try:
-            self.schedule  # noqa: B018 - reads the file
+            schedule = self.schedule
         except ConfigError as error:
             yield from error.problems
             return
-        wanted, allowed = self.stages_per_rank, self.schedule.stages
+        wanted, allowed = self.stages_per_rank, schedule.stages
         if wanted not in ("auto", allowed):
             if allowed != "several":
                 remedy = try_these(["auto", "or parallel.schedule=interleaved1f1b"])
@@ -69,7 +66,7 @@ class PipelineOptions:
             elif not isinstance(wanted, int) or wanted < 2:
                 rule = f"must be a whole number of at least 2 under {self.name}"
                 yield Problem("stages_per_rank", wanted, rule, try_these(["auto", "or parallel.schedule=1f1b"]))
-        if self.schedule.splits_backward and torch.__version__ < schedules.SPLITS_SINCE:
+        if schedule.splits_backward and torch.__version__ < schedules.SPLITS_SINCE:
             rule = f"needs torch {schedules.SPLITS_SINCE} or newer, and this is {torch.__version__}"
             yield Problem("schedule", self.name, rule, try_these(["interleaved1f1b", "looped_bfs"]))
 
@@ -77,12 +74,9 @@ class PipelineOptions:
         """Divide a replica's ``share`` of the batch into passes of micro-batches.
 
         Raises:
-            ConfigError: The schedule does not take as many as there are, or so many ranks.
+            ConfigError: The schedule does not take as many as there are.
         """
         schedule, size, per_rank = self.schedule, dims.pipeline, self.stages_on_rank
-        if schedule.size not in (None, size):
-            rule = f"must be the {schedule.size} ranks of {self.name}"
-            require(Problem("pipeline", size, rule, try_these([schedule.size])))
         total = share if micro_batch == "auto" else share // micro_batch
         whole = "a replica's share of the batch" if micro_batch == "auto" else "the micro-batches of a replica's step"
         automatic = schedule.busy if micro_batch == "auto" else schedule.most
@@ -90,7 +84,7 @@ class PipelineOptions:
         require(divides("microbatches", count, total, whole))
         accumulation = 1 if micro_batch == "auto" else total // count
         each = share // (count * accumulation)
-        found = Layout(dims, global_batch, each, count, accumulation, schedule.passes)
+        found = Layout(dims, global_batch, each, count, accumulation)
         require(self._wrong_number(found, micro_batch))
         return found
 
@@ -100,18 +94,13 @@ class PipelineOptions:
         if schedule.accepts(count, dims.pipeline, self.stages_on_rank):
             return None
         fewest = schedule.fewest(dims.pipeline, self.stages_on_rank)
-        if isinstance(schedule.microbatches, int):
-            rule = f"must be the {fewest} of {self.name}"
-        elif count < fewest:
+        if count < fewest:
             rule = f"must be at least the number of stages, {fewest}, under {self.name}"
         else:
             parts = schedules.rounds(count, dims.pipeline)
             rule = f"must be a multiple of {parts} under {self.name}, which takes them in {parts} equal rounds"
         if self.microbatches != "auto":
             other = "auto"
-        elif isinstance(schedule.microbatches, int):
-            size = 1 if micro_batch == "auto" else micro_batch
-            other = f"a train.global_batch of {dims.batch * fewest * size}"
         elif micro_batch != "auto":
             other = f"a smaller train.micro_batch than {micro_batch}"
         else:

@@ -34,7 +34,7 @@ class Schedule:
         stages: Stages on a rank; ``several``: any number from 2 on.
         placement: ``loop``: rank ``r`` of ``p`` has the stages ``r``, ``r + p``, ...; ``v``: the stages ``r`` and
             ``2p - 1 - r``, so that the first rank has the last stage.
-        microbatches: How many a pass needs: so many. ``stages``: at least as many as stages. ``rounds``: with as many
+        microbatches: How many a pass needs. ``stages``: at least as many as stages. ``rounds``: with as many
             whole rounds of ``p`` as there are in them, and at least one, they must divide evenly among the rounds.
         splits_backward: Whether gradients of weights are computed apart from those of a stage's inputs.
         bubble_units: How long the longest rank idles, in units of ``(p - 1) / v`` times what a rank takes for one of
@@ -42,21 +42,14 @@ class Schedule:
             1f1b (Huang et al. 2019; Narayanan et al. 2021, section 2.2), looped_bfs (Lamy-Poirier 2022, section 4.1).
             1: zero bubble's ZB-H1 (Qi et al. 2023, table 2). 0: ZB-V (section 6). 2: DeepSeek's table of DualPipeV,
             where forward and backward passes do not overlap.
-        size: The ranks that it is for; ``None``: any number.
     """
 
     kind: type[Running]
     stages: int | Literal["several"] = 1
     placement: Literal["loop", "v"] = "loop"
-    microbatches: int | Literal["any", "stages", "rounds"] = "any"
+    microbatches: Literal["any", "stages", "rounds"] = "any"
     splits_backward: bool = False
     bubble_units: int = 3
-    size: int | None = None
-
-    @property
-    def passes(self) -> tuple[str, ...]:
-        """Those of each rank in their order, if they are given and do not follow from the name."""
-        return ()
 
     def per_rank(self, wanted: int | Literal["auto"]) -> int:
         """Stages on a rank; ``auto``: as few as the schedule allows."""
@@ -71,14 +64,10 @@ class Schedule:
 
     def fewest(self, size: int, per_rank: int) -> int:
         """The smallest number of micro-batches of a pass."""
-        if isinstance(self.microbatches, int):
-            return self.microbatches
         return size * per_rank if self.microbatches == "stages" else 1
 
     def accepts(self, microbatches: int, size: int, per_rank: int) -> bool:
         """Whether a pass may have so many micro-batches."""
-        if isinstance(self.microbatches, int):
-            return microbatches == self.microbatches
         in_rounds = self.microbatches != "rounds" or microbatches % rounds(microbatches, size) == 0
         return in_rounds and microbatches >= self.fewest(size, per_rank)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import cache, partial
 from itertools import product as combinations
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -40,32 +38,13 @@ PRODUCTS: dict[str, dict[str, Any]] = {
     "resharded": {"shard": 2, "pipeline": 2},
     "alone": {"pipeline": 4},
 }
-#: Orders of one's own, for two ranks: 1F1B; the first and the last half of the stages on a rank; the same with
-#: micro-batches out of order in all stages but the last; and a V that splits some of its backward passes, and delays
-#: gradients of weights at will.
-ORDERS = {
-    "1f1b": """
-        0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3
-        1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3""",
-    "halves": """
-        0F0,1F0,0F1,1F1,0F2,1F2,0F3,1F3,1B0,0B0,1B1,0B1,1B2,0B2,1B3,0B3
-        2F0,3F0,3B0,2B0,2F1,3F1,3B1,2B1,2F2,3F2,3B2,2B2,2F3,3F3,3B3,2B3""",
-    "disorder": """
-        0F2,1F2,0F1,0F3,1F1,1F3,0F0,1F0,1B3,0B3,1B0,1B2,0B2,1B1,0B0,0B1
-        2F3,2F2,2F0,3F0,2F1,3F1,3F2,3F3,3B3,2B3,3B0,2B0,3B2,2B2,3B1,2B1""",
-}
-if SPLITS:
-    ORDERS["mixed"] = """
-        0F0,0F1,3F0,3I0,0F2,3F1,3W0,3B1,0B0,0F3,3F2,3I2,0I1,3F3,3W2,0W1,3B3,0B2,0B3
-        1F0,2F0,1F1,2F1,2B0,1B0,1F2,2I1,1B1,2F2,2W1,1F3,2F3,2B2,1I2,2B3,1W2,1B3"""
+
 Case = tuple[str, str, bool]  # a schedule, a product, and whether weights are tied, with accumulation then
 
 
 def products() -> list[Case]:
     found = list(combinations(SEVERAL, ("replicas", "shards"), (True, False)))
     found += [(schedule, "resharded", True) for schedule in SEVERAL if not SCHEDULES[schedule].splits_backward]
-    found += [(f"{name}.csv", product, True) for name in ORDERS for product in ("replicas", "shards")]
-    found += [(f"{name}.csv", "resharded", True) for name in ("1f1b", "halves")]
     return found + [(schedule, "alone", True) for schedule in SEVERAL]
 
 
@@ -102,11 +81,7 @@ def trained(case: Case) -> dict[str, Any]:
     """In a rank: what is left of the steps."""
     schedule, product, tied = case
     microbatches: Any = 4 if tied and product != "alone" else "auto"
-    with TemporaryDirectory() as folder:
-        if schedule.endswith(".csv"):
-            text, schedule = ORDERS[schedule.removesuffix(".csv")], str(Path(folder, schedule))
-            Path(schedule).write_text(text)
-        strategy = Strategy(**PRODUCTS[product], schedule=schedule, microbatches=microbatches)
+    strategy = Strategy(**PRODUCTS[product], schedule=schedule, microbatches=microbatches)
     layout = strategy.layout(strategy.dims(dist.get_world_size()), BATCH, 1)
     assert layout.accumulation == (2 if tied and product != "alone" else 1)
     mesh, model = mesh_of(layout.dims), gpt(tied)
