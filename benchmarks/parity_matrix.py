@@ -92,7 +92,6 @@ COLUMNS: dict[str, tuple[str, float]] = {
     "prefetch": ("parallel.prefetch=2", EXACT),
     "bf16": ("parallel.gradients=bf16", 2e-2),
     "powersgd": ("parallel.gradients=powersgd", 2e-2),
-    "local_sgd": ("parallel.local_steps=2", 3e-2),
 }
 #: What a pipeline's option is left out without.
 PIPELINES = ("parallel=pdp", "parallel=3d", "pipeline")
@@ -103,8 +102,8 @@ HEAD = """\
 Every layout under every lever, by `make parity-matrix` with torch {version}: ten AdamW steps of a small GPT in fp32
 on CPU ranks, against one rank. {count} cells are *ok*, with the largest relative difference of a loss; at most 1e-05 is
 allowed. Levers that change the numbers must differ, or have *no effect* where there is one copy: `bf16` and `powersgd`,
-which round what is sent, by at most 2e-02, and `local_sgd`, whose copies average their weights after every other step,
-by at most 3e-02. A number in brackets is refused before anything starts, for the reason of that number.
+which round what is sent, by at most 2e-02. A number in brackets is refused before anything starts, for the reason of
+that number.
 """
 
 Cell = tuple[str, str]

@@ -231,13 +231,6 @@ def two_ranks(session: Session) -> None:
         others[method] = ["parallel=ddp", "parallel.context=2", f"parallel.context_method={method}"]
     for name, layout in others.items():
         _carried(session, f"{name} of 2", reference, *layout, *options)
-    # Computes something else than single, and the same on each device; a CPU needs a small model. Each device draws
-    # weights of its own, so that both begin with a checkpoint, from between two averages.
-    averaged = (*two, *SGD, "model=gpt_tiny", "train.global_batch=4", "parallel=ddp", "parallel.local_steps=2")
-    begun = session.run("local SGD begun", *averaged, "device=cpu", "train.steps=3", "checkpoint.every_steps=3")
-    goes_on = (*averaged, f"resume={begun['directory']}")
-    on_cpu = session.reference("local SGD of 2 on the CPU", *goes_on, "device=cpu")
-    _carried(session, "local SGD of 2", on_cpu, *goes_on)
 
 
 def _carried(session: Session, name: str, reference: Sequence[float], *overrides: str) -> None:

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from .checks import AGAINST_CPU, FAULTS, LAYOUTS, WORKLOADS, Checks, Layouts
+from .checks import FAULTS, LAYOUTS, WORKLOADS, Checks, Layouts
 from .launchers import LAUNCHERS, launchers
 from .processes import ROOT
 
@@ -39,7 +39,6 @@ def main() -> int:
         nodes = f"{launcher.nodes} node{'s' * (launcher.nodes > 1)}"
         print(f"{launcher.name}: {launcher.ranks} ranks on {nodes}", flush=True)
         checks.layouts(launcher, own or LAYOUTS)
-        checks.against_cpu(launcher, () if own else AGAINST_CPU)
         for workload in options.workloads:
             checks.workload(launcher, workload)
         for fault in options.faults:

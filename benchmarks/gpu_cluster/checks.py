@@ -59,9 +59,6 @@ LAYOUTS = (
     Layouts(("parallel=ddp", "parallel.optimizer=zero1")),
 )
 
-#: Compute something else than ``single`` by design, so that each is held against the same ranks of a CPU.
-AGAINST_CPU = (Layouts(("parallel=ddp", "parallel.local_steps=2")),)
-
 
 class Checks:
     """Runs of the product, and the verdict on each.
@@ -88,20 +85,6 @@ class Checks:
         for number, layouts in enumerate(every):
             if layouts.ranks <= launcher.ranks:
                 self._sweep(launcher, f"{launcher.name}-layouts-{number}", layouts, training, reference)
-
-    def against_cpu(self, launcher: Launcher, every: Sequence[Layouts]) -> None:
-        """Layouts of a small model, against the same ranks on this node's CPU.
-
-        Each kind of device draws weights of its own, so that both begin with a checkpoint.
-        """
-        training, here = self._training("gpt_tiny", launcher), local(launcher.ranks)
-        for number, layouts in enumerate(every):
-            begun, name = self._folder / f"{launcher.name}-begun-{number}", f"{launcher.name}-cpu-{number}"
-            typed = (*training, *layouts.overrides, "device=cpu")
-            self._losses(here, begun.name, *typed, "train.steps=3", "checkpoint.every_steps=3")
-            reference = self._losses(here, name, *typed, f"resume={begun}")
-            resuming = (*training, f"resume={begun}")
-            self._sweep(launcher, f"{launcher.name}-against-cpu-{number}", layouts, resuming, reference)
 
     def workload(self, launcher: Launcher, name: str) -> None:
         """A workload that measures the links comes to an end, and well."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -17,7 +17,6 @@ from ptdbench.parallel.batchnorm import synchronize_batchnorm
 from ptdbench.parallel.compilation import Compile, compile_parts
 from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.engine import Part
-from ptdbench.parallel.local_sgd import LocalSGD
 from ptdbench.parallel.precision import Name, narrow
 from ptdbench.parallel.replicate import Replication, replicate
 from ptdbench.parallel.shard import Offload, Sharding, shard
@@ -65,7 +64,6 @@ class Transforms:
         sync_batchnorm: Whether batch norms normalize over the global batch.
         sequence: Whether ranks that share each matrix product share the positions of a sequence between them.
         context_method: How ranks that share each sequence see all its positions.
-        local_steps: Steps after which copies average their weights; 1: they average their gradients in each step.
     """
 
     sharding: Sharding | None = None
@@ -73,18 +71,10 @@ class Transforms:
     sync_batchnorm: bool = False
     sequence: bool = False
     context_method: context.Method = "ulysses"
-    local_steps: int = 1
 
 
 def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transforms) -> Part:
     """Lay out ``module``, the model or a stage of it, on the meta device or with its weights."""
-    part = _laid_out(model, module, setting, transforms)
-    if transforms.local_steps == 1 or not setting.mesh.replicate:
-        return part
-    return replace(part, local=LocalSGD(module, setting.mesh.replicate.get_group(), transforms.local_steps))
-
-
-def _laid_out(model: Model, module: nn.Module, setting: Setting, transforms: Transforms) -> Part:
     inside = set(module.modules())
     layers = [layer for layer in model.layers() if layer in inside]
     parts = list((model.parts() or {}).values()) if setting.compile else []  # asked of the model as it is
@@ -114,10 +104,7 @@ def _laid_out(model: Model, module: nn.Module, setting: Setting, transforms: Tra
         setting.activations(layers)
     # Gathers weights in the dtype of the arithmetic. Shards have to be contiguous.
     if transforms.sharding:
-        mesh = setting.mesh.shard
-        if transforms.local_steps > 1 and mesh.mesh_dim_names:
-            mesh = mesh[mesh.mesh_dim_names[-1]]  # not with the copies
-        return shard(module, layers, mesh, transforms.sharding, fill)
+        return shard(module, layers, setting.mesh.shard, transforms.sharding, fill)
     fill(module)
     # Kernels have the memory format of the images, or their gradients would have another one than DDP's buckets.
     # The messages of a pipeline are contiguous, and so are the matrices of PowerSGD.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import get_total_norm
 
-from ptdbench.local_part import device_of
-from ptdbench.parallel.local_sgd import LocalSGD
 from ptdbench.parallel.powersgd import PowerSGD
 from ptdbench.parallel.zero import Division
 
@@ -45,7 +43,6 @@ class Part:
         settle: Completes the gradients after the last backward pass of a step.
         division: How the optimizer's state is divided among the replicas, if it is.
         compressor: Averages the gradients by approximations, if they are not averaged as they are.
-        local: Averages the weights every few steps, if copies do not average their gradients.
     """
 
     module: nn.Module
@@ -57,7 +54,6 @@ class Part:
     settle: Callable[[], None] = _nothing
     division: Division | None = None
     compressor: PowerSGD | None = None
-    local: LocalSGD | None = None
 
 
 class Engine(ABC):
@@ -79,8 +75,6 @@ class Engine(ABC):
     def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:
         """Run forward and backward on this replica's share of a batch; leaves averaged gradients in ``.grad``.
 
-        Under local SGD they are averaged inside of each copy.
-
         Args:
             inputs: The replica's samples, ``(replica_batch, ...)``, on this rank's device.
             targets: Their targets, ``(replica_batch, ...)``.
@@ -93,8 +87,6 @@ class Engine(ABC):
     @abstractmethod
     def gradient_norm(self) -> Tensor:
         """The Euclidean norm of the gradient of all weights of the model, on every rank; a scalar.
-
-        Under local SGD that of this copy.
 
         Called in all ranks, after :meth:`gradients`.
         """
@@ -117,15 +109,7 @@ class Engine(ABC):
         for part in self.parts:
             if part.division:
                 part.division.attach(optimizer)
-            if part.local:
-                part.local.attach(optimizer)
         return optimizer
-
-    def after_step(self, number: int) -> None:
-        """Do what is due after the weights' update of step ``number``, counted from 0; called in all ranks."""
-        for part in self.parts:
-            if part.local:
-                part.local.after_step(number)
 
     def share_weights(self) -> None:
         """Bring all replicas to the weights of those that update them; called in all ranks."""
@@ -142,41 +126,11 @@ class Engine(ABC):
             for name, tensor in part.compressor.tensors().items()
         }
 
-    @contextmanager
-    def as_one(self, *, with_state: bool = False) -> Iterator[dict[str, Tensor]]:
-        """A context in which all copies have the same weights, as one model has; called in all ranks.
-
-        Args:
-            with_state: Whether they have the same state of the optimizer, too.
-
-        Yields:
-            The state that no other rank has, by name; for a checkpoint, between two steps.
-        """
-        own = self.own_state()
-        with ExitStack() as stack:
-            for number, part in enumerate(self.parts):
-                if part.local:
-                    mine = stack.enter_context(part.local.averaged(with_state=with_state))
-                    own |= {f"local.{number}.{name}": tensor for name, tensor in mine.items()}
-            yield own
-
     def load_own_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue with the state that :meth:`as_one` yielded; :meth:`rehearse` must follow."""
+        """Continue with what :meth:`own_state` returned; :meth:`rehearse` must follow."""
         for number, part in enumerate(self.parts):
             if part.compressor:
                 part.compressor.load(_below(f"powersgd.{number}.", tensors))
-        self._load_local(tensors)
-
-    def _load_local(self, tensors: Mapping[str, Tensor]) -> None:
-        """All copies continue with weights of their own, or none does: then they continue from the means."""
-        of_parts = [(part.local, _below(f"local.{number}.", tensors)) for number, part in enumerate(self.parts)]
-        if any(local for local, _ in of_parts):
-            fits = all(local is None or local.fits(own) for local, own in of_parts)
-            all_fit = torch.tensor(float(fits), device=device_of(self.module))
-            dist.all_reduce(all_fit, dist.ReduceOp.MIN)
-            for local, own in of_parts if all_fit else ():
-                if local:
-                    local.load(own)
 
     def rehearse(self, inputs: Tensor, targets: Tensor, scale: Scale) -> None:
         """Compute and discard gradients until the engine has reached its steady state; nothing else changes.

@@ -28,7 +28,7 @@ from ptdbench.parallel.precision import Name
 from ptdbench.parallel.replicate import Replication
 from ptdbench.parallel.shard import Offload, Sharding, shared_between_layers
 from ptdbench.parallel.volume import Work, expected
-from ptdbench.problems import Problem, at_least, nearest_numbers, require, try_these
+from ptdbench.problems import Problem, at_least, require, try_these
 
 DEGREES = ("replicate", "shard", "context", "tensor", "pipeline")
 
@@ -80,8 +80,6 @@ class Strategy:
             them until the last one: each is gathered once a micro-batch less, and the whole model is in memory then.
             ``auto``: as ``reshard_after_forward``, without which the whole model is in memory anyway.
         prefetch: Layers whose weights are gathered ahead of the one that computes.
-        local_steps: Steps after which copies average their weights, see :mod:`ptdbench.parallel.local_sgd`; 1: they
-            average their gradients in each step. More changes the numbers.
         gradients: What is sent to average gradients: a dtype (``auto``: fp32, even if the arithmetic is narrower), or
             ``powersgd``: products of two thin matrices, under DDP.
         context_method: How these see all positions in attention: ``ulysses``: they exchange positions for heads.
@@ -109,7 +107,6 @@ class Strategy:
     optimizer: Literal["replicated", "zero1"] = "replicated"
     powersgd_rank: int = 1
     powersgd_start: int = 2
-    local_steps: int = 1
     reshard_after_forward: bool | int = True
     reshard_between_microbatches: bool | Literal["auto"] = "auto"
     prefetch: int = 1
@@ -124,16 +121,13 @@ class Strategy:
     def __post_init__(self) -> None:
         given = {name: degree for name in DEGREES if (degree := getattr(self, name)) != "auto"}
         require(
-            *at_least(
-                1, **given, prefetch=self.prefetch, powersgd_rank=self.powersgd_rank, local_steps=self.local_steps
-            ),
+            *at_least(1, **given, prefetch=self.prefetch, powersgd_rank=self.powersgd_rank),
             *at_least(2, powersgd_start=self.powersgd_start),
             None if self.bucket_mb == "auto" or self.bucket_mb > 0 else
             Problem("bucket_mb", self.bucket_mb, "must be greater than 0 (MiB)", try_these(["auto", 25])),
             self._ring(),
             *(self.pipelining.problems() if self.pipeline != 1 else ()),
             *self._without_effect(),
-            *(self._of_local_steps() if self.local_steps > 1 else ()),
         )  # fmt: skip
 
     def ranks(self, available: int) -> int:
@@ -166,7 +160,7 @@ class Strategy:
         else:
             size = share if micro_batch == "auto" else micro_batch
             found = Layout(dims, global_batch, size, accumulation=share // size)
-        require(self._static_graph(found), self._subgroup(dims), self._resharded(found), *self._unaveraged(dims))
+        require(self._static_graph(found), self._subgroup(dims), self._resharded(found))
         return found
 
     def check(self, model: Model, layout: Layout) -> None:
@@ -207,19 +201,8 @@ class Strategy:
             remedy = try_these(["recompute", "keep", "or parallel.schedule=interleaved1f1b"])
             require(Problem("activations", "selective", rule, remedy))
 
-    def check_steps(self, steps: int) -> None:
-        """Raise ConfigError for a run that ends before the copies have averaged their weights once."""
-        if self.local_steps > steps:
-            rule = f"must not exceed train.steps, {steps}: the copies would never average their weights"
-            remedy = try_these(nearest_numbers(self.local_steps, divisors(steps)))
-            require(Problem("parallel.local_steps", self.local_steps, rule, remedy))
-
     def check_precision(self, precision: Name) -> None:
         """Raise ConfigError for a precision that does not go with the options."""
-        if precision == "fp16" and self.local_steps > 1:
-            rule = "lets all ranks agree on overflows in each step, and copies that average weights do not communicate"
-            remedy = try_these(["bf16", "or parallel.local_steps=1"])
-            require(Problem("precision", "fp16", rule, remedy))
         if precision == "fp16" and self.gradients == "powersgd":
             rule = "is not for scaled losses: a step that overflows is skipped, and its infinite error would be kept"
             require(Problem("parallel.gradients", "powersgd", rule, try_these(["auto", "or precision=bf16"])))
@@ -234,7 +217,7 @@ class Strategy:
         """The training state of each rank of a pipeline; ``average``: whether a moving average is kept."""
         dims = layout.dims
         copied = self._applies("replicate", dims) or dims.context > 1
-        in_buckets = copied and not self._is_sharded(dims) and self.local_steps == 1
+        in_buckets = copied and not self._is_sharded(dims)
         copies = 2 if in_buckets and not self.gradient_as_bucket_view else 1
         copies += in_buckets and self.gradients == "powersgd"  # what has not been sent yet
         return footprints(
@@ -293,10 +276,9 @@ class Strategy:
                 sync_batchnorm=self.sync_batchnorm,
                 sequence=self.sequence,
                 context_method=self.context_method,
-                local_steps=self.local_steps,
             )
-        if self.local_steps > 1 or (not self._applies("replicate", dims) and dims.context == 1):
-            return Transforms(sequence=self.sequence, local_steps=self.local_steps)
+        if not self._applies("replicate", dims) and dims.context == 1:
+            return Transforms(sequence=self.sequence)
         sound = layout.accumulation == 1 and not self._applies("pipeline", dims)
         static_graph = sound if self.static_graph == "auto" else self.static_graph
         replication = Replication(
@@ -330,8 +312,7 @@ class Strategy:
 
     def _is_sharded(self, dims: Dims) -> bool:
         """Whether FSDP2 keeps the shards, or the copies: DDP knows no DTensors, which tensor parallelism makes."""
-        copies = dims.context * (dims.replicate if self.local_steps == 1 else 1)
-        return self._applies("shard", dims) or (dims.tensor > 1 and copies > 1)
+        return self._applies("shard", dims) or (dims.tensor > 1 and dims.context * dims.replicate > 1)
 
     def _applies(self, degree: str, dims: Dims) -> bool:
         """Whether the transform of a degree is applied.
@@ -369,32 +350,6 @@ class Strategy:
         if not self.pipeline == self.tensor == self.context == 1 and not isinstance(self.reshard_after_forward, bool):
             rule = "makes groups of ranks that only shard, without stages, tensor or context parallelism"
             yield Problem("reshard_after_forward", self.reshard_after_forward, rule, try_these(["true", "false"]))
-
-    def _of_local_steps(self) -> Iterator[Problem]:
-        """Problems for options that do not go with copies that average their weights."""
-        if self.replicate == 1:
-            yield Problem("local_steps", self.local_steps, _NO_EFFECT, "it belongs to parallel=ddp,pdp,hsdp")
-        defaults = {field.name: field.default for field in fields(self)}
-        for option in _OPTIONS_OF["replicate"] if self.shard == self.tensor == 1 != self.replicate else ():
-            if getattr(self, option) != defaults[option]:
-                yield self._about_gradients(option)
-        if self.sync_batchnorm:
-            rule = f"lets copies communicate in each step, and with local_steps={self.local_steps} they do not"
-            yield Problem("sync_batchnorm", True, rule, "try false, or parallel.local_steps=1")
-
-    def _unaveraged(self, dims: Dims) -> Iterator[Problem]:
-        """Problems of copies that average their weights, where no shards let gradients be averaged inside of a copy."""
-        if self.local_steps == 1 or self._is_sharded(dims):
-            return
-        if dims.context > 1:
-            rule = "is for copies that average no gradients, and ranks that share a sequence have to"
-            yield Problem("local_steps", self.local_steps, rule, try_these([1, "or parallel.shard=2"]))
-        if self.gradients != "auto":
-            yield self._about_gradients("gradients")
-
-    def _about_gradients(self, option: str) -> Problem:
-        rule = f"is about averaging gradients, and with local_steps={self.local_steps} copies average weights"
-        return Problem(option, getattr(self, option), rule, "omit it, or try parallel.local_steps=1")
 
     def _ring(self) -> Problem | None:
         if self.context_method != "ring" or not (lacks := ring.missing()):

@@ -72,8 +72,6 @@ def expected(work: Work) -> dict[str, float | None]:
         terms.append(_unknown(*OPERATIONS))
     if transforms.sharding:
         terms.append(_of_shards(work, transforms.sharding))
-    if transforms.local_steps > 1 and dims.replicate > 1:
-        terms.append(_of_averages(work))
     if transforms.sync_batchnorm and _batch_norms(model):
         terms.append(_unknown("all_reduce", "all_gather"))
     if max(dims.pipeline, dims.tensor, dims.context) > 1:
@@ -129,19 +127,8 @@ def _of_shards(work: Work, how: Sharding) -> dict[str, float]:
     return {
         "all_gather": 0.0 if shards == 1 else gathered,
         "reduce_scatter": 0.0 if shards == 1 else reduced,
-        "all_reduce": reduced / shards if dims.replicate > 1 and work.transforms.local_steps == 1 else 0.0,
+        "all_reduce": reduced / shards if dims.replicate > 1 else 0.0,
     }
-
-
-def _of_averages(work: Work) -> dict[str, float]:
-    """Local SGD: the weights are averaged once in several steps (Stich 2019, arXiv 1805.09767)."""
-    dims = work.layout.dims
-    dimensions = cut_dimensions(work.model) if dims.tensor > 1 else {}
-    shards = dims.shard * dims.context if work.transforms.sharding else 1
-    stages = [stage for of_rank in modules_of_ranks(work.model, work.ranks) for stage in of_rank]
-    weights = [weight for stage in stages for weight in stage.parameters() if weight.requires_grad]
-    held = sum(weight.nbytes / shards / (dims.tensor if weight in dimensions else 1) for weight in weights)
-    return {"all_reduce": held / work.transforms.local_steps}
 
 
 def _of_activations(work: Work) -> Iterator[dict[str, float]]:

@@ -147,7 +147,6 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
         found.of(lambda: under("parallel", lambda: strategy.check_sample(example()[0], where)))
     if strategy:
         found.of(lambda: strategy.check_precision(config.resolved["precision"]))
-        found.of(lambda: strategy.check_steps(config.train.steps))
     if activations and model:
         found.of(lambda: _check_activations(config, activations, model))
     if activations and strategy and where:

@@ -153,14 +153,13 @@ class Checkpointing:
             "evaluations": self._evaluator.as_dicts(),
             "data": self._identity(),
         }
-        with self._loop.engine.as_one(with_state=True) as own:
-            tensors = state.collect(
-                self._loop.engine.module,
-                self._loop.update.optimizer,
-                self._job.training.tied,
-                rank=self._job.world.rank,
-                with_buffers=self._loop.replica == 0,
-                own=own,
-            )
-            saver.save(self._loop.done, tensors, self._job.spec.config.resolved["model"], facts, is_best)
+        tensors = state.collect(
+            self._loop.engine.module,
+            self._loop.update.optimizer,
+            self._job.training.tied,
+            rank=self._job.world.rank,
+            with_buffers=self._loop.replica == 0,
+            own=self._loop.engine.own_state(),
+        )
+        saver.save(self._loop.done, tensors, self._job.spec.config.resolved["model"], facts, is_best)
         self._saved = self._loop.done

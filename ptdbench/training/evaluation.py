@@ -129,7 +129,7 @@ class Evaluator:
         module, held_out = self._loop.engine.module, self._job.training.data.held_out
         assert held_out is not None  # assemble() refuses data without a held-out part
         module.eval()
-        with torch.no_grad(), self._loop.update.averaged(), self._loop.engine.as_one():
+        with torch.no_grad(), self._loop.update.averaged():
             _share_buffers(module, self._loop.replicas)
             sums = self._sums(held_out).tolist()
         module.train()

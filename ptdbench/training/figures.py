@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +38,24 @@ def figures(
         peak_bytes: Peak memory, the maximum over ranks.
         ceiling: The result of :func:`ceiling`.
     """
-    by_rank = any(_local_steps(one) > 1 for one in segments)
     losses, seconds, waits = (
-        series.column(series.blocks(path), name)
-        for name in ("loss", "step_seconds" if by_rank else "slowest_seconds", "wait_seconds")
+        series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds", "wait_seconds")
     )
-    starts = [_start(one, seconds, waits) for one in segments]
-    for one, start in zip(segments, starts, strict=True):
-        minimum = math.ceil(job.spec.config.train.warmup_steps / start.every)
-        known = start.seconds[np.isfinite(start.seconds)]
-        one.setdefault("warmup_steps", start.steps(warmup_end(known, minimum)))
-    last, own = segments[-1], starts[-1]
+    of_starts = [_of(one, seconds) for one in segments]
+    for one, own in zip(segments, of_starts, strict=True):
+        one.setdefault("warmup_steps", warmup_end(own[np.isfinite(own)], job.spec.config.train.warmup_steps))
+    last, own = segments[-1], of_starts[-1]
     timed = [
-        start.seconds[start.periods(one["warmup_steps"]) :]
-        for one, start in zip(segments[:-1], starts[:-1], strict=True)
+        earlier[one["warmup_steps"] :]
+        for one, earlier in zip(segments[:-1], of_starts[:-1], strict=True)
         if one["layout"] == last["layout"]
     ]
     before = np.concatenate([np.empty(0), *timed])
-    warmup, found = metrics(_measurement(job, last, own, before[np.isfinite(before)], peak_bytes, ceiling))
+    warmup, found = metrics(
+        _measurement(job, last, own, _of(last, waits), before[np.isfinite(before)], peak_bytes, ceiling)
+    )
     return {
-        "warmup_steps": own.steps(warmup),
+        "warmup_steps": warmup,
         "metrics": found,
         "steps": len(losses),
         "final_loss": losses[-1] if len(losses) else None,
@@ -74,56 +70,6 @@ def first_not_finite(path: Path) -> int | None:
     return int(wrong[0]) if len(wrong) else None
 
 
-@dataclass(frozen=True)
-class _Start:
-    """The times of one start of a run, in periods: those between two averages of local SGD, else single steps.
-
-    Copies that train on their own wait for each other only at the end of a period, so it is a period that takes as
-    long as its slowest rank.
-
-    Attributes:
-        every: Steps of a period.
-        first: Number of steps before the first whole period.
-        taken: Number of steps.
-        seconds: Of each whole period, divided by its steps: ``[periods]``.
-        waits: In these what was spent waiting for batches.
-    """
-
-    every: int
-    first: int
-    taken: int
-    seconds: np.ndarray
-    waits: np.ndarray
-
-    def steps(self, periods: int) -> int:
-        """The number of steps until the end of so many periods."""
-        return min(self.first + periods * self.every, self.taken)
-
-    def periods(self, steps: int) -> int:
-        """The number of whole periods that begin within so many steps."""
-        return max(math.ceil((steps - self.first) / self.every), 0)
-
-
-def _start(segment: Mapping[str, Any], seconds: np.ndarray, waits: np.ndarray) -> _Start:
-    """One start, from the series of the run: ``[steps]`` of the slowest rank, or ``[steps, ranks]``."""
-    every, own, own_waits = _local_steps(segment), _of(segment, seconds), _of(segment, waits)
-    first = min(-segment["first_step"] % every, len(own))
-    whole = slice(first, first + (len(own) - first) // every * every)
-    of_ranks = own[whole].reshape(-1, every, own.shape[1] if own.ndim > 1 else 1).sum(axis=1) / every
-    return _Start(
-        every,
-        first,
-        len(own),
-        np.fmax.reduce(of_ranks, axis=1),
-        own_waits[whole].reshape(-1, every).sum(axis=1) / every,
-    )
-
-
-def _local_steps(segment: Mapping[str, Any]) -> int:
-    """Steps from one average of weights to the next; 1 in records from before there was local SGD."""
-    return int(segment["layout"]["parallel"].get("local_steps", 1))
-
-
 def _of(segment: Mapping[str, Any], values: np.ndarray) -> np.ndarray:
     """The part of a series that belongs to one start of the run."""
     return values[segment["first_step"] :][: segment["steps"]]
@@ -132,7 +78,8 @@ def _of(segment: Mapping[str, Any], values: np.ndarray) -> np.ndarray:
 def _measurement(
     job: Job,
     last: Mapping[str, Any],
-    own: _Start,
+    own: np.ndarray,
+    waits: np.ndarray,
     earlier: np.ndarray,
     peak: int,
     ceiling: Ceiling,
@@ -142,14 +89,15 @@ def _measurement(
     Args:
         job: The run.
         last: The segment of this process.
-        own: Its times.
+        own: Seconds of its steps.
+        waits: Of these, seconds that each waited for its batch.
         earlier: Seconds of what was timed in earlier segments of the same layout.
         peak: Peak memory in bytes.
         ceiling: The result of :func:`ceiling`.
     """
     spec, training = job.spec, job.training
     return Measurement(
-        step_seconds=own.seconds.tolist(),
+        step_seconds=own.tolist(),
         samples_per_step=training.layout.global_batch,
         tokens_per_sample=training.data.tokens_per_sample,
         flops_per_sample=training.flops_per_sample,
@@ -160,9 +108,9 @@ def _measurement(
         peak_memory_bytes=peak,
         first_step_seconds=sum(last["startup_seconds"].values()),
         startup_seconds=last["startup_seconds"],
-        minimum_warmup=math.ceil(spec.config.train.warmup_steps / own.every),
+        minimum_warmup=spec.config.train.warmup_steps,
         earlier_seconds=earlier.tolist(),
-        wait_seconds=own.waits.tolist(),
+        wait_seconds=waits.tolist(),
         ceiling=ceiling,
     )
 

@@ -1,7 +1,6 @@
 """The profiling pass: a few further steps under torch's profiler, after the timed ones.
 
-They train on, and nothing looks at the weights afterwards. No clock of theirs is in the timed steps, and no label but
-that of the averages of local SGD.
+They train on, and nothing looks at the weights afterwards. No clock or label of theirs is in the timed steps.
 """
 
 from __future__ import annotations
@@ -37,9 +36,6 @@ _TRACE = "trace.json"
 
 #: Seconds that the steps of the pass may take; at least one is done.
 MOST_SECONDS = 60.0
-
-#: Steps that make a trace of a size that can be read, where as many must be profiled as lie between two averages.
-MOST_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -78,9 +74,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
     asked = job.spec.config.profile.steps
     started = time.perf_counter()
     timed = gather(((metrics or {}).get("step_seconds") or {}).get("mean"))[0]
-    every = job.training.strategy.local_steps
-    if not (steps := _count(asked, timed, every)):
-        return {"steps": 0, "reason": f"parallel.local_steps={every} are more steps than can be profiled"}
+    steps = _count(asked, timed)
     keep = job.spec.config.profile.trace
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
         taken = run(job, loop, steps)
@@ -106,18 +100,14 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
     return {**fields, "pass_seconds": time.perf_counter() - started}
 
 
-def _count(asked: int, timed: float | None, every: int) -> int:
-    """The number of steps to profile; with local SGD whole periods, as many as fit, or 0: part of one is no mean step.
+def _count(asked: int, timed: float | None) -> int:
+    """The number of steps to profile: as many as were asked for, if they take no longer than ``MOST_SECONDS``.
 
     Args:
         asked: The number that was asked for.
         timed: Seconds of a step, if any was timed.
-        every: Steps from one average of weights to the next.
     """
-    most = MOST_SECONDS / timed if timed else math.inf
-    if every == 1:
-        return max(1, int(min(asked, most)))
-    return every * int(min(math.ceil(asked / every), min(most, MOST_STEPS) // every))
+    return max(1, int(min(asked, MOST_SECONDS / timed if timed else math.inf)))
 
 
 def run(

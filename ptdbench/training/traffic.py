@@ -11,7 +11,6 @@ from ptdbench.launch.peers import gather
 from ptdbench.measure.phases import Ready
 from ptdbench.measure.trace import POINT_TO_POINT, UPDATE, Call
 from ptdbench.parallel.dims import Mesh
-from ptdbench.parallel.local_sgd import LABEL
 from ptdbench.parallel.ring import RingAttention
 
 #: A call without its time: what it is, and which of its kind.
@@ -36,7 +35,7 @@ def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
 def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
     """The group of a call; ``None`` if that is unknown.
 
-    A trace of gloo does not name it. What called it does: FSDP, local SGD, ring attention, other functional collectives
+    A trace of gloo does not name it. What called it does: FSDP, ring attention, other functional collectives
     for tensor and context parallelism, and DDP, which is C++ and calls from the backward pass itself.
     """
     if call.ranks is not None:
@@ -53,8 +52,6 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
         name = "replicate" if call.operation == "all_reduce" else "shard"
     elif any(caller.startswith("_c10d_functional::") for caller in call.within):
         name = "tensor"
-    elif LABEL in call.within:
-        name = "replicate"
     elif UPDATE in call.within and call.operation == "all_reduce":  # of the norm of gradients, over several groups
         return None
     else:

@@ -70,7 +70,6 @@ class Update:
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad()
-        self._engine.after_step(step)
 
     def forget(self) -> None:
         """Discard the learning rates and gradient norms recorded so far."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import statistics
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -171,7 +170,7 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
         loop: The step loop.
         at_end: Called after the last step, before the feed is closed; not if the iterator is closed before.
     """
-    wanted, period = job.spec.config.train.steps, job.training.strategy.local_steps
+    wanted = job.spec.config.train.steps
     reporter = ProgressReporter(job, loop, wanted)
     collect_garbage()
     memory.reset_peak(job.device)  # what was garbage is not the training's
@@ -183,8 +182,8 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
                 if loop.taken == 1:
                     _wait_for(job.device)
                     job.watch.lap("first_step")
-                if loop.taken == PROBE_STEPS or 1 < period == loop.taken - 1:
-                    wanted = _affordable(job, loop, period if loop.taken > period else 1)
+                if loop.taken == PROBE_STEPS:
+                    wanted = _affordable(job, loop)
                 job.watchdog.beat(loop.done)
                 reporter.report(wanted)
                 yield loop.done
@@ -196,17 +195,12 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
         reporter.close()
 
 
-def _affordable(job: Job, loop: StepLoop, period: int = 1) -> int:
-    """The steps that fit into ``train.max_minutes``, the same on every rank.
-
-    Estimated by the fastest undrained one, or by the mean of the last ``period`` of them: with an average of weights.
-    """
+def _affordable(job: Job, loop: StepLoop) -> int:
+    """The steps that fit into ``train.max_minutes`` by the fastest undrained one, the same on every rank."""
     asked = job.spec.config.train
     if asked.max_minutes is None:
         return asked.steps
-    known = loop.clock.seconds()
-    mean = min(known) if period == 1 else statistics.fmean(known[-period:])
-    seconds = torch.tensor(mean, dtype=torch.float64, device=job.device)
+    seconds = torch.tensor(min(loop.clock.seconds()), dtype=torch.float64, device=job.device)
     dist.all_reduce(seconds, dist.ReduceOp.MAX)
     affordable = loop.first_step + int(asked.max_minutes * 60 / seconds.item())
     return min(asked.steps, max(affordable, loop.done))

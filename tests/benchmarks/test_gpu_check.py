@@ -154,14 +154,10 @@ def test_the_large_model_runs_at_every_micro_batch_and_tells_its_goal() -> None:
 def test_only_what_gloo_refuses_may_be_missing_of_two_ranks_on_one_gpu() -> None:
     lacking = failed()
     lacking["error"]["message"] = "no support for reduce_scatter in Gloo process group"
-    begun = {**trained(), "directory": "begun"}
-    of = Scripted(*[trained()] * 2, lacking, failed(), *[trained()] * 3, begun, trained(), trained((5, 4, 3, 2, 1.1)))
+    of = Scripted(*[trained()] * 2, lacking, failed(), *[trained()] * 3)
     parts.two_ranks(of)
-    passed = ["single", "ddp of 2", "fsdp of 2", "tp of 2", "ulysses of 2", "ring of 2", "local SGD of 2 on the CPU"]
-    assert verdicts(of) == {**dict.fromkeys(passed, True), "pdp of 2": False, "local SGD of 2": False}
-    assert [*of.typed[-1], "device=cpu"] == [*of.typed[-2]]
-    assert {"device=cpu", "checkpoint.every_steps=3"} <= {*of.typed[-3]}
-    assert "resume=begun" in of.typed[-1]
+    passed = ["single", "ddp of 2", "fsdp of 2", "tp of 2", "ulysses of 2", "ring of 2"]
+    assert verdicts(of) == {**dict.fromkeys(passed, True), "pdp of 2": False}
 
 
 def test_drivers_and_libraries_of_the_device_are_known_without_its_start_in_this_process() -> None:

@@ -27,7 +27,6 @@ from ptdbench.parallel.zero import divide
 from ptdbench.training.loop import StepLoop
 from tests.daily import cases, selected
 from tests.parallel.ranks import mesh_of, on_ranks
-from tests.parallel.splitting import where_split
 from tests.workloads.made_loop import step_loop
 
 pytestmark = pytest.mark.ranks
@@ -79,22 +78,7 @@ INEXACT = {
                                            gradients="powersgd")),
 }  # fmt: skip
 POWERSGD = [name for name in INEXACT if "powersgd" in name]
-#: Two replicas that train on their own, and after how many steps they average their weights.
-REPLICAS = 2
-LOCAL = {
-    "local SGD": (2, Lever(replicate=2, pipeline=2, microbatches=2, local_steps=2)),
-    "local SGD, accumulated": (4, Lever(replicate=2, pipeline=2, microbatches=2, micro_batch=1, local_steps=4)),
-    "local SGD, shards": (4, Lever(replicate=2, shard="auto", local_steps=4)),
-    "local SGD, kept shards": (2, Lever(replicate=2, shard="auto", reshard_after_forward=False, micro_batch=2,
-                                        local_steps=2)),
-    **where_split({
-        "local SGD, two stages a rank": lambda: (4, Lever(replicate=2, pipeline=2, schedule="zbv", local_steps=4)),
-    }),
-}  # fmt: skip
-RESTORED = [name for name in LOCAL if name in ("local SGD", "local SGD, shards", "local SGD, two stages a rank")]
-LEVERS = (
-    EXACT | {name: lever for name, (*_, lever) in INEXACT.items()} | {name: one for name, (_, one) in LOCAL.items()}
-)
+LEVERS = EXACT | {name: lever for name, (*_, lever) in INEXACT.items()}
 
 
 def gpt() -> GPT:
@@ -130,7 +114,7 @@ def train(loop: StepLoop, steps: int = STEPS) -> list[float]:
 
 def averaged(loop: StepLoop) -> dict[str, torch.Tensor]:
     """The averages of the weights, as an evaluation sees them."""
-    with torch.no_grad(), loop.update.averaged(), loop.engine.as_one():
+    with torch.no_grad(), loop.update.averaged():
         return {name: whole(weight).clone() for name, weight in loop.engine.module.named_parameters()}
 
 
@@ -144,72 +128,10 @@ def in_rank(folder: Path, names: set[str]) -> dict[str, Any]:
     materialize(plain, plain, device=CPU, seed=0)
     reference = loop_of(Accumulating(Part(plain, plain), BATCH), Layout(Dims(), BATCH, BATCH), 0)
     seen: dict[str, Any] = {"one process": told(reference)}
-    if not names.isdisjoint(LOCAL):
-        seen |= {f"replicas, {every}": replicas_of_one_process(every) for every in (2, 4)}
     for name in (name for name in LEVERS if name in names):
         seen[name] = told(laid_out(LEVERS[name]))
-    seen["restored"] = {name: restored(folder / name, LEVERS[name]) for name in RESTORED if name in names}
     seen["resumed"] = {name: resumed(folder / name, LEVERS[name]) for name in POWERSGD if name in names}
     return seen
-
-
-def replicas_of_one_process(every: int) -> dict[str, Any]:
-    """What replicas come to that average their weights, one after the other in one process."""
-    loops = []
-    for replica in range(REPLICAS):
-        plain = gpt()
-        materialize(plain, plain, device=CPU, seed=0)
-        layout = Layout(Dims(replicate=REPLICAS), BATCH, BATCH // REPLICAS)
-        loops.append(loop_of(Accumulating(Part(plain, plain), BATCH // REPLICAS), layout, replica))
-    weights = [list(loop.engine.module.parameters()) for loop in loops]
-    for step in range(STEPS):
-        for loop in loops:
-            loop.step()
-        if step % every == every - 1:
-            for copies in zip(*weights, strict=True):
-                mean = torch.stack([copy.detach() for copy in copies]).mean(dim=0)
-                for copy in copies:
-                    copy.data.copy_(mean)
-    of_loops = [told_of(loop) for loop in loops]
-    first, *others = (of_one["averaged"] for of_one in of_loops)
-    return {
-        "losses": [sum(float(loop.losses[step]) for loop in loops) / REPLICAS for step in range(STEPS)],
-        "norms": [of_one["norms"] for of_one in of_loops], "weights": [of_one["weights"] for of_one in of_loops],
-        "averaged": {name: torch.stack([value, *(other[name] for other in others)]).mean(dim=0)
-                     for name, value in first.items()},
-    }  # fmt: skip
-
-
-def restored(folder: Path, lever: Lever) -> dict[str, Any]:
-    """Losses after a save between two averages, of the run that goes on and of one that resumes; and the checkpoint."""
-    rank, saver = dist.get_rank(), Saver(folder, keep=1)
-    loop = laid_out(lever)
-    loop.rehearse()
-    train(loop, 3)
-    module, tied = loop.engine.module, gpt().tied()
-    before = {name: whole(weight).clone() for name, weight in module.named_parameters()}
-    with loop.engine.as_one(with_state=True) as own:
-        tensors = state.collect(module, loop.update.optimizer, tied, rank=rank, with_buffers=True, own=own)
-        kept = {name: whole(tensor).clone() for name, tensor in tensors.items() if name.startswith(("model", "optim"))}
-        saver.save(3, tensors, {}, {})
-    assert all(torch.equal(before[name], whole(weight)) for name, weight in module.named_parameters())
-    saver.wait()
-    assert saver.problems == []
-    path, went_on, other = shelf.newest(folder).found.path, train(loop, 3), laid_out(lever, seed=1)
-    mine = state.restore(path, other.engine.module, other.update.optimizer, tied,
-                         rank=rank, world_size=RANKS, group=saver.group)  # fmt: skip
-    other.engine.load_own_state(mine)
-    other.resume(3, {})
-    other.rehearse()
-    goes_on = train(other, 3)
-    elsewhere = laid_out(Lever(shard="auto"), seed=1)
-    module = elsewhere.engine.module
-    own = state.restore(path, module, elsewhere.update.optimizer, tied,
-                        rank=rank, world_size=RANKS, group=saver.group)  # fmt: skip
-    elsewhere.engine.load_own_state(own)
-    saver.close()
-    return {"went on": went_on, "goes on": goes_on, "kept": kept, "owns": len(own),
-            "elsewhere": {name: whole(weight) for name, weight in module.named_parameters()}}  # fmt: skip
 
 
 def told(loop: StepLoop) -> dict[str, Any]:
@@ -326,51 +248,6 @@ def test_a_resumed_run_goes_on_with_what_was_not_sent_yet(of_ranks, name):
     went_on, resumed, forgetful = zip(*(of_rank["resumed"][name] for of_rank in of_ranks), strict=True)
     assert resumed == went_on
     assert forgetful != went_on
-
-
-@pytest.mark.thorough
-class TestLocalSGD:
-    @pytest.mark.parametrize("name", LOCAL)
-    def test_it_follows_replicas_of_one_process(self, of_ranks, name):
-        every, _ = LOCAL[name]
-        expected = of_ranks[0][f"replicas, {every}"]
-        assert losses_of(of_ranks, name) == pytest.approx(expected["losses"], rel=1e-5)
-        for rank, of_rank in enumerate(of_rank[name] for of_rank in of_ranks):
-            replica = rank // (RANKS // REPLICAS)
-            assert of_rank["norms"] == pytest.approx(expected["norms"][replica], rel=1e-4)
-            for found, wanted in ((of_rank["weights"], expected["weights"][replica]),
-                                  (of_rank["averaged"], expected["averaged"])):  # fmt: skip
-                for weight, value in found.items():
-                    torch.testing.assert_close(value, wanted[tied().get(weight, weight)], rtol=1e-3, atol=1e-4)
-
-    @pytest.mark.parametrize("every", [2, 4])
-    def test_it_is_not_the_training_of_one_process(self, of_ranks, every):
-        expected, found = of_ranks[0]["one process"], of_ranks[0][f"replicas, {every}"]
-        differences = [abs(one / other - 1) for one, other in zip(found["losses"], expected["losses"], strict=True)]
-        assert differences[0] < 1e-5  # before the first gradients
-        assert 1e-4 < max(differences) < 5e-2
-        first, second = found["weights"]
-        assert torch.equal(first["head.norm.weight"], second["head.norm.weight"]) == (STEPS % every == 0)
-        assert found["norms"][0] != found["norms"][1]
-
-    @pytest.mark.parametrize("name", RESTORED)
-    def test_a_resumed_run_goes_on_with_weights_and_state_of_its_own(self, of_ranks, name):
-        for of_rank in (of_rank["restored"][name] for of_rank in of_ranks):
-            assert of_rank["goes on"] == of_rank["went on"]
-            assert of_rank["owns"] > 0
-
-    @pytest.mark.parametrize("name", RESTORED)
-    def test_a_checkpoint_is_of_the_mean_of_the_replicas(self, of_ranks, name):
-        kept = [of_rank["restored"][name]["kept"] for of_rank in of_ranks]
-        for of_rank in kept:
-            for key, value in of_rank.items():
-                for other in kept:
-                    assert torch.equal(value, other.get(key, value))
-        whole_model = {key: value for of_rank in kept for key, value in of_rank.items()}
-        assert len(whole_model) == 5 * len(list(gpt().parameters()))  # with two moments, their step and the average
-        for of_rank in of_ranks:
-            for weight, value in of_rank["restored"][name]["elsewhere"].items():
-                assert torch.equal(value, whole_model[f"model.{tied().get(weight, weight)}"])
 
 
 class TestDivide:

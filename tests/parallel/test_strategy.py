@@ -692,52 +692,6 @@ class TestLevers:
     def test_what_does_not_go_together_is_refused(self, options, message):
         assert refused(lambda: Strategy(**options)) == message
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"shard": 4}, "local_steps=2: has no effect under these degrees of parallelism; it belongs to "
-             "parallel=ddp,pdp,hsdp"),
-            ({"replicate": 4, "optimizer": "zero1"}, "optimizer=zero1: is about averaging gradients, and with "
-             "local_steps=2 copies average weights; omit it, or try parallel.local_steps=1"),
-            ({"replicate": 2, "sync_batchnorm": True}, "sync_batchnorm=true: lets copies communicate in each step, and "
-             "with local_steps=2 they do not; try false, or parallel.local_steps=1"),
-            ({"replicate": 2, "local_steps": 0}, "local_steps=0: must be a whole number of at least 1"),
-        ],
-    )  # fmt: skip
-    def test_copies_that_average_weights_average_no_gradients(self, options, message):
-        assert refused(lambda: Strategy(**{"local_steps": 2, **options})) == message
-
-    @pytest.mark.parametrize(
-        ("options", "ranks", "message"),
-        [
-            ({"replicate": "auto", "tensor": 2, "gradients": "bf16"}, 4, "gradients=bf16: is about averaging "
-             "gradients, and with local_steps=2 copies average weights; omit it, or try parallel.local_steps=1"),
-            ({"replicate": 2, "context": 2}, 4, "local_steps=2: is for copies that average no gradients, and ranks "
-             "that share a sequence have to; try 1, or parallel.shard=2"),
-            ({"replicate": 2, "shard": "auto", "context": 2}, 4, "local_steps=2: is for copies that average no "
-             "gradients, and ranks that share a sequence have to; try 1, or parallel.shard=2"),
-        ],
-    )  # fmt: skip
-    def test_gradients_are_averaged_inside_of_a_copy_by_its_shards(self, options, ranks, message):
-        assert refused(layout_of, Strategy(local_steps=2, **options), ranks, 16) == message
-        layout_of(Strategy(local_steps=2, **{**options, "shard": 2}), 2 * ranks, 16)
-
-    def test_copies_that_do_not_communicate_cannot_agree_on_an_overflow(self):
-        strategy = Strategy(replicate=2, local_steps=2)
-        assert refused(strategy.check_precision, "fp16") == (
-            "precision=fp16: lets all ranks agree on overflows in each step, and copies that average weights do not "
-            "communicate; try bf16, or parallel.local_steps=1"
-        )
-        strategy.check_precision("bf16")
-
-    def test_a_run_lasts_until_the_weights_are_averaged(self):
-        strategy = Strategy(replicate=2, local_steps=8)
-        strategy.check_steps(8)
-        assert refused(strategy.check_steps, 6) == (
-            "parallel.local_steps=8: must not exceed train.steps, 6: the copies would never average their weights; "
-            "try 2, 3, 6"
-        )
-
     @pytest.mark.parametrize(("size", "ranks", "fits"), [(3, 4, "true, false, 2"), (4, 4, "true, false, 2"),
                                                          (1, 2, "true, false"), (8, 4, "true, false, 2")])  # fmt: skip
     def test_weights_are_resharded_to_a_part_of_the_ranks(self, size, ranks, fits):

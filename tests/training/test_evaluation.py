@@ -113,7 +113,7 @@ def test_it_comes_every_so_many_steps_and_at_the_end(shared_run):
 @pytest.mark.ranks
 @cases(
     "strategy",
-    ["ddp", "fsdp", "fsdp parallel.reshard_after_forward=false", "pdp", "ddp parallel.local_steps=3"],
+    ["ddp", "fsdp", "fsdp parallel.reshard_after_forward=false", "pdp"],
     daily=["fsdp", "pdp"],
 )
 def test_training_goes_on_as_if_nobody_had_looked(shared_run, strategy):
@@ -130,7 +130,7 @@ def test_training_goes_on_as_if_nobody_had_looked(shared_run, strategy):
 
 
 @pytest.mark.ranks
-@cases("strategy", ["ddp", "fsdp", "ddp parallel.local_steps=3"], daily=["ddp"])
+@cases("strategy", ["ddp", "fsdp"], daily=["ddp"])
 def test_what_is_said_of_the_last_weights_is_what_one_rank_says_of_their_checkpoint(shared_run, strategy):
     # Replicas' batch norms have seen different samples: all must judge with those that are saved.
     steps = ("train.steps=5", "eval.every=5", "eval.micro_batch=10")

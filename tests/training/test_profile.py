@@ -223,15 +223,6 @@ def test_a_ring_waits_for_its_slowest_rank(tmp_path):
     assert found[0].waited(True, ["all_gather", "all_to_all"], last=1) > MOST * found[0].waits
 
 
-@pytest.mark.thorough
-def test_copies_that_average_their_weights_wait_for_the_slowest_of_them(tmp_path):
-    found = slowed(tmp_path, "parallel=ddp", "parallel.local_steps=3", place="forward", ranks=[1])
-    phases = record_of(tmp_path)["phases"]
-    assert phases["steps"] == 3  # and not the two that were asked for
-    assert phases["communication"]["all_reduce"]["calls"] == pytest.approx(1 / 3)
-    assert found[0].waited(True, ["all_reduce"], last=1) > MOST * found[0].waits
-
-
 @cases("schedule", ["1f1b", "interleaved1f1b"], daily=["1f1b"])  # of the latter messages are awaited long after
 def test_a_slow_stage_is_a_bubble_on_the_others(tmp_path, schedule):
     pipeline = ["parallel=pdp", "parallel.pipeline=2", "parallel.microbatches=2", "model.layers=4"]
@@ -249,7 +240,6 @@ def test_every_layout_is_divided_without_rest(shared_run):
         ["parallel=fsdp", "parallel.context=2", "parallel.shard=1"],
         ["parallel=ddp", "parallel.context=2", "parallel.context_method=ring"],
         ["parallel=ddp", "parallel.optimizer=zero1", "train.clip_norm=1"],
-        ["parallel=ddp", "parallel.local_steps=3"],
         ["parallel=fsdp", "activations=recompute", "train.micro_batch=1"],
         *(
             [
@@ -367,38 +357,9 @@ def test_the_trace_shows_the_same_exposed_communication_to_another_reader(tmp_pa
     assert "aten::addmm" in (tmp_path / "trace" / "operations.txt").read_text()
 
 
-@pytest.mark.parametrize(
-    ("asked", "timed", "every", "count"),
-    [
-        (5, 0.1, 1, 5),
-        (5, None, 1, 5),
-        (5, 25.0, 1, 2),  # in a minute
-        (5, 100.0, 1, 1),
-        (5, 0.1, 4, 8),
-        (8, None, 4, 8),
-        (5, 10.0, 4, 4),  # of eight only six fit
-        (5, 25.0, 4, 0),
-        (5, 0.1, 101, 0),
-        (500, 0.01, 30, 90),
-    ],
-)
-def test_how_many_steps_are_profiled(asked, timed, every, count):
-    assert profile._count(asked, timed, every) == count
-
-
-def run_with_short_traces(configuration: Any, directory: Path) -> None:
-    """In a rank: a run of which at most two steps may be profiled."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(profile, "MOST_STEPS", 2)
-        product.run(configuration, directory)
-
-
-@pytest.mark.thorough
-def test_steps_without_an_average_of_weights_are_not_taken_for_all(tmp_path):
-    RANKS.call(2, run_with_short_traces, composed(*TINY, "parallel=ddp", "parallel.local_steps=3"), tmp_path)
-    record = record_of(tmp_path)
-    assert record["status"] == "ok"
-    assert record["phases"]["reason"] == "parallel.local_steps=3 are more steps than can be profiled"
+@pytest.mark.parametrize(("timed", "count"), [(0.1, 5), (None, 5), (25.0, 2), (100.0, 1)])
+def test_as_many_steps_are_profiled_as_fit_into_a_minute(timed, count):
+    assert profile._count(5, timed) == count
 
 
 def run_failing(configuration: Any, directory: Path) -> None:
