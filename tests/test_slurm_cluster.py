@@ -226,6 +226,7 @@ def test_an_installation_that_fails_says_what_apt_said(apt, end):
         slurm_cluster.install("openmpi-bin")
 
 
+@pytest.mark.thorough
 def test_the_last_lines_tell_what_was_left_out(environ):
     script = (
         "import sys, pytest\n"

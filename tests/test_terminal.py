@@ -98,6 +98,7 @@ class TestPrograms:
 
     TRAIN = (str(ROOT / "train.py"), "model=toy", "train.steps=2", "device=cpu", "hydra.run.dir=run")
 
+    @pytest.mark.thorough
     def test_the_exit_status_is_that_of_the_run(self, environ, tmp_path):
         done = without_reader(*self.TRAIN, environ=environ, cwd=tmp_path)
         assert done.returncode == 0

@@ -62,6 +62,7 @@ def verdicts(of: Session) -> dict[str, bool]:
     return {check.name: check.passed for check in of.checks}
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_strategy_follows_single_and_another_seed_does_not(on_cpu: Session) -> None:
     common = ("model=gpt_tiny", "train.global_batch=4", *parts.SGD)

@@ -18,6 +18,7 @@ from benchmarks.gpu_cluster.launchers import launchers, local
 from ptdbench.setup import config
 from ptdbench.setup.run_spec import specify
 from tests.conftest import ROOT, composed
+from tests.daily import cases
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_layouts_are_held_against_a_single_rank(checks, capsys):
     assert checks.failed == ["local ddp seed=1"]
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@cases("ranks", [2, 4, 8, 16], daily=[8])
 def test_all_layouts_are_legal_on_any_number_of_gpus(ranks):
     for layouts in LAYOUTS:
         for name in layouts.names if layouts.ranks <= ranks else []:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ptdbench.checkpoints import manifest, reading, saver, shelf
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.launch import cores
+from tests.daily import cases
 from tests.parallel.ranks import on_ranks
 
 
@@ -304,7 +305,7 @@ def fail_on_rank_1(run_directory: Path, what: str) -> tuple[list[str], list[int]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("what", ["copy", "tensors", "hash"])
+@cases("what", ["copy", "tensors", "hash"], daily=["tensors"])
 def test_where_one_rank_fails_all_note_it_and_go_on(tmp_path, what):
     (problems, saved, asked), of_second = on_ranks(2, fail_on_rank_1, tmp_path, what)
     assert problems == ["step 2: not saved: rank 1: OSError: on purpose"]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.daily import cases
 
 HOST = socket.gethostname()
 NAMES = ("hello", "send_recv", "all_reduce")
@@ -49,7 +50,7 @@ def program(name: str) -> list[str]:
 class TestUnder:
     """Each with local ranks, and, as all begin alike, one under each launcher."""
 
-    @pytest.mark.parametrize("name", NAMES)
+    @cases("name", NAMES, daily=["all_reduce"])
     def test_nothing(self, name, environ):
         assert said([sys.executable, *program(name)], environ) == expected(name, 2, 2)
 
@@ -58,6 +59,7 @@ class TestUnder:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
         assert said([*launcher, *program("all_reduce")], environ) == expected("all_reduce", 3, 3)
 
+    @pytest.mark.thorough
     def test_mpirun(self, environ, mpirun):
         launcher = [*mpirun, "-np", "3", sys.executable]
         assert said([*launcher, *program("send_recv")], environ) == expected("send_recv", 3, 3)

@@ -25,6 +25,7 @@ def test_two_ranks_train():
     assert all(losses[rank, 50] < losses[rank, 10] / 100 for rank in (0, 1))
 
 
+@pytest.mark.thorough
 def test_under_torchrun_it_says_so():
     done = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *TOY)
     assert done.returncode == 1

@@ -156,6 +156,7 @@ class TestGrace:
             local.start(be_asked_to_stop, 2, tmp_path, os.getpid(), "SIGUSR2", 1, "ignore")
         assert_no_rank_lives(tmp_path)
 
+    @pytest.mark.thorough
     def test_the_ranks_go_with_a_parent_that_is_killed_in_it(self, tmp_path):
         mark = uuid.uuid4().hex
         code = (
@@ -293,6 +294,7 @@ class TestTheForkServerEnds:
         local.start(tell, 2, tmp_path)
         assert (tmp_path / "1.json").exists()
 
+    @pytest.mark.thorough
     def test_while_it_makes_the_second_rank(self, tmp_path, monkeypatch):
         local.start(tell, 1, tmp_path)
         server = server_pid()

@@ -17,6 +17,7 @@ import torch
 
 from ptdbench.launch import rendezvous
 from ptdbench.launch.world import World, discover
+from tests.daily import cases
 from tests.ports import free_port
 
 pytestmark = pytest.mark.ranks
@@ -198,7 +199,7 @@ def test_a_port_that_is_taken(started, job, taken):
         )
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@cases("rank", [0, 1], daily=[1])
 def test_a_name_that_does_not_resolve(started, job, rank):
     with started(srun(job, rank) | {"MASTER_ADDR": "nowhere.invalid"}) as process:
         refused = process.communicate(timeout=PATIENCE)[1]

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ptdbench.models.materialize import materialize
 from ptdbench.models.resnet import ResNet
 from ptdbench.problems import ConfigError
+from tests.daily import cases
 
 
 def resnet(depth=18, **options):
@@ -17,7 +18,7 @@ def resnet(depth=18, **options):
     return model
 
 
-@pytest.mark.parametrize("depth", [18, 50])
+@cases("depth", [18, 50], daily=[18])
 def test_torchvisions_weights_give_torchvisions_logits(depth):
     torch.manual_seed(0)
     theirs = getattr(torchvision.models, f"resnet{depth}")(num_classes=10)

@@ -25,6 +25,7 @@ from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, training_spec
 from tests.conftest import composed
+from tests.daily import cases
 from tests.parallel.ranks import on_ranks
 from tests.parallel.ten_steps import on_all_ranks, on_one_rank, tokens
 
@@ -206,7 +207,7 @@ def test_an_offloaded_layer_casts_its_weights_again_instead_of_keeping_casts():
     assert len(casts) >= 2
 
 
-@pytest.mark.parametrize("how", ["layers", "whole"])
+@cases("how", ["layers", "whole"], daily=["layers"])
 @pytest.mark.parametrize("frugal", FRUGAL, ids=str)
 def test_compiled_it_computes_the_same(frugal, how, monkeypatch):
     """By the compiler's own division into forward and backward graphs, which decides what is recomputed."""
@@ -301,6 +302,7 @@ def losses_of_each() -> dict[tuple[str, str, Any], list[float]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_every_layout_follows_one_rank_eager_and_compiled():
     expected = on_one_rank(gpt())

@@ -24,6 +24,7 @@ from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, training_spec
 from tests.conftest import composed
+from tests.daily import cases
 from tests.parallel.ranks import on_ranks
 
 Graphs = list[torch.fx.GraphModule]
@@ -194,10 +195,11 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize(
+@cases(
     ("recipe", "how"),
     [*((recipe, "layers") for recipe in RECIPES), ("digits_resnet18", "whole"), ("custom", "whole"),
      ("hf_gpt2_tiny", "whole"), ("hf_llama_tiny", "whole")],
+    daily=[("gpt_tiny", "layers"), ("custom", "whole"), ("hf_llama_tiny", "layers")],
 )  # fmt: skip
 def test_every_recipe_compiles_and_computes_the_same(graphs, recipe, how):
     """In the graphs of the compiler that the run would use; how these are computed is left to torch."""

@@ -11,6 +11,7 @@ import pytest
 import ptdbench
 from ptdbench.records import describe, findings, record, schema
 from tests.conftest import ROOT
+from tests.daily import cases
 from tests.training.test_evaluation import TASK
 
 
@@ -75,7 +76,7 @@ BRIEF = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("workload", BRIEF)
+@cases("workload", BRIEF, daily=["hello", "collectives"])
 def test_a_workload_that_does_not_train_has_no_other_fields(run, workload):
     found = ptdbench.load(run(f"workload={workload}", "device=cpu", *BRIEF[workload])["directory"])
     assert found.keys() == {*record.FIELDS, workload}, found["error"]

@@ -258,6 +258,7 @@ def test_hydra_finds_these_under_the_names_of_the_plugins(monkeypatch):
     assert plugins.class_name_to_class[basic] is launchers.OneAfterTheOther
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_jobs_on_this_machine_run_one_after_the_other_and_one_that_fails_ends_no_other(tmp_path, environ):
     done = subprocess.run(

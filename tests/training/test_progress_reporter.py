@@ -204,6 +204,7 @@ def on_terminal(*arguments: str, cwd: Any, environ: Any) -> tuple[int, str]:
     return process.wait(), sent.decode()
 
 
+@pytest.mark.thorough
 @pytest.mark.ranks
 def test_a_real_sweep_on_a_terminal(tmp_path, environ):
     here = {**environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}

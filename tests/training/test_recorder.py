@@ -20,6 +20,7 @@ from ptdbench.training import recorder
 from ptdbench.training.loop import StepLoop
 from ptdbench.workloads import train
 from tests.conftest import composed, record_of
+from tests.daily import cases
 from tests.parallel.ranks import on_ranks
 from tests.records.test_load import FIRST_FORM
 from tests.workloads.made_job import job
@@ -95,6 +96,7 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path):
     assert (losses, failed) == ([], "[Errno 28] No space left on device")
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_the_form_before_is_gone_on_with(tmp_path, run):
     shutil.copytree(FIRST_FORM, tmp_path / "first")
     written = json.loads((FIRST_FORM / "record.json").read_text())
@@ -115,7 +117,7 @@ def test_a_checkpoint_of_the_form_before_is_gone_on_with(tmp_path, run):
     assert "checkpoints" not in found["remarks"]
 
 
-@pytest.mark.parametrize("left", [None, 2])
+@cases("left", [None, 2], daily=[2])
 def test_steps_whose_series_are_gone_have_no_numbers_and_a_remark(tmp_path, run, left):
     begun = Path(run(*TOY, "train.steps=4", "checkpoint.every_steps=4")["directory"])
     if left is None:
