@@ -141,7 +141,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 #: How the variables begin that launchers, schedulers and pytest leave to what they start.
 _OF_LAUNCHERS = (
-    "SLURM", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SINFO_", "OMPI_", "PMI", "MPI_", "MV2_", "JSM_",
+    "SLURM", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SINFO_", "OMPI_", "PMI", "MPI_",
     "TORCHELASTIC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "OMP_",
     "HYDRA_", "PYTEST_",
 )  # fmt: skip

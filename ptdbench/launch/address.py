@@ -76,7 +76,7 @@ def _host(world: World, environ: Mapping[str, str]) -> str:
         return preset
     if world.local_size == world.size:
         return "localhost"
-    host = _slurm_host(world, environ) or _pbs_host(environ) or _lsf_host(world, environ)
+    host = _slurm_host(world, environ)
     if not host:
         rule = f"{world.launcher} does not tell the ranks of other nodes where rank 0 is"
         remedy = "set it to the host of rank 0 for all ranks, for example mpirun -x MASTER_ADDR=host"
@@ -93,24 +93,6 @@ def _slurm_host(world: World, environ: Mapping[str, str]) -> str | None:
     except ValueError as error:
         remedy = "set MASTER_ADDR to the host of rank 0 for all ranks"
         raise ConfigError([Problem(name, listed, str(error), remedy)]) from None
-
-
-def _pbs_host(environ: Mapping[str, str]) -> str | None:
-    try:
-        return Path(environ["PBS_NODEFILE"]).read_text().split()[0]
-    except (KeyError, OSError, IndexError):  # PBS does not put the file on every node
-        return None
-
-
-def _lsf_host(world: World, environ: Mapping[str, str]) -> str | None:
-    """The first host with ranks of ``LSB_MCPU_HOSTS``, such as ``batch5 1 h35n01 42 h35n02 42``.
-
-    Where jsrun starts the ranks the list begins with the node that the job's script runs on, which has none.
-    """
-    hosts = environ.get("LSB_MCPU_HOSTS", "").split()[::2]
-    if world.started_by.script_first:
-        hosts = hosts[1:]
-    return next(iter(hosts), None)
 
 
 def _port(world: World, environ: Mapping[str, str]) -> int:

@@ -59,7 +59,6 @@ class Launcher:
         has_parent: The process that a person started has started the ranks, sees how each ends, and writes it down.
         has_agent: torch's elastic agent starts the ranks: it serves their store and tells them where that is.
         has_step: The ranks are the tasks of a SLURM step, which lists their nodes and has to be ended if one fails.
-        script_first: LSF's list of hosts begins with that of the job's script, which has no rank.
         linger_seconds: How long a rank may stay whose failure may follow from another's, so that who watches the ranks
             sees the culprit die first, and that it learns who else was stopped. mpirun sends SIGKILL a second after
             its SIGTERM.
@@ -77,7 +76,6 @@ class Launcher:
     has_parent: bool = False
     has_agent: bool = False
     has_step: bool = False
-    script_first: bool = False
     linger_seconds: float = 0.5
 
     def started(self, environ: Mapping[str, str]) -> bool:
@@ -135,22 +133,6 @@ LAUNCHERS: dict[str, Launcher] = {
         size="PMI_SIZE",
         local_rank="MPI_LOCALRANKID",
         local_size="MPI_LOCALNRANKS",
-    ),
-    "mvapich2": Launcher(
-        proof=("MV2_COMM_WORLD_RANK",),
-        rank="MV2_COMM_WORLD_RANK",
-        size="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "jsrun": Launcher(
-        proof=("JSM_NAMESPACE_RANK",),
-        rank="JSM_NAMESPACE_RANK",
-        size="JSM_NAMESPACE_SIZE",
-        local_rank="JSM_NAMESPACE_LOCAL_RANK",
-        local_size="JSM_NAMESPACE_LOCAL_SIZE",
-        names=(("PMIX_NAMESPACE",),),
-        script_first=True,
     ),
     "srun": Launcher(
         proof=("SLURM_STEP_ID", "SLURM_PROCID"),

@@ -26,20 +26,6 @@ OPEN_MPI = {
 
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "6", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}
 
-MVAPICH2 = {
-    "MV2_COMM_WORLD_RANK": "2",
-    "MV2_COMM_WORLD_SIZE": "4",
-    "MV2_COMM_WORLD_LOCAL_RANK": "0",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "2",
-}
-
-JSRUN = {
-    "JSM_NAMESPACE_RANK": "7",
-    "JSM_NAMESPACE_SIZE": "12",
-    "JSM_NAMESPACE_LOCAL_RANK": "1",
-    "JSM_NAMESPACE_LOCAL_SIZE": "6",
-}
-
 #: The last task of ``srun -N4 --ntasks=7`` as Slurm 22.05 shows it.
 SRUN = {
     "SLURM_JOB_ID": "7",
@@ -79,8 +65,6 @@ ALL = {
     "torchrun": (TORCHRUN, World(5, 8, 1, 4, "torchrun", nodes=2)),
     "openmpi": (OPEN_MPI, World(3, 4, 1, 2, "openmpi", nodes=2)),
     "mpich": (MPICH, World(3, 6, 0, 3, "mpich", nodes=2)),
-    "mvapich2": (MVAPICH2, World(2, 4, 0, 2, "mvapich2", nodes=2)),
-    "jsrun": (JSRUN, World(7, 12, 1, 6, "jsrun", nodes=2)),
     "srun": (SRUN, World(6, 7, 0, 1, "srun", nodes=4)),
 }
 
