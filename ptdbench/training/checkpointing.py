@@ -14,6 +14,7 @@ from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.shelf import Found
 from ptdbench.checkpoints.together import gathered
 from ptdbench.job import Job
+from ptdbench.launch.peers import gather
 from ptdbench.problems import Problem, require
 from ptdbench.terminal import say
 from ptdbench.training.evaluation import Evaluator
@@ -78,8 +79,10 @@ class Checkpointing:
     def _search(self) -> tuple[Found, dist.ProcessGroup] | None:
         """The checkpoint to resume from, and a group of all ranks on the CPU."""
         named = self._job.spec.config.general.resume
-        sources = [self._job.directory, *([Path(named)] if named else [])]
-        if not any((source / shelf.FOLDER).exists() for source in sources):
+        known = [self._job.directory, *([Path(named)] if named else [])]
+        # As rank 0 sees them: a network file system may show another host less, which would not join the search.
+        sources: list[Path] = gather([source for source in known if (source / shelf.FOLDER).exists()])[0]
+        if not sources:
             return None
         group: Any = self._saver.group if self._saver else dist.new_group(backend="gloo")
         for source in sources:
