@@ -16,6 +16,7 @@ from ptdbench.checkpoints.together import gathered
 from ptdbench.job import Job
 from ptdbench.launch.peers import gather
 from ptdbench.problems import Problem, require
+from ptdbench.setup import reshaping
 from ptdbench.terminal import say
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop
@@ -27,6 +28,7 @@ class Checkpointing:
 
     Attributes:
         resumed_from: Path of the checkpoint that this process resumed from.
+        reshaped: How the ranks or the layout have changed since; ``None`` if they have not.
 
     Args:
         job: The run.
@@ -45,6 +47,7 @@ class Checkpointing:
         self._saved = -1
         self._passed_over: list[str] = []
         self.resumed_from: str | None = None
+        self.reshaped: str | None = None
         if self._every:
             if job.world.rank == 0:
                 with suppress(OSError):  # an unwritable directory is reported at the first save
@@ -131,6 +134,10 @@ class Checkpointing:
         source = found.path.parent.parent
         self._saved = found.manifest.step if source == self._job.directory else -1
         self.resumed_from = str(found.path)
+        layout = self._job.training.layout
+        self.reshaped = reshaping.change(found.manifest, layout.dims.world_size, layout.as_dict())
+        if self.reshaped and self._job.world.rank == 0:
+            say(f"{found.path}: goes on with {self.reshaped}", sys.stderr)
         self._recorder.begin(found.manifest.step, source, facts)
         self._evaluator.resume(facts.get("evaluations", []))
         if self._saver and self._evaluator.best and self._saved >= 0:

@@ -100,6 +100,8 @@ def _outcome(
             remarks["cut_short"] += "; the learning rate schedule spans all of them"
     if checkpointing.resumed_from:
         remarks["resumed"] = f"after step {loop.first_step}, from {checkpointing.resumed_from}"
+        if checkpointing.reshaped:
+            remarks["resumed"] += f", with {checkpointing.reshaped}"
     if notes := [*checkpointing.problems, *recorder.warnings]:
         remarks["checkpoints"] = notes
     found = agreement.outcome(job, recorder, remarks)
