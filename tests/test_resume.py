@@ -238,8 +238,8 @@ class TestRefused:
         before = (ended / "record.json").read_bytes()
         said = self.refused("resume=run", "cluster.ranks_per_node=3", cwd=tmp_path)
         assert said == (
-            "reshape=false: run would go on with 3 ranks (replicate=3) instead of 2 ranks (replicate=2), which may change "
-            "its numbers; start it as before, try reshape=true, or give more options for a run of its own"
+            "reshape=false: run would go on with 3 ranks (replicate=3) instead of 2 ranks (replicate=2), which may "
+            "change its numbers; start it as before, try reshape=true, or give more options for a run of its own"
         )
         assert (ended / "record.json").read_bytes() == before
 
@@ -282,9 +282,6 @@ class TestLine:
         run = self.begun(tmp_path / "run", ["model=toy", extra])
         assert resume.read([f"resume={run}"], False, None).overrides == ["model=toy", f"hydra.run.dir='{run}'"]
 
-    #: What a run asked for, wherever that was said.
-    SHAPED = {"name": "site", "nodes": 1, "ranks_per_node": 4, "cpus_per_rank": 12, "gpus_per_node": 4}
-
     @pytest.mark.parametrize(
         ("more", "world", "shape"),
         [
@@ -298,7 +295,8 @@ class TestLine:
         ],
     )
     def test_its_shape_is_kept_unless_it_is_typed_anew(self, tmp_path, more, world, shape):
-        run = self.begun(tmp_path / "run", ["model=toy", "cluster=site"], config={"cluster": self.SHAPED})
+        was = {"name": "site", "nodes": 1, "ranks_per_node": 4, "cpus_per_rank": 12, "gpus_per_node": 4}
+        run = self.begun(tmp_path / "run", ["model=toy", "cluster=site"], config={"cluster": was})
         line = resume.read([f"resume={run}", *more], False, world)
         kept = [f"cluster.{name}={value}" for name, value in shape.items()]
         assert line.overrides[:-1] == ["model=toy", *kept, *more]

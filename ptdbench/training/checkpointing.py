@@ -103,18 +103,25 @@ class Checkpointing:
         """Whether a checkpoint is due, whatever an evaluation says of the weights; in all ranks after the same step."""
         return self._every is not None and self._loop.done % self._every == 0
 
-    def after_step(self, is_best: bool = False) -> None:
-        """Save if a checkpoint is due or the weights are the best so far; called between two steps."""
-        if self._saver and (is_best or self.due):
+    def save(self) -> None:
+        """Save the last step unless it is saved; called in all ranks, between two steps."""
+        if self._saver and self._saved != self._loop.done:
             with self._job.watchdog.paused(), self._job.display.during("saving"):
-                self._save(self._saver, is_best)
+                self._save(self._saver)
+
+    def judged(self) -> None:
+        """Take note of an evaluation of the last step: saved weights have it, and the best weights so far are saved."""
+        is_best = self._evaluator.is_best
+        if is_best:
+            self.save()
+        if self._saver and self._saved == self._loop.done:
+            self._saver.judged(self._saved, {"evaluations": self._evaluator.as_dicts()}, is_best)
 
     def finish(self) -> None:
         """Save the last step unless it is saved, and wait until it is on disk."""
+        self.save()
         if self._saver:
             with self._job.watchdog.paused(), self._job.display.during("saving"):
-                if self._saved != self._loop.done:
-                    self._save(self._saver)
                 self._saver.close()
 
     def _begin_with(self, found: Found, group: dist.ProcessGroup) -> None:
@@ -155,7 +162,7 @@ class Checkpointing:
         """Digest of the data, on rank 0 only: it may require a stat of every file."""
         return self._job.training.data.identity if self._job.world.rank == 0 else None
 
-    def _save(self, saver: Saver, is_best: bool = False) -> None:
+    def _save(self, saver: Saver) -> None:
         self._recorder.drain()
         facts = {
             "segments": self._recorder.segments(),
@@ -172,5 +179,5 @@ class Checkpointing:
                 with_buffers=self._loop.replica == 0,
                 own=own,
             )
-            saver.save(self._loop.done, tensors, self._job.spec.config.resolved["model"], facts, is_best)
+            saver.save(self._loop.done, tensors, self._job.spec.config.resolved["model"], facts)
         self._saved = self._loop.done
