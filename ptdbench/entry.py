@@ -191,6 +191,7 @@ def _here(
     shows = world is None or world.rank == 0
     with hint(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
         from ptdbench.launch import devices
+        from ptdbench.setup import reshaping
         from ptdbench.sweep import launchers, requests
         from ptdbench.sweep.agenda import Agenda
 
@@ -198,6 +199,8 @@ def _here(
             for job in composed.jobs:
                 devices.check(world, str(job.get("device")), str(job.get("backend")))
         runs = requests.of_machine(composed.jobs, composed.overrides, world)
+    if line.goes_on and not composed.is_sweep and shows and runs[0].summary:
+        reshaping.require_same(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
     directory = output.claim(composed, arguments.overrides, world, line.goes_on)
     ours = [*output.output_overrides(composed.is_sweep, directory, world), *hydra_sweeper.overrides(composed)]
     commandline.insert(arguments.overrides, ours)

@@ -86,7 +86,8 @@ class Outcome:
         fields: Fields to add to the record, on rank 0; the other ranks may have fewer.
         stopped: Why the run ended early, such as ``SIGTERM after step 40 of 100``.
         saved: Whether a run that ended early has saved a checkpoint.
-        error: An error that does not void the result, such as a loss that is not finite.
+        error: An error that does not void the result, such as a loss that is not finite; the same on every rank, as
+            is ``stopped``: what comes next depends on them.
         shown: Number of steps already written to TensorBoard.
         log: What sends the run's curves to a logging service, on rank 0 of a run that has one.
     """

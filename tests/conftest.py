@@ -51,7 +51,10 @@ def _preload(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., Record]:
-    """Carry out a run through the product's own launcher and return its record."""
+    """Carry out a run through the product's own launcher, with the defaults, and return its record.
+
+    What is tested of faults is tested so: the profiling pass after the last step is where ranks may part, too.
+    """
     count = 0
 
     def run_it(*overrides: str) -> Record:
@@ -59,16 +62,10 @@ def run(tmp_path: Path) -> Callable[..., Record]:
         directory = tmp_path / str(count)
         directory.mkdir()
         count += 1
-        product.run(composed(*unprofiled(overrides)), directory)
+        product.run(composed(*overrides), directory)
         return record_of(directory)
 
     return run_it
-
-
-def unprofiled(overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """The same without the profiling pass, unless they are about it: most tests are about what comes before."""
-    asked = any(override.startswith("profile") for override in overrides)
-    return overrides if asked else ("profile.steps=0", *overrides)
 
 
 def record_of(directory: Path) -> Record:
@@ -97,11 +94,15 @@ def _end_of_shared_ranks() -> Iterator[None]:
 
 
 def run_on_shared_ranks(directory: Path, *overrides: str) -> Record:
-    """The record of a run in ranks that the tests of a module share, so that none have to be started for it."""
+    """The record of a run in ranks that the tests of a module share, so that none have to be started for it.
+
+    Without the profiling pass, unless it is about that: most tests are about what comes before.
+    """
     directory.mkdir(exist_ok=True)
     if (directory / "record.json").exists():
         RANKS.end()  # one group of ranks does each run once: its addresses stay in their store
-    RANKS.run(composed(*unprofiled(overrides)), directory)
+    asked = any(override.startswith("profile") for override in overrides)
+    RANKS.run(composed(*overrides, *([] if asked else ["profile.steps=0"])), directory)
     return record_of(directory)
 
 

@@ -91,6 +91,15 @@ def test_a_loss_that_is_not_a_number_is_divergence(run):
     assert record["error"]["message"] == "the loss of step 2 is not a finite number"
     assert None not in record["losses"][:2]
     assert record["losses"][2] is None  # JSON has no NaN
+    assert record["phases"] is None  # no rank takes part in profiling such steps
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pdp", "tp"])
+def test_a_learning_rate_that_is_too_high_is_divergence_under_every_layout(run, strategy):
+    model = ("model=gpt_tiny", "model.layers=2", "model.width=32", "model.sequence_length=32", "data=synthetic_tokens")
+    record = run(*model, "optimizer.lr=1e30", "train.steps=3", f"parallel={strategy}", "device=cpu")
+    assert record["error"]["message"] == "the loss of step 1 is not a finite number"
+    assert (record["status"], record["error"]["rank"], record["phases"]) == ("diverged", 0, None)
 
 
 def test_the_other_runs_of_a_sweep_complete(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import time
@@ -73,7 +74,7 @@ def test_the_losses_are_those_of_a_run_that_was_not_interrupted(shared_run, begu
     assert half["losses"] == whole["losses"][:3]
     assert rest["losses"] == whole["losses"]  # bit for bit
     assert [(one["first_step"], one["steps"]) for one in rest["segments"]] == [(0, 3), (3, 3)]
-    assert rest["remarks"]["resumed"].startswith("after step 3, from ")
+    assert re.fullmatch(r"after step 3, from [^, ]+", rest["remarks"]["resumed"])  # in the shape that it had
 
 
 @cases(
@@ -87,6 +88,8 @@ def test_another_strategy_and_another_world_go_on_with_the_same_numbers(shared_r
     assert rest["error"] is None
     assert rest["losses"] == pytest.approx(whole["losses"], rel=1e-5)
     assert rest["world_size"] == then[1]
+    ranks = [f"{size} rank{'s' * (size > 1)}" for _, size in (then, first)]
+    assert re.search(rf", with {ranks[0]}( \(.*\))? instead of {ranks[1]}( \(.*\))?$", rest["remarks"]["resumed"])
 
 
 def test_the_loss_scale_goes_on_where_it_was(shared_run):
@@ -236,6 +239,16 @@ class TestRefused:
         said = self.refused("resume=run", "train.steps=6", cwd=tmp_path)
         assert "run: holds no complete checkpoint; omit it to start anew" in said
 
+    def test_another_shape_in_its_own_place(self, ended, tmp_path):
+        (ended / "record.json").write_text(json.dumps(store.load_record(ended) | {"status": "preempted"}))
+        before = (ended / "record.json").read_bytes()
+        said = self.refused("resume=run", "cluster.ranks_per_node=3", cwd=tmp_path)
+        assert said == (
+            "reshape=false: run would go on with 3 ranks (replicate=3) instead of 2 ranks (replicate=2), which may "
+            "change its numbers; start it as before, try reshape=true, or give more options for a run of its own"
+        )
+        assert (ended / "record.json").read_bytes() == before
+
     def test_results_are_not_overwritten(self, ended, tmp_path):
         before = (ended / "record.json").read_bytes()
         said = self.refused(*TOY, "train.steps=3", "hydra.run.dir=run", cwd=tmp_path)
@@ -274,6 +287,43 @@ class TestLine:
     def test_what_was_said_of_the_cluster_does_not_travel(self, tmp_path, extra):
         run = self.begun(tmp_path / "run", ["model=toy", extra])
         assert resume.read([f"resume={run}"], False, None).overrides == ["model=toy", f"hydra.run.dir='{run}'"]
+
+    @pytest.mark.parametrize(
+        ("more", "world", "shape"),
+        [
+            ([], None, {"nodes": 1, "ranks_per_node": 4, "cpus_per_rank": 12}),
+            (["train.steps=20"], None, {"nodes": 1, "ranks_per_node": 4, "cpus_per_rank": 12}),
+            (["cluster.ranks_per_node=2"], None, {"nodes": 1, "cpus_per_rank": 12}),
+            (["cluster=site"], None, {"nodes": 1, "ranks_per_node": 4, "gpus_per_node": 4, "cpus_per_rank": 12}),
+            (["cluster=slurm"], None, {}),  # another cluster has shapes of its own
+            ([], World(0, 4, 0, 4, "torchrun", 1), {"nodes": 1, "ranks_per_node": 4, "cpus_per_rank": 12}),
+            ([], World(0, 4, 0, 2, "torchrun", 2), {"cpus_per_rank": 12}),  # its world is what there is
+        ],
+    )
+    def test_its_shape_is_kept_unless_it_is_typed_anew(self, tmp_path, more, world, shape):
+        was = {"name": "site", "nodes": 1, "ranks_per_node": 4, "cpus_per_rank": 12, "gpus_per_node": 4}
+        run = self.begun(tmp_path / "run", ["model=toy", "cluster=site"], config={"cluster": was})
+        line = resume.read([f"resume={run}", *more], False, world)
+        kept = [f"cluster.{name}={value}" for name, value in shape.items()]
+        assert line.overrides[:-1] == ["model=toy", *kept, *more]
+
+    def test_the_shape_that_was_typed_is_known_without_a_record(self, tmp_path):
+        run = self.begun(tmp_path / "run", ["model=toy", "cluster.ranks_per_node=4"])
+        (run / ".hydra").mkdir()
+        (run / ".hydra" / "overrides.yaml").write_text("- model=toy\n- cluster.ranks_per_node=4\n- cluster=site\n")
+        (run / "record.json").write_text("{")
+        line = resume.read([f"resume={run}"], False, None)
+        assert line.overrides == ["model=toy", "cluster.ranks_per_node=4", f"hydra.run.dir='{run}'"]
+
+    def test_another_shape_is_asked_for_each_time(self, tmp_path):
+        run = self.begun(tmp_path / "run", ["model=toy", "reshape=true"])
+        for more in ([], ["reshape=true"]):
+            line = resume.read([f"resume={run}", *more], False, None)
+            assert line == resume.Line(["model=toy", *more, f"hydra.run.dir='{run}'"], run)
+        self.submitted(tmp_path, "reshape=true")
+        for more in ([], ["reshape=true"]):
+            line = resume.read([f"sweep.resume={tmp_path / 'sweep'}", *more], False, None)
+            assert line.overrides[:-2] == ["cluster=slurm", "model=toy", *more]
 
     def test_a_run_of_a_job_is_submitted_again_in_its_sweep(self, tmp_path):
         run = self.submitted(tmp_path, "parallel=ddp,fsdp", "cluster.time_minutes=5")

@@ -49,7 +49,7 @@ class Saver:
         saved: Steps whose checkpoint is on disk, in the order of saving.
         problems: One line for each failed save.
         stall_seconds: How long each :meth:`save` blocked its caller.
-        best: The step of the best checkpoint, which is kept beside the newest and marked.
+        best: On rank 0 the step of the best checkpoint, which is kept beside the newest and marked.
 
     Args:
         run_directory: The run's directory, the same for all ranks.
@@ -80,7 +80,6 @@ class Saver:
         tensors: Mapping[str, Tensor],
         model: Mapping[str, Any],
         facts: Facts | Callable[[], Facts],
-        is_best: bool = False,
     ) -> None:
         """Save the current values of ``tensors``; called in all ranks, between two steps.
 
@@ -92,20 +91,24 @@ class Saver:
             tensors: By name, as :func:`ptdbench.checkpoints.state.collect` returns them.
             model: The options of the model.
             facts: JSON; those of rank 0 are saved. A function is called at once, on rank 0 only.
-            is_best: Whether it replaces the best one, once it is on disk.
         """
         started = time.perf_counter()
         self.wait()
         prepared = _tried(lambda: (self._staged(self._shares.select(tensors)), self._facts(facts)))
-        if self._staging:
-            # A daemon, so that a run whose peers have died can end.
-            self._thread = threading.Thread(
-                target=self._save_aside, args=(step, prepared, model, is_best), name="checkpoint", daemon=True
-            )
-            self._thread.start()
-        else:
-            self._save(step, prepared, model, is_best)
+        self._begin(lambda: self._save(step, prepared, model))
         self.stall_seconds.append(time.perf_counter() - started)
+
+    def judged(self, step: int, facts: Facts, is_best: bool) -> None:
+        """Add what was found out about saved weights to their checkpoint; called in all ranks, between two steps.
+
+        Nothing happens where their save has failed.
+
+        Args:
+            step: That of the last save, which may go on.
+            facts: JSON; those of rank 0 replace the earlier ones of the same names.
+            is_best: Whether it replaces the best one.
+        """
+        self._begin(lambda: self._judge(step, facts, is_best))
 
     def wait(self) -> None:
         """Wait until the last save has succeeded or failed."""
@@ -128,11 +131,24 @@ class Saver:
             return {}
         return facts() if callable(facts) else facts
 
-    def _save_aside(self, *arguments: Any) -> None:
-        _stand_back()
-        self._save(*arguments)
+    def _begin(self, task: Callable[[], None]) -> None:
+        """Do something when what was begun before is done: aside, or at once."""
+        if self._staging is None:
+            task()
+            return
+        before = self._thread
 
-    def _save(self, step: int, prepared: Future[Prepared], model: Mapping[str, Any], is_best: bool) -> None:
+        def aside() -> None:
+            if before:
+                before.join()
+            _stand_back()
+            task()
+
+        # A daemon, so that a run whose peers have died can end.
+        self._thread = threading.Thread(target=aside, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _save(self, step: int, prepared: Future[Prepared], model: Mapping[str, Any]) -> None:
         """Write the prepared tensors to disk, and prune older checkpoints."""
         try:
             self._write(step, prepared, model)
@@ -140,7 +156,19 @@ class Saver:
             self.problems.append(f"step {step}: not saved: {error}")
             return
         self.saved.append(step)
-        self.best = step if is_best else self.best
+        self._mark_and_prune(step)
+
+    def _judge(self, step: int, facts: Facts, is_best: bool) -> None:
+        def note() -> None:
+            if shelf.amend(self._run_directory, step, facts) and is_best:
+                self.best = step
+
+        self._tidy(step, "its evaluation could not be noted", note)
+        if is_best:
+            self._mark_and_prune(step)
+
+    def _mark_and_prune(self, step: int) -> None:
+        """Mark the best checkpoint, and prune older ones."""
         self._tidy(step, "the best checkpoint could not be marked", self._mark_best)
         self._tidy(
             step,

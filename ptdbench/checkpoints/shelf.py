@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -137,6 +139,21 @@ def prune(run_directory: Path, keep: int, best: int | None = None) -> None:
     for path in whole[keep:]:
         if path.name != _name(best) and _holds_what_it_names(path):
             remove(_set_aside(path), _is_ours)
+
+
+def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> bool:
+    """Replace some facts of the checkpoint after ``step`` steps; returns whether it exists.
+
+    Raises:
+        Broken: Its manifest is damaged.
+        OSError: It cannot be written.
+    """
+    path = run_directory / FOLDER / _name(step)
+    if not path.exists():
+        return False
+    written = manifest.read(path)
+    manifest.write(path, replace(written, facts={**written.facts, **facts}))
+    return True
 
 
 def mark_best(run_directory: Path, step: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,7 +24,8 @@ class StopSignal:
     A handler may interrupt the rank anywhere, even inside a collective, so it only records the signal. The ranks
     compare their signals between two steps, which costs an all-reduce, and therefore about every ``every_seconds``
     only. They also agree on the number of steps until the next check: clocks differ, and ranks that decided by
-    themselves would wait for each other in different steps.
+    themselves would wait for each other in different steps. What takes long between two steps is checked in the same
+    way, by a count of its own.
 
     All ranks enter it, each in its main thread, while the default process group exists. Leaving it restores the
     previous handlers, or ignores stop signals if it has reported one: a person who presses Ctrl-C reaches the ranks
@@ -36,9 +39,7 @@ class StopSignal:
     def __init__(self, every_seconds: float = EVERY_SECONDS) -> None:
         self._every_seconds = every_seconds
         self._number = 0
-        self._next_check = 0
-        self._checked_step: int | None = None
-        self._reported = False
+        self._agreed: str | None = None
         self._handling = local.handling(self._note)
 
     def __enter__(self) -> StopSignal:
@@ -47,14 +48,14 @@ class StopSignal:
         assert isinstance(made, dist.ProcessGroup)  # all ranks are in it
         self._group = made
         self._handling.__enter__()
-        self._checked_at = time.perf_counter()
+        self._steps = _Pace()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._handling.__exit__(kind, error, trace)
-        if self._reported:
+        if self._agreed:
             local.ignore_signals()
 
     def received(self, done: int) -> str | None:
@@ -67,19 +68,46 @@ class StopSignal:
             The name of a signal that some rank received, else ``None``; also if no check is due, which costs one
             comparison of integers.
         """
-        return None if done < self._next_check else self._check(done)
+        return self._ask(self._steps, done)
 
-    def _check(self, done: int) -> str | None:
-        steps = 1 if self._checked_step is None else max(done - self._checked_step, 1)
-        mine = (self._number, (time.perf_counter() - self._checked_at) / steps)
-        agreed = torch.tensor(mine, dtype=torch.float64)
-        dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
-        number, seconds_per_step = agreed.tolist()
-        # On a GPU the first steps seem to take no time, until its queue is full: the distance at most doubles.
-        self._next_check = done + max(1, min(2 * steps, int(self._every_seconds / max(seconds_per_step, 1e-9))))
-        self._checked_step, self._checked_at = done, time.perf_counter()
-        self._reported = bool(number)
-        return signal.Signals(int(number)).name if number else None
+    def meanwhile(self) -> Callable[[int], str | None]:
+        """A :meth:`received` for the parts of what is done between two steps, such as the batches of an evaluation.
+
+        Once ranks have agreed to stop, each of them says so at once.
+        """
+        return partial(self._ask, _Pace())
+
+    def _ask(self, pace: _Pace, done: int) -> str | None:
+        if self._agreed is None and done >= pace.next_check:
+            mine = (self._number, pace.seconds(done))
+            agreed = torch.tensor(mine, dtype=torch.float64)
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
+            number, seconds = agreed.tolist()
+            pace.checked(done, seconds, self._every_seconds)
+            self._agreed = signal.Signals(int(number)).name if number else None
+        return self._agreed
 
     def _note(self, number: int, _: Any) -> None:
         self._number = self._number or number
+
+
+class _Pace:
+    """How long steps take, or other parts of a whole, and after how many of them the next check is due."""
+
+    def __init__(self) -> None:
+        self.next_check = 0
+        self._last: int | None = None
+        self._at = time.perf_counter()
+
+    def seconds(self, done: int) -> float:
+        """Seconds of each since the last check, on this rank."""
+        return (time.perf_counter() - self._at) / self._since(done)
+
+    def checked(self, done: int, seconds: float, every_seconds: float) -> None:
+        """Note a check, in which all ranks have agreed on these ``seconds``."""
+        # On a GPU the first steps seem to take no time, until its queue is full: the distance at most doubles.
+        self.next_check = done + max(1, min(2 * self._since(done), int(every_seconds / max(seconds, 1e-9))))
+        self._last, self._at = done, time.perf_counter()
+
+    def _since(self, done: int) -> int:
+        return 1 if self._last is None else max(done - self._last, 1)

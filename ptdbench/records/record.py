@@ -20,7 +20,7 @@ from ptdbench.terminal import command, under
 UNFINISHED = "Unfinished"
 
 #: Options and groups that change nothing of the work.
-NO_WORK = ("resume", "sweep", "repeat", "objective", "logger")
+NO_WORK = ("resume", "reshape", "sweep", "repeat", "objective", "logger")
 
 #: Fields of every record, in the order in which they are written.
 FIELDS = tuple(schema.Record.__annotations__)
@@ -170,8 +170,7 @@ def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
 def fingerprint(config: Mapping[str, Any]) -> str:
     """Sixteen hex digits, equal for two runs if and only if their resolved configurations are equal.
 
-    The options ``resume``, ``sweep``, ``repeat``, ``objective`` and ``logger`` are ignored: they change nothing of the
-    work.
+    The options of :data:`NO_WORK` are ignored.
     """
     config = {name: value for name, value in config.items() if name not in NO_WORK}
     canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), default=str)

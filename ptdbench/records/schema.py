@@ -313,7 +313,7 @@ class Remarks(TypedDict, total=False):
     cut_short: str | None
     """Why there were fewer steps than asked for."""
     resumed: str | None
-    """The step and the checkpoint that the run resumed from."""
+    """The step and the checkpoint that the run resumed from, and how its ranks or its layout have changed since."""
     checkpoints: list[str] | None
     """Checkpoints that were skipped or could not be written, and steps whose numbers are lost."""
     leaving: list[str] | None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 #: Where and when a run began is not what it is, and these say again what other options say.
-_IGNORED = "resume"
+_IGNORED = ("resume", "reshape")
 _OF_START = ("repeat.", "sweep.")
 _REPEATING = frozenset({"_target_", "_partial_", "label"})
 
@@ -63,7 +63,7 @@ def options(config: Mapping[str, Any]) -> dict[str, Any]:
         last = _last(name)
         if isinstance(value, Mapping) and (value or not name):
             waiting += [(f"{name}.{key}" if name else str(key), part) for key, part in value.items()]
-        elif name != _IGNORED and not name.startswith(_OF_START) and last not in _REPEATING:
+        elif name not in _IGNORED and not name.startswith(_OF_START) and last not in _REPEATING:
             found[name.removesuffix(".name")] = value
     return found
 

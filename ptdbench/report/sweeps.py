@@ -13,7 +13,7 @@ from ptdbench.records.load import Run
 from ptdbench.records.record import how_started
 
 #: Options that say how a run was repeated or gone on with, and not what it is.
-_OF_START = ("repeat.", "resume=", "sweep.resume=")
+_OF_START = ("repeat.", "resume=", "reshape=", "sweep.resume=")
 
 
 def alternatives_of(runs: Sequence[Run]) -> list[Alternative]:

@@ -160,6 +160,7 @@ class General:
     device: Literal["auto", "cpu", "cuda"]
     backend: Literal["auto", "gloo", "nccl"]
     resume: str | None
+    reshape: bool
     timeout_minutes: float | None
     check: bool
     objective: Objective

@@ -19,10 +19,13 @@ from ptdbench.setup.commandline import is_cluster, option, renamed
 
 RUN, SWEEP = "resume", "sweep.resume"
 
+#: Allows a run that goes on in its place another shape; to be given each time.
+RESHAPE = "reshape"
+
 #: A sweep may go on with more blocks of repeats; the order of those that it has stays as it is.
 _BLOCKS = ("repeat.runs", "repeat.max", "repeat.tied_within")
 
-#: What makes a run another one than it was; the cluster's other options say how its job is queued.
+#: What makes the shape of a run; the cluster's other options say how its job is queued.
 _SHAPE = ("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node", "cluster.cpus_per_rank")
 
 
@@ -74,17 +77,18 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
         written = store.load_record(directory)
     place = [override for override in others if _is_place(override)]
     moves = world is None and any(_moves(override, written) for override in place)
+    shape = _shape(directory, written, others, world)
     if len(others) > len(place) or multirun or moves:
         if moves and len(others) == len(place):
             _refuse_complete(directory, written)
-        kept = _without(_without_place(_earlier(directory, written), "repeat.block"), others)
+        kept = _without([*_without_place(_earlier(directory, written), "repeat.block"), *shape], others)
         return Line([*kept, *others, f"{RUN}='{directory.resolve()}'"], None)
     _refuse_complete(directory, written)
     if world is None and (sweep := _submitted_by(directory)):
         return _sweep(sweep, others, RUN, only=str(directory.resolve().relative_to(sweep.resolve())))
     if world is None:
         _refuse_elsewhere(directory, written)
-    earlier = _without(_without_place(_earlier(directory, written)), place)
+    earlier = _without([*_without_place(_earlier(directory, written)), *shape], place)
     return Line([*earlier, *place, f"hydra.run.dir='{directory}'"], directory)
 
 
@@ -99,12 +103,12 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
     if wrong:
         rule = f"goes on with the sweep as it was, and {' '.join(wrong)} would change it"
         raise ConfigError([Problem(asked, directory, rule, "omit it, or start another sweep")])
-    kept = _without(task, others)
+    kept = [override for override in _without(task, others) if option(override) != RESHAPE]
     return Line([*kept, *others, "hydra.mode=MULTIRUN", f"hydra.sweep.dir='{directory}'"], directory, only)
 
 
 def _may_change(name: str, swept: set[str]) -> bool:
-    if name.startswith("hydra.") or name in _BLOCKS:
+    if name.startswith("hydra.") or name in (*_BLOCKS, RESHAPE):
         return True
     return name.startswith("cluster.") and name not in _SHAPE and name not in swept
 
@@ -160,11 +164,11 @@ def _words(path: Path, option: str, directory: Path, find: Callable[[Any], Any])
 
 
 def _is_place(override: str) -> bool:
-    return is_cluster(override) or option(override).startswith(("hydra.", "hydra/"))
+    return is_cluster(override) or option(override) == RESHAPE or option(override).startswith(("hydra.", "hydra/"))
 
 
 def _without_place(overrides: Iterable[str], *others: str) -> list[str]:
-    """The overrides that say what a run is, without what it began with, and without these other options."""
+    """The overrides that say what a run is, without where, what it began with, and these other options."""
     left = (RUN, *others)
     return [override for override in overrides if not _is_place(override) and option(override) not in left]
 
@@ -173,6 +177,25 @@ def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
     """The overrides whose options the others do not give."""
     given = {option(override) for override in others}
     return [override for override in overrides if option(override) not in given]
+
+
+def _shape(directory: Path, written: Mapping[str, Any], others: Iterable[str], world: World | None) -> list[str]:
+    """What made the shape of a run, wherever it was said; another cluster has shapes of its own.
+
+    Of ranks and nodes that a launcher has started only what holds: it is them that the run goes on with.
+    """
+    was = (written.get("config") or {}).get("cluster")
+    if was is None:
+        return [override for override in _typed(directory, written) if option(override) in _SHAPE]
+    typed = [override.partition("=")[2] for override in others if option(override) == "cluster"]
+    if typed and typed[-1] != was.get("name"):
+        return []
+    of_jobs = () if typed else ("cluster.gpus_per_node",)  # without a cluster it is the machine at hand
+    kept = {name: was.get(name.removeprefix("cluster.")) for name in _SHAPE if name not in of_jobs}
+    if world:
+        here = {"cluster.nodes": world.nodes, "cluster.ranks_per_node": world.local_size}
+        kept = {name: value for name, value in kept.items() if here.get(name, value) == value}
+    return [f"{name}={value}" for name, value in kept.items() if value not in (None, "auto")]
 
 
 def _moves(override: str, written: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import failure, lease, objective, record, store
 from ptdbench.records.files import appear, write_json
-from ptdbench.setup import blocks
+from ptdbench.setup import blocks, reshaping
 from ptdbench.setup.compose import Composed, without_hydra
 from ptdbench.sweep import requests
 from ptdbench.sweep.outlook import Outlook
@@ -166,11 +166,12 @@ class Agenda:
     def open(self, sweep_directory: Path, template: str, number: int, overrides: Sequence[str]) -> Opened | None:
         """Open the record of a run; ``None`` for a run that is not to be carried out.
 
-        Runs that are ok are left as they are, and so are those of which an earlier start still goes on. One that is
-        refused gets its row. Of several ranks one writes.
+        Runs that are ok are left as they are, and so are those of which an earlier start still goes on, or which would
+        go on in another shape. One that is refused gets its row. Of several ranks one writes.
 
         Raises:
-            ConfigError: An earlier start of the run still goes on, and this process is a rank of several.
+            ConfigError: An earlier start of the run still goes on, or it would go on in another shape, and this process
+                is a rank of several.
             OSError: The record cannot be written.
         """
         request = self.requests[number]
@@ -181,11 +182,13 @@ class Agenda:
         world = discover(os.environ)
         try:
             if world is None or world.rank == 0:
+                if request.summary:
+                    reshaping.require_same(directory, request.summary, request.config.general.reshape)
                 self._write(sweep_directory, directory, request, overrides)
-        except ConfigError as held:
+        except ConfigError as refused:
             if world:  # the other ranks have not asked
                 raise
-            say(f"{held}; skipped", sys.stderr)
+            say(f"{refused}; skipped", sys.stderr)
             return None
         return None if request.refused else Opened(number, request, list(overrides), name)
 

@@ -14,7 +14,9 @@ from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.shelf import Found
 from ptdbench.checkpoints.together import gathered
 from ptdbench.job import Job
+from ptdbench.launch.peers import gather
 from ptdbench.problems import Problem, require
+from ptdbench.setup import reshaping
 from ptdbench.terminal import say
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop
@@ -26,6 +28,7 @@ class Checkpointing:
 
     Attributes:
         resumed_from: Path of the checkpoint that this process resumed from.
+        reshaped: How the ranks or the layout have changed since; ``None`` if they have not.
 
     Args:
         job: The run.
@@ -44,6 +47,7 @@ class Checkpointing:
         self._saved = -1
         self._passed_over: list[str] = []
         self.resumed_from: str | None = None
+        self.reshaped: str | None = None
         if self._every:
             if job.world.rank == 0:
                 with suppress(OSError):  # an unwritable directory is reported at the first save
@@ -78,8 +82,10 @@ class Checkpointing:
     def _search(self) -> tuple[Found, dist.ProcessGroup] | None:
         """The checkpoint to resume from, and a group of all ranks on the CPU."""
         named = self._job.spec.config.general.resume
-        sources = [self._job.directory, *([Path(named)] if named else [])]
-        if not any((source / shelf.FOLDER).exists() for source in sources):
+        known = [self._job.directory, *([Path(named)] if named else [])]
+        # As rank 0 sees them: a network file system may show another host less, which would not join the search.
+        sources: list[Path] = gather([source for source in known if (source / shelf.FOLDER).exists()])[0]
+        if not sources:
             return None
         group: Any = self._saver.group if self._saver else dist.new_group(backend="gloo")
         for source in sources:
@@ -97,18 +103,25 @@ class Checkpointing:
         """Whether a checkpoint is due, whatever an evaluation says of the weights; in all ranks after the same step."""
         return self._every is not None and self._loop.done % self._every == 0
 
-    def after_step(self, is_best: bool = False) -> None:
-        """Save if a checkpoint is due or the weights are the best so far; called between two steps."""
-        if self._saver and (is_best or self.due):
+    def save(self) -> None:
+        """Save the last step unless it is saved; called in all ranks, between two steps."""
+        if self._saver and self._saved != self._loop.done:
             with self._job.watchdog.paused(), self._job.display.during("saving"):
-                self._save(self._saver, is_best)
+                self._save(self._saver)
+
+    def judged(self) -> None:
+        """Take note of an evaluation of the last step: saved weights have it, and the best weights so far are saved."""
+        is_best = self._evaluator.is_best
+        if is_best:
+            self.save()
+        if self._saver and self._saved == self._loop.done:
+            self._saver.judged(self._saved, {"evaluations": self._evaluator.as_dicts()}, is_best)
 
     def finish(self) -> None:
         """Save the last step unless it is saved, and wait until it is on disk."""
+        self.save()
         if self._saver:
             with self._job.watchdog.paused(), self._job.display.during("saving"):
-                if self._saved != self._loop.done:
-                    self._save(self._saver)
                 self._saver.close()
 
     def _begin_with(self, found: Found, group: dist.ProcessGroup) -> None:
@@ -128,6 +141,10 @@ class Checkpointing:
         source = found.path.parent.parent
         self._saved = found.manifest.step if source == self._job.directory else -1
         self.resumed_from = str(found.path)
+        layout = self._job.training.layout
+        self.reshaped = reshaping.change(found.manifest, layout.dims.world_size, layout.as_dict())
+        if self.reshaped and self._job.world.rank == 0:
+            say(f"{found.path}: goes on with {self.reshaped}", sys.stderr)
         self._recorder.begin(found.manifest.step, source, facts)
         self._evaluator.resume(facts.get("evaluations", []))
         if self._saver and self._evaluator.best and self._saved >= 0:
@@ -145,7 +162,7 @@ class Checkpointing:
         """Digest of the data, on rank 0 only: it may require a stat of every file."""
         return self._job.training.data.identity if self._job.world.rank == 0 else None
 
-    def _save(self, saver: Saver, is_best: bool = False) -> None:
+    def _save(self, saver: Saver) -> None:
         self._recorder.drain()
         facts = {
             "segments": self._recorder.segments(),
@@ -161,5 +178,5 @@ class Checkpointing:
             with_buffers=self._loop.replica == 0,
             own=self._loop.engine.own_state(),
         )
-        saver.save(self._loop.done, tensors, self._job.spec.config.resolved["model"], facts, is_best)
+        saver.save(self._loop.done, tensors, self._job.spec.config.resolved["model"], facts)
         self._saved = self._loop.done

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -83,6 +83,7 @@ class Evaluator:
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
         self.done: list[Evaluation] = []
+        self._told = 0
         self._job = job
         self._loop = loop
         targets = job.training.data.example()[1]
@@ -104,6 +105,12 @@ class Evaluator:
     def resume(self, done: Sequence[Mapping[str, Any]]) -> None:
         """Continue after the evaluations stored in a checkpoint, in the form of a record."""
         self.done = [Evaluation.of(fields) for fields in done]
+        self._told = len(self.done)
+
+    def news(self) -> list[dict[str, Any]]:
+        """The evaluations since the last call, as stored in a record."""
+        told, self._told = self._told, len(self.done)
+        return self.as_dicts()[told:]
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """The evaluations so far, as stored in a record."""
@@ -116,24 +123,35 @@ class Evaluator:
             return False
         return at_end or steps % every == 0
 
-    def __call__(self) -> Evaluation:
-        """Evaluate now; called in all ranks, between two steps."""
+    def __call__(self, stopped: Callable[[int], str | None]) -> bool:
+        """Evaluate now; called in all ranks, between two steps.
+
+        Args:
+            stopped: Asked after each batch, with the number of batches, whether to stop; the same answer on all ranks.
+
+        Returns:
+            Whether it came to its end; one that is interrupted leaves nothing.
+        """
         with self._job.watchdog.paused(), self._job.display.during("evaluating"):
-            found = self._evaluate()
+            found = self._evaluate(stopped)
+        if found is None:
+            return False
         self.done.append(found)
         self._job.display.remark = str(found)
-        return found
+        return True
 
-    def _evaluate(self) -> Evaluation:
+    def _evaluate(self, stopped: Callable[[int], str | None]) -> Evaluation | None:
         started = time.perf_counter()
         module, held_out = self._loop.engine.module, self._job.training.data.held_out
         assert held_out is not None  # assemble() refuses data without a held-out part
         module.eval()
         with torch.no_grad(), self._loop.update.averaged():
             _share_buffers(module, self._loop.replicas)
-            sums = self._sums(held_out).tolist()
+            sums = self._sums(held_out, stopped)
         module.train()
-        loss, top1, top5 = (math.fsum(of_blocks) for of_blocks in zip(*sums, strict=True))
+        if sums is None:
+            return None
+        loss, top1, top5 = (math.fsum(of_blocks) for of_blocks in zip(*sums.tolist(), strict=True))
         samples, example = len(held_out), self._job.training.data.example()[1]
         loss /= samples * example.numel()
         return Evaluation(
@@ -146,12 +164,12 @@ class Evaluator:
             seconds=time.perf_counter() - started,
         )
 
-    def _sums(self, held_out: HeldOut) -> Tensor:
+    def _sums(self, held_out: HeldOut, stopped: Callable[[int], str | None]) -> Tensor | None:
         """``[blocks, 3]`` in float64: each block's sum of losses, its top-1 hits and its top-5 hits."""
         size, replicas = self._job.spec.config.eval.micro_batch, self._job.training.layout.replicas
         blocks = math.ceil(len(held_out) / size)
         sums = torch.zeros(blocks, 3, dtype=torch.float64, device=self._job.device)
-        for first in range(0, blocks, replicas):
+        for batch, first in enumerate(range(0, blocks, replicas), start=1):
             # A replica without a block of its own computes another's: under FSDP every forward needs all ranks.
             block = first + self._loop.replica
             idle = block >= blocks
@@ -160,6 +178,8 @@ class Evaluator:
             found = self._evaluate_block(inputs.to(self._job.device), targets.to(self._job.device))
             if found is not None and not idle:
                 sums[block] = found
+            if stopped(batch):
+                return None
         dist.all_reduce(sums)  # exact: a block is zero on all ranks but one
         return sums
 

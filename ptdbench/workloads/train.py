@@ -58,26 +58,49 @@ class Train:
             job.display.phase("rehearsing the first step")
             loop.rehearse()
         job.watch.lap("build")
-        stopped = None
-        advancing = steps(job, loop, at_end=meter.stop)
-        with recorder, StopSignal() as stop_signal, closing(advancing) as advance:
-            for _ in advance:
-                if evaluator.due() or recorder.due or checkpointing.due:
-                    with meter.interrupted():
-                        evaluations = [evaluator().as_dict()] if evaluator.due() else []
-                        if evaluations or recorder.due:
-                            recorder.show(evaluations)
-                        checkpointing.after_step(evaluator.is_best)
-                if stopped := stop_signal.received(loop.taken):
-                    meter.stop()
-                    break
-            if not stopped and evaluator.due(at_end=True):
-                evaluator()
-                checkpointing.after_step(evaluator.is_best)
-            checkpointing.finish()
+        stopped = _train(job, loop, evaluator, recorder, checkpointing, meter)
         found = _outcome(job, loop, checkpointing, evaluator, recorder, stopped)
         found = with_check(replace(found, fields={**found.fields, "hardware": meter.finish()}), checked)
         return found if stopped or found.error else _explained(job, loop, found, expected)
+
+
+def _train(
+    job: Job,
+    loop: StepLoop,
+    evaluator: Evaluator,
+    recorder: Recorder,
+    checkpointing: Checkpointing,
+    meter: EnergyMeter,
+) -> str | None:
+    """Take all steps, with what is done between them; returns the name of the signal that asked the run to stop."""
+    stopped = None
+    advancing = steps(job, loop, at_end=meter.stop)
+    with recorder, StopSignal() as stop_signal, closing(advancing) as advance:
+
+        def evaluate() -> None:
+            if evaluator(stop_signal.meanwhile()):
+                checkpointing.judged()
+
+        if loop.done and evaluator.due():  # the run was interrupted between its checkpoint and this
+            evaluate()
+        for _ in advance:
+            if evaluator.due() or recorder.due or checkpointing.due:
+                with meter.interrupted():
+                    if checkpointing.due:  # first: an evaluation may take longer than the run has left
+                        checkpointing.save()
+                    if evaluator.due():
+                        evaluate()
+                    if (news := evaluator.news()) or recorder.due:
+                        recorder.show(news)
+            if stopped := stop_signal.received(loop.taken):
+                meter.stop()
+                break
+        if not stopped and evaluator.due(at_end=True):
+            checkpointing.save()
+            evaluate()
+            stopped = stop_signal.received(loop.taken)
+        checkpointing.finish()
+    return stopped
 
 
 def _outcome(
@@ -98,6 +121,8 @@ def _outcome(
             remarks["cut_short"] += "; the learning rate schedule spans all of them"
     if checkpointing.resumed_from:
         remarks["resumed"] = f"after step {loop.first_step}, from {checkpointing.resumed_from}"
+        if checkpointing.reshaped:
+            remarks["resumed"] += f", with {checkpointing.reshaped}"
     if notes := [*checkpointing.problems, *recorder.warnings]:
         remarks["checkpoints"] = notes
     found = agreement.outcome(job, recorder, remarks)

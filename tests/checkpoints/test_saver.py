@@ -68,24 +68,39 @@ def test_only_the_newest_are_kept(keeper, weight, tmp_path):
     assert len(keeper.stall_seconds) == 4
 
 
+def test_what_is_found_out_of_saved_weights_is_added_to_their_facts(keeper, weight, tmp_path):
+    keeper.save(3, weight, {}, {"seen": 1, "kept": 2})
+    keeper.judged(3, {"seen": 5}, is_best=False)  # while they are being written
+    keeper.judged(4, {"seen": 6}, is_best=True)  # of weights that could not be saved
+    keeper.wait()
+    assert shelf.newest(tmp_path).found.manifest.facts == {"seen": 5, "kept": 2}
+    assert names(tmp_path) == ["step-00000003"]
+    assert keeper.problems == []
+
+
 class TestBest:
     def test_it_stays_beside_the_newest_until_a_better_one_is_on_the_disk(self, keeper, weight, tmp_path):
         for step in (1, 2, 3, 4):
-            keeper.save(step, weight, {}, {}, is_best=step == 1)
+            keeper.save(step, weight, {}, {})
+            if step == 1:
+                keeper.judged(step, {}, is_best=True)
         keeper.wait()
         assert names(tmp_path) == ["best", "step-00000001", "step-00000003", "step-00000004"]
         assert (tmp_path / "checkpoints" / "best").readlink().name == "step-00000001"
-        keeper.save(5, weight, {}, {}, is_best=True)
+        keeper.save(5, weight, {}, {})
+        keeper.judged(5, {}, is_best=True)
         keeper.wait()
         assert names(tmp_path) == ["best", "step-00000004", "step-00000005"]
         assert (tmp_path / "checkpoints" / "best").readlink().name == "step-00000005"
 
     def test_one_that_cannot_be_saved_takes_no_place(self, keeper, weight, tmp_path, monkeypatch):
-        keeper.save(1, weight, {}, {}, is_best=True)
+        keeper.save(1, weight, {}, {})
+        keeper.judged(1, {}, is_best=True)
         keeper.wait()
         with monkeypatch.context() as broken:
             broken.setattr(saver.shelf, "publish", lambda partial: 1 / 0)
-            keeper.save(2, weight, {}, {}, is_best=True)
+            keeper.save(2, weight, {}, {})
+            keeper.judged(2, {}, is_best=True)
             keeper.wait()
         for step in (3, 4, 5):
             keeper.save(step, weight, {}, {})
@@ -226,7 +241,9 @@ def test_what_is_a_persons_costs_no_more_than_what_it_is_in_the_way_of(keeper, w
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "notes.txt").write_text("mine")
     for step in (2, 3, 4, 5):
-        keeper.save(step, weight, {}, {}, is_best=step == 4)
+        keeper.save(step, weight, {}, {})
+        if step == 4:
+            keeper.judged(step, {}, is_best=True)
     keeper.wait()
     assert keeper.saved == [1, 3, 4, 5]
     rule = "was not created by ptdbench: move it elsewhere"

@@ -99,6 +99,22 @@ def test_ranks_of_different_speed_check_after_the_same_steps():
     assert fast == slow == [1, 2, 3, 4, 5, 6]
 
 
+def meanwhile() -> list[Any]:
+    """What parts of a whole between two steps are told, before and after rank 1 gets a signal, and then its steps."""
+    with StopSignal(0.0) as stop_signal:
+        received = stop_signal.meanwhile()
+        told: list[Any] = [stop_signal.received(1000), received(1)]  # a count of its own
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        told.append(received(2))
+        with mock.patch.object(dist, "all_reduce") as reduce:  # all ranks know it by now
+            return [*told, received(2), stop_signal.received(1000), stop_signal.meanwhile()(1), reduce.call_count]
+
+
+def test_what_takes_long_between_two_steps_hears_a_signal_and_the_steps_know_of_it():
+    assert on_ranks(2, meanwhile) == [[None, None, *["SIGTERM"] * 4, 0]] * 2
+
+
 def press(signals: list[list[str]]) -> list[Any]:
     """Each rank gets its own signals before it asks; what it asks first and then again; and what later signals do."""
     for name in local.STOP_SIGNALS:

@@ -24,7 +24,9 @@ def test_the_defaults_are_typed():
     assert read.train == config.Train(16, "auto", 60, 3, 10, clip_norm=None, decay="matrices", ema=None)
     assert read.eval == config.Eval(every=None, micro_batch=64)
     assert read.cluster == config.Cluster("local", "auto", "auto", "auto")
-    assert read.general == config.General("fp32", False, "none", 0, "auto", "auto", None, 10, False, "throughput", 0.1)
+    assert read.general == config.General(
+        "fp32", False, "none", 0, "auto", "auto", None, False, 10, False, "throughput", 0.1
+    )
     assert read.checkpoint == config.Checkpoint(None, 3, True)
     call = read.call("parallel")
     assert (call.name, call.target) == ("ddp", "ptdbench.parallel.strategy.Strategy")

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from ptdbench.checkpoints import manifest
+from ptdbench.checkpoints.manifest import Manifest
 from ptdbench.records import store
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import settling
@@ -53,6 +55,22 @@ def test_a_run_that_was_done_with_another_model_is_done_again_and_says_so(asked,
     assert Agenda(asked("seed=0")).open(tmp_path, TEMPLATE, 0, []) is not None
     said = capsys.readouterr().err
     assert said == "0_toy_ddp: was done with another model, toy with width=7 (here 64); done again\n"
+
+
+def test_a_run_that_would_go_on_in_another_shape_is_left_as_it_is(asked, tmp_path, capsys):
+    """As where a partition has other nodes than it had."""
+    (run,) = asked("reshape=false")
+    Agenda([run]).open(tmp_path, TEMPLATE, 0, [])
+    begun = store.load_record(tmp_path / "0_toy_ddp")
+    checkpoint = tmp_path / "0_toy_ddp" / "checkpoints" / "step-00000003"
+    checkpoint.mkdir(parents=True)
+    was = Manifest(3, run.summary.world_size + 1, {"name": "toy"}, {}, {}, "2.14", 0.0)
+    manifest.write(checkpoint, was)
+    capsys.readouterr()
+    assert Agenda([run]).open(tmp_path, TEMPLATE, 0, []) is None
+    assert f"instead of {was.world_size} ranks, which may change its numbers; " in capsys.readouterr().err
+    assert store.load_record(tmp_path / "0_toy_ddp") == begun
+    assert Agenda(asked("reshape=true")).open(tmp_path, TEMPLATE, 0, []) is not None
 
 
 def test_with_more_time_a_run_that_is_done_remains_done(asked, tmp_path):

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from omegaconf import DictConfig
+from torch import Tensor
 
 from ptdbench.checkpoints import manifest, reading
+from ptdbench.launch.stop_signal import StopSignal
 from ptdbench.training.evaluation import Evaluation
-from tests.conftest import Record, run_on_shared_ranks
+from ptdbench.workloads import train
+from tests.conftest import Record, composed, run_on_shared_ranks
 from tests.daily import cases
+from tests.parallel.ranks import on_ranks
 from tests.workloads import made_task
+from tests.workloads.made_job import job
 from tests.workloads.made_task import TASK
 
 #: Every strategy on every number of ranks up to three that it takes; ``single`` is what the others are held against.
@@ -160,3 +171,67 @@ def test_data_that_keep_nothing_are_refused(shared_run):
     record = shared_run(*TASK, "+data.keeps=false", "train.steps=5", "eval.every=2")
     assert record["status"] == "failed"
     assert "eval.every=2: data=synthetic_vectors has no held-out part" in record["error"]["message"]
+
+
+@dataclass
+class Seen:
+    """What a run of two ranks has done, in which rank 1 gets a signal while it evaluates."""
+
+    stopped: str | None
+    evaluated: list[int]
+    batches: int
+    saved: list[str]
+
+
+def interrupted(directory: Path, composed: DictConfig, evaluation: int) -> Seen:
+    """Train until a signal comes to one rank in the second batch of an evaluation, counted from 1; 0: none comes."""
+    begun, batches, last = 0, 0, made_task.HELD_OUT
+    saved: list[str] = []
+    samples = made_task.Kept.samples
+
+    def interrupting(self: made_task.Kept, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        nonlocal begun, batches, last, saved
+        begun, batches, last = (begun + 1, 1, start) if start < last else (begun, batches + 1, start)
+        if (begun, batches) == (evaluation, 2):
+            saved = sorted(path.name for path in directory.glob("checkpoints/step-????????"))
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return samples(self, start, stop)
+
+    of_rank = job(directory, composed)
+    with (
+        mock.patch.object(made_task.Kept, "samples", interrupting),
+        mock.patch.object(train, "StopSignal", partial(StopSignal, 0)),  # asked after each batch
+    ):
+        outcome = train.Train()(of_rank)
+    evaluated = [one["step"] for one in outcome.fields.get("evaluations", [])]
+    return Seen(outcome.stopped, evaluated, batches, saved)
+
+
+@pytest.mark.ranks
+class TestInterrupted:
+    OPTIONS = (
+        *TASK, "cluster.ranks_per_node=2", "train.steps=5", "eval.every=2", "eval.micro_batch=10",
+        "checkpoint.every_steps=2", "checkpoint.asynchronous=false", "train.ema=0.5",
+        "profile.steps=0",
+    )  # fmt: skip
+
+    @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pdp"])
+    def test_all_ranks_stop_after_a_batch_with_the_checkpoint_and_without_the_evaluation(self, tmp_path, strategy):
+        options = composed(*self.OPTIONS, f"parallel={strategy}")
+        for of_rank in on_ranks(2, interrupted, tmp_path / "run", options, 2):
+            assert of_rank.stopped == "SIGTERM after step 4 of 5"
+            assert of_rank.evaluated == [2]
+            assert of_rank.batches == 2 < made_task.HELD_OUT / 20
+            assert of_rank.saved == ["step-00000002", "step-00000004"]  # both, ahead of the evaluation
+
+        (gone_on, *_) = on_ranks(2, interrupted, tmp_path / "run", options, 0)
+        assert (gone_on.stopped, gone_on.evaluated) == (None, [2, 4, 5])
+
+    def test_at_the_end_too_and_what_goes_on_evaluates(self, tmp_path):
+        options = composed(*self.OPTIONS, "parallel=ddp")
+        (first, _) = on_ranks(2, interrupted, tmp_path / "run", options, 3)
+        assert (first.stopped, first.evaluated) == ("SIGTERM after step 5 of 5", [2, 4])
+        assert first.saved == ["step-00000002", "step-00000004", "step-00000005"]
+        (gone_on, _) = on_ranks(2, interrupted, tmp_path / "run", options, 0)
+        assert (gone_on.stopped, gone_on.evaluated) == (None, [2, 4, 5])

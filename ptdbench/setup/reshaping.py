@@ -1,0 +1,55 @@
+"""Runs that go on with other ranks, or in another layout, than their checkpoint was written with.
+
+Any layout can take a checkpoint. What each rank has to itself it cannot always take: the random generators, and the
+state of PowerSGD, so that the numbers may differ from there on, and the times are those of another run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ptdbench.checkpoints import shelf
+from ptdbench.checkpoints.manifest import Manifest
+from ptdbench.parallel.dims import ORDER
+from ptdbench.problems import Problem, require
+from ptdbench.setup.run_spec import Summary
+from ptdbench.terminal import plural
+
+
+def change(checkpoint: Manifest, world_size: int, layout: Mapping[str, Any]) -> str | None:
+    """What has changed since a checkpoint: ``2 ranks (shard=2) instead of 4 ranks (replicate=2 shard=2)``.
+
+    Args:
+        checkpoint: The one to go on from.
+        world_size: Ranks that go on.
+        layout: Their layout, in the form of a record.
+
+    Returns:
+        ``None`` if neither the number of ranks nor a degree has changed.
+    """
+    segments = checkpoint.facts.get("segments") or [{}]
+    was: Mapping[str, Any] = segments[-1].get("layout") or {}
+    if checkpoint.world_size == world_size and all(was.get(name, layout[name]) == layout[name] for name in ORDER):
+        return None
+    return f"{_described(world_size, layout)} instead of {_described(checkpoint.world_size, was)}"
+
+
+def require_same(directory: Path, summary: Summary, allowed: bool) -> None:
+    """Refuse to go on in the place of a run with other ranks, or in another layout, unless that is ``allowed``.
+
+    Raises:
+        ConfigError: With both shapes, and what to type.
+    """
+    if allowed or not summary.trains or (found := shelf.glance(directory)) is None:
+        return
+    if changed := change(found, summary.world_size, summary.fields["layout"]):
+        rule = f"{directory} would go on with {changed}, which may change its numbers"
+        remedy = "start it as before, try reshape=true, or give more options for a run of its own"
+        require(Problem("reshape", False, rule, remedy))
+
+
+def _described(world_size: int, layout: Mapping[str, Any]) -> str:
+    degrees = " ".join(f"{name}={layout[name]}" for name in ORDER if layout.get(name, 1) > 1)
+    return plural(world_size, "rank") + (f" ({degrees})" if degrees else "")

@@ -1,0 +1,83 @@
+"""Another shape than that of the checkpoint is named, and refused in the run's own place unless it is asked for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from ptdbench.checkpoints import manifest
+from ptdbench.checkpoints.manifest import Manifest
+from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.dims import ORDER, Dims
+from ptdbench.problems import ConfigError
+from ptdbench.setup import reshaping
+from ptdbench.setup.run_spec import Summary
+
+
+def layout(**degrees: int) -> dict[str, Any]:
+    return Layout(Dims(**degrees), global_batch=16, micro_batch=4).as_dict()
+
+
+def checkpoint(world_size: int, *layouts: dict[str, Any]) -> Manifest:
+    """One after step 3, by a run with these starts."""
+    facts = {"segments": [{"first_step": 0, "steps": 3, "layout": one} for one in layouts]} if layouts else {}
+    return Manifest(3, world_size, {"name": "toy"}, facts, {}, "2.14", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "change"),
+    [
+        (checkpoint(4, layout(replicate=2, shard=2)), layout(replicate=2, shard=2), None),
+        (
+            checkpoint(4, layout(replicate=2, shard=2)),
+            layout(replicate=2),
+            "2 ranks (replicate=2) instead of 4 ranks (replicate=2 shard=2)",
+        ),
+        (checkpoint(2, layout(shard=2)), layout(tensor=2), "2 ranks (tensor=2) instead of 2 ranks (shard=2)"),
+        (checkpoint(2, layout(shard=2)), layout(), "1 rank instead of 2 ranks (shard=2)"),
+        (checkpoint(2, layout(), layout(shard=2)), layout(shard=2), None),  # by the last start
+        (checkpoint(2), layout(shard=2), None),  # of the first form, which knew no layouts
+        (checkpoint(4, {"pipeline": 1}), layout(shard=2), "2 ranks (shard=2) instead of 4 ranks"),
+    ],
+)
+def test_a_change_is_named_with_both_shapes(was, now, change):
+    assert reshaping.change(was, math.prod(now[degree] for degree in ORDER), now) == change
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """The directory of a run with a checkpoint of four ranks."""
+    path = tmp_path / "checkpoints" / "step-00000003"
+    path.mkdir(parents=True)
+    manifest.write(path, checkpoint(4, layout(replicate=2, shard=2)))
+    return tmp_path
+
+
+def summary(**degrees: int) -> Summary:
+    size = Dims(**degrees).world_size
+    return Summary(size, True, "toy ddp", {"world_size": size, "layout": layout(**degrees)})
+
+
+class TestInPlace:
+    def test_it_is_refused_with_what_to_type(self, begun):
+        with pytest.raises(ConfigError) as refused:
+            reshaping.require_same(begun, summary(replicate=2), allowed=False)
+        assert str(refused.value) == (
+            f"reshape=false: {begun} would go on with 2 ranks (replicate=2) instead of 4 ranks (replicate=2 shard=2), "
+            "which may change its numbers; start it as before, try reshape=true, or give more options for a run of its "
+            "own"
+        )
+
+    def test_it_may_be_asked_for(self, begun):
+        reshaping.require_same(begun, summary(replicate=2), allowed=True)
+
+    def test_the_same_shape_goes_on(self, begun):
+        reshaping.require_same(begun, summary(replicate=2, shard=2), allowed=False)
+
+    def test_without_a_checkpoint_it_begins_anew(self, tmp_path):
+        reshaping.require_same(tmp_path, summary(replicate=2), allowed=False)
+
+    def test_what_does_not_train_has_no_layout(self, begun):
+        reshaping.require_same(begun, Summary(2, False, "hello", {"world_size": 2}), allowed=False)
