@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.terminal import plural, say
+from ptdbench.terminal import command, plural, say
 
 if TYPE_CHECKING:
+    from ptdbench.records.load import Run
     from ptdbench.setup.config import Repeat
 
 HELP = "what became faster or slower between two sets of runs, with an exit status for CI"
@@ -38,8 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="exit status 1 only for what is slower by at least so much, and 3 where that cannot be ruled out",
     )
     parser.epilog = (
-        "Exit status 0: nothing is seen to be slower. 1: a configuration is slower, or fails. 3: too few runs to "
-        "tell; try repeat=5 or more. 2: the input cannot be compared."
+        "Exit status 0: nothing is seen to be slower. 1: a configuration is slower, or fails; with --fail-if-slower "
+        "also one whose losses are others. 3: too few runs to tell; try repeat=5 or more. 2: the input cannot be "
+        "compared."
     )
 
 
@@ -60,7 +64,8 @@ def main(arguments: argparse.Namespace) -> int:
     from ptdbench.report import text, versus
 
     try:
-        folders = _carried_out(arguments) if arguments.python or arguments.checkout else _typed(arguments.words)
+        together = _carried_out(arguments) if arguments.python or arguments.checkout else None
+        folders = (together / "before", together / "after") if together else _typed(arguments.words)
         sides = [_trained(folder) for folder in folders]
         if shared := _directories(sides[0]) & _directories(sides[1]):
             raise versus.Incomparable(f"both have {plural(len(shared), 'run')} in common; give two that share none")
@@ -76,7 +81,22 @@ def main(arguments: argparse.Namespace) -> int:
         return UNUSABLE
     titles = tuple(arguments.checkout) or ("before", "after")
     text.show(versus.render(found, titles, shutil.get_terminal_size((110, 24)).columns))
+    if arguments.fail_if_slower and (other := [pair.label for pair in found.pairs if pair.losses]):
+        say(f"--fail-if-slower: {', '.join(other)}: fails, because it does not train the same on both sides")
+    shown = [os.path.relpath(together)] if together else map(str, folders)
+    say("\n".join(_closing_lines(shlex.join(shown), [*sides[0], *sides[1]], are_together=bool(together))))
     return versus.status(found, arguments.fail_if_slower)
+
+
+def _closing_lines(shown: str, runs: Sequence[Run], are_together: bool) -> Iterator[str]:
+    """How to look at the phases of all runs, where one folder has them, and to send them."""
+    from ptdbench.report import phases
+
+    if are_together:
+        yield f"records      {shown}"
+        if any(phases.missing(run) is None for run in runs):
+            yield f"phases       {command('explain')} {shown}"
+    yield f"report       {command('report')} {shown}"
 
 
 def _typed(words: Sequence[str]) -> tuple[Path, Path]:
@@ -87,8 +107,8 @@ def _typed(words: Sequence[str]) -> tuple[Path, Path]:
     return Path(words[0]), Path(words[1])
 
 
-def _carried_out(arguments: argparse.Namespace) -> tuple[Path, Path]:
-    """Let both sides run in turn, and return where their results are.
+def _carried_out(arguments: argparse.Namespace) -> Path:
+    """Let both sides run in turn, and return where their results are, below ``before`` and ``after``.
 
     Raises:
         SystemExit: A signal arrived; nothing is left running. With ``128 + n``.
@@ -107,8 +127,8 @@ def _carried_out(arguments: argparse.Namespace) -> tuple[Path, Path]:
         raise SystemExit(128 + stop.signal) from None
 
 
-def _in_turn(arguments: argparse.Namespace) -> tuple[Path, Path]:
-    """Where the results of both sides are; it is said even if they are not complete."""
+def _in_turn(arguments: argparse.Namespace) -> Path:
+    """Where the results of both sides are; if they are not complete, it is said."""
     from ptdbench.records.store import RECORD
     from ptdbench.sweep import alternating
 
@@ -121,10 +141,11 @@ def _in_turn(arguments: argparse.Namespace) -> tuple[Path, Path]:
         directory = _claimed(arguments)
         try:
             alternating.run(sides, overrides, repeat, directory)
-        finally:
+        except BaseException:
             if any(directory.glob(f"**/{RECORD}")):
                 say(f"records      {directory}")
-    return directory / "before", directory / "after"
+            raise
+    return directory
 
 
 def _claimed(arguments: argparse.Namespace) -> Path:
@@ -169,13 +190,13 @@ def _directories(runs: Sequence[Mapping[str, Any]]) -> set[Path]:
     return {Path(run["directory"]).resolve() for run in runs}
 
 
-def _trained(folder: Path) -> list[dict[str, Any]]:
-    """The records of the runs that train, with their directories of today, by which blocks of sweeps are told apart."""
+def _trained(folder: Path) -> list[Run]:
+    """The runs that train."""
     from ptdbench.records.load import load_telling
 
     found = load_telling(folder, lambda damage: say(damage, sys.stderr))
     runs = found if isinstance(found, list) else [found]
-    trained = [{**run, "directory": str(run.directory)} for run in runs if run.get("model")]
+    trained = [run for run in runs if run.get("model")]
     if not trained:
         raise _Refused(f"{folder}: has no run that trains; give runs of workload=train")
     return trained

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -13,6 +14,7 @@ from ptdbench.terminal import say
 
 if TYPE_CHECKING:
     from ptdbench.records.load import Run, Runs
+    from ptdbench.report.ranking import Place
 
 HELP = "where the time and the memory of a step went, and why one run is faster than another"
 
@@ -58,37 +60,77 @@ def _all(directory: Path, width: int) -> str:
         (called,) = labels.names([found])
         return f"{breakdown.title(found)}\n{breakdown.of_ranks(found, called, width)}"
     reasons = [f"{run.directory}: {reason}" for run in found if (reason := phases.missing(run))]
-    groups = phases.groups({str(run.directory): run for run in found if not phases.missing(run)})
-    if not groups:
+    if len(reasons) == len(found):
         raise _Refused("\n".join(reasons))
-    blocks = [_side_by_side(list(group.values()), width) for group in groups]
+    ranked = list(_ranked(found))
+    blocks = [_side_by_side(group, known, width) for places, known in ranked for group in _of_same_work(places)]
     return "\n\n".join([*blocks, *(["\n".join(reasons)] if reasons else [])])
 
 
-def _side_by_side(runs: Sequence[Run], width: int) -> str:
-    """Runs that did the same work, the fastest one first, and why it is; of repeats the typical one."""
-    from ptdbench.report import breakdown, memory, why
-    from ptdbench.report.reason import wrap
+def _ranked(runs: Sequence[Run]) -> Iterator[tuple[list[Place], bool]]:
+    """For each model its alternatives in the order of their table, by their runs that have phases.
 
-    repeats = _repeats(runs)
-    ordered = sorted((one for one, _ in repeats), key=lambda run: run["phases"]["step_seconds"])
-    called = dict(zip(_called(ordered), ordered, strict=True))
-    (reference, fastest), *others = called.items()
-    sentences = why.against_fastest(called)
-    sentences += [line for name, run in others for line in memory.compare(run, fastest, name, reference)]
-    if any(count > 1 for _, count in repeats):
-        counts = {run.directory: count for run, count in repeats}
-        listed = ", ".join(f"{counts[run.directory]} of {name}" for name, run in called.items())
-        sentences.append(f"of repeats the one with the median throughput is shown; runs: {listed}")
-    shown = [wrap(sentence, width) for sentence in sentences]
-    return "\n".join([breakdown.title(ordered[0]), breakdown.of_runs(called, width), "", *shown])
-
-
-def _repeats(runs: Sequence[Run]) -> list[tuple[Run, int]]:
-    """The typical run of each alternative of each sweep, and how many there are."""
+    And whether anything is known of that order.
+    """
+    from ptdbench.records import noise
+    from ptdbench.records.alternatives import Alternative
+    from ptdbench.report import phases, ranking
     from ptdbench.report.sweeps import alternatives_of
 
-    return [(cast("Run", one.typical), len(one.runs)) for one in alternatives_of(runs)]
+    models: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.get("model"):
+            models.setdefault(run["model"], []).append(run)
+    for of_model in models.values():
+        found = ranking.rank(alternatives_of(of_model), noise.look_up(of_model))
+        phased = [[run for run in place.alternative.runs if not phases.missing(run)] for place in found.places]
+        places = [
+            replace(place, alternative=Alternative(kept, {}))
+            for place, kept in zip(found.places, phased, strict=True)
+            if kept
+        ]
+        yield places, found.is_known
+
+
+def _of_same_work(places: Sequence[Place]) -> list[list[Place]]:
+    from ptdbench.report import phases
+
+    numbered = {str(number): place.alternative.typical for number, place in enumerate(places)}
+    return [[places[int(number)] for number in group] for group in phases.groups(numbered)]
+
+
+def _side_by_side(places: Sequence[Place], is_known: bool, width: int) -> str:
+    """Runs that did the same work in the order of their table, and why the first one is faster.
+
+    Of repeats the typical one is shown.
+    """
+    from ptdbench.report import breakdown, memory
+    from ptdbench.report.reason import wrap
+
+    names = _called([cast("Run", place.alternative.typical) for place in places])
+    named = dict(zip(names, places, strict=True))
+    called = {name: place.alternative.typical for name, place in named.items()}
+    (reference, first), *others = called.items()
+    sentences = _why(named, is_known)
+    sentences += [line for name, run in others for line in memory.compare(run, first, name, reference)]
+    if any(len(place.alternative.runs) > 1 for place in places):
+        listed = ", ".join(f"{len(place.alternative.runs)} of {name}" for name, place in named.items())
+        sentences.append(f"of repeats the one with the median throughput is shown; runs: {listed}")
+    shown = [wrap(sentence, width) for sentence in sentences]
+    return "\n".join([breakdown.title(first), breakdown.of_runs(called, width), "", *shown])
+
+
+def _why(named: Mapping[str, Place], is_known: bool) -> list[str]:
+    """Why each is slower than the first one, where that is known; where nothing is, what these very runs say."""
+    from ptdbench.report import why
+
+    (reference, first), *others = ((name, place.alternative.typical) for name, place in named.items())
+    if not is_known and others:
+        return [why.compare(run, first, name, reference) for name, run in others]
+    (behind,) = why.in_order(named)
+    tied = [name for name, _ in others if name not in behind]
+    left_out = f"{', '.join(tied)}: no order with {reference} is known, and none is explained"
+    return [*why.against_first([behind]), *([left_out] if tied else [])]
 
 
 def _pair(directory: Path, other: Path, width: int) -> str:

@@ -90,14 +90,14 @@ def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
 
 
 def _runs(directories: Sequence[Path]) -> list[Run]:
-    """The runs of all directories, each once, with their directories of today."""
-    from ptdbench.records.load import Run, load_telling
+    """The runs of all directories, each once."""
+    from ptdbench.records.load import load_telling
 
     found: dict[Path, Run] = {}
     for directory in directories:
         loaded = load_telling(directory, lambda damage: say(damage, sys.stderr))
         for run in loaded if isinstance(loaded, list) else [loaded]:
-            found.setdefault(run.directory.resolve(), Run({**run, "directory": str(run.directory)}, run.directory))
+            found.setdefault(run.directory.resolve(), run)
     return list(found.values())
 
 

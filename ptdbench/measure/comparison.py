@@ -186,6 +186,22 @@ def differing(pairs: Sequence[tuple[Sample, Sample]], level: float = LEVEL, spre
     return signs
 
 
+def chance_of_failures(was: int, before: int, now: int, after: int) -> float:
+    """The chance that so many failures, or more, fall on the runs after a change that has no effect.
+
+    By Fisher's exact test, one-sided.
+
+    Args:
+        was: Failed runs before.
+        before: All runs before.
+        now: Failed runs after.
+        after: All runs after.
+    """
+    failed = was + now
+    splits = (math.comb(after, more) * math.comb(before, failed - more) for more in range(now, min(failed, after) + 1))
+    return sum(splits) / math.comb(before + after, failed)
+
+
 def holm(chances: Sequence[float]) -> list[float]:
     """Adjust the p values of several tests: one is significant at a level if its adjusted value is at most that."""
     adjusted, largest = [0.0] * len(chances), 0.0

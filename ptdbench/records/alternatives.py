@@ -49,12 +49,15 @@ def by_identity(
         others: Further runs, with which these will be compared.
     """
     found: dict[Hashable, Alternative] = {}
-    runs = list(records)
-    nodes = {_identity(run, ignored): len(run["nodes"]) for run in [*others, *reversed(runs)] if run.get("nodes")}
-    for run in runs:
-        identity = _identity(run, ignored)
-        own = len(run.get("nodes") or []) or nodes.get(identity)  # one that failed early has learned of no node
-        one = found.setdefault((identity, own), Alternative([], {}))
+    runs = [(_identity(run, ignored), run) for run in records]
+    # One that failed early has not learned where it is: it was to be where the others are that asked for the same.
+    known = [*((_identity(run, ignored), run) for run in others), *reversed(runs)]
+    sizes = {identity: run["world_size"] for identity, run in known if run.get("world_size")}
+    nodes = {(identity, run.get("world_size")): len(run["nodes"]) for identity, run in known if run.get("nodes")}
+    for identity, run in runs:
+        size = run.get("world_size") or sizes.get(identity)
+        on = len(run.get("nodes") or []) or nodes.get((identity, size))
+        one = found.setdefault((identity, size, on), Alternative([], {}))
         one.runs.append(run)
         if rate := throughput(run):
             block = _block(run)
@@ -81,7 +84,7 @@ def options(run: Record) -> dict[str, Any]:
 
 
 def _identity(run: Record, ignored: Collection[str]) -> Hashable:
-    """Equal for two runs if and only if they did the same work on as many ranks, perhaps on fewer nodes."""
+    """Equal for two runs if and only if they asked for the same work and the same shape, which may be ``auto``."""
 
     def kept(node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         groups = {key: kept(part, f"{prefix}{key}.") for key, part in node.items() if isinstance(part, Mapping)}
@@ -89,13 +92,25 @@ def _identity(run: Record, ignored: Collection[str]) -> Hashable:
         return leaves | {key: group for key, group in groups.items() if group}  # an emptied one is not told from none
 
     config = run.get("config") or {}
-    return run.get("workload"), run.get("world_size"), record.work(kept(config, "") if ignored else config)
+    return run.get("workload"), record.work(kept(config, "") if ignored else config)
+
+
+def sweep_of(run: Record) -> Path:
+    """The folder of the sweep that a run is part of; of two sides that took turns, that of its side.
+
+    There each block of a side is a sweep of its own.
+    """
+    parent = Path(run["directory"]).parent
+    return parent.parent if _repeat(run).get("series") else parent
 
 
 def _block(run: Record) -> Hashable:
     """Runs of the same block of one series are compared with each other; one without a block has a key of its own."""
-    where = Path(run["directory"])
-    options = (run.get("config") or {}).get("repeat") or {}
+    options = _repeat(run)
     if options.get("block") is None:
-        return str(where)
-    return options.get("series") or str(where.parent), options["block"]
+        return str(Path(run["directory"]))
+    return options.get("series") or str(sweep_of(run)), options["block"]
+
+
+def _repeat(run: Record) -> Mapping[str, Any]:
+    return (run.get("config") or {}).get("repeat") or {}

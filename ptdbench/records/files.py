@@ -1,8 +1,8 @@
 """Atomic files and directories.
 
 A process killed while writing leaves the old file or the new one, never a partial one. The content is strict JSON: a
-number that is not finite becomes ``null`` (the status and error of the record say what happened), and a value of
-another type becomes its text.
+number that is not finite becomes ``null`` (the status and error of the record say what happened; what was asked for is
+written as it is typed, see :func:`strict`), and a value of another type becomes its text.
 
 This module deletes only what the same call created; the rule for all deletions is in :mod:`ptdbench.removal`.
 """
@@ -52,18 +52,23 @@ def replace_bytes(path: Path, content: bytes, durable: bool = True) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def strict(value: Any) -> Any:
-    """The same value in JSON types."""
+def strict(value: Any, not_finite: Callable[[float], object] = lambda _: None) -> Any:
+    """The same value in JSON types.
+
+    Args:
+        value: Anything.
+        not_finite: What a number becomes that JSON has not; ``str`` for options, of which ``inf`` is not ``null``.
+    """
     if isinstance(value, Mapping):
-        return {str(key): strict(item) for key, item in value.items()}
+        return {str(key): strict(item, not_finite) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [strict(item) for item in value]
+        return [strict(item, not_finite) for item in value]
     if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
+        return float(value) if math.isfinite(value) else not_finite(float(value))
     if value is None or isinstance(value, str | int):
         return value
     if hasattr(value, "tolist"):  # numpy scalars and arrays, tensors
-        return strict(value.tolist())
+        return strict(value.tolist(), not_finite)
     return str(value)
 
 

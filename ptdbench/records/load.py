@@ -103,14 +103,14 @@ class Runs(list[Run]):
         """
         import pandas
 
-        found = pandas.json_normalize([{**run, "directory": str(run.directory)} for run in self])
+        found = pandas.json_normalize([dict(_as_it_lies(run)) for run in self])
         groups = {name[:end] for name in found for end, letter in enumerate(name) if letter == "."}
         unknown = [name for name in found if name in groups and found[name].isna().all()]  # of a run without metrics
         return found.drop(columns=unknown)
 
 
 def load_telling(path: Path, tell: Callable[[str], object]) -> Run | Runs:
-    """:func:`load`, with damaged records told of instead of warned of.
+    """:func:`load`, with damaged records told of instead of warned of, and each ``directory`` where the run is now.
 
     Args:
         path: As for :func:`load`.
@@ -119,10 +119,15 @@ def load_telling(path: Path, tell: Callable[[str], object]) -> Run | Runs:
     with warnings.catch_warnings(record=True) as damage:
         warnings.simplefilter("always")
         try:
-            return load(path)
+            found = load(path)
+            return Runs(map(_as_it_lies, found)) if isinstance(found, Runs) else _as_it_lies(found)
         finally:
             for one in damage:
                 tell(str(one.message))
+
+
+def _as_it_lies(run: Run) -> Run:
+    return Run({**run, "directory": str(run.directory)}, run.directory)
 
 
 def load(path: str | Path) -> Run | Runs:

@@ -13,6 +13,7 @@ from typing import Any
 from ptdbench.records import schema, store
 from ptdbench.records.cause import status_of
 from ptdbench.records.failure import Failure
+from ptdbench.records.files import strict
 from ptdbench.records.owner import Owner
 from ptdbench.terminal import command, under
 
@@ -64,7 +65,7 @@ def begin(
         "owner": asdict(owner) if owner else None,
         "remarks": {},
         "environment": dict(environment),
-        "config": dict(config),
+        "config": strict(config, str),
         "error": {
             "rank": -1,
             "type": UNFINISHED,
@@ -172,6 +173,6 @@ def fingerprint(config: Mapping[str, Any]) -> str:
 
     The options of :data:`NO_WORK` are ignored.
     """
-    config = {name: value for name, value in config.items() if name not in NO_WORK}
-    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"), default=str)
+    of_work = strict({name: value for name, value in config.items() if name not in NO_WORK}, str)
+    canonical = json.dumps(of_work, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -473,7 +473,7 @@ class Record(Identity, total=False):
     environment: Environment | None
     """Versions and hardware."""
     config: Config
-    """The resolved configuration."""
+    """The resolved configuration; numbers that JSON has not are text, such as ``"inf"``."""
     steps: int | None
     """Number of optimizer steps done, including those before a checkpoint: the number of rows of ``series.npy``."""
     final_loss: float | None

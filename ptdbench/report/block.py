@@ -9,7 +9,7 @@ from typing import Any
 
 from ptdbench.records import noise
 from ptdbench.records.alternatives import Alternative, throughput
-from ptdbench.report import phases, ranking, why
+from ptdbench.report import losses, ranking, why
 from ptdbench.report.certainty import interval_text, margin_text
 from ptdbench.report.labels import labels, names
 from ptdbench.report.ranking import Place, Ranking
@@ -95,6 +95,7 @@ def _block(alternatives: Sequence[Alternative]) -> Block:
         *_reasons(list(zip(named, found.places, strict=True))),
         *_mfu_remarks([place.alternative.typical for place in found.places if place.rank]),
         *_ceiling_remarks(by_name),
+        *losses.remarks([(name, run) for name, run in by_name if run["status"] == "ok"]),
         *_data_remarks(by_name),
         *_clock_remarks(by_name),
         *_check_remarks(records),
@@ -233,20 +234,14 @@ def _check_remarks(records: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _why(found: Ranking, named: Sequence[str]) -> list[str]:
-    """Why the runs that come next are slower than the fastest one; ``ptdbench explain`` tells of all of them.
+    """Why the runs that come next are slower than the first one, where that order is known.
 
-    What is tied with the fastest one is not explained, but where nothing is known of the order.
+    ``ptdbench explain`` tells of all of them.
     """
-    ranked = [(name, place) for name, place in zip(named, found.places, strict=True) if place.rank]
-    is_known = found.spread or any(place.against_best for _, place in ranked)
-    kept = {
-        name: place.alternative.typical
-        for number, (name, place) in enumerate(ranked)
-        if not is_known or not number or (place.rank and place.rank[0] > 1)
-    }
-    called = {name: record for name, record in kept.items() if not phases.missing(record)}
-    doubts = [doubt for name, record in called.items() for doubt in why.doubt(record, name)]
-    return [*why.against_fastest(called)[:_EXPLAINED], *doubts[:_EXPLAINED]]
+    ranked = {name: place for name, place in zip(named, found.places, strict=True) if place.rank}
+    groups = why.in_order(ranked)
+    doubts = [doubt for group in groups for name, run in group.items() for doubt in why.doubt(run, name)]
+    return [*why.against_first(groups)[:_EXPLAINED], *doubts[:_EXPLAINED]]
 
 
 def _figure(record: Mapping[str, Any], name: str) -> Any:
@@ -258,11 +253,14 @@ def _text(value: float | None, form: str = "", unit: str = "") -> str:
 
 
 def _step_time(step_seconds: Mapping[str, float | None] | None) -> str:
-    """``{"median": 0.1986, "p5": 0.19, "p95": 0.2052}`` becomes ``199 (190-205)``, in milliseconds."""
-    median, p5, p95 = ((step_seconds or {}).get(name) for name in ("median", "p5", "p95"))
-    if median is None or p5 is None or p95 is None:
+    """``{"mean": 0.1986, "p5": 0.19, "p95": 0.2052}`` becomes ``199 (190-205)``, in milliseconds.
+
+    It is the mean as throughput is, and as the phases of a step add up to.
+    """
+    mean, p5, p95 = ((step_seconds or {}).get(name) for name in ("mean", "p5", "p95"))
+    if mean is None or p5 is None or p95 is None:
         return MISSING
-    return f"{three_digits(1e3 * median)} ({three_digits(1e3 * p5)}-{three_digits(1e3 * p95)})"
+    return f"{three_digits(1e3 * mean)} ({three_digits(1e3 * p5)}-{three_digits(1e3 * p95)})"
 
 
 def _bytes(value: int | None) -> str:

@@ -48,5 +48,5 @@ def seen_text(detectable: float, of: str = "") -> str:
         detectable: The difference, as a share.
         of: Words behind it, with a space before them.
     """
-    size = f"a difference of {detectable:.1%}" if detectable <= _MOST else f"not even a difference of {1 + _MOST:.0f}x"
+    size = f"a difference of {detectable:.1%}" if detectable <= _MOST else f"only a difference above {1 + _MOST:.0f}x"
     return f"{size}{of} would have been seen in {POWER:.0%} of cases"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ptdbench.records.alternatives import sweep_of
 from ptdbench.report.differences import differences
 from ptdbench.terminal import plural
 
@@ -122,7 +123,7 @@ def _accumulation(record: Record) -> str:
 
 
 def _sweep(record: Record) -> str:
-    return f"[{Path(record['directory']).parent.name}]"
+    return f"[{sweep_of(record).name}]"
 
 
 def _directory(record: Record) -> str:

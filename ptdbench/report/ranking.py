@@ -34,6 +34,10 @@ class Place:
     ratio: float | None
     against_best: Comparison | None
 
+    def is_behind(self, other: Place) -> bool:
+        """Whether the order of both is known: their ranges of ranks have none in common."""
+        return self.rank is not None and other.rank is not None and self.rank[0] > other.rank[1]
+
 
 @dataclass(frozen=True)
 class Ranking:
@@ -48,6 +52,11 @@ class Ranking:
     places: list[Place]
     level: float
     spread: Spread | None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything is known of the order; else each may be at any place."""
+        return bool(self.spread) or any(place.against_best for place in self.places)
 
 
 def rank(found: Sequence[Alternative], spread: Spread | None = None) -> Ranking:
@@ -112,7 +121,7 @@ def remark(ranking: Ranking) -> str | None:
         above = f", and one above {size_text(among)} always" if len(ranked) > 2 else ""
         known = f"runs of one configuration differ by {size_text(ranking.spread.deviation)} on this machine"
         return f"{few}: an order within {size_text(alone)} is not shown{above}, as {known}; repeat=5 shows more"
-    said = [f"{few}: the ranks hold together with {1 - LEVEL:.0%}, each interval by itself"]
+    said = [f"{few}: rank ranges have simultaneous {1 - LEVEL:.0%} confidence, intervals pointwise {1 - LEVEL:.0%}"]
     if min(counts) < LEAST:
         said.append(f"fewer than {LEAST} runs {f'are judged by {differ}' if ranking.spread else 'have no order'}")
     tied = [place.against_best for place in ranked[1:] if place.rank and place.rank[0] == 1]

@@ -17,14 +17,14 @@ _OF_START = ("repeat.", "resume=", "reshape=", "sweep.resume=")
 
 
 def alternatives_of(runs: Sequence[Run]) -> list[Alternative]:
-    """Those of each sweep by itself: what is typed again later may run another program.
+    """Those of each sweep, and of each side of a comparison, by itself: later, or there, it may be another program.
 
     Args:
         runs: Runs that train; their fields ``directory`` say where they are now.
     """
     sweeps: dict[Path, list[Run]] = {}
     for run in runs:
-        sweeps.setdefault(run.directory.parent, []).append(run)
+        sweeps.setdefault(alternatives.sweep_of(run), []).append(run)
     return [one for sweep in sweeps.values() for one in alternatives.group(sweep)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from ptdbench.measure import comparison
 from ptdbench.measure.comparison import LEAST, Comparison
 from ptdbench.records import alternatives, record
 from ptdbench.records.alternatives import Alternative
+from ptdbench.report import losses
 from ptdbench.report.certainty import interval_text, level_of, margin_text, seen_text
 from ptdbench.report.labels import names
 from ptdbench.report.phases import other_work
@@ -46,6 +48,7 @@ class Pair:
         after: Its runs after.
         known: The throughput after over that before; ``None`` where there are too few runs.
         verdict: What is seen of the difference, for all pairs together.
+        losses: How far the losses of the same configuration lie apart, if rounding does not explain it.
     """
 
     label: str
@@ -53,6 +56,12 @@ class Pair:
     after: Alternative
     known: Comparison | None
     verdict: Verdict
+    losses: str | None
+
+    @property
+    def sides(self) -> tuple[tuple[str, Alternative], tuple[str, Alternative]]:
+        """Both, with what a sentence calls them."""
+        return ("before", self.before), ("after", self.after)
 
 
 @dataclass(frozen=True)
@@ -82,7 +91,7 @@ def match(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
     one = alternatives.by_identity(before, ignored, after)
     other = alternatives.by_identity(after, ignored, before)
     common = [key for key in one if key in other]
-    called = _called({**other, **one})
+    called, is_same = _called({**other, **one}), bool(common)
     if common:
         pairs = [(called[key], one[key], other[key]) for key in common]
     elif difference := _other_work([*one.values()], [*other.values()]):
@@ -93,7 +102,7 @@ def match(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
     else:
         raise Incomparable(f"no configuration is in both: {'; '.join(_alone(called, one, other, []))}; {_REMEDY}")
     alone = [f"only {listed}" for listed in _alone(called, one, other, common)]
-    return Versus(_judged(pairs), [*alone, *_not_compared(ignored)])
+    return Versus(_judged(pairs, is_same), [*alone, *_not_compared(ignored)])
 
 
 def _new_options(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> frozenset[str]:
@@ -155,15 +164,22 @@ def _alone(
     return [f"{word}: {', '.join(found)}" for word, found in listed.items() if found]
 
 
-def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]]) -> list[Pair]:
-    """The verdicts, whose level holds for all pairs together, and where both sides took turns for all looks at them."""
+def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool) -> list[Pair]:
+    """The verdicts, whose level holds for all pairs together, and where both sides took turns for all looks at them.
+
+    Args:
+        pairs: What each is called, and its runs before and after.
+        is_same: Whether these are of the same configuration, so that their losses should be the same.
+    """
     samples = [(after.sample, before.sample) for _, before, after in pairs]
     level = level_of(run for _, *sides in pairs for side in sides for run in side.runs if _took_turns(run))
     signs = comparison.differing(samples, level)
     found = []
     for (label, before, after), (now, then), sign in zip(pairs, samples, signs, strict=True):
         known = comparison.compare(now, then, level, pairs=len(pairs))
-        found.append(Pair(label, before, after, known, _verdict(before, after, known, sign)))
+        verdict = _failing(before, after, level / len(pairs)) or _seen_of(known, sign)
+        apart = losses.apart(before.runs, after.runs) if is_same else None
+        found.append(Pair(label, before, after, known, verdict, apart))
     return found
 
 
@@ -172,16 +188,39 @@ def _took_turns(run: Mapping[str, Any]) -> bool:
     return bool(((run.get("config") or {}).get("repeat") or {}).get("series"))
 
 
-def _verdict(before: Alternative, after: Alternative, known: Comparison | None, sign: int) -> Verdict:
-    if before.sample and not after.sample:
+def _failing(before: Alternative, after: Alternative, level: float) -> Verdict | None:
+    """What the failures say, if anything: one is enough where there was none, else it takes more than chance makes."""
+    (was, of), (now, on) = ((len(_failed(side)), len(side.runs) - len(_interrupted(side))) for side in (before, after))
+    if before.sample and now and not after.sample:
         return "fails"
-    if after.sample and not before.sample:
+    if after.sample and was and not before.sample:
         return "runs again"
-    if len(after.sample) < len(after.runs) and len(before.sample) == len(before.runs):
+    if before.sample and now and (not was or comparison.chance_of_failures(was, of, now, on) <= level):
         return "fails at times"
+    return None
+
+
+def _seen_of(known: Comparison | None, sign: int) -> Verdict:
     if known is None:
         return "not enough data"
     return {1: "faster", -1: "slower", 0: "no difference seen"}[sign]  # type: ignore[return-value]
+
+
+def _failed(one: Alternative) -> list[Mapping[str, Any]]:
+    return [run for run in one.runs if not alternatives.throughput(run) and not _interruption(run)]
+
+
+def _interrupted(one: Alternative) -> list[str]:
+    return [word for run in one.runs if (word := _interruption(run))]
+
+
+def _interruption(run: Mapping[str, Any]) -> str | None:
+    """How a run was ended from outside, or that it goes on, which says nothing of the program; ``None`` if it ended."""
+    if record.is_open(run):
+        return "unfinished"
+    if (run.get("error") or {}).get("type") == "CANCELLED":  # by scancel
+        return "cancelled"
+    return "preempted" if run["status"] == "preempted" else None
 
 
 def status(found: Versus, threshold: float | None) -> int:
@@ -190,12 +229,15 @@ def status(found: Versus, threshold: float | None) -> int:
     Args:
         found: What is compared.
         threshold: A share: what is slower by less does not fail, and is not passed either unless the interval of its
-            ratio excludes that it is slower by so much; ``None``: whatever is seen fails.
+            ratio excludes that it is slower by so much; what trains something else fails. ``None``: whatever is seen to
+            be slower fails.
 
     Returns:
         1: a configuration fails, or is slower. 3: there are not enough data to say that none is. 0: none is.
     """
     if any(pair.verdict in _FAILING or _is_slower(pair, threshold or 0.0) for pair in found.pairs):
+        return 1
+    if threshold is not None and any(pair.losses for pair in found.pairs):
         return 1
     return 3 if any(_is_open(pair, threshold) for pair in found.pairs) else 0
 
@@ -226,12 +268,13 @@ def render(found: Versus, titles: tuple[str, str], width: int) -> str:
     for pair in found.pairs:
         runs = f"{len(pair.before.sample)}, {len(pair.after.sample)}"
         table.add_row(pair.label, runs, _rate(pair.before), _rate(pair.after), _ratio(pair), pair.verdict)
-    remarks = [*_seen(found.pairs), *_failures(found.pairs), *found.remarks, *_environments(found.pairs)]
+    remarks = [*_seen(found.pairs), *_losses(found.pairs), *_failures(found.pairs), *_left_out(found.pairs)]
+    remarks += [*found.remarks, *_environments(found.pairs)]
     return "\n".join([as_text(table, width), *(wrap(line, width) for line in remarks)])
 
 
 def _unit(pairs: Sequence[Pair]) -> str:
-    metrics = [run.get("metrics") or {} for pair in pairs for side in (pair.before, pair.after) for run in side.runs]
+    metrics = [run.get("metrics") or {} for pair in pairs for _, side in pair.sides for run in side.runs]
     return "tokens" if any(one.get("tokens_per_second") for one in metrics) else "samples"
 
 
@@ -256,8 +299,14 @@ def _seen(pairs: Sequence[Pair]) -> list[str]:
             seen = seen_text(pair.known.detectable)
             lines.append(f"{pair.label}: {seen} ({plural(pair.known.runs, 'run')} each, {how})")
         elif pair.verdict == "not enough data":
-            lines.append(f"{pair.label}: it takes {LEAST} runs of each that are ok; add -m repeat=5")
+            fails = all(_failed(side) and not side.sample for _, side in pair.sides)
+            more = f"it takes {LEAST} runs of each that are ok; try repeat=5"
+            lines.append(f"{pair.label}: {'no run is ok on either side' if fails else more}")
     return lines
+
+
+def _losses(pairs: Sequence[Pair]) -> list[str]:
+    return [f"{pair.label}: {pair.losses}" for pair in pairs if pair.losses]
 
 
 def _failures(pairs: Sequence[Pair]) -> list[str]:
@@ -265,14 +314,28 @@ def _failures(pairs: Sequence[Pair]) -> list[str]:
     return [
         f"{pair.label} {word}: {said}"
         for pair in pairs
-        for word, side in (("before", pair.before), ("after", pair.after))
-        for said in dict.fromkeys(reason(run) for run in side.runs if not alternatives.throughput(run))
+        for word, side in pair.sides
+        for said in dict.fromkeys(reason(run) for run in _failed(side))
     ]
+
+
+def _left_out(pairs: Sequence[Pair]) -> list[str]:
+    """Runs that were interrupted: ``ddp after: 2 of 5 runs left out: 1 preempted, 1 unfinished``."""
+    return [
+        f"{pair.label} {word}: {len(found)} of {plural(len(side.runs), 'run')} left out: {_counted(found)}"
+        for pair in pairs
+        for word, side in pair.sides
+        if (found := _interrupted(side))
+    ]
+
+
+def _counted(words: Sequence[str]) -> str:
+    return ", ".join(f"{count} {word}" for word, count in Counter(words).items())
 
 
 def _environments(pairs: Sequence[Pair]) -> list[str]:
     """In what the two sides ran differently, besides their configurations."""
-    sides = [[run for pair in pairs for run in side(pair).runs] for side in (_before, _after)]
+    sides = [[run for pair in pairs for run in pair.sides[place][1].runs] for place in (0, 1)]
     found = []
     for name in _ENVIRONMENT:
         values = [
@@ -281,11 +344,3 @@ def _environments(pairs: Sequence[Pair]) -> list[str]:
         if values[0] != values[1]:
             found.append(f"{name} {values[0]} → {values[1]}")
     return [f"environment: {'; '.join(found)}"] if found else []
-
-
-def _before(pair: Pair) -> Alternative:
-    return pair.before
-
-
-def _after(pair: Pair) -> Alternative:
-    return pair.after

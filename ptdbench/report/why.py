@@ -10,6 +10,7 @@ from typing import Any
 
 from ptdbench.report import phases
 from ptdbench.report.phases import Record, Step
+from ptdbench.report.ranking import Place
 from ptdbench.report.text import three_digits
 
 #: Steps that differ by less, as a share of the longer one, take equally long.
@@ -58,11 +59,28 @@ def compare(record: Record, against: Record, called: str, reference: str) -> str
     run, other = phases.step(record), phases.step(against)
     difference = run.seconds - other.seconds
     took = " and ".join(f"{three_digits(1e3 * step.seconds)} ms" for step in (run, other))
-    if abs(difference) < _NOISE * max(run.seconds, other.seconds):
+    if _is_alike(record, against):
         return f"{called} and {reference} take equally long: {took} a step"
     if abs(difference) < (spread := _spread(record, against)):
         uncertain = f"their medians are uncertain by {three_digits(1e3 * spread)} ms"
         return f"{called} and {reference} cannot be told apart: {took} a step, and {uncertain}"
+    return _explained(record, against, called, reference)
+
+
+def _takes(record: Record) -> float:
+    return phases.step(record).seconds
+
+
+def _is_alike(record: Record, against: Record) -> bool:
+    """Whether the steps of two runs take equally long."""
+    one, other = _takes(record), _takes(against)
+    return abs(one - other) < _NOISE * max(one, other)
+
+
+def _explained(record: Record, against: Record, called: str, reference: str) -> str:
+    """The difference between two runs and the parts of it."""
+    run, other = phases.step(record), phases.step(against)
+    difference = run.seconds - other.seconds
     digits = _digits(difference)
     more = f"{_amount(difference, digits)} {'longer' if difference > 0 else 'less'}"
     parts = _added_up(_parts(record, run, other, reference), difference, digits)
@@ -105,18 +123,38 @@ def doubt(record: Record, called: str) -> Iterator[str]:
         yield f"{called}: its profiled steps were {1 - ratio:.0%} shorter {than}"
 
 
-def against_fastest(records: Mapping[str, Record]) -> list[str]:
-    """Each run against the fastest one of those that did the same work; the shares of a run without another one.
+def in_order(named: Mapping[str, Place]) -> list[dict[str, Record]]:
+    """Of those that did the same work together the first one, and what is known to be slower, by their typical runs.
+
+    What has no phases is left out.
 
     Args:
-        records: Runs of one model, by what they are called; those without phases are left out.
+        named: Alternatives of one model in the order of their table, by what they are called.
+    """
+    typical = {called: place.alternative.typical for called, place in named.items()}
+    groups = phases.groups({called: run for called, run in typical.items() if not phases.missing(run)})
+    found = []
+    for group in groups:
+        reference = next(iter(group))
+        found.append({
+            called: run for called, run in group.items()
+            if called == reference or named[called].is_behind(named[reference])
+        })  # fmt: skip
+    return found
+
+
+def against_first(groups: Sequence[Mapping[str, Record]]) -> list[str]:
+    """Each run against the first one of its group, from :func:`in_order`; the shares of one without any other.
+
+    One whose steps were as fast, or faster, in these runs is not explained by them.
     """
     lines = []
-    for group in phases.groups({called: record for called, record in records.items() if not phases.missing(record)}):
-        (reference, fastest), *others = sorted(group.items(), key=lambda item: item[1]["phases"]["step_seconds"])
-        lines += [compare(record, fastest, called, reference) for called, record in others]
-        if not others:
-            lines.append(shares(fastest, reference))
+    for group in groups:
+        (reference, first), *others = group.items()
+        slower = [(called, run) for called, run in others if not _is_alike(run, first) and _takes(run) > _takes(first)]
+        lines += [_explained(run, first, called, reference) for called, run in slower]
+        if not slower:
+            lines.append(shares(first, reference))
     return lines
 
 

@@ -310,9 +310,9 @@ def _out_of_range(group: str, options: Mapping[str, Any]) -> list[Problem]:
     ]
     for limit in ("max_minutes", "timeout_minutes"):
         minutes = options.get(limit)
-        if minutes is not None and minutes <= 0:
+        if minutes is not None and not minutes > 0:  # NaN is no limit either
             found.append(Problem(limit, minutes, "must be greater than 0, or null for no limit"))
-    if (norm := options.get("clip_norm")) is not None and norm <= 0:
+    if (norm := options.get("clip_norm")) is not None and not norm > 0:
         found.append(Problem("clip_norm", norm, "must be greater than 0, or null for no clipping"))
     if (part := options.get("memory_reserve")) is not None and not 0 <= part < 1:
         rule = "must be at least 0 and less than 1, or null to start a run whatever it needs"

@@ -161,7 +161,7 @@ def _packages(value: str) -> list[str]:
 
 
 def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directory: Path) -> None:
-    """Run each block on both sides, in an order of its own.
+    """Run each block on both sides, in an order of its own, unless nothing runs on either: further blocks would not.
 
     Args:
         sides: Both.
@@ -179,9 +179,18 @@ def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directo
         begins = place % len(sides) == 0
         if settling and begins and settling(directory, block):
             break
+        if begins and block and _has_only_failed(sides, directory, block - 1):
+            say(f"block {block - 1}: every run failed on both sides; stopped", sys.stderr)
+            break
         side = sides[number]
         say(f"block {block}, {side.name}", sys.stderr)
         _start(side, overrides, directory / side.name / str(block), replace(repeat, block=block, series=directory.name))
+
+
+def _has_only_failed(sides: Sequence[Side], directory: Path, block: int) -> bool:
+    """Whether no run of the block was ok; one that was interrupted might have been."""
+    runs = [run for side in sides for run in store.read_results(directory / side.name / str(block))]
+    return bool(runs) and all(run["status"] not in ("ok", "preempted") for run in runs)
 
 
 def _both_sides(directory: Path, count: int) -> list[Compared]:

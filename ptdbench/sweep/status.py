@@ -6,7 +6,8 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class Sweep:
 
 
 def look(directory: Path) -> Sweep:
-    """Where the runs of a sweep, or a single run, stand.
+    """Where the runs of a sweep, a single run, or the runs of a comparison whose sides take turns, stand.
 
     A run whose job has ended without a word gets its record here, with SLURM's state for a reason: whoever looks first
     writes it down. A run whose record is damaged or gone stands among the others, as :data:`DAMAGED`.
@@ -82,6 +83,8 @@ def look(directory: Path) -> Sweep:
     Raises:
         FileNotFoundError: There is no run.
     """
+    if blocks := _blocks_of_both_sides(directory):
+        return _together(directory, blocks)
     damage: list[str] = []
     try:
         jobs = ledger.read(directory).jobs
@@ -112,6 +115,28 @@ def look(directory: Path) -> Sweep:
     if not runs:
         raise FileNotFoundError(directory)
     return Sweep(sorted(runs, key=_number), silence, damage)
+
+
+def _blocks_of_both_sides(directory: Path) -> list[Path]:
+    """The folders of ``compare --python`` and ``--checkout``, each of them a sweep, in the order of their blocks."""
+    found = [path for side in ("before", "after") for path in directory.glob(f"{side}/*") if path.name.isdecimal()]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def _together(directory: Path, sweeps: Sequence[Path]) -> Sweep:
+    """Several sweeps as one, whose runs have directories below its own."""
+    runs: list[Run] = []
+    damage: list[str] = []
+    silence = ""
+    for path in sweeps:
+        with suppress(FileNotFoundError):  # it has just begun
+            sweep = look(path)
+            runs += [replace(run, directory=str(path.relative_to(directory) / run.directory)) for run in sweep.runs]
+            damage += sweep.damage
+            silence = silence or sweep.silence
+    if not runs:
+        raise FileNotFoundError(directory)
+    return Sweep(runs, silence, damage)
 
 
 def written(directory: Path) -> Mapping[str, Any]:

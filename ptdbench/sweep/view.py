@@ -37,7 +37,7 @@ def rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
         cells = (
             str(job.number if job else number),
             (job.id or "?") if job else "-",
-            _label(run.record),
+            _label(run),
             job.shape if job else _shape(run.record),
             state(run),
             _step(run),
@@ -83,7 +83,7 @@ def reasons(sweep: Sweep) -> Iterator[str]:
     """Why runs failed, which results are damaged, and why the queue is not shown."""
     for run in sweep.runs:
         if run.is_over and run.record.get("error"):
-            yield f"{Path(run.directory).name}: {reason(run.record)}"
+            yield f"{run.directory}: {reason(run.record)}"
     yield from sweep.damage
     if sweep.silence:
         yield f"SLURM does not answer: {sweep.silence}"
@@ -128,8 +128,11 @@ def state(run: Run) -> str:
     return f"{run.queue.state} {run.queue.nodes}".rstrip()
 
 
-def _label(record: Mapping[str, Any]) -> str:
-    return " ".join(str(record[name]) for name in ("model", "parallel") if record.get(name)) or record["workload"]
+def _label(run: Run) -> str:
+    record, (*sweep, _) = run.record, Path(run.directory).parts
+    named = " ".join(str(record[name]) for name in ("model", "parallel") if record.get(name)) or record["workload"]
+    of_block = ((record.get("config") or {}).get("repeat") or {}).get("series")
+    return f"{named} [{'/'.join(sweep)}]" if of_block and sweep else named
 
 
 def _shape(record: Mapping[str, Any]) -> str:

@@ -20,7 +20,7 @@ from ptdbench import load
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records.store import RECORD, RESULTS, append_result, write_record
 from tests.conftest import ROOT
-from tests.report.made import failed, repeated, run
+from tests.report.made import DDP, failed, repeated, run
 
 STEADY = [1000.0, 1010.0, 990.0, 1005.0, 995.0]
 
@@ -88,7 +88,7 @@ class TestStatus:
         sweeps = [keep(tmp_path / name, *repeated("ddp", rates)) for name, rates in (("a", [2.0]), ("b", [1.0]))]
         status, out, _ = compare(*sweeps)
         assert status == 3
-        assert "ddp: it takes 3 runs of each that are ok; add -m repeat=5" in out
+        assert "ddp: it takes 3 runs of each that are ok; try repeat=5" in out
 
     def test_a_configuration_that_fails(self, compare, sides, tmp_path):
         broken = keep(tmp_path / "broken", *repeated("ddp", STEADY[::-1]), failed("fsdp", "on purpose"))
@@ -100,6 +100,21 @@ class TestStatus:
         status, out, _ = compare(sides[0], keep(tmp_path / "less", *repeated("ddp", STEADY[::-1])))
         assert status == 0
         assert "only before: fsdp" in out
+
+    def test_other_losses_fail_the_gate_with_a_line_of_their_own(self, compare, tmp_path):
+        """What is faster because it trains something else."""
+        before = keep(tmp_path / "before", *repeated("ddp", STEADY, final_loss=2.6))
+        after = keep(tmp_path / "after", *repeated("ddp", [2 * rate for rate in STEADY], final_loss=2.7))
+        line = "--fail-if-slower: ddp: fails, because it does not train the same on both sides"
+        for words, expected in (([], 0), (["--fail-if-slower", "3%"], 1)):
+            status, out, _ = compare(before, after, *words)
+            assert (status, line in out.splitlines()) == (expected, bool(words))
+            assert "ddp: the last loss is 2.6 before and 2.7 after: " in out
+            assert re.search(r"^ddp .* faster$", out, re.MULTILINE)
+
+    def test_it_ends_with_how_to_send_both(self, compare, sides):
+        before, after = sides
+        assert compare(before, after)[1].splitlines()[-1].endswith(f" report {before} {after}")
 
     def test_a_run_against_a_run(self, compare, sides):
         before, _ = sides
@@ -262,6 +277,28 @@ def test_where_the_records_are_is_said_if_a_side_is_refused_later(compare, tmp_p
         status, out, err = compare("--python", sys.executable, "--python", sys.executable, "--", "parallel=ddp")
         assert (status, out) == (2, f"records      {tmp_path / 'outputs' / name}\n")
         assert err == ["compare=after: did not run it"]
+
+
+def test_where_both_took_turns_it_ends_as_a_sweep_does(compare, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.strftime", lambda form: "now_compare")
+
+    def run_both(sides, overrides, repeat, directory):
+        for side in ("before", "after"):
+            for block in range(3):
+                options = {"series": directory.name, "block": block}
+                one = {**DDP, "config": {**DDP["config"], "repeat": options}, "directory": "0_ddp"}
+                keep(directory / side / str(block), one)
+
+    monkeypatch.setattr("ptdbench.sweep.alternating.run", run_both)
+    monkeypatch.setattr("ptdbench.sweep.alternating.interpreters", lambda _: [])
+    _, out, err = compare("--python", sys.executable, "--python", sys.executable, "--", "parallel=ddp")
+    shown = "outputs/now_compare"
+    assert err == []
+    closing = out.splitlines()[-3:]
+    assert closing[0] == f"records      {shown}"
+    assert [line.split()[0] for line in closing[1:]] == ["phases", "report"]
+    assert all(line.endswith(f" {word} {shown}") for line, word in zip(closing[1:], ("explain", "report"), strict=True))
 
 
 @pytest.fixture

@@ -45,6 +45,19 @@ class TestSweep:
         assert "pdp 1x2 1f1b takes 24 ms longer than ddp: 24 ms more pipeline bubble" in lines[-2]
         assert "fsdp takes 44 ms longer than ddp: " in lines[-1]
 
+    def test_the_order_is_that_of_the_table_and_only_a_known_one_is_explained(self, explain, tmp_path):
+        """The typical step of fsdp is shorter than that of ddp, whose mean over runs is the faster one."""
+        for record, rates in ((DDP, [9.0, 10.0, 30.0]), (FSDP, [11.0, 10.5, 11.5]), (PDP, [1.0, 1.01, 0.99])):
+            for block, (rate, one) in enumerate(zip(rates, repeated(record["parallel"], rates), strict=True)):
+                metrics = record["metrics"] | {"tokens_per_second": rate}
+                phases = record["phases"] | {"step_seconds": 1 / rate}
+                found = record | {"metrics": metrics, "phases": phases, "config": one["config"]}
+                keep(tmp_path / "sweep", f"{block}_{record['parallel']}", found)
+        _, out, _ = explain(tmp_path / "sweep")
+        assert [line.split()[0] for line in out.splitlines()[3:6]] == ["ddp", "fsdp", "pdp"]
+        assert "fsdp: no order with ddp is known, and none is explained" in out.splitlines()
+        assert "pdp 1x2 1f1b takes 900 ms longer than ddp: " in out
+
     def test_of_repeats_the_median_run_stands_for_all(self, explain, tmp_path):
         for record, rates in ((FSDP, [30.0, 10.0, 20.0]), (DDP, [60.0, 50.0])):
             for number, (rate, one) in enumerate(zip(rates, repeated(record["parallel"], rates), strict=True)):

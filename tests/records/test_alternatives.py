@@ -53,6 +53,35 @@ def test_one_that_failed_before_it_knew_its_nodes_belongs_to_the_others():
     assert len(alternatives.group(runs)) == 1
 
 
+@pytest.mark.parametrize("side", [[], ["others"]])
+def test_one_that_never_knew_its_world_belongs_to_those_that_asked_for_the_same(side):
+    """As jobs whose nodes fail before a rank has begun; also where only the other side of a comparison has runs."""
+    lost = [run("ddp", status="failed", nodes=None, world_size=None, metrics=None) for _ in range(3)]
+    known = run("ddp", nodes=["a", "b"], world_size=8)
+    own, others = ([], [known]) if side else ([known], [])
+    ((identity, found),) = alternatives.by_identity([*lost, *own], others=others).items()
+    assert len(found.runs) == 3 + len(own)
+    assert identity in alternatives.by_identity([known])
+    other = {**known["config"], "cluster": {"nodes": 4, "ranks_per_node": 4}}
+    assert len(alternatives.group([{**lost[0], "config": other}, known])) == 2
+
+
+def test_both_sides_of_a_comparison_have_their_blocks_in_common():
+    """Each block of a side is a sweep in a folder of its own."""
+
+    def side(name):
+        return [
+            {**one, "directory": f"outputs/compare/{name}/{block}/0_ddp"}
+            for block, one in enumerate(repeated("ddp", [1.0, 2.0, 3.0], options={"series": "compare"}))
+        ]
+
+    before, after = side("before"), side("after")
+    assert {str(alternatives.sweep_of(one)) for one in before} == {"outputs/compare/before"}
+    (one,), (other,) = map(alternatives.group, (before, after))
+    assert one.sample.keys() == other.sample.keys()
+    assert len(one.sample) == 3
+
+
 def test_options_that_are_ignored_tell_nothing_apart():
     old, new = run("ddp"), run("ddp")
     new["config"] = {**new["config"], "parallel": {**new["config"]["parallel"], "new": 1}, "group": {"option": 2}}

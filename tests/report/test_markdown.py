@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ptdbench.measure.comparison import Spread
+from ptdbench.records import noise
 from ptdbench.records.load import Run
 from ptdbench.report.markdown import markdown
 from tests.report.made import DDP, FSDP, failed, run
@@ -17,7 +19,8 @@ def made(*records):
     return markdown("my_sweep", "2 runs", found)
 
 
-def test_a_table_sentences_commands_and_the_environment():
+def test_a_table_sentences_commands_and_the_environment(monkeypatch):
+    monkeypatch.setattr(noise, "look_up", lambda _: Spread(0.001, 30))
     environment = {"host": "n1", "torch": "2.15.0", "settings": {"OMP_NUM_THREADS": "1"}}
     text = made(DDP | {"overrides": ["parallel=ddp"], "environment": environment}, FSDP | {"environment": environment})
     lines = text.splitlines()

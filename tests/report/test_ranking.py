@@ -42,7 +42,7 @@ def test_what_is_tied_shares_its_ranks():
     )
     assert [place.rank for place in found.places] == [(1, 1), (2, 3), (2, 3)]
     said = ranking.remark(found)
-    assert said == "3 runs each: the ranks hold together with 95%, each interval by itself"
+    assert said == "3 runs each: rank ranges have simultaneous 95% confidence, intervals pointwise 95%"
 
 
 def test_of_what_is_tied_with_the_first_it_is_said_what_would_have_been_seen():
@@ -53,7 +53,7 @@ def test_of_what_is_tied_with_the_first_it_is_said_what_would_have_been_seen():
     detectable = (
         f"a difference of {tied.against_best.detectable:.1%} from the first would have been seen in 90% of cases"
     )
-    certain = "the ranks hold together with 95%, each interval by itself"
+    certain = "rank ranges have simultaneous 95% confidence, intervals pointwise 95%"
     assert ranking.remark(found) == f"3 runs each: {certain}; {detectable}"
     among_three = ranked(*pairs, repeated("pdp", scaled(0.5)))
     assert among_three.places[1].against_best.detectable > tied.against_best.detectable
@@ -98,7 +98,7 @@ def test_where_some_have_too_few_runs_the_others_keep_their_order():
     runs = repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), repeated("pdp", scaled(0.5)[:1])
     found = ranked(*runs)
     assert [place.rank for place in found.places] == [(1, 2), (2, 3), (1, 3)]
-    said = "1 to 3 runs each: the ranks hold together with 95%, each interval by itself; fewer than 3 runs "
+    said = "1 to 3 runs each: rank ranges have simultaneous 95% confidence, intervals pointwise 95%; fewer than 3 runs "
     assert ranking.remark(found) == f"{said}have no order"
     known = ranked(*runs, spread=Spread(0.01, 8))
     assert [place.rank for place in known.places] == [(1, 1), (2, 2), (3, 3)]
@@ -134,7 +134,7 @@ def test_what_is_hardly_known_at_all_is_said_without_figures():
     wild = [1000.0, 10.0, 100000.0]
     found = ranked(repeated("ddp", wild), repeated("fsdp", wild[::-1]))
     assert ranking.remark(found).endswith(
-        "; not even a difference of 2x from the first would have been seen in 90% of cases"
+        "; only a difference above 2x from the first would have been seen in 90% of cases"
     )
     single = ranked(repeated("ddp", [2.0]), repeated("fsdp", [1.0]), spread=Spread(3.0, 4))
     differ = "runs of one configuration differ by 2x and more on this machine"

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 from rich.console import Console
 
+from ptdbench.measure.comparison import Spread
 from ptdbench.records import alternatives, noise
 from ptdbench.records.store import append_result, write_record
 from ptdbench.report.table import closing_lines, render
@@ -359,13 +360,43 @@ def test_a_run_whose_steps_waited_for_data_is_named():
     assert [line for line in lines if "data" in line] == ["fsdp: 12% of the steps' time was spent waiting for data"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"final_loss": 2.7}, ["last losses that are not that of ddp, by relative difference: fsdp (0.038)"]),
+        ({"final_loss": 2.6001}, []),
+        ({"final_loss": None}, []),
+        ({"final_loss": 2.7, "steps": 59}, []),
+        ({"final_loss": 2.7, "config": {"seed": 1, "parallel": {"name": "fsdp"}}}, []),
+        ({"final_loss": 2.7, "status": "diverged"}, []),
+    ],
+)
+def test_layouts_of_the_same_training_whose_losses_differ_are_named(changes, said):
+    same = {"final_loss": 2.6, "steps": 60}
+    runs = [run("ddp", **same, config={"seed": 0, "parallel": {"name": "ddp"}})]
+    other = {**same, "config": {"seed": 0, "parallel": {"name": "fsdp"}}} | changes
+    runs.append(run("fsdp", 500.0, **other))
+    assert [line for line in render(runs, 300).splitlines() if "loss" in line and "that" in line] == said
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    """A machine on which single runs carry an order."""
+    monkeypatch.setattr(noise, "look_up", lambda _: Spread(0.001, 30))
+
+
 class TestWhy:
-    def test_the_runs_behind_the_fastest_one_say_why(self):
+    def test_the_runs_behind_the_fastest_one_say_why(self, quiet):
         lines = render([FSDP, PDP, DDP, failed("tp", "broken")], 300).splitlines()
         assert lines[-2].startswith("pdp 1x2 1f1b takes 24 ms longer than ddp: 24 ms more pipeline bubble")
         assert lines[-1].startswith("fsdp takes 44 ms longer than ddp: 37 ms more all-gather that no compute covers")
 
-    def test_shorter_profiled_steps_cast_doubt_on_what_is_said(self):
+    def test_where_no_order_is_shown_none_is_explained(self):
+        text = render([FSDP, PDP, DDP], 300)
+        assert "no order is shown" in text
+        assert " longer than " not in text
+
+    def test_shorter_profiled_steps_cast_doubt_on_what_is_said(self, quiet):
         doubtful = FSDP | {"phases": FSDP["phases"] | {"profiled_step_seconds": 0.09}}
         lines = render([doubtful, DDP], 300).splitlines()
         assert lines[-1].startswith("fsdp: its profiled steps were 25% shorter than the timed ones")
@@ -386,16 +417,27 @@ class TestWhy:
         assert "fsdp takes" not in text
         assert text.count("pdp 1x2 1f1b takes 24 ms longer than ddp: ") == 1
 
+    def test_the_step_of_a_row_is_the_one_that_is_explained(self, quiet):
+        """The mean of both, as throughput is; the medians are in another order."""
+        times = {"ddp": {"mean": 0.076, "median": 0.149}, "fsdp": {"mean": 0.12, "median": 0.126}}
+        runs = [
+            one | {"metrics": one["metrics"] | {"step_seconds": {"p5": 0.07, "p95": 0.2, **times[one["parallel"]]}}}
+            for one in (DDP, FSDP)
+        ]
+        text = render(runs, 300)
+        assert [row[6].split()[0] for row in cells(text)] == ["76.0", "120"]
+        assert "fsdp takes 44 ms longer than ddp: " in text
+
     def test_a_single_run_says_where_its_step_went(self):
         shown = "ddp: forward 32%, backward 51%, exposed all-reduce 8%, optimizer 5%, other 4%"
         assert render([DDP], 300).splitlines()[-1] == shown
 
-    def test_five_lines_at_most(self):
+    def test_five_lines_at_most(self, quiet):
         runs = [phased(f"p{n}", 76 + 5 * n, {"forward": [70 + 5 * n] * 2, "backward": [6] * 2}) for n in range(8)]
         lines = [line for line in render(runs, 300).splitlines() if "longer than p0" in line]
         assert [line.split()[0] for line in lines] == ["p1", "p2", "p3", "p4", "p5"]
 
-    def test_runs_are_told_apart_by_what_other_rows_have_in_columns(self):
+    def test_runs_are_told_apart_by_what_other_rows_have_in_columns(self, quiet):
         text = render([DDP, DDP | {"global_batch": 32, "config": {}}, FSDP], 300)
         assert "fsdp takes 44 ms longer than ddp b16: " in text
         assert "\nddp b32: forward 32%" in text

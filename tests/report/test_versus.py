@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from ptdbench.measure import comparison
@@ -171,6 +173,44 @@ class TestStatus:
         found = match([*before(), {**broken, "directory": "outputs/before/9"}], [*after("ddp", 1.1), broken])
         assert (found.pairs[0].verdict, status(found, threshold)) == ("faster", 0)
 
+    @pytest.mark.parametrize(("was", "now", "verdict"), [(1, 17, "fails at times"), (1, 4, "no difference seen")])
+    def test_a_configuration_that_fails_more_often_than_before(self, was, now, verdict):
+        """Of twenty runs; four failures instead of one are no rare luck (17 %)."""
+
+        def side(of, count):
+            runs = of(rates=4 * STEADY)
+            return [*runs[count:], *({**failed("ddp", "broken"), "directory": f"x/{n}"} for n in range(count))]
+
+        found = match(side(before, was), side(after, now))
+        assert (found.pairs[0].verdict, status(found, None)) == (verdict, int(now == 17))
+
+    @pytest.mark.parametrize("threshold", [None, 0.1])
+    @pytest.mark.parametrize(
+        ("ended", "word"),
+        [
+            ({"status": "preempted", "error": {"type": "Stopped", "message": "stopped by SIGTERM"}}, "preempted"),
+            ({"status": "failed", "error": {"type": "Unfinished", "message": "still running"}}, "unfinished"),
+            ({"status": "failed", "error": {"type": "CANCELLED", "message": "SLURM ended job 7"}}, "cancelled"),
+        ],
+    )
+    def test_what_was_interrupted_is_left_out_and_named(self, threshold, ended, word):
+        gone = [run("ddp", metrics=None, directory=f"outputs/after/{n}", **ended) for n in (7, 8)]
+        found = match(before(), [*after(), *gone])
+        assert (found.pairs[0].verdict, status(found, threshold)) == ("no difference seen", 0)
+        assert shown(found).splitlines()[-1] == f"ddp after: 2 of 7 runs left out: 2 {word}"
+        nothing = match(before(), gone)
+        assert (nothing.pairs[0].verdict, status(nothing, threshold)) == ("not enough data", 3)
+        nothing = match(gone, after())
+        assert (nothing.pairs[0].verdict, status(nothing, threshold)) == ("not enough data", 3)
+
+    def test_what_no_longer_begins_fails(self):
+        """Jobs whose nodes fail never know how many ranks they have."""
+        lost = failed("ddp", "SLURM ended job 7: NODE_FAIL", rank=-1)
+        gone = [{**lost, "world_size": None, "nodes": None, "directory": f"outputs/after/{n}"} for n in range(3)]
+        found = match([*before(nodes=["a"]), *before("fsdp")], [*after("fsdp"), *gone])
+        verdicts = {pair.label: pair.verdict for pair in found.pairs}
+        assert (verdicts, status(found, 0.03)) == ({"ddp": "fails", "fsdp": "no difference seen"}, 1)
+
     @pytest.mark.parametrize("threshold", [None, 0.03])
     def test_too_few_runs(self, threshold):
         found = match(before(), after("ddp", 0.1, STEADY[:2]))
@@ -192,6 +232,60 @@ class TestStatus:
 
     def test_one_that_is_on_one_side_alone_is_no_failure(self):
         assert status(match([*before("ddp"), *before("fsdp")], after("ddp")), None) == 0
+
+
+def with_losses(runs, *losses, **changes):
+    """Runs whose last losses are these, in turn."""
+    cycled = itertools.cycle(losses)
+    return [{**one, "final_loss": next(cycled), "steps": 60, **changes} for one in runs]
+
+
+class TestLosses:
+    """The same configuration on both sides has the same losses; what is faster otherwise computes something else."""
+
+    def judged(self, one, other):
+        found = match(one, other)
+        return found.pairs[0].losses, status(found, None), status(found, 0.1)
+
+    def test_another_loss_is_told_and_fails_the_gate(self):
+        said, *gates = self.judged(with_losses(before(), 2.6), with_losses(after("ddp", 1.5), 2.7))
+        rounding = "0.037 of it apart, where rounding makes 0.00024 at most"
+        assert said == f"the last loss is 2.6 before and 2.7 after: {rounding}"
+        assert gates == [0, 1]
+        assert f"ddp: {said}" in shown(match(with_losses(before(), 2.6), with_losses(after(), 2.7))).splitlines()
+
+    @pytest.mark.parametrize(
+        ("precision", "factor"), [("fp32", 1.0001), ("tf32", 1.001), ("bf16", 1.02), ("fp8", 1.04)]
+    )
+    def test_rounding_is_no_other_training(self, precision, factor):
+        sides = with_losses(before(precision=precision), 2.6), with_losses(after(precision=precision), factor * 2.6)
+        assert self.judged(*sides) == (None, 0, 0)
+
+    def test_runs_of_one_side_may_differ_as_much(self):
+        sides = with_losses(before(), 2.6, 2.65), with_losses(after(), 2.64, 2.7)
+        assert self.judged(*sides)[0] is None
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"steps": 59},  # by train.max_minutes
+            {"final_loss": None},
+            {"environment": {"python": "3.13"}},  # whose library the text is
+        ],
+    )
+    def test_other_data_or_steps_say_nothing(self, changes):
+        one, other = (
+            [
+                {**run, "config": {**run["config"], "data": {"name": "text", "path": None}}}
+                for run in with_losses(side, loss)
+            ]
+            for side, loss in ((before(), 2.6), (after(), 2.7))
+        )
+        assert self.judged(one, other)[0] is not None
+        assert self.judged(one, [run | changes for run in other])[0] is None
+
+    def test_two_configurations_may_have_other_losses(self):
+        assert self.judged(with_losses(before("ddp"), 2.6), with_losses(after("fsdp"), 2.7))[0] is None
 
 
 class TestText:
@@ -219,12 +313,17 @@ class TestText:
         wild = [1000.0, 10.0, 100000.0]
         text = shown(match(before(rates=wild), after(rates=wild)))
         assert text.count("±>100%") == 3
-        assert "ddp: not even a difference of 2x would have been seen in 90% of cases (3 runs each, " in text
+        assert "ddp: only a difference above 2x would have been seen in 90% of cases (3 runs each, " in text
 
     def test_too_few_runs_say_how_many_it_takes(self):
         text = shown(match(before(rates=STEADY[:2]), after("ddp", 0.5, STEADY[:2])))
-        assert text.splitlines()[-1] == "ddp: it takes 3 runs of each that are ok; add -m repeat=5"
+        assert text.splitlines()[-1] == "ddp: it takes 3 runs of each that are ok; try repeat=5"
         assert " 0.500 " in text
+
+    def test_where_no_run_is_ok_more_of_them_are_not_advised(self):
+        text = shown(match([failed("ddp", "broken")], [{**failed("ddp", "broken"), "directory": "outputs/after/0"}]))
+        assert "ddp: no run is ok on either side" in text.splitlines()
+        assert "repeat" not in text
 
     def test_why_runs_fail_and_what_is_missing(self):
         text = shown(match([*before("ddp"), *before("fsdp")], [failed("ddp", "broken")]))

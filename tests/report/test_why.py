@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptdbench.records.alternatives import Alternative
 from ptdbench.report.phases import PHASES
-from ptdbench.report.why import against_fastest, bytes_text, compare, remarks, shares
+from ptdbench.report.ranking import Place
+from ptdbench.report.why import against_first, bytes_text, compare, in_order, remarks, shares
 from tests.report.made import DDP, FSDP, PDP, operation, phased
 
 
@@ -214,19 +216,42 @@ class TestRanks:
         assert list(remarks(record, "ddp")) == []
 
 
+def placed(record, *rank):
+    """An alternative of one run, with the range of its ranks."""
+    return Place(Alternative([record], {}), rank, None, None, None, None)
+
+
 class TestSweep:
-    def test_each_run_against_the_fastest_one(self):
-        first, second = against_fastest({"fsdp": FSDP, "ddp": DDP, "pdp": PDP})
+    def test_each_run_against_the_first_one(self):
+        groups = in_order({"ddp": placed(DDP, 1, 1), "pdp": placed(PDP, 2, 2), "fsdp": placed(FSDP, 3, 3)})
+        first, second = against_first(groups)
         assert first.startswith("pdp takes 24 ms longer than ddp: ")
         assert second.startswith("fsdp takes 44 ms longer than ddp: ")
 
+    def test_where_no_order_is_known_nothing_is_explained(self):
+        """The ranges of ranks overlap, also of one that is known to be slower than another one alone."""
+        tied = in_order({"ddp": placed(DDP, 1, 2), "pdp": placed(PDP, 1, 3), "fsdp": placed(FSDP, 2, 3)})
+        (line,) = against_first(tied)
+        assert line.startswith("ddp: forward 32%")
+        (line,) = against_first(
+            in_order({"ddp": placed(DDP, 1, 2), "pdp": placed(PDP, 1, 2), "fsdp": placed(FSDP, 3, 3)})
+        )
+        assert line.startswith("fsdp takes 44 ms longer than ddp: ")
+
+    def test_a_known_order_that_these_runs_do_not_show_is_not_explained_by_them(self):
+        alike = phased("fsdp", 76, {"forward": [24, 24], "backward": [40, 40]})
+        for other in (alike, phased("fsdp", 60, {"forward": [24, 24], "backward": [30, 30]})):
+            (line,) = against_first(in_order({"ddp": placed(DDP, 1, 1), "fsdp": placed(other, 2, 2)}))
+            assert line.startswith("ddp: forward 32%")
+
     def test_runs_of_other_work_are_told_by_themselves(self):
-        first, second = against_fastest({"ddp b16": DDP, "ddp b32": DDP | {"global_batch": 32}})
+        other = DDP | {"global_batch": 32}
+        first, second = against_first(in_order({"ddp b16": placed(DDP, 1, 1), "ddp b32": placed(other, 2, 2)}))
         assert first.startswith("ddp b16: forward 32%")
         assert second.startswith("ddp b32: forward 32%")
 
     def test_runs_without_phases_are_left_out(self):
-        (line,) = against_fastest({"fsdp": FSDP, "ddp": DDP | {"phases": None}})
+        (line,) = against_first(in_order({"ddp": placed(DDP | {"phases": None}, 1, 1), "fsdp": placed(FSDP, 2, 2)}))
         assert line.startswith("fsdp: forward 20%")
 
 

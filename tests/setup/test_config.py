@@ -74,6 +74,8 @@ def test_overrides_arrive_with_their_types():
         ("train", "train.max_minutes=0", "train.max_minutes=0: must be greater than 0, or null for no limit"),
         ("train", "train.max_minutes=soon", "train.max_minutes=soon: must be a number or null"),
         ("train", "train.clip_norm=0", "train.clip_norm=0: must be greater than 0, or null for no clipping"),
+        ("train", "train.clip_norm=nan", "train.clip_norm=nan: must be greater than 0, or null for no clipping"),
+        ("train", "train.max_minutes=nan", "train.max_minutes=nan: must be greater than 0, or null for no limit"),
         ("train", "train.ema=1", "train.ema=1: must be between 0 and 1, or null for no average; try 0.999"),
         ("train", "train.decay=vectors", "train.decay=vectors: must be all or matrices"),
         ("eval", "eval.every=0", "eval.every=0: must be at least 1"),

@@ -130,6 +130,30 @@ def test_a_run_that_fails_is_a_result_and_a_refused_one_is_not(tmp_path, stubs):
     assert len(started(tmp_path)) == 4
 
 
+@pytest.mark.parametrize(
+    ("statuses", "blocks"),
+    [
+        ({"before": "failed", "after": "oom"}, 1),
+        ({"before": "ok", "after": "failed"}, 3),
+        ({"before": "failed", "after": "preempted"}, 3),
+    ],
+)
+def test_where_every_run_of_a_block_fails_on_both_sides_it_ends(tmp_path, monkeypatch, capsys, statuses, blocks):
+    seen = []
+
+    def start(side, overrides, folder, one):
+        seen.append(one.block)
+        folder.mkdir(parents=True)
+        directory = str(folder / "0_gpt_tiny_ddp")
+        append_result(folder, run(status=statuses[side.name], directory=directory, workload="train", fingerprint=""))
+
+    monkeypatch.setattr(alternating, "_start", start)
+    alternating.run([Side(name, "python", tmp_path) for name in statuses], [], repeat(3), tmp_path / "out")
+    assert seen == [block for block in range(blocks) for _ in statuses]
+    said = "block 0: every run failed on both sides; stopped"
+    assert (said in capsys.readouterr().err.splitlines()) == (blocks == 1)
+
+
 def test_what_is_refused_ends_it_at_once(tmp_path, stubs):
     with pytest.raises(ConfigError, match="did not run it"):
         alternating.run(stubs(leaves=0), [], repeat(2), tmp_path / "out")

@@ -9,6 +9,7 @@ from rich.cells import cell_len
 
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.sweep import status, view
+from tests.report.made import failed, keep, run
 from tests.sweep.made import DONE, failure
 
 PROGRESS = {"step": 3, "steps": 60, "unit": "tokens", "per_second": 41234.5}
@@ -43,6 +44,30 @@ def test_the_queues_word_for_what_goes_on_and_slurms_beside_the_records_for_what
     sweep.submit(1)
     sweep.says(_0=words)
     assert [row["state"] for row in cells(sweep)] == [expected]
+
+
+def test_the_blocks_of_both_sides_of_a_comparison_stand_below_each_other(tmp_path):
+    """Where what failed is told by its place, as names are the same in all blocks."""
+    folder = tmp_path / "compare"
+    for block in (0, 10, 2):
+        for side in ("before", "after"):
+            status_of = "failed" if (side, block) == ("after", 2) else "ok"
+            config = {"repeat": {"series": "compare", "block": block}}
+            keep(folder / side / str(block), "0_toy_ddp", run(model="toy", status=status_of, config=config))
+    (folder / "before" / "11").mkdir()  # which has just begun
+    seen = status.look(folder)
+    assert [row[2] for row in view.rows(seen)] == [
+        f"toy ddp [{side}/{block}]" for block in (0, 2, 10) for side in ("before", "after")
+    ]
+    assert seen.is_over
+    with pytest.raises(FileNotFoundError):
+        status.look(folder / "before" / "11")
+
+
+def test_why_a_run_of_a_comparison_failed_is_told_with_its_side_and_block(tmp_path):
+    config = {"repeat": {"series": "compare", "block": 2}}
+    keep(tmp_path / "after" / "2", "0_toy_ddp", failed("ddp", "broken") | {"config": config})
+    assert view.text(status.look(tmp_path)).splitlines()[-1].startswith("after/2/0_toy_ddp: failed on rank 1: ")
 
 
 def test_forgotten_and_not_answered(sweep):

@@ -1,6 +1,6 @@
 // The columns of tables, and the filter, which speaks of them.
 
-/** `name` is typed in the filter, `of` is what is compared and sorted, `text` what is shown. */
+/** `name` is typed in the filter, `of` is what is compared and sorted, `text` what is shown; `most`: the largest is best. */
 function columnsOf(unit) {
   const fixed = [
     { name: "rank", head: "#", of: (row) => row.rank && row.rank[0], text: (row) => range(row.rank) },
@@ -9,8 +9,8 @@ function columnsOf(unit) {
     { name: "ranks", of: (row) => row.ranks },
     { name: "nodes", of: (row) => row.nodes },
     { name: "batch", of: (row) => row.batch },
-    { name: "throughput", head: `${unit}/s`, of: (row) => row.rate, text: throughputText },
-    { name: "ratio", head: "vs best", of: (row) => row.ratio, text: ratioText },
+    { name: "throughput", head: `${unit}/s`, of: (row) => row.rate, text: throughputText, most: true },
+    { name: "ratio", head: "vs best", of: (row) => row.ratio, text: ratioText, most: true },
     { name: "step_ms", head: "step ms (p5-p95)", of: (row) => row.step && 1e3 * row.step, text: stepText },
     {
       name: "memory_mib",
@@ -18,12 +18,13 @@ function columnsOf(unit) {
       of: (row) => row.memory && row.memory / 2 ** 20,
       text: (row) => bytes(row.memory),
     },
-    { name: "mfu", head: "MFU", of: (row) => row.mfu && 100 * row.mfu, text: (row) => percent(row.mfu) },
+    { name: "mfu", head: "MFU", of: (row) => row.mfu && 100 * row.mfu, text: (row) => percent(row.mfu), most: true },
     {
       name: "of_ceiling",
       head: "of ceiling",
       of: (row) => row.of_ceiling && 100 * row.of_ceiling,
       text: (row) => percent(row.of_ceiling),
+      most: true,
     },
     { name: "joules", head: "J/sample", of: (row) => row.joules, text: (row) => digits(row.joules) },
     { name: "loss", of: (row) => row.loss, text: (row) => row.loss.toFixed(4) },

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
-from ptdbench.records.alternatives import throughput
+from ptdbench.records.alternatives import sweep_of, throughput
 from ptdbench.records.load import Run
 from ptdbench.report import block, memory, phases, table
 from ptdbench.report.block import Block
@@ -95,11 +94,11 @@ def _row(place: Place, environments: Environments) -> Row:
     step = metrics.get("step_seconds") or {}
     return {
         "parallel": record.get("parallel"),
-        "sweep": str(Path(record["directory"]).parent),
+        "sweep": str(sweep_of(record)),
         "status": block.statuses(one.runs),
         "rank": place.rank,
         **_rates(place),
-        "step": step.get("median"),
+        "step": step.get("mean"),
         "step_p5": step.get("p5"),
         "step_p95": step.get("p95"),
         "memory": metrics.get("peak_memory_bytes"),

@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from ptdbench.records.load import Run
+from ptdbench.report.losses import is_of_layout, listed
 from ptdbench.terminal import plural
 
 #: Curves of so many rows are drawn: of more, none can be told from another.
@@ -18,12 +19,6 @@ _POINTS = 400
 
 #: Losses whose relative difference is below this lie on one curve: what the rounding of fp32 makes of the same numbers.
 _EQUAL = 1e-5
-
-#: Options that change no loss: how the same training is laid out.
-_LAYOUT = ("parallel", "cluster", "activations", "compile", "offload", "train.micro_batch", "profile", "checkpoint")
-
-#: Rows that a sentence names.
-_NAMED = 5
 
 
 def of_steps(
@@ -85,8 +80,7 @@ def _json(values: np.ndarray) -> list[float | None]:
 
 def _training(number: int, options: Mapping[str, Sequence[str | None]]) -> Hashable:
     """Equal for two rows if and only if their losses should be: what they train differs in no option."""
-    changing = (name for name in options if name not in _LAYOUT and name.partition(".")[0] not in _LAYOUT)
-    return tuple(options[name][number] for name in changing)
+    return tuple(values[number] for name, values in options.items() if not is_of_layout(name))
 
 
 def _agreement(
@@ -103,7 +97,7 @@ def _agreement(
         yield _sentence(apart, called, first, is_one_of_several, steps)
     if broken:
         named = [f"{called[number]} (step {step + 1})" for number, step in broken.items()]
-        yield f"losses that are not finite, or not on record, from the step on: {_listed(named)}"
+        yield f"losses that are not finite, or not on record, from the step on: {listed(named)}"
 
 
 def _is_finite(losses: np.ndarray) -> bool:
@@ -127,11 +121,6 @@ def _sentence(
         return f"the losses of {of} are those of {called[reference]} at {steps}"
     if not far:
         return f"the losses of {of} follow {called[reference]} within {max(apart.values()):.1e} at {steps}"
-    named = _listed([f"{called[number]} ({apart[number]:.2g})" for number in far])
+    named = listed([f"{called[number]} ({apart[number]:.2g})" for number in far])
     rest = f"; {plural(len(apart) - len(far), 'row')} within {_EQUAL:.0e}" if len(far) < len(apart) else ""
     return f"losses that are not those of {called[reference]}, by relative difference: {named}{rest}"
-
-
-def _listed(named: Sequence[str]) -> str:
-    most = f" and {plural(len(named) - _NAMED, 'other')}" if len(named) > _NAMED else ""
-    return f"{', '.join(named[:_NAMED])}{most}"

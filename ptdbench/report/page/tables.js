@@ -52,15 +52,16 @@ function sortedRows(model) {
 }
 
 function heading(column) {
-  const sort = button(column.head || column.name, () => sortBy(column.name), { title: `sort by ${column.name}` });
+  const sort = button(column.head || column.name, () => sortBy(column), { title: `sort by ${column.name}` });
   const order = state.sort !== column.name ? null : state.down ? "descending" : "ascending";
   return element("th", { scope: "col", class: column.words ? "words" : null, "aria-sort": order }, sort);
 }
 
-/** Ascending, descending, and back to the order of throughput. */
-function sortBy(name) {
-  if (state.sort !== name) Object.assign(state, { sort: name, down: false });
-  else if (!state.down) state.down = true;
+/** The best first, the other way round, and back to the order of the ranks. */
+function sortBy({ name, most }) {
+  const first = Boolean(most);
+  if (state.sort !== name) Object.assign(state, { sort: name, down: first });
+  else if (state.down === first) state.down = !first;
   else Object.assign(state, { sort: null, down: false });
   update();
 }

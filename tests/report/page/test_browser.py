@@ -184,6 +184,16 @@ class TestControls:
         button.click()
         assert labels(report) == ["ddp", "pdp 1x2 1f1b", "fsdp", "tp"]
 
+    def test_the_fastest_comes_first_at_the_first_click(self, report):
+        button = report.get_by_role("button", name="tokens/s", exact=True).first
+        shown = []
+        for _ in range(3):
+            button.click()
+            shown.append(
+                (labels(report)[0], report.get_attribute("th[aria-sort]", "aria-sort") if len(shown) < 2 else None)
+            )
+        assert shown == [("ddp", "descending"), ("fsdp", "ascending"), ("ddp", None)]
+
     def test_any_option_is_a_column_that_sorts(self, report):
         report.evaluate("() => (document.querySelector('.columns').open = true)")
         assert not {"parallel", "parallel.shard"} & rows(report)[0].keys()  # the name of a row says it

@@ -47,7 +47,7 @@ def test_options_that_all_share_are_named_once():
 
 def test_a_row_has_the_figures_of_its_typical_run_and_all_its_runs():
     one, *others = repeated("ddp", [1000.0, 1300.0, 1100.0])
-    odd = {**one["metrics"], "step_seconds": {"median": 0.25}, "peak_memory_bytes": 7}
+    odd = {**one["metrics"], "step_seconds": {"mean": 0.25, "median": 0.2}, "peak_memory_bytes": 7}
     (row,) = rows(content(runs(one, others[0], {**others[1], "metrics": {**odd, "tokens_per_second": 1100.0}})))
     assert row["rate"] == pytest.approx((1000.0 * 1300 * 1100) ** (1 / 3))
     assert (row["step"], row["step_p5"], row["memory"]) == (0.25, None, 7)
