@@ -6,10 +6,19 @@ what it needs when it runs, so that ``--help`` answers at once. ``train`` is non
 
 from __future__ import annotations
 
-import argparse
 import os
-import re
 import sys
+
+# What these commands read may be somebody else's: python -m would take modules from the folder that it lies in.
+if (
+    __name__ == "__main__"
+    and sys.path[0] == os.getcwd()
+    and {*sys.argv[1:2]} & {"compare", "explain", "report", "status"}
+):
+    del sys.path[0]
+
+import argparse
+import re
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import NoReturn

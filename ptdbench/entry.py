@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from ptdbench.launch import leaving, local, slurm
 from ptdbench.launch.world import World, discover, is_first_rank
@@ -212,7 +212,8 @@ def _here(
     try:
         _carry_out(task, directory, composed)
     finally:
-        records = _print_results(directory, composed.is_sweep, 0 if agenda.is_open else len(agenda.requests))
+        asked = 0 if agenda.is_open else len(agenda.requests)
+        records = _print_results(directory, composed.jobs, composed.is_sweep, asked)
     return int(_count_ok(records) < (max(1, len(records)) if agenda.is_open else len(agenda.requests)))
 
 
@@ -249,7 +250,7 @@ def _on_cluster(
         if not agenda.is_open:  # whose batches have been followed
             watch.follow(directory)
     finally:
-        records = _print_results(directory, True, 0 if agenda.is_open else len(agenda.requests))
+        records = _print_results(directory, composed.jobs, True, 0 if agenda.is_open else len(agenda.requests))
     if line.only:  # what became of the sweep's other runs is not what was asked
         records = [record for record in records if store.below(directory, record["directory"]) == line.only]
     return int(_count_ok(records) < (max(1, len(records)) if agenda.is_open or line.only else len(agenda.requests)))
@@ -324,11 +325,12 @@ def _rank_modules(jobs: Sequence[DictConfig]) -> list[str]:
     return ["ptdbench.rank_imports", *sorted(chosen), *(EVENT_FILES if "ptdbench.workloads.train" in chosen else ())]
 
 
-def _print_results(directory: Path, is_sweep: bool, asked: int) -> list[dict[str, Any]]:
+def _print_results(directory: Path, jobs: Sequence[DictConfig], is_sweep: bool, asked: int) -> list[dict[str, Any]]:
     """Print the table of what the runs left; nothing where a signal came before the first one began.
 
     Args:
         directory: Of the run or the sweep.
+        jobs: The configurations that were typed; their workloads, also strangers', may show what they found.
         is_sweep: Whether it is one of a sweep.
         asked: How many runs were asked for.
     """
@@ -338,7 +340,8 @@ def _print_results(directory: Path, is_sweep: bool, asked: int) -> list[dict[str
         records = [store.load_record(directory)] if (directory / store.RECORD).exists() else []
     if records:
         noise.keep(alternatives.group(records))
-        text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns))
+        typed = {str(OmegaConf.select(job, "workload._target_")) for job in jobs}
+        text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns, typed))
         say(table.closing_lines(directory, records))
     if _count_ok(records) < asked and _goes_on(directory, is_sweep, records):
         say(f"go on        {resume.command(directory)}")

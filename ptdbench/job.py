@@ -29,7 +29,8 @@ class Workload(Protocol):
         trains: Whether it needs a model, data, an optimizer and a layout.
 
     A workload that does not train stores its results in the record's field of its own name, and has a static method
-    ``show(found, width) -> str`` that formats them as plain text, ``width`` columns wide where figures allow.
+    ``show(found, width) -> str`` that formats them as plain text, ``width`` columns wide where figures allow. A class
+    outside of ptdbench is asked at the end of its own run only: a report imports nothing that a record names.
     """
 
     trains: bool

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from ptdbench import __main__ as command
+from ptdbench.records import store
 from tests.conftest import ROOT
 from tests.sweep.made import Directory, failure
 
@@ -69,6 +70,27 @@ class TestStatus:
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
         assert "toy ddp" in done.stdout
+
+
+@pytest.mark.parametrize("words", [["status"], ["report", "--html", "--md", "--csv"], ["compare", "."]])
+def test_a_folder_that_somebody_sent_is_read_and_runs_nothing(sweep, environ, words):
+    """As a process of its own: what Python imports before the command begins cannot be seen from within."""
+    sweep.begin(0)
+    sweep.end(0)
+    results = {"model": None, "workload": "notes", "notes": {"answer": 42}}
+    told = store.load_record(sweep.path / "0_toy_ddp") | results
+    told["config"]["workload"]["_target_"] = "notes.W"
+    store.write_record(sweep.path / "0_toy_ddp", told)
+    modules = ("notes", "torch", "numpy", "pandas", "plotly", "scipy", "hydra", "omegaconf", "rich", "yaml", "argparse")
+    for name in modules:
+        (sweep.path / f"{name}.py").write_text("open('taken', 'w')")
+    command, *options = words
+    subprocess.run(
+        [sys.executable, "-m", "ptdbench", command, ".", *options],
+        cwd=sweep.path, env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert not (sweep.path / "taken").exists()
+    assert command != "report" or '"answer": 42' in (sweep.path / "report.md").read_text()
 
 
 class TestScript:

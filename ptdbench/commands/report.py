@@ -10,10 +10,10 @@ import webbrowser
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.terminal import plural, say
+from ptdbench.terminal import plain, plural, say
 
 if TYPE_CHECKING:
     from ptdbench.records.load import Run
@@ -131,11 +131,17 @@ def _md(title: str, subtitle: str, runs: Sequence[Run]) -> str:
 def _csv(title: str, subtitle: str, runs: Sequence[Run]) -> str:
     from ptdbench.records.load import Runs
 
-    frame = Runs(runs).frame()
-    for name in frame.select_dtypes("object"):
-        frame[name] = frame[name].map(lambda cell: json.dumps(cell) if isinstance(cell, list | dict) else cell)
+    frame = Runs(runs).frame().apply(lambda column: column.map(_cell)).rename(columns=_cell)
     text: str = frame.to_csv(index=False)
     return text
+
+
+def _cell(value: Any) -> Any:
+    """Lists as JSON, and a text as what it is: spreadsheets would compute one that begins as a formula does."""
+    text = json.dumps(value) if isinstance(value, list | dict) else value
+    if not isinstance(text, str):
+        return text
+    return f"'{plain(text)}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else plain(text)
 
 
 _FORMS: dict[str, Callable[[str, str, Sequence[Run]], str]] = {"html": _html, "md": _md, "csv": _csv}

@@ -101,16 +101,12 @@ def sweep_of(run: Record) -> Path:
     There each block of a side is a sweep of its own.
     """
     parent = Path(run["directory"]).parent
-    return parent.parent if _repeat(run).get("series") else parent
+    return parent.parent if record.option(run.get("config"), "repeat.series", str) else parent
 
 
 def _block(run: Record) -> Hashable:
     """Runs of the same block of one series are compared with each other; one without a block has a key of its own."""
-    options = _repeat(run)
-    if options.get("block") is None:
+    block = record.option(run.get("config"), "repeat.block", int)
+    if block is None:
         return str(Path(run["directory"]))
-    return options.get("series") or str(sweep_of(run)), options["block"]
-
-
-def _repeat(run: Record) -> Mapping[str, Any]:
-    return (run.get("config") or {}).get("repeat") or {}
+    return record.option(run.get("config"), "repeat.series", str) or str(sweep_of(run)), block

@@ -128,6 +128,8 @@ def _series() -> str:
 def _linked(kind: str) -> str:
     """``list[Segment] | None`` with a link to the section."""
     shown = kind.replace("|", "or").replace("None", "null")
+    for limited in schema.RANGES:
+        shown = re.sub(rf"\b{limited.__name__}\b", limited.__supertype__.__name__, shown)
     return re.sub(
         r"\b[A-Z]\w+\b", lambda name: f"[{name[0]}](#{name[0].lower()})" if name[0] in _classes() else name[0], shown
     )

@@ -22,6 +22,9 @@ from ptdbench.launch.local import STOP_SIGNALS
 from ptdbench.records.files import replace_bytes, write_json
 from ptdbench.records.frames import user_frame
 
+#: Characters of a message and of a traceback that are kept; a stranger's may have millions.
+_LONGEST_MESSAGE, _LONGEST_TRACEBACK = 20_000, 200_000
+
 #: The traceback of the exception that made a run fail, in its directory.
 TRACEBACK = "traceback.txt"
 
@@ -80,12 +83,19 @@ def describe(exception: BaseException, rank: int) -> Failure:
     return Failure(
         rank=rank,
         type=type(telling).__name__,
-        message=message,
-        traceback="".join(traceback.format_exception(exception)),
+        message=_shortened(message, _LONGEST_MESSAGE),
+        traceback=_shortened("".join(traceback.format_exception(exception)), _LONGEST_TRACEBACK),
         time=time.time(),
         host=socket.gethostname(),
         where=user_frame(telling) or user_frame(exception),
     )
+
+
+def _shortened(text: str, most: int) -> str:
+    """The text, without its middle if it is longer: it begins with the cause, and ends with the remedy."""
+    left_out = len(text) - most
+    half = most // 2
+    return text if left_out <= 0 else f"{text[:half]} ... ({left_out:,} characters left out) ... {text[-half:]}"
 
 
 def describe_exit(rank: int, exit_code: int) -> Failure:

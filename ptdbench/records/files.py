@@ -1,4 +1,4 @@
-"""Atomic files and directories.
+"""Atomic files and directories, and files that may be anything.
 
 A process killed while writing leaves the old file or the new one, never a partial one. The content is strict JSON: a
 number that is not finite becomes ``null`` (the status and error of the record say what happened; what was asked for is
@@ -14,10 +14,30 @@ import json
 import math
 import os
 import secrets
+import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+
+def opened(path: Path) -> BinaryIO:
+    """A file, open for reading.
+
+    Raises:
+        OSError: It cannot be read, or is a folder, a pipe or a device, on which a reader might wait for ever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer here
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "Not a regular file", str(path))
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file; raises as :func:`opened`."""
+    with opened(path) as file:
+        return file.read()
 
 
 def write_json(path: Path, value: object, durable: bool = True) -> None:
@@ -49,7 +69,8 @@ def replace_bytes(path: Path, content: bytes, durable: bool = True) -> None:
         error.filename = str(path)  # what was to be written, and not the name that it had meanwhile
         raise
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # on a file system that is read-only, even of a file that is not there
+            temporary.unlink(missing_ok=True)
 
 
 def strict(value: Any, not_finite: Callable[[float], object] = lambda _: None) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ptdbench.records.files import write_json
+from ptdbench.records.files import read_bytes, write_json
 from ptdbench.records.store import Damaged
 
 LEDGER = "sweep.json"
@@ -90,7 +90,7 @@ def read(sweep_directory: Path) -> Ledger:
     """
     path = sweep_directory / LEDGER
     try:
-        written = json.loads(path.read_bytes())
+        written = json.loads(read_bytes(path))
     except FileNotFoundError:
         return Ledger()
     except (ValueError, OSError, RecursionError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,9 @@ SERIES = {
     "step_seconds": "step_seconds",
     "slowest_seconds": "slowest_seconds",
 }
+
+#: Steps that a damaged file may have lost, and of which there will be NaN; a record of more is wrong itself.
+_MOST_LOST = 10_000_000
 
 
 class Run(Mapping[str, Any]):
@@ -72,6 +76,7 @@ class Run(Mapping[str, Any]):
         Raises:
             KeyError: There is no series of that name.
             FileNotFoundError: The run has done steps, but the file of its series is missing.
+            ptdbench.records.store.Damaged: The file lacks more steps than a file can have lost.
         """
         if name not in SERIES:
             raise KeyError(f"there is no series {name!r}: try {', '.join(SERIES)}")
@@ -82,6 +87,8 @@ class Run(Mapping[str, Any]):
             raise FileNotFoundError(f"{path} is missing: it holds the series of the run, and belongs to its record")
         found = series.column(series.blocks(path), SERIES[name])
         missing = max(steps - len(found), 0)  # the file was damaged
+        if missing > _MOST_LOST:
+            raise store.Damaged(f"{path} is damaged: it holds {len(found):,} of the {steps:,} steps on record")
         return np.pad(found, ((0, missing), *[(0, 0)] * (found.ndim - 1)), constant_values=np.nan)
 
 
@@ -146,7 +153,7 @@ def load(path: str | Path) -> Run | Runs:
         ptdbench.records.store.Damaged: ``path`` is the directory of a run, whose record is damaged.
     """
     path = Path(path)
-    if (path / store.RECORD).exists():
+    if os.path.lexists(path / store.RECORD):
         return Run(store.load_record(path), path)
     found = _of_results(path) if path.is_file() else _of_folder(path)
     if not found:
@@ -171,6 +178,8 @@ def _of_folder(folder: Path) -> Runs:
             found[path.parent] = Run(store.load_record(path.parent), path.parent)
         except store.Damaged as damage:
             warnings.warn(str(damage), stacklevel=3)
+        except OSError as error:
+            warnings.warn(f"{path}: cannot be read: {error.strerror}", stacklevel=3)
     for path in folder.rglob(store.RESULTS):
         found = {run.directory: run for run in _of_results(path)} | found
     return Runs(found[directory] for directory in sorted(found, key=_in_order))
@@ -178,4 +187,5 @@ def _of_folder(folder: Path) -> Runs:
 
 def _in_order(path: Path) -> list[tuple[int, str]]:
     """Sorts ``2_toy`` before ``10_toy``."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", str(path))]
+    parts = re.split(r"0*(\d+)", str(path))
+    return [(len(part), part) if part.isdecimal() else (-1, part) for part in parts]

@@ -16,6 +16,7 @@ from ptdbench import cache
 from ptdbench.measure import comparison
 from ptdbench.measure.comparison import LEAST, Spread
 from ptdbench.records.alternatives import Alternative
+from ptdbench.records.record import option
 
 #: The folder of such measurements in the cache.
 _KIND = "noise"
@@ -81,9 +82,8 @@ def _known(key: Mapping[str, Any]) -> Spread | None:
 def _key(run: Mapping[str, Any]) -> dict[str, Any]:
     """The machine and the size of a run that is ok."""
     environment = run.get("environment") or {}
-    train = (run.get("config") or {}).get("train") or {}
     return {
         **{name: run.get(name) for name in ("nodes", "model", "world_size", "global_batch", "precision")},
         **{name: environment.get(name) for name in ("cpu", "cores", "devices")},
-        "steps": train.get("steps"),
+        "steps": option(run.get("config"), "train.steps", int),
     }

@@ -53,11 +53,11 @@ def begin(
     record |= {
         "status": "failed",
         "schema": schema.SCHEMA,
-        "workload": config["workload"]["name"],
-        "model": config["model"]["name"],
-        "parallel": config["parallel"]["name"],
-        "global_batch": config["train"]["global_batch"],
-        "precision": config["precision"],
+        "workload": option(config, "workload.name", str) or "-",
+        "model": option(config, "model.name", str),
+        "parallel": option(config, "parallel.name", str),
+        "global_batch": option(config, "train.global_batch", schema.Degree),
+        "precision": option(config, "precision", str),
         "fingerprint": fingerprint(config),
         "overrides": None if overrides is None else list(overrides),
         "started": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
@@ -74,6 +74,22 @@ def begin(
         },
     }
     return record
+
+
+def option(config: Mapping[str, Any] | None, name: str, kind: Any) -> Any:
+    """An option of the configuration on record; ``None`` unless it is there and of this type.
+
+    What was refused is on record as it was typed, and a record may come from anybody.
+
+    Args:
+        config: The ``config`` of a record.
+        name: Its dotted name.
+        kind: As for :func:`ptdbench.records.schema.fault`.
+    """
+    found: Any = config
+    for key in name.split("."):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return None if schema.fault(found, kind) else found
 
 
 def failed(record: Mapping[str, Any], failure: Failure) -> dict[str, Any]:

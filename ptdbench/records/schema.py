@@ -8,13 +8,20 @@ and :mod:`ptdbench.records.findings`: the string below a field is its descriptio
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, NoReturn, TypedDict, Union, get_args, get_origin, get_type_hints
+from typing import Any, NewType, NoReturn, TypedDict, Union, get_args, get_origin, get_type_hints
 
 #: The schema version that this version writes.
 SCHEMA = 2
+
+#: Numbers that are refused outside of :data:`RANGES`: figures made of them would be errors or infinities.
+Count = NewType("Count", int)
+Degree = NewType("Degree", int)
+Amount = NewType("Amount", float)
+Quantity = NewType("Quantity", float)
 
 
 class _Cause(TypedDict):
@@ -40,40 +47,40 @@ class Error(_Cause, total=False):
 class Layout(TypedDict, total=False):
     """How the global batch is divided among the ranks."""
 
-    data: int
+    data: Degree
     """Shares that the global batch is divided into: ``replicate * shard``."""
-    replicate: int
+    replicate: Degree
     """Copies of the model."""
-    shard: int
+    shard: Degree
     """Ranks that share the weights of one copy, and its share of the batch."""
-    context: int
+    context: Degree
     """Ranks that share a sequence."""
-    tensor: int
+    tensor: Degree
     """Ranks that share each matrix product."""
-    pipeline: int
+    pipeline: Degree
     """Ranks that share the layers of a copy."""
-    global_batch: int
+    global_batch: Degree
     """Samples of one optimizer step over all ranks."""
-    micro_batch: int
+    micro_batch: Degree
     """Samples of one forward pass."""
-    microbatches: int
+    microbatches: Degree
     """Micro-batches of one pass of the pipeline schedule."""
-    accumulation: int
+    accumulation: Degree
     """Passes whose gradients add up to one optimizer step."""
 
 
 class StepSeconds(TypedDict, total=False):
     """Location and spread of the timed steps, in seconds; a step takes as long as its slowest rank."""
 
-    median: float | None
+    median: Quantity | None
     """The median."""
-    mean: float | None
+    mean: Quantity | None
     """The mean."""
-    p5: float | None
+    p5: Quantity | None
     """The 5 % quantile."""
-    p95: float | None
+    p95: Quantity | None
     """The 95 % quantile."""
-    ci95: list[float] | None
+    ci95: list[Quantity] | None
     """``[low, high]``, the 95 % interval of the median; null below six steps."""
 
 
@@ -82,61 +89,61 @@ class Metrics(TypedDict, total=False):
 
     step_seconds: StepSeconds | None
     """Statistics of the step times."""
-    tokens_per_second: float | None
+    tokens_per_second: Quantity | None
     """Tokens of all ranks in all timed steps over the seconds of these; null if samples are not token sequences."""
-    samples_per_second: float | None
+    samples_per_second: Quantity | None
     """Samples of all ranks in all timed steps over the seconds of these."""
-    tokens_per_second_per_device: float | None
+    tokens_per_second_per_device: Quantity | None
     """The same for one device."""
-    samples_per_second_per_device: float | None
+    samples_per_second_per_device: Quantity | None
     """The same for one device."""
-    model_flops_per_second: float | None
+    model_flops_per_second: Quantity | None
     """FLOP/s of all devices by the model's formula; recomputation does not count."""
-    mfu: float | None
+    mfu: Quantity | None
     """Model FLOP/s of a device over its dense peak by the data sheet."""
     mfu_reason: str | None
     """Why there is no ``mfu``."""
-    mfu_of_bf16: float | None
+    mfu_of_bf16: Quantity | None
     """Under ``precision=fp8``, model FLOP/s of a device over its bf16 peak, to compare with runs in bf16."""
-    ceiling_flops_per_second: float | None
+    ceiling_flops_per_second: Quantity | None
     """FLOP/s that ``workload=matmul`` measured on this device in this arithmetic."""
     ceiling_beside_load: bool | None
     """Whether other processes used the device while that was measured, so that it may be too low; null if unknown."""
-    share_of_ceiling: float | None
+    share_of_ceiling: Quantity | None
     """Model FLOP/s of a device over that ceiling; ``remarks.ceiling`` says why where it is above 1."""
     ceiling_reason: str | None
     """Why there is no ceiling."""
-    data_wait_share: float | None
+    data_wait_share: Quantity | None
     """Share of the timed steps' seconds spent waiting for batches."""
-    peak_memory_bytes: float | None
+    peak_memory_bytes: Quantity | None
     """Peak memory, the maximum over ranks: of the device, or of the process on a CPU."""
-    first_step_seconds: float | None
+    first_step_seconds: Amount | None
     """Seconds from "ready to start" to the end of the first step on all ranks."""
-    startup_seconds: dict[str, float] | None
+    startup_seconds: dict[str, Amount] | None
     """These by phase: ``import``, ``config``, ``rendezvous``, ``check``, ``build``, ``first_step``."""
 
 
 class _Counted(TypedDict):
     """What ranks are seen to send with an operation."""
 
-    calls: float
+    calls: Amount
     """How often a rank calls it."""
-    bytes: float
+    bytes: Amount
     """Size of what a rank hands over, or receives where that is larger."""
-    seconds: float
+    seconds: Amount
     """Seconds in which it was under way, counted from when the last rank called it; overlapping calls count once. A
     message of gloo whose end was not noted in time counts as the others; 0 if that is unknown of all."""
-    exposed_seconds: float
+    exposed_seconds: Amount
     """The part of them in which the rank computed nothing: a share of the phase ``communication``."""
 
 
 class Communication(_Counted, total=False):
     """What ranks send with one operation, such as ``all_reduce``, in one step: the mean over ranks."""
 
-    formula_bytes: float | None
+    formula_bytes: Amount | None
     """What ``bytes`` should be for this layout, without messages of a single number; null if no exact formula is
     known."""
-    fit_seconds: float | None
+    fit_seconds: Amount | None
     """What ``calls`` with ``bytes`` take by the line that ``workload=collectives`` last fitted on these ranks, with
     this backend and torch; null if it did not, or the operation is not one of all ranks."""
 
@@ -147,17 +154,17 @@ class Phases(TypedDict, total=False):
     The profiler slows steps down: seconds are those of the profiled steps, scaled to the mean timed step.
     """
 
-    steps: int
+    steps: Count
     """Number of profiled steps; 0 if there are no phases."""
     reason: str | None
     """Why there are no phases."""
-    pass_seconds: float
+    pass_seconds: Amount
     """What profiling took, from the first profiled step to the last figure."""
-    profiled_step_seconds: float
+    profiled_step_seconds: Amount
     """Mean duration of a profiled step, of the slowest rank."""
-    step_seconds: float
+    step_seconds: Quantity
     """Mean duration of a timed step, to which all seconds are scaled; of a profiled one if no step was timed."""
-    ranks: dict[str, list[float]]
+    ranks: dict[str, list[Amount]]
     """Seconds of a step by phase, one number for each rank; the phases of a rank add up to its step. ``data``: waiting
     for the batch. ``forward``, ``backward``: these passes without the waiting below; recomputation is part of
     ``backward``. ``communication``: exposed, the rank computed nothing meanwhile. ``stragglers``: waiting until the
@@ -165,16 +172,16 @@ class Phases(TypedDict, total=False):
     called its side of a message. ``optimizer``: clipping, the optimizer, loss scaling. ``other``: all else."""
     communication: dict[str, Communication]
     """The operations of communication."""
-    waited_for: list[float]
+    waited_for: list[Amount]
     """For each rank the seconds of a step in which others waited for it: the mean over the others."""
-    waited_for_most: list[int | None]
+    waited_for_most: list[Count | None]
     """For each profiled step the rank that the others waited for longest; null if they waited for none."""
-    stages: list[list[int]] | None
+    stages: list[list[Count]] | None
     """The pipeline's stages on each rank; null without a pipeline."""
     stage_parts: list[list[str]] | None
     """For each stage the names of the parts that it holds besides repeated layers, such as ``embedding`` and ``head``;
     null without a pipeline."""
-    bubble_formula: float | None
+    bubble_formula: Amount | None
     """The bubble's share of a step by the formula of the schedule, for stages that take equally long; null without
     a pipeline."""
 
@@ -198,7 +205,7 @@ class Memory(TypedDict, total=False):
     moments: list[str]
     """In which part of the step each rank had its peak: ``data``, ``forward``, ``backward``, ``optimizer`` or
     ``other``."""
-    pass_seconds: float
+    pass_seconds: Amount
     """What finding this out took."""
 
 
@@ -211,17 +218,17 @@ class Energy(TypedDict, total=False):
 
     source: str | None
     """Whose counters were read: ``NVML`` or ``RAPL``."""
-    steps: int | None
+    steps: Count | None
     """Number of steps during which it was metered; the fewest of a device."""
-    seconds: float | None
+    seconds: Amount | None
     """Their duration; the shortest of a device."""
-    watts: float | None
+    watts: Amount | None
     """Mean power of all devices together."""
-    joules_per_step: float | None
+    joules_per_step: Amount | None
     """Energy of all devices in one step."""
-    joules_per_sample: float | None
+    joules_per_sample: Amount | None
     """The same over the samples of the global batch."""
-    joules_per_token: float | None
+    joules_per_token: Amount | None
     """The same over its tokens; null if samples are not token sequences."""
     reason: str | None
     """Why there are no figures."""
@@ -230,17 +237,17 @@ class Energy(TypedDict, total=False):
 class Clocks(TypedDict):
     """The clocks of one rank's GPU while the run did steps; null if NVML does not tell."""
 
-    rank: int
+    rank: Count
     """The rank."""
-    sm_clock_mhz: int | None
+    sm_clock_mhz: Count | None
     """Clock of its multiprocessors in the last steps."""
-    sm_clock_least_mhz: int | None
+    sm_clock_least_mhz: Count | None
     """The lowest that was seen; it is looked at whenever steps are interrupted, about every 10 seconds."""
-    sm_clock_most_mhz: int | None
+    sm_clock_most_mhz: Count | None
     """The highest that the GPU has."""
     clock_reasons: list[str] | None
     """Why it did not run at its highest clock when it was looked at: ``power cap``, ``too hot (hardware)``, ..."""
-    held_back: dict[str, float] | None
+    held_back: dict[str, Amount] | None
     """Share of the time in which clocks were held below the application clocks, by cause: ``power limit``,
     ``temperature limit``, ``sync boost``, ``board limit``, ``reliability limit``, as far as the driver counts them.
     Causes may coincide."""
@@ -261,19 +268,19 @@ class Hardware(TypedDict, total=False):
 class Evaluation(TypedDict):
     """One evaluation on the held-out part."""
 
-    step: int
+    step: Count
     """Number of optimizer steps done before it."""
     loss: float | None
     """Mean loss per target, without label smoothing; null if it was not finite."""
-    top1: float | None
+    top1: Amount | None
     """Top-1 accuracy, 0 to 1; null if samples have no classes."""
-    top5: float | None
+    top5: Amount | None
     """Top-5 accuracy, 0 to 1."""
-    bits_per_byte: float | None
+    bits_per_byte: Amount | None
     """Loss in bits per byte of text; null if samples are not text."""
-    samples: int
+    samples: Count
     """Samples of the held-out part, each counted once."""
-    seconds: float
+    seconds: Amount
     """Duration."""
 
 
@@ -291,15 +298,15 @@ class SegmentLayout(Layout, total=False):
 class Segment(TypedDict):
     """One start of the run, whose times are not mixed with those of other starts."""
 
-    first_step: int
+    first_step: Count
     """The number of its first step."""
-    steps: int
+    steps: Count
     """Number of steps that it has done."""
     layout: SegmentLayout
     """What its times depend on. ``metrics`` includes the timed steps of all starts with the same layout."""
-    warmup_steps: int
+    warmup_steps: Count
     """Number of untimed steps at its beginning."""
-    startup_seconds: dict[str, float]
+    startup_seconds: dict[str, Amount]
     """Seconds until the end of its first step, by phase."""
 
 
@@ -318,40 +325,6 @@ class Remarks(TypedDict, total=False):
     """Checkpoints that were skipped or could not be written, and steps whose numbers are lost."""
     leaving: list[str] | None
     """Ranks that had to be ended after their work was done."""
-
-
-class Cluster(TypedDict, total=False):
-    """The options of ``cluster`` that readers use."""
-
-    nodes: int | str | None
-    """Nodes, or ``auto``."""
-    time_minutes: float
-    """The time limit of its job."""
-
-
-class Train(TypedDict, total=False):
-    """The options of ``train`` that readers use."""
-
-    steps: int
-    """Number of steps asked for."""
-
-
-class Parallel(TypedDict, total=False):
-    """The options of ``parallel`` that readers use."""
-
-    schedule: str | None
-    """The schedule of a pipeline."""
-
-
-class Config(TypedDict, total=False):
-    """The resolved configuration: every option, of which these are read here; ``conf/`` describes all of them."""
-
-    cluster: Cluster
-    """The requested resources."""
-    train: Train
-    """The training options."""
-    parallel: Parallel
-    """The parallelism."""
 
 
 class Owner(TypedDict):
@@ -388,7 +361,7 @@ class Environment(TypedDict, total=False):
     """Version of ROCm that torch was built for; null in other builds."""
     tf32: bool | None
     """Whether matrix products or convolutions of fp32 tensors may run in TF32; null on a CPU."""
-    cudnn: int | None
+    cudnn: Count | None
     """Version of cuDNN; null on a CPU."""
     nccl: str | None
     """Version of NCCL; null on a CPU."""
@@ -402,7 +375,7 @@ class Environment(TypedDict, total=False):
     """Whether files differ from that commit."""
     cpu: str | None
     """Name of the CPU."""
-    cores: int | None
+    cores: Count | None
     """CPU cores that rank 0 may use."""
     host: str
     """Name of the machine."""
@@ -434,15 +407,15 @@ class Record(Identity, total=False):
     """The choice of ``model``; null for a workload that does not train, as are all fields of training."""
     parallel: str | None
     """The choice of ``parallel``."""
-    world_size: int | None
+    world_size: Degree | None
     """Ranks, one device each."""
-    global_batch: int | None
+    global_batch: Degree | None
     """Samples of one optimizer step over all ranks."""
-    tokens_per_sample: int | None
+    tokens_per_sample: Count | None
     """Length of a sequence; null if samples are not token sequences."""
     precision: str | None
     """``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``."""
-    parameters: int | None
+    parameters: Count | None
     """Parameters of the whole model; tied ones count once."""
     overrides: list[str] | None
     """The overrides typed for the run; null if unknown."""
@@ -456,7 +429,7 @@ class Record(Identity, total=False):
     """The nodes, in the order of the ranks."""
     layout: Layout | None
     """How the global batch was divided among the ranks."""
-    warmup_steps: int | None
+    warmup_steps: Count | None
     """Number of untimed steps of the last start of the run."""
     metrics: Metrics | None
     """Figures of the timed steps; those until it ended for a run that did not finish."""
@@ -472,9 +445,12 @@ class Record(Identity, total=False):
     """Remarks."""
     environment: Environment | None
     """Versions and hardware."""
-    config: Config
-    """The resolved configuration; numbers that JSON has not are text, such as ``"inf"``."""
-    steps: int | None
+    config: dict[str, Any]
+    """The resolved configuration: every option, as ``conf/`` describes them; that of a refused run as it was typed.
+
+    Numbers that JSON has not are text, such as ``"inf"``.
+    """
+    steps: Count | None
     """Number of optimizer steps done, including those before a checkpoint: the number of rows of ``series.npy``."""
     final_loss: float | None
     """Loss of the last step; null if it was not finite."""
@@ -518,8 +494,20 @@ class Progress(TypedDict):
     per_second: float | None
 
 
-#: Larger numbers are refused: they cannot be shown, and no quantity of a run is so large.
+#: Larger whole numbers are refused: they cannot be shown, and no quantity of a run is so large.
 _LARGEST = 2**63
+
+#: The least and the largest number of a kind; a :data:`Quantity`, such as a rate, may be 0 too.
+RANGES: dict[Any, tuple[float, float]] = {
+    Count: (0, _LARGEST),
+    Degree: (1, _LARGEST),
+    Amount: (-1e30, 1e30),
+    Quantity: (1e-30, 1e30),
+}
+
+#: Mappings and lists within each other: more would be too many for what reads a record.
+_DEEPEST = 50
+_TOO_DEEP = "not JSON of this program (nested too deeply)"
 
 
 def record(text: bytes) -> dict[str, Any]:
@@ -534,6 +522,8 @@ def record(text: bytes) -> dict[str, Any]:
         raise ValueError(f"{rule}; update ptdbench")
     if wrong := fault(value, Record):
         raise ValueError(wrong)
+    if not is_path(value["directory"]):
+        raise ValueError("directory is no path")
     if "schema" not in value:
         if wrong := fault(value, _Lists):
             raise ValueError(wrong)
@@ -561,7 +551,9 @@ def parse(text: bytes, kind: Any) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at character {error.pos})") from None
     except RecursionError:
-        raise ValueError("not JSON of this program (nested too deeply)") from None
+        raise ValueError(_TOO_DEEP) from None
+    if _is_too_deep(value):
+        raise ValueError(_TOO_DEEP)
     if wrong := fault(value, kind):
         raise ValueError(wrong)
     return value
@@ -587,7 +579,9 @@ def fault(value: object, kind: Any, name: str = "") -> str | None:
         return _first(fault(item, get_args(kind)[1], f"{name}.{key}") for key, item in value.items())
     if hasattr(kind, "__required_keys__") and isinstance(value, dict):
         return _fault_of_fields(value, kind, name)
-    return f"{name or 'it'} is {_SHOWN.get(type(value), 'a number')} where it should be {_expected(kind)}"
+    is_number = isinstance(kind, NewType) and _is_plainly(value, kind.__supertype__)
+    shown = value if is_number else _SHOWN.get(type(value), "a number")
+    return f"{name or 'it'} is {shown} where it should be {_expected(kind)}"
 
 
 def _fault_of_fields(value: dict[str, Any], kind: Any, name: str) -> str | None:
@@ -599,8 +593,12 @@ def _fault_of_fields(value: dict[str, Any], kind: Any, name: str) -> str | None:
     return _first(fault(value[field], fields[field], prefix + field) for field in fields if field in value)
 
 
-def _is_plainly(value: object, kind: Any) -> bool:
+def _is_plainly(value: Any, kind: Any) -> bool:
     """Whether a value is of a plain type; an integer is accepted as a ``float``, a boolean not as a number."""
+    if isinstance(kind, NewType):
+        low, high = RANGES[kind]
+        in_range = _is_plainly(value, kind.__supertype__) and low <= value <= high
+        return in_range or (kind is Quantity and value == 0 and value is not False)
     if kind in (int, float) and isinstance(value, int) and not isinstance(value, bool):
         return -_LARGEST < value < _LARGEST
     if get_origin(kind) is list and isinstance(value, list):  # the long series
@@ -621,5 +619,27 @@ _SHOWN = {dict: "a mapping", list: "a list", str: "a text", bool: "true or false
 
 
 def _expected(kind: Any) -> str:
+    if isinstance(kind, NewType):
+        low, high = RANGES[kind]
+        if kind.__supertype__ is int:
+            return f"a whole number of at least {low}"
+        return f"a number from {low:g} to {high:g}{', or 0' * (kind is Quantity)}"
     shown = {int: "a whole number", float: "a number", **_SHOWN}
     return shown.get(get_origin(kind) or kind, "a mapping")
+
+
+def is_path(text: str) -> bool:
+    """Whether a file may have this name; asking a file system for another one is an error."""
+    try:
+        name = os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return b"\0" not in name and len(name) < 4096 and all(len(part) < 256 for part in name.split(b"/"))
+
+
+def _is_too_deep(value: Any) -> bool:
+    level: list[Any] = [[value]]
+    for _ in range(_DEEPEST):
+        items = (item for node in level for item in (node.values() if isinstance(node, dict) else node))
+        level = [item for item in items if isinstance(item, dict | list)]
+    return bool(level)

@@ -17,6 +17,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.lib import format as npy
 
+from ptdbench.records.files import opened
+
 NAME = "series.npy"
 
 #: Columns of one number per step; NaN if unknown.
@@ -90,11 +92,9 @@ def write(path: Path, content: Iterable[np.ndarray]) -> None:
 
 def blocks(path: Path) -> Iterator[np.ndarray]:
     """The blocks of a file, one in memory at a time; none if it is missing."""
-    try:
-        file = path.open("rb")
-    except (FileNotFoundError, IsADirectoryError):
+    if not path.is_file():
         return
-    with file:
+    with opened(path) as file:
         while (block := _read(file)) is not None:
             yield block
 
@@ -153,7 +153,9 @@ def _read(file: BinaryIO) -> np.ndarray | None:
         if npy.read_magic(file) != (1, 0):
             return None
         (steps,), _, dtype = npy.read_array_header_1_0(file)
-        if steps < 0 or dtype != _dtype(dtype["step_seconds"].shape[0]):
+        ranks = dtype["step_seconds"].shape[0]
+        left = os.fstat(file.fileno()).st_size - file.tell()
+        if ranks < 1 or dtype != _dtype(ranks) or not 0 <= steps * dtype.itemsize <= left:
             return None
         return np.frombuffer(file.read(steps * dtype.itemsize), dtype, steps)
     except Exception:  # the header parser raises many types for arbitrary bytes

@@ -21,7 +21,7 @@ from typing import Any
 
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import schema
-from ptdbench.records.files import appear, replace_bytes, strict, write_json
+from ptdbench.records.files import appear, read_bytes, replace_bytes, strict, write_json
 from ptdbench.terminal import say
 
 RECORD = "record.json"
@@ -56,9 +56,13 @@ def load_record(directory: Path) -> dict[str, Any]:
     """
     path = directory / RECORD
     try:
-        return schema.record(path.read_bytes())
-    except (ValueError, IsADirectoryError) as error:
-        raise Damaged(f"{path} is damaged: {getattr(error, 'strerror', None) or error}") from None
+        return schema.record(read_bytes(path))
+    except ValueError as error:
+        raise Damaged(f"{path} is damaged: {error}") from None
+    except OSError as error:
+        if not os.path.lexists(path) or path.is_file():  # what cannot be read today is not damaged
+            raise
+        raise Damaged(f"{path} is damaged: {error.strerror}") from None
 
 
 def earlier_record(directory: Path) -> dict[str, Any] | None:
@@ -148,14 +152,18 @@ def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _
 
     Args:
         sweep_directory: The sweep's directory.
-        tell: Called with a message for each damaged line, which is skipped. A partial last line, left by a killed
-            writer, is ignored: its run has its own record.
+        tell: Called with a message for each damaged line, which is skipped, and for a file that cannot be read. A
+            partial last line, left by a killed writer, is ignored: its run has its own record.
     """
     path = sweep_directory / RESULTS
-    if not path.exists():
+    try:
+        lines = read_bytes(path).split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        tell(f"{path}: cannot be read: {error.strerror}")
         return []
     records: dict[str, dict[str, Any]] = {}
-    lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
             record = schema.record(line)
@@ -174,7 +182,8 @@ def below(sweep_directory: Path, path: str) -> str:
 
     ``outputs/<sweep>/toy/ddp`` becomes ``toy/ddp``.
     """
-    parts, sweep = Path(path).parts, sweep_directory.resolve().name
+    parts = [part for part in Path(path).parts if part != ".."]  # it is below, whatever a record says
+    sweep = sweep_directory.resolve().name
     depth = parts[::-1].index(sweep) if sweep in parts else 1
     return str(Path(*parts[len(parts) - depth :]))
 
@@ -228,18 +237,23 @@ def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, 
 
     Args:
         parent: The parent directory; created if missing.
-        name: The preferred name. Characters that need quoting in a shell or an override become ``-``.
+        name: The preferred name; see :func:`file_name`.
         option: The option that ``parent`` came from, for the message.
         fill: Called with a folder to write the first files into, at least one, and the name that it will have.
 
     Raises:
         ConfigError: It is not writable.
     """
-    stem = re.sub(r"[^A-Za-z0-9._+-]+", "-", name).strip("-.")[:200] or "run"
+    stem = file_name(name).strip("-.") or "run"
     try:
         return next(path for numbered in _numbered(stem) if appear(path := parent / numbered, fill))
     except OSError as error:
         raise _unwritable(parent, option, error) from None
+
+
+def file_name(text: object) -> str:
+    """The name of a directory made of any text: what needs quoting in a shell or an override becomes ``-``."""
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", str(text))[:200]
 
 
 def _unwritable(directory: Path, option: str, error: OSError) -> ConfigError:

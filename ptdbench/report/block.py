@@ -198,10 +198,10 @@ def _ceiling_remarks(records: Sequence[_Named]) -> Iterator[str]:
         rate, share = _figure(record, "ceiling_flops_per_second"), _figure(record, "share_of_ceiling")
         if remark := (record.get("remarks") or {}).get("ceiling"):
             yield f"{label}: {remark}"
-        elif share and share > 1:
+        elif share and rate and share > 1:
             why = "it is re-measured after a run that finishes"
             yield f"{label}: ceiling passed: was {flops_text(rate)}; {why}"
-        elif share and _figure(record, "ceiling_beside_load"):
+        elif share and rate and _figure(record, "ceiling_beside_load"):
             loaded[flops_text(rate)] = None
     for text in loaded:
         yield f"ceiling of {text}: taken beside other load, and perhaps too low"

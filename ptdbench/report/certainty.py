@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ptdbench.measure.comparison import LEVEL, POWER, Comparison, level_of_look
+from ptdbench.records.record import option
+from ptdbench.records.schema import Degree
 
 #: Shares above this are not told in figures.
 _MOST = 1.0
@@ -15,8 +17,9 @@ _WIDE = f"±>{_MOST:.0%}"
 
 def level_of(runs: Iterable[Mapping[str, Any]]) -> float:
     """The level at which runs are judged: smaller where ``repeat=auto`` has looked at them several times."""
-    options = [(run.get("config") or {}).get("repeat") or {} for run in runs]
-    most = [one["max"] for one in options if one.get("runs") == "auto"]
+    configs = [run.get("config") for run in runs]
+    looked = [config for config in configs if option(config, "repeat.runs", str) == "auto"]
+    most = [blocks for config in looked if (blocks := option(config, "repeat.max", Degree))]
     return level_of_look(max(most)) if most else LEVEL
 
 

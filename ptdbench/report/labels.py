@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.records.alternatives import sweep_of
+from ptdbench.records.record import option
 from ptdbench.report.differences import differences
 from ptdbench.terminal import plural
 
@@ -91,7 +92,7 @@ def _degrees(record: Record) -> str:
 def _schedule(record: Record) -> str:
     if (record.get("layout") or {}).get("pipeline", 1) == 1:
         return ""
-    return Path(str(((record.get("config") or {}).get("parallel") or {}).get("schedule", ""))).name
+    return Path(option(record.get("config"), "parallel.schedule", str) or "").name
 
 
 def _ranks(record: Record) -> str:
@@ -105,9 +106,8 @@ def _batch(record: Record) -> str:
 
 def _nodes(record: Record) -> str:
     """How many there were, or else should have been; nothing where neither is known."""
-    asked = ((record.get("config") or {}).get("cluster") or {}).get("nodes")
-    nodes = len(record.get("nodes") or []) or asked
-    return plural(nodes, "node") if isinstance(nodes, int) else ""
+    nodes = len(record.get("nodes") or []) or option(record.get("config"), "cluster.nodes", int)
+    return plural(nodes, "node") if nodes else ""
 
 
 def _precision(record: Record) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.records import schema
-from ptdbench.records.files import write_json
+from ptdbench.records.files import read_bytes, write_json
 
 PROGRESS = "progress.json"
 
@@ -47,6 +47,6 @@ class ProgressFile:
 def read_progress(directory: Path) -> dict[str, Any] | None:
     """What ``progress.json`` says; ``None`` before the first time, and where it is damaged."""
     try:
-        return schema.parse((directory / PROGRESS).read_bytes(), schema.Progress)
+        return schema.parse(read_bytes(directory / PROGRESS), schema.Progress)
     except (OSError, ValueError):
         return None

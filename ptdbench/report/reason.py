@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.records.failure import TRACEBACK
+from ptdbench.records.record import option
 
 #: Stands in a message before the path of what the run's processes wrote.
 OUTPUT = "; its output is in "
@@ -53,7 +54,7 @@ def _against_lack_of_memory(record: Mapping[str, Any]) -> Iterator[str]:
 
 def _keeps_activations(config: Mapping[str, Any]) -> bool:
     """Also by the option of earlier versions."""
-    return (config.get("activations") or {}).get("name") == "keep" or config.get("activation_checkpointing") == "none"
+    return option(config, "activations.name", str) == "keep" or config.get("activation_checkpointing") == "none"
 
 
 def _below_here(path: Path) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pkgutil
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from hydra.utils import get_object
 
 from ptdbench.measure import perfetto
 from ptdbench.records import alternatives
+from ptdbench.records.record import option
 from ptdbench.records.store import RECORD, RESULTS
 from ptdbench.report import block, phases
 from ptdbench.report.block import Block
@@ -28,17 +32,25 @@ _SPARED = ("of ceiling", "vs best", "memory", "held out")
 #: The same where there are repeats: how sure the order is says more than the steps of one run.
 _SPARED_OF_REPEATS = ("of ceiling", "step ms (p5-p95)", "memory", "held out", "vs best")
 
+#: Lines of a stranger's results that are shown, and characters of each.
+_MOST_LINES, _LONGEST = 60, 200
 
-def render(records: Sequence[Mapping[str, Any]], width: int = 100) -> str:
+
+def render(records: Sequence[Mapping[str, Any]], width: int = 100, typed: Collection[str] = ()) -> str:
     """The runs of each model, fastest first and those that did not finish last, as plain text.
 
     Columns without a figure are left out. Where there is no room for the others in ``width`` columns, the
     number of ranks and the batch stand in the title if all runs have the same, what matters least is left out and named
     below, and words fold; a figure is never cut.
+
+    Args:
+        records: The runs.
+        width: Columns to fit into.
+        typed: As for :func:`of_workload`.
     """
     found = alternatives.group(record for record in records if record.get("model"))
     shown = [_of_model(one, width) for one in block.blocks(found)]
-    shown += [of_workload(record, width) for record in records if not record.get("model")]
+    shown += [of_workload(record, width, typed) for record in records if not record.get("model")]
     return "\n\n".join(shown)
 
 
@@ -70,12 +82,21 @@ def closing_lines(directory: Path, records: Iterable[Mapping[str, Any]] = ()) ->
     return "\n".join(lines)
 
 
-def of_workload(record: Mapping[str, Any], width: int) -> str:
-    """What a workload that does not train found, even if that is no success, and why it is none."""
+def of_workload(record: Mapping[str, Any], width: int, typed: Collection[str] = ()) -> str:
+    """What a workload that does not train found, even if that is no success, and why it is none.
+
+    A record is data, perhaps somebody else's: the workloads of ptdbench show their results themselves, and a stranger's
+    are shown as they are on record, without the code that it names.
+
+    Args:
+        record: The run.
+        width: Columns to fit into.
+        typed: Strangers' classes that the person who looks has just let run: they show their results too.
+    """
     workload = str(record.get("workload"))
     try:
-        lines = list(_shown_by_workload(record, width))
-    except Exception as error:  # its types are not in the schema, and its code may be a stranger's or gone
+        lines = list(_shown_by_workload(record, width, typed))
+    except Exception as error:  # its types are not in the schema
         cause = f"{type(error).__name__}: {error}".partition("\n")[0]
         lines = [f"{workload}: the results in {record['directory']} cannot be shown: {cause}"]
     if record["status"] != "ok" or not lines:
@@ -83,10 +104,29 @@ def of_workload(record: Mapping[str, Any], width: int) -> str:
     return "\n".join(lines)
 
 
-def _shown_by_workload(record: Mapping[str, Any], width: int) -> Iterator[str]:
+def _shown_by_workload(record: Mapping[str, Any], width: int, typed: Collection[str]) -> Iterator[str]:
     """What the workload's class makes of what it left in the record's field of its name."""
     if found := record.get(str(record.get("workload"))):
-        yield get_object(record["config"]["workload"]["_target_"]).show(found, width)
+        target = option(record.get("config"), "workload._target_", str) or ""
+        shows = get_object(target) if target in typed else _own_workload(target)
+        yield shows.show(found, width) if shows else _as_it_is(found)
+
+
+def _own_workload(target: str) -> Any:
+    """The workload of ptdbench of this name; nothing is imported to see that there is none."""
+    package = import_module("ptdbench.workloads")
+    module, _, name = target.rpartition(".")
+    if module not in {f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)}:
+        return None
+    found = vars(import_module(module)).get(name)
+    return found if getattr(found, "__module__", None) == module else None
+
+
+def _as_it_is(found: object) -> str:
+    lines = json.dumps(found, indent=1).splitlines()
+    shown = [line if len(line) <= _LONGEST else f"{line[:_LONGEST]}…" for line in lines[:_MOST_LINES]]
+    left_out = len(lines) - len(shown)
+    return "\n".join([*shown, *([f"… and {left_out:,} lines more in {RECORD}"] if left_out else [])])
 
 
 def _of_model(found: Block, width: int) -> str:

@@ -185,7 +185,7 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
 
 def _took_turns(run: Mapping[str, Any]) -> bool:
     """Whether it is one of both sides of a comparison, and not of a sweep that looked at its own runs only."""
-    return bool(((run.get("config") or {}).get("repeat") or {}).get("series"))
+    return bool(record.option(run.get("config"), "repeat.series", str))
 
 
 def _failing(before: Alternative, after: Alternative, level: float) -> Verdict | None:

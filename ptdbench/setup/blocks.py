@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, as_typed, require
-from ptdbench.records import store
+from ptdbench.records import record, store
 from ptdbench.setup.commandline import SWEEPER
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Cluster, Repeat, Slurm, read
@@ -47,10 +47,10 @@ def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
     """Whether the runs of a sweep that goes on lie in the directories of others."""
     for path in sorted(sweep.glob(f"**/{store.RECORD}")):
         try:
-            options = (store.load_record(path.parent).get("config") or {}).get("repeat") or {}
+            config = store.load_record(path.parent).get("config")
         except (OSError, store.Damaged):
             continue
-        was = options.get("runs", 1) != 1
+        was = record.option(config, "repeat.runs", int | str) not in (None, 1)
         if was == (repeat.runs != 1):
             return None
         rule = f"was begun {'with' if was else 'without'} repeats, and its runs would have another order now"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
+from hydra.utils import instantiate
 
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.setup import signature
@@ -24,30 +23,43 @@ def build(config: Config, group: str) -> Any:
     """The object that a group's choice describes."""
     call = config.call(group)
     check(call, group)
-    return guarded(lambda: instantiate({"_target_": call.target, "_convert_": "all", **call.options}), group)
+    return guarded(lambda: instantiate(_description(call)), group)
 
 
 def bound(config: Config, group: str, *given: str) -> Callable[..., Any]:
     """The function that a group's choice describes, with its options bound."""
     call = config.call(group)
-    target = check(call, group, *given)
-    return partial(target, **call.options)
+    check(call, group, *given)
+    bound: Callable[..., Any] = guarded(lambda: instantiate(_description(call, partial=True)), group)
+    return bound
 
 
 def check(call: Call, group: str, *given: str) -> Callable[..., Any]:
-    """Find what a group's choice calls, and hold its options against the signature."""
+    """Find what a group's choice calls, if Hydra lets a configuration call it, and hold its options against it."""
     try:
-        target = get_object(call.target)
-    except Exception as error:  # whatever an import may raise
-        rule = f"cannot be imported: {error.__cause__ or error}".partition("\n")[0]
-        remedy = "it is looked for in the current directory, in PYTHONPATH and among what is installed"
-        raise ConfigError([Problem(f"{group}._target_", call.target, rule, remedy)]) from None
-    if not callable(target):
-        raise ConfigError([Problem(f"{group}._target_", call.target, "must be a class or a function")])
+        target: Callable[..., Any] = instantiate({"_target_": call.target, "_partial_": True}).func
+    except InstantiationException as error:
+        raise ConfigError([_not_found(f"{group}._target_", call.target, error)]) from None
     problems = signature.problems(target, call.options, given)
     if problems:
         raise ConfigError(problems).under(group)
     return target
+
+
+def _description(call: Call, partial: bool = False) -> dict[str, Any]:
+    """A choice as Hydra takes it."""
+    return {"_target_": call.target, "_convert_": "all", "_partial_": partial, **call.options}
+
+
+def _not_found(option: str, target: str, error: InstantiationException) -> Problem:
+    """Why a target is not to be had: it raises when it is imported, is not callable, or is on Hydra's list."""
+    if error.__cause__ is None:
+        refused = str(error).startswith("Expected a callable")
+        rule = "must be a class or a function" if refused else f"Hydra refuses it: {' '.join(str(error).split())}"
+        return Problem(option, target, rule)
+    reason = str(error.__cause__.__cause__ or error.__cause__).partition("\n")[0]
+    remedy = "it is looked for in the current directory, in PYTHONPATH and among what is installed"
+    return Problem(option, target, f"cannot be imported: {reason}", remedy)
 
 
 def guarded(make_it: Callable[[], T], group: str) -> T:

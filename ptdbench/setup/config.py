@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeVar
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.problems import ConfigError, Problem, as_typed, require
+from ptdbench.records import store
 from ptdbench.records.objective import Objective
 from ptdbench.setup import signature
 from ptdbench.setup.commandline import RENAMED, is_called_otherwise
@@ -51,6 +52,9 @@ RANKS_WITHOUT_GPU = 2
 
 # What conf/ calls the name of a class: the last word of its path, my_package.Net is Net.
 OmegaConf.register_new_resolver("class_name", lambda target: str(target).rpartition(".")[2], replace=True)
+
+# Names are texts of any kind; a run's directory stays where outputs are.
+OmegaConf.register_new_resolver("file_name", store.file_name, replace=True)
 
 
 @dataclass(frozen=True)
@@ -240,6 +244,8 @@ class Config:
     def call(self, group: str) -> Call:
         """The choice of a group."""
         options = dict(self._group(group))
+        if "name" in options:
+            require(_unlike_a_name(f"{group}.name", options["name"]))
         name, target = options.pop("name", None), options.pop("_target_", None)
         for own in ("label", "_partial_"):
             options.pop(own, None)
@@ -280,6 +286,13 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
             return written[key]
 
     return {str(key): value_of(str(key)) for key in written}
+
+
+def _unlike_a_name(option: str, value: object) -> Problem | None:
+    if isinstance(value, str) and value.strip() and value != MISSING:
+        return None
+    remedy = f"""try "{option}='{as_typed(value)}'\"""" if isinstance(value, int | float) else ""
+    return Problem(option, value, "must be a name", remedy)
 
 
 def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:

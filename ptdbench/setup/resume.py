@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from ptdbench import terminal
 from ptdbench.launch.world import KNOWN, World
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import ledger, store
+from ptdbench.records import ledger, record, store
 from ptdbench.setup.commandline import is_cluster, option, renamed
 
 RUN, SWEEP = "resume", "sweep.resume"
@@ -201,7 +201,7 @@ def _shape(directory: Path, written: Mapping[str, Any], others: Iterable[str], w
 def _moves(override: str, written: Mapping[str, Any]) -> bool:
     """Whether an override takes a run to another cluster than it was on."""
     name, value = option(override), override.partition("=")[2]
-    was = ((written.get("config") or {}).get("cluster") or {}).get("name")
+    was = record.option(written.get("config"), "cluster.name", str)
     return (name == "cluster" and value != was) or (name == "hydra/launcher" and value.startswith("submitit"))
 
 
@@ -230,7 +230,7 @@ def _refuse_elsewhere(directory: Path, written: Mapping[str, Any]) -> None:
 
 
 def _refuse_complete(directory: Path, written: Mapping[str, Any]) -> None:
-    done, wanted = written.get("steps") or 0, ((written.get("config") or {}).get("train") or {}).get("steps")
+    done, wanted = written.get("steps") or 0, record.option(written.get("config"), "train.steps", int)
     if written.get("status") == "ok" and done == wanted:
         rule = f"is complete, with {done} of {wanted} steps"
         raise ConfigError([Problem(RUN, directory, rule, f"try train.steps={2 * done}, to train on from there")])

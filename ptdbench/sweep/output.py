@@ -35,6 +35,7 @@ def _ends(job: ledger.Job) -> Iterator[list[str]]:
         path
         for folder in folders
         for path in sorted(folder.glob(f"{job.id}_*_log.err"), key=lambda path: -path.stat().st_mtime)
+        if path.is_file()
     ]
     for path in logs:
         with path.open("rb") as file:

@@ -13,9 +13,9 @@ from typing import Any
 
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
-from ptdbench.records import ledger, store
+from ptdbench.records import ledger, schema, store
 from ptdbench.records.failure import Failure
-from ptdbench.records.record import is_open
+from ptdbench.records.record import is_open, option
 from ptdbench.report.progress import read_progress
 from ptdbench.report.reason import OUTPUT
 from ptdbench.sweep import output
@@ -91,6 +91,10 @@ def look(directory: Path) -> Sweep:
     except store.Damaged as damaged:
         jobs = []
         damage.append(f"{damaged}; what SLURM says of its jobs is not shown")
+    if elsewhere := [job for job in jobs if not _is_below(job)]:  # where somebody else's list of jobs may not reach
+        named = ", ".join(str(job.number) for job in elsewhere)
+        damage.append(f"{directory / ledger.LEDGER}: not below the sweep, and left out: the runs of jobs {named}")
+        jobs = [job for job in jobs if _is_below(job)]
     results = _results(directory, damage.append)
     doubtful = [job for job in jobs if not _is_final(results.get(job.directory))]
     try:
@@ -137,6 +141,12 @@ def _together(directory: Path, sweeps: Sequence[Path]) -> Sweep:
     if not runs:
         raise FileNotFoundError(directory)
     return Sweep(runs, silence, damage)
+
+
+def _is_below(job: ledger.Job) -> bool:
+    """Whether a run's directory lies in its sweep's: the end of its job will be written down there."""
+    path = Path(job.directory)
+    return all(map(schema.is_path, (job.directory, job.log))) and not (path.is_absolute() or ".." in path.parts)
 
 
 def written(directory: Path) -> Mapping[str, Any]:
@@ -295,7 +305,8 @@ def _out_of_time(job: ledger.Job, written: Mapping[str, Any]) -> str:
 
 
 def _time_minutes(written: Mapping[str, Any]) -> float | None:
-    return ((written.get("config") or {}).get("cluster") or {}).get("time_minutes")
+    minutes: float | None = option(written.get("config"), "cluster.time_minutes", float)
+    return minutes
 
 
 def _number(run: Run) -> tuple[int, str]:

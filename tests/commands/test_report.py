@@ -61,6 +61,18 @@ class TestForms:
             (row,) = csv.DictReader(file)
         assert json.loads(row["overrides"]) == ["model=toy", "seed='1'"]
 
+    def test_no_cell_is_a_formula_and_none_has_control_characters(self, report, tmp_path):
+        evil = ["=1+1", "+1", "-1+1", "@SUM(A1)", "\x1b[31m", "\t=1"]
+        values = {f"v{place}": text for place, text in enumerate(evil)}
+        keep(tmp_path / "sweep", "0_ddp", run(config={**values, "=name": "x", "lr": -0.5}))
+        assert report(tmp_path / "sweep", "--csv")[0] == 0
+        with (tmp_path / "sweep" / "report.csv").open() as file:
+            head, cells = csv.reader(file)
+        assert [cells[head.index(f"config.{name}")] for name in values] == [
+            "'=1+1", "'+1", "'-1+1", "'@SUM(A1)", "\\x1b[31m", "'\t=1",
+        ]  # fmt: skip
+        assert cells[head.index("config.lr")] == "-0.5"
+
     def test_a_report_that_cannot_be_written_is_named(self, report, sweep):
         (sweep / "report.html").mkdir()
         assert report(sweep, "--force") == (1, [], [f"{sweep / 'report.html'}: Is a directory"])

@@ -24,7 +24,7 @@ def undocumented(value: Any, kind: Any, name: str = "record") -> Iterator[str]:
     if get_origin(kind) is list:
         for item in value or []:
             yield from undocumented(item, get_args(kind)[0], f"{name}[]")
-    elif hasattr(kind, "__required_keys__") and kind is not schema.Config and isinstance(value, Mapping):
+    elif hasattr(kind, "__required_keys__") and isinstance(value, Mapping):
         described, types = describe.fields(kind), get_type_hints(kind)
         for field in value:
             if field not in described:

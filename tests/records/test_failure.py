@@ -42,6 +42,16 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
+def test_of_a_message_of_megabytes_the_ends_are_kept():
+    found = describe(raised(ValueError(f"begins {'x' * 10**7} ends")), rank=0)
+    assert found.message.startswith("begins xxx")
+    assert found.message.endswith("xxx ends")
+    assert " ... (9,980,012 characters left out) ... " in found.message
+    assert len(found.message) < 21_000
+    assert len(found.traceback) < 201_000
+    assert found.traceback.startswith("Traceback (most recent call last)")
+
+
 CONSEQUENCES = [
     ("RuntimeError", GLOO_CLOSED),
     ("RuntimeError", GLOO_RESET),

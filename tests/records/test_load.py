@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -90,6 +92,59 @@ def test_damaged_records_are_left_out_with_a_warning(tmp_path):
     assert run.directory == tmp_path / "0"
     with pytest.raises(store.Damaged):
         ptdbench.load(tmp_path / "1")
+
+
+@pytest.mark.parametrize("name", [store.RECORD, store.RESULTS])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_file_is_left_out_with_a_warning(tmp_path, name, make):
+    """A pipe would keep its reader waiting for ever, and a device fill its memory."""
+    made(tmp_path / "0")
+    (tmp_path / "1").mkdir()
+    make(tmp_path / "1" / name)
+    with pytest.warns(UserWarning, match=f"{name}( is damaged|: cannot be read): Not a regular file"):
+        (run,) = ptdbench.load(tmp_path)
+    assert run.directory == tmp_path / "0"
+
+
+def test_a_record_that_cannot_be_read_today_is_left_out_with_a_warning(tmp_path, monkeypatch):
+    """As of another user, or while a disk of the network is away: it is not damaged, and nobody may move it away."""
+    made(tmp_path / "0")
+    away = made(tmp_path / "1") / store.RECORD
+
+    def read(path: Path) -> bytes:
+        if path == away:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return path.read_bytes()
+
+    monkeypatch.setattr(store, "read_bytes", read)
+    with pytest.warns(UserWarning, match=r"record\.json: cannot be read: Permission denied"):
+        (run,) = ptdbench.load(tmp_path)
+    assert run.directory == tmp_path / "0"
+    with pytest.raises(PermissionError):
+        store.earlier_record(away.parent)
+
+
+@pytest.mark.parametrize("directory", ["a\0b", "\ud800", "9" * 5000, "x/" * 3000])
+def test_a_directory_that_no_file_can_have_is_damage(tmp_path, directory):
+    store.append_result(tmp_path, record.begin(CONFIG, Path(directory), {}))
+    made(tmp_path / "0")
+    with pytest.warns(UserWarning, match="line 1 is damaged and skipped: directory is no path"):
+        (run,) = ptdbench.load(tmp_path)
+    assert run.directory == tmp_path / "0"
+
+
+def test_numbers_of_any_length_have_an_order(tmp_path):
+    for name in ("9" * 200, "2", "010"):
+        made(tmp_path / name)
+    assert [run.directory.name for run in ptdbench.load(tmp_path)] == ["2", "010", "9" * 200]
+
+
+def test_more_steps_than_a_file_can_have_lost_are_damage(tmp_path):
+    run = ptdbench.load(made(tmp_path / "run"))
+    store.write_record(tmp_path / "run", dict(run) | {"steps": 3_000_000_000})
+    damaged = ptdbench.load(tmp_path / "run")
+    with pytest.raises(store.Damaged, match=r"series\.npy is damaged: it holds 3 of the 3,000,000,000 steps on record"):
+        damaged.series("losses")
 
 
 class TestFrame:

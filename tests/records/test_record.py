@@ -1,12 +1,14 @@
-"""What a record says was asked for."""
+"""What a record says was asked for, whatever was typed."""
 
 from __future__ import annotations
 
+import copy
+import json
 import math
 
 import pytest
 
-from ptdbench.records import record, store
+from ptdbench.records import record, schema, store
 from tests.sweep.made import CONFIG
 
 
@@ -28,3 +30,28 @@ def test_options_that_differ_in_such_a_number_are_not_the_same_work(tmp_path):
         store.write_record(tmp_path, record.begin(asked, tmp_path, {}))
         works.add(record.work(store.load_record(tmp_path)["config"]))
     assert len(works) == 4
+
+
+@pytest.mark.parametrize("value", [None, 7, True, "", "abc", [1], {"a": 1}, -1, 1e30])
+@pytest.mark.parametrize(
+    "option",
+    ["workload.name", "model.name", "parallel.name", "train.global_batch", "train.steps", "cluster.time_minutes",
+     "cluster.nodes", "parallel.schedule", "precision", "train", "cluster", "repeat"],
+)  # fmt: skip
+def test_what_is_refused_leaves_a_record_that_can_be_read(tmp_path, option, value):
+    typed: dict = copy.deepcopy(CONFIG)
+    *groups, last = option.split(".")
+    node = typed
+    for group in groups:
+        node = node[group]
+    node[last] = value
+    written = json.dumps(record.begin(typed, tmp_path, {})).encode()
+    assert schema.record(written)["config"] == typed
+
+
+def test_an_option_is_there_and_of_its_type_or_it_is_none():
+    config = {"repeat": {"block": [1], "series": "a"}, "train": None}
+    assert record.option(config, "repeat.series", str) == "a"
+    for name in ("repeat.block", "train.steps", "repeat.series.more", "nothing"):
+        assert record.option(config, name, int) is None
+    assert record.option(None, "repeat.block", int) is None

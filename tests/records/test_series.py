@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -108,3 +110,15 @@ def test_whatever_stands_in_the_file_is_read_without_an_exception(path, noise, p
     assert series.keep(path, 4) <= 4
     series.append(path, rows(4, 6))
     assert losses(path)[-2:] == [4, 5]
+
+
+@pytest.mark.parametrize("header", [{"steps": 1, "ranks": 0}, {"steps": 10**15, "ranks": 2}, {"steps": -1, "ranks": 2}])
+def test_a_block_that_nobody_can_have_written_ends_the_file(path, header):
+    made = io.BytesIO()
+    dtype = series.unknown(0, header["ranks"]).dtype
+    described = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (header["steps"],)}
+    np.lib.format.write_array_header_1_0(made, described)
+    with path.open("ab") as file:
+        file.write(made.getvalue() + bytes(8 * len(series.NUMBERS)))
+    assert losses(path) == [0, 1, 2, 3, 4, 5]
+    assert len(series.column(series.blocks(path), "slowest_seconds")) == 6

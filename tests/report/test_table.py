@@ -2,6 +2,7 @@ import io
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -474,6 +475,12 @@ def test_a_run_whose_gpus_were_held_back_is_named(held, said):
     assert [line for line in lines if "held back" in line] == [f"fsdp: {text}" for text in said]
 
 
+def test_a_share_of_a_ceiling_that_is_not_on_record_is_no_remark():
+    for share in (0.5, 2.0):
+        metrics = run()["metrics"] | {"share_of_ceiling": share, "ceiling_beside_load": True}
+        assert "ceiling" not in render([run(metrics=metrics)]).splitlines()[-1]
+
+
 def test_an_unsound_check_before_a_run_is_told_once():
     remark = {"check": "unsound: rank 1 is slow"}
     text = render([run("ddp", remarks=remark), run("fsdp", remarks=remark), run("pdp", remarks={})])
@@ -494,20 +501,45 @@ def guest(target, found, **changes):
 
 
 class TestOtherWorkloads:
-    def test_each_is_shown_by_its_own_class(self):
-        assert render([guest(f"{__name__}.Guest", {"answer": 42})], 90) == "42 in 90 columns"
+    TYPED = f"{__name__}.Guest"
+
+    def test_each_is_shown_by_its_own_class_where_it_was_just_typed(self):
+        assert render([guest(self.TYPED, {"answer": 42})], 90, {self.TYPED}) == "42 in 90 columns"
+
+    def test_those_of_ptdbench_show_themselves(self):
+        verdict = {"verdict": "sound"}
+        record = run(model=None, workload="check", check=verdict, directory="outputs/check")
+        record["config"]["workload"] = {"_target_": "ptdbench.workloads.check.Check"}
+        assert "cannot be shown: KeyError" in render([record])  # it was asked, and misses the rest
 
     @pytest.mark.parametrize(
-        ("target", "found", "why"),
+        "target",
+        ["notes.W", "ptdbench.workloads.notes.W", "ptdbench.workloads.hello.os", "os.system", "", ".", 7, None, ["a"]],
+    )
+    def test_a_record_names_no_code_that_is_run(self, target, tmp_path, monkeypatch):
+        (tmp_path / "notes.py").write_text("raise SystemExit('somebody else is here')")
+        monkeypatch.syspath_prepend(tmp_path)
+        assert render([guest(target, {"answer": [4, "\x1b[2J"]})], 90).splitlines() == [
+            "{", ' "answer": [', "  4,", '  "\\u001b[2J"', " ]", "}",
+        ]  # fmt: skip
+        assert "notes" not in sys.modules
+
+    def test_of_many_results_some_are_shown(self):
+        lines = render([guest("notes.W", [*range(1000), "x" * 10**6])], 90).splitlines()
+        assert (len(lines), lines[-1]) == (61, "… and 943 lines more in record.json")
+        assert max(map(len, render([guest("notes.W", ["x" * 10**6])], 90).splitlines())) < 250
+
+    @pytest.mark.parametrize(
+        ("found", "why"),
         [
-            (f"{__name__}.Guest", {}, "guest: failed on rank 1: RuntimeError: no answer"),
-            (f"{__name__}.Guest", {"question": 1}, "cannot be shown: KeyError: 'answer'"),
-            ("gone.away.Guest", {"answer": 42}, "cannot be shown: "),
+            ({}, "guest: failed on rank 1: RuntimeError: no answer"),
+            ({"question": 1}, "cannot be shown: KeyError: 'answer'"),
         ],
     )
-    def test_what_cannot_be_shown_hides_no_reason(self, target, found, why):
+    def test_what_cannot_be_shown_hides_no_reason(self, found, why):
         error = {"rank": 1, "type": "RuntimeError", "message": "no answer", "traceback": ""}
-        first, *rest = render([guest(target, found, status="failed", error=error)], 100).splitlines()
+        record = guest(self.TYPED, found, status="failed", error=error)
+        first, *rest = render([record], 100, {self.TYPED}).splitlines()
         assert why in first
         assert "\n".join([first, *rest]).endswith("guest: failed on rank 1: RuntimeError: no answer")
 

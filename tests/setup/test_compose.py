@@ -11,7 +11,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict, read_write
 
 from ptdbench.problems import ConfigError
 from ptdbench.setup.compose import Composed, _jobs, compose_all, of_sweep
@@ -42,6 +42,14 @@ class TestJobs:
         assert not composed.is_sweep
         assert composed.first.hydra.run.dir.endswith("_toy_ddp")
         assert "hydra" not in composed.jobs[0]
+
+    @pytest.mark.parametrize("name", ["../../../../x", "/x", "a b", "x\ny"])
+    def test_a_name_leads_out_of_no_directory(self, name):
+        hydra = compose("model=toy", f'model.name="{name}"').first.hydra
+        assert Path(hydra.run.dir).parent == Path("outputs")
+        with read_write(hydra), open_dict(hydra):
+            hydra.job.num = 0
+        assert Path(hydra.sweep.subdir).name == hydra.sweep.subdir
 
     def test_a_sweep_is_every_combination_the_last_list_running_fastest(self):
         composed = compose("model=toy,gpt_tiny", "parallel=ddp,pdp", "train.steps=5", multirun=True)

@@ -34,6 +34,23 @@ def test_the_defaults_are_typed():
 
 
 @pytest.mark.parametrize("group", config.CALLS)
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("7", """7: must be a name; try "{}.name='7'\""""),
+        ("true", """true: must be a name; try "{}.name='true'\""""),
+        ("null", "null: must be a name"),
+        ("''", ": must be a name"),
+        ("[a]", "['a']: must be a name"),
+        ("{a:1}", "{{'a': 1}}: must be a name"),
+    ],
+)
+def test_a_name_is_a_text(group, value, said):
+    assert problems_of(group, f"{group}.name={value}") == [f"{group}.name={said}".format(group)]
+    assert config.read(composed(f"{group}.name='7'")).call(group).name == "7"
+
+
+@pytest.mark.parametrize("group", config.CALLS)
 def test_what_makes_a_choice_what_it_is_is_not_passed_on(group):
     assert not {"name", "_target_", "_partial_"} & set(config.read(composed()).call(group).options)
 

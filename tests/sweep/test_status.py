@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ptdbench.launch.slurm import SlurmError
-from ptdbench.records import record, store
+from ptdbench.records import ledger, record, store
 from ptdbench.records.owner import this_process
 from ptdbench.report.progress import PROGRESS
 from ptdbench.sweep import output, status, view
@@ -64,6 +64,21 @@ class TestOnThisMachine:
         sweep.end(0)
         (run,) = status.look(path).runs
         assert (run.is_over, run.record["status"]) == (True, "ok")
+
+    @pytest.mark.parametrize("name", ["../mine", "/mine", "a/../../mine", "a\0b"])
+    def test_a_list_of_jobs_reaches_no_run_of_another_folder(self, sweep, name):
+        """A sweep that somebody sent, looked at where there is a queue, which has never heard of its jobs."""
+        mine = sweep.path.with_name("mine")
+        mine.mkdir()
+        store.write_record(mine, record.begin(CONFIG, mine, {}))
+        before = (mine / store.RECORD).read_bytes()
+        (job,) = sweep.submit(1)
+        directory = str(mine) if name == "/mine" else name
+        ledger.write(sweep.path, ledger.Ledger([], [job, replace(job, number=1, directory=directory)]))
+        seen = status.look(sweep.path)
+        assert [run.directory for run in seen.runs] == [job.directory]
+        assert seen.damage == [f"{sweep.path}/sweep.json: not below the sweep, and left out: the runs of jobs 1"]
+        assert (mine / store.RECORD).read_bytes() == before
 
     @pytest.mark.parametrize("name", [".", "not there"])
     def test_nothing_is_no_sweep(self, sweep, name):

@@ -8,6 +8,7 @@ from typing import Any
 
 from ptdbench.records.alternatives import sweep_of, throughput
 from ptdbench.records.load import Run
+from ptdbench.records.record import option
 from ptdbench.report import block, memory, phases, table
 from ptdbench.report.block import Block
 from ptdbench.report.differences import by_option, varying
@@ -140,12 +141,11 @@ def _joules(record: Mapping[str, Any]) -> float | None:
 
 
 def _run(run: Mapping[str, Any], environments: Environments) -> dict[str, Any]:
-    repeat = (run.get("config") or {}).get("repeat") or {}
     return {
         "directory": run["directory"],
         "status": run["status"],
         "started": run.get("started"),
-        "block": repeat.get("block"),
+        "block": option(run.get("config"), "repeat.block", int),
         "rate": throughput(run),
         "reason": None if run["status"] == "ok" else reason(run),
         "environment": environments.number(run),

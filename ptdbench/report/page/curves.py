@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from ptdbench.records.load import Run
+from ptdbench.records.store import Damaged
 from ptdbench.report.losses import is_of_layout, listed
 from ptdbench.terminal import plural
 
@@ -42,6 +43,7 @@ def of_steps(
         alike.setdefault(_training(number, options), []).append(number)
     groups = [numbers for numbers in alike.values() if len(numbers) > 1]
     said = [line for group in groups for line in _agreement(group, rows, called, len(groups) > 1)]
+    said += [f"{called[number]}: {damage}" for number, run in rows.items() if (damage := _damage(run))]
     return {"steps": drawn, "losses": said, "drawn": _ROWS}
 
 
@@ -56,11 +58,20 @@ def _curve(number: int, run: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _series(run: Mapping[str, Any], name: str) -> np.ndarray:
-    """Empty where only the results of the sweep were kept."""
+    """Empty where only the results of the sweep were kept, or the file is damaged."""
     try:
         return cast("Run", run).series(name)
-    except FileNotFoundError:
+    except (FileNotFoundError, Damaged):
         return np.empty(0)
+
+
+def _damage(run: Mapping[str, Any]) -> str | None:
+    """What is wrong with the series of a run that are on record."""
+    try:
+        cast("Run", run).series("losses")
+    except (FileNotFoundError, Damaged) as damage:
+        return str(damage) if isinstance(damage, Damaged) else None
+    return None
 
 
 def _thinned(values: np.ndarray) -> np.ndarray:

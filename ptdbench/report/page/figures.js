@@ -110,7 +110,8 @@ function downloadImage(made, name, format) {
 
 function downloadCsv(name, head, rows) {
   const cell = (value) => {
-    const text = isKnown(value) ? String(value) : "";
+    const written = isKnown(value) ? String(value) : "";
+    const text = /^[=+\-@\t]/.test(written) && isNaN(written) ? `'${written}` : written; // no formula of a spreadsheet
     return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
   };
   const lines = [head, ...rows].map((row) => row.map(cell).join(","));

@@ -13,7 +13,7 @@ from scipy import stats
 import ptdbench
 from ptdbench import __main__ as command
 from ptdbench.report.phases import PHASES
-from tests.report.made import keep, run
+from tests.report.made import failed, keep, run
 from tests.report.page.conftest import EVIL, RATES, drawn, traces, watched
 
 #: Sorting and columns as they are at first; the filter is typed.
@@ -257,7 +257,30 @@ class TestControls:
         assert len(rows(page)) == 150
 
 
+def test_a_message_without_spaces_makes_no_page_wider(show, tmp_path, monkeypatch):
+    keep(tmp_path, "0_gpt_tiny_ddp", run())
+    keep(tmp_path, "1_gpt_tiny_tp", failed("tp", "x" * 1000))
+    keep(tmp_path, "2_hello", run(model=None, parallel=None, workload="y" * 1000, config={}))
+    monkeypatch.setattr(sys, "argv", ["ptdbench", "report", str(tmp_path)])
+    assert command.main() == 0
+    page = show(tmp_path / "report.html")
+    page.get_by_role("button", name="tp", exact=True).first.click()
+    assert "x" * 1000 in page.inner_text("tr.detail")
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= 1300
+
+
 class TestDownloads:
+    def test_no_cell_is_a_formula(self, show, tmp_path, monkeypatch):
+        for number, name in enumerate(("=1+1", "-0.5")):
+            keep(tmp_path, str(number), run(config={"optimizer": {"extra": name}}))
+        monkeypatch.setattr(sys, "argv", ["ptdbench", "report", str(tmp_path)])
+        assert command.main() == 0
+        page = show(tmp_path / "report.html")
+        with page.expect_download() as download:
+            page.click("[data-model='0'] .below button:has-text('CSV')")
+        found = list(csv.DictReader(io.StringIO(download.value.path().read_text())))
+        assert {row["optimizer.extra"] for row in found} == {"'=1+1", "-0.5"}
+
     def test_data_as_csv(self, report):
         with report.expect_download() as download:
             report.click("#throughput button:has-text('CSV')")
@@ -312,4 +335,4 @@ def test_what_other_workloads_found(show, tmp_path, monkeypatch):
     assert (points["x"], points["y"], points["text"]) == (pytest.approx([128 / 112]), [2.0], ["2x4x8"])
     assert roof["x"] == pytest.approx([0.5, 2.0])  # 1 GB/s, up to 2 GFLOP/s
     assert roof["y"] == pytest.approx([0.5, 2.0])
-    assert "the results in" in page.inner_text("[data-other='0']")  # its class is gone, and that is said
+    assert '"dtype": "bf16"' in page.inner_text("[data-other='0']")  # its class is a stranger's: as it is on record

@@ -1,0 +1,161 @@
+"""Whatever stands in the records of others: what every command says of the rest stands."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptdbench import __main__ as command
+from ptdbench.records import series
+from ptdbench.records.store import RECORD, RESULTS
+from tests.report.made import DDP, FSDP, keep
+
+#: A run that has a bit of everything that commands read.
+WHOLE = DDP | {
+    "steps": 3,
+    "nodes": ["n1"],
+    "overrides": ["parallel=ddp"],
+    "started": "2026-01-01T00:00:00+00:00",
+    "memory": {
+        "ranks": {
+            kind: [2**20, 2**21]
+            for kind in ("weights", "gradients", "optimizer", "activations", "communication", "other")
+        },
+        "moments": ["backward", "forward"],
+    },
+    "hardware": {
+        "cpu": {"joules_per_sample": 1.0},
+        "clocks": [
+            dict.fromkeys(("sm_clock_mhz", "sm_clock_least_mhz", "sm_clock_most_mhz", "clock_reasons"))
+            | {"rank": 0, "held_back": {"power limit": 0.1}}
+        ],
+    },
+    "evaluations": [
+        {"step": 3, "loss": 2.0, "top1": 0.5, "top5": 0.5, "bits_per_byte": None, "samples": 8, "seconds": 1.0}
+    ],
+    "environment": {"host": "n1", "torch": "2.15.0", "devices": [], "settings": {"OMP_NUM_THREADS": "1"}},
+    "config": {
+        "model": {"name": "gpt_tiny"},
+        "parallel": {"name": "ddp", "schedule": None},
+        "train": {"steps": 3, "global_batch": 16},
+        "cluster": {"name": "local", "nodes": 1},
+        "profile": {"steps": 5},
+        "activations": {"name": "keep"},
+        "repeat": {"runs": "auto", "max": 20, "block": 0, "series": None},
+        "workload": {"name": "train", "_target_": "ptdbench.workloads.train.Train"},
+    },
+}
+
+VALUES: list[Any] = [
+    None, True, "x", "\0", "\ud800\x1b[2J", -1, 0, 3 * 10**9, 10**40, -5.5, 1e308, 5e-324, [], {}, [1], [[None]],
+    {"a": [{}]}, "9" * 5000,
+]  # fmt: skip
+
+
+def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if at:
+        yield at
+    items = node.items() if isinstance(node, dict) else enumerate(node[:2]) if isinstance(node, list) else ()
+    for key, part in items:
+        yield from places(part, (*at, key))
+
+
+def damaged(at: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """The run with another value in one place."""
+    made = copy.deepcopy(WHOLE)
+    node: Any = made
+    for key in at[:-1]:
+        node = node[key]
+    node[at[-1]] = value
+    return made
+
+
+def lay(sweep: Path, records: list[dict[str, Any]]) -> Path:
+    """A sweep of two runs as they should be, and of these, with the series of three steps."""
+    for number, one in enumerate((WHOLE, FSDP)):
+        keep(sweep, f"{number}_whole", one)
+    for number, one in enumerate(records, start=2):
+        (sweep / f"{number}_damaged").mkdir()
+        written = {"schema": 2, "workload": "train", "fingerprint": "", "directory": f"sweep/{number}_damaged"} | one
+        text = json.dumps(written)
+        (sweep / f"{number}_damaged" / RECORD).write_text(text)
+        with (sweep / RESULTS).open("a") as file:
+            file.write(f"{text}\n")
+    for path in sweep.glob("*_*"):
+        rows = series.unknown(3, 2)
+        rows["loss"], rows["step_seconds"] = 1.0, 0.1
+        series.write(path / series.NAME, [rows])
+    return sweep
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Types a command: its exit status, and what it says."""
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")  # four megabytes
+
+    def typed(*words):
+        monkeypatch.setattr(sys, "argv", ["ptdbench", *map(str, words)])
+        return command.main(), capsys.readouterr()
+
+    return typed
+
+
+#: Every place of the record with every value, in an order that is the same each time; a part of them each is tried.
+CASES = [(at, value) for at in places(WHOLE) for value in VALUES]
+random.Random(7).shuffle(CASES)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_what_stands_in_one_record_harms_no_other(call, tmp_path, part):
+    sweep = lay(tmp_path / "sweep", [damaged(at, value) for at, value in CASES[40 * part : 40 * part + 40]])
+    other = lay(tmp_path / "other", [])
+    with np.errstate(over="ignore"):
+        assert call("report", sweep, "--html", "--md", "--csv")[0] == 0
+        call("status", sweep)
+        call("explain", sweep)
+        call("explain", sweep / "2_damaged", "--against", sweep / "1_whole")
+        for sides in ((sweep, other), (other, sweep)):
+            call("compare", *sides)
+    with (sweep / "report.csv").open(newline="") as file:
+        directories = {Path(row["directory"]).name for row in csv.DictReader(file)}
+    assert {"0_whole", "1_whole"} <= directories
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "said"),
+    [
+        (("metrics", "tokens_per_second"), -5.5, "metrics.tokens_per_second is -5.5 where it should be a number from"),
+        (("metrics", "tokens_per_second"), 5e-324, "metrics.tokens_per_second is 5e-324 where it should be a number"),
+        (("layout", "data"), 0, "layout.data is 0 where it should be a whole number of at least 1"),
+        (("steps",), -1, "steps is -1 where it should be a whole number of at least 0"),
+    ],
+)
+def test_figures_that_nothing_can_be_made_of_are_named(call, tmp_path, at, value, said):
+    sweep = lay(tmp_path / "sweep", [damaged(at, value)])
+    status, shown = call("report", sweep, "--md")
+    assert (status, shown.out) == (0, f"report       {sweep / 'report.md'}\n")
+    assert f"{sweep / '2_damaged' / RECORD} is damaged: {said}" in shown.err
+
+
+def test_a_block_that_is_no_number_is_none(call, tmp_path):
+    sweep = lay(tmp_path / "sweep", [damaged(("config", "repeat", "block"), [1])])
+    status, shown = call("report", sweep, "--md")
+    assert (status, shown.err) == (0, "")
+
+
+def test_more_steps_than_there_are_leave_no_curve_and_are_named(call, tmp_path):
+    """Filled up with NaN they would take the machine's memory."""
+    alone = damaged(("steps",), 3 * 10**9) | {"config": {"seed": 1}}
+    sweep = lay(tmp_path / "sweep", [alone])
+    assert call("report", sweep)[0] == 0
+    said = "series.npy is damaged: it holds 3 of the 3,000,000,000 steps on record"
+    assert said in (sweep / "report.html").read_text()
