@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 
-from ptdbench.problems import ConfigError, Problem
+from ptdbench.problems import ConfigError, Problem, said
 from ptdbench.setup import signature
 from ptdbench.setup.config import Call, Config
 
@@ -39,7 +39,7 @@ def check(call: Call, group: str, *given: str) -> Callable[..., Any]:
     try:
         target = get_object(call.target)
     except Exception as error:  # whatever an import may raise
-        rule = f"cannot be imported: {error.__cause__ or error}".partition("\n")[0]
+        rule = f"cannot be imported: {said(error.__cause__ or error)}".partition("\n")[0]
         remedy = "it is looked for in the current directory, in PYTHONPATH and among what is installed"
         raise ConfigError([Problem(f"{group}._target_", call.target, rule, remedy)]) from None
     if not callable(target):
@@ -58,4 +58,4 @@ def guarded(make_it: Callable[[], T], group: str) -> T:
         cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
         if isinstance(cause, ConfigError):
             raise cause.under(group) from None
-        raise ConfigError([Problem(group, "(its options)", f"cannot be built: {cause}")]) from error
+        raise ConfigError([Problem(group, "(its options)", f"cannot be built: {said(cause)}")]) from error
