@@ -19,6 +19,9 @@ T = TypeVar("T")
 # Hydra logs what it cannot import; the problem that is raised here says it better, and once.
 logging.getLogger("hydra.utils").disabled = True
 
+# Importing torchao, as transformers does, makes torch warn twice in each process of what only torchao can change.
+logging.getLogger("torch.utils._pytree").addFilter(lambda told: "register_constant() on Enum" not in told.getMessage())
+
 
 def build(config: Config, group: str) -> Any:
     """The object that a group's choice describes."""
