@@ -75,7 +75,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _newest() -> Path:
-    """The sweep in ``outputs`` that began last: where there are no links to say so, the one named after the latest time.
+    """The sweep in ``outputs`` that began last; where no link says so, the one whose name has the latest time.
 
     Raises:
         ConfigError: There is none.
