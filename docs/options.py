@@ -180,9 +180,9 @@ def _choice(choice: Choice) -> str:
     if choice.chooses:
         parts.append("Chooses " + ", ".join(f"`{word}`" for word in choice.chooses) + ".")
     if choice.options:
-        rows = [(f"`{o.name}`", f"`{o.value}`", o.comment or texts.get(_last(o), "")) for o in choice.options]
+        rows = [(f"`{o.name}`", f"`{o.value}`", _meaning(o, texts)) for o in choice.options]
         parts.append(_table(("option", "default" if choice.target else "value", "description"), rows))
-    return "\n\n".join([*parts, *_details(choice.options, texts)])
+    return "\n\n".join(parts)
 
 
 def _family(choices: list[Choice], group: str) -> str:
@@ -190,21 +190,20 @@ def _family(choices: list[Choice], group: str) -> str:
     choices = sorted(choices, key=lambda choice: [int(o.value) for o in choice.options if o.value.isdigit()])
     texts = described(choices[0].target)
     options = choices[0].options
-    meanings = [(f"`{o.name}`", o.comment or texts.get(_last(o), "")) for o in options]
+    meanings = [(f"`{o.name}`", _meaning(o, texts)) for o in options]
     values = [[f"`{choice.name}`", *(f"`{o.value}`" for o in choice.options)] for choice in choices]
     head = [group, *(f"`{_last(o)}`" for o in options)]
     if len(options) > len(choices):
         head, *values = [list(column) for column in zip(head, *values, strict=True)]
     names = [f"- `{choice.name}`: " + choice.header.partition("\n\n```")[0].replace("\n", " ") for choice in choices]
     title = choices[0].target.rpartition(".")[2]
-    tables = [_table(("option", "description"), meanings), *_details(options, texts), _table(head, values)]
+    tables = [_table(("option", "description"), meanings), _table(head, values)]
     return "\n\n".join([f"## {title}", "\n".join(names), *tables])
 
 
-def _details(options: Sequence[Option], texts: dict[str, str]) -> list[str]:
-    """What the docstring adds to options that have a comment in their file."""
-    more = [f"- `{_last(o)}`: {texts[_last(o)]}" for o in options if o.comment and _last(o) in texts]
-    return ["In detail:", "\n".join(more)] if more else []
+def _meaning(option: Option, texts: dict[str, str]) -> str:
+    """The fuller one of the comment in its file and the docstring of its class."""
+    return max(option.comment, texts.get(_last(option), ""), key=len)
 
 
 def _root() -> str:
@@ -229,6 +228,9 @@ def _last(option: Option) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; without its last column where that says nothing."""
+    if not any(row[-1] for row in rows):
+        head, rows = head[:-1], [row[:-1] for row in rows]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
 

@@ -51,6 +51,14 @@ class ConfigError(ValueError):
         return ConfigError(replace(p, option=f"{group}.{p.option}") for p in self.problems)
 
 
+def said(error: BaseException) -> str:
+    """The message of an exception that may be of somebody else's class, whose ``__str__`` may itself raise."""
+    try:
+        return str(error)
+    except Exception as another:
+        return f"(no message: the exception's own __str__ raised {type(another).__name__})"
+
+
 def require(*problems: Problem | None) -> None:
     """Raise a :class:`ConfigError` with the problems that are not ``None``, if there are any."""
     found = [problem for problem in problems if problem is not None]

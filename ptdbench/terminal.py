@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import shlex
 import shutil
@@ -17,6 +18,21 @@ _CONTROL = [*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)]
 _ESCAPED = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROL if chr(code) not in "\n\t"
 }
+
+#: What tables and sentences hold beside ASCII, and what stands for it on a stream that cannot encode it.
+_IN_ASCII = {"─": "-", "·": "-", "±": "+-", "…": "...", "→": "->", "²": "^2", "µ": "u", "°": " deg ", "√": "sqrt "}
+
+
+def _alike(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    characters = error.object[error.start : error.end]
+    escaped = (_IN_ASCII.get(one) or one.encode("ascii", "backslashreplace").decode() for one in characters)
+    return "".join(escaped), error.end
+
+
+#: The name of that error handler.
+_ALIKE = "ptdbench.alike"
+codecs.register_error(_ALIKE, _alike)
 
 #: In a checkout; an installed wheel has none.
 _TRAIN_PY = Path(__file__).parents[1] / "train.py"
@@ -87,7 +103,7 @@ def say(text: str, stream: TextIO | None = None) -> None:
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
-        stream.write(plain(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
+        stream.write(plain(text).encode(encoding, _ALIKE).decode(encoding) + "\n")
         stream.flush()
     except OSError as error:
         _silence(stream)

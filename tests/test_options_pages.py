@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -99,6 +100,14 @@ def test_a_class_says_what_its_file_does_not(options):
     page = options.markdown("model")
     assert "| `model.layers` | Number of blocks. |" in page
     assert options.described("torch.optim.AdamW") == {}
+
+
+@pytest.mark.parametrize("group", ["activations", "cluster", "data", "logger", "model", "parallel", "workload"])
+def test_an_option_of_a_choice_is_described_once_and_no_column_is_empty(options, group):
+    page = options.markdown(group)
+    assert "In detail" not in page
+    for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
+        assert not all(row.endswith("|  |") for row in table.splitlines()[2:]), table
 
 
 def test_options_that_all_choices_of_a_group_have_are_there_once(options):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptdbench.problems import ConfigError, Problem, nearest, nearest_numbers, require, try_these
+from ptdbench.problems import ConfigError, Problem, nearest, nearest_numbers, require, said, try_these
 
 
 def test_a_problem_is_one_line_with_option_value_rule_and_remedy():
@@ -26,6 +26,15 @@ def test_an_error_holds_all_problems_and_tells_each_once():
 def test_problems_of_a_group_carry_its_name():
     error = ConfigError([Problem("heads", 3, "must divide width=128")]).under("model")
     assert str(error) == "model.heads=3: must divide width=128"
+
+
+def test_an_exception_that_cannot_even_be_told():
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise LookupError
+
+    assert said(Mute()) == "(no message: the exception's own __str__ raised LookupError)"
+    assert said(ValueError("no")) == "no"
 
 
 def test_require_raises_what_is_there():

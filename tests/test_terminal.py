@@ -54,8 +54,18 @@ def test_a_hint_names_no_file_that_is_not_there(monkeypatch, tmp_path):
 def test_a_line_is_written_through_to_whoever_reads_it():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="ascii")
-    say("1·2\x1b", stream)
-    assert raw.getvalue() == b"1\\xb72\\x1b\n"
+    say("1é2\x1b", stream)
+    assert raw.getvalue() == b"1\\xe92\\x1b\n"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "written"), [("ascii", "toy - fp32 +-3%...\n---\n"), ("latin-1", "toy · fp32 ±3%...\n---\n")]
+)
+def test_what_a_stream_cannot_encode_is_drawn_in_ascii(encoding, written):
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding=encoding)
+    say("toy · fp32 ±3%…\n───", stream)
+    assert raw.getvalue().decode(encoding) == written
 
 
 def test_nothing_is_said_where_there_is_no_stream(monkeypatch):

@@ -95,13 +95,29 @@ def read(directory: Path) -> Manifest:
         if given != _digest(body):
             raise Broken(f"{MANIFEST} does not match its checksum")
         files = {name: Stamp(**described) for name, described in body.pop("files").items()}
-        return Manifest(files=files, **body)
+        found = Manifest(files=files, **body)
+        if not _is_sound(found):
+            raise Broken(f"{MANIFEST} is not a manifest")
+        return found
     except FileNotFoundError:
         raise Broken(f"{MANIFEST} is missing") from None
     except OSError as error:
         raise Broken(f"{MANIFEST} cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, KeyError, AttributeError):
         raise Broken(f"{MANIFEST} is not a manifest") from None
+
+
+def _is_sound(found: Manifest) -> bool:
+    """Whether every value is of its type: a checksum says that nothing was changed since, and not what was written."""
+    numbers = (found.step, found.world_size, *(file.bytes for file in found.files.values()))
+    lists = [found.facts.get(name, []) for name in ("segments", "evaluations")] if isinstance(found.facts, dict) else []
+    return (
+        all(type(number) is int and number >= 0 for number in numbers)
+        and isinstance(found.model, dict)
+        and isinstance(found.facts, dict)
+        and isinstance(found.facts.get("scaler", {}), dict)
+        and all(isinstance(items, list) and all(isinstance(item, dict) for item in items) for items in lists)
+    )
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:

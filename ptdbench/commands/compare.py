@@ -114,6 +114,7 @@ def _carried_out(arguments: argparse.Namespace) -> Path:
         SystemExit: A signal arrived; nothing is left running. With ``128 + n``.
     """
     from ptdbench.launch import local
+    from ptdbench.sweep.alternating import StoppedSide
 
     for name, given in (("--python", arguments.python), ("--checkout", arguments.checkout)):
         if given and (len(given) != 2 or (arguments.python and arguments.checkout)):
@@ -123,7 +124,8 @@ def _carried_out(arguments: argparse.Namespace) -> Path:
         with local.stopping():
             return _in_turn(arguments)
     except local.Stopped as stop:
-        say(str(stop), sys.stderr)
+        if not isinstance(stop, StoppedSide):
+            say(str(stop), sys.stderr)
         raise SystemExit(128 + stop.signal) from None
 
 

@@ -30,7 +30,11 @@ _MOST_OF_COMMENT = 65_536
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is typed after ``report``."""
     parser.add_argument(
-        "directories", nargs="+", type=Path, metavar="directory", help="of runs, sweeps or folders of them"
+        "directories",
+        nargs="*",
+        type=Path,
+        metavar="directory",
+        help="of runs, sweeps or folders of them; without any, the newest sweep in outputs",
     )
     parser.add_argument("--html", action="store_true", help="write report.html; the default")
     parser.add_argument("--md", action="store_true", help="write report.md, for pull requests")
@@ -47,6 +51,7 @@ def main(arguments: argparse.Namespace) -> int:
     from ptdbench.records.store import Damaged
 
     try:
+        arguments.directories = arguments.directories or [_newest()]
         paths = _paths(arguments)
         runs = _runs(arguments.directories)
         texts = {form: _FORMS[form](_title(arguments.directories), _subtitle(runs), runs) for form in paths}
@@ -67,6 +72,25 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.open and not webbrowser.open(paths["html"].absolute().as_uri()):
         say(f"no browser was found to show {paths['html']}", sys.stderr)
     return 0
+
+
+def _newest() -> Path:
+    """The sweep in ``outputs`` that began last; where no link says so, the one whose name has the latest time.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    from ptdbench.records.store import LATEST, OF_SWEEPS
+
+    outputs = Path("outputs")
+    link = outputs / LATEST
+    if link.is_symlink() and link.is_dir():
+        return link.parent / link.readlink()
+    sweeps = sorted(path for path in outputs.glob("*") if any((path / name).exists() for name in OF_SWEEPS))
+    if not sweeps:
+        rule = "there is no sweep in outputs"
+        raise ConfigError([Problem("report", "(no directory)", rule, "give the directory of a run or of a sweep")])
+    return sweeps[-1]
 
 
 def _paths(arguments: argparse.Namespace) -> dict[str, Path]:

@@ -21,8 +21,11 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import psutil
+
 from ptdbench.launch import leaving
 from ptdbench.problems import ConfigError, Problem
+from ptdbench.terminal import say
 
 #: Signals that end a run from outside. USR2 is the one that submitit and SLURM send ahead of a time limit.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2")
@@ -33,6 +36,9 @@ END_SECONDS = 5.0
 
 #: How long ranks that were killed are waited for: they end at once, unless the machine is busy or a device holds them.
 KILLED_SECONDS = 5.0
+
+#: How long processes that ranks have left behind are given to end by themselves, and once more after SIGTERM.
+ORPHAN_SECONDS = 2.0
 
 #: How long to wait, where a stop signal has ended a rank, for the same to happen to others: who sends it to all sends
 #: it to one after the other.
@@ -143,7 +149,7 @@ def start(entry: Callable[..., Any], size: int, *arguments: Any, grace: float = 
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
     overseer = _Overseer(grace)
     others = multiprocessing.active_children()
-    with handling(overseer.note):
+    with handling(overseer.note), _alone():
         try:
             warm_up()
             Agent(_begin, size, (dict(os.environ), entry, *arguments), overseer.look).run()
@@ -293,6 +299,42 @@ def _die_with_server() -> None:
     starter = multiprocessing.parent_process()
     if (preload and os.getppid() != preload.SERVER) or not (starter and starter.is_alive()):
         os._exit(1)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """At its end no process is left that a rank has started: it would take cores, memory and ports from the next run.
+
+    Orphans of ranks become children of the fork server, see :mod:`ptdbench.launch.preload`.
+    """
+    try:
+        yield
+    finally:
+        left = psutil.wait_procs(_orphans(), ORPHAN_SECONDS)[1]
+        for process in left:
+            say(f"a rank had left a process running, which is ended: {_command(process)}", sys.stderr)
+        for number, seconds in ((signal.SIGTERM, ORPHAN_SECONDS), (signal.SIGKILL, KILLED_SECONDS)):
+            for process in left:
+                with suppress(psutil.Error):
+                    process.send_signal(number)
+            left = psutil.wait_procs(left, seconds)[1]
+
+
+def _orphans() -> list[psutil.Process]:
+    """The living processes below the fork server once its ranks have ended."""
+    with suppress(psutil.Error):
+        server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        ranks = {child.pid for child in multiprocessing.active_children()}
+        below = psutil.Process(server).children(recursive=True) if server else []
+        return [one for one in below if one.pid not in ranks and one.status() != psutil.STATUS_ZOMBIE]
+    return []
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} ({' '.join(process.cmdline())[:100]})"
+    except psutil.Error:
+        return str(process.pid)
 
 
 def _server_has_ended() -> bool:

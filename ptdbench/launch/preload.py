@@ -8,8 +8,9 @@ import ctypes
 import os
 import signal
 import sys
+import warnings
 
-PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 
 #: The process that has imported this: the fork server. A rank whose parent is another one has lost it.
 SERVER = os.getpid()
@@ -27,5 +28,12 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
+def _inherit_from_ranks() -> None:
+    """Become the parent of what a rank has started and left behind, so that whoever starts ranks can find it."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # when it ends
+
+
 if sys.platform == "linux":
     _die_with_parent()
+    _inherit_from_ranks()

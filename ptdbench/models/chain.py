@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ptdbench.models.protocol import Piece
+from ptdbench.problems import said
 
 #: Makes the outputs, or with targets the loss, of what a module's ``forward`` returns.
 Finish = Callable[[Any, Tensor | None], Tensor]
@@ -276,7 +277,7 @@ class Chain:
         except NoChain:
             raise
         except Exception as error:  # a stranger's code may raise anything
-            reason = str(error).partition("\n")[0]
+            reason = said(error).partition("\n")[0]
             raise NoChain(f"cannot be tried between its blocks: {reason}") from None
         finally:
             for handle in handles:

@@ -47,6 +47,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models import chain, trace
 from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss
+from ptdbench.problems import said
 
 Example = tuple[Tensor, Tensor]
 
@@ -223,7 +224,7 @@ def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> flo
     try:
         return _counted(module, inputs, targets, torch.device("meta"))
     except Exception as error:  # third-party code may raise anything
-        reason = str(error).partition("\n")[0]
+        reason = said(error).partition("\n")[0]
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):  # code that looks at values often asks first if it is traced
             return _counted(module, inputs, targets, torch.device("cpu"))

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from ptdbench.models.chain import Finish, NoChain
 from ptdbench.models.protocol import Piece
+from ptdbench.problems import said
 
 
 def parts(
@@ -86,7 +87,7 @@ def _traced(called: _Called, blocks: Collection[nn.Module]) -> fx.Graph:
     try:
         return _Tracer(blocks).trace(called)
     except Exception as error:  # the code of a stranger, with proxies in the place of tensors
-        reason = str(error).partition("\n")[0] or type(error).__name__
+        reason = said(error).partition("\n")[0] or type(error).__name__
         raise NoChain(f"cannot be traced: {reason}") from error
 
 

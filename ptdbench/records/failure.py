@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.launch.local import STOP_SIGNALS
+from ptdbench.problems import said
 from ptdbench.records.files import replace_bytes, write_json
 from ptdbench.records.frames import user_frame
 
@@ -76,14 +77,10 @@ def describe(exception: BaseException, rank: int) -> Failure:
     telling = exception
     while type(telling) is RuntimeError and telling.__cause__ is not None:
         telling = telling.__cause__
-    try:
-        message = str(telling)
-    except Exception as error:  # third-party code may raise anything
-        message = f"(no message: the exception's own __str__ raised {type(error).__name__})"
     return Failure(
         rank=rank,
         type=type(telling).__name__,
-        message=_shortened(message, _LONGEST_MESSAGE),
+        message=_shortened(said(telling), _LONGEST_MESSAGE),
         traceback=_shortened("".join(traceback.format_exception(exception)), _LONGEST_TRACEBACK),
         time=time.time(),
         host=socket.gethostname(),

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,6 +28,9 @@ from ptdbench.terminal import say
 RECORD = "record.json"
 RESULTS = "results.jsonl"
 LOCK = ".lock"
+
+#: The link to the newest sweep, beside it.
+LATEST = "latest"
 
 #: The files that identify a sweep's directory.
 OF_SWEEPS = (RESULTS, "sweep.json", "multirun.yaml")
@@ -254,6 +258,23 @@ def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, 
 def file_name(text: object) -> str:
     """The name of a directory made of any text: what needs quoting in a shell or an override becomes ``-``."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", str(text))[:200]
+
+
+def point_latest(directory: Path) -> None:
+    """Let the link ``latest`` beside a sweep's directory point to it; of sweeps that begin together to the last one.
+
+    There is none on file systems without links, and nothing else of that name is touched.
+    """
+    link = directory.with_name(LATEST)
+    if os.path.lexists(link) and not link.is_symlink():
+        return
+    fresh = link.with_name(f".{LATEST}.{secrets.token_hex(4)}.tmp")
+    with suppress(OSError):
+        fresh.symlink_to(directory.name)
+        fresh.replace(link)
+        return
+    with suppress(OSError):
+        fresh.unlink()
 
 
 def _unwritable(directory: Path, option: str, error: OSError) -> ConfigError:

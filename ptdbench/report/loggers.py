@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from ptdbench.problems import said
 from ptdbench.records.ledger import LEDGER
 from ptdbench.report import scalars
 from ptdbench.report.scalars import Scalar
@@ -237,7 +238,7 @@ class Log:
             step()
         except Exception as error:  # the service's own, and a stranger's
             self._has_failed = True
-            cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+            cause = f"{type(error).__name__}: {said(error)}".partition("\n")[0]
             rest = "the run goes on without it; TensorBoard and the record have everything"
             say(f"logger: {self._service.package} failed: {cause}; {rest}", sys.stderr)
 

@@ -55,7 +55,7 @@ def emphasized(text: str) -> Text:
 def show(text: str) -> None:
     """Print tables: with :func:`emphasized` on a terminal, as far as it has bold and colors, and else as they are."""
     console = Console(highlight=False)
-    if console.is_terminal and sys.stdout:
+    if console.is_terminal and sys.stdout and console.encoding.startswith("utf"):
         console.print(emphasized(text), soft_wrap=True)
     else:
         say(text)

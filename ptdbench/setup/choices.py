@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from ptdbench.problems import ConfigError, Problem
+from ptdbench.problems import ConfigError, Problem, said
 from ptdbench.setup import signature
 from ptdbench.setup.config import Call, Config
 
@@ -17,6 +17,9 @@ T = TypeVar("T")
 
 # Hydra logs what it cannot import; the problem that is raised here says it better, and once.
 logging.getLogger("hydra.utils").disabled = True
+
+# Importing torchao, as transformers does, makes torch warn twice in each process of what only torchao can change.
+logging.getLogger("torch.utils._pytree").addFilter(lambda told: "register_constant() on Enum" not in told.getMessage())
 
 
 def build(config: Config, group: str) -> Any:
@@ -38,7 +41,7 @@ def check(call: Call, group: str, *given: str) -> Callable[..., Any]:
     """Find what a group's choice calls, if Hydra lets a configuration call it, and hold its options against it."""
     try:
         target: Callable[..., Any] = instantiate({"_target_": call.target, "_partial_": True}).func
-    except InstantiationException as error:
+    except Exception as error:  # whatever an import may raise
         raise ConfigError([_not_found(f"{group}._target_", call.target, error)]) from None
     problems = signature.problems(target, call.options, given)
     if problems:
@@ -51,13 +54,14 @@ def _description(call: Call, partial: bool = False) -> dict[str, Any]:
     return {"_target_": call.target, "_convert_": "all", "_partial_": partial, **call.options}
 
 
-def _not_found(option: str, target: str, error: InstantiationException) -> Problem:
+def _not_found(option: str, target: str, error: Exception) -> Problem:
     """Why a target is not to be had: it raises when it is imported, is not callable, or is on Hydra's list."""
-    if error.__cause__ is None:
+    if isinstance(error, InstantiationException) and error.__cause__ is None:
         refused = str(error).startswith("Expected a callable")
         rule = "must be a class or a function" if refused else f"Hydra refuses it: {' '.join(str(error).split())}"
         return Problem(option, target, rule)
-    reason = str(error.__cause__.__cause__ or error.__cause__).partition("\n")[0]
+    cause = error.__cause__ or error
+    reason = said(cause.__cause__ or cause).partition("\n")[0]
     remedy = "it is looked for in the current directory, in PYTHONPATH and among what is installed"
     return Problem(option, target, f"cannot be imported: {reason}", remedy)
 
@@ -70,4 +74,4 @@ def guarded(make_it: Callable[[], T], group: str) -> T:
         cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
         if isinstance(cause, ConfigError):
             raise cause.under(group) from None
-        raise ConfigError([Problem(group, "(its options)", f"cannot be built: {cause}")]) from error
+        raise ConfigError([Problem(group, "(its options)", f"cannot be built: {said(cause)}")]) from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,10 +23,17 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
-from ptdbench.setup.commandline import RENAMED, SWEEPER, in_full, is_called_otherwise, option
+from ptdbench.setup.commandline import LAUNCHER, RENAMED, SWEEPER, in_full, is_called_otherwise, option
 from ptdbench.terminal import command
+
+#: What Hydra raises for a command line or a file that it cannot use, beside what :func:`_compose` makes the same.
+_REFUSALS = (HydraException, OmegaConfBaseException, ValueError, IndexError)
+
+#: Lists of a sweep that lie in a file.
+_PARAMS = "hydra.sweeper.params"
 
 
 def conf_folder() -> Path:
@@ -72,19 +80,20 @@ def compose_all(
         extra: One more folder of configurations, Hydra's ``--config-dir``.
 
     Raises:
-        ConfigError: With every override that cannot stand.
+        ConfigError: With every override that cannot stand, or what is wrong with the files.
     """
     with initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve()), job_name="train"):
+        if extra is not None:
+            _search_in(extra)
         parsed = _parse(in_full(overrides))
-        require(*_bracketed(parsed), *_several_clusters(parsed))
+        require(*_bracketed(parsed), *_several_clusters(parsed), *_replaced(parsed))
         try:
             batch = [_line(override) for override in parsed if _is_hydras(override)]
-            batch += [f"hydra.searchpath=['file://{Path(extra).resolve()}']"] if extra else []
             ours = [override for override in parsed if not _is_hydras(override)]
-            first = compose(config_name, [*batch, *_corner(ours, 0)], return_hydra_config=True)
+            first = _compose(config_name, [*batch, *_corner(ours, 0)])
             if params := first.hydra.sweeper.get("params"):  # a sweep's lists may lie in a file of conf/
                 ours = [*_parse(in_full(f"{name}={value}" for name, value in params.items())), *ours]
-                first = compose(config_name, [*batch, *_corner(ours, 0)], return_hydra_config=True)
+                first = _compose(config_name, [*batch, *_corner(ours, 0)])
             is_sweep = multirun or first.hydra.mode == RunMode.MULTIRUN
             searches = is_sweep and first.hydra.runtime.choices.get(SWEEPER) != "basic"
             if searches:
@@ -94,15 +103,47 @@ def compose_all(
                 jobs = _jobs(ours)
             composed, whole = [without_hydra(first)], [pickle.dumps(first)]
             for job in jobs[1:]:
-                config = compose(config_name, [*batch, *job], return_hydra_config=True)
+                config = _compose(config_name, [*batch, *job])
                 whole.append(pickle.dumps(config))
                 composed.append(without_hydra(config))
-        except (HydraException, OmegaConfBaseException, ValueError, IndexError) as error:
+        except _REFUSALS as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(_explain(config_name, parsed, error)) from None
         typed = [_line(override) for override in parsed if not _is_hydras(override) or _is_sweepers(override)]
         return Composed(first, composed, jobs, is_sweep, typed, searches, [] if searches else whole)
+
+
+def _search_in(extra: str) -> None:
+    """Look for choices in one more folder, at the place in the order where Hydra itself puts it."""
+    folder = Path(extra).resolve()
+    if not folder.is_dir():
+        raise ConfigError([Problem("--config-dir", extra, f"there is no such folder (it would be {folder})")])
+    loader = GlobalHydra.instance().config_loader()
+    search = loader.get_search_path()
+    search.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+    loader.repository.initialize_sources(search)  # type: ignore[attr-defined]
+
+
+def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
+    """One configuration with Hydra's own node.
+
+    Raises:
+        HydraException: Also for what Hydra lets through: errors of YAML, and failures of its own.
+    """
+    try:
+        return compose(config_name, list(overrides), return_hydra_config=True)
+    except UnicodeDecodeError as error:
+        raise HydraException(f"a configuration file is not UTF-8: {error}") from None
+    except _REFUSALS:
+        raise
+    except YAMLError as error:
+        raise HydraException(f"a configuration file cannot be read: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise HydraException("a configuration file includes itself, or something is nested too deeply") from None
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise HydraException(f"Hydra fails on it ({type(error).__name__}: {reason})") from None
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
@@ -125,7 +166,7 @@ def of_sweep(whole: bytes, sweep: DictConfig, block: int | None) -> DictConfig:
     with read_write(job), open_dict(job):
         if block is not None:
             _put_in_block(job, block)
-        for name in ("mode", "output_subdir", "searchpath"):
+        for name in ("mode", "output_subdir"):
             job.hydra[name] = sweep.hydra._get_node(name)
         job.hydra.sweep.dir = sweep.hydra.sweep._get_node("dir")
         job.hydra.overrides.hydra = sweep.hydra.overrides.hydra
@@ -152,7 +193,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     for override in overrides:
         try:
             parsed += parser.parse_overrides([override])
-        except HydraException as error:
+        except (HydraException, RecursionError) as error:
             name, equals, value = override.partition("=")
             reason = str(error).partition("\n")[0]
             rule = f"cannot be read ({reason})" if equals else "options are written NAME=VALUE, without spaces"
@@ -234,6 +275,16 @@ def _several_clusters(overrides: Sequence[Override]) -> list[Problem]:
     ]
 
 
+def _replaced(overrides: Sequence[Override]) -> list[Problem]:
+    """Hydra would use a value in the place of a plugin's options, and fail."""
+    return [
+        Problem(override.key_or_group, _typed_value(override), "is a group of options", f"try {group}=...")
+        for override in overrides
+        for group in (LAUNCHER, SWEEPER)
+        if override.key_or_group == group.replace("/", ".") and not isinstance(override.value(), dict)
+    ]
+
+
 def _continuous(overrides: Sequence[Override]) -> list[Problem]:
     rule = "is a range of numbers, of which a sweeper that searches chooses"
     remedy = f"add -m {SWEEPER}=optuna, or give a list of values"
@@ -255,7 +306,7 @@ def _lists(overrides: Sequence[Override]) -> list[Problem]:
 
 def _explain(config_name: str, overrides: Sequence[Override], error: Exception) -> list[Problem]:
     """Which overrides Hydra could not use, and what their author may have meant."""
-    reason = str(error).strip().partition("\n")[0]
+    reason = str(error).strip().partition("\n")[0] or type(error).__name__
     unclear = Problem("command line", " ".join(_line(override) for override in overrides), reason)
     groups = _groups()
     found, sound = [], []
@@ -267,15 +318,20 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
             if not problems and not override.is_sweep_override():
                 sound.append(_line(override))
     try:
-        options = [*groups, *_options(compose(config_name, sound))]
-    except HydraException:
+        base = without_hydra(_compose(config_name, sound))
+    except _REFUSALS:
         return found or [unclear]
+    options = [*groups, *_options(base)]
     for override in overrides:
         name = override.key_or_group
-        if name in RENAMED:
+        if name.startswith(_PARAMS):
+            rule = "cannot be given on the command line where no file has it: Hydra fails"
+            remedy = "give the lists themselves, as in -m optimizer.lr=0.1,0.2"
+            found.append(Problem(name, _typed_value(override), rule, remedy))
+        elif name in RENAMED:
             found.append(is_called_otherwise(name, _typed_value(override)))
         elif not (name in options or _is_hydras(override) or override.is_add()):
-            free = f"try +{_line(override)}" if _takes_any(compose(config_name, sound), name) else ""
+            free = f"try +{_line(override)}" if _takes_any(base, name) else ""
             similar = dict.fromkeys(RENAMED.get(one, one) for one in _similar(name, [*options, *RENAMED]))
             remedy = try_these(similar) or f"see {command()} --cfg job"
             remedy = free or _owners(config_name, name) or remedy
@@ -297,9 +353,19 @@ def _takes_any(config: DictConfig, option: str) -> bool:
 def _owners(config_name: str, option: str) -> str:
     """Which choices of its group have an option that the chosen one has not, as pdp has ``parallel.schedule``."""
     group = option.partition(".")[0]
+    if group not in _groups():
+        return ""
     choices = GlobalHydra.instance().config_loader().get_group_options(group, ObjectType.CONFIG)
-    names = [c for c in choices if option in _options(compose(config_name, [f"{group}={c}"]))]
+    names = [choice for choice in choices if _has(config_name, f"{group}={choice}", option)]
     return f"it belongs to {group}={','.join(names)}" if names else ""
+
+
+def _has(config_name: str, choice: str, option: str) -> bool:
+    """Whether a group's choice has an option; one whose file cannot be read has none."""
+    try:
+        return option in _options(without_hydra(_compose(config_name, [choice])))
+    except _REFUSALS:
+        return False
 
 
 def _unknown_choices(override: Override) -> list[Problem]:

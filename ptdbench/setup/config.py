@@ -276,7 +276,7 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
     written = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(written, dict)
 
-    def value_of(key: str) -> Any:
+    def value_of(key: Any) -> Any:
         try:
             value = composed.get(key, written[key])
             if isinstance(value, DictConfig):
@@ -285,7 +285,7 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
         except OmegaConfBaseException:
             return written[key]
 
-    return {str(key): value_of(str(key)) for key in written}
+    return {str(key): value_of(key) for key in written}
 
 
 def _unlike_a_name(option: str, value: object) -> Problem | None:

@@ -73,7 +73,9 @@ def read(typed: Sequence[str], multirun: bool, world: World | None) -> Line:
 def _run(directory: Path, others: list[str], multirun: bool, world: World | None) -> Line:
     """Go on in the run's own directory, where it was; elsewhere or with other options it becomes a run of its own."""
     written: Mapping[str, Any] = {}
-    with suppress(FileNotFoundError, store.Damaged):  # what was typed stands in Hydra's own file too
+    with suppress(
+        FileNotFoundError, NotADirectoryError, store.Damaged
+    ):  # what was typed stands in Hydra's own file too
         written = store.load_record(directory)
     place = [override for override in others if _is_place(override)]
     moves = world is None and any(_moves(override, written) for override in place)

@@ -23,7 +23,7 @@ from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.footprint import Footprint
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.problems import ConfigError, Findings, Problem, require, under
+from ptdbench.problems import ConfigError, Findings, Problem, require, said, under
 from ptdbench.setup import choices
 from ptdbench.setup.config import Call, Config
 
@@ -188,7 +188,7 @@ def _optimizer(config: Config) -> Callable[[Iterable[nn.Parameter]], torch.optim
     """The optimizer, tried on one number: torch checks the values of its options when it makes one."""
     optimizer = choices.bound(config, "optimizer", "params")
     choices.guarded(lambda: optimizer([nn.Parameter(torch.zeros(1))]), "optimizer")
-    if config.resolved["train"].get("decay") == "all" or not config.call("optimizer").options.get("weight_decay"):
+    if config.train.decay == "all" or not config.call("optimizer").options.get("weight_decay"):
         return optimizer
     return lambda parameters: optimizer(decay_groups(parameters))
 
@@ -213,7 +213,7 @@ def _check_data(config: Config, model: Model, data: Data) -> None:
         with torch.no_grad():
             module.eval()(*data.example())
     except Exception as error:  # whatever a model may raise
-        name, reason = config.call("model").name, str(error).partition("\n")[0]
+        name, reason = config.call("model").name, said(error).partition("\n")[0]
         raise ConfigError(
             [Problem("data", config.call("data").name, f"does not suit model={name}: {reason}")]
         ) from None

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
+
+import psutil
 
 from ptdbench.launch import local
 from ptdbench.problems import ConfigError, Problem
@@ -38,6 +41,10 @@ class Side:
     python: str
     directory: Path
     environ: Mapping[str, str] | None = None
+
+
+class StoppedSide(local.Stopped):
+    """A signal asked this process to end, and the side that was running has said so."""
 
 
 #: Prints where a package would be imported from, or an empty line.
@@ -87,10 +94,11 @@ def checkouts(revisions: Sequence[str], overrides: Sequence[str]) -> Iterator[li
     top = Path(_git(revisions[0], "rev-parse", "--show-toplevel"))
     for revision in revisions:
         _git(revision, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+    _remove_abandoned(top)
     folder = None
     try:
         with local.deferred():
-            folder = Path(mkdtemp(prefix="ptdbench-checkout-")).resolve()
+            folder = Path(mkdtemp(prefix=f"ptdbench-checkout-{socket.gethostname()}-{os.getpid()}-")).resolve()
         sides = []
         for name, revision in zip(("before", "after"), revisions, strict=True):
             with local.deferred():  # git leaves what it was killed at half done
@@ -101,14 +109,27 @@ def checkouts(revisions: Sequence[str], overrides: Sequence[str]) -> Iterator[li
         yield sides
     finally:
         with local.deferred():
-            _remove(folder, top)
+            if folder is not None:
+                _remove(folder, folder.iterdir(), top)
 
 
-def _remove(folder: Path | None, top: Path) -> None:
-    """Remove the checkouts, those that git has not finished too."""
-    if folder is None:
-        return
-    for tree in folder.iterdir():
+#: The folder of two checkouts, named after the process that has made it.
+_OF_PROCESS = re.compile(r"ptdbench-checkout-(?P<host>.+)-(?P<pid>\d+)-\w+")
+
+
+def _remove_abandoned(top: Path) -> None:
+    """Remove the checkouts of processes of this machine that were killed before they could."""
+    with local.deferred():
+        listed = _git("HEAD", "-C", str(top), "worktree", "list", "--porcelain").splitlines()
+        for tree in (Path(line.removeprefix("worktree ")) for line in listed if line.startswith("worktree ")):
+            made = _OF_PROCESS.fullmatch(tree.parent.name)
+            if made and made["host"] == socket.gethostname() and not psutil.pid_exists(int(made["pid"])):
+                _remove(tree.parent, [tree], top)
+
+
+def _remove(folder: Path, trees: Iterable[Path], top: Path) -> None:
+    """Remove a folder with its checkouts, those that git has not finished too."""
+    for tree in trees:
         remove = ["git", "-C", str(top), "worktree", "remove", "--force", "--force", str(tree)]
         subprocess.run(remove, capture_output=True, check=False, start_new_session=True)
     shutil.rmtree(folder, ignore_errors=True)
@@ -230,7 +251,7 @@ def _wait_for(command: Sequence[str], side: Side) -> int:
     It has a session of its own, so that a Ctrl-C reaches it once, through this process.
 
     Raises:
-        Stopped: There was such a signal; the sweep has ended.
+        Stopped: There was such a signal; the sweep has ended. :class:`StoppedSide` where it ended by that signal.
     """
     noted: list[int] = []
     child: subprocess.Popen[bytes] | None = None
@@ -248,5 +269,5 @@ def _wait_for(command: Sequence[str], side: Side) -> int:
             child.send_signal(number)
         status = child.wait()
     if noted:
-        raise local.Stopped(noted[0])
+        raise (StoppedSide if status == 128 + noted[0] else local.Stopped)(noted[0])
     return status

@@ -32,7 +32,10 @@ def claim(composed: Composed, overrides: Sequence[str], world: World | None, goe
 
     def make() -> str:
         if not any(override.startswith(f"{option}=") for override in overrides):
-            return str(store.claim_directory(wish.parent, wish.name, option, fill))
+            claimed = store.claim_directory(wish.parent, wish.name, option, fill)
+            if composed.is_sweep:
+                store.point_latest(claimed)
+            return str(claimed)
         store.occupy(wish, option, fill, again=bool(goes_on or slurm.restarts(os.environ)))
         return str(wish)
 

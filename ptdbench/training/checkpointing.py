@@ -137,7 +137,7 @@ class Checkpointing:
             group=group,
         )
         self._loop.engine.load_own_state(own)
-        self._loop.resume(found.manifest.step, facts["scaler"])
+        self._loop.resume(found.manifest.step, facts.get("scaler", {}))
         source = found.path.parent.parent
         self._saved = found.manifest.step if source == self._job.directory else -1
         self.resumed_from = str(found.path)

@@ -92,6 +92,22 @@ def test_a_manifest_with_other_fields_is_none(tmp_path, written):
     assert broken(manifest.read, tmp_path) == "manifest.json is not a manifest"
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"model": []}, {"model": None}, {"facts": []}, {"facts": {"segments": 3}}, {"facts": {"evaluations": [1]}},
+        {"facts": {"scaler": []}}, {"step": "7"}, {"step": -1}, {"world_size": True},
+        {"files": {"__0_0.distcp": {"bytes": "1", "sha256": "00"}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_manifest_stamped_anew_with_values_of_other_types_is_none(tmp_path, written, other):
+    body = json.loads((tmp_path / "manifest.json").read_text()) | other
+    body.pop("sha256")
+    (tmp_path / "manifest.json").write_text(json.dumps(body | {"sha256": manifest._digest(body)}))
+    assert broken(manifest.read, tmp_path) == "manifest.json is not a manifest"
+
+
 def test_missing_and_truncated_files(tmp_path, written):
     (tmp_path / "__1_0.distcp").write_bytes(CONTENT[1:-3])
     assert broken(manifest.check_sizes, tmp_path, written) == "__1_0.distcp has 9996 bytes instead of 9999"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import sys
 import webbrowser
 
 import pytest
 
 from ptdbench import __main__ as command
+from ptdbench.records import store
 from ptdbench.records.store import RECORD, RESULTS
 from tests.report.made import DDP, FSDP, failed, keep, run
 
@@ -90,6 +92,21 @@ class TestForms:
         keep(tmp_path / "more", "0_gpt_tiny_ddp", DDP)
         assert report(sweep, tmp_path / "more", sweep, tmp_path, "--csv")[0] == 0
         assert len((sweep / "report.csv").read_text().splitlines()) == 1 + 4
+
+    def test_without_a_directory_the_newest_sweep(self, report, sweep, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        told = "report=(no directory): there is no sweep in outputs; give the directory of a run or of a sweep"
+        assert report() == (1, [], [told])
+        outputs = tmp_path / "outputs"
+        outputs.mkdir()
+        for name in ("2026-01-02_sweep", "2026-01-01_sweep"):
+            shutil.copytree(sweep, outputs / name)
+        (outputs / "2026-01-03_toy_ddp").mkdir()  # a run is no sweep
+        assert report()[1] == ["report       outputs/2026-01-02_sweep/report.html"]  # no link, as on some file systems
+        store.point_latest(outputs / "2026-01-01_sweep")
+        assert report()[1] == ["report       outputs/2026-01-01_sweep/report.html"]
+        store.point_latest(outputs / "gone")
+        assert report("--force")[1] == ["report       outputs/2026-01-02_sweep/report.html"]
 
     def test_one_run(self, report, sweep):
         assert report(sweep / "1_gpt_tiny_ddp")[0] == 0

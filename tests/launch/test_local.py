@@ -64,6 +64,28 @@ def test_a_folder_whose_name_leaves_no_room_for_sockets_is_refused(monkeypatch):
         local.check_sockets()
 
 
+def leave_behind(environ: dict[str, str], folder: Path) -> None:
+    """In a rank: fork twice, so that the grandchild is an orphan that hears no SIGTERM."""
+    if os.fork() == 0:
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (folder / "pid").write_text(str(os.getpid()))
+            time.sleep(3600)
+        os._exit(0)
+    os.wait()
+    while not (folder / "pid").exists() or not (folder / "pid").read_text():
+        time.sleep(0.01)
+
+
+def test_what_a_rank_has_started_and_left_running_is_ended_and_named(tmp_path, monkeypatch, capsys):
+    """Only processes show it: an orphan has to find a parent that knows of it."""
+    monkeypatch.setattr(local, "ORPHAN_SECONDS", 0.2)
+    local.start(leave_behind, 1, tmp_path)
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert f"a rank had left a process running, which is ended: {pid} (" in capsys.readouterr().err
+
+
 def test_the_death_of_a_rank_ends_its_peers_and_says_which_and_how():
     with pytest.raises(local.RankDied, match="rank 1 ended with exit status 7") as caught:
         local.start(fail_with, 2, 7)

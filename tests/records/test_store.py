@@ -1,3 +1,4 @@
+import errno
 import json
 import multiprocessing
 import os
@@ -220,3 +221,25 @@ def test_a_read_only_parent_is_one_clear_problem(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*Permission denied"):
         claim(tmp_path, "run")
+
+
+class TestLatest:
+    def test_of_sweeps_it_is_the_last_one(self, tmp_path):
+        for name in ("one", "two"):
+            (tmp_path / name).mkdir()
+            store.point_latest(tmp_path / name)
+        assert (tmp_path / "latest").readlink() == Path("two")
+        assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "latest"}
+
+    def test_what_is_no_link_is_left_alone(self, tmp_path):
+        (tmp_path / "latest").mkdir()
+        store.point_latest(tmp_path / "one")
+        assert not (tmp_path / "latest").is_symlink()
+
+    def test_a_file_system_without_links_has_none(self, tmp_path, monkeypatch):
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(Path, "symlink_to", refuse)
+        store.point_latest(tmp_path / "one")
+        assert not list(tmp_path.iterdir())

@@ -14,7 +14,8 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict, read_write
 
 from ptdbench.problems import ConfigError
-from ptdbench.setup.compose import Composed, _jobs, compose_all, of_sweep
+from ptdbench.setup import config
+from ptdbench.setup.compose import Composed, _jobs, _search_in, compose_all, of_sweep
 from tests.conftest import ROOT
 
 CONF = ROOT / "conf"
@@ -199,6 +200,90 @@ class TestSyntax:
                 compose_all(Path(conf), name, (), multirun=False)
 
 
+TOY = "name: toy\n_target_: ptdbench.models.toy.Toy\ninputs: 32\nwidth: 64\noutputs: 8\nlayers: 4\n"
+
+
+class TestFolderOfOnesOwn:
+    """``--config-dir``, and what may be wrong with the files in it."""
+
+    @staticmethod
+    def refused(folder: Path, *overrides: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            compose_all(CONF, "config", overrides, multirun=False, extra=str(folder))
+        (line,) = str(caught.value).splitlines()
+        return line
+
+    def test_a_folder_that_is_not_there(self, tmp_path):
+        folder = tmp_path / "typo"
+        told = f"--config-dir={folder}: there is no such folder (it would be {folder})"
+        assert self.refused(folder, "model=mine") == told
+        folder.touch()
+        assert self.refused(folder, "model=toy") == told
+
+    def test_a_glob_finds_choices_there(self, tmp_path):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "to_mine.yaml").write_text(TOY)
+        found = compose_all(CONF, "config", ["model=glob(to*)"], multirun=True, extra=str(tmp_path))
+        assert found.overrides == [["model=to_mine"], ["model=toy"]]
+
+    @pytest.mark.parametrize(
+        ("text", "told"),
+        [
+            ("name: x\n  a: [1\n", 'cannot be read: mapping values are not allowed here in "{path}", line 2, column 4'),
+            (f"{TOY}x: !mine 1\n", "cannot be read: could not determine a constructor for the tag '!mine' in"),
+            (f"{TOY}name: y\n", 'cannot be read: while constructing a mapping in "{path}"'),
+            (f"{TOY}x: \x00\n", "cannot be read: unacceptable character #x0000"),
+            (f"defaults:\n  - mine\n  - _self_\n{TOY}", "includes itself"),
+            (f"{TOY}x: &x [*x]\n", "nested too deeply"),
+            ("42\n", "OSError: Invalid loaded object type: int"),
+            (f"defaults: 3\n{TOY}", "defaults must be a list (got int)"),
+            (f"# @package a b c\n{TOY}", "Too many components in '@package a b c'"),
+            (f"{TOY}x: ${{model\n", "command line=model=mine: "),
+            (TOY.encode("utf-16"), "a configuration file is not UTF-8: "),
+        ],
+    )
+    def test_a_file_that_is_no_configuration(self, tmp_path, text, told):
+        (tmp_path / "model").mkdir()
+        path = tmp_path / "model" / "mine.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        line = self.refused(tmp_path, "model=mine")
+        assert line.startswith("command line=model=mine: ")
+        assert told.replace("{path}", str(path)) in line
+        assert line.removeprefix("command line=model=mine: ")
+
+    def test_a_broken_file_that_nobody_chose_hides_no_misspelling(self, tmp_path):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "mine.yaml").write_text("[")
+        assert self.refused(tmp_path, "model.wdth=3").startswith("model.wdth=3: there is no such option")
+
+    def test_a_key_that_is_a_number(self, tmp_path):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "mine.yaml").write_text(f"{TOY}3: x\n")
+        found = compose_all(CONF, "config", ["model=mine"], multirun=False, extra=str(tmp_path))
+        assert config.resolve(found.jobs[0])["model"]["3"] == "x"
+
+
+class TestWhatHydraFailsOn:
+    @pytest.mark.parametrize("typed", ["params={optimizer.lr:0.1}", "params.lr=0.1"])
+    def test_lists_of_the_sweeper_on_the_command_line(self, typed):
+        (line,) = refused(f"hydra.sweeper.{typed}", multirun=True)
+        assert line.startswith(f"hydra.sweeper.{typed}: cannot be given on the command line")
+        assert line.endswith("; give the lists themselves, as in -m optimizer.lr=0.1,0.2")
+
+    @pytest.mark.parametrize("group", ["launcher", "sweeper"])
+    def test_a_value_for_a_plugin(self, group):
+        assert refused(f"hydra.{group}=3") == [f"hydra.{group}=3: is a group of options; try hydra/{group}=..."]
+
+    @pytest.mark.parametrize("typed", ["=", "~", "hydra=3", "~hydra"])
+    def test_no_option_at_all(self, typed):
+        assert refused(typed)[0].endswith("there is no such option; see python train.py --cfg job")
+
+    @pytest.mark.parametrize("depth", [200, 3000])
+    def test_brackets_without_end(self, depth):
+        (line,) = refused(f"train.steps={'[' * depth}{']' * depth}")
+        assert "nested too deeply" in line or "recursion" in line
+
+
 @pytest.mark.parametrize(("extra", "block"), [(False, None), (True, None), (False, 2)])
 def test_a_job_of_a_sweep_is_what_hydra_would_compose_once_more(tmp_path, extra, block):
     (tmp_path / "model").mkdir()
@@ -206,9 +291,10 @@ def test_a_job_of_a_sweep_is_what_hydra_would_compose_once_more(tmp_path, extra,
     typed = [f"model=toy,{'mine' if extra else 'gpt_tiny'}", "seed=3", "hydra.job.chdir=false"]
     asked = compose_all(CONF, "config", typed, multirun=True, extra=str(tmp_path) if extra else None)
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF), job_name="another"):
+        if extra:
+            _search_in(str(tmp_path))
         loader = GlobalHydra.instance().config_loader()
         hydras = ["hydra.job.chdir=false", "hydra.sweep.dir='/x y'", "hydra.output_subdir=null", "hydra.mode=MULTIRUN"]
-        hydras += [f"hydra.searchpath=['file://{tmp_path}']"] if extra else []
         sweep = loader.load_configuration("config", [*typed, *hydras], RunMode.MULTIRUN)
         for whole, overrides in zip(asked.whole, asked.overrides, strict=True):
             of_block = [f"repeat.block={block}"] if block is not None else []

@@ -193,6 +193,11 @@ class TestRefused:
         (line,) = refused(f"data={data}")
         assert line.startswith(f"data={data}: does not suit model=gpt_tiny: ")
 
+    @pytest.mark.parametrize("override", ["train=3", "train=null", "~train"])
+    def test_a_group_that_is_none_is_one_message(self, override):
+        lines = refused(override)
+        assert lines[0].startswith(f"train={'3' if '3' in override else 'null'}: is a group of options")
+
     def test_everything_at_once_across_all_parts(self):
         found = refused(
             "precision=fp4", "train.global_batch=17", "model.heads=3", "optimizer.lr=-1", "data.path=/no/such/books",
@@ -252,6 +257,10 @@ class TestModelsOfTheUser:
         (line,) = refused("model=custom", "model._target_=tests.setup.test_run_spec.Moody", *VECTORS)
         assert line == "model=(its options): cannot be built: not today"
 
+    def test_one_whose_exception_cannot_even_be_told(self):
+        (line,) = refused("model=custom", "model._target_=tests.setup.test_run_spec.Mute", *VECTORS)
+        assert line.startswith("model=(its options): cannot be built: (no message: the exception's own __str__ raised")
+
     @pytest.mark.parametrize("target", ["math.pi", "os"])
     def test_what_is_no_class(self, target):
         (line,) = refused("model=custom", f"model._target_={target}", *VECTORS)
@@ -280,6 +289,15 @@ class Unfathomable(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return super().forward(inputs) * (2 if inputs.sum().item() > 0 else 1)
+
+
+class Mute(nn.Module):
+    def __init__(self) -> None:
+        class Silent(Exception):
+            def __str__(self) -> str:
+                raise LookupError
+
+        raise Silent
 
 
 class Moody(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -160,6 +161,18 @@ def test_what_is_refused_ends_it_at_once(tmp_path, stubs):
     assert len(started(tmp_path)) == 1
 
 
+@pytest.mark.parametrize(("status", "kind"), [(130, alternating.StoppedSide), (0, local.Stopped)])
+def test_a_side_that_was_stopped_says_so_itself(tmp_path, stubs, status, kind):
+    sides = stubs()
+    for side in sides:
+        Path(side.python).write_text(
+            f"#!/bin/sh\ntrap 'exit {status}' INT\nkill -INT $PPID; while :; do sleep 0.05; done\n"
+        )
+    with local.stopping(), pytest.raises(local.Stopped) as stop:
+        alternating.run(sides, [], repeat(2), tmp_path / "out")
+    assert type(stop.value) is kind
+
+
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
 def test_a_signal_is_passed_on_and_the_side_ends_by_itself(tmp_path, stubs, name):
     sides = stubs()
@@ -215,6 +228,17 @@ class TestCheckouts:
     @staticmethod
     def git(top: Path, *words: str) -> str:
         return subprocess.run(["git", *words], cwd=top, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    def test_what_a_killed_process_has_left_goes_and_what_a_living_one_has_made_stays(self, repository, tmp_path):
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait(60)
+        for pid, name in ((gone.pid, "before"), (os.getpid(), "after")):
+            place = tmp_path / f"ptdbench-checkout-{socket.gethostname()}-{pid}-abc_d"
+            self.git(repository, "worktree", "add", "--quiet", "--detach", str(place / name), "one")
+        with alternating.checkouts(["one", "two"], []):
+            assert not list(tmp_path.glob(f"ptdbench-checkout-*-{gone.pid}-*"))
+        assert len(self.git(repository, "worktree", "list").splitlines()) == 2
+        assert (tmp_path / f"ptdbench-checkout-{socket.gethostname()}-{os.getpid()}-abc_d" / "after" / "code").is_dir()
 
     def test_each_commit_is_there_and_goes_again(self, repository):
         with alternating.checkouts(["one", "two"], []) as sides:
