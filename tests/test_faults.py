@@ -32,6 +32,7 @@ FAULTY = (
         ("ddp", 0, "raise", "failed", "RuntimeError", "this one is on purpose"),
         ("fsdp", 1, "raise", "failed", "RuntimeError", "this one is on purpose"),
         ("ddp", 0, "kill", "failed", "SIGKILL", "killed by SIGKILL"),
+        ("fsdp", 1, "crash", "failed", "SIGSEGV", "killed by SIGSEGV (an invalid memory access in native code)"),
         ("fsdp", 0, "oom", "oom", "RuntimeError", "allocate memory"),
     ],
 )
