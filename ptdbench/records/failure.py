@@ -44,8 +44,8 @@ class Failure:
         exit_code: Exit status seen by the parent, ``-n`` after signal ``n``; ``None`` in the rank's own report.
         unheard: For a rank stopped by a signal: the ranks not known to be stopped. If one of them reports something
             later, it was alive, and the signal was not sent to all.
-        where: The last frame in the user's code, as in ``mymodels.py:13 in forward``, of a crash else in this package; or
-            empty.
+        where: The last frame in the user's code, as in ``mymodels.py:13 in forward``, of a crash else in this package;
+            or empty.
     """
 
     rank: int
