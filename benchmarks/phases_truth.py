@@ -48,7 +48,11 @@ LAYOUTS = {
     "fsdp": ["parallel=fsdp"],
     "hsdp": ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2"],
     "tp": ["parallel=tp"],
-    **{f"pdp-{name}": ["parallel=pdp", "parallel.pipeline=2", f"parallel.schedule={name}"] for name in SCHEDULES},
+    **{
+        f"pdp-{name}": ["parallel=pdp", "parallel.pipeline=2", f"parallel.schedule={name}"]
+        for name, schedule in SCHEDULES.items()
+        if schedule.is_supported
+    },
 }
 
 #: Two ranks can be copies or shards, not both.

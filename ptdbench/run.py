@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 
 from ptdbench import ending
 from ptdbench.job import Job
-from ptdbench.launch import devices, leaving, local, peers, rendezvous, settings
+from ptdbench.launch import crash, devices, leaving, local, peers, rendezvous, settings
 from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World, discover
 from ptdbench.measure import memory, tf32
@@ -72,7 +72,8 @@ def run(composed: DictConfig, directory: Path, known: Summary | None = None, hea
         if world:
             rendezvous.export(world, os.environ)  # a model of the user's own may ask who it is when it is made
             devices.check(world, str(composed.get("device")), str(composed.get("backend")))
-            spec = _specify(composed, world, watch)
+            with crash.kept(failure.crash_file(attempt.failures, world.rank)):
+                spec = _specify(composed, world, watch)
             known = spec.summary
         else:
             known = known or run_spec.summarize(config.read(composed), None)
@@ -118,6 +119,8 @@ def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, watch: Stopw
         raise
     else:
         _fail_if_open(attempt, failure.without_result())
+    finally:
+        failure.clear(attempt.failures)
 
 
 def _fail(attempt: Attempt, cause: failure.Failure) -> None:
@@ -160,16 +163,17 @@ def take_part(
         SystemExit: The run failed here; the reason lies in the run's directory.
     """
     leaving.on_forced_end(partial(ending.remark, attempt, world.rank))
-    try:
-        with ending.witness(world, attempt), Display(heading if world.rank == 0 else None) as display:
-            _work(specified(), world, attempt, watch, display)
-    except BaseException as error:
+    with crash.kept(failure.crash_file(attempt.failures, world.rank)):
         try:
-            local.ignore_signals()  # the launcher sends them to all ranks as soon as it sees that one has failed
-        except local.Stopped:  # it had sent one already
-            local.ignore_signals()
-        ending.report(world, attempt, error)
-        raise SystemExit(1) from error
+            with ending.witness(world, attempt), Display(heading if world.rank == 0 else None) as display:
+                _work(specified(), world, attempt, watch, display)
+        except BaseException as error:
+            try:
+                local.ignore_signals()  # the launcher sends them to all ranks as soon as it sees that one has failed
+            except local.Stopped:  # it had sent one already
+                local.ignore_signals()
+            ending.report(world, attempt, error)
+            raise SystemExit(1) from error
 
 
 def _specify(composed: DictConfig, world: World, watch: Stopwatch) -> RunSpec:

@@ -14,14 +14,14 @@ from omegaconf import OmegaConf
 
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition
-from ptdbench.parallel.pipeline.schedules import SCHEDULES, SPLITS_SINCE
+from ptdbench.parallel.pipeline.schedules import SPLITS_SINCE
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests, script
 from tests.conftest import ROOT, composed
 from tests.daily import cases
-from tests.parallel.splitting import SPLITS
+from tests.parallel.splitting import is_refused
 from tests.shown import PAGES, commands, links, refusals
 
 #: What `make slurm-up` starts, of which the pages show what it says.
@@ -77,7 +77,7 @@ def done() -> set[str]:
 
 
 def skip_where_torch_is_too_old(command: str) -> None:
-    if not SPLITS and any(name in command for name, one in SCHEDULES.items() if one.splits_backward):
+    if is_refused(command):
         pytest.skip(f"needs torch {SPLITS_SINCE}")
 
 

@@ -10,7 +10,7 @@ from ptdbench import run as product
 from ptdbench.launch import local
 from ptdbench.launch.world import KNOWN, World
 from ptdbench.records import record, store
-from ptdbench.records.failure import Failure
+from ptdbench.records.failure import Failure, crash_file
 from ptdbench.records.owner import Attempt
 from tests.conftest import composed
 
@@ -47,6 +47,17 @@ def test_an_earlier_failure_of_another_rank_takes_the_place_of_a_later_one(direc
     ending.report(world(1), attempt(directory), RuntimeError("Connection closed by peer"))
     ending.report(world(0), attempt(directory), ValueError("a bad batch"))
     assert store.load_record(directory)["error"]["message"] == "a bad batch"
+
+
+def test_a_peer_that_native_code_ended_is_named_by_those_who_lost_it(directory):
+    store.write_record(directory, OPEN)
+    path = crash_file(attempt(directory).failures, 1)
+    path.parent.mkdir(parents=True)
+    path.write_text('Fatal Python error: Bus error\n\nCurrent thread 0x1:\n  File "/my/model.py", line 3 in forward\n')
+    ending.report(world(0), attempt(directory), RuntimeError("Connection closed by peer"))
+    error = store.load_record(directory)["error"]
+    assert (error["rank"], error["type"], error["where"]) == (1, "SIGBUS", "model.py:3 in forward")
+    assert (directory / "traceback.txt").read_text() == error["traceback"] == path.read_text()
 
 
 def test_a_rank_that_outlives_its_job_does_not_undo_what_the_queue_said(directory):

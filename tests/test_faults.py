@@ -33,6 +33,7 @@ FAULTY = (
         ("ddp", 0, "raise", "failed", "RuntimeError", "this one is on purpose"),
         ("fsdp", 1, "raise", "failed", "RuntimeError", "this one is on purpose"),
         ("ddp", 0, "kill", "failed", "SIGKILL", "killed by SIGKILL"),
+        ("fsdp", 1, "crash", "failed", "SIGSEGV", "killed by SIGSEGV (an invalid memory access in native code)"),
         ("fsdp", 0, "oom", "oom", "RuntimeError", "allocate memory"),
     ],
 )
@@ -46,6 +47,7 @@ def test_the_first_failing_rank_and_its_reason_are_recorded(run, strategy, rank,
         assert re.fullmatch(r"tests/launch/faulty\.py:\d+ in forward", error["where"])
         assert (Path(record["directory"]) / "traceback.txt").read_text() == error["traceback"]
     assert record["world_size"] == 2
+    assert all(path.stat().st_size for path in (Path(record["directory"]) / "failures").glob("*/*"))
 
 
 @cases("rank", [0, 1], daily=[1])
@@ -139,4 +141,6 @@ def test_ranks_that_cannot_be_started_are_a_failed_run_and_the_next_one_goes_on(
         record = run("model=toy", "train.steps=2")
     assert (record["status"], record["error"]["rank"], record["error"]["type"]) == ("failed", -1, "LaunchError")
     assert record["error"]["message"] == "the ranks could not be started: Cannot allocate memory"
-    assert run("model=toy", "train.steps=2")["status"] == "ok"
+    record = run("model=toy", "train.steps=2")
+    assert record["status"] == "ok"
+    assert not (Path(record["directory"]) / "failures").exists()

@@ -18,16 +18,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ptdbench.launch import crash
 from ptdbench.launch.local import STOP_SIGNALS
 from ptdbench.problems import said
 from ptdbench.records.files import replace_bytes, write_json
-from ptdbench.records.frames import user_frame
+from ptdbench.records.frames import last_frame, user_frame
 
 #: Characters of a message and of a traceback that are kept; a stranger's may have millions.
 _LONGEST_MESSAGE, _LONGEST_TRACEBACK = 20_000, 200_000
 
 #: The traceback of the exception that made a run fail, in its directory.
 TRACEBACK = "traceback.txt"
+
+#: The stacks of a rank that native code has ended, beside the reports of the others.
+_CRASH = "crash-rank-{}.txt"
 
 
 @dataclass(frozen=True)
@@ -40,11 +44,12 @@ class Failure:
         message: The error message to show.
         traceback: The traceback as text; empty if the process could not write one.
         time: Seconds since the epoch, by the clock of ``host``.
-        host: The machine it ran on.
+        host: The machine it ran on; empty where that is not known.
         exit_code: Exit status seen by the parent, ``-n`` after signal ``n``; ``None`` in the rank's own report.
         unheard: For a rank stopped by a signal: the ranks not known to be stopped. If one of them reports something
             later, it was alive, and the signal was not sent to all.
-        where: The last frame in the user's code, as in ``mymodels.py:13 in forward``; empty if there is none.
+        where: The last frame in the user's code, as in ``mymodels.py:13 in forward``, of a crash else in this package;
+            or empty.
     """
 
     rank: int
@@ -140,6 +145,17 @@ def stuck(rank: int, message: str, stacks: str) -> Failure:
     return Failure(rank, "TimeoutError", message, stacks, time.time(), socket.gethostname())
 
 
+def crash_file(folder: Path, rank: int) -> Path:
+    """Where native code that ends a rank leaves its stacks, in the folder of the reports."""
+    return folder / _CRASH.format(rank)
+
+
+def clear(folder: Path) -> None:
+    """Remove what ranks that were killed have left without having crashed."""
+    for path in folder.glob(_CRASH.format("*")):
+        crash.discard_empty(path)
+
+
 def write_failure(folder: Path, failure: Failure) -> Failure:
     """Write a report unless the rank has one; returns the rank's first, as later ones are consequences of it."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +166,7 @@ def write_failure(folder: Path, failure: Failure) -> Failure:
 
 
 def write_traceback(directory: Path, failure: Failure) -> None:
-    """Write the traceback of an exception in a user's code into the run's directory, as text for people."""
+    """Write the traceback of an exception in a user's code, or of a crash, into the run's directory for people."""
     if failure.where:
         with suppress(OSError):
             replace_bytes(directory / TRACEBACK, failure.traceback.encode(errors="backslashreplace"))
@@ -162,13 +178,38 @@ def amend_failure(folder: Path, failure: Failure) -> None:
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """The reports in a folder, by time."""
-    return sorted(map(_read, folder.glob("rank-*.json")), key=lambda failure: failure.time)
+    """The reports in a folder, by time; for a rank without one what it left when native code ended it."""
+    reports = {failure.rank: failure for failure in map(_read, folder.glob("rank-*.json"))}
+    return sorted((_crashes(folder) | reports).values(), key=lambda failure: failure.time)
 
 
 def reporters(folder: Path) -> set[int]:
-    """The ranks that have a report in a folder."""
-    return {int(path.stem.removeprefix("rank-")) for path in folder.glob("rank-*.json")}
+    """The ranks that have a report in a folder, or have left their stacks there."""
+    paths = [*folder.glob("rank-*.json"), *filter(_has_content, folder.glob(_CRASH.format("*")))]
+    return set(map(_rank, paths))
+
+
+def _crashes(folder: Path) -> dict[int, Failure]:
+    """The ranks that native code has ended."""
+    found = {}
+    for path in folder.glob(_CRASH.format("*")):
+        with suppress(OSError):  # removed by a rank that has just ended well
+            if ended := crash.read(path.read_text(errors="replace")):
+                rank = _rank(path)
+                message, at, where = _signal_message(ended.signal), path.stat().st_mtime, last_frame(ended.calls)
+                found[rank] = Failure(rank, ended.signal, message, ended.stack, at, "", where=where)
+    return found
+
+
+def _rank(path: Path) -> int:
+    return int(path.stem.rpartition("-")[2])
+
+
+def _has_content(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except OSError:  # as above
+        return False
 
 
 def _read(path: Path) -> Failure:

@@ -34,14 +34,14 @@ class _Cause(TypedDict):
     message: str
     """The error message."""
     traceback: str
-    """The traceback as text; empty if the process could not write one."""
+    """The traceback as text, of a crash in native code the stack; empty if the process could not write one."""
 
 
 class Error(_Cause, total=False):
     """Why a run did not end well."""
 
     where: str
-    """The last frame in the user's code, as in ``mymodels.py:13 in forward``; empty if there is none."""
+    """The last frame in the user's code, as in ``mymodels.py:13 in forward``, of a crash else in ptdbench; or empty."""
 
 
 class Layout(TypedDict, total=False):

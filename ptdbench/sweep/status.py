@@ -14,8 +14,10 @@ from typing import Any
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.records import ledger, schema, store
-from ptdbench.records.failure import Failure
-from ptdbench.records.record import is_open, option
+from ptdbench.records.cause import root_cause
+from ptdbench.records.failure import Failure, read_failures, write_traceback
+from ptdbench.records.owner import Attempt
+from ptdbench.records.record import failed, is_open, option
 from ptdbench.report.progress import read_progress
 from ptdbench.report.reason import OUTPUT
 from ptdbench.sweep import output
@@ -193,9 +195,13 @@ def conclude(sweep_directory: Path, subdirectory: str, state: str, message: str)
     cause = Failure(rank=-1, type=state, message=message, traceback="", time=time.time(), host="")
     written = store.load_record(sweep_directory / subdirectory)
     done = {**written, "status": STATUS_OF.get(state, "failed"), "error": cause.as_error()}
+    _write(sweep_directory, subdirectory, done)
+    return done
+
+
+def _write(sweep_directory: Path, subdirectory: str, done: Mapping[str, Any]) -> None:
     store.write_record(sweep_directory / subdirectory, done)
     store.append_result(sweep_directory, done)
-    return done
 
 
 def _results(directory: Path, tell: Callable[[str], object] = lambda _: None) -> dict[str, Mapping[str, Any]]:
@@ -236,13 +242,24 @@ def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, Job
         owner = (known.get("owner") or {}).get("job")
         if known["status"] == DAMAGED or (is_open(known) and owner not in (None, job.id)):
             continue  # nobody can say more; or another job has the run, and this one was refused it
-        if is_open(known) or (_was_signaled(known) and _says_more(state)):
+        crash = _crash(directory / job.directory, known) if is_open(known) and not _says_more(state) else None
+        if crash:
+            write_traceback(directory / job.directory, crash)
+            _write(directory, job.directory, failed(known, crash))
+        elif is_open(known) or (_was_signaled(known) and _says_more(state)):
             kind, message = _end(job, state, begun=owner is not None)
             conclude(directory, job.directory, kind, message + _saved(known))
         elif _was_signaled(known) and _reached_its_limit(known, state):
             conclude(directory, job.directory, "TIMEOUT", _out_of_time(job, known) + _saved(known))
         elif result is None:
             store.append_result(directory, known)  # the job was killed between its record and the sweep's results
+
+
+def _crash(directory: Path, known: Mapping[str, Any]) -> Failure | None:
+    """What ranks have left that native code ended all at once, so that none could draw the conclusion."""
+    owner = known.get("owner")
+    reports = read_failures(Attempt(directory, owner["launch"]).failures) if owner else []
+    return root_cause(reports, known.get("world_size") or 1) if reports else None
 
 
 def _is_gone(state: JobState | None) -> bool:

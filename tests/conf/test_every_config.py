@@ -12,12 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from ptdbench.launch.slurm import Partition
 from ptdbench.launch.world import World
+from ptdbench.parallel.pipeline.schedules import SPLITS_SINCE
+from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests
 from tests.conftest import ROOT, composed
 from tests.daily import cases
 from tests.data import tiny_tokenizer
+from tests.parallel.splitting import is_refused
 from tests.shown import PAGES, commands
 
 CONF = ROOT / "conf"
@@ -133,7 +136,11 @@ def test_commands_that_are_shown_compose(command):
     assert found.jobs
     if not re.search(r"my_package|\bmy/|/data/", command):  # examples of what only the reader has
         for job in found.jobs:
-            spec(job)
+            if is_refused(command):
+                with pytest.raises(ConfigError, match=rf"parallel\.schedule=\w+: needs torch {SPLITS_SINCE}"):
+                    spec(job)
+            else:
+                spec(job)
 
 
 def test_the_primary_config_explains_every_option_it_sets():

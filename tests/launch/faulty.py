@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -16,8 +17,8 @@ class Faulty(nn.Module):
     """A linear layer that fails in a forward pass, on one rank.
 
     Args:
-        how: ``raise``, ``kill`` (SIGKILL), ``stop`` (SIGSTOP), ``term`` (SIGTERM), ``oom``, ``limit`` (its address
-            space), ``diverge``, ``hang`` or ``none``.
+        how: ``raise``, ``kill`` (SIGKILL), ``crash`` (SIGSEGV), ``stop`` (SIGSTOP), ``term`` (SIGTERM), ``oom``,
+            ``limit`` (its address space), ``diverge``, ``hang`` or ``none``.
         rank: On which rank.
         call: In which forward pass, counted from 1.
     """
@@ -38,6 +39,8 @@ class Faulty(nn.Module):
                 raise RuntimeError("this one is on purpose")
             if self.how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "crash":
+                ctypes.string_at(0)
             if self.how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             if self.how == "term":

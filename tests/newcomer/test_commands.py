@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.newcomer.conftest import active
+from tests.parallel.splitting import is_refused
 from tests.shown import PAGES, typed
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
@@ -32,7 +33,9 @@ SHORTENED = {
     r"workload=(p2p|collectives|matmul)": "workload.seconds=0.01",
 }
 
-COMMANDS = sorted({line for page in PAGES for line in typed(page.read_text()) if not LEFT_OUT.search(line)})
+COMMANDS = sorted(
+    {line for page in PAGES for line in typed(page.read_text()) if not (LEFT_OUT.search(line) or is_refused(line))}
+)
 
 
 def call(line: str, cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

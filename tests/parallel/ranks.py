@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptdbench.launch import local
+from ptdbench.launch import crash, local
 from ptdbench.parallel.dims import Dims, Mesh
 
 
@@ -26,7 +26,7 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
         try:
             local.start(_in_rank, size, Path(folder), body, arguments)
         except local.RankDied as death:
-            told = [path.read_text() for path in sorted(Path(folder).glob("*.txt"))]
+            told = [path.read_text() for path in sorted(Path(folder).rglob("*.txt"))]
             raise AssertionError("\n".join([str(death), *told])) from None
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
@@ -56,9 +56,10 @@ def _in_rank(environ: Mapping[str, str], folder: Path, body: Callable[..., Any],
     gc.unfreeze = lambda: None  # as tests/shared_ranks.py, where several runs follow each other
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    try:
-        torch.save(body(*arguments), folder / f"{rank}.pt")
-    except Exception:
-        (folder / f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
-        raise
-    dist.destroy_process_group()
+    with crash.kept(folder / "crashes" / f"{rank}.txt"):
+        try:
+            torch.save(body(*arguments), folder / f"{rank}.pt")
+        except Exception:
+            (folder / f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
+            raise
+        dist.destroy_process_group()

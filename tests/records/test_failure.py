@@ -2,13 +2,24 @@ import json
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import ptdbench
 from ptdbench.records.cause import root_cause, status_of
-from ptdbench.records.failure import Failure, describe, describe_exit, read_failures, write_failure
+from ptdbench.records.failure import (
+    Failure,
+    clear,
+    crash_file,
+    describe,
+    describe_exit,
+    read_failures,
+    reporters,
+    write_failure,
+)
 
 # As torch 2.15 words them when the peer of a gloo collective, of the store, or of an NCCL one is gone.
 GLOO_CLOSED = (
@@ -231,6 +242,56 @@ def test_the_first_report_of_a_rank_stands(tmp_path):
     write_failure(tmp_path, first)
     write_failure(tmp_path, report(0, 2.0))
     assert read_failures(tmp_path) == [first]
+
+
+CRASHED = """\
+Fatal Python error: Segmentation fault
+
+Current thread 0x00007fc03c5d0b80 (most recent call first):
+  File "/somewhere/mymodels.py", line 13 in forward
+  File "{package}/run.py", line 205 in _work
+  File "/somewhere/train.py", line 4 in <module>
+
+Extension modules: torch._C (total: 1)
+"""
+
+
+def crashed(folder: Path, rank: int) -> None:
+    crash_file(folder, rank).write_text(CRASHED.format(package=Path(ptdbench.__file__).parent))
+
+
+def test_a_rank_that_native_code_ended_has_left_its_stack_instead_of_a_report(tmp_path):
+    crashed(tmp_path, 11)
+    crash_file(tmp_path, 2).touch()  # goes on
+    write_failure(tmp_path, report(0, 1.0))
+    assert reporters(tmp_path) == {0, 11}
+    lost, found = read_failures(tmp_path)
+    assert (lost.rank, found.rank, found.type) == (0, 11, "SIGSEGV")
+    assert found.message == "killed by SIGSEGV (an invalid memory access in native code)"
+    assert found.where == "mymodels.py:13 in forward"
+    assert "line 13 in forward" in found.traceback
+    assert found.time == pytest.approx(time.time(), abs=60)
+    assert root_cause([lost, found, exited(11, time.time() + 1, -signal.SIGSEGV)], 12) is found
+    assert status_of(found) == "failed"
+
+
+def test_a_rank_that_has_said_why_it_failed_may_crash_on_its_way_out(tmp_path):
+    write_failure(tmp_path, report(0, 1.0, "ValueError", "bad input"))
+    crashed(tmp_path, 0)
+    assert [failure.type for failure in read_failures(tmp_path)] == ["ValueError"]
+
+
+def test_what_killed_ranks_leave_is_cleared(tmp_path):
+    folder = tmp_path / "failures" / "start"
+    folder.mkdir(parents=True)
+    crash_file(folder, 0).touch()
+    crashed(folder, 1)
+    clear(folder)
+    assert list(folder.iterdir()) == [crash_file(folder, 1)]
+    crash_file(folder, 1).write_text("")
+    clear(folder)
+    assert list(tmp_path.iterdir()) == []
+    clear(folder)  # nothing is there
 
 
 def test_no_reports(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from ptdbench.examples.custom_model import __file__ as example
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records.failure import describe
-from ptdbench.records.frames import user_frame
+from ptdbench.records.frames import last_frame, user_frame
 
 
 def raised(code: str, file: str) -> BaseException:
@@ -54,6 +54,33 @@ def test_what_this_package_refuses_is_nowhere_in_a_users_code():
         require(Problem("a", 1, "no"))
     own = refused.value.__traceback__
     assert user_frame(refused.value.with_traceback(own and own.tb_next)) == ""
+
+
+PACKAGE = Path(example).parents[1]
+WITHIN = [
+    (str(SITE / "torch" / "nn" / "module.py"), 5, "_call_impl"),
+    (str(PACKAGE / "parallel" / "engine.py"), 229, "gradients"),
+]
+OUTSIDE = [
+    (str(PACKAGE / "run.py"), 169, "take_part"),
+    (str(SITE / "hydra" / "main.py"), 94, "decorated_main"),
+    ("/somewhere/train.py", 4, "<module>"),
+]
+
+
+@pytest.mark.parametrize(
+    ("calls", "frame"),
+    [
+        ([WITHIN[0], ("/somewhere/mymodels.py", 2, "forward"), *WITHIN[1:], *OUTSIDE], "mymodels.py:2 in forward"),
+        ([(str(SITE / "transformers" / "gpt2.py"), 7, "forward"), *WITHIN, *OUTSIDE], "gpt2.py:7 in forward"),
+        ([*WITHIN, *OUTSIDE], "engine.py:229 in gradients"),
+        ([("/somewhere/mymodels.py", 2, "watch"), ("<string>", 1, "<module>")], "mymodels.py:2 in watch"),  # a thread
+        ([("<string>", 1, "<module>")], ""),
+    ],
+)
+def test_of_the_calls_of_a_crash_the_last_of_a_user_is_named_or_else_of_ours(calls, frame, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert last_frame(calls) == frame
 
 
 def test_a_pipelines_wrapper_is_looked_through(tmp_path, monkeypatch):

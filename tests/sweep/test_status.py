@@ -11,7 +11,8 @@ import pytest
 
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import ledger, record, store
-from ptdbench.records.owner import this_process
+from ptdbench.records.failure import crash_file
+from ptdbench.records.owner import Attempt, this_process
 from ptdbench.report.progress import PROGRESS
 from ptdbench.sweep import output, status, view
 from tests.sweep.made import CONFIG, DONE, failure, state
@@ -282,6 +283,28 @@ class TestEndedByTheCluster:
         assert error["message"] == f"SLURM ended job 7_0{where}: {name}; its output is in {job.log}"
         assert seen.is_over
         assert store.load_record(sweep.path / job.directory) == run.record == sweep.results()[0]
+
+    @pytest.mark.parametrize(
+        ("words", "expected"), [("FAILED (NonZeroExitCode)", "SIGSEGV"), ("TIMEOUT n1", "TIMEOUT")]
+    )
+    def test_ranks_that_native_code_ended_all_at_once_are_told_by_what_they_left(self, sweep, words, expected):
+        """None was left to say so; where SLURM knows more, that counts."""
+        (job,) = sweep.submit(1)
+        path = sweep.path / job.directory
+        at = {"launch": "slurm-7_0", "host": "n1", "pid": 1, "started": 1.0, "job": "7_0"}
+        store.write_record(path, store.load_record(path) | {"owner": at})
+        for rank in (0, 1):
+            left = crash_file(Attempt(path, "slurm-7_0").failures, rank)
+            left.parent.mkdir(parents=True, exist_ok=True)
+            left.write_text(
+                'Fatal Python error: Segmentation fault\n\nThread 0x1:\n  File "/m.py", line 3 in forward\n'
+            )
+        sweep.says(_0=words)
+        (run,) = status.look(sweep.path).runs
+        error = run.record["error"]
+        assert (error["type"], error.get("where", "")) == (expected, "m.py:3 in forward" if "SIG" in expected else "")
+        assert run.is_over
+        assert store.load_record(path) == run.record == sweep.results()[0]
 
     def test_slurms_reason_is_told_where_it_gives_one(self, sweep):
         (job,) = sweep.submit(1)

@@ -29,7 +29,6 @@ from ptdbench.training import profile
 from ptdbench.training.update import Update
 from tests.conftest import composed, record_of
 from tests.daily import cases
-from tests.parallel.splitting import SPLITS
 from tests.shared_ranks import RANKS, Failed
 
 pytestmark = pytest.mark.ranks
@@ -250,7 +249,7 @@ def test_every_layout_is_divided_without_rest(shared_run):
                 f"parallel.schedule={name}",
             ]
             for name, schedule in SCHEDULES.items()
-            if SPLITS or not schedule.splits_backward
+            if schedule.is_supported
         ),
     ]
     for layout in layouts:

@@ -66,7 +66,7 @@ class PipelineOptions:
             elif not isinstance(wanted, int) or wanted < 2:
                 rule = f"must be a whole number of at least 2 under {self.name}"
                 yield Problem("stages_per_rank", wanted, rule, try_these(["auto", "or parallel.schedule=1f1b"]))
-        if schedule.splits_backward and torch.__version__ < schedules.SPLITS_SINCE:
+        if not schedule.is_supported:
             rule = f"needs torch {schedules.SPLITS_SINCE} or newer, and this is {torch.__version__}"
             yield Problem("schedule", self.name, rule, try_these(["interleaved1f1b", "looped_bfs"]))
 

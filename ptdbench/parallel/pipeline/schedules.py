@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+import torch
 from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -23,6 +24,10 @@ from ptdbench.parallel.dims import divisors
 
 #: A schedule over the stages of a rank.
 Running: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti
+
+#: The first version of torch that splits the backward pass of every model. 2.11 stops at an autograd function of
+#: Python, such as our cross entropy, and counts twice what reaches a weight over two ways; those between are untried.
+SPLITS_SINCE = "2.15"
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,11 @@ class Schedule:
     microbatches: Literal["any", "stages", "rounds"] = "any"
     splits_backward: bool = False
     bubble_units: int = 3
+
+    @property
+    def is_supported(self) -> bool:
+        """Whether the torch at hand can carry it out."""
+        return not self.splits_backward or torch.__version__ >= SPLITS_SINCE
 
     def per_rank(self, wanted: int | Literal["auto"]) -> int:
         """Stages on a rank; ``auto``: as few as the schedule allows."""
@@ -105,11 +115,6 @@ class Schedule:
             (stage,) = stages
             return self.kind(stage, microbatches, loss_fn=loss, scale_grads=False)
         return self.kind(list(stages), microbatches, loss_fn=loss, scale_grads=False)
-
-
-#: The first version of torch that splits the backward pass of every model. 2.11 stops at an autograd function of
-#: Python, such as our cross entropy, and counts twice what reaches a weight over two ways; those between are untried.
-SPLITS_SINCE = "2.15"
 
 
 def rounds(microbatches: int, size: int) -> int:

@@ -23,14 +23,13 @@ from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected
 from tests.parallel.ranks import mesh_of, on_ranks
-from tests.parallel.splitting import SPLITS
 from tests.workloads.made_loop import step_loop
 
 STEPS, BATCH, CLIP = 4, 16, 0.1
 CPU = torch.device("cpu")
 SHAPE = {"layers": 8, "heads": 2, "width": 16, "sequence_length": 8, "vocabulary": 40}
 ADAMW = partial(torch.optim.AdamW, lr=1e-2)
-SEVERAL = [name for name, one in SCHEDULES.items() if one.stages != 1 and (SPLITS or not one.splits_backward)]
+SEVERAL = [name for name, one in SCHEDULES.items() if one.stages != 1 and one.is_supported]
 #: Degrees on four ranks beside a pipeline of two, or a pipeline of four.
 PRODUCTS: dict[str, dict[str, Any]] = {
     "replicas": {"replicate": 2, "pipeline": 2},

@@ -1,0 +1,143 @@
+"""What native code leaves that ends a process, in processes of their own: no rank, and not torch either."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ptdbench.launch import crash
+from tests.conftest import ROOT
+
+HEAD = """\
+import ctypes, faulthandler, os, signal, sys
+from pathlib import Path
+from ptdbench.launch import crash
+
+def hit():
+    ctypes.string_at(0)
+
+"""
+
+
+def ended(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """A process that has the path of a file in ``sys.argv[1]``."""
+    words = [sys.executable, "-c", HEAD + code, str(directory / "failures" / "start" / "crash.txt")]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def file(directory: Path) -> Path:
+    return directory / "failures" / "start" / "crash.txt"
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ("hit()", "SIGSEGV"),
+        ("os.abort()", "SIGABRT"),
+        ("signal.raise_signal(signal.SIGBUS)", "SIGBUS"),
+        ("signal.raise_signal(signal.SIGFPE)", "SIGFPE"),
+        ("signal.raise_signal(signal.SIGILL)", "SIGILL"),
+    ],
+)
+def test_the_stacks_of_a_crash_are_kept(tmp_path, how, name):
+    done = ended(tmp_path, f"def work():\n    {how}\n\nwith crash.kept(Path(sys.argv[1])):\n    work()")
+    assert done.returncode == -getattr(signal, name)
+    assert "Fatal" not in done.stderr
+    found = crash.read(file(tmp_path).read_text())
+    assert found
+    assert found.signal == name
+    assert ("<string>", 9, "work") in found.calls
+    assert found.calls[-1][2] == "<module>"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_nothing_is_left_where_nothing_happens_and_stacks_go_where_they_went(tmp_path, before):
+    code = f"{'faulthandler.enable()' if before else ''}\nwith crash.kept(Path(sys.argv[1])):\n    pass\nhit()"
+    done = ended(tmp_path, code)
+    assert done.returncode == -signal.SIGSEGV
+    assert ("Fatal Python error" in done.stderr) == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_exception_is_no_crash_and_reports_of_others_stay(tmp_path):
+    other = file(tmp_path).with_name("rank-1.json")
+    other.parent.mkdir(parents=True)
+    other.touch()
+    done = ended(tmp_path, "with crash.kept(Path(sys.argv[1])):\n    raise ValueError('bad input')")
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: bad input\n")
+    assert list(other.parent.iterdir()) == [other]
+
+
+def test_a_worker_that_was_forked_is_not_the_rank(tmp_path):
+    code = (
+        "faulthandler.enable()\n"
+        "with crash.kept(Path(sys.argv[1])):\n"
+        "    child = os.fork() or hit()\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"
+    )
+    done = ended(tmp_path, code)
+    assert (done.returncode, done.stdout) == (0, f"{-signal.SIGSEGV}\n")
+    assert "Fatal Python error" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_no_file_can_be_created_the_work_is_done_all_the_same(tmp_path):
+    (tmp_path / "failures").touch()
+    done = ended(tmp_path, "with crash.kept(Path(sys.argv[1])):\n    print('done')")
+    assert (done.returncode, done.stdout) == (0, "done\n")
+
+
+OF_THREADS = """\
+Fatal Python error: Aborted
+
+Thread 0x00007fbf6bf546c0 (most recent call first):
+  File "/lib/threading.py", line 331 in wait
+
+{hit} 0x00007fc03c5d0b80 (most recent call first):
+  File "/home/ada/my models.py", line 13 in forward
+  File "/ptdbench/run.py", line 205 in _work
+{more}
+Extension modules: torch._C (total: 1)
+"""
+
+
+def test_of_all_threads_the_one_that_was_hit_is_told():
+    found = crash.read(OF_THREADS.format(hit="Current thread", more=""))
+    assert found
+    assert found.signal == "SIGABRT"
+    assert found.calls == [("/home/ada/my models.py", 13, "forward"), ("/ptdbench/run.py", 205, "_work")]
+    assert "threading.py" not in found.stack
+    assert "Extension modules" not in found.stack
+
+
+def test_a_thread_of_native_code_leaves_where_the_main_thread_was_and_all_stacks():
+    found = crash.read(OF_THREADS.format(hit="Thread", more=""))
+    assert found
+    assert found.calls[0] == ("/home/ada/my models.py", 13, "forward")
+    assert "threading.py" in found.stack
+
+
+def test_the_stack_of_native_code_that_newer_versions_of_python_add_holds_no_calls():
+    native = (
+        '\nCurrent thread\'s C stack trace (most recent call first):\n  Binary file "/lib/libc.so.6", at +0x3c050\n'
+    )
+    found = crash.read(OF_THREADS.format(hit="Current thread", more=native))
+    assert found
+    assert len(found.calls) == 2
+    assert "libc.so.6" in found.stack
+
+
+@pytest.mark.parametrize("text", ["", "some words\n"])
+def test_a_file_without_a_crash_tells_none(text):
+    assert crash.read(text) is None
+
+
+def test_what_could_not_be_written_whole_is_told_as_far_as_it_goes():
+    assert crash.read("Fatal Python error: Segmentation fault\n\nCur") == crash.Crash(
+        "SIGSEGV", "Fatal Python error: Segmentation fault\n\nCur\n", []
+    )
