@@ -68,6 +68,11 @@ def run(tmp_path: Path) -> Callable[..., Record]:
     return run_it
 
 
+def outputs(folder: Path) -> list[Path]:
+    """The runs and sweeps that commands have left in a folder, without the link to the newest."""
+    return [path for path in (folder / "outputs").iterdir() if not path.is_symlink()]
+
+
 def record_of(directory: Path) -> Record:
     """The record of a run, and its series as lists: ``None`` where a number is not known, empty where none is.
 

@@ -22,7 +22,7 @@ from ptdbench.records import failure, record, store
 from ptdbench.report.heading import Heading
 from ptdbench.setup import config
 from tests import forked
-from tests.conftest import ROOT, composed
+from tests.conftest import ROOT, composed, outputs
 
 TOY = ("model=toy", "train.steps=4", "device=cpu")
 
@@ -133,7 +133,7 @@ class TestRuns:
     def test_a_run(self, tmp_path):
         done = train_py(*TOY, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        (directory,) = (tmp_path / "outputs").iterdir()
+        (directory,) = outputs(tmp_path)
         assert directory.name.endswith("_toy_ddp")
         record = json.loads((directory / "record.json").read_text())
         assert (record["status"], record["steps"]) == ("ok", 4)
@@ -141,7 +141,7 @@ class TestRuns:
 
     def test_a_pair_of_a_sweep_that_is_refused_is_a_row_and_the_others_run(self, tmp_path):
         done = forked.with_ranks("-m", *TOY, "parallel=ddp,single", "train.global_batch=15,16", cwd=tmp_path)
-        (directory,) = (tmp_path / "outputs").iterdir()
+        (directory,) = outputs(tmp_path)
         records = [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
         asked = [(r["parallel"], r["global_batch"], r["status"]) for r in records]
         assert asked == [("ddp", 15, "failed"), ("ddp", 16, "ok"), ("single", 15, "ok"), ("single", 16, "ok")]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ptdbench.launch import cores
-from tests.conftest import ROOT, record_of
+from tests.conftest import ROOT, outputs, record_of
 from tests.daily import cases
 from tests.forked import train_py
 from tests.ports import free_port
@@ -66,7 +66,8 @@ def agents(*arguments: str) -> list[list[str]]:
 
 def the_record(cwd: Path) -> dict[str, Any]:
     """The record of the only run that there was."""
-    (path,) = [*cwd.glob("outputs/*/record.json"), *cwd.glob("outputs/*/*/record.json")]
+    (directory,) = outputs(cwd)
+    (path,) = directory.rglob("record.json")
     return record_of(path.parent)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ptdbench.records import store
-from tests.conftest import ROOT
+from tests.conftest import ROOT, outputs
 from tests.forked import train_py
 
 TRAIN = (sys.executable, str(ROOT / "train.py"))
@@ -66,7 +66,7 @@ def jobs(run: Run, slurm: dict[str, str]) -> Callable[[], set[str]]:
 
 def sweep(folder: Path) -> Path:
     """The directory of the only sweep that there was."""
-    (directory,) = (folder / "outputs").iterdir()
+    (directory,) = outputs(folder)
     return directory
 
 

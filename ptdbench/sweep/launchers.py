@@ -234,7 +234,7 @@ class SlurmLauncher(_Launcher):
 def _label(array: Sequence[Sequence[Opened]]) -> str:
     """What the queue shows of an array."""
     first, *others = (run for job in array for run in job)
-    return "sweep" if others else first.request.label
+    return "sweep" if others else store.file_name(first.request.label)  # which may be any text
 
 
 def _take_back(names: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.records import store
 from ptdbench.setup import commandline, compose, config
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.sweep import requests, resources
@@ -49,7 +50,7 @@ def write(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str
         require(Problem("sbatch", " ".join(overrides), rule, f"write one for each, or {command()} cluster=slurm"))
     shape = shapes.pop()
     sweep = ["-m"] if len(composed.jobs) > 1 else []
-    name = "sweep" if sweep else composed.jobs[0].workload.label
+    name = "sweep" if sweep else store.file_name(composed.jobs[0].workload.label)
     flags = [*sweep, *(["--config-dir", extra] if extra else [])]
     words = [sys.executable, *_program(), *flags, *_overrides(overrides, shape)]
     output = resources.Output("ptdbench-%j.log")

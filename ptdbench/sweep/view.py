@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
+from ptdbench.records.record import option
 from ptdbench.report.reason import reason, wrap
 from ptdbench.sweep.status import Run, Sweep
 from ptdbench.terminal import plain, plural
@@ -131,7 +132,7 @@ def state(run: Run) -> str:
 def _label(run: Run) -> str:
     record, (*sweep, _) = run.record, Path(run.directory).parts
     named = " ".join(str(record[name]) for name in ("model", "parallel") if record.get(name)) or record["workload"]
-    of_block = ((record.get("config") or {}).get("repeat") or {}).get("series")
+    of_block = option(record.get("config"), "repeat.series", str)
     return f"{named} [{'/'.join(sweep)}]" if of_block and sweep else named
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import outputs
 from tests.newcomer.conftest import active
 from tests.parallel.splitting import is_refused
 from tests.shown import PAGES, typed
@@ -94,7 +95,7 @@ def test_a_model_data_and_an_optimizer_of_ones_own(shell, home):
 
 def test_a_run_goes_on_where_it_was_saved(shell, home):
     assert call("ptdbench train model=toy train.steps=10 checkpoint.every_steps=5", home, shell).returncode == 0
-    (run,) = (home / "outputs").iterdir()
+    (run,) = outputs(home)
     done = call(f"ptdbench train resume={run.relative_to(home)} train.steps=20 parallel=fsdp", home, shell)
     assert done.returncode == 0, done.stderr
     assert [(record["parallel"], record["steps"]) for record in records(home)] == [("ddp", 10), ("fsdp", 20)]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import ptdbench
+from tests.conftest import outputs
 from tests.newcomer.conftest import installed
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
@@ -94,7 +95,7 @@ def test_a_sweep_that_is_interrupted_goes_on_with_what_it_says(terminal, home):
     terminal.interrupt()
     screen = terminal.until(ended)
     assert "exit=130" in screen
-    (sweep,) = (home / "outputs").iterdir()
+    (sweep,) = outputs(home)
     going_on = f"ptdbench train sweep.resume=outputs/{sweep.name}"
     assert f"go on        {going_on}" in "".join(screen)  # tmux wraps what is wider
     terminal.type(f"{going_on}; echo again=$?")

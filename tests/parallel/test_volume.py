@@ -114,11 +114,10 @@ def of_case(name: str, strategy: Strategy, *, micro_batch: Any = "auto", **setti
     optimizer = engine.optimizer(torch.optim.AdamW)
 
     def steps(count: int) -> None:
-        for number in range(count):
+        for _ in range(count):
             engine.gradients(*data.samples(0, layout.replica_batch), lambda loss: loss)
             optimizer.step()
             optimizer.zero_grad()
-            engine.after_step(number)
 
     steps(engine.rehearsals + 1)
     with tempfile.TemporaryDirectory() as folder:

@@ -51,6 +51,12 @@ def test_what_auto_came_to_is_stated():
     assert not any(flag.startswith("--cpus-per-task") for flag in flags)
 
 
+def test_a_name_of_several_lines_is_one_flag():
+    flags, command = written("model.name='one\ntwo'")
+    assert "--job-name=ptdbench-one-two" in flags
+    assert "model.name='one\ntwo'" in command
+
+
 def test_lists_are_a_sweep_in_one_job():
     flags, command = written("parallel=ddp,fsdp")
     assert command[4:] == [
