@@ -186,6 +186,7 @@ def _here(
     line: resume.Line,
 ) -> int:
     """Runs on this machine, or as a rank of the world that a launcher made."""
+    local.check_address_space()
     if world is None:
         local.warm_up(_rank_modules(composed.jobs))
     shows = world is None or world.rank == 0

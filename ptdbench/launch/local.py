@@ -11,6 +11,7 @@ import gc
 import logging
 import multiprocessing.forkserver
 import os
+import resource
 import signal
 import sys
 import tempfile
@@ -59,6 +60,9 @@ _CHATTY = (
 _SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 _SOCKET_NAME = len("/pymp-12345678/listener-12345678")
 
+#: Bytes: torch 2.14 for CUDA cannot be imported with 2.9 GiB of address space, and with 3.4 GiB ranks do not start.
+_ADDRESS_SPACE = 4 << 30
+
 #: What the fork server imports, beside what it always does.
 _modules: dict[str, None] = {}
 
@@ -106,6 +110,18 @@ def check_sockets() -> None:
     if spare < _SOCKET_NAME:
         rule = f"at most {_SOCKET_BYTES - _SOCKET_NAME} bytes, as ranks are started through a Unix socket in it"
         raise ConfigError([Problem("TMPDIR", folder, rule, "try TMPDIR=/tmp")])
+
+
+def check_address_space() -> None:
+    """Check that this process may map as much as the import of torch does, which ends it by ``abort()`` else.
+
+    Raises:
+        ConfigError: ``ulimit -v`` leaves less.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if 0 <= limit < _ADDRESS_SPACE:  # below 0: none
+        rule = f"must be at least {_ADDRESS_SPACE >> 30} GiB: importing torch takes nearly as much address space"
+        raise ConfigError([Problem("ulimit -v", limit >> 10, rule, "try ulimit -v unlimited")])
 
 
 def warm_up(modules: Iterable[str] = ()) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import multiprocessing.forkserver
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -84,6 +85,14 @@ def test_what_a_rank_has_started_and_left_running_is_ended_and_named(tmp_path, m
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert f"a rank had left a process running, which is ended: {pid} (" in capsys.readouterr().err
+
+
+def test_an_address_space_that_torch_does_not_fit_into_is_refused(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (3 << 30, resource.RLIM_INFINITY))
+    with pytest.raises(ConfigError, match=r"^ulimit -v=3145728: must be at least 4 GiB: .*; try ulimit -v unlimited$"):
+        local.check_address_space()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    local.check_address_space()
 
 
 def test_the_death_of_a_rank_ends_its_peers_and_says_which_and_how():

@@ -52,9 +52,9 @@ def test_what_auto_came_to_is_stated():
 
 
 def test_a_name_of_several_lines_is_one_flag():
-    flags, command = written("model.name='one\ntwo'")
-    assert "--job-name=ptdbench-one-two" in flags
-    assert "model.name='one\ntwo'" in command
+    text, _ = script.write(["model=toy", "device=cpu", "model.name='one\ntwo'"])
+    assert "#SBATCH --job-name=ptdbench-one-two_ddp" in text.splitlines()
+    assert "model.name='one\ntwo'" in shlex.split(text.partition("\nsrun")[2])
 
 
 def test_lists_are_a_sweep_in_one_job():
