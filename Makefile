@@ -43,7 +43,7 @@ lint: install-test
 	$(BIN)/ruff format --check .
 
 test-quick: install-test  ## the tests that start no ranks and no SLURM, in a minute
-	$(BIN)/python -m pytest -m "not ranks and not slurm and not mpi and not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not ranks and not slurm and not mpi and not slow and not thorough" $(ARGS)
 
 newcomer: install-test  ## the wheel in an empty environment, every command of the pages, a terminal, a browser: half an hour
 	$(BIN)/python -m pytest -m slow tests/newcomer $(ARGS)

@@ -325,6 +325,10 @@ class TestLine:
             line = resume.read([f"sweep.resume={tmp_path / 'sweep'}", *more], False, None)
             assert line.overrides[:-2] == ["cluster=slurm", "model=toy", *more]
 
+    def test_a_cluster_on_record_that_is_no_group_says_nothing_of_the_shape(self, tmp_path):
+        run = self.begun(tmp_path / "run", ["model=toy"], config={"cluster": 7})
+        assert resume.read([f"resume={run}"], False, None).overrides == ["model=toy", f"hydra.run.dir='{run}'"]
+
     def test_a_run_of_a_job_is_submitted_again_in_its_sweep(self, tmp_path):
         run = self.submitted(tmp_path, "parallel=ddp,fsdp", "cluster.time_minutes=5")
         line = resume.read([f"resume={run}", "cluster.time_minutes=60"], False, None)

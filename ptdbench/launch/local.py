@@ -8,6 +8,7 @@ run fresh processes.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import logging
 import multiprocessing.forkserver
 import os
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -113,15 +115,21 @@ def check_sockets() -> None:
 
 
 def check_address_space() -> None:
-    """Check that this process may map as much as the import of torch does, which ends it by ``abort()`` else.
+    """Check that this process may map as much as the import of torch for CUDA does, which would abort it.
 
     Raises:
         ConfigError: ``ulimit -v`` leaves less.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if 0 <= limit < _ADDRESS_SPACE:  # below 0: none
+    if 0 <= limit < _ADDRESS_SPACE and _is_torch_for_cuda():  # below 0: none
         rule = f"must be at least {_ADDRESS_SPACE >> 30} GiB: importing torch takes nearly as much address space"
         raise ConfigError([Problem("ulimit -v", limit >> 10, rule, "try ulimit -v unlimited")])
+
+
+def _is_torch_for_cuda() -> bool:
+    """Whether the installed torch is a build for CUDA, whose libraries are larger; found without importing it."""
+    torch = importlib.util.find_spec("torch")
+    return bool(torch and torch.origin and (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists())
 
 
 def warm_up(modules: Iterable[str] = ()) -> None:
@@ -165,7 +173,7 @@ def start(entry: Callable[..., Any], size: int, *arguments: Any, grace: float = 
         logging.getLogger(chatty).setLevel(logging.CRITICAL)
     overseer = _Overseer(grace)
     others = multiprocessing.active_children()
-    with handling(overseer.note), _alone():
+    with handling(overseer.note), _ending_orphans():
         try:
             warm_up()
             Agent(_begin, size, (dict(os.environ), entry, *arguments), overseer.look).run()
@@ -318,7 +326,7 @@ def _die_with_server() -> None:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _ending_orphans() -> Iterator[None]:
     """At its end no process is left that a rank has started: it would take cores, memory and ports from the next run.
 
     Orphans of ranks become children of the fork server, see :mod:`ptdbench.launch.preload`.

@@ -28,7 +28,7 @@ SERIES = {
 }
 
 #: Steps that a damaged file may have lost, and of which there will be NaN; a record of more is wrong itself.
-_MOST_LOST = 10_000_000
+MOST_LOST = 10_000_000
 
 
 class Run(Mapping[str, Any]):
@@ -87,7 +87,7 @@ class Run(Mapping[str, Any]):
             raise FileNotFoundError(f"{path} is missing: it holds the series of the run, and belongs to its record")
         found = series.column(series.blocks(path), SERIES[name])
         missing = max(steps - len(found), 0)  # the file was damaged
-        if missing > _MOST_LOST:
+        if missing > MOST_LOST:
             raise store.Damaged(f"{path} is damaged: it holds {len(found):,} of the {steps:,} steps on record")
         return np.pad(found, ((0, missing), *[(0, 0)] * (found.ndim - 1)), constant_values=np.nan)
 

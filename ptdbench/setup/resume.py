@@ -73,9 +73,8 @@ def read(typed: Sequence[str], multirun: bool, world: World | None) -> Line:
 def _run(directory: Path, others: list[str], multirun: bool, world: World | None) -> Line:
     """Go on in the run's own directory, where it was; elsewhere or with other options it becomes a run of its own."""
     written: Mapping[str, Any] = {}
-    with suppress(
-        FileNotFoundError, NotADirectoryError, store.Damaged
-    ):  # what was typed stands in Hydra's own file too
+    # Where it cannot be read, what was typed stands in Hydra's own file too.
+    with suppress(FileNotFoundError, NotADirectoryError, store.Damaged):
         written = store.load_record(directory)
     place = [override for override in others if _is_place(override)]
     moves = world is None and any(_moves(override, written) for override in place)
@@ -187,7 +186,7 @@ def _shape(directory: Path, written: Mapping[str, Any], others: Iterable[str], w
     Of ranks and nodes that a launcher has started only what holds: it is them that the run goes on with.
     """
     was = (written.get("config") or {}).get("cluster")
-    if was is None:
+    if not isinstance(was, Mapping):
         return [override for override in _typed(directory, written) if option(override) in _SHAPE]
     typed = [override.partition("=")[2] for override in others if option(override) == "cluster"]
     if typed and typed[-1] != was.get("name"):

@@ -89,6 +89,9 @@ def test_what_a_rank_has_started_and_left_running_is_ended_and_named(tmp_path, m
 
 def test_an_address_space_that_torch_does_not_fit_into_is_refused(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (3 << 30, resource.RLIM_INFINITY))
+    monkeypatch.setattr(local, "_is_torch_for_cuda", lambda: False)
+    local.check_address_space()
+    monkeypatch.setattr(local, "_is_torch_for_cuda", lambda: True)
     with pytest.raises(ConfigError, match=r"^ulimit -v=3145728: must be at least 4 GiB: .*; try ulimit -v unlimited$"):
         local.check_address_space()
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))

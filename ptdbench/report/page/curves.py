@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ptdbench.records.load import Run
+from ptdbench.records.load import MOST_LOST, Run
 from ptdbench.records.store import Damaged
 from ptdbench.report.losses import is_of_layout, listed
 from ptdbench.terminal import plural
@@ -67,6 +67,8 @@ def _series(run: Mapping[str, Any], name: str) -> np.ndarray:
 
 def _damage(run: Mapping[str, Any]) -> str | None:
     """What is wrong with the series of a run that are on record."""
+    if (run.get("steps") or 0) <= MOST_LOST:  # nothing can be, and no file is read once more
+        return None
     try:
         cast("Run", run).series("losses")
     except (FileNotFoundError, Damaged) as damage:
