@@ -22,7 +22,7 @@ import torch
 from omegaconf import DictConfig
 
 from ptdbench import ending
-from ptdbench.job import Job
+from ptdbench.job import Job, Workload
 from ptdbench.launch import crash, devices, leaving, local, peers, rendezvous, settings
 from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World, discover
@@ -35,7 +35,7 @@ from ptdbench.records.cause import root_cause
 from ptdbench.records.owner import Attempt, this_process
 from ptdbench.report.display import Display
 from ptdbench.report.heading import Heading
-from ptdbench.setup import config, formats, run_spec, training_spec
+from ptdbench.setup import choices, config, formats, run_spec, training_spec
 from ptdbench.setup.run_spec import RunSpec, Summary
 from ptdbench.terminal import hint, say
 
@@ -202,7 +202,8 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
         watch.lap("rendezvous")
         note = partial(ending.note, attempt)
         display.phase("working")  # a workload may say it better
-        outcome = spec.workload(Job(spec, world, met, own_store, device, attempt.directory, watch, dog, display, note))
+        workload: Workload = choices.build(spec.config, "workload")
+        outcome = workload(Job(spec, world, met, own_store, device, attempt.directory, watch, dog, display, note))
         if world.rank == 0:
             with dog.paused():
                 ending.close(attempt, spec, device, met, outcome)

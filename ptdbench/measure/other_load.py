@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ptdbench.job import Job
 from ptdbench.launch import cores
 from ptdbench.launch.peers import gather, node
 from ptdbench.measure import topology
@@ -88,8 +87,11 @@ class Spent:
     cores: Sequence[int]
 
 
-def watch(job: Job) -> Callable[[], list[OtherLoad]]:
+def watch(device: torch.device) -> Callable[[], list[OtherLoad]]:
     """Begin to observe other load; called in all ranks.
+
+    Args:
+        device: This rank's device.
 
     Returns:
         A function to call in all ranks when the measurement is over: the load of each node, the same in every rank.
@@ -97,9 +99,9 @@ def watch(job: Job) -> Callable[[], list[OtherLoad]]:
     began = _counters()
 
     def stop() -> list[OtherLoad]:
-        gpu, mine = _gpu(job.device), _spent(began, _counters())
+        gpu, mine = _gpu(device), _spent(began, _counters())
         told: list[tuple[str, Spent, str | None, int]] = gather((node(os.environ), mine, *gpu))
-        return [_of_node(name, told, job.device.type == "cuda") for name in dict.fromkeys(one[0] for one in told)]
+        return [_of_node(name, told, device.type == "cuda") for name in dict.fromkeys(one[0] for one in told)]
 
     return stop
 

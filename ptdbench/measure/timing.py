@@ -15,7 +15,6 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ptdbench.job import Job
 from ptdbench.launch.peers import gather
 from ptdbench.measure import clock
 from ptdbench.problems import ConfigError, Problem, at_least
@@ -75,11 +74,12 @@ def sizes(min_bytes: int, max_bytes: int, factor: int) -> list[int]:
     return [*found, max_bytes]
 
 
-def require_memory(job: Job, need: int, option: str, value: object) -> None:
+def require_memory(device: torch.device, local_size: int, need: int, option: str, value: object) -> None:
     """Refuse what does not fit into memory, on all ranks at once, so that none waits for a failed one.
 
     Args:
-        job: Every rank calls this.
+        device: This rank's device; every rank calls this.
+        local_size: Number of ranks on its node.
         need: Bytes needed on each rank.
         option: The option responsible, as typed.
         value: Its value.
@@ -87,12 +87,12 @@ def require_memory(job: Job, need: int, option: str, value: object) -> None:
     Raises:
         ConfigError: On every rank, naming the one with the least free memory.
     """
-    if job.device.type == "cuda":
-        free, what = torch.cuda.mem_get_info(job.device)[0], "its GPU"
+    if device.type == "cuda":
+        free, what = torch.cuda.mem_get_info(device)[0], "its GPU"
     else:
-        free, what = psutil.virtual_memory().available // job.world.local_size, "its share of the node"
+        free, what = psutil.virtual_memory().available // local_size, "its share of the node"
     room = gather((free, what))
-    rank = min(range(job.world.size), key=lambda number: room[number][0])
+    rank = min(range(len(room)), key=lambda number: room[number][0])
     least, place = room[rank]
     if need > least:
         rule = f"takes {need / 2**30:.3g} GiB of memory on a rank, and rank {rank} has {least / 2**30:.3g} GiB: {place}"

@@ -14,8 +14,8 @@ from ptdbench.report.certainty import interval_text, margin_text
 from ptdbench.report.labels import labels, names
 from ptdbench.report.ranking import Place, Ranking
 from ptdbench.report.reason import reason
-from ptdbench.report.text import flops_text, three_digits
 from ptdbench.terminal import plural
+from ptdbench.units import flops_text, three_digits
 
 MISSING = "-"
 

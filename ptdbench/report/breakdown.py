@@ -8,7 +8,8 @@ from typing import Any
 from ptdbench.report import memory, phases, why
 from ptdbench.report.phases import PHASES, Record
 from ptdbench.report.reason import wrap
-from ptdbench.report.text import as_text, empty_table, three_digits
+from ptdbench.report.text import as_text, empty_table
+from ptdbench.units import three_digits
 
 #: The heading of each phase.
 _HEADINGS = [{"communication": "exposed"}.get(phase, phase) for phase in PHASES]

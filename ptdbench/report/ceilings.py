@@ -8,8 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ptdbench.report.text import as_text, empty_table, three_digits
+from ptdbench.report.text import as_text, empty_table
 from ptdbench.terminal import plural
+from ptdbench.units import three_digits
 
 
 def render(matmul: Mapping[str, Any], width: int) -> str:

@@ -7,8 +7,9 @@ from itertools import groupby
 from typing import Any
 
 from ptdbench.report.reason import wrap
-from ptdbench.report.text import as_text, empty_table, size_text, three_digits, time_text
+from ptdbench.report.text import as_text, empty_table
 from ptdbench.terminal import plural
+from ptdbench.units import size_text, three_digits, time_text
 
 _MISSING = "-"
 

@@ -20,8 +20,9 @@ from ptdbench.records.store import RECORD, RESULTS
 from ptdbench.report import block, phases
 from ptdbench.report.block import Block
 from ptdbench.report.reason import reason, wrap
-from ptdbench.report.text import as_text, empty_table, size_text
+from ptdbench.report.text import as_text, empty_table
 from ptdbench.terminal import command
+from ptdbench.units import size_text
 
 #: Columns that move into the title where there is no room and all runs have the same, and how they stand there.
 _MOVED = {"ranks": "{} ranks", "batch": "batch {}"}

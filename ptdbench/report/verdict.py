@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ptdbench.report import ceilings, roll_call
-from ptdbench.report.text import size_text
 from ptdbench.terminal import plural
+from ptdbench.units import size_text
 
 
 def render(check: Mapping[str, Any], width: int) -> str:

@@ -16,8 +16,9 @@ from ptdbench.report.certainty import interval_text, level_of, margin_text, seen
 from ptdbench.report.labels import names
 from ptdbench.report.phases import other_work
 from ptdbench.report.reason import reason, wrap
-from ptdbench.report.text import as_text, empty_table, three_digits
+from ptdbench.report.text import as_text, empty_table
 from ptdbench.terminal import plural
+from ptdbench.units import three_digits
 
 Verdict = Literal["faster", "slower", "no difference seen", "not enough data", "fails", "fails at times", "runs again"]
 

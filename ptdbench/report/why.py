@@ -11,7 +11,7 @@ from typing import Any
 from ptdbench.report import phases
 from ptdbench.report.phases import Record, Step
 from ptdbench.report.ranking import Place
-from ptdbench.report.text import three_digits
+from ptdbench.units import three_digits
 
 #: Steps that differ by less, as a share of the longer one, take equally long.
 _NOISE = 0.02

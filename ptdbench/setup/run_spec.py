@@ -10,7 +10,7 @@ import gc
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,10 +22,6 @@ from ptdbench.setup import choices, fit, formats, training_spec
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.terminal import plural
-
-if TYPE_CHECKING:
-    from ptdbench.job import Workload
-    from ptdbench.report.loggers import Service
 
 
 @dataclass(frozen=True)
@@ -62,18 +58,14 @@ class RunSpec:
         device_type: ``cpu`` or ``cuda``.
         backend: ``gloo`` or ``nccl``.
         world_size: How many ranks there are.
-        workload: What is done.
-        training: What it is done with; ``None`` for a workload that does not train.
-        logger: The service that gets its curves; ``None`` for none.
+        training: What the workload is given to train with; ``None`` for one that does not train.
     """
 
     config: Config
     device_type: str
     backend: str
     world_size: int
-    workload: Workload
     training: TrainingSpec | None
-    logger: Service | None
 
     @property
     def label(self) -> str:
@@ -137,13 +129,13 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     found.of(lambda: config.sweep)
     found.of(lambda: _check_devices(config, world, gpus))
     found.of(lambda: formats.check(config.resolved.get("precision"), device_type))
-    workload: Workload | None = found.of(lambda: choices.build(config, "workload"))
+    workload = found.of(lambda: choices.build(config, "workload"))
     trains = workload is not None and workload.trains
     found.of(lambda: _check_requeue(config))
     found.of(lambda: _check_evaluated(config))
     if workload and not workload.trains:
         found.of(lambda: _check_check(config))
-    logger: Service | None = found.of(lambda: _logger(config, trains))
+    found.of(lambda: _check_logger(config, trains))
     trained = found.of(lambda: training_spec.specify(config, world_size)) if trains else None
     size = trained.layout.dims.world_size if trained else found.of(lambda: world_size(lambda available: available))
     if trained:
@@ -160,9 +152,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         device_type=device_type,
         backend=backend,
         world_size=size,
-        workload=workload,
         training=trained,
-        logger=logger,
     )
 
 
@@ -235,19 +225,17 @@ def _check_check(config: Config) -> None:
         require(Problem("check", True, rule, "try workload=check"))
 
 
-def _logger(config: Config, trains: bool) -> Service | None:
-    """The service that gets the curves, which only training has; refused if its package is not installed."""
+def _check_logger(config: Config, trains: bool) -> None:
+    """Only training has curves that a service could get, and its package must be installed."""
     name = config.call("logger").name
-    logger: Service | None = choices.build(config, "logger")
-    if logger is None:
-        return None
+    if (logger := choices.build(config, "logger")) is None:
+        return
     if not trains:
         rule = f"logs the curves of training, and workload={config.call('workload').name} does not train"
         require(Problem("logger", name, rule, "omit it"))
     if importlib.util.find_spec(logger.package) is None:
         rule = f"needs the package {logger.package}, which is not installed"
         require(Problem("logger", name, rule, f"try pip install 'ptdbench[{logger.extra}]'"))
-    return logger
 
 
 def _check_requeue(config: Config) -> None:

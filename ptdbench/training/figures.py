@@ -11,11 +11,11 @@ import torch
 
 from ptdbench.job import Job
 from ptdbench.measure.ceiling import Measured
+from ptdbench.measure.gemm import known_ceiling
 from ptdbench.measure.metrics import Measurement, metrics
 from ptdbench.measure.statistics import warmup_end
 from ptdbench.parallel import precision
 from ptdbench.records import series
-from ptdbench.workloads.matmul import known_ceiling
 
 Ceiling = tuple[Measured | None, str | None]
 
@@ -23,7 +23,9 @@ Ceiling = tuple[Measured | None, str | None]
 def ceiling(job: Job) -> Ceiling:
     """What matrix products of the run's arithmetic reach on this device; see :func:`known_ceiling`."""
     dtype = dtype_of(job)
-    return (None, "workload=matmul measures no products in fp8") if dtype == "fp8" else known_ceiling(job, dtype)
+    if dtype == "fp8":
+        return None, "workload=matmul measures no products in fp8"
+    return known_ceiling(job.world, job.device, dtype, job.spec.config.cluster.cpus_per_rank)
 
 
 def figures(

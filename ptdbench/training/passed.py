@@ -7,12 +7,12 @@ from typing import Any
 
 from ptdbench.job import Job
 from ptdbench.launch.peers import gather
+from ptdbench.measure import gemm
 from ptdbench.measure.ceiling import Measured
 from ptdbench.measure.metrics import against_ceiling
 from ptdbench.problems import ConfigError
-from ptdbench.report.text import flops_text
 from ptdbench.training.figures import dtype_of
-from ptdbench.workloads import matmul
+from ptdbench.units import flops_text
 
 #: Why a share above 100 % may be right.
 _LOADED = "other load slowed the products down"
@@ -37,7 +37,7 @@ def check(job: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
         return dict(fields)
     with job.watchdog.paused(), job.display.during("measuring the ceiling again"):
         try:
-            again: Measured | str = matmul.measure_again(job, dtype_of(job))
+            again: Measured | str = gemm.measure_again(job.place, dtype_of(job))
         except ConfigError as lack:  # of memory, in all ranks: the model takes some
             again = str(lack)
     if job.world.rank > 0:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from ptdbench.job import Job
 from ptdbench.report.progress import ProgressFile
-from ptdbench.report.text import time_text
 from ptdbench.training.figures import ceiling
 from ptdbench.training.loop import StepLoop
+from ptdbench.units import time_text
 
 _KEY, _LAST_KEY = "progress/loss", "progress/last_loss"
 _PUBLISH_SECONDS = 0.5  # the refresh interval of the display

@@ -25,6 +25,7 @@ from ptdbench.measure import memory
 from ptdbench.records import series, store
 from ptdbench.report.loggers import Log
 from ptdbench.report.tensorboard import Live
+from ptdbench.setup import choices
 from ptdbench.terminal import say
 from ptdbench.training.figures import Ceiling, ceiling, figures
 from ptdbench.training.loop import StepLoop
@@ -68,7 +69,8 @@ class Recorder:
         self._drained_at = self._note_at = time.perf_counter()
         first = job.world.rank == 0
         self._live = Live(job.directory) if first else None
-        self.log = Log(job.spec.logger, job.directory) if first and job.spec.logger else None
+        logger = choices.build(job.spec.config, "logger") if first else None
+        self.log = Log(logger, job.directory) if logger else None
 
     def begin(self, steps: int = 0, source: Path | None = None, facts: Mapping[str, Any] | None = None) -> None:
         """Take over the steps done before this process; called in all ranks, before the first step.

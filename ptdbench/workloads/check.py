@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.peers import gather
-from ptdbench.measure import memory, other_load, soundness, topology
+from ptdbench.measure import gemm, memory, other_load, soundness, topology
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.other_load import OtherLoad
 from ptdbench.measure.products import Shape
@@ -23,7 +23,7 @@ from ptdbench.problems import Problem, at_least, require
 from ptdbench.records.files import write_json
 from ptdbench.report import verdict
 from ptdbench.terminal import say
-from ptdbench.workloads import collectives, matmul, point_to_point
+from ptdbench.workloads import collectives, point_to_point
 from ptdbench.workloads.collectives import Collectives
 from ptdbench.workloads.hello import Hello
 from ptdbench.workloads.point_to_point import PointToPoint
@@ -94,9 +94,9 @@ class Check:
         """
         hello = Hello()(job).fields["hello"]
         facts: list[Figures] = gather(_facts(job))
-        load_so_far = other_load.watch(job)
+        load_so_far = other_load.watch(job.device)
         products, slow_ranks, product_attempts = self._until_sound(lambda: self.products(job), _product_rates(job))
-        product_load, load_so_far = load_so_far(), other_load.watch(job)
+        product_load, load_so_far = load_so_far(), other_load.watch(job.device)
         links, slow_links, link_attempts = self._until_sound(lambda: self.messages(job), _link_rates(job, facts))
         link_load = load_so_far()
         together = collectives.measure(job, _short_collectives()) if job.world.size > 1 else None
@@ -135,7 +135,7 @@ class Check:
 
     def products(self, job: Job) -> Figures:
         """A short measurement of the devices."""
-        return matmul.measure(job, [_SHAPES[job.device.type]], _DTYPES, _SECONDS, copies=False)
+        return gemm.measure(job.place, [_SHAPES[job.device.type]], _DTYPES, _SECONDS, copies=False)
 
     def messages(self, job: Job) -> Figures | None:
         """A short measurement of the links; ``None`` for a single rank."""

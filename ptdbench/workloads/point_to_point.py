@@ -102,7 +102,7 @@ def measure(job: Job, options: PointToPoint) -> dict[str, Any]:
         ConfigError: The messages do not fit into memory.
     """
     largest = max([options.max_bytes, *options.overlap_bytes])
-    timing.require_memory(job, _COPIES * largest, "workload.max_bytes", largest)
+    timing.require_memory(job.device, job.world.local_size, _COPIES * largest, "workload.max_bytes", largest)
     ring = options.pairs == "ring"
     cut: list[dict[str, Any]] = []
     return {

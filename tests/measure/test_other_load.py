@@ -92,7 +92,7 @@ class TestWatch:
     def watched(stat, before, after):
         if before is not None:
             stat.write_text(before)
-        stop = other_load.watch(SimpleNamespace(device=torch.device("cpu")))
+        stop = other_load.watch(torch.device("cpu"))
         if after is not None:
             stat.write_text(after)
         (found,) = stop()

@@ -18,7 +18,7 @@ from ptdbench.records import ledger, record, series
 from ptdbench.report import loggers, scalars
 from ptdbench.report.loggers import Log, MLflow, WandB
 from ptdbench.report.scalars import Scalar
-from ptdbench.setup import config, run_spec
+from ptdbench.setup import choices, config, run_spec
 from tests.conftest import composed
 from tests.report.test_tensorboard import TRAINED
 from tests.training.test_evaluation import TASK
@@ -139,7 +139,7 @@ class TestRefused:
 
 def test_none_is_the_default_and_no_choice_changes_the_identity_of_a_run():
     plain, logged = composed("model=toy", "device=cpu"), composed("model=toy", "device=cpu", "logger=wandb")
-    assert run_spec.specify(config.read(plain), None).logger is None
+    assert choices.build(config.read(plain), "logger") is None
     assert record.fingerprint(config.resolve(plain)) == record.fingerprint(config.resolve(logged))
 
 
@@ -239,6 +239,6 @@ class TestServices:
 
 
 def test_both_can_be_built_of_their_files():
-    made = [run_spec.specify(config.read(composed("model=toy", "device=cpu", f"logger={name}")), None).logger
+    made = [choices.build(config.read(composed("model=toy", "device=cpu", f"logger={name}")), "logger")
             for name in ("wandb", "mlflow")]  # fmt: skip
     assert [type(one) for one in made] == [WandB, MLflow]

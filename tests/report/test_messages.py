@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ptdbench.report.messages import render_collectives, render_p2p
-from ptdbench.report.text import size_text, time_text
+from ptdbench.units import size_text, time_text
 from ptdbench.workloads.collectives import definitions
 
 

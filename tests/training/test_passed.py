@@ -9,11 +9,11 @@ from unittest import mock
 import pytest
 from omegaconf import DictConfig
 
-from ptdbench.measure import ceiling
+from ptdbench.measure import ceiling, gemm
 from ptdbench.measure.ceiling import Measured
 from ptdbench.measure.hardware import environment
 from ptdbench.training.passed import conclude
-from ptdbench.workloads import matmul, train
+from ptdbench.workloads import train
 from tests.conftest import composed
 from tests.parallel.ranks import on_ranks
 from tests.workloads.made_job import job
@@ -60,8 +60,8 @@ def trained(directory: Path, options: DictConfig, cache: str, known: float) -> t
     with mock.patch.dict("os.environ", XDG_CACHE_HOME=cache):
         key = ceiling.key(environment("cpu"), None, "fp32", 1)
         ceiling.keep(key, Measured(known, "2x2x2", beside_load=True))
-        measured = mock.Mock(wraps=matmul.measure)
-        with mock.patch.object(matmul, "measure", measured), mock.patch.dict(matmul.AUTO_SHAPES, cpu=("64",)):
+        measured = mock.Mock(wraps=gemm.measure)
+        with mock.patch.object(gemm, "measure", measured), mock.patch.dict(gemm.AUTO_SHAPES, cpu=("64",)):
             outcome = train.Train()(job(directory, options))
         kept = ceiling.look_up(key)
         assert kept

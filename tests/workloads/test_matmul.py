@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
-from ptdbench.measure import ceiling
-from ptdbench.measure.other_load import OtherLoad
-from ptdbench.measure.products import Shape
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
-from ptdbench.workloads import matmul
 from tests.conftest import composed
 
 SHORT = (
@@ -95,79 +89,3 @@ class TestRefused:
         (line,) = problems("workload.shapes=[1000000]")
         # Three matrices of 10^12 numbers of 4 bytes, and one more to draw random values in.
         assert line.startswith("workload.shapes=1000000x1000000x1000000: needs 14,901 GiB for its matrices, and this ")
-
-
-def rank(number: int, medians: dict[str, float], **key: object) -> dict:
-    own = {"device": "NVIDIA H200", "driver": "550", "torch": "2.15", "dtype": "bf16", "threads": None} | key
-    products = [{"dtype": "bf16", "shape": shape, "median": median} for shape, median in medians.items()]
-    return {"rank": number, "keys": {"bf16": own}, "products": products, "node": "n1"}
-
-
-QUIET = OtherLoad("n1", 8, 0.0, [], on_gpu=True)
-
-
-class TestCeilings:
-    def test_the_best_shape_by_the_median_of_the_ranks(self):
-        ranks = [rank(0, {"a": 7e14, "b": 6e14}), rank(1, {"a": 3e14, "b": 5e14}), rank(2, {"a": 4e14, "b": 5.5e14})]
-        (found,) = matmul._ceilings(ranks, [QUIET])
-        assert (found["shape"], found["flops_per_second"], found["ranks"]) == ("b", 5.5e14, 3)
-        assert found["share_of_peak"] == pytest.approx(550 / 989.4)  # an H200's dense bf16 peak
-        assert found["peak_reason"] is None
-
-    def test_devices_that_differ_have_their_own(self):
-        ranks = [rank(0, {"a": 7e14}), rank(1, {"a": 3e14}, device="NVIDIA Unheard Of")]
-        one, other = matmul._ceilings(ranks, [QUIET])
-        assert (one["flops_per_second"], other["flops_per_second"]) == (7e14, 3e14)
-        assert (other["share_of_peak"], other["peak_reason"]) == (
-            None, "no data-sheet peak on record for NVIDIA Unheard Of in bf16",
-        )  # fmt: skip
-
-    def test_one_says_when_it_was_taken_beside_other_load(self):
-        ranks = [rank(0, {"a": 7e14}), rank(1, {"a": 3e14}, device="NVIDIA Unheard Of")]
-        quiet, beside = matmul._ceilings(ranks, [replace(QUIET, gpu_ranks=[1])])
-        assert (quiet["beside_load"], beside["beside_load"]) == (False, True)
-
-
-class TestKept:
-    def keep(self, rate: float, beside_load: bool, **how: bool) -> str | None:
-        (found,) = matmul._ceilings([rank(0, {"a": rate})], [replace(QUIET, gpu_ranks=[0] * beside_load)])
-        return matmul._keep(SimpleNamespace(world=SimpleNamespace(local_rank=0)), {"ceilings": [found]}, **how)
-
-    @staticmethod
-    def kept() -> tuple[float, bool | None]:
-        found = ceiling.look_up(ceiling.Key("NVIDIA H200", "550", "2.15", "bf16", None))
-        assert found
-        return found.flops_per_second, found.beside_load
-
-    def test_the_latest_of_those_on_a_quiet_machine(self):
-        for rate in (7e14, 6e14):
-            assert self.keep(rate, beside_load=False) is None
-            assert self.kept() == (rate, False)
-
-    def test_one_beside_other_load_replaces_no_higher_one_and_says_so(self):
-        self.keep(7e14, beside_load=False)
-        rule = "taken beside other load, and 700 TFLOP/s measured earlier is higher"
-        assert self.keep(6e14, beside_load=True) == f"bf16 not kept for later runs: {rule}"
-        assert self.kept() == (7e14, False)
-        assert self.keep(8e14, beside_load=True) is None
-        assert self.kept() == (8e14, True)
-
-    def test_of_one_that_is_measured_again_the_higher(self):
-        self.keep(7e14, beside_load=True)
-        self.keep(6e14, beside_load=False, only_higher=True)
-        assert self.kept() == (7e14, True)
-
-
-def test_products_that_no_rank_has_room_for_are_refused_by_all(monkeypatch):
-    """On a GPU too, of whose memory nothing is known before."""
-    asked = []
-
-    def refuse(job, need, option, value):
-        asked.append((need, option, value))
-        raise ConfigError([])
-
-    monkeypatch.setattr(matmul.timing, "require_memory", refuse)
-    with pytest.raises(ConfigError):
-        matmul.measure(None, [Shape(2, 3, 5), Shape(4, 4, 4)], ["bf16"], 1.0)  # type: ignore[arg-type]
-    # 2 bytes for each of 3 * 16 numbers, and 4 for each of the 16 of a factor.
-    assert asked == [(96 + 64, "workload.shapes", "4x4x4")]

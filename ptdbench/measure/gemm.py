@@ -1,0 +1,211 @@
+"""The compute ceiling of devices: matrix products and copies, timed on all ranks at once.
+
+At once, because ranks of one node share memory, power and cooling, as they do in training.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ptdbench.launch.peers import gather, node
+from ptdbench.launch.world import World
+from ptdbench.measure import ceiling, other_load, products, timing
+from ptdbench.measure.ceiling import Measured
+from ptdbench.measure.hardware import dense_peak, environment
+from ptdbench.measure.other_load import OtherLoad
+from ptdbench.measure.products import Shape
+from ptdbench.terminal import command
+from ptdbench.units import flops_text
+
+#: The defaults by device type.
+AUTO_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
+AUTO_SHAPES = {
+    "cpu": ("512", "1024", "2048", "1024x4096x1024"),
+    "cuda": ("2048", "4096", "8192", "16384", "8192x28672x8192"),
+}
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one rank measures.
+
+    Attributes:
+        world: The rank's position among all that measure.
+        device: Its device.
+        alive: Called between measurements, which may take longer than a watchdog's patience.
+    """
+
+    world: World
+    device: torch.device
+    alive: Callable[[], object] = lambda: None
+
+
+def measure(
+    place: Place, shapes: Sequence[Shape], dtypes: Sequence[str], seconds: float, copies: bool = True
+) -> Figures:
+    """Time matrix products and memory copies on all ranks at once.
+
+    Args:
+        place: Of this rank; every rank calls this.
+        shapes: Of the products.
+        dtypes: Arithmetic of the products.
+        seconds: Approximate duration of the repetitions of each.
+        copies: Whether copies are measured too.
+
+    Raises:
+        ArithmeticError: A product is wrong.
+        ConfigError: The matrices do not fit into memory.
+
+    Returns:
+        The same on every rank, rates in FLOP/s and bytes/s: ``ranks`` with the measurements of each rank,
+        ``ceilings`` with the best median of every kind of device and dtype, and ``other_load`` with that of each node.
+    """
+    need, shape = max((peak_bytes(shape, dtype), str(shape)) for shape in shapes for dtype in dtypes)
+    timing.require_memory(place.device, place.world.local_size, need, "workload.shapes", shape)
+    known = environment(place.device.type)
+    load_so_far = other_load.watch(place.device)
+    mine: Figures = {
+        "rank": place.world.rank,
+        "device": _gpu(place.device) or known["cpu"],
+        "keys": {dtype: asdict(_key(known, place.device, dtype)) for dtype in dtypes},
+        "products": [_product(place, shape, dtype, seconds) for dtype in dtypes for shape in shapes],
+        "copies": _copies(place.device, seconds) if copies else [],
+        "node": node(os.environ),
+    }
+    load, ranks = load_so_far(), gather(mine)
+    found = _ceilings(ranks, load)
+    return {
+        "ranks": [{name: of[name] for name in of if name not in ("keys", "node")} for of in ranks],
+        "ceilings": found,
+        "other_load": [one.as_dict() for one in load],
+    }
+
+
+def measure_again(place: Place, dtype: str) -> Measured:
+    """Measure the ceiling of rank 0's device once more; called in all ranks, the result is the same in all.
+
+    The higher of the earlier and the new measurement is kept for later runs.
+
+    Raises:
+        ConfigError: The matrices do not fit into memory beside what is there.
+    """
+    found = measure(place, [Shape.of(shape) for shape in AUTO_SHAPES[place.device.type]], [dtype], 0.5, copies=False)
+    keep(place.world, found, only_higher=True)
+    return _measured(found["ceilings"][0])
+
+
+def known_ceiling(
+    world: World, device: torch.device, dtype: str, cpus_per_rank: int | str
+) -> tuple[Measured | None, str | None]:
+    """What rank 0's device reached in an earlier run of ``workload=matmul``.
+
+    Args:
+        world: The position of this rank.
+        device: Its device.
+        dtype: The arithmetic.
+        cpus_per_rank: The option of the cluster, for the advice.
+
+    Returns:
+        ``(ceiling, None)``, or ``(None, reason)`` if exactly this device has not been measured.
+    """
+    of = _key(environment(device.type), device, dtype)
+    found = ceiling.look_up(of)
+    if found is not None:
+        return found, None
+    words = [f"{command()} workload=matmul"]
+    if device.type == "cpu":  # the threads of a rank depend on the number of ranks on the node
+        words.append(f"cluster.ranks_per_node={world.local_size}")
+        words += [] if cpus_per_rank == "auto" else [f"cluster.cpus_per_rank={cpus_per_rank}"]
+    words += [] if dtype in AUTO_DTYPES[device.type] else [f"workload.dtypes=[{dtype}]"]
+    return None, f"no ceiling on record for {of}; try {' '.join(words)}"
+
+
+def _product(place: Place, shape: Shape, dtype: str, seconds: float) -> Figures:
+    place.alive()
+    dist.barrier()  # so that all ranks work at the same time
+    taken = products.product_seconds(shape, dtype, place.device, seconds)
+    return {"dtype": dtype, "shape": str(shape), **products.rates(shape.flops, taken)}
+
+
+def _copies(device: torch.device, seconds: float) -> list[Figures]:
+    dist.barrier()
+    found = products.copy_seconds(device, seconds)
+    return [{"kind": kind, "bytes": amount, **products.rates(amount, taken)} for kind, (amount, taken) in found.items()]
+
+
+def _ceilings(ranks: Sequence[Figures], load: Sequence[OtherLoad]) -> list[Figures]:
+    """For every kind of device and dtype: the shape whose median rate is best, as the median over the ranks."""
+    loads = {one.node: one for one in load}
+    keys = dict.fromkeys(ceiling.Key(**of_dtype) for of in ranks for of_dtype in of["keys"].values())
+    found = []
+    for key in keys:
+        alike = [of for of in ranks if of["keys"].get(key.dtype) == asdict(key)]
+        by_shape = {
+            product["shape"]: statistics.median(
+                one["median"]
+                for of in alike
+                for one in of["products"]
+                if (one["dtype"], one["shape"]) == (key.dtype, product["shape"])
+            )
+            for product in alike[0]["products"]
+            if product["dtype"] == key.dtype
+        }
+        shape, rate = max(by_shape.items(), key=lambda item: item[1])
+        peak, reason = dense_peak(key.device if key.threads is None else "cpu", key.dtype)
+        share = None if peak is None else rate / peak
+        found.append(
+            {
+                **asdict(key), "ranks": len(alike), "shape": shape, "flops_per_second": rate,
+                "share_of_peak": share, "peak_reason": reason,
+                "beside_load": any(loads[of["node"]].slows(of["rank"]) for of in alike),
+            }
+        )  # fmt: skip
+    return found
+
+
+def keep(world: World, found: Figures, only_higher: bool = False) -> str | None:
+    """Store the ceilings on every node; returns what could not be stored and why, on rank 0.
+
+    One that was taken beside other load, which makes a device slower, does not replace a higher one.
+    """
+    if world.local_rank > 0:
+        return None
+    remarks = []
+    for one in found["ceilings"]:
+        key, new = ceiling.Key(**{name: one[name] for name in ceiling.Key.__dataclass_fields__}), _measured(one)
+        known = ceiling.look_up(key)
+        if known and known.flops_per_second > new.flops_per_second and (new.beside_load or only_higher):
+            higher = f"{flops_text(known.flops_per_second)} measured earlier is higher"
+            remarks.append(f"{one['dtype']} not kept for later runs: taken beside other load, and {higher}")
+            continue
+        try:
+            ceiling.keep(key, new)
+        except OSError as error:
+            return f"not kept for later runs: {error}"
+    return "; ".join(remarks) or None
+
+
+def _measured(found: Figures) -> Measured:
+    return Measured(found["flops_per_second"], found["shape"], found["beside_load"])
+
+
+def _key(known: Figures, device: torch.device, dtype: str) -> ceiling.Key:
+    return ceiling.key(known, _gpu(device), dtype, torch.get_num_threads())
+
+
+def _gpu(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def peak_bytes(shape: Shape, dtype: str) -> int:
+    """Bytes of all three matrices, and of one factor in fp32, in which random values are drawn."""
+    return shape.bytes(dtype) + 4 * shape.k * max(shape.m, shape.n)

@@ -1,0 +1,94 @@
+"""Imports run downward only, those that only types need and those inside of functions too."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "ptdbench"
+
+#: The order of rooms, top first, as docs/developing.md has it; rooms of one line do not import each other.
+ROOMS = """
+    __main__ rank_imports
+    entry commands
+    run
+    ending
+    sweep
+    workloads
+    training
+    communication examples
+    job
+    report
+    setup
+    checkpoints
+    records
+    parallel
+    data models optim
+    measure
+    launch
+    local_part
+    removal cache
+    terminal units
+    problems
+"""
+LEVEL = {room: level for level, line in enumerate(ROOMS.splitlines()) for room in line.split()}
+
+#: ``ptdbench.load``, which users import.
+PUBLIC = "ptdbench"
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        dotted = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        found[dotted.removesuffix(".__init__")] = path
+    return found
+
+
+def imported(source: str, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of ours that a source imports anywhere."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are written in full"
+            for name in node.names:
+                one = f"{node.module}.{name.name}"
+                yield one if one in known else str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def edges() -> Iterator[tuple[str, str]]:
+    known = modules()
+    for module, path in known.items():
+        yield from ((module, other) for other in imported(path.read_text(), known) if other in known)
+
+
+def test_every_room_has_its_place():
+    rooms = {
+        path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path.is_dir() and [*path.glob("*.py")])
+    }
+    assert rooms - {"__init__"} == set(LEVEL)
+
+
+def test_imports_run_downward_only():
+    between = [
+        (module, other) for module, other in set(edges()) - {(PUBLIC, "ptdbench.records.load")} if module != other
+    ]
+    upward = [
+        f"{module} imports {other}"
+        for module, other in between
+        if room_of(module) != room_of(other) and LEVEL[room_of(module)] >= LEVEL[room_of(other)]
+    ]
+    assert sorted(upward) == []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    left = set(edges())
+    while left:
+        inner = {module for module, _ in left} & {other for _, other in left}
+        fewer = {edge for edge in left if inner.issuperset(edge)}
+        assert fewer != left, f"in a circle, or between two: {sorted(inner)}"
+        left = fewer
