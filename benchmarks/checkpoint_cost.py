@@ -37,7 +37,7 @@ from ptdbench.checkpoints import state
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.job import Job
 from ptdbench.launch import local
-from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.setup.compose import compose_all
 from ptdbench.workloads.train import assemble
 
 #: The median step beside checkpoints is at most this many times the one without.
@@ -53,7 +53,7 @@ WARMUP = 3
 def main() -> int:
     """Print both ratios; 1 if one misses its limit."""
     options = _parse()
-    composed = compose_all(conf_folder(), "config", _overrides(options), multirun=False).jobs[0]
+    composed = compose_all(_overrides(options)).jobs[0]
     with TemporaryDirectory(dir=options.directory) as directory:
         local.start(_measure, 1, composed, directory, options.pairs, options.every)
         seconds = json.loads(Path(directory, "seconds.json").read_text())

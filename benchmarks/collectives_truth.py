@@ -35,7 +35,7 @@ from ptdbench.launch.peers import gather
 from ptdbench.measure import timing
 from ptdbench.measure.timing import Effort
 from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.setup.compose import compose_all
 
 #: Bytes of the message, and how often it is sent in a block.
 SIZES = {2**10: 300, 2**20: 50, 2**26: 10}
@@ -56,7 +56,7 @@ Block = Callable[[int], float]
 def main() -> int:
     """Print the pairs; 1 if one of them misses."""
     options = _parse()
-    composed = compose_all(conf_folder(), "config", ["workload=collectives"], multirun=False).jobs[0]
+    composed = compose_all(["workload=collectives"]).jobs[0]
     ranks = run_spec.specify(config.read(composed), None).world_size
     with TemporaryDirectory() as directory:
         local.start(_take_turns, ranks, composed, directory, options.rounds)

@@ -29,7 +29,7 @@ from ptdbench.data.feed import Feed
 from ptdbench.launch.world import World
 from ptdbench.records import store
 from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.setup.compose import compose_all
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # for the archive that the tests make
@@ -101,7 +101,7 @@ def _delivered(overrides: Sequence[str], ranks: int, seconds: float) -> list[flo
 
 def _make(overrides: list[str], rank: int, ranks: int, seconds: float, ready, results) -> None:  # type: ignore[no-untyped-def]
     torch.set_num_threads(1)
-    composed = compose_all(conf_folder(), "config", overrides, multirun=False).jobs[0]
+    composed = compose_all(overrides).jobs[0]
     training = run_spec.specify(config.read(composed), World(rank, ranks, rank, ranks, "benchmark")).training
     assert training
     rows = partial(training.layout.rows, replica=rank)

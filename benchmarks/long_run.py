@@ -38,7 +38,7 @@ from ptdbench.measure.hardware import environment
 from ptdbench.measure.stopwatch import Stopwatch
 from ptdbench.records import record, series, store
 from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.setup.compose import compose_all
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.recorder import Recorder
@@ -75,7 +75,7 @@ class _Kept(HeldOut):
 def main() -> int:
     """Print the figures of the start and the end; 1 if one is not flat."""
     options = _parse()
-    composed = compose_all(conf_folder(), "config", _overrides(options), multirun=False).jobs[0]
+    composed = compose_all(_overrides(options)).jobs[0]
     with TemporaryDirectory() as directory:
         local.start(_measure, options.ranks, composed, directory)
         noted = json.loads(Path(directory, "noted.json").read_text())

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ptdbench.launch import local, peers
-from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.setup.compose import compose_all
 from ptdbench.workloads.train import assemble
 
 #: How far from its formula the memory of a kind may be, on the rank that takes the most.
@@ -66,7 +66,7 @@ def _passes(name: str, model: str) -> bool:
     """Print the row of a layout, and whether it is as required."""
     ranks = RANKS.get(name, 4)
     words = [f"model={model}", *LAYOUTS[name], f"cluster.ranks_per_node={ranks}", "device=cpu", "train.steps=1"]
-    composed = compose_all(conf_folder(), "config", words, multirun=False).jobs[0]
+    composed = compose_all(words).jobs[0]
     with TemporaryDirectory() as directory:
         local.start(_in_rank, ranks, composed, directory)
         of_ranks = json.loads(Path(directory, "found").read_text())

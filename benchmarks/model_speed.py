@@ -142,7 +142,7 @@ def _ours(options: Options, _: dict[str, Any], inputs: Tensor, targets: Tensor, 
         "cluster.ranks_per_node=1",
         "optimizer.lr=1e-4",
     ]
-    composed = compose_all(conf_folder(), "config", typed, multirun=False).jobs[0]
+    composed = compose_all(typed).jobs[0]
     spec = run_spec.specify(config.read(composed), None)
     training = spec.training
     assert training

@@ -42,7 +42,7 @@ from ptdbench.report.display import REDRAW_SECONDS, Display, Line
 from ptdbench.report.heading import Heading
 from ptdbench.report.live import Live
 from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.setup.compose import compose_all
 from ptdbench.workloads.train import assemble, steps
 
 #: The upper end of the ratio's interval lies below this.
@@ -58,7 +58,7 @@ Step = Callable[[], Tensor]
 def main() -> int:
     """Print both ratios; 1 if the harness costs more than it may."""
     options = _parse()
-    composed = compose_all(conf_folder(), "config", _overrides(options), multirun=False).jobs[0]
+    composed = compose_all(_overrides(options)).jobs[0]
     ranks = run_spec.specify(config.read(composed), None).world_size
     with TemporaryDirectory() as directory:
         local.start(_take_turns, ranks, composed, directory)

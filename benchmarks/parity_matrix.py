@@ -29,7 +29,7 @@ from ptdbench.job import Job
 from ptdbench.launch import local
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.setup.compose import compose_all
 from ptdbench.workloads.train import assemble
 
 ROOT = Path(__file__).parents[1]
@@ -154,7 +154,7 @@ def typed(row: str, column: str) -> list[str]:
 @cache
 def composed(cell: Cell) -> DictConfig:
     """The configuration of a cell."""
-    return compose_all(conf_folder(), "config", typed(*cell), multirun=False).jobs[0]
+    return compose_all(typed(*cell)).jobs[0]
 
 
 def refused(cell: Cell) -> str | None:

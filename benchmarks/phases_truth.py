@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import _create_work_from_future
 
 from ptdbench.launch import local, peers
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
-from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.setup.compose import compose_all
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
 from ptdbench.workloads.train import assemble
@@ -121,7 +121,7 @@ def _interval(steps: np.ndarray, free: np.ndarray) -> tuple[float, float]:
 def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     ranks = RANKS.get(name, 2)
     words = [f"model={options.model}", *LAYOUTS[name], f"cluster.ranks_per_node={ranks}", "profile.steps=10"]
-    composed = compose_all(conf_folder(), "config", [*words, "device=cpu"], multirun=False).jobs[0]
+    composed = compose_all([*words, "device=cpu"]).jobs[0]
     with TemporaryDirectory() as directory:
         local.start(_in_rank, ranks, composed, directory, options.steps)
         found: dict[str, Any] = json.loads(Path(directory, "found").read_text())

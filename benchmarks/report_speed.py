@@ -31,7 +31,7 @@ from ptdbench.records import record, series, store
 from ptdbench.report.memory import KINDS
 from ptdbench.report.phases import PHASES
 from ptdbench.setup import config
-from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.setup.compose import compose_all
 from ptdbench.terminal import plural
 
 #: Seconds until a report of so many runs is open.
@@ -76,9 +76,7 @@ def make(sweep: Path, runs: int, presets: Sequence[str] = PRESETS) -> None:
     draw = random.Random(0)
     found = environment("cpu")
     resolved = {
-        preset: config.resolve(
-            compose_all(conf_folder(), "config", ["model=gpt_tiny", f"parallel={preset}"], multirun=True).jobs[0]
-        )
+        preset: config.resolve(compose_all(["model=gpt_tiny", f"parallel={preset}"], multirun=True).jobs[0])
         for preset in presets
     }
     sweep.mkdir()

@@ -18,14 +18,14 @@ from omegaconf import DictConfig
 from rank import joined
 
 from ptdbench.launch import local
-from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.setup.compose import compose_all
 from ptdbench.workloads.train import assemble
 
 
 def main(overrides: Sequence[str]) -> int:
     """Take the steps in one rank; 1 if one of them waited."""
     typed = ["parallel=single", "cluster.ranks_per_node=1", *overrides]
-    composed = compose_all(conf_folder(), "config", typed, multirun=False).jobs[0]
+    composed = compose_all(typed).jobs[0]
     with TemporaryDirectory() as directory:
         try:
             local.start(_guarded_steps, 1, composed, directory)

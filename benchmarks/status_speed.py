@@ -23,7 +23,7 @@ from typing import Any
 from ptdbench.measure.hardware import environment
 from ptdbench.records import ledger, record, store
 from ptdbench.setup import config
-from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.setup.compose import compose_all
 
 #: Seconds that the command may take on 1,000 runs.
 LIMIT = 2.0
@@ -53,7 +53,7 @@ def main() -> int:
 def make(sweep: Path, runs: int) -> None:
     """Write a sweep of which every run was submitted and has ended well."""
     overrides = ["model=gpt_tiny", "parallel=ddp", "device=cpu", "cluster=slurm"]
-    composed = config.resolve(compose_all(conf_folder(), "config", overrides, multirun=True).jobs[0])
+    composed = config.resolve(compose_all(overrides, multirun=True).jobs[0])
     found = environment("cpu")
     jobs = []
     for number in range(runs):

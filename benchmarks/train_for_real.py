@@ -26,7 +26,7 @@ import numpy as np
 from ptdbench.data.text import Text
 from ptdbench.records import store
 from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.setup.compose import compose_all
 
 ROOT = Path(__file__).parents[1]
 
@@ -92,7 +92,7 @@ def bigram_bits_per_byte(*overrides: str) -> float:
     Every pair is counted once more than it occurs (Laplace), so that those that occur in the held-out files only have a
     probability too.
     """
-    composed = compose_all(conf_folder(), "config", ["experiment=stdlib_gpt_tiny", *overrides], multirun=False).jobs[0]
+    composed = compose_all(["experiment=stdlib_gpt_tiny", *overrides]).jobs[0]
     training = run_spec.specify(config.read(composed), None).training
     assert training
     data = training.data

@@ -6,34 +6,30 @@ at once.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ptdbench.launch import leaving, local, slurm
 from ptdbench.launch.world import World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import alternatives, noise, objective, record, store
+from ptdbench.records import alternatives, noise, store
 from ptdbench.report import table, text
-from ptdbench.report.reason import reason
-from ptdbench.setup import blocks, commandline, compose, config, hydra_launcher, hydra_sweeper, resume, show
+from ptdbench.setup import blocks, commandline, compose, config, hydra_options, resume, show
 from ptdbench.setup.config import Slurm
 from ptdbench.sweep import directory as output
 from ptdbench.terminal import hint, plural, say
 
 if TYPE_CHECKING:
     from ptdbench.sweep.agenda import Agenda
+    from ptdbench.sweep.requests import Request
 
 #: Seconds that a refused rank waits for rank 0 to report the reason: mpirun and torchrun end all ranks as soon as one
 #: has failed, and rank 0 may have started later. When rank 0 has failed, they end the ranks that wait.
@@ -77,90 +73,25 @@ def _await_rank_0() -> None:
         time.sleep(REFUSED_WAIT_IN_STEP if world and world.started_by.has_step else REFUSED_WAIT)
 
 
-def one_run(composed: DictConfig) -> float | None:
-    """What Hydra calls for each job: run it, and in a sweep add its record to the sweep's results.
-
-    Returns:
-        The figure that ``objective`` names, for Hydra's sweepers; ``None`` for a run that has none, and in all ranks
-        but the first.
-
-    Raises:
-        SystemExit: The run's record cannot be written; whoever comes next in a sweep could not write either.
-    """
-    from ptdbench.run import run
-    from ptdbench.sweep.launchers import OneAfterTheOther
-
-    chosen = HydraConfig.get()
-    directory, is_sweep = Path(chosen.runtime.output_dir), chosen.mode == RunMode.MULTIRUN
-    agenda = OneAfterTheOther.agenda
-    try:
-        try:
-            if not agenda.requests:  # in a job's process, which did not read the command line
-                run(composed, directory)
-            elif is_sweep:
-                _one_of_several(composed, directory, agenda, chosen.job.num)
-            else:
-                run(composed, directory, agenda.requests[0].summary)
-        finally:
-            if is_sweep and is_first_rank(os.environ):
-                _add_result(Path(chosen.sweep.dir), directory)
-    except OSError as error:  # of the run itself only what it could not write comes here
-        reason = f"{directory}: its record cannot be written: {error.strerror or error}"
-        whole = Path(chosen.sweep.dir) if is_sweep else directory
-        say(f"{reason}; make room, and go on with {resume.command(whole)}", sys.stderr)
-        raise SystemExit(1) from None
-    if not is_first_rank(os.environ):
-        return None
-    return objective.value(store.load_record(directory), config.read(composed).general.objective)
-
-
-def _one_of_several(composed: DictConfig, directory: Path, agenda: Agenda, number: int) -> None:
-    """Carry out a run of a sweep; one that fails says so, as the table comes only when all have ended."""
-    from ptdbench.run import run
-
-    heading, started = agenda.outlook.heading(number), time.monotonic()
-    run(composed, directory, agenda.requests[number].summary, heading)
-    if is_first_rank(os.environ):
-        written = store.load_record(directory)
-        agenda.outlook.ended(number, time.monotonic() - started, written)
-        if written["status"] != "ok":
-            say(f"{heading}: {reason(written)}", sys.stderr)
-
-
-def _add_result(sweep_directory: Path, directory: Path) -> None:
-    """Add the record of a run that has ended to its sweep's results."""
-    written = store.load_record(directory)
-    if not record.is_open(written):
-        store.append_result(sweep_directory, written)
-
-
 def _main() -> int:
     arguments = commandline.parse()
     conf = Path(arguments.config_path).resolve() if arguments.config_path else compose.conf_folder()
-    if arguments.config_path:
-        sys.argv += ["--config-path", str(conf)]  # Hydra would look for it beside this file
-    task = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(one_run)
     if arguments.hydra_help or arguments.shell_completion:
-        return show.show(task)
+        return show.by_hydra(arguments, conf)
     _import_from_here()
-    commandline.imply(arguments)
-    line = resume.read(arguments.overrides, arguments.multirun, discover(os.environ))
-    commandline.retype(arguments, line.overrides)
-    composed = compose.compose_all(
-        conf, arguments.config_name or "config", arguments.overrides, arguments.multirun, arguments.config_dir
-    )
+    words = commandline.imply(arguments)
+    line = resume.read(words, arguments.multirun, discover(os.environ))
+    source = compose.Source(conf, arguments.config_name or "config", arguments.config_dir)
+    composed = compose.compose_all(line.overrides, arguments.multirun, source)
     if arguments.cfg:
-        return show.show_configs(task, arguments, composed)
+        return show.configs(arguments, composed)
     if arguments.help or arguments.info:
-        return show.show(task, bool(arguments.help)) if is_first_rank(os.environ) else 0
+        return show.by_hydra(arguments, conf) if is_first_rank(os.environ) else 0
 
     cluster, world = _cluster(composed), discover(os.environ)
-    hydra_launcher.check(composed, cluster, world)
-    hydra_sweeper.check(composed, cluster, world, line.goes_on)
+    hydra_options.check(composed, cluster, world, line.goes_on)
     blocks.check(composed, cluster, world, line.goes_on)
-    if isinstance(cluster, Slurm):
-        return _on_cluster(task, arguments, composed, line)
-    return _here(task, arguments, composed, world, line)
+    return _on_cluster(composed, line) if isinstance(cluster, Slurm) else _here(composed, world, line)
 
 
 def _import_from_here() -> None:
@@ -178,13 +109,7 @@ def _import_from_here() -> None:
         sys.path.insert(1, str(here))
 
 
-def _here(
-    task: Callable[[], Any],
-    arguments: argparse.Namespace,
-    composed: compose.Composed,
-    world: World | None,
-    line: resume.Line,
-) -> int:
+def _here(composed: compose.Composed, world: World | None, line: resume.Line) -> int:
     """Runs on this machine, or as a rank of the world that a launcher made."""
     local.check_address_space()
     if world is None:
@@ -193,58 +118,50 @@ def _here(
     with hint(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
         from ptdbench.launch import devices
         from ptdbench.setup import reshaping
-        from ptdbench.sweep import launchers, requests
+        from ptdbench.sweep import requests
         from ptdbench.sweep.agenda import Agenda
 
         if world:
             for job in composed.jobs:
                 devices.check(world, str(job.get("device")), str(job.get("backend")))
-        runs = requests.of_machine(composed.jobs, composed.overrides, world)
+        runs = requests.of_machine(composed, world)
     if line.goes_on and not composed.is_sweep and shows and runs[0].summary:
         reshaping.require_same(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
-    directory = output.claim(composed, arguments.overrides, world, line.goes_on)
-    ours = [*output.output_overrides(composed.is_sweep, directory, world), *hydra_sweeper.overrides(composed)]
-    commandline.insert(arguments.overrides, ours)
-    agenda = Agenda.of(composed, runs, line.only)
-    launchers.install(agenda)
-    if world and world.rank > 0:
-        _carry_out(task, directory, composed)
+    directory = output.claim(composed, line.overrides, world, line.goes_on)
+    agenda = Agenda.of(composed, runs, directory, line.only) if composed.is_sweep else None
+    if not shows:
+        _carry_out(composed, directory, agenda, runs)
         return 0
     try:
-        _carry_out(task, directory, composed)
+        _carry_out(composed, directory, agenda, runs)
     finally:
-        asked = 0 if agenda.is_open else len(agenda.requests)
+        asked = len(agenda.requests) if agenda and not agenda.is_open else int(agenda is None)
         records = _print_results(directory, composed.jobs, composed.is_sweep, asked)
-    return int(_count_ok(records) < (max(1, len(records)) if agenda.is_open else len(agenda.requests)))
+    return int(_count_ok(records) < (asked or max(1, len(records))))
 
 
-def _on_cluster(
-    task: Callable[[], Any], arguments: argparse.Namespace, composed: compose.Composed, line: resume.Line
-) -> int:
+def _on_cluster(composed: compose.Composed, line: resume.Line) -> int:
     """Runs that SLURM carries out as jobs."""
-    from ptdbench.sweep import launchers, rehearsal, requests, submission, watch
+    from ptdbench.sweep import rehearsal, requests, submission, watch
     from ptdbench.sweep.agenda import Agenda
 
     cluster = _cluster(composed)
     assert isinstance(cluster, Slurm)
     options = composed.first.hydra.launcher
-    runs = requests.of_cluster(composed.jobs, composed.overrides)
+    runs = requests.of_cluster(composed)
     if ignored := slurm.ignored_variables(os.environ):
         say(f"ignored: {' '.join(ignored)}; the resources of a job are given in the group cluster", sys.stderr)
     if cluster.submit == "test":
         return rehearsal.show(runs, options)
     rehearsal.require_accepted(runs, options)
     submission.make_folders(runs)
-    directory = output.claim(composed, arguments.overrides, None, line.goes_on).resolve()  # a job may start elsewhere
-    ours = [*output.output_overrides(composed.is_sweep, directory, None), *hydra_sweeper.overrides(composed)]
-    commandline.insert(arguments.overrides, ours)
+    directory = output.claim(composed, line.overrides, None, line.goes_on).resolve()  # a job may start elsewhere
     queued = _queued(directory, line)
-    agenda = Agenda.of(composed, runs, line.only, queued)
-    launchers.install(agenda)
+    agenda = Agenda.of(composed, runs, directory, line.only, queued)
     if queued:
         names = ", ".join(sorted(queued))
         say(f"{plural(len(queued), 'run')} still in the queue, not submitted again: {names}", sys.stderr)
-    _carry_out(task, directory, composed)
+    _carry_out(composed, directory, agenda, runs)
     if cluster.submit == "detach":
         return 0
     try:
@@ -274,39 +191,41 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
     return frozenset(run.directory for run in sweep.runs if run.queue and not run.queue.is_over)
 
 
-def _carry_out(task: Callable[[], Any], directory: Path, composed: compose.Composed) -> None:
-    """Let Hydra run its jobs.
+def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | None, runs: Sequence[Request]) -> None:
+    """Carry out what was asked for.
+
+    Args:
+        composed: What was asked for.
+        directory: Of the run or the sweep.
+        agenda: That of a sweep; ``None`` for a single run.
+        runs: The runs that were asked for.
 
     Raises:
         ConfigError: The directory cannot be written to, or the sweeper of a search has failed.
     """
-    with _hydra_raises():
-        try:
-            task()
-        except OSError as error:
-            rule = f"{error.filename or 'what belongs there'} cannot be written: {error.strerror or error}"
-            remedy = f"make room, and go on with {resume.command(directory)}"
-            raise ConfigError([Problem("directory", directory, rule, remedy)]) from None
-        except Exception as error:
-            if not composed.searches or isinstance(error, ConfigError):
-                raise
-            name = composed.first.hydra.runtime.choices[commandline.SWEEPER]
-            reason = f"ended early: {' '.join(str(error).split())}"
-            raise ConfigError([Problem(commandline.SWEEPER, name, reason)]) from error
+    from ptdbench.run import run
+    from ptdbench.setup import hydra_files
+    from ptdbench.sweep import carried_out, search
 
-
-@contextmanager
-def _hydra_raises() -> Iterator[None]:
-    """Hydra would turn every exception into a traceback and ``sys.exit(1)``, which says nothing of what it was."""
-    before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
+    writes = is_first_rank(os.environ)
     try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["HYDRA_FULL_ERROR"]
+        if agenda is None:
+            (only,) = runs
+            if writes:
+                hydra_files.write(only.job(None, None), directory)
+            with carried_out.environment(only.environment):
+                run(directory, only.config, only.summary)
+        elif composed.searches:
+            search.search(agenda, composed)
         else:
-            os.environ["HYDRA_FULL_ERROR"] = before
+            if writes:
+                with composed.source.open():
+                    hydra_files.write_multirun(composed.sweep(), directory)
+            carried_out.all_of(agenda, composed)
+    except OSError as error:
+        rule = f"{error.filename or 'what belongs there'} cannot be written: {error.strerror or error}"
+        remedy = f"make room, and go on with {resume.command(directory)}"
+        raise ConfigError([Problem("directory", directory, rule, remedy)]) from None
 
 
 def _cluster(composed: compose.Composed) -> config.Cluster:

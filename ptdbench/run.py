@@ -1,6 +1,7 @@
-"""One run, from its configuration to its record. Whoever opens the project starts here.
+"""One run: a directory in, a record out. Whoever opens the project starts here.
 
-The process that a person starts (:func:`run`) checks the run, opens its record and starts the ranks, unless a
+Every start of a run is this: by hand, as a rank of torchrun, srun or mpirun, as a job of SLURM, again after a fault.
+The process that a person or a job starts (:func:`run`) checks the run, opens its record and starts the ranks, unless a
 launcher has made this process a rank already. Each rank (:func:`take_part`) joins its peers, lays the model
 out, works, and agrees with them on one record, which rank 0 writes.
 """
@@ -19,23 +20,23 @@ from pathlib import Path
 
 import psutil
 import torch
-from omegaconf import DictConfig
 
 from ptdbench import ending
 from ptdbench.job import Job, Workload
 from ptdbench.launch import crash, devices, leaving, local, peers, rendezvous, settings
 from ptdbench.launch.watchdog import JOINED
-from ptdbench.launch.world import World, discover
+from ptdbench.launch.world import World, discover, is_first_rank
 from ptdbench.measure import memory, tf32
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.stopwatch import Stopwatch
 from ptdbench.problems import ConfigError
-from ptdbench.records import failure, lease, record
+from ptdbench.records import failure, lease, ledger, record, store
 from ptdbench.records.cause import root_cause
 from ptdbench.records.owner import Attempt, this_process
 from ptdbench.report.display import Display
 from ptdbench.report.heading import Heading
-from ptdbench.setup import choices, config, formats, run_spec, training_spec
+from ptdbench.setup import choices, formats, resume, run_spec, training_spec
+from ptdbench.setup.config import Config, of_record
 from ptdbench.setup.run_spec import RunSpec, Summary
 from ptdbench.terminal import hint, say
 
@@ -47,19 +48,50 @@ STOP_GRACE, SAVE_GRACE = 10.0, 120.0
 _RUNS: list[Path] = []
 
 
-def run(composed: DictConfig, directory: Path, known: Summary | None = None, heading: Heading | None = None) -> None:
-    """Carry out one run; whatever happens to it, ``record.json`` in its directory says so.
+def run(
+    directory: Path, config: Config | None = None, known: Summary | None = None, heading: Heading | None = None
+) -> None:
+    """Carry out the run of a directory; whatever happens to it, ``record.json`` there says so, and its sweep's results.
 
     Args:
-        composed: The configuration as Hydra composed it.
         directory: The run's own directory, which exists.
+        config: Its configuration, if this process has composed it; else it is that of the record there.
         known: What this process knows of the run, if it has specified it before.
         heading: What the run is called in its display, if not by its own name alone.
 
     Raises:
-        SystemExit: This process is a rank, and the run failed here; or another start of the run still goes on.
+        SystemExit: This process is a rank, and the run failed here; another start of the run still goes on; or its
+            record cannot be written, nor could that of any other run of its sweep.
         Stopped: A signal asked this process to end; the record is written.
+        Damaged: The configuration is to be read from the record, which is damaged.
     """
+    config, sweep = config or recorded(directory), ledger.sweep_of(directory)
+    try:
+        try:
+            _run(directory, config, known, heading)
+        finally:
+            if sweep and is_first_rank(os.environ):
+                _add_result(sweep, directory)
+    except OSError as error:  # of the run itself only what it could not write comes here
+        reason = f"{directory}: its record cannot be written: {error.strerror or error}"
+        say(f"{reason}; make room, and go on with {resume.command(sweep or directory)}", sys.stderr)
+        raise SystemExit(1) from None
+
+
+def recorded(directory: Path) -> Config:
+    """The configuration of the record in a run's directory."""
+    return of_record(store.load_record(directory))
+
+
+def _add_result(sweep: Path, directory: Path) -> None:
+    """Add the record of a run that has ended to its sweep's results."""
+    written = store.load_record(directory)
+    if not record.is_open(written):
+        store.append_result(sweep, written)
+
+
+def _run(directory: Path, config: Config, known: Summary | None, heading: Heading | None) -> None:
+    """The story of a run, as the process that starts it lives it."""
     settings.let_segments_grow(os.environ)  # local ranks inherit it
     world = discover(os.environ)
     attempt = Attempt(directory, rendezvous.launch_name(world) if world else uuid.uuid4().hex)
@@ -67,19 +99,19 @@ def run(composed: DictConfig, directory: Path, known: Summary | None = None, hea
     _RUNS.append(directory)
     writes = world is None or world.rank == 0
     if writes:
-        attempt = _open_record(composed, attempt)
+        attempt = _open_record(config, attempt)
     try:
         if world:
             rendezvous.export(world, os.environ)  # a model of the user's own may ask who it is when it is made
-            devices.check(world, str(composed.get("device")), str(composed.get("backend")))
+            devices.check(world, str(config.resolved.get("device")), str(config.resolved.get("backend")))
             with crash.kept(failure.crash_file(attempt.failures, world.rank)):
-                spec = _specify(composed, world, watch)
+                spec = _specify(config, world, watch)
             known = spec.summary
         else:
-            known = known or run_spec.summarize(config.read(composed), None)
+            known = known or run_spec.summarize(config, None)
         heading = heading or Heading(known.label)
         if known.trains and not world:  # what is wrong with the data shows before anything is started for them
-            _prepare_data(composed, heading)
+            _prepare_data(config, heading)
     except ConfigError as refused:
         if writes:
             _fail(attempt, failure.describe(refused, rank=-1))
@@ -92,23 +124,23 @@ def run(composed: DictConfig, directory: Path, known: Summary | None = None, hea
     else:
         if known.warning:
             say(known.warning, sys.stderr)
-        _start_ranks(composed, known.world_size, attempt, watch, heading)
+        _start_ranks(config, known.world_size, attempt, watch, heading)
 
 
-def _prepare_data(composed: DictConfig, heading: Heading | None) -> None:
+def _prepare_data(config: Config, heading: Heading | None) -> None:
     """Do what the data need once a machine, which may be a download."""
     with Display(heading, stays=False) as display:
         display.phase("preparing the data")
-        training_spec.prepare_data(config.read(composed))
+        training_spec.prepare_data(config)
 
 
-def _start_ranks(composed: DictConfig, size: int, attempt: Attempt, watch: Stopwatch, heading: Heading | None) -> None:
+def _start_ranks(config: Config, size: int, attempt: Attempt, watch: Stopwatch, heading: Heading | None) -> None:
     """Start local ranks, and conclude from what they left behind if one of them fails."""
-    grace = SAVE_GRACE if config.read(composed).checkpoint.every_steps else STOP_GRACE
+    grace = SAVE_GRACE if config.checkpoint.every_steps else STOP_GRACE
     killed = memory.oom_kills()
     try:
         with hint(f"{heading} · starting the ranks…", sys.stderr):
-            local.start(_as_rank, size, composed, attempt, watch, heading, grace=grace)
+            local.start(_as_rank, size, config, attempt, watch, heading, grace=grace)
     except local.RankDied as death:
         ended = failure.describe_exits(death.exit_codes, size, memory.oom_kills() - killed)
         _fail(attempt, root_cause([*failure.read_failures(attempt.failures), *ended], size))
@@ -133,7 +165,7 @@ def _fail_if_open(attempt: Attempt, cause: failure.Failure) -> None:
 
 
 def _as_rank(
-    environ: Mapping[str, str], composed: DictConfig, attempt: Attempt, watch: Stopwatch, heading: Heading | None
+    environ: Mapping[str, str], config: Config, attempt: Attempt, watch: Stopwatch, heading: Heading | None
 ) -> None:
     """Where a local rank begins: what the fork server could not know is set first."""
     for number in local.STOP_SIGNALS:  # a rank has nothing to tidy up: let it go at once
@@ -144,7 +176,7 @@ def _as_rank(
     world = discover(os.environ)
     assert world is not None  # the agent has just said who this is, in torchrun's words
     world = replace(world, launcher="local")
-    take_part(lambda: _specify(composed, world, watch), world, attempt, watch, heading)
+    take_part(lambda: _specify(config, world, watch), world, attempt, watch, heading)
 
 
 def take_part(
@@ -176,10 +208,10 @@ def take_part(
             raise SystemExit(1) from error
 
 
-def _specify(composed: DictConfig, world: World, watch: Stopwatch) -> RunSpec:
+def _specify(config: Config, world: World, watch: Stopwatch) -> RunSpec:
     """What this rank takes part in."""
     watch.lap("import")
-    spec = run_spec.specify(config.read(composed), world)
+    spec = run_spec.specify(config, world)
     if not (world.started_by.has_parent and spec.device_type == "cpu"):  # the parent has checked the host
         warning = run_spec.check_memory(spec, world)
         if warning and world.rank == 0:
@@ -222,14 +254,14 @@ def _prepared_device(spec: RunSpec, world: World) -> torch.device:
     return device
 
 
-def _open_record(composed: DictConfig, attempt: Attempt) -> Attempt:
+def _open_record(config: Config, attempt: Attempt) -> Attempt:
     """Take the run's directory for this start of it, which knows then what it has written there.
 
     Raises:
         SystemExit: It belongs to a start that still goes on.
     """
     owner = this_process(attempt.launch, os.environ)
-    draft = record.begin(config.resolve(composed), attempt.directory, environment("cpu"), owner=owner)
+    draft = record.begin(config.resolved, attempt.directory, environment("cpu"), owner=owner)
     try:
         return replace(attempt, draft=lease.open_record(attempt.directory, draft))
     except ConfigError as held:

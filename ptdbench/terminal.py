@@ -38,6 +38,21 @@ codecs.register_error(_ALIKE, _alike)
 _TRAIN_PY = Path(__file__).parents[1] / "train.py"
 
 
+#: What a job was asked for with, where it is not its own command line.
+_VARIABLE = "PTDBENCH_TYPED"
+
+
+def as_variable(words: Sequence[str]) -> dict[str, str]:
+    """The environment variable that lets another process name the program and the folders of this command line."""
+    return {_VARIABLE: shlex.join(words)}
+
+
+def _typed() -> list[str]:
+    """The command line that this process was started with, or who submitted its job."""
+    given = os.environ.get(_VARIABLE)
+    return shlex.split(given) if given else sys.argv
+
+
 def command(name: str = "train") -> str:
     """How to type a command again, as this process was started: ``python train.py``, or ``ptdbench train``.
 
@@ -46,7 +61,7 @@ def command(name: str = "train") -> str:
     Args:
         name: ``train``, ``status``, ``explain``, ``sbatch``.
     """
-    program = Path(sys.argv[0])
+    program = Path(_typed()[0])
     is_module = (program.name, program.parent.name) == ("__main__.py", "ptdbench")
     if program.name == "ptdbench" or not (is_module or _TRAIN_PY.exists()):
         typed = f"ptdbench {name}"
@@ -63,8 +78,9 @@ def under(launcher: str) -> str:
 
 
 def _config_dir() -> str:
-    """`` --config-dir FOLDER``, if this process was given one."""
-    for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
+    """`` --config-dir FOLDER``, if it was given."""
+    words = _typed()
+    for word, following in zip(words, [*words[1:], ""], strict=True):
         flag, equals, value = word.partition("=")
         if flag in ("--config-dir", "-cd"):
             return f" --config-dir {shlex.quote(value if equals else following)}"

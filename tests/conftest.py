@@ -34,7 +34,7 @@ Record = dict[str, Any]
 
 def composed(*overrides: str) -> DictConfig:
     """One configuration, as ``python train.py OVERRIDES`` composes it."""
-    return compose_all(ROOT / "conf", "config", overrides, multirun=False).jobs[0]
+    return compose_all(overrides).jobs[0]
 
 
 @pytest.fixture(scope="session", autouse=True)

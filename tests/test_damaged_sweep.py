@@ -18,7 +18,6 @@ from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests
 from ptdbench.sweep.agenda import Agenda
 from tests import forked
-from tests.conftest import ROOT
 from tests.sweep.made import Directory
 
 GARBAGE = [
@@ -81,7 +80,7 @@ def test_a_damaged_record_is_kept_aside_and_counts_for_nothing(sweep, capsys):
 
 
 def test_it_is_kept_aside_before_the_next_is_written(sweep, capsys):
-    found = compose_all(ROOT / "conf", "config", ["model=toy", "device=cpu", "seed=1,2"], multirun=True)
+    found = compose_all(["model=toy", "device=cpu", "seed=1,2"], multirun=True)
     agenda = Agenda(requests.of_machine(found.jobs, found.overrides, None))
     path = sweep.begin(0)
     done = sweep.end(0)

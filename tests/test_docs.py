@@ -59,7 +59,7 @@ def of(page_command: str) -> list[list[str]]:
     """The overrides of each run that a command makes."""
     words = shlex.split(page_command)
     overrides = [word for word in words if not word.startswith("-")]
-    return compose_all(ROOT / "conf", "config", overrides, multirun="-m" in words).overrides
+    return compose_all(overrides, multirun="-m" in words).overrides
 
 
 def smaller(overrides: list[str]) -> list[str]:
@@ -101,7 +101,7 @@ def test_there_is_something_to_run():
 
 def specify(command: str) -> None:
     """Check the run of a command as far as it is checked before anything starts or is submitted."""
-    found = compose_all(ROOT / "conf", "config", shlex.split(command), multirun=False)
+    found = compose_all(shlex.split(command), multirun=False)
     read = config.read(found.jobs[0])
     if isinstance(read.cluster, config.Slurm):
         requests.of_cluster(found.jobs, found.overrides)

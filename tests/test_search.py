@@ -14,7 +14,6 @@ from ptdbench.records import objective
 from ptdbench.setup import config, hydra_sweeper
 from ptdbench.setup.compose import compose_all
 from tests import forked
-from tests.conftest import ROOT
 
 OPTUNA = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", "hydra.sweeper.n_trials=3")
 SEEDED = (*OPTUNA, "hydra.sweeper.sampler.seed=1")
@@ -115,7 +114,7 @@ class TestRefused:
         assert line == "objective=speed: must be throughput, held_out_loss or held_out_accuracy"
 
     def found(self, *overrides, world=None, goes_on=None):
-        composed = compose_all(ROOT / "conf", "config", [*OPTUNA[1:], *overrides], multirun=True)
+        composed = compose_all([*OPTUNA[1:], *overrides], multirun=True)
         with pytest.raises(ConfigError) as error:
             hydra_sweeper.check(composed, config.read(composed.jobs[0]).cluster, world, goes_on)
         return str(error.value)
@@ -167,7 +166,7 @@ class TestObjective:
 
     def test_what_a_sweeper_is_set_to_where_nobody_did(self):
         def overrides(*typed):
-            composed = compose_all(ROOT / "conf", "config", ["model=toy", "seed=1,2", *typed], multirun=True)
+            composed = compose_all(["model=toy", "seed=1,2", *typed], multirun=True)
             return hydra_sweeper.overrides(composed)
 
         assert overrides() == []

@@ -18,14 +18,16 @@ _EXPECTED = (".hydra", ".lock", ".metadata")
 
 def run_directories(folder: Path, is_sweep: bool) -> list[Path]:
     """Every directory of a run below ``outputs``, but for those with a hidden name."""
-    outputs = folder / "outputs"
-    found = outputs.glob("*/[0-9]*_*") if is_sweep else outputs.glob("*")
+    found = directories(folder)
+    if is_sweep:
+        found = [path for sweep in found for path in sweep.glob("[0-9]*_*")]
     return sorted(path for path in found if path.is_dir() and not path.name.startswith("."))
 
 
 def directories(folder: Path) -> list[Path]:
     """What a person finds below ``outputs``: one run or one sweep, or nothing."""
-    return sorted(path for path in folder.glob("outputs/*") if not path.name.startswith("."))
+    found = folder.glob("outputs/*")
+    return sorted(path for path in found if not path.name.startswith(".") and not path.is_symlink())  # the newest
 
 
 def load(path: Path) -> Any:
@@ -58,6 +60,16 @@ def finished(folder: Path, is_sweep: bool) -> dict[Path, bytes]:
         if (record := record_of(directory)) and record["status"] == "ok":
             found[directory] = (directory / RECORD).read_bytes()
     return found
+
+
+#: Fields that the end of a run changes, after its steps are safe in a record that is ok.
+_OF_THE_END = ("environment", "nodes", "remarks")
+
+
+def changed(directory: Path, before: bytes) -> bool:
+    """Whether something is not as it was in the record of a run that was ok; the profiling pass may add to it."""
+    was, now = _strict(before), record_of(directory)
+    return any(value is not None and now.get(name) != value for name, value in was.items() if name not in _OF_THE_END)
 
 
 def record_of(directory: Path) -> dict[str, Any]:

@@ -228,7 +228,7 @@ def _see_it_end(this_round: Round, victim: Victim, known: Reference, scenario: S
     """Wait for what has to end; what is left after that is a fault, and killed."""
     struck = time.monotonic()
     hurt = {process.role for process in this_round.killed}
-    goes_on = "train.py" not in hurt and (scenario.runs or not hurt & {"rank", "fork server", "data worker"})
+    goes_on = "train.py" not in hurt  # and starts another fork server, or ends by itself when it has said what failed
     if goes_on and not victim.ends_within(known.patience):
         this_round.fault("left", f"train.py does not end within {known.patience:.0f} s")
     ended = time.monotonic() if goes_on else struck
@@ -246,8 +246,8 @@ def inspect(
     this_round.fault("record", *(when + one for one in invalid))
     this_round.fault("torn", *(when + one for one in evidence.half_written(folder)))
     for directory, record in before.items():
-        path = directory / evidence.RECORD
-        if not path.exists() or path.read_bytes() != record:
+        if evidence.changed(directory, record):
+            path = directory / evidence.RECORD
             this_round.fault("lost", f"{when}{path} has changed, and its run had finished before the kill")
     for name, found in losses(folder, scenario).items():
         if found != known.losses[name]:

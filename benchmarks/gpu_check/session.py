@@ -24,7 +24,7 @@ from ptdbench.launch.settings import let_segments_grow
 from ptdbench.records import ledger, record, store
 from ptdbench.records.load import Run, load
 from ptdbench.setup import config
-from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.setup.compose import compose_all
 
 from .results import Check, Found
 
@@ -138,7 +138,7 @@ class Session:
         """The record of a run of the product in ranks of its own, with its losses; nothing may be left of it."""
         common = [f"device={self.device}", "cluster.ranks_per_node=1"]
         typed = [*(one for one in common if not _sets(overrides, one)), *overrides]
-        composed = compose_all(conf_folder(), "config", typed, multirun=False).jobs[0]
+        composed = compose_all(typed).jobs[0]
 
         def begin(folder: Path, directory: Path) -> None:
             store.write_record(folder, record.begin(config.resolve(composed), directory, {}, typed))
@@ -146,7 +146,7 @@ class Session:
         directory = store.claim_directory(self.directory, name, "outputs", begin)
         before = holders()
         with suppress(SystemExit):  # the record says how it ended
-            product.run(composed, directory)
+            product.run(directory)
         if left := wait_until_released(before):
             self.tell(f"{name}: processes", False, f"still on the device: {'; '.join(left)}")
         done = load(directory)

@@ -177,7 +177,7 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
         option, _, value = word.partition("=")
         if option in ("repeat.block", "repeat.series"):
             require(Problem(option, value, "is given to each block of both sides", "omit it"))
-    composed = compose.compose_all(compose.conf_folder(), "config", ["repeat.runs=5", *own], multirun=True)
+    composed = compose.compose_all(["repeat.runs=5", *own], multirun=True)
     repeat = config.read(composed.jobs[0]).repeat
     if len(composed.jobs) > 1:
         require(Problem("compare", " ".join(own), "both sides run equally often", "give one value, as in repeat=10"))

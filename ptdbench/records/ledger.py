@@ -65,6 +65,11 @@ def with_id(job: Job, identity: str) -> Job:
     return replace(job, id=identity, log=job.log.replace("%j", identity))
 
 
+def sweep_of(directory: Path) -> Path | None:
+    """The sweep that a run's directory lies in, if it does."""
+    return next((parent for parent in directory.absolute().parents if (parent / LEDGER).exists()), None)
+
+
 def begin(sweep_directory: Path, overrides: Sequence[str]) -> None:
     """Write the request of a sweep; existing jobs are kept."""
     write(sweep_directory, Ledger(list(overrides), read(sweep_directory).jobs))

@@ -1,11 +1,14 @@
-"""The command line: how Hydra reads it, and how words are added to it before Hydra does."""
+"""The command line, as Hydra reads it, in full where it has something in short.
+
+This file has the one thing that is used of Hydra and is internal to it: the grammar of its flags.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser  # none is public: pyproject.toml keeps to tested versions
@@ -66,8 +69,8 @@ def in_full(overrides: Iterable[str]) -> list[str]:
     return [f"{_RUNS}={word.removeprefix(_REPEAT)}" if word.startswith(_REPEAT) else word for word in words]
 
 
-def imply(arguments: argparse.Namespace) -> None:
-    """Say in full what the command line has in short, and add what a launcher means by itself.
+def imply(arguments: argparse.Namespace) -> list[str]:
+    """The overrides in full where the command line has them in short, with what a launcher means by itself.
 
     ``submitit_slurm`` is ``cluster=slurm``, and both launchers of submitit sweep: without ``-m`` Hydra would ignore
     them and run in this process, silently. ``repeat=5`` is a sweep, too.
@@ -80,23 +83,7 @@ def imply(arguments: argparse.Namespace) -> None:
     sweeps = typed.get(LAUNCHER) == "submitit_local" or typed.get(_RUNS, "1") != "1"
     if sweeps and not arguments.multirun and "hydra.mode" not in typed:
         extra.append("hydra.mode=MULTIRUN")
-    retype(arguments, [*overrides, *extra])
-
-
-def retype(arguments: argparse.Namespace, overrides: list[str]) -> None:
-    """Put other overrides in the place of those that were typed."""
-    if overrides != arguments.overrides:
-        typed = list(arguments.overrides)
-        place = sys.argv.index(typed[0]) if typed else len(sys.argv)
-        rest = [word for word in sys.argv[place:] if word not in typed]
-        sys.argv[place:] = [*overrides, *rest]
-        arguments.overrides = overrides
-
-
-def insert(overrides: Sequence[str], extra: Sequence[str]) -> None:
-    """Add overrides to the command line, beside those it has: argparse takes them in one place only."""
-    place = sys.argv.index(overrides[-1]) + 1 if overrides else len(sys.argv)
-    sys.argv[place:place] = extra
+    return [*overrides, *extra]
 
 
 #: Options that were called otherwise once, by their old names.

@@ -1,7 +1,7 @@
 """All configurations that one command line asks for, composed before the first of them runs.
 
-Hydra composes each job of a sweep just before it runs it, and answers a misspelling in the middle of the sweep. Here
-the same pieces of Hydra compose every job first, and what they refuse is explained with the nearest names.
+Hydra composes, and ptdbench runs: Hydra by itself would compose each job of a sweep just before it runs it, and answer
+a misspelling in the middle of the sweep. What it refuses is explained with the nearest names.
 """
 
 from __future__ import annotations
@@ -9,24 +9,24 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
-from ptdbench.setup.commandline import LAUNCHER, RENAMED, SWEEPER, in_full, is_called_otherwise, option
+from ptdbench.setup.commandline import LAUNCHER, RENAMED, SWEEPER, in_full, is_called_otherwise, quoted
 from ptdbench.terminal import command
 
 #: What Hydra raises for a command line or a file that it cannot use, beside what :func:`_compose` makes the same.
@@ -44,15 +44,52 @@ def conf_folder() -> Path:
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where configurations come from.
+
+    Attributes:
+        conf: The folder of the configuration.
+        name: The primary configuration in it.
+        extra: One more folder of configurations, Hydra's ``--config-dir``.
+    """
+
+    conf: Path
+    name: str = "config"
+    extra: str | None = None
+
+    @contextmanager
+    def open(self) -> Iterator[list[str]]:
+        """Let Hydra read them meanwhile, and say what more it has to be told for that.
+
+        Raises:
+            ConfigError: There is no such folder.
+        """
+        with initialize_config_dir(version_base="1.3", config_dir=str(self.conf.resolve()), job_name="train"):
+            if self.extra is None:
+                yield []
+                return
+            folder = Path(self.extra).resolve()
+            if not folder.is_dir():
+                rule = f"there is no such folder (it would be {folder})"
+                raise ConfigError([Problem("--config-dir", self.extra, rule)])
+            words = [f"hydra.searchpath=[{quoted(f'file://{folder}')}]"]
+            with suppress(*_REFUSALS):  # it will be refused in words where it is composed
+                _compose(self.name, words)  # from here on Hydra knows the choices of both
+            yield words
+
+
+@dataclass(frozen=True)
 class Composed:
     """What a command line asks for.
 
     Attributes:
         first: The first job's configuration with Hydra's own node, which says where the output goes.
-        jobs: Every run's configuration, in the order in which Hydra will run them; of a search two that it may run.
+        jobs: Every run's configuration, in order; of a search two that it may run.
         overrides: What was typed for each of them, Hydra's own options left out.
-        is_sweep: Whether Hydra will run them as a sweep.
+        is_sweep: Whether they are a sweep.
         typed: What was typed for all of them, Hydra's own options left out except those of its sweeper.
+        hydras: What was typed of Hydra's own options.
+        source: Where they come from.
         searches: Whether Hydra's sweeper chooses the runs as it goes, by the results of the earlier ones.
         whole: Every run's configuration with Hydra's own node, pickled, which takes a tenth of the memory; empty for a
             search.
@@ -63,37 +100,51 @@ class Composed:
     overrides: list[list[str]]
     is_sweep: bool
     typed: list[str]
+    hydras: list[str]
+    source: Source
     searches: bool = False
     whole: Sequence[bytes] = ()
 
+    @property
+    def launcher(self) -> str:
+        """What carries the runs out: ``basic``, ``submitit_local`` or ``submitit_slurm``."""
+        return str(self.first.hydra.runtime.choices.get(LAUNCHER))
 
-def compose_all(
-    conf: Path, config_name: str, overrides: Sequence[str], multirun: bool, extra: str | None = None
-) -> Composed:
+    def sweep(self, others: Sequence[str] = ()) -> DictConfig:
+        """The configuration of the sweep as Hydra has it: its runs' lists are among the overrides it names.
+
+        Args:
+            others: Overrides beside those that were typed; only where :meth:`Source.open` is open already.
+        """
+        loader = GlobalHydra.instance().config_loader()
+        ours = [word for word in self.typed if not word.startswith("hydra")]
+        return loader.load_configuration(self.source.name, [*ours, *self.hydras, *others], RunMode.MULTIRUN)
+
+
+def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source | None = None) -> Composed:
     """Compose every job of a command line.
 
     Args:
-        conf: The folder of the configuration.
-        config_name: The primary configuration in it.
         overrides: The command line without its flags.
         multirun: Whether ``-m`` was among those.
-        extra: One more folder of configurations, Hydra's ``--config-dir``.
+        source: Where configurations come from, if not from ``conf`` alone.
 
     Raises:
         ConfigError: With every override that cannot stand, or what is wrong with the files.
     """
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf.resolve()), job_name="train"):
-        if extra is not None:
-            _search_in(extra)
+    source = source or Source(conf_folder())
+    with source.open() as search:
         parsed = _parse(in_full(overrides))
         require(*_bracketed(parsed), *_several_clusters(parsed), *_replaced(parsed))
         try:
-            batch = [_line(override) for override in parsed if _is_hydras(override)]
+            hydras = [*search, *(_line(override) for override in parsed if _is_hydras(override))]
+            if multirun and not any(override.key_or_group == "hydra.mode" for override in parsed):
+                hydras.append("hydra.mode=MULTIRUN")
             ours = [override for override in parsed if not _is_hydras(override)]
-            first = _compose(config_name, [*batch, *_corner(ours, 0)])
+            first = _compose(source.name, [*hydras, *_corner(ours, 0)])
             if params := first.hydra.sweeper.get("params"):  # a sweep's lists may lie in a file of conf/
                 ours = [*_parse(in_full(f"{name}={value}" for name, value in params.items())), *ours]
-                first = _compose(config_name, [*batch, *_corner(ours, 0)])
+                first = _compose(source.name, [*hydras, *_corner(ours, 0)])
             is_sweep = multirun or first.hydra.mode == RunMode.MULTIRUN
             searches = is_sweep and first.hydra.runtime.choices.get(SWEEPER) != "basic"
             if searches:
@@ -103,26 +154,15 @@ def compose_all(
                 jobs = _jobs(ours)
             composed, whole = [without_hydra(first)], [pickle.dumps(first)]
             for job in jobs[1:]:
-                config = _compose(config_name, [*batch, *job])
+                config = _compose(source.name, [*hydras, *job])
                 whole.append(pickle.dumps(config))
                 composed.append(without_hydra(config))
         except _REFUSALS as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(_explain(config_name, parsed, error)) from None
+            raise ConfigError(_explain(source.name, parsed, error)) from None
         typed = [_line(override) for override in parsed if not _is_hydras(override) or _is_sweepers(override)]
-        return Composed(first, composed, jobs, is_sweep, typed, searches, [] if searches else whole)
-
-
-def _search_in(extra: str) -> None:
-    """Look for choices in one more folder, at the place in the order where Hydra itself puts it."""
-    folder = Path(extra).resolve()
-    if not folder.is_dir():
-        raise ConfigError([Problem("--config-dir", extra, f"there is no such folder (it would be {folder})")])
-    loader = GlobalHydra.instance().config_loader()
-    search = loader.get_search_path()
-    search.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
-    loader.repository.initialize_sources(search)  # type: ignore[attr-defined]
+        return Composed(first, composed, jobs, is_sweep, typed, hydras, source, searches, [] if searches else whole)
 
 
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
@@ -152,37 +192,6 @@ def without_hydra(config: DictConfig) -> DictConfig:
     with open_dict(job):
         del job["hydra"]
     return job
-
-
-def of_sweep(whole: bytes, sweep: DictConfig, block: int | None) -> DictConfig:
-    """A run's configuration as Hydra composes it for its sweep; composing it once more takes a hundred times as long.
-
-    Args:
-        whole: The run's configuration, one of :attr:`Composed.whole`.
-        sweep: The sweep's configuration, which says where its output goes.
-        block: The run's block of repeats; ``None`` without.
-    """
-    job: DictConfig = pickle.loads(whole)
-    with read_write(job), open_dict(job):
-        if block is not None:
-            _put_in_block(job, block)
-        for name in ("mode", "output_subdir"):
-            job.hydra[name] = sweep.hydra._get_node(name)
-        job.hydra.sweep.dir = sweep.hydra.sweep._get_node("dir")
-        job.hydra.overrides.hydra = sweep.hydra.overrides.hydra
-        job.hydra.job.name = sweep.hydra.job.name
-        job.hydra.runtime.config_sources = sweep.hydra.runtime.config_sources
-    OmegaConf.copy_cache(from_config=sweep, to_config=job)  # what is resolved once, as the time, stays the same
-    return job
-
-
-def _put_in_block(job: DictConfig, block: int) -> None:
-    """What it would be with one more override."""
-    job.repeat.block = block
-    job.hydra.overrides.task.append(f"repeat.block={block}")
-    named = job.hydra.job.config.override_dirname
-    told = sorted(override for override in job.hydra.overrides.task if option(override) not in named.exclude_keys)
-    job.hydra.job.override_dirname = named.item_sep.join(told).replace("=", named.kv_sep)
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -266,6 +267,23 @@ class Config:
 def read(composed: DictConfig) -> Config:
     """A composed configuration, ready to be typed."""
     return Config(resolve(composed))
+
+
+#: What options are called in JSON that it has no numbers for.
+_NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+
+
+def of_record(record: Mapping[str, Any]) -> Config:
+    """The configuration that a record holds."""
+
+    def value_of(written: Any) -> Any:
+        if isinstance(written, dict):
+            return {key: value_of(value) for key, value in written.items()}
+        if isinstance(written, list):
+            return [value_of(value) for value in written]
+        return _NOT_FINITE.get(written, written) if isinstance(written, str) else written
+
+    return Config(value_of(record.get("config") or {}))
 
 
 def resolve(composed: DictConfig) -> dict[str, Any]:

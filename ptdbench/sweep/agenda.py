@@ -4,31 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import HydraException
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-
 from ptdbench.launch.world import discover
-from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import failure, lease, objective, record, store
+from ptdbench.problems import ConfigError
+from ptdbench.records import failure, lease, record, store
 from ptdbench.records.files import appear, write_json
-from ptdbench.setup import blocks, reshaping
-from ptdbench.setup.compose import Composed, without_hydra
-from ptdbench.sweep import requests
+from ptdbench.setup import blocks, hydra_files, reshaping
+from ptdbench.setup.compose import Composed
 from ptdbench.sweep.outlook import Outlook
 from ptdbench.sweep.requests import Request
 from ptdbench.sweep.settling import Settling
 from ptdbench.terminal import say
-
-
-class NoObjective(Exception):
-    """A run of a search that came to nothing."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +28,12 @@ class Opened:
     Attributes:
         number: Its number in the sweep.
         request: What was asked for.
-        overrides: What was typed for it.
         subdirectory: Its directory, below the sweep's.
     """
 
     number: int
     request: Request
-    overrides: list[str]
     subdirectory: str
-
-    @property
-    def arguments(self) -> tuple[list[str], str, int]:
-        """What the job is called with."""
-        return self.overrides, self.subdirectory, self.number
 
 
 @dataclass(frozen=True)
@@ -58,40 +41,45 @@ class Agenda:
     """The runs of a command line, and which of them are to be carried out.
 
     Attributes:
-        requests: In the order in which Hydra will ask for them.
+        directory: The sweep's directory.
+        requests: In the order in which they are carried out.
         only: The directory of the one run that is meant, below the sweep's; ``None`` for all.
         queued: Directories of runs whose jobs are still in the queue: they are left to these.
         searches: Whether Hydra's sweeper chooses the runs as it goes: the requests are added then.
-        whole: Their configurations, see :attr:`ptdbench.setup.compose.Composed.whole`.
         settling: Says after which block of repeats no further one is needed; ``None``: all requests are carried out.
     """
 
+    directory: Path
     requests: list[Request] = field(default_factory=list)
     only: str | None = None
     queued: frozenset[str] = frozenset()
     searches: bool = False
-    whole: Sequence[bytes] = ()
     settling: Settling | None = None
+    _names: dict[int, str] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(
-        composed: Composed, found: Sequence[Request], only: str | None, queued: frozenset[str] = frozenset()
+        composed: Composed,
+        found: Sequence[Request],
+        directory: Path,
+        only: str | None,
+        queued: frozenset[str] = frozenset(),
     ) -> Agenda:
         """The agenda of a command line.
 
         Args:
             composed: What it asks for.
             found: Its runs, without their repeats.
+            directory: See the attribute.
             only: See the attribute.
             queued: See the attribute.
         """
         if composed.searches:
-            return Agenda(only=only, queued=queued, searches=True)
+            return Agenda(directory, only=only, queued=queued, searches=True)
         repeat = found[0].config.repeat
-        order = blocks.order(len(found), repeat)
-        whole = [composed.whole[number] for number, _ in order]
         settling = Settling(repeat) if repeat.runs == "auto" and repeat.block is None else None
-        return Agenda([found[number].in_block(block) for number, block in order], only, queued, False, whole, settling)
+        runs = [found[number].in_block(block) for number, block in blocks.order(len(found), repeat)]
+        return Agenda(directory, runs, only, queued, False, settling)
 
     @property
     def is_open(self) -> bool:
@@ -103,67 +91,34 @@ class Agenda:
         """What is known of the runs that this process carries out itself."""
         return Outlook(self.requests, is_whole=not self.is_open)
 
-    def batches(self, size: int | None) -> list[list[list[str]]]:
-        """What is typed for each run, in the batches that Hydra's basic sweeper hands to its launcher.
+    def batches(self, size: int | None) -> list[range]:
+        """The numbers of the runs that are handed over together.
 
         Args:
             size: Runs of a batch at most, ``hydra.sweeper.max_batch_size``; ``None``: no limit. A block is in one
                 batch where it is looked at after each block, and where the runs of a block share a job.
         """
-        runs = [list(request.overrides) for request in self.requests]
+        count = len(self.requests)
         of_block = sum(request.block == self.requests[0].block for request in self.requests)
         if self.settling:
             size = of_block
         elif size and self.requests[0].config.sweep.same_nodes:
             size = max(1, size // of_block) * of_block
-        return [runs[start : start + (size or len(runs))] for start in range(0, len(runs), size or len(runs))]
+        return [range(start, min(start + (size or count), count)) for start in range(0, count, size or count)]
 
-    def is_settled(self, sweep_directory: Path, number: int) -> bool:
+    def is_settled(self, number: int) -> bool:
         """Whether the runs from this number on need not be carried out: enough is known of all."""
         if self.settling is None or self.only is not None:  # the one that is meant goes on whatever is known
             return False
-        return self.settling(sweep_directory, self.requests[number].block or 0)
+        return self.settling(self.directory, self.requests[number].block or 0)
 
-    def add(self, number: int, composed: Callable[[], DictConfig], overrides: Sequence[str]) -> None:
-        """Note a run that the sweeper has just chosen, if it is one of a search.
+    def subdirectory(self, number: int) -> str:
+        """The directory of a run, below the sweep's."""
+        if number not in self._names:
+            self._names[number] = str(Path(self.requests[number].subdirectory(number)))
+        return self._names[number]
 
-        Args:
-            number: Its number in the sweep.
-            composed: Composes its configuration.
-            overrides: What the sweeper chose, and what was typed for all.
-
-        Raises:
-            ConfigError: It cannot be composed, or the cluster has not what it asks for.
-        """
-        if not self.searches:
-            return
-        assert number == len(self.requests)
-        try:
-            job = without_hydra(composed())
-        except (HydraException, OmegaConfBaseException) as error:
-            reason = str(error).partition("\n")[0]
-            raise ConfigError([Problem("command line", " ".join(overrides), reason)]) from None
-        self.requests.append(requests.of_search(job, overrides))
-
-    def outcome(self, directory: Path, overrides: Sequence[str]) -> JobReturn:
-        """What the sweeper is told of a run: in a search the objective of its record, or why it has none.
-
-        The basic sweeper is told nothing that it would raise: how a run went is in its record.
-        """
-        if not self.searches:
-            return JobReturn(overrides, status=JobStatus.COMPLETED, _return_value=None)
-        written = store.load_record(directory)
-        wanted = written["config"]["objective"]
-        if (value := objective.value(written, wanted)) is not None:
-            return JobReturn(overrides, status=JobStatus.COMPLETED, _return_value=value)
-        error = NoObjective(f"{directory.name}: {written['status']}, so that it has no {wanted}")
-        return JobReturn(overrides, status=JobStatus.FAILED, _return_value=error)
-
-    def directory(self, sweep_directory: Path, template: str, number: int) -> Path:
-        """The directory of a run, from the template of such names."""
-        return sweep_directory / self.requests[number].subdirectory(template, number)
-
-    def open(self, sweep_directory: Path, template: str, number: int, overrides: Sequence[str]) -> Opened | None:
+    def open(self, number: int) -> Opened | None:
         """Open the record of a run; ``None`` for a run that is not to be carried out.
 
         Runs that are ok are left as they are, and so are those of which an earlier start still goes on, or which would
@@ -174,41 +129,56 @@ class Agenda:
                 is a rank of several.
             OSError: The record cannot be written.
         """
-        request = self.requests[number]
-        directory = self.directory(sweep_directory, template, number)
-        name = str(directory.relative_to(sweep_directory))
-        if self._is_left_out(name, directory, request):
+        request, name = self.requests[number], self.subdirectory(number)
+        directory, world = self.directory / name, discover(os.environ)
+        if self._is_left_out(name, request):
+            if (world is None or world.rank == 0) and self._is_done(name, request):
+                self._add_result(name)
             return None
-        world = discover(os.environ)
         try:
             if world is None or world.rank == 0:
                 if request.summary:
                     reshaping.require_same(directory, request.summary, request.config.general.reshape)
-                self._write(sweep_directory, directory, request, overrides)
+                self._write(directory, request)
+                hydra_files.write(request.job(self.directory, number), directory)
         except ConfigError as refused:
             if world:  # the other ranks have not asked
                 raise
             say(f"{refused}; skipped", sys.stderr)
             return None
-        return None if request.refused else Opened(number, request, list(overrides), name)
+        return None if request.refused else Opened(number, request, name)
 
-    def to_do(self, sweep_directory: Path, template: str, numbers: Iterable[int]) -> list[int]:
+    def to_do(self, numbers: Iterable[int]) -> list[int]:
         """Which of these runs will be carried out, unless a start of them still goes on."""
-        found = []
-        for number in numbers:
-            directory, request = self.directory(sweep_directory, template, number), self.requests[number]
-            name = str(directory.relative_to(sweep_directory))
-            if not request.refused and not self._is_left_out(name, directory, request):
-                found.append(number)
-        return found
+        return [
+            number
+            for number in numbers
+            if not self.requests[number].refused
+            and not self._is_left_out(self.subdirectory(number), self.requests[number])
+        ]
 
-    def _is_left_out(self, name: str, directory: Path, request: Request) -> bool:
+    def _is_left_out(self, name: str, request: Request) -> bool:
         if name in self.queued or self.only not in (None, name) or (request.refused and request.block):
             return True  # what is refused is so in each block, and one row says it
+        return self._is_done(name, request)
+
+    def _is_done(self, name: str, request: Request) -> bool:
+        directory = self.directory / name
         return (directory / store.RECORD).exists() and record.is_done(directory, request.config.resolved)
 
-    def _write(self, sweep_directory: Path, directory: Path, request: Request, overrides: Sequence[str]) -> None:
-        draft = record.begin(request.config.resolved, directory, {}, overrides)
+    def _add_result(self, name: str) -> None:
+        """Add the result of a run that was ok, and whose sweep was killed before it could add it."""
+        if name not in self._counted:
+            store.append_result(self.directory, store.load_record(self.directory / name))
+
+    @cached_property
+    def _counted(self) -> set[str]:
+        """The runs of which there was an ok result when this began."""
+        results = store.read_results(self.directory)
+        return {store.below(self.directory, one["directory"]) for one in results if one["status"] == "ok"}
+
+    def _write(self, directory: Path, request: Request) -> None:
+        draft = record.begin(request.config.resolved, directory, {}, request.overrides)
         if request.refused:
             draft = record.failed(draft, failure.describe(request.refused, rank=-1))
         again, earlier = (directory / store.RECORD).exists(), store.earlier_record(directory)
@@ -219,4 +189,4 @@ class Agenda:
             say(f"{directory.name}: was done with another model, {other}; done again", sys.stderr)
         had_ended = again and not (earlier and record.is_open(earlier))
         if request.refused or had_ended:  # done once more: its earlier result counts no longer
-            store.append_result(sweep_directory, draft)
+            store.append_result(self.directory, draft)

@@ -10,7 +10,6 @@ from ptdbench.launch import slurm
 from ptdbench.launch.world import World
 from ptdbench.records import lease, ledger, record, store
 from ptdbench.setup import config
-from ptdbench.setup.commandline import quoted
 from ptdbench.setup.compose import Composed
 
 
@@ -47,12 +46,6 @@ def claim(composed: Composed, overrides: Sequence[str], world: World | None, goe
     from ptdbench.launch import rendezvous
 
     return Path(rendezvous.agree("directory", world, make() if world.rank == 0 else None))
-
-
-def output_overrides(is_sweep: bool, directory: Path, world: World | None) -> list[str]:
-    """What lets Hydra write into the claimed directory; one rank of several writes Hydra's own files."""
-    overrides = [f"{_option(is_sweep)}={quoted(str(directory))}"]
-    return [*overrides, "hydra.output_subdir=null"] if world and world.rank > 0 else overrides
 
 
 def _option(is_sweep: bool) -> str:

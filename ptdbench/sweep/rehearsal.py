@@ -20,7 +20,7 @@ def show(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
 
     Args:
         runs: The runs of a command line.
-        options: The launcher's own options; see :data:`ptdbench.setup.hydra_launcher.OPTIONS`.
+        options: The launcher's own options; see :data:`ptdbench.setup.hydra_options.OPTIONS`.
 
     Returns:
         The exit status: 0 if every job would be taken.

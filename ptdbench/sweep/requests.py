@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from ptdbench.checkpoints import shelf
 from ptdbench.launch import slurm
@@ -16,7 +17,8 @@ from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError, Findings, Problem
 from ptdbench.records import record
-from ptdbench.setup import choices, config, run_spec
+from ptdbench.setup import choices, config, hydra_files, run_spec
+from ptdbench.setup.compose import Composed, without_hydra
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.run_spec import Summary
 from ptdbench.sweep import resources
@@ -28,7 +30,8 @@ class Request:
     """One run of a sweep.
 
     Attributes:
-        composed: Its configuration as Hydra composed it.
+        whole: Its configuration with Hydra's own node, pickled.
+        config: Its configuration, ready to be typed.
         overrides: What was typed for this run of the sweep.
         shape: What its job is given; ``None`` where it runs on this machine.
         summary: What is known of it; ``None`` where it cannot run.
@@ -36,26 +39,21 @@ class Request:
         block: The block of repeats that it belongs to; ``None`` without.
     """
 
-    composed: DictConfig
+    whole: bytes
+    config: Config
     overrides: Sequence[str]
     shape: Shape | None
     summary: Summary | None
     refused: ConfigError | None
     block: int | None = None
 
-    @cached_property
-    def config(self) -> Config:
-        """Its configuration, ready to be typed."""
-        read = config.read(self.composed)
-        if self.block is None:
-            return read
-        return Config({**read.resolved, "repeat": {**read.resolved["repeat"], "block": self.block}})
-
     def in_block(self, block: int | None) -> Request:
         """The same run in a block of repeats."""
         if block is None:
             return self
-        return replace(self, block=block, overrides=[*self.overrides, f"repeat.block={block}"])
+        options = self.config.resolved
+        read = Config({**options, "repeat": {**options["repeat"], "block": block}})
+        return replace(self, config=read, block=block, overrides=[*self.overrides, f"repeat.block={block}"])
 
     @property
     def cluster(self) -> Slurm:
@@ -69,43 +67,54 @@ class Request:
         """The run in a word or two, for people and for the queue."""
         return str(self.config.resolved["workload"].get("label", "run"))
 
-    def subdirectory(self, template: str, number: int) -> str:
+    def job(self, sweep: Path | None, number: int | None) -> DictConfig:
+        """Its configuration as Hydra has it when it starts the run of this number; see :mod:`.hydra_files`."""
+        return hydra_files.of_run(self.whole, sweep, number, self.block)
+
+    def subdirectory(self, number: int) -> str:
         """The run's directory in its sweep's, from Hydra's ``hydra.sweep.subdir``."""
-        hydra = {"job": {"num": number, "override_dirname": "-".join(self.overrides)}, "sweep": {"subdir": template}}
-        written = OmegaConf.to_container(self.composed, resolve=False)
-        assert isinstance(written, dict)
-        if self.block is not None:
-            written["repeat"]["block"] = self.block
-        return str(OmegaConf.create({**written, "hydra": hydra}).hydra.sweep.subdir)
+        return str(self.job(None, number).hydra.sweep.subdir)
+
+    @cached_property
+    def environment(self) -> dict[str, str]:
+        """What ``hydra.job.env_set`` adds to its environment."""
+        return hydra_files.environment(self.job(None, None))
 
 
-def of_machine(jobs: Sequence[DictConfig], overrides: Sequence[Sequence[str]], world: World | None) -> list[Request]:
+def of_machine(composed: Composed, world: World | None) -> list[Request]:
     """The runs of a command line that this machine carries out.
 
     Raises:
         ConfigError: None of them can run.
     """
-    found = [planned(job, words, None, world) for job, words in zip(jobs, overrides, strict=True)]
+    found = [planned(*run, None, world) for run in _typed(composed)]
     _require_one(found)
     return found
 
 
-def of_cluster(jobs: Sequence[DictConfig], overrides: Sequence[Sequence[str]]) -> list[Request]:
+def of_cluster(composed: Composed) -> list[Request]:
     """The runs of a command line that SLURM will carry out; nothing is submitted.
 
     Raises:
         ConfigError: SLURM is not here or has not what one of them asks for, or none of them can run.
     """
-    known = _partitions(config.read(jobs[0]).cluster)
+    known = _partitions(config.read(composed.jobs[0]).cluster)
     problems = Findings()
     found = []
-    for job, words in zip(jobs, overrides, strict=True):
-        shape = problems.of(lambda job=job: shape_of(config.read(job), known))  # type: ignore[misc]
+    for whole, read, words in _typed(composed):
+        shape = problems.of(lambda read=read: shape_of(read, known))  # type: ignore[misc]
         if shape:
-            found.append(planned(job, words, shape, _world(shape)))
+            found.append(planned(whole, read, words, shape, _world(shape)))
     problems.close()
     _require_one(found)
     return found
+
+
+def _typed(composed: Composed) -> Iterator[tuple[bytes, Config, list[str]]]:
+    """Of each run its configuration with Hydra's node and without, and what was typed for it."""
+    wholes = composed.whole or [b""] * len(composed.jobs)  # of a search they stand for others
+    for whole, job, words in zip(wholes, composed.jobs, composed.overrides, strict=True):
+        yield whole, config.read(job), words
 
 
 def shape_of(read: Config, known: Sequence[Partition], limits: Sequence[Partition] | None = None) -> Shape:
@@ -145,28 +154,32 @@ def _partitions(cluster: config.Cluster) -> list[Partition]:
         raise ConfigError([Problem("cluster", cluster.name, f"SLURM does not answer: {error}")]) from None
 
 
-def of_search(job: DictConfig, words: Sequence[str]) -> Request:
+def of_search(whole: DictConfig, words: Sequence[str]) -> Request:
     """A run that a sweeper has just chosen.
+
+    Args:
+        whole: Its configuration with Hydra's own node.
+        words: What the sweeper chose, and what was typed for all.
 
     Raises:
         ConfigError: SLURM is not here, or has not what the run asks for.
     """
-    cluster = config.read(job).cluster
-    if not isinstance(cluster, Slurm):
-        return planned(job, words, None, None)
-    shape = shape_of(config.read(job), _partitions(cluster))
-    return planned(job, words, shape, _world(shape))
+    read = config.read(without_hydra(whole))
+    if not isinstance(read.cluster, Slurm):
+        return planned(pickle.dumps(whole), read, words, None, None)
+    shape = shape_of(read, _partitions(read.cluster))
+    return planned(pickle.dumps(whole), read, words, shape, _world(shape))
 
 
-def planned(job: DictConfig, words: Sequence[str], shape: Shape | None, world: World | None) -> Request:
+def planned(whole: bytes, read: Config, words: Sequence[str], shape: Shape | None, world: World | None) -> Request:
     """One run, specified, or refused with the reason."""
     gpus = shape.gpus_per_node if shape else None
     try:
-        summary = run_spec.summarize(config.read(job), world, gpus)
-        _check_beginning(config.read(job))
+        summary = run_spec.summarize(read, world, gpus)
+        _check_beginning(read)
     except ConfigError as error:
-        return Request(job, words, shape, None, error)
-    return Request(job, words, shape, summary, None)
+        return Request(whole, read, words, shape, None, error)
+    return Request(whole, read, words, shape, summary, None)
 
 
 def _check_beginning(read: Config) -> None:

@@ -35,7 +35,7 @@ def write(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str
     """
     chosen = [] if "cluster" in map(commandline.option, overrides) else ["cluster=slurm"]
     extra = str(config_dir.resolve()) if config_dir else None
-    composed = compose.compose_all(compose.conf_folder(), "config", [*overrides, *chosen], multirun=True, extra=extra)
+    composed = compose.compose_all([*overrides, *chosen], True, compose.Source(compose.conf_folder(), extra=extra))
     if composed.searches:
         name = composed.first.hydra.runtime.choices[commandline.SWEEPER]
         rule = "each rank of the script's job would search by itself"

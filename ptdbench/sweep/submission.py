@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from itertools import chain
 from pathlib import Path
@@ -13,14 +15,18 @@ from typing import Any
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from ptdbench.launch import slurm
+from ptdbench.launch import local, slurm
+from ptdbench.launch.slurm import SlurmError
 from ptdbench.problems import ConfigError, Problem, as_typed, require
+from ptdbench.records import failure, ledger, record, store
 from ptdbench.setup.config import Slurm
-from ptdbench.setup.hydra_launcher import OPTIONS
+from ptdbench.setup.hydra_options import OPTIONS
 from ptdbench.sweep import resources
+from ptdbench.sweep.agenda import Opened
+from ptdbench.sweep.job import arguments, carry_out
 from ptdbench.sweep.requests import Request
 from ptdbench.sweep.resources import Output, Step
-from ptdbench.terminal import plural
+from ptdbench.terminal import plural, say
 
 
 def arrays(requests: Sequence[Request]) -> list[list[list[int]]]:
@@ -93,7 +99,7 @@ def script(array: Sequence[Sequence[Request]], name: str, folder: Path, options:
         array: Its jobs, each with its runs; all have the same number of them.
         name: Its name in the queue.
         folder: Folder of the output, ``%j`` in it being a job's id.
-        options: The launcher's own options; see :data:`ptdbench.setup.hydra_launcher.OPTIONS`.
+        options: The launcher's own options; see :data:`ptdbench.setup.hydra_options.OPTIONS`.
     """
     first, *_ = array[0]
     cluster, shape = first.cluster, first.shape
@@ -154,10 +160,104 @@ def make_folders(requests: Sequence[Request]) -> None:
     require(*found)
 
 
-def submit(
+def submit(directory: Path, jobs: Sequence[Opened], options: Mapping[str, Any]) -> list[ledger.Job]:
+    """Submit one array of jobs for each shape; nothing stays in the queue unless all were taken.
+
+    Args:
+        directory: The sweep's directory.
+        jobs: Its runs, whose records are open.
+        options: As for :func:`script`.
+
+    Returns:
+        The runs with the jobs that they are in, in the order of their numbers.
+
+    Raises:
+        ConfigError: SLURM did not take them; their records say so.
+        OSError: The folder of their output cannot be written to.
+    """
+    found = [[[jobs[place] for place in places] for places in array] for array in arrays([job.request for job in jobs])]
+    names = [f"ptdbench-{_label(array)}-{secrets.token_hex(4)}" for array in found]
+    submitted: list[ledger.Job] = []
+    try:
+        for name, array in zip(names, found, strict=True):
+            with local.deferred():  # a signal in the middle of it would leave jobs that nobody knows
+                submitted += _submit(directory, name, array, options)
+    except BaseException as error:
+        _take_back(names)
+        _write_off(directory, jobs, error)
+        if isinstance(error, SlurmError):
+            rule = f"nothing was submitted: {str(error).strip().splitlines()[-1]}"
+            raise ConfigError([Problem("cluster", jobs[0].request.cluster.name, rule)]) from None
+        raise
+    return sorted(submitted, key=lambda job: job.number)
+
+
+def _submit(
+    directory: Path, name: str, array: Sequence[Sequence[Opened]], options: Mapping[str, Any]
+) -> list[ledger.Job]:
+    """Submit the jobs of an array, each with its runs; they are noted down before and after."""
+    requests = [[run.request for run in job] for job in array]
+    output = folder(requests[0][0], directory)
+    text = script(requests, name, output, options)
+    noted = [
+        ledger.Job(
+            number=run.number,
+            name=name,
+            element=element if len(array) > 1 else None,
+            id=None,
+            label=run.request.label,
+            shape=str(run.request.shape),
+            overrides=list(run.request.overrides),
+            directory=run.subdirectory,
+            log=str(log),
+            step=step if len(job) > 1 else None,
+        )
+        for element, job in enumerate(array)
+        for step, (run, log) in enumerate(zip(job, folders(output, len(job)), strict=True))
+    ]
+
+    def note(ids: list[str]) -> None:
+        noted[:] = [ledger.with_id(run, ids[run.element or 0]) for run in noted]
+        ledger.add(directory, noted)
+
+    ledger.add(directory, noted)
+    calls = [[DelayedSubmission(carry_out, *arguments(directory, run)) for run in runs] for runs in array]
+    _hand_over(text, name, calls, output, note)
+    return noted
+
+
+def _label(array: Sequence[Sequence[Opened]]) -> str:
+    """What the queue shows of an array."""
+    first, *others = (run for job in array for run in job)
+    return "sweep" if others else store.file_name(first.request.label)  # which may be any text
+
+
+def _take_back(names: Sequence[str]) -> None:
+    """End what SLURM may have taken, by name: it may have taken an array without being able to say so."""
+    try:
+        if canceled := slurm.cancel_named(names):
+            say(f"canceled what SLURM had taken already: {' '.join(canceled)}", sys.stderr)
+    except SlurmError as error:
+        how = f"look with squeue --name={','.join(names)}"
+        say(f"SLURM may have jobs of this command: {error}; {how}", sys.stderr)
+
+
+def _write_off(sweep: Path, jobs: Sequence[Opened], error: BaseException) -> None:
+    """Let the records of runs whose submission was given up say so."""
+    words = str(error).strip().splitlines() or [type(error).__name__]
+    cause = failure.of_launcher("NotSubmitted", f"nothing was submitted: {words[-1]}")
+    for job in jobs:
+        directory = sweep / job.subdirectory
+        with suppress(OSError, store.Damaged):  # where the disk is full the records stay open, which is no lie
+            done = record.failed(store.load_record(directory), cause)
+            store.write_record(directory, done)
+            store.append_result(sweep, done)
+
+
+def _hand_over(
     text: str, name: str, jobs: Sequence[Sequence[DelayedSubmission]], folder: Path, note: Callable[[list[str]], None]
 ) -> None:
-    """Submit the jobs of one array.
+    """Give SLURM the jobs of one array, and each of them what it runs.
 
     Args:
         text: Its script.

@@ -132,7 +132,7 @@ def test_commands_that_are_shown_compose(command):
     if "--cfg" in words:
         del words[words.index("--cfg") :]
     overrides = [word for word in words if not word.startswith("-")]
-    found = compose_all(CONF, "config", overrides, multirun="-m" in words)
+    found = compose_all(overrides, multirun="-m" in words)
     assert found.jobs
     if not re.search(r"my_package|\bmy/|/data/", command):  # examples of what only the reader has
         for job in found.jobs:

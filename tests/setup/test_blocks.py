@@ -13,7 +13,6 @@ from ptdbench.setup import blocks, config
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Repeat
 from tests import forked
-from tests.conftest import ROOT
 from tests.report.made import run
 
 TOY = ("model=toy", "train.steps=4", "device=cpu")
@@ -192,7 +191,7 @@ class TestGoesOn:
 
 
 def check(*overrides, world=None, goes_on=None):
-    composed = compose_all(ROOT / "conf", "config", [*TOY, *overrides], multirun=True)
+    composed = compose_all([*TOY, *overrides], multirun=True)
     try:
         blocks.check(composed, config.read(composed.jobs[0]).cluster, world, goes_on)
     except ConfigError as error:
@@ -233,5 +232,5 @@ class TestShown:
         (tmp_path / "experiment").mkdir()
         text = f"# @package _global_\nhydra:\n  sweeper:\n    params:\n      {written}\n"
         (tmp_path / "experiment" / "often.yaml").write_text(text)
-        composed = compose_all(ROOT / "conf", "config", [*TOY, "experiment=often"], True, str(tmp_path))
+        composed = compose_all([*TOY, "experiment=often"], True, str(tmp_path))
         assert config.read(composed.jobs[0]).repeat.runs == 3

@@ -22,7 +22,7 @@ CONF = ROOT / "conf"
 
 
 def compose(*overrides: str, multirun: bool = False) -> Composed:
-    return compose_all(CONF, "config", overrides, multirun)
+    return compose_all(overrides, multirun)
 
 
 def refused(*overrides: str, multirun: bool = False) -> list[str]:
@@ -209,7 +209,7 @@ class TestFolderOfOnesOwn:
     @staticmethod
     def refused(folder: Path, *overrides: str) -> str:
         with pytest.raises(ConfigError) as caught:
-            compose_all(CONF, "config", overrides, multirun=False, extra=str(folder))
+            compose_all(overrides, multirun=False, extra=str(folder))
         (line,) = str(caught.value).splitlines()
         return line
 
@@ -223,7 +223,7 @@ class TestFolderOfOnesOwn:
     def test_a_glob_finds_choices_there(self, tmp_path):
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "to_mine.yaml").write_text(TOY)
-        found = compose_all(CONF, "config", ["model=glob(to*)"], multirun=True, extra=str(tmp_path))
+        found = compose_all(["model=glob(to*)"], multirun=True, extra=str(tmp_path))
         assert found.overrides == [["model=to_mine"], ["model=toy"]]
 
     @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ class TestFolderOfOnesOwn:
     def test_a_key_that_is_a_number(self, tmp_path):
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "mine.yaml").write_text(f"{TOY}3: x\n")
-        found = compose_all(CONF, "config", ["model=mine"], multirun=False, extra=str(tmp_path))
+        found = compose_all(["model=mine"], multirun=False, extra=str(tmp_path))
         assert config.resolve(found.jobs[0])["model"]["3"] == "x"
 
 
@@ -289,7 +289,7 @@ def test_a_job_of_a_sweep_is_what_hydra_would_compose_once_more(tmp_path, extra,
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults:\n  - toy\n  - _self_\nwidth: 128\n")
     typed = [f"model=toy,{'mine' if extra else 'gpt_tiny'}", "seed=3", "hydra.job.chdir=false"]
-    asked = compose_all(CONF, "config", typed, multirun=True, extra=str(tmp_path) if extra else None)
+    asked = compose_all(typed, multirun=True, extra=str(tmp_path) if extra else None)
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF), job_name="another"):
         if extra:
             _search_in(str(tmp_path))

@@ -10,7 +10,6 @@ from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests, status
-from tests.conftest import ROOT
 from tests.sweep.made import Directory
 
 
@@ -31,7 +30,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 4, 60, (0,), 4)])
 
     def make(*overrides):
-        found = compose_all(ROOT / "conf", "config", ["cluster=slurm", "model=toy", *overrides], multirun=True)
+        found = compose_all(["cluster=slurm", "model=toy", *overrides], multirun=True)
         return requests.of_cluster(found.jobs, found.overrides)
 
     return make

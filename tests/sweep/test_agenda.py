@@ -12,7 +12,6 @@ from ptdbench.records import store
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import settling
 from ptdbench.sweep.agenda import Agenda
-from tests.conftest import ROOT
 
 TEMPLATE = "${hydra.job.num}_${workload.label}"
 
@@ -88,7 +87,7 @@ class TestRepeats:
 
         def of(*overrides, only=None):
             words = ["cluster=slurm", "model=toy", *overrides]
-            return Agenda.of(compose_all(ROOT / "conf", "config", words, multirun=True), asked(*overrides), only)
+            return Agenda.of(compose_all(words, multirun=True), asked(*overrides), only)
 
         return of
 

@@ -25,7 +25,7 @@ from tests.conftest import ROOT
 
 
 def of_cluster(*overrides):
-    found = compose_all(ROOT / "conf", "config", ["cluster=slurm", "model=toy", *overrides], multirun=True)
+    found = compose_all(["cluster=slurm", "model=toy", *overrides], multirun=True)
     return requests.of_cluster(found.jobs, found.overrides)
 
 
@@ -223,7 +223,7 @@ def test_jobs_of_a_search_are_waited_for_and_their_objectives_told(asked, tmp_pa
     monkeypatch.setattr(watch, "follow", follow)
 
     def compose(_, overrides):
-        return compose_all(ROOT / "conf", "config", ["cluster=slurm", "model=toy", *overrides], multirun=True).first
+        return compose_all(["cluster=slurm", "model=toy", *overrides], multirun=True).first
 
     launcher = launchers.SlurmLauncher(submitit_folder=str(tmp_path))
     launcher.config = compose(None, [f"hydra.sweep.dir={tmp_path}"])

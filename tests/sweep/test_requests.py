@@ -12,7 +12,6 @@ from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests
-from tests.conftest import ROOT
 
 #: Four nodes of eight GPUs by default, two without.
 PARTITIONS = [
@@ -32,7 +31,7 @@ def _slurm(monkeypatch):
 
 def asked(*overrides):
     """What a command line asks of the cluster."""
-    found = compose_all(ROOT / "conf", "config", [*TOY, *overrides], multirun=True)
+    found = compose_all([*TOY, *overrides], multirun=True)
     return requests.of_cluster(found.jobs, found.overrides)
 
 
@@ -132,7 +131,7 @@ class TestRefused:
 
 class TestOnThisMachine:
     def of_machine(self, *overrides, world=None):
-        found = compose_all(ROOT / "conf", "config", ["model=toy", *overrides], multirun=True)
+        found = compose_all(["model=toy", *overrides], multirun=True)
         return requests.of_machine(found.jobs, found.overrides, world)
 
     def test_a_run_has_no_shape(self):

@@ -20,7 +20,7 @@ from ptdbench.setup import config
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Slurm
 from ptdbench.sweep.resources import Output, Shape, Step, check, flags, script, setup_lines, shape
-from tests.conftest import ROOT, composed
+from tests.conftest import composed
 
 #: The test cluster's partitions and two more kinds.
 KNOWN = [
@@ -467,7 +467,7 @@ class TestSiteFiles:
 
     @pytest.mark.parametrize("site", ["site_gpu", "site_modules"])
     def test_a_cluster_to_submit_to(self, site):
-        found = compose_all(ROOT / "conf", "config", [f"cluster={site}"], multirun=False)
+        found = compose_all([f"cluster={site}"], multirun=False)
         assert found.is_sweep
         assert found.first.hydra.runtime.choices["hydra/launcher"] == "submitit_slurm"
         cluster = config.read(found.jobs[0]).cluster
@@ -491,7 +491,7 @@ class TestSiteFiles:
         assert "module load gcc/12.2 cuda/12.8" in setup_lines(cluster, where)
 
     def test_a_session_submits_nothing(self):
-        found = compose_all(ROOT / "conf", "config", ["cluster=site_interactive"], multirun=False)
+        found = compose_all(["cluster=site_interactive"], multirun=False)
         assert not found.is_sweep
         assert found.first.hydra.runtime.choices["hydra/launcher"] == "basic"
         cluster = config.read(found.jobs[0]).cluster

@@ -1,0 +1,141 @@
+"""What Hydra's own options may ask for: where runs are carried out, which sweeper chooses them, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ptdbench.launch.world import World
+from ptdbench.problems import Problem, as_typed, require
+from ptdbench.records.objective import DIRECTIONS
+from ptdbench.setup.commandline import LAUNCHER, SWEEPER, option
+from ptdbench.setup.compose import Composed
+from ptdbench.setup.config import Cluster, Slurm, read
+from ptdbench.terminal import command
+
+#: Options of the launcher that say nothing of resources, and what they are where nobody gives them.
+OPTIONS = {"array_parallelism": 256, "signal_delay_s": 120}
+
+#: What carries runs out.
+LAUNCHERS = ("basic", "submitit_local", "submitit_slurm")
+
+#: Options that would do nothing here, and what to do instead.
+WITHOUT_EFFECT = {
+    "hydra.callbacks": "nothing of Hydra's runs a job, and would call them; omit them",
+    "hydra.job.chdir": "runs start in the current directory; omit it",
+    "hydra.job_logging": "nothing is logged through Hydra; omit it",
+    "hydra.hydra_logging": "nothing is logged through Hydra; omit it",
+    "hydra.verbose": "nothing is logged through Hydra; omit it",
+}
+
+
+def check(composed: Composed, cluster: Cluster, world: World | None, goes_on: Path | None) -> None:
+    """Refuse what would have no effect, a launcher that does not fit, and a search that would lose its way."""
+    _check_effects(composed)
+    _check_launcher(composed, cluster, world)
+    if composed.searches:
+        require(*_unfit_for_search(composed, cluster, world, goes_on))
+
+
+def _check_effects(composed: Composed) -> None:
+    hydra = composed.first.hydra
+    given = {
+        "hydra.callbacks": bool(hydra.callbacks),
+        "hydra.job.chdir": bool(hydra.job.chdir),
+        "hydra.verbose": hydra.verbose is not False,
+        **{f"hydra.{name}": bool(hydra[name] and hydra[name].get("root")) for name in ("job_logging", "hydra_logging")},
+    }
+    for name, is_given in given.items():
+        if is_given:
+            rule, _, remedy = WITHOUT_EFFECT[name].partition("; ")
+            require(Problem(name, as_typed(_plain(OmegaConf.select(composed.first, name))), rule, remedy))
+
+
+def _plain(node: Any) -> Any:
+    return "{...}" if isinstance(node, DictConfig) else node
+
+
+def _check_launcher(composed: Composed, cluster: Cluster, world: World | None) -> None:
+    """Refuse a launcher that would not do what the cluster says, or would start launchers from ranks."""
+    launcher, submits = composed.launcher, isinstance(cluster, Slurm)
+    if launcher not in LAUNCHERS:
+        require(Problem(LAUNCHER, launcher, "runs are started by ptdbench", f"try {', '.join(LAUNCHERS)}"))
+    if submits != (launcher == "submitit_slurm"):
+        rule = f"does not go with cluster={cluster.name}"
+        remedy = "omit it" if submits else "try cluster=slurm, or basic or submitit_local for this machine"
+        require(Problem(LAUNCHER, launcher, rule, remedy))
+    if submits and not composed.is_sweep:
+        require(Problem("hydra.mode", "RUN", f"cluster={cluster.name} submits jobs, which is a sweep", "omit it"))
+    if world and launcher.startswith("submitit"):
+        rule = (
+            f"this is rank {world.rank} of {world.size} that {world.launcher} started; each would submit the jobs again"
+        )
+        remedy = "start it with plain python, or omit cluster and launcher to run on these ranks"
+        name, value = ("cluster", cluster.name) if submits else (LAUNCHER, launcher)
+        require(Problem(name, value, rule, remedy))
+    if submits:
+        require(*_given_twice(composed))
+
+
+def _given_twice(composed: Composed) -> list[Problem]:
+    """Resources are given in one place, the group ``cluster``."""
+    rule = "the resources of a job are given in the group cluster only"
+    remedy = f"see {command()} cluster=slurm --cfg job --package cluster"
+    typed = dict(override.partition("=")[::2] for override in composed.first.hydra.overrides.hydra)
+    passed_on = {f"hydra.launcher.{option}" for option in OPTIONS}
+    names = [name for name in typed if name.startswith("hydra.launcher.") and name not in passed_on]
+    return [Problem(name, typed[name], rule, remedy) for name in names]
+
+
+def _unfit_for_search(
+    composed: Composed, cluster: Cluster, world: World | None, goes_on: Path | None
+) -> Iterator[Problem]:
+    """What would make a search lose its way.
+
+    The basic sweeper's runs are known when the command line is read. Those of a search are not: two of them stand for
+    all, with the first and with the last value of everything that is searched, and are checked before anything starts.
+    """
+    name = composed.first.hydra.runtime.choices[SWEEPER]
+    if world and world.size > 1:
+        rule = f"each of the {world.size} ranks that {world.launcher} started would search by itself"
+        yield Problem(SWEEPER, name, rule, "start it with plain python, here or with cluster=slurm")
+    if isinstance(cluster, Slurm) and cluster.submit == "detach":
+        rule = f"{SWEEPER}={name} needs the results of its jobs before it can choose the next ones"
+        yield Problem("cluster.submit", "detach", rule, "try wait")
+    if read(composed.jobs[0]).sweep.same_nodes:
+        rule = f"{SWEEPER}={name} chooses runs by the results of others, and those of one job are chosen at once"
+        yield Problem("sweep.same_nodes", as_typed(True), rule, "omit it")
+    if goes_on and not _seeds(composed.first.hydra.sweeper):
+        rule = f"its values were drawn without a seed, and {name} would draw others now"
+        remedy = "start another sweep; one that can go on has hydra.sweeper.sampler.seed"
+        yield Problem("sweep.resume", goes_on, rule, remedy)
+
+
+def search_overrides(composed: Composed) -> list[str]:
+    """What a search needs of its sweeper where nobody typed it: the objective's direction, and failures as results."""
+    sweeper = composed.first.hydra.sweeper
+    typed = {option(override) for override in composed.first.hydra.overrides.hydra}
+    objective = read(composed.jobs[0]).general.objective
+    wanted = {"direction": DIRECTIONS[objective], "max_failure_rate": 1.0}
+    return [
+        f"hydra.sweeper.{name}={value}"
+        for name, value in wanted.items()
+        if composed.searches and name in sweeper and f"hydra.sweeper.{name}" not in typed
+    ]
+
+
+def _seeds(node: Any) -> list[Any]:
+    """The seeds that are given anywhere among a sweeper's options."""
+
+    def values(node: Any) -> Iterator[Any]:
+        for key, value in node.items():
+            if isinstance(value, dict):
+                yield from values(value)
+            elif key == "seed" and value is not None:
+                yield value
+
+    plain = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else node
+    return list(values(plain))

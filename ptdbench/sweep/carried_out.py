@@ -1,0 +1,111 @@
+"""The runs of a sweep, handed to what carries them out: this process, one process after the other, or SLURM."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import submitit
+
+from ptdbench.launch.world import is_first_rank
+from ptdbench.records import store
+from ptdbench.report.reason import reason
+from ptdbench.setup.compose import Composed
+from ptdbench.sweep import job, submission, watch
+from ptdbench.sweep.agenda import Agenda, Opened
+from ptdbench.terminal import say
+
+#: Carries out runs, each of which is opened when it is asked for.
+Carrier = Callable[[Iterable[Opened]], None]
+
+_YEAR_MINUTES = 60 * 24 * 365
+
+
+def all_of(agenda: Agenda, composed: Composed) -> None:
+    """Carry out the runs of a sweep whose runs are known, batch by batch, unless enough is known of all."""
+    carry = carrier(agenda, composed)
+    for numbers in agenda.batches(composed.first.hydra.sweeper.get("max_batch_size")):
+        if agenda.is_settled(numbers[0]):
+            return
+        agenda.outlook.expect(agenda.to_do(numbers))
+        carry(opened(agenda, numbers))
+
+
+def opened(agenda: Agenda, numbers: Iterable[int]) -> Iterator[Opened]:
+    """These runs, without those that are not to be carried out."""
+    return (run for number in numbers if (run := agenda.open(number)))
+
+
+def carrier(agenda: Agenda, composed: Composed) -> Carrier:
+    """What the command line chose: ``hydra/launcher``."""
+    if composed.launcher == "submitit_slurm":
+        return _BySlurm(agenda, composed.first.hydra.launcher)
+    if composed.launcher == "submitit_local":
+        return lambda runs: _in_processes(agenda.directory, list(runs))
+    return lambda runs: _here(agenda, runs)
+
+
+def _here(agenda: Agenda, runs: Iterable[Opened]) -> None:
+    """In this process; a run that fails says so, as the table comes only when all have ended."""
+    from ptdbench.run import run
+
+    for one in runs:
+        directory = agenda.directory / one.subdirectory
+        heading, started = agenda.outlook.heading(one.number), time.monotonic()
+        with environment(one.request.environment):
+            run(directory, one.request.config, one.request.summary, heading)
+        if is_first_rank(os.environ):
+            written = store.load_record(directory)
+            agenda.outlook.ended(one.number, time.monotonic() - started, written)
+            if written["status"] != "ok":
+                say(f"{heading}: {reason(written)}", sys.stderr)
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Meanwhile these environment variables."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
+    """One after the other, each in a process of its own that starts its ranks itself."""
+    executor = submitit.AutoExecutor(folder=str(directory / "logs" / "%j"), cluster="local")
+    executor.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0)
+    for run in runs:
+        say(f"{run.number} {run.request.label}: started", sys.stderr)
+        # submitit hides every GPU that it was not asked for.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        submitted = executor.submit(job.carry_out, *job.arguments(directory, run, CUDA_VISIBLE_DEVICES=visible))
+        try:
+            submitted.wait()
+        except BaseException:
+            submitted.cancel()
+            submitted.wait()
+            raise
+        finally:
+            watch.settle(directory, run.subdirectory, str(submitted.paths.stderr))
+
+
+class _BySlurm:
+    """Jobs of a cluster: where what comes next depends on them, they are followed to their end."""
+
+    def __init__(self, agenda: Agenda, options: Mapping[str, object]) -> None:
+        self._agenda, self._options = agenda, options
+        self._told: set[str] = set()  # of which runs all has been shown
+
+    def __call__(self, runs: Iterable[Opened]) -> None:
+        submitted = submission.submit(self._agenda.directory, list(runs), self._options)
+        if submitted:
+            watch.announce(self._agenda.directory, submitted)
+        if self._agenda.is_open and (submitted or self._agenda.queued - self._told):
+            self._told = watch.follow(self._agenda.directory, self._told)
