@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console, RenderableType
@@ -12,8 +13,6 @@ from rich.constrain import Constrain
 from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
-
-from ptdbench.report.display import Line
 
 #: Columns that are left to the right: a terminal shows Ctrl-C as ^C, and the line would wrap.
 _ECHO = 3
@@ -35,6 +34,23 @@ class _Console(Console):
     def show_cursor(self, show: bool = True) -> bool:
         """Do nothing."""
         return False
+
+
+@dataclass(frozen=True)
+class Line:
+    """A live line: text, a bar, and text.
+
+    Attributes:
+        left: Before the bar: which run it is and what it does.
+        right: After the bar.
+        done: Steps of the bar.
+        total: All of its steps; ``None`` where it only moves.
+    """
+
+    left: str
+    right: str
+    done: int = 0
+    total: int | None = None
 
 
 class Live(Progress):

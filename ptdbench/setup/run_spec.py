@@ -33,9 +33,6 @@ class Summary:
         trains: Whether it trains, and its data have to be prepared.
         label: The run in a word or two, for people.
         fields: What its record gains.
-        steps: How many steps were asked for; ``None`` for a run that does not train.
-        flops_per_step: FLOPs of a step over all ranks, if the model's are known.
-        seconds: How long its steps may take; ``None`` without a limit.
         warning: A remark on its memory, if there is one.
     """
 
@@ -43,9 +40,6 @@ class Summary:
     trains: bool
     label: str
     fields: Mapping[str, Any]
-    steps: int | None = None
-    flops_per_step: float | None = None
-    seconds: float | None = None
     warning: str | None = None
 
 
@@ -90,11 +84,7 @@ class RunSpec:
                 "tokens_per_sample": self.training.data.tokens_per_sample,
                 "layout": self.training.layout.as_dict(),
             }
-        if self.training is None:
-            return Summary(self.world_size, trains=False, label=self.label, fields=fields)
-        limit, flops = self.config.train.max_minutes, self.training.flops_per_step
-        seconds = None if limit is None else 60.0 * limit
-        return Summary(self.world_size, True, self.label, fields, self.config.train.steps, flops, seconds)
+        return Summary(self.world_size, trains=self.training is not None, label=self.label, fields=fields)
 
     def device(self, local_rank: int) -> torch.device:
         """The device of a rank: the GPU of its number, or the only one that its launcher lets it see."""

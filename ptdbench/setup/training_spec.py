@@ -65,11 +65,6 @@ class TrainingSpec:
         """What is trained in two words, for people."""
         return f"{self.config.call('model').name} {self.config.call('parallel').name}"
 
-    @property
-    def flops_per_step(self) -> float | None:
-        """FLOPs of forward and backward of one step over all ranks, if they are known."""
-        return None if self.flops_per_sample is None else self.flops_per_sample * self.layout.global_batch
-
     def footprints(self) -> list[Footprint]:
         """The training state of a rank of each pipeline stage."""
         average = self.config.train.ema is not None

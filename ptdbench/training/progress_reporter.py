@@ -11,9 +11,7 @@ import torch.distributed as dist
 
 from ptdbench.job import Job
 from ptdbench.report.progress import ProgressFile
-from ptdbench.training.figures import ceiling
 from ptdbench.training.loop import StepLoop
-from ptdbench.units import time_text
 
 _KEY, _LAST_KEY = "progress/loss", "progress/last_loss"
 _PUBLISH_SECONDS = 0.5  # the refresh interval of the display
@@ -50,7 +48,6 @@ class ProgressReporter:
             unit,
             units_per_step=job.training.layout.global_batch * (per_sample or 1),
             name="first step, compiling" if job.spec.config.general.compile else "first step",
-            expects=lambda: expected_step(job),
         )
 
     def report(self, steps: int) -> None:
@@ -88,22 +85,6 @@ class ProgressReporter:
                 self._store.wait([_LAST_KEY], _LAST_WAIT)
         key = next((key for key in (_LAST_KEY, _KEY) if self._store.check([key])), None)
         return float(self._store.get(key)) if key else None
-
-
-def expected_step(job: Job) -> str | None:
-    """How long a step will take, by what this machine has been measured to do: ``at least 40 s``.
-
-    By an earlier run of this model in the sweep, else by the stored rate of matrix products, which no model reaches.
-    ``None`` if there is neither.
-    """
-    if (flops := job.training.flops_per_step) is None:
-        return None
-    if measured := job.display.flops_per_second:
-        return f"about {time_text(flops / measured)}"
-    found, _ = ceiling(job)
-    if found is None:
-        return None
-    return f"at least {time_text(flops / job.world.size / found.flops_per_second)}"
 
 
 def _finished(loop: StepLoop) -> float | None:

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from ptdbench.report.display import Display, Line
-from ptdbench.report.heading import Heading, Rest
+from ptdbench.report.display import Display
+from ptdbench.report.heading import Heading
+from ptdbench.report.live import Line
 from ptdbench.terminal import say
 
 TINY = Heading("gpt_tiny ddp")
@@ -53,9 +54,9 @@ def terminal(monkeypatch) -> Terminal:
     return Terminal()
 
 
-def shown(stream, wall, heading=TINY, **more) -> Display:
+def shown(stream, wall, heading=TINY) -> Display:
     """A display that nobody has entered: what its thread would do is called by the test."""
-    return Display(heading, stream=stream, clock=lambda: wall.now, **more)
+    return Display(heading, stream=stream, clock=lambda: wall.now)
 
 
 def at_step(display: Display, done: int, now: float, loss: float | None = 2.5) -> None:
@@ -63,10 +64,10 @@ def at_step(display: Display, done: int, now: float, loss: float | None = 2.5) -
     display.show(loss, now)
 
 
-def begun(stream, wall, heading=TINY, total=100, **more) -> Display:
+def begun(stream, wall, heading=TINY, total=100) -> Display:
     """In its first step."""
     display = shown(stream, wall, heading)
-    display.begin_steps(0, total, "tokens", 2048, **more)
+    display.begin_steps(0, total, "tokens", 2048)
     return display
 
 
@@ -115,25 +116,13 @@ class TestLines:
         assert stream.getvalue() == "gpt_tiny ddp · building…\n"
 
     def test_a_long_first_step_is_explained_rarely(self, stream, wall):
-        asked = []
-        display = begun(stream, wall, expects=lambda: asked.append(1) or "at least 40 s")
+        display = begun(stream, wall)
         for second in range(51, 50 + 200):
             display.tick(second)
-        known = "a step of this model will take at least 40 s here"
         assert stream.getvalue().splitlines() == [
             "gpt_tiny ddp · first step…",
-            f"gpt_tiny ddp: first step, 10 s so far; {known}",
-            f"gpt_tiny ddp: first step, 30 s so far; {known}",
-            f"gpt_tiny ddp: first step, 60 s so far; {known}",
-            f"gpt_tiny ddp: first step, 2 min so far; {known}",
-            f"gpt_tiny ddp: first step, 3 min so far; {known}",
+            *(f"gpt_tiny ddp: first step, {span} so far" for span in ("10 s", "30 s", "60 s", "2 min", "3 min")),
         ]
-        assert asked == [1]
-
-    def test_what_is_not_known_is_not_said(self, stream, wall):
-        display = begun(stream, wall)
-        display.tick(61.0)
-        assert stream.getvalue() == "gpt_tiny ddp: first step, 11 s so far\n"
 
     def test_a_step_that_is_stuck(self, stream, wall):
         display = begun(stream, wall)
@@ -143,7 +132,7 @@ class TestLines:
         assert stream.getvalue() == ""
         display.tick(66.0)
         display.tick(67.0)
-        assert stream.getvalue() == "gpt_tiny ddp: step 6/100, 10 s so far; before 1 s each\n"
+        assert stream.getvalue() == "gpt_tiny ddp  step 6: 10 s, before 1 s each\n"
 
     def test_slow_steps_are_no_news_and_one_that_is_twice_as_slow_is(self, stream, wall):
         display = begun(stream, wall)
@@ -152,7 +141,7 @@ class TestLines:
         display.tick(219.0)
         assert stream.getvalue() == ""
         display.tick(220.0)
-        assert stream.getvalue() == "gpt_tiny ddp: step 3/100, 80 s so far; before 40 s each\n"
+        assert stream.getvalue() == "gpt_tiny ddp  step 3: 80 s, before 40 s each\n"
 
     def test_what_is_done_between_two_steps_is_no_time_of_theirs(self, stream, wall):
         display = begun(stream, wall)
@@ -166,18 +155,8 @@ class TestLines:
         display.tick(81.0)
         assert stream.getvalue().splitlines() == [
             "gpt_tiny ddp · evaluating…",
-            "gpt_tiny ddp: step 4/100, 10 s so far; before 1 s each",
+            "gpt_tiny ddp  step 4: 10 s, before 1 s each",
         ]
-
-    def test_the_thread_does_not_wake_up_more_often_than_there_may_be_something_to_say(self, stream, wall):
-        display = shown(stream, wall)
-        assert display._pause(50.0) == 2.0
-        display.tick(52.0)
-        assert display._pause(52.0) == 8.0
-        display.begin_steps(0, 100, "tokens", 1)
-        display.step(1, 60.0)
-        assert display._pause(60.0) == 10.0
-        assert display._pause(69.0) == 1.0
 
     def test_a_rank_without_a_heading_is_silent(self, stream, wall):
         with shown(stream, wall, heading=None) as display:
@@ -211,7 +190,7 @@ class TestLines:
 
 
 class TestSweep:
-    SECOND = Heading("gpt_tiny pdp gpipe b16", 2, 8, Rest(seconds=30.0, work=3.0, own=3.0, waiting=[(3.0, None)]))
+    SECOND = Heading("gpt_tiny pdp gpipe b16", 2, 8, 25.0)
 
     def test_a_run_says_which_of_how_many_it_is(self):
         assert str(self.SECOND) == "[2/8] gpt_tiny pdp gpipe b16"
@@ -220,12 +199,8 @@ class TestSweep:
     def test_the_time_that_is_left(self, stream, wall):
         display = begun(stream, wall, self.SECOND, total=11)
         display.step(1, 60.0)
-        at_step(display, 6, 65.0, None)  # 5 s are left of 20, and 30 have been taken by as much work
+        at_step(display, 6, 65.0, None)
         assert stream.getvalue().endswith("  0:05 left  (sweep 0:30)\n")
-
-    @pytest.mark.parametrize(("limit", "left"), [(None, 5 + 50), (20.0, 5 + 20)])
-    def test_runs_take_time_by_their_work_and_no_more_than_they_may(self, limit, left):
-        assert Rest(seconds=30.0, work=3.0, own=3.0, waiting=[(6.0, limit)]).left(15.0, 5.0) == left
 
 
 class TestLiveLine:
@@ -233,11 +208,6 @@ class TestLiveLine:
         display = shown(terminal, wall)
         display.phase("building")
         assert display.line(80, 57.5) == Line("gpt_tiny ddp · building… 0:07", "", 0, None)
-
-    def test_a_long_first_step(self, terminal, wall):
-        display = begun(terminal, wall, expects=lambda: "at least 40 s")
-        assert display.line(80, 59.9).right == ""
-        assert display.line(80, 60.0) == Line("gpt_tiny ddp · first step… 0:10", "a step takes at least 40 s", 0, 100)
 
     @pytest.mark.parametrize(
         ("width", "right"),
@@ -250,8 +220,7 @@ class TestLiveLine:
         ],
     )
     def test_what_matters_least_makes_room(self, terminal, wall, width, right):
-        heading = Heading("gpt_tiny ddp", 2, 8, Rest(0.0, 0.0, 4.0, [(1.0, None)]))
-        display = begun(terminal, wall, heading)
+        display = begun(terminal, wall, Heading("gpt_tiny ddp", 2, 8, 15.0))
         display.step(1, 60.0)
         display.remark = "held-out 97.2 %"
         at_step(display, 11, 65.0)

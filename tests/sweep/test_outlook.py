@@ -1,30 +1,18 @@
-"""What a run is called in its sweep, and what the time of those to come is estimated from."""
+"""What a run is called in its sweep, and the estimated time of those to come."""
 
 from __future__ import annotations
 
 import pytest
 
-from ptdbench.report.heading import Rest
 from ptdbench.setup import config
 from ptdbench.sweep.agenda import Agenda
 from ptdbench.sweep.outlook import Outlook
-from tests.conftest import composed
 from tests.sweep.test_agenda import TEMPLATE
-
-MINUTES = 10.0  # train.max_minutes
-
-
-def ended(asked_for, steps=60, status="ok", rate=None):
-    metrics = {"model_flops_per_second": rate}
-    return {"status": status, "steps": steps, "config": asked_for.config.resolved, "metrics": metrics}
 
 
 @pytest.fixture
 def three(asked):
-    """Runs of 60, 60 and 30 steps, the last one of twice the batch: all have the same work."""
-    one, two = asked("seed=0,1")
-    (three,) = asked("train.global_batch=32", "train.steps=30")
-    return [one, two, three]
+    return [*asked("seed=0,1"), *asked("train.global_batch=32")]
 
 
 def test_names_and_numbers(three):
@@ -55,22 +43,23 @@ def test_a_search_does_not_know_how_many_there_will_be(asked):
     assert str(agenda.outlook.heading(1)) == "[2] toy ddp seed=1"
 
 
-def test_what_is_known_of_those_to_come(three):
-    outlook, work = Outlook(three), 60 * three[0].summary.flops_per_step
+def test_runs_to_come_take_the_mean_of_those_that_ended_well(three):
+    outlook = Outlook(three)
     outlook.expect([0, 1, 2])
-    assert outlook.heading(0).rest == Rest(0.0, 0.0, work, [(work, 60 * MINUTES)] * 2)
-    outlook.ended(0, 20.0, ended(three[0]))
-    assert outlook.heading(1).rest == Rest(20.0, work, work, [(work, 60 * MINUTES)])
-    assert outlook.heading(2).rest is None
+    outlook.ended(0, 20.0, {"status": "ok"})
+    assert outlook.heading(1).later_seconds == 20.0
+    assert outlook.heading(0).later_seconds == 40.0
+    outlook.ended(1, 30.0, {"status": "ok"})
+    assert outlook.heading(0).later_seconds == 50.0
+    assert outlook.heading(2).later_seconds is None
 
 
-def test_a_run_that_failed_says_nothing_and_one_that_was_cut_short_less(three):
-    outlook, work = Outlook(three), 60 * three[0].summary.flops_per_step
+def test_before_a_run_ends_well_nothing_is_said(three):
+    outlook = Outlook(three)
     outlook.expect([0, 1, 2])
-    outlook.ended(0, 20.0, ended(three[0], status="oom"))
-    assert outlook.heading(1).rest == Rest(0.0, 0.0, work, [(work, 60 * MINUTES)])
-    outlook.ended(0, 20.0, ended(three[0], steps=15))
-    assert outlook.heading(1).rest == Rest(20.0, work / 4, work, [(work, 60 * MINUTES)])
+    assert outlook.heading(0).later_seconds is None
+    outlook.ended(0, 20.0, {"status": "oom"})
+    assert outlook.heading(1).later_seconds is None
 
 
 def test_only_runs_that_will_be_carried_out_count(asked, tmp_path):
@@ -78,21 +67,5 @@ def test_only_runs_that_will_be_carried_out_count(asked, tmp_path):
     to_do = agenda.to_do(tmp_path, TEMPLATE, range(4))
     assert to_do == [0, 3]
     agenda.outlook.expect(to_do)
-    assert len(agenda.outlook.heading(0).rest.waiting) == 1
-
-
-def test_the_rate_of_a_run_of_the_same_model_and_precision(asked):
-    requests = asked("precision=fp32,bf16", "seed=0,1")
-    outlook = Outlook(requests)
-    outlook.ended(0, 20.0, ended(requests[0], rate=5e9))
-    assert [outlook.heading(number).flops_per_second for number in (1, 2, 3)] == [5e9, None, None]
-
-
-def test_runs_without_a_model_count_alike():
-    from ptdbench.sweep.requests import of_machine
-
-    jobs = [composed("workload=hello", "device=cpu", f"seed={seed}") for seed in (0, 1)]
-    outlook = Outlook(of_machine(jobs, [[], []], None))
-    outlook.expect([0, 1])
-    assert outlook.heading(0).rest == Rest(0.0, 0.0, 1.0, [(1.0, None)])
-    assert str(outlook.heading(1)) == "[2/2] hello seed=1"
+    agenda.outlook.ended(0, 20.0, {"status": "ok"})
+    assert agenda.outlook.heading(0).later_seconds == 20.0

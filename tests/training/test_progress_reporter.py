@@ -16,11 +16,10 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch.world import World
-from ptdbench.measure.ceiling import Measured
 from ptdbench.report.display import Display
 from ptdbench.report.heading import Heading
 from ptdbench.training import progress_reporter as module
-from ptdbench.training.progress_reporter import ProgressReporter, expected_step
+from ptdbench.training.progress_reporter import ProgressReporter
 from tests import forked
 from tests.conftest import ROOT
 
@@ -36,9 +35,7 @@ class Rank:
         self.err = io.StringIO()
         heading = Heading("toy pdp") if rank == 0 else None
         display = Display(heading, stream=self.err, clock=lambda: wall.now)
-        training = SimpleNamespace(
-            data=SimpleNamespace(tokens_per_sample=None), layout=SimpleNamespace(global_batch=4), flops_per_step=None
-        )
+        training = SimpleNamespace(data=SimpleNamespace(tokens_per_sample=None), layout=SimpleNamespace(global_batch=4))
         spec = SimpleNamespace(config=SimpleNamespace(general=SimpleNamespace(compile=False)))
         world = World(rank, 2, rank, 2, "local")
         job: Any = SimpleNamespace(
@@ -151,29 +148,6 @@ def test_other_replicas_are_silent(rank, wall):
     silent = Rank(wall, None, rank=rank, pipeline=2)
     wall.now = 60.0
     assert silent.report([1.0, 1.0, 1.0]) == ""
-
-
-class TestExpectedStep:
-    """8 TFLOP a step over 2 ranks."""
-
-    def job(self, flops: float | None = 8e12, measured: float | None = None) -> Any:
-        display = Display(Heading("toy", flops_per_second=measured))
-        return SimpleNamespace(
-            training=SimpleNamespace(flops_per_step=flops), world=SimpleNamespace(size=2), display=display
-        )
-
-    @pytest.mark.parametrize(
-        ("job", "rate", "expected"),
-        [
-            ({}, 1e11, "at least 40.0 s"),
-            ({}, None, None),
-            ({"flops": None}, 1e11, None),
-            ({"measured": 4e11}, 1e11, "about 20.0 s"),
-        ],
-    )
-    def test_it_is_what_was_measured_or_nothing(self, job, rate, expected, monkeypatch):
-        monkeypatch.setattr(module, "ceiling", lambda _: (Measured(rate, "") if rate else None, None))
-        assert expected_step(self.job(**job)) == expected
 
 
 RUN = ("model=toy", "parallel=pdp", "train.steps=5", "device=cpu")
