@@ -51,7 +51,7 @@ newcomer: install-test  ## the wheel in an empty environment, every command of t
 docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html; broken links fail
 	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
 
-dist: install-test  ## build the source archive and the wheel into dist/; the version comes from the tags of git
+dist: install-test  ## build the source archive and the wheel into dist/
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation $(ARGS)
 
@@ -113,20 +113,20 @@ slurm-down: $(BIN)/python  ## stop it and remove what it wrote
 	$(BIN)/python -m tests.slurm_cluster down $(ARGS)
 
 clean:  ## remove .venv, caches and what was built; outputs stay
-	rm -rf $(VENV) docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) docs/_build dist .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 10) and f"ptdbench needs Python 3.10 or newer, and {sys.executable} is {v[0]}.{v[1]}; try make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed: pyproject.toml setup.py | $(BIN)/python
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml setup.py | $(BIN)/python
+$(VENV)/.installed-test: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@touch $@ $(VENV)/.installed
 
-$(VENV)/.installed-docs: pyproject.toml setup.py | $(BIN)/python
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@ $(VENV)/.installed

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
 from ptdbench.cache import user_cache
-from ptdbench.data.archive import Archive
 from ptdbench.data.arrays import ImageArrays, Labeled
 from ptdbench.problems import ConfigError, Problem, at_least, require
 
@@ -47,7 +47,7 @@ class Cifar10(ImageArrays):
             seed: Decides the order of the images and what is done to each.
             root: The folder of ``cifar-10-batches-py``, or of the archive ``cifar-10-python.tar.gz``, which is then
                 unpacked there. ``None`` for ``cifar-10`` below ptdbench's folder in the user's cache.
-            download: Download what is not there.
+            download: Download the archive where neither is complete.
             padding: By how many pixels an image is shifted at most.
             flip: Whether about half of the images are mirrored.
             channels_last: The memory format of the samples: ``torch.channels_last``, or else contiguous.
@@ -75,15 +75,35 @@ class Cifar10(ImageArrays):
     @property
     def identity(self) -> str:
         """A digest of the checksums of all files: those that are read have no others."""
-        return hashlib.sha256("".join(md5 for _, md5 in self._archive.files).encode()).hexdigest()
+        return hashlib.sha256("".join(md5 for _, md5 in self._files()).encode()).hexdigest()
 
     def prepare(self) -> None:
-        """Unpack the archive, and download it first if that is asked for, unless all files are there.
+        """Have torchvision unpack the archive, and download it first if ``download`` is set, unless that is done.
+
+        May be called by several processes at once: one does it, and the others wait. If all files exist, nothing is
+        written.
 
         Raises:
-            ConfigError: If that cannot be done, or there is nothing to unpack.
+            ConfigError: There is no complete archive, it cannot be downloaded, or the folder is not writable.
         """
-        self._archive.provide(download=self.download)
+        from torchvision.datasets.utils import check_integrity, download_and_extract_archive
+
+        if self._is_unpacked():
+            return
+        reader = self.reader()
+        if not self.download and not check_integrity(self.root / reader.filename, reader.tgz_md5):
+            rule = f"neither {reader.base_folder} nor {reader.filename} in it is complete and unchanged"
+            remedy = "put a complete archive there, or give data.download=true"
+            raise ConfigError([Problem("root", self.root, rule, remedy)])
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.root / f"{reader.base_folder}.lock", fallback_to_soft=False):
+                if not self._is_unpacked():  # after waiting for the lock, it may be
+                    download_and_extract_archive(reader.url, self.root, filename=reader.filename, md5=reader.tgz_md5)
+        except (OSError, RuntimeError, HTTPException) as error:  # RuntimeError: the MD5 of the download is wrong
+            rule = f"{reader.filename} could not be {'downloaded or ' if self.download else ''}unpacked: {error}"
+            remedy = "put a complete archive there, which needs no download" if self.download else ""
+            raise ConfigError([Problem("root", self.root, rule, remedy)]) from error
 
     def read(self, *, held_out: bool) -> Labeled:
         """The images to be trained on, or those that are kept from it.
@@ -94,22 +114,20 @@ class Cifar10(ImageArrays):
         try:
             found = self.reader()(self.root, train=not held_out)
         except RuntimeError as error:  # before it reads a file whose checksum is another
-            rule = f"{self._archive.folder} in it lacks files or was changed"
+            rule = f"{self.reader().base_folder} in it lacks files or was changed"
             raise ConfigError([Problem("root", self.root, rule)]) from error
         return Labeled(np.ascontiguousarray(found.data), np.array(found.targets, np.int64))
 
-    @cached_property
-    def _archive(self) -> Archive:
+    def _files(self) -> list[tuple[str, str]]:
+        """Name and MD5 of each file that is read."""
         reader = self.reader()
-        batches = [*reader.train_list, *reader.test_list, (reader.meta["filename"], reader.meta["md5"])]
-        return Archive(
-            root=self.root,
-            name=reader.filename,
-            md5=reader.tgz_md5,
-            url=reader.url,
-            folder=reader.base_folder,
-            files=tuple((name, md5) for name, md5 in batches),
-        )
+        return [*reader.train_list, *reader.test_list, (reader.meta["filename"], reader.meta["md5"])]
+
+    def _is_unpacked(self) -> bool:
+        from torchvision.datasets.utils import check_integrity
+
+        folder = self.root / self.reader().base_folder
+        return all(check_integrity(folder / name, md5) for name, md5 in self._files())
 
 
 def _must_be_folder(root: str | None) -> Problem | None:

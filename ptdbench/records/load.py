@@ -81,8 +81,6 @@ class Run(Mapping[str, Any]):
         if name not in SERIES:
             raise KeyError(f"there is no series {name!r}: try {', '.join(SERIES)}")
         path, steps = self.directory / series.NAME, self.get("steps") or 0
-        if "schema" not in self:
-            return series.column([series.from_lists(self)], SERIES[name])
         if steps and not path.exists():
             raise FileNotFoundError(f"{path} is missing: it holds the series of the run, and belongs to its record")
         found = series.column(series.blocks(path), SERIES[name])

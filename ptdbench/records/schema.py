@@ -402,7 +402,7 @@ class Record(Identity, total=False):
     """``record.json`` of a run, and its line in the ``results.jsonl`` of its sweep."""
 
     schema: int
-    """The version of this schema: 2. Records without one contain their series."""
+    """The version of this schema: 2."""
     model: str | None
     """The choice of ``model``; null for a workload that does not train, as are all fields of training."""
     parallel: str | None
@@ -460,29 +460,10 @@ class Record(Identity, total=False):
     """One for each start of the run."""
 
 
-class _Versioned(TypedDict, total=False):
-    """What is read of a record first: later versions may have other fields."""
+class _Versioned(Identity, total=False):
+    """What is read of a record first: other versions may have other fields."""
 
     schema: int
-
-
-class _ListedSegment(TypedDict):
-    """A start of the run in a record before schema 2."""
-
-    first_step: int
-    rank_step_seconds: list[list[float | None]]
-
-
-class _Lists(TypedDict, total=False):
-    """The lists in records before schema 2 instead of ``series.npy``, one number per step."""
-
-    losses: list[float | None] | None
-    learning_rates: list[float | None] | None
-    gradient_norms: list[float | None] | None
-    wait_seconds: list[float | None] | None
-    step_memory_bytes: list[float | None] | None
-    rank_step_seconds: list[list[float | None]] | None
-    segments: list[_ListedSegment] | None
 
 
 class Progress(TypedDict):
@@ -511,24 +492,21 @@ _TOO_DEEP = "not JSON of this program (nested too deeply)"
 
 
 def record(text: bytes) -> dict[str, Any]:
-    """Parse a record; one from before schema 2 gets the ``steps`` and ``final_loss`` of the current schema.
+    """Parse a record.
 
     Raises:
-        ValueError: It is not JSON, not a record, or one of a later version.
+        ValueError: It is not JSON, not a record, or one of another version of the schema.
     """
     value = parse(text, _Versioned)
-    if value.get("schema", SCHEMA) > SCHEMA:
-        rule = f"its schema is {value['schema']}, of a later version of ptdbench than this one, which reads {SCHEMA}"
-        raise ValueError(f"{rule}; update ptdbench")
+    version = value.get("schema", 1)  # the first had no such field
+    if version != SCHEMA:
+        age, remedy = ("an earlier", "run it again") if version < SCHEMA else ("a later", "update ptdbench")
+        rule = f"its schema is {version}, of {age} version of ptdbench than this one, which reads {SCHEMA}"
+        raise ValueError(f"{rule}; {remedy}")
     if wrong := fault(value, Record):
         raise ValueError(wrong)
     if not is_path(value["directory"]):
         raise ValueError("directory is no path")
-    if "schema" not in value:
-        if wrong := fault(value, _Lists):
-            raise ValueError(wrong)
-        losses = value.get("losses") or []
-        value |= {"steps": len(losses) or None, "final_loss": losses[-1] if losses else None}
     return value
 
 
@@ -601,8 +579,6 @@ def _is_plainly(value: Any, kind: Any) -> bool:
         return in_range or (kind is Quantity and value == 0 and value is not False)
     if kind in (int, float) and isinstance(value, int) and not isinstance(value, bool):
         return -_LARGEST < value < _LARGEST
-    if get_origin(kind) is list and isinstance(value, list):  # the long series
-        return kind == list[float | None] and {type(item) for item in value} <= {float, NoneType}
     return type(value) is kind or (value is None and NoneType in get_args(kind))
 
 

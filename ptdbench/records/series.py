@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
@@ -23,15 +23,6 @@ NAME = "series.npy"
 
 #: Columns of one number per step; NaN if unknown.
 NUMBERS = ("loss", "learning_rate", "gradient_norm", "wait_seconds", "memory_bytes")
-
-#: The names of these columns in records and checkpoints before schema 2.
-_LISTS = {
-    "loss": "losses",
-    "learning_rate": "learning_rates",
-    "gradient_norm": "gradient_norms",
-    "wait_seconds": "wait_seconds",
-    "memory_bytes": "step_memory_bytes",
-}
 
 
 def unknown(steps: int, ranks: int = 1) -> np.ndarray:
@@ -115,26 +106,6 @@ def column(content: Iterable[np.ndarray], name: str) -> np.ndarray:
 def slowest(rows: np.ndarray) -> np.ndarray:
     """``[steps]``: seconds of each step on its slowest rank."""
     return np.fmax.reduce(rows["step_seconds"], axis=1)
-
-
-def from_lists(fields: Mapping[str, Any]) -> np.ndarray:
-    """The rows of a record or a checkpoint's facts from before schema 2, which hold their series as lists."""
-    steps = len(fields.get("losses") or [])
-    own = fields.get("rank_step_seconds") or []
-    # Before there were segments, the times were those of the last start of the run.
-    segments = fields.get("segments") or [
-        {"first_step": max(steps - min(map(len, own), default=0), 0), "rank_step_seconds": own}
-    ]
-    times = [(max(one["first_step"], 0), one.get("rank_step_seconds") or []) for one in segments]
-    rows = unknown(steps, max([1, *(len(of_ranks) for _, of_ranks in times)]))
-    for name, listed in _LISTS.items():
-        values = np.array(fields.get(listed) or [], dtype=np.float64)[:steps]
-        rows[name][: len(values)] = values
-    for first, of_ranks in times:
-        for rank, seconds in enumerate(of_ranks):
-            place = rows["step_seconds"][first : first + len(seconds), rank]
-            place[:] = np.array(seconds, dtype=np.float64)[: len(place)]
-    return rows
 
 
 def _dtype(ranks: int) -> np.dtype:

@@ -46,15 +46,10 @@ def _against_lack_of_memory(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"train.micro_batch={micro_batch // 2}"
     if record.get("parallel") in ("single", "ddp"):
         yield "parallel=fsdp"
-    if _keeps_activations(record.get("config") or {}):
+    if option(record.get("config") or {}, "activations.name", str) == "keep":
         yield "activations=recompute"
     if record.get("precision") == "fp32":
         yield "precision=bf16"
-
-
-def _keeps_activations(config: Mapping[str, Any]) -> bool:
-    """Also by the option of earlier versions."""
-    return option(config, "activations.name", str) == "keep" or config.get("activation_checkpointing") == "none"
 
 
 def _below_here(path: Path) -> str:

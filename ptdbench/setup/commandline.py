@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser  # none is public: pyproject.toml keeps to tested versions
 
-from ptdbench.problems import ConfigError, Problem, as_typed
+from ptdbench.problems import ConfigError, Problem
 from ptdbench.terminal import command
 
 LAUNCHER = "hydra/launcher"
@@ -84,32 +84,3 @@ def imply(arguments: argparse.Namespace) -> list[str]:
     if sweeps and not arguments.multirun and "hydra.mode" not in typed:
         extra.append("hydra.mode=MULTIRUN")
     return [*overrides, *extra]
-
-
-#: Options that were called otherwise once, by their old names.
-RENAMED = {
-    "parallel.pipeline_size": "parallel.pipeline",
-    "parallel.reduce_dtype": "parallel.gradients",
-    "activation_checkpointing": "activations",
-}
-
-#: Values that were called otherwise once, by their option as it was called then.
-RENAMED_VALUES = {
-    "compile": {"true": "layers"},
-    "activation_checkpointing": {"none": "keep", "full": "recompute"},
-}
-
-
-def renamed(override: str) -> str:
-    """An override that an earlier version of this package wrote down, with the names of today."""
-    name = option(override)
-    values = RENAMED_VALUES.get(name)
-    if values:
-        before, sign, value = override.partition("=")
-        override = before + sign + ",".join(values.get(one.strip().lower(), one) for one in value.split(","))
-    return override.replace(name, RENAMED.get(name, name), 1)
-
-
-def is_called_otherwise(name: str, value: object) -> Problem:
-    """The problem of an option that has another name now."""
-    return Problem(name, value, f"is called {RENAMED[name]} now", f"try {renamed(f'{name}={as_typed(value)}')}")

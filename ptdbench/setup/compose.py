@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
-from ptdbench.setup.commandline import LAUNCHER, RENAMED, SWEEPER, in_full, is_called_otherwise, quoted
+from ptdbench.setup.commandline import LAUNCHER, SWEEPER, in_full, quoted
 from ptdbench.terminal import command
 
 #: What Hydra raises for a command line or a file that it cannot use, beside what :func:`_compose` makes the same.
@@ -337,12 +337,9 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
             rule = "cannot be given on the command line where no file has it: Hydra fails"
             remedy = "give the lists themselves, as in -m optimizer.lr=0.1,0.2"
             found.append(Problem(name, _typed_value(override), rule, remedy))
-        elif name in RENAMED:
-            found.append(is_called_otherwise(name, _typed_value(override)))
         elif not (name in options or _is_hydras(override) or override.is_add()):
             free = f"try +{_line(override)}" if _takes_any(base, name) else ""
-            similar = dict.fromkeys(RENAMED.get(one, one) for one in _similar(name, [*options, *RENAMED]))
-            remedy = try_these(similar) or f"see {command()} --cfg job"
+            remedy = try_these(_similar(name, options)) or f"see {command()} --cfg job"
             remedy = free or _owners(config_name, name) or remedy
             found.append(Problem(name, _typed_value(override), "there is no such option", remedy))
     return found or [unclear]

@@ -15,7 +15,6 @@ from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import store
 from ptdbench.records.objective import Objective
 from ptdbench.setup import signature
-from ptdbench.setup.commandline import RENAMED, is_called_otherwise
 from ptdbench.terminal import command
 
 T = TypeVar("T")
@@ -203,7 +202,6 @@ class Config:
     def general(self) -> General:
         """The options at the root."""
         options = {name: value for name, value in self.resolved.items() if name not in GROUPS}
-        require(*(is_called_otherwise(name, value) for name, value in options.items() if name in RENAMED))
         return _typed(General, "", options)
 
     @cached_property

@@ -15,7 +15,7 @@ from ptdbench import terminal
 from ptdbench.launch.world import KNOWN, World
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, record, store
-from ptdbench.setup.commandline import is_cluster, option, renamed
+from ptdbench.setup.commandline import is_cluster, option
 
 RUN, SWEEP = "resume", "sweep.resume"
 
@@ -117,7 +117,7 @@ def _may_change(name: str, swept: set[str]) -> bool:
 def _asked_of_sweep(directory: Path) -> list[str]:
     """The overrides of a sweep, as they were typed."""
     if noted := _ledger(directory).overrides:
-        return [renamed(override) for override in noted]
+        return list(noted)
     path = directory / "multirun.yaml"
     if not path.exists():
         rule = f"there is no sweep (no {ledger.LEDGER} and no multirun.yaml)"
@@ -141,7 +141,7 @@ def _earlier(directory: Path, written: Mapping[str, Any]) -> list[str]:
 
 def _typed(directory: Path, written: Mapping[str, Any]) -> list[str]:
     if written.get("overrides") is not None:
-        return [renamed(override) for override in written["overrides"]]
+        return list(written["overrides"])
     path = directory / ".hydra" / "overrides.yaml"
     if not path.exists():
         rule = f"there is no run (no {store.RECORD})"
@@ -159,7 +159,7 @@ def _words(path: Path, option: str, directory: Path, find: Callable[[Any], Any])
     with suppress(LookupError, TypeError):
         found = find(saved)
     if isinstance(found, list) and all(isinstance(word, str) for word in found):
-        return [renamed(override) for override in found]
+        return found
     rule = f"{path.relative_to(directory)} is damaged ({reason})"
     raise ConfigError([Problem(option, directory, rule, "type the overrides again, in a new directory")])
 

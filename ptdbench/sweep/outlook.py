@@ -40,9 +40,9 @@ class Outlook:
     def heading(self, number: int) -> Heading:
         """Return what the display of a run shows of the sweep."""
         if len(self._titles) < len(self._requests):  # a search has added some
-            distinct = {id(request.composed): request for request in self._requests}  # repeats have the same
+            distinct = {id(request.whole): request for request in self._requests}  # repeats have the same
             called = dict(zip(distinct, titles([_draft(request) for request in distinct.values()]), strict=True))
-            self._titles = [called[id(request.composed)] for request in self._requests]
+            self._titles = [called[id(request.whole)] for request in self._requests]
         later = sum(one > number for one in self._to_come)
         return Heading(
             self._titles[number],

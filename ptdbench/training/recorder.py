@@ -78,17 +78,15 @@ class Recorder:
         Args:
             steps: Number of these steps.
             source: Directory of the run that did them.
-            facts: Facts of its checkpoint: the ``segments`` and, before schema 2, the series too.
+            facts: Facts of its checkpoint.
         """
         facts = facts or {}
-        lists = ("timed_seconds", "rank_step_seconds")  # before schema 2
-        earlier = facts.get("segments", [])
-        self._earlier = [{name: value for name, value in one.items() if name not in lists} for one in earlier]
+        self._earlier = list(facts.get("segments", []))
         self._evaluations = list(facts.get("evaluations", []))
         if self._job.world.rank > 0:
             return
         self._job.note({"steps": steps or None})  # of an earlier start, those after its checkpoint count no longer
-        if (known := self._take_over(steps, source, facts)) < steps:
+        if (known := self._take_over(steps, source)) < steps:
             series.append(self.path, series.unknown(steps - known))
             lost = (
                 f"{source}/{series.NAME} holds {known} of the {steps} steps before: the numbers of the others are lost"
@@ -206,11 +204,8 @@ class Recorder:
         self._live.close()
         return self._live.shown
 
-    def _take_over(self, steps: int, source: Path | None, facts: Mapping[str, Any]) -> int:
+    def _take_over(self, steps: int, source: Path | None) -> int:
         """Start the file with the first steps of another one, or of itself; returns how many were found."""
-        if "losses" in facts:
-            series.write(self.path, [series.from_lists(facts)])
-            return series.keep(self.path, steps)
         if source is None or source == self._job.directory:
             return series.keep(self.path, steps)
         return series.copy(source / series.NAME, self.path, steps)

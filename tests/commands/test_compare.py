@@ -25,7 +25,6 @@ from tests.report.made import DDP, failed, repeated, run
 STEADY = [1000.0, 1010.0, 990.0, 1005.0, 995.0]
 
 #: A run as it was written before records had a schema.
-FIRST_FORM = ROOT / "tests" / "records" / "first_form"
 
 
 @pytest.fixture
@@ -138,12 +137,6 @@ class TestInput:
         assert "line 1 is damaged and skipped" in err[1]
         assert re.search(r"^ddp +4, 5 ", out, re.MULTILINE)
         assert re.search(r"^fsdp +5, 5 ", out, re.MULTILINE)
-
-    def test_records_of_an_earlier_schema(self, compare, tmp_path):
-        copies = [shutil.copytree(FIRST_FORM, tmp_path / name) for name in ("a", "b")]
-        status, out, err = compare(*copies)
-        assert (status, err) == (3, [])
-        assert "not enough data" in out
 
     def test_sweeps_that_ran_in_the_same_place_one_after_the_other_are_not_paired(self, compare, sides):
         """As in CI, where the directory is moved away after each."""

@@ -1,9 +1,8 @@
-"""Results for programs and notebooks, of this form and of the one before."""
+"""Results for programs and notebooks."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 import subprocess
@@ -17,9 +16,6 @@ import ptdbench
 from ptdbench.records import record, series, store
 from tests.records.test_series import rows
 from tests.sweep.made import CONFIG
-
-#: A run of two ranks and three steps, as it was written before records had a schema.
-FIRST_FORM = Path(__file__).parent / "first_form"
 
 
 def made(directory: Path, steps: int | None = 3, **changes: object) -> Path:
@@ -195,14 +191,6 @@ class TestFrame:
             found = ptdbench.load(tmp_path)
         assert found.frame()["directory"].tolist() == [str(tmp_path / "0")]
 
-    def test_runs_of_two_schemas(self, tmp_path):
-        made(tmp_path / "0")
-        shutil.copytree(FIRST_FORM, tmp_path / "1")
-        frame = ptdbench.load(tmp_path).frame()
-        assert frame["schema"][0] == 2
-        assert np.isnan(frame["schema"][1])
-        assert frame["losses"][1] == ptdbench.load(tmp_path / "1")["losses"]
-
 
 @pytest.mark.parametrize("name", ["", "nowhere", "notes.txt"])
 def test_a_path_without_records(tmp_path, name):
@@ -218,36 +206,3 @@ def test_neither_torch_nor_more_than_is_needed_is_imported(tmp_path):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=240)
-
-
-class TestBeforeSchema2:
-    def test_its_series_are_those_of_its_lists(self):
-        written = json.loads((FIRST_FORM / store.RECORD).read_text())
-        run = ptdbench.load(FIRST_FORM)
-        assert (run["steps"], run["final_loss"]) == (3, written["losses"][-1])
-        for name, listed in (
-            ("losses", "losses"),
-            ("gradient_norms", "gradient_norms"),
-            ("memory_bytes", "step_memory_bytes"),
-        ):
-            assert run.series(name).tolist() == written[listed]
-        assert run.series("step_seconds").T.tolist() == written["rank_step_seconds"]
-        assert run.series("slowest_seconds").tolist()[1:] == written["segments"][0]["timed_seconds"]
-
-    def test_starts_on_other_numbers_of_ranks_and_lists_that_were_not_kept(self):
-        segments = [
-            {"first_step": 0, "rank_step_seconds": [[1.0, 2.0]]},
-            {"first_step": 2, "rank_step_seconds": [[3.0], [4.0]]},
-        ]
-        found = series.from_lists({"losses": [0.5, None, 0.25], "learning_rates": None, "segments": segments})
-        nan = float("nan")
-        np.testing.assert_equal(found["loss"], [0.5, nan, 0.25])
-        np.testing.assert_equal(found["learning_rate"], [nan] * 3)
-        np.testing.assert_equal(found["step_seconds"], [[1.0, nan], [2.0, nan], [3.0, 4.0]])
-
-    @pytest.mark.parametrize("first", [-5, 0, 2, 99])
-    def test_segments_that_cannot_be(self, first):
-        found = series.from_lists(
-            {"losses": [1.0] * 3, "segments": [{"first_step": first, "rank_step_seconds": [[1.0] * 9]}]}
-        )
-        assert len(found) == 3

@@ -20,7 +20,7 @@ from ptdbench.report.loggers import Log, MLflow, WandB
 from ptdbench.report.scalars import Scalar
 from ptdbench.setup import choices, config, run_spec
 from tests.conftest import composed
-from tests.report.test_tensorboard import TRAINED
+from tests.report.test_tensorboard import TRAINED, rows
 from tests.training.test_evaluation import TASK
 
 RUN = (*TASK, "parallel=ddp", "train.steps=6", "eval.every=3")
@@ -58,9 +58,10 @@ class Kept:
 
 
 def shown(service: Kept, directory: Path) -> Log:
-    log, rows = Log(service, directory), series.from_lists(TRAINED)
-    log.show(TRAINED, 0, rows[:1], TRAINED["evaluations"][:1])
-    log.show(TRAINED, 1, rows[1:2], [])
+    series.write(directory / series.NAME, [rows()])
+    log = Log(service, directory)
+    log.show(TRAINED, 0, rows()[:1], TRAINED["evaluations"][:1])
+    log.show(TRAINED, 1, rows()[1:2], [])
     return log
 
 
@@ -75,6 +76,7 @@ class TestLog:
         assert service.summary["summary/last_loss"] == 3.5
 
     def test_a_run_that_showed_nothing_on_the_way_is_sent_at_its_end(self, tmp_path):
+        series.write(tmp_path / series.NAME, [rows()])
         service = Kept()
         Log(service, tmp_path).finish({**TRAINED, "status": "diverged"})
         assert service.calls == ["begin", "send", "end False"]
@@ -99,16 +101,16 @@ class TestLog:
     def test_a_start_that_goes_on_continues_the_run_and_a_new_one_does_not(self, tmp_path):
         shown(Kept(), tmp_path)
         assert json.loads((tmp_path / loggers.FILE).read_text()) == {"kept": "abc"}
-        rows = series.from_lists(TRAINED)
         for first, known in ((1, "abc"), (0, None)):
             service = Kept()
-            Log(service, tmp_path).show(TRAINED, first, rows[first:], [])
+            Log(service, tmp_path).show(TRAINED, first, rows()[first:], [])
             assert service.opened[0][2] == known
 
     def test_runs_of_a_sweep_belong_together_and_have_its_options(self, tmp_path):
         directory = tmp_path / "my_sweep" / "0_toy"
         directory.mkdir(parents=True)
         ledger.begin(directory.parent, ["optimizer.lr=0.1,0.2"])
+        series.write(directory / series.NAME, [rows()])
         service = Kept()
         Log(service, directory).finish({**TRAINED, "config": {"optimizer": {"lr": 0.2}}})
         ((sweep, hparams, _),) = service.opened

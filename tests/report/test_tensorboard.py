@@ -7,8 +7,8 @@ from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from ptdbench.records import ledger, series
 from ptdbench.report.tensorboard import Live, write_tensorboard
 
-# As records were before schema 2, with their series in them.
 RECORD = {
+    "schema": 2,
     "status": "ok",
     "model": "gpt_tiny",
     "parallel": "pdp",
@@ -20,9 +20,6 @@ RECORD = {
     "started": "2026-01-02T03:04:05+00:00",
     "steps": 3,
     "final_loss": 3.5,
-    "losses": [5.0, 4.0, 3.5],
-    "rank_step_seconds": [[2.0, 0.5, 0.25], [1.0, 0.25, 0.5]],  # slowest: 2.0, 0.5, 0.5
-    "step_memory_bytes": [100, 300, 200],
     "layout": {"data": 1, "pipeline": 2, "micro_batch": 4, "microbatches": 4, "accumulation": 1},
     "metrics": {
         "step_seconds": {"median": 0.5, "mean": 0.5, "p5": 0.5, "p95": 0.5, "ci95": None},
@@ -41,15 +38,27 @@ FAILED = {
     "status": "failed",
     "steps": None,
     "final_loss": None,
-    "losses": [],
-    "rank_step_seconds": [],
-    "step_memory_bytes": [],
     "layout": {},
     "metrics": None,
 }
 
 
-def written(directory, record) -> EventAccumulator:
+def rows(losses=(5.0, 4.0, 3.5)) -> np.ndarray:
+    """The steps of :data:`TRAINED`."""
+    made = series.unknown(3, ranks=2)
+    made["loss"] = losses
+    made["learning_rate"] = [0.5, 0.25, 0.125]
+    made["gradient_norm"] = [3.0, 2.0, 1.0]
+    made["wait_seconds"] = [0.5, 0.25, 0.0]
+    made["memory_bytes"] = [100, 300, 200]
+    made["step_seconds"] = [[2.0, 1.0], [0.5, 0.25], [0.25, 0.5]]  # slowest: 2.0, 0.5, 0.5
+    return made
+
+
+def written(directory, record, steps=None) -> EventAccumulator:
+    directory.mkdir(parents=True, exist_ok=True)
+    if record["steps"]:
+        series.write(directory / series.NAME, [rows() if steps is None else steps])
     write_tensorboard(directory, record)
     events = EventAccumulator(str(directory))
     events.Reload()
@@ -90,10 +99,7 @@ def test_images_are_counted_in_samples(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_does_not_end_the_curve(tmp_path):
-    assert values(written(tmp_path, {**RECORD, "losses": [5.0, None, 3.0]}), "step/loss") == [
-        (0, 5.0),
-        (2, 3.0),
-    ]
+    assert values(written(tmp_path, RECORD, rows([5.0, np.nan, 3.0])), "step/loss") == [(0, 5.0), (2, 3.0)]
 
 
 def test_the_run_is_one_session_with_its_hparams_and_metrics(tmp_path):
@@ -119,8 +125,8 @@ def test_the_run_is_one_session_with_its_hparams_and_metrics(tmp_path):
 
 
 def test_one_run_is_one_directory(tmp_path):
-    write_tensorboard(tmp_path / "sweep" / "0", RECORD)
-    write_tensorboard(tmp_path / "sweep" / "1", {**RECORD, "parallel": "ddp"})
+    written(tmp_path / "sweep" / "0", RECORD)
+    written(tmp_path / "sweep" / "1", {**RECORD, "parallel": "ddp"})
     multiplexer = plugin_event_multiplexer.EventMultiplexer().AddRunsFromDirectory(str(tmp_path / "sweep"))
     assert sorted(multiplexer.Runs()) == ["0", "1"]
 
@@ -169,9 +175,6 @@ def test_all_runs_declare_the_same_columns(tmp_path):
 
 TRAINED = {
     **RECORD,
-    "learning_rates": [0.5, 0.25, 0.125],
-    "gradient_norms": [3.0, 2.0, 1.0],
-    "wait_seconds": [0.5, 0.25, 0.0],
     "evaluations": [
         {
             "step": step,
@@ -205,8 +208,9 @@ def test_an_evaluation_stands_at_the_time_of_its_step(tmp_path):
 
 
 def test_what_was_shown_on_the_way_is_there_once(tmp_path):
-    live, rows = Live(tmp_path), series.from_lists(TRAINED)
-    live.show(TRAINED, 0, rows[:1], TRAINED["evaluations"][:1])
+    series.write(tmp_path / series.NAME, [rows()])
+    live = Live(tmp_path)
+    live.show(TRAINED, 0, rows()[:1], TRAINED["evaluations"][:1])
     assert live.shown == 1
     on_the_way = EventAccumulator(str(tmp_path))
     on_the_way.Reload()
@@ -225,10 +229,10 @@ def test_what_was_shown_on_the_way_is_there_once(tmp_path):
 
 def test_what_a_killed_start_had_shown_beyond_its_checkpoint_is_replaced(tmp_path):
     killed = Live(tmp_path)
-    killed.show(TRAINED, 0, series.from_lists({**TRAINED, "losses": [5.0, 9.0, 9.0]}), [])
+    killed.show(TRAINED, 0, rows([5.0, 9.0, 9.0]), [])
     killed.close()
     going_on = Live(tmp_path)  # after step 1
-    going_on.show(TRAINED, 1, series.from_lists(TRAINED)[1:], [])
+    going_on.show(TRAINED, 1, rows()[1:], [])
     going_on.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -236,9 +240,9 @@ def test_what_a_killed_start_had_shown_beyond_its_checkpoint_is_replaced(tmp_pat
 
 
 def test_each_look_shows_only_what_is_new_at_its_own_time(tmp_path):
-    live, rows = Live(tmp_path / "live"), series.from_lists(TRAINED)
+    live = Live(tmp_path / "live")
     for first in range(3):
-        live.show(TRAINED, first, rows[first : first + 1], TRAINED["evaluations"][: 1 + first // 2])
+        live.show(TRAINED, first, rows()[first : first + 1], TRAINED["evaluations"][: 1 + first // 2])
     live.close()
     on_the_way = EventAccumulator(str(tmp_path / "live"))
     on_the_way.Reload()
@@ -248,14 +252,15 @@ def test_each_look_shows_only_what_is_new_at_its_own_time(tmp_path):
 
 
 def test_a_run_that_was_resumed_shows_the_steps_of_its_last_start(tmp_path):
-    rows = series.from_lists(TRAINED)
     one_rank = series.unknown(1)
     for name in series.NUMBERS:
         one_rank[name] = 7.0
     one_rank["step_seconds"] = 7.0
-    series.write(tmp_path / series.NAME, [one_rank, rows[1:]])
+    series.write(tmp_path / series.NAME, [one_rank, rows()[1:]])
     segments = [{"first_step": 0, "steps": 1}, {"first_step": 1, "steps": 2}]
-    events = written(tmp_path, {**TRAINED, "schema": 2, "segments": segments})
+    write_tensorboard(tmp_path, {**TRAINED, "segments": segments})
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
     assert values(events, "step/loss") == [(1, 4.0), (2, 3.5)]
     assert np.diff([event.wall_time for event in events.Scalars("step/loss")]) == [0.5]
     assert values(events, "eval/top1") == [(3, 0.75)]

@@ -22,23 +22,6 @@ def test_overrides_are_added_beside_those_of_the_command_line(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("written", "today"),
-    [
-        ("parallel.pipeline_size=2", "parallel.pipeline=2"),
-        ("parallel.reduce_dtype=bf16,fp32", "parallel.gradients=bf16,fp32"),
-        ("compile=true", "compile=layers"),
-        ("activation_checkpointing=full", "activations=recompute"),
-        ("activation_checkpointing=none,full", "activations=keep,recompute"),
-        ("++compile=True,false", "++compile=layers,false"),
-        ("compile=whole", "compile=whole"),
-        ("check=true", "check=true"),
-    ],
-)
-def test_what_an_earlier_version_wrote_down_has_the_names_of_today(written, today):
-    assert commandline.renamed(written) == today
-
-
-@pytest.mark.parametrize(
     ("typed", "added"),
     [
         (["hydra/launcher=submitit_slurm", "parallel=ddp"], ["cluster=slurm"]),

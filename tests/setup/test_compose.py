@@ -99,7 +99,7 @@ class TestMisspellings:
             ("n_layers=3", "model.layers"),
             ("batch_size=8", "train.global_batch"),
             ("optimiser.lr=1", "optimizer.lr"),
-            ("checkpointing=full", "checkpoint.keep, activations"),
+            ("checkpointing=full", "checkpoint.keep"),
         ],
     )
     def test_an_option(self, override, meant):
@@ -137,17 +137,6 @@ class TestMisspellings:
         overrides = ("optimizer.momentum=0.5", *(["optimizer=adamw,sgd"] if multirun else []))
         assert refused(*overrides, multirun=multirun) == [
             "optimizer.momentum=0.5: there is no such option; it belongs to optimizer=sgd"
-        ]
-
-    def test_an_option_that_was_called_otherwise_says_its_name_of_today(self):
-        assert refused("parallel=pdp", "parallel.pipeline_size=4") == [
-            "parallel.pipeline_size=4: is called parallel.pipeline now; try parallel.pipeline=4"
-        ]
-        assert refused("parallel.reduce_dtype=bf16,fp32", multirun=True) == [
-            "parallel.reduce_dtype=bf16,fp32: is called parallel.gradients now; try parallel.gradients=bf16,fp32"
-        ]
-        assert refused("activation_checkpointing=none,full", multirun=True) == [
-            "activation_checkpointing=none,full: is called activations now; try activations=keep,recompute"
         ]
 
     def test_all_at_once(self):

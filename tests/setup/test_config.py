@@ -69,11 +69,6 @@ def test_overrides_arrive_with_their_types():
         ("general", "precision=fp4", "precision=fp4: must be fp32, tf32, bf16, fp16 or fp8"),
         ("general", "compile=yes", "compile=yes: must be false, layers, whole or autotune"),
         ("general", "compile=true", "compile=true: must be false, layers, whole or autotune"),
-        (
-            "general",
-            "+activation_checkpointing=full",
-            "activation_checkpointing=full: is called activations now; try activations=recompute",
-        ),
         ("general", "seed=-1", "seed=-1: must be at least 0"),
         ("general", "seed=1e3", "seed=1000.0: must be a whole number"),
         ("general", "device=gpu", "device=gpu: must be auto, cpu or cuda"),

@@ -38,7 +38,7 @@ def checkpoint(world_size: int, *layouts: dict[str, Any]) -> Manifest:
         (checkpoint(2, layout(shard=2)), layout(tensor=2), "2 ranks (tensor=2) instead of 2 ranks (shard=2)"),
         (checkpoint(2, layout(shard=2)), layout(), "1 rank instead of 2 ranks (shard=2)"),
         (checkpoint(2, layout(), layout(shard=2)), layout(shard=2), None),  # by the last start
-        (checkpoint(2), layout(shard=2), None),  # of the first form, which knew no layouts
+        (checkpoint(2), layout(shard=2), None),  # which says nothing of segments
         (checkpoint(4, {"pipeline": 1}), layout(shard=2), "2 ranks (shard=2) instead of 4 ranks"),
     ],
 )

@@ -1,19 +1,16 @@
-"""The series of a run: drained as it goes on, taken over from checkpoints of either form, kept from a full disk."""
+"""The series of a run: drained as it goes on, taken over from checkpoints, kept from a full disk."""
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 from omegaconf import DictConfig
 
-import ptdbench
 from ptdbench import run as product
 from ptdbench.records import series
 from ptdbench.training import recorder
@@ -22,14 +19,11 @@ from ptdbench.workloads import train
 from tests.conftest import composed, record_of
 from tests.daily import cases
 from tests.parallel.ranks import on_ranks
-from tests.records.test_load import FIRST_FORM
 from tests.workloads.made_job import job
 
 pytestmark = pytest.mark.ranks
 
 TOY = ("model=toy", "device=cpu", "parallel=ddp", "train.global_batch=4", "profile.steps=0")
-#: The run in :data:`FIRST_FORM`.
-SMALL = (*TOY, "model.width=4", "model.inputs=3", "model.outputs=2", "model.layers=2", "train.clip_norm=1")
 
 
 def drained(directory: Path, composed: DictConfig) -> tuple[list[int], int, list[float]]:
@@ -94,27 +88,6 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path):
     assert (len(losses), failed) == (10, "")
     ((losses, failed),) = on_ranks(1, with_full_disk, tmp_path / "for ever", options, 99)
     assert (losses, failed) == ([], "[Errno 28] No space left on device")
-
-
-@pytest.mark.thorough
-def test_a_checkpoint_of_the_form_before_is_gone_on_with(tmp_path, run):
-    shutil.copytree(FIRST_FORM, tmp_path / "first")
-    written = json.loads((FIRST_FORM / "record.json").read_text())
-    found = run(*SMALL, "train.steps=6", f"resume={tmp_path / 'first'}")
-    assert found["error"] is None
-    for name, listed in (
-        ("losses", "losses"),
-        ("gradient_norms", "gradient_norms"),
-        ("memory_bytes", "step_memory_bytes"),
-    ):
-        assert len(found[name]) == 6
-        assert found[name][:3] == written[listed]
-    loaded: Any = ptdbench.load(found["directory"])
-    assert loaded.series("step_seconds")[:3].T.tolist() == written["rank_step_seconds"]
-    first = found["segments"][0]
-    assert (first["first_step"], first["steps"], first["warmup_steps"]) == (0, 3, 1)
-    assert not {"rank_step_seconds", "timed_seconds"} & first.keys()
-    assert "checkpoints" not in found["remarks"]
 
 
 @cases("left", [None, 2], daily=[2])
