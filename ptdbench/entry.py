@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,7 +23,7 @@ from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import alternatives, noise, store
 from ptdbench.report import table, text
 from ptdbench.setup import blocks, commandline, compose, config, hydra_options, resume, show
-from ptdbench.setup.config import Slurm
+from ptdbench.setup.config import Config, Slurm
 from ptdbench.sweep import directory as output
 from ptdbench.terminal import hint, plural, say
 
@@ -47,9 +47,14 @@ def main() -> NoReturn:
 
     Exit status 0: every run was ok. 1: one was not, or the command line could not be used. ``128 + n``: signal ``n``.
     """
+    guarded(_main)
+
+
+def guarded(work: Callable[[], int]) -> NoReturn:
+    """Do work that carries out runs, and end with its exit status, or with that of the signal or the error it met."""
     try:
         local.stop_on_signals()
-        sys.exit(_main())
+        sys.exit(work())
     except ConfigError as error:
         if is_first_rank(os.environ) or type(error) is not ConfigError:  # what only this rank may know
             say(str(error), sys.stderr)
@@ -94,6 +99,35 @@ def _main() -> int:
     return _on_cluster(composed, line) if isinstance(cluster, Slurm) else _here(composed, world, line)
 
 
+def carry_out(directories: Sequence[Path]) -> int:
+    """Carry out the runs of directories, one after the other; the exit status.
+
+    Raises:
+        ConfigError: One is no run that can be carried out from here.
+    """
+    _import_from_here()
+    world = discover(os.environ)
+    if world is None:
+        local.check_address_space()
+    configs = [resume.startable(directory, world) for directory in directories]
+    if world is None:
+        local.warm_up(_rank_modules(configs))
+
+    from ptdbench.run import run
+    from ptdbench.setup import hydra_files
+    from ptdbench.sweep.carried_out import environment
+
+    statuses = []
+    for directory, read in zip(directories, configs, strict=True):
+        try:
+            with environment(hydra_files.recorded_environment(directory)):
+                run(directory, read)
+        finally:
+            if world is None or world.rank == 0:
+                statuses.append(_print_results(directory, [], False, 1))
+    return int(any(_count_ok(records) < 1 for records in statuses))
+
+
 def _import_from_here() -> None:
     """Let a model of the user's own lie in the current directory, however this process was started.
 
@@ -113,7 +147,7 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
     """Runs on this machine, or as a rank of the world that a launcher made."""
     local.check_address_space()
     if world is None:
-        local.warm_up(_rank_modules(composed.jobs))
+        local.warm_up(_rank_modules(map(config.read, composed.jobs)))
     shows = world is None or world.rank == 0
     with hint(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
         from ptdbench.launch import devices
@@ -237,9 +271,9 @@ def _count_ok(records: Sequence[Mapping[str, Any]]) -> int:
     return sum(record["status"] == "ok" for record in records)
 
 
-def _rank_modules(jobs: Sequence[DictConfig]) -> list[str]:
-    """Modules that the jobs' ranks will need; not a stranger's own, which might touch the GPU when imported."""
-    groups = [node for job in jobs for node in config.resolve(job).values() if isinstance(node, dict)]
+def _rank_modules(configs: Iterable[Config]) -> list[str]:
+    """Modules that the runs' ranks will need; not a stranger's own, which might touch the GPU when imported."""
+    groups = [node for read in configs for node in read.resolved.values() if isinstance(node, dict)]
     targets = {str(group.get("_target_")) for group in groups}
     chosen = {target.rpartition(".")[0] for target in targets if target.startswith("ptdbench.")}
     return ["ptdbench.rank_imports", *sorted(chosen), *(EVENT_FILES if "ptdbench.workloads.train" in chosen else ())]

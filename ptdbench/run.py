@@ -65,7 +65,7 @@ def run(
         Stopped: A signal asked this process to end; the record is written.
         Damaged: The configuration is to be read from the record, which is damaged.
     """
-    config, sweep = config or recorded(directory), ledger.sweep_of(directory)
+    config, sweep = config or of_record(store.load_record(directory)), ledger.sweep_of(directory)
     try:
         try:
             _run(directory, config, known, heading)
@@ -76,11 +76,6 @@ def run(
         reason = f"{directory}: its record cannot be written: {error.strerror or error}"
         say(f"{reason}; make room, and go on with {resume.command(sweep or directory)}", sys.stderr)
         raise SystemExit(1) from None
-
-
-def recorded(directory: Path) -> Config:
-    """The configuration of the record in a run's directory."""
-    return of_record(store.load_record(directory))
 
 
 def _add_result(sweep: Path, directory: Path) -> None:

@@ -21,12 +21,11 @@ from omegaconf import DictConfig
 
 import ptdbench
 from ptdbench import entry
-from ptdbench import run as product
 from ptdbench.launch import cores, local
 from ptdbench.records.load import Run
 from ptdbench.setup.compose import compose_all
 from tests import slurm_cluster
-from tests.shared_ranks import RANKS
+from tests.shared_ranks import RANKS, carry_out
 
 ROOT = Path(__file__).parent.parent
 Record = dict[str, Any]
@@ -62,7 +61,7 @@ def run(tmp_path: Path) -> Callable[..., Record]:
         directory = tmp_path / str(count)
         directory.mkdir()
         count += 1
-        product.run(composed(*overrides), directory)
+        carry_out(composed(*overrides), directory)
         return record_of(directory)
 
     return run_it

@@ -18,8 +18,14 @@ from omegaconf import DictConfig
 
 from ptdbench import run as product
 from ptdbench.launch import cores, local
+from ptdbench.setup import config
 from ptdbench.setup.config import RANKS_WITHOUT_GPU
 from tests.ports import free_port
+
+
+def carry_out(composed: DictConfig, directory: Path) -> None:
+    """Carry out a run as a command line does that asks for it alone."""
+    product.run(directory, config.read(composed))
 
 
 class Failed(Exception):
@@ -51,7 +57,7 @@ class SharedRanks:
     def run(self, composed: DictConfig, directory: Path) -> None:
         """Carry out a run, in the way of a sweep under torchrun; why it failed is in its record."""
         try:
-            self.call(_world_size(composed), product.run, composed, directory)
+            self.call(_world_size(composed), carry_out, composed, directory)
         except Failed:
             assert (directory / "record.json").exists()
 

@@ -81,11 +81,11 @@ def test_a_damaged_record_is_kept_aside_and_counts_for_nothing(sweep, capsys):
 
 def test_it_is_kept_aside_before_the_next_is_written(sweep, capsys):
     found = compose_all(["model=toy", "device=cpu", "seed=1,2"], multirun=True)
-    agenda = Agenda(requests.of_machine(found.jobs, found.overrides, None))
+    agenda = Agenda(sweep.path, requests.of_machine(found, None))
     path = sweep.begin(0)
     done = sweep.end(0)
     (path / store.RECORD).write_bytes(b"[1]")
-    assert agenda.open(sweep.path, "${hydra.job.num}_toy_ddp", 0, found.overrides[0])
+    assert agenda.open(0)
     assert (path / "record.json.damaged").read_bytes() == b"[1]"
     assert store.load_record(path)["error"]["type"] == record.UNFINISHED
     assert done not in sweep.results()  # the run is not over

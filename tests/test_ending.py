@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from ptdbench import ending
-from ptdbench import run as product
 from ptdbench.launch import local
 from ptdbench.launch.world import KNOWN, World
 from ptdbench.records import record, store
 from ptdbench.records.failure import Failure, crash_file
 from ptdbench.records.owner import Attempt
 from tests.conftest import composed
+from tests.shared_ranks import carry_out
 
 CONFIG = {
     "workload": {"name": "train"}, "model": {"name": "toy"}, "parallel": {"name": "ddp"},
@@ -86,5 +86,5 @@ def test_nor_does_what_happens_to_the_launcher(directory, monkeypatch):
         raise local.LaunchError("the fork server has ended")
 
     monkeypatch.setattr(local, "start", start)
-    product.run(composed("model=toy", "device=cpu"), directory)
+    carry_out(composed("model=toy", "device=cpu"), directory)
     assert store.load_record(directory)["status"] == "ok"

@@ -12,17 +12,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from ptdbench import entry
 from ptdbench.records import failure, record, store
-from ptdbench.report.heading import Heading
-from ptdbench.setup import config
+from ptdbench.setup.compose import compose_all
+from ptdbench.sweep import carried_out, requests
+from ptdbench.sweep.agenda import Agenda
 from tests import forked
-from tests.conftest import ROOT, composed, outputs
+from tests.conftest import ROOT, outputs
 
 TOY = ("model=toy", "train.steps=4", "device=cpu")
 
@@ -181,13 +180,15 @@ class TestRuns:
 
 
 def test_a_run_of_a_sweep_that_fails_says_so_at_once(tmp_path, monkeypatch, capsys):
-    draft = record.begin(config.resolve(composed("model=toy")), tmp_path, {})
-    store.write_record(tmp_path, record.failed(draft, failure.of_launcher("Lost", "the node is gone")))
-    monkeypatch.setattr("ptdbench.run.run", lambda *_: None)
-    known: Any = SimpleNamespace(heading=lambda _: Heading("toy ddp", 2, 3), ended=lambda *_: None)
-    agenda: Any = SimpleNamespace(outlook=known, requests=[None, SimpleNamespace(summary=None)])
-    entry._one_of_several(composed("model=toy"), tmp_path, agenda, 1)
-    assert capsys.readouterr().err == "[2/3] toy ddp: failed: Lost: the node is gone\n"
+    runs = requests.of_machine(compose_all(["model=toy", "device=cpu", "seed=1,2"], multirun=True), None)
+    agenda = Agenda(tmp_path, runs)
+
+    def fail(directory, *_):
+        store.write_record(directory, record.failed(store.load_record(directory), failure.of_launcher("Lost", "gone")))
+
+    monkeypatch.setattr("ptdbench.run.run", fail)
+    carried_out.carrier(agenda, compose_all(["model=toy"]))([agenda.open(1)])
+    assert capsys.readouterr().err == "[2/2] toy ddp seed=2: failed: Lost: gone\n"
 
 
 GUEST = """

@@ -9,10 +9,11 @@ PACKAGE = Path(__file__).parents[1] / "ptdbench"
 #: The order of rooms, top first, as docs/developing.md has it; rooms of one line do not import each other.
 ROOMS = """
     __main__ rank_imports
-    entry commands
+    commands
+    entry
+    sweep
     run
     ending
-    sweep
     workloads
     training
     communication examples

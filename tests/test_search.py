@@ -11,7 +11,7 @@ from torch import nn
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.records import objective
-from ptdbench.setup import config, hydra_sweeper
+from ptdbench.setup import config, hydra_options
 from ptdbench.setup.compose import compose_all
 from tests import forked
 
@@ -116,7 +116,7 @@ class TestRefused:
     def found(self, *overrides, world=None, goes_on=None):
         composed = compose_all([*OPTUNA[1:], *overrides], multirun=True)
         with pytest.raises(ConfigError) as error:
-            hydra_sweeper.check(composed, config.read(composed.jobs[0]).cluster, world, goes_on)
+            hydra_options.check(composed, config.read(composed.jobs[0]).cluster, world, goes_on)
         return str(error.value)
 
     def test_ranks_that_would_each_search_by_themselves(self):
@@ -167,7 +167,7 @@ class TestObjective:
     def test_what_a_sweeper_is_set_to_where_nobody_did(self):
         def overrides(*typed):
             composed = compose_all(["model=toy", "seed=1,2", *typed], multirun=True)
-            return hydra_sweeper.overrides(composed)
+            return hydra_options.search_overrides(composed)
 
         assert overrides() == []
         assert overrides(OPTUNA[1]) == ["hydra.sweeper.direction=maximize", "hydra.sweeper.max_failure_rate=1.0"]

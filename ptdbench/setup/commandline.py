@@ -1,6 +1,7 @@
 """The command line, as Hydra reads it, in full where it has something in short.
 
-This file has the one thing that is used of Hydra and is internal to it: the grammar of its flags.
+This file has all that is used of Hydra and is internal to it: the grammar of its flags, and how ``--config-dir`` takes
+effect.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser  # none is public: pyproject.toml keeps to tested versions
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
 
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.terminal import command
@@ -26,6 +30,14 @@ def option(override: str) -> str:
     ``cluster@other=x`` is about ``cluster``.
     """
     return override.lstrip("+~").partition("=")[0].partition("@")[0]
+
+
+def search_in(folder: Path) -> None:
+    """Let Hydra look for choices in one more folder, at the place in the order where it puts ``--config-dir``."""
+    loader = GlobalHydra.instance().config_loader()
+    search = loader.get_search_path()
+    search.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
+    loader.repository.initialize_sources(search)  # type: ignore[attr-defined]
 
 
 def quoted(text: str) -> str:

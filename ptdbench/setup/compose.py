@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
-from ptdbench.setup.commandline import LAUNCHER, SWEEPER, in_full, quoted
+from ptdbench.setup.commandline import LAUNCHER, SWEEPER, in_full, search_in
 from ptdbench.terminal import command
 
 #: What Hydra raises for a command line or a file that it cannot use, beside what :func:`_compose` makes the same.
@@ -58,24 +58,20 @@ class Source:
     extra: str | None = None
 
     @contextmanager
-    def open(self) -> Iterator[list[str]]:
-        """Let Hydra read them meanwhile, and say what more it has to be told for that.
+    def open(self) -> Iterator[None]:
+        """Let Hydra read them meanwhile.
 
         Raises:
             ConfigError: There is no such folder.
         """
         with initialize_config_dir(version_base="1.3", config_dir=str(self.conf.resolve()), job_name="train"):
-            if self.extra is None:
-                yield []
-                return
-            folder = Path(self.extra).resolve()
-            if not folder.is_dir():
-                rule = f"there is no such folder (it would be {folder})"
-                raise ConfigError([Problem("--config-dir", self.extra, rule)])
-            words = [f"hydra.searchpath=[{quoted(f'file://{folder}')}]"]
-            with suppress(*_REFUSALS):  # it will be refused in words where it is composed
-                _compose(self.name, words)  # from here on Hydra knows the choices of both
-            yield words
+            if self.extra is not None:
+                folder = Path(self.extra).resolve()
+                if not folder.is_dir():
+                    rule = f"there is no such folder (it would be {folder})"
+                    raise ConfigError([Problem("--config-dir", self.extra, rule)])
+                search_in(folder)
+            yield
 
 
 @dataclass(frozen=True)
@@ -133,11 +129,11 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
         ConfigError: With every override that cannot stand, or what is wrong with the files.
     """
     source = source or Source(conf_folder())
-    with source.open() as search:
+    with source.open():
         parsed = _parse(in_full(overrides))
         require(*_bracketed(parsed), *_several_clusters(parsed), *_replaced(parsed))
         try:
-            hydras = [*search, *(_line(override) for override in parsed if _is_hydras(override))]
+            hydras = [_line(override) for override in parsed if _is_hydras(override)]
             if multirun and not any(override.key_or_group == "hydra.mode" for override in parsed):
                 hydras.append("hydra.mode=MULTIRUN")
             ours = [override for override in parsed if not _is_hydras(override)]
@@ -145,7 +141,10 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
             if params := first.hydra.sweeper.get("params"):  # a sweep's lists may lie in a file of conf/
                 ours = [*_parse(in_full(f"{name}={value}" for name, value in params.items())), *ours]
                 first = _compose(source.name, [*hydras, *_corner(ours, 0)])
-            is_sweep = multirun or first.hydra.mode == RunMode.MULTIRUN
+            if first.hydra.mode is None:  # as Hydra does
+                first.hydra.mode = RunMode.RUN
+                first.hydra.overrides.hydra.append("hydra.mode=RUN")
+            is_sweep = first.hydra.mode == RunMode.MULTIRUN
             searches = is_sweep and first.hydra.runtime.choices.get(SWEEPER) != "basic"
             if searches:
                 jobs = [_corner(ours, 0), _corner(ours, -1)]

@@ -16,6 +16,7 @@ from ptdbench.launch.world import KNOWN, World
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, record, store
 from ptdbench.setup.commandline import is_cluster, option
+from ptdbench.setup.config import Config, of_record
 
 RUN, SWEEP = "resume", "sweep.resume"
 
@@ -214,6 +215,27 @@ def _submitted_by(directory: Path) -> Path | None:
             jobs = _ledger(parent).jobs
             return parent if str(place.relative_to(parent)) in {job.directory for job in jobs} else None
     return None
+
+
+def startable(directory: Path, world: World | None) -> Config:
+    """The configuration of the run of a directory, unless it is complete or belongs elsewhere.
+
+    Raises:
+        ConfigError: With what to do instead.
+    """
+    try:
+        written = store.load_record(directory)
+    except FileNotFoundError:
+        rule = f"there is no run (no {store.RECORD})"
+        raise ConfigError([Problem("run", directory, rule, "give the directory of a run below outputs")]) from None
+    _refuse_complete(directory, written)
+    if world is None:
+        cluster = (written.get("config") or {}).get("cluster")
+        if isinstance(cluster, Mapping) and "submit" in cluster:
+            rule = f"cluster={cluster.get('name')} carries it out as a job"
+            raise ConfigError([Problem("run", directory, rule, f"try {terminal.command()} {RUN}={directory}")])
+        _refuse_elsewhere(directory, written)
+    return of_record(written)
 
 
 def _refuse_elsewhere(directory: Path, written: Mapping[str, Any]) -> None:

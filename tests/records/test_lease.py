@@ -14,6 +14,7 @@ from ptdbench.problems import ConfigError
 from ptdbench.records import lease, record, store
 from ptdbench.records.owner import Owner, this_process
 from tests.conftest import composed
+from tests.shared_ranks import carry_out
 
 CONFIG = {
     "workload": {"name": "train"}, "model": {"name": "toy"}, "parallel": {"name": "ddp"},
@@ -95,12 +96,11 @@ def test_where_nobody_can_tell_it_is_said(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.ranks
 def test_a_second_start_of_a_run_trains_nothing(tmp_path, process, capsys):
-    from ptdbench import run as product
 
     started = psutil.Process(process.pid).create_time()
     lease.open_record(tmp_path, draft(tmp_path, "first", pid=process.pid, started=started))
     before = (tmp_path / "record.json").read_bytes()
     with pytest.raises(SystemExit):
-        product.run(composed("model=toy", "device=cpu", "train.steps=2"), tmp_path)
+        carry_out(composed("model=toy", "device=cpu", "train.steps=2"), tmp_path)
     assert (tmp_path / "record.json").read_bytes() == before
     assert "is writing its results there" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.records.store import write_record
 from ptdbench.setup import blocks, config
-from ptdbench.setup.compose import compose_all
+from ptdbench.setup.compose import Source, compose_all, conf_folder
 from ptdbench.setup.config import Repeat
 from tests import forked
 from tests.report.made import run
@@ -232,5 +232,5 @@ class TestShown:
         (tmp_path / "experiment").mkdir()
         text = f"# @package _global_\nhydra:\n  sweeper:\n    params:\n      {written}\n"
         (tmp_path / "experiment" / "often.yaml").write_text(text)
-        composed = compose_all([*TOY, "experiment=often"], True, str(tmp_path))
+        composed = compose_all([*TOY, "experiment=often"], True, Source(conf_folder(), extra=str(tmp_path)))
         assert config.read(composed.jobs[0]).repeat.runs == 3

@@ -6,16 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
-from hydra import initialize_config_dir
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.types import RunMode
-from omegaconf import OmegaConf, open_dict, read_write
+from omegaconf import open_dict, read_write
 
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config
-from ptdbench.setup.compose import Composed, _jobs, _search_in, compose_all, of_sweep
+from ptdbench.setup.compose import Composed, Source, _jobs, compose_all
 from tests.conftest import ROOT
 
 CONF = ROOT / "conf"
@@ -186,7 +184,7 @@ class TestSyntax:
     def test_configurations_that_are_not_there(self, tmp_path):
         for conf, name in ((CONF, "nothing"), (tmp_path / "nowhere", "config")):
             with pytest.raises(ConfigError, match="config"):
-                compose_all(Path(conf), name, (), multirun=False)
+                compose_all((), False, Source(conf, name))
 
 
 TOY = "name: toy\n_target_: ptdbench.models.toy.Toy\ninputs: 32\nwidth: 64\noutputs: 8\nlayers: 4\n"
@@ -198,7 +196,7 @@ class TestFolderOfOnesOwn:
     @staticmethod
     def refused(folder: Path, *overrides: str) -> str:
         with pytest.raises(ConfigError) as caught:
-            compose_all(overrides, multirun=False, extra=str(folder))
+            compose_all(overrides, False, Source(CONF, extra=str(folder)))
         (line,) = str(caught.value).splitlines()
         return line
 
@@ -212,7 +210,7 @@ class TestFolderOfOnesOwn:
     def test_a_glob_finds_choices_there(self, tmp_path):
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "to_mine.yaml").write_text(TOY)
-        found = compose_all(["model=glob(to*)"], multirun=True, extra=str(tmp_path))
+        found = compose_all(["model=glob(to*)"], True, Source(CONF, extra=str(tmp_path)))
         assert found.overrides == [["model=to_mine"], ["model=toy"]]
 
     @pytest.mark.parametrize(
@@ -248,7 +246,7 @@ class TestFolderOfOnesOwn:
     def test_a_key_that_is_a_number(self, tmp_path):
         (tmp_path / "model").mkdir()
         (tmp_path / "model" / "mine.yaml").write_text(f"{TOY}3: x\n")
-        found = compose_all(["model=mine"], multirun=False, extra=str(tmp_path))
+        found = compose_all(["model=mine"], False, Source(CONF, extra=str(tmp_path)))
         assert config.resolve(found.jobs[0])["model"]["3"] == "x"
 
 
@@ -271,21 +269,3 @@ class TestWhatHydraFailsOn:
     def test_brackets_without_end(self, depth):
         (line,) = refused(f"train.steps={'[' * depth}{']' * depth}")
         assert "nested too deeply" in line or "recursion" in line
-
-
-@pytest.mark.parametrize(("extra", "block"), [(False, None), (True, None), (False, 2)])
-def test_a_job_of_a_sweep_is_what_hydra_would_compose_once_more(tmp_path, extra, block):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text("defaults:\n  - toy\n  - _self_\nwidth: 128\n")
-    typed = [f"model=toy,{'mine' if extra else 'gpt_tiny'}", "seed=3", "hydra.job.chdir=false"]
-    asked = compose_all(typed, multirun=True, extra=str(tmp_path) if extra else None)
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF), job_name="another"):
-        if extra:
-            _search_in(str(tmp_path))
-        loader = GlobalHydra.instance().config_loader()
-        hydras = ["hydra.job.chdir=false", "hydra.sweep.dir='/x y'", "hydra.output_subdir=null", "hydra.mode=MULTIRUN"]
-        sweep = loader.load_configuration("config", [*typed, *hydras], RunMode.MULTIRUN)
-        for whole, overrides in zip(asked.whole, asked.overrides, strict=True):
-            of_block = [f"repeat.block={block}"] if block is not None else []
-            ours, theirs = of_sweep(whole, sweep, block), loader.load_sweep_config(sweep, [*overrides, *of_block])
-            assert OmegaConf.to_yaml(ours) == OmegaConf.to_yaml(theirs)

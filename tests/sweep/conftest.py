@@ -31,6 +31,6 @@ def asked(monkeypatch):
 
     def make(*overrides):
         found = compose_all(["cluster=slurm", "model=toy", *overrides], multirun=True)
-        return requests.of_cluster(found.jobs, found.overrides)
+        return requests.of_cluster(found)
 
     return make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -13,45 +14,42 @@ from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import settling
 from ptdbench.sweep.agenda import Agenda
 
-TEMPLATE = "${hydra.job.num}_${workload.label}"
-
 
 def test_a_run_appears_together_with_its_record(asked, tmp_path):
-    agenda = Agenda(asked("seed=0,1"))
-    job = agenda.open(tmp_path / "sweep", TEMPLATE, 1, ["seed=1"])
+    job = Agenda(tmp_path / "sweep", asked("seed=0,1")).open(1)
     assert (job.number, job.subdirectory) == (1, "1_toy_ddp")
-    (path,) = (tmp_path / "sweep").rglob("*.*")
+    (path,) = (tmp_path / "sweep").rglob("*.json")
     written = json.loads(path.read_text())
-    assert (path.name, written["overrides"], written["error"]["type"]) == ("record.json", ["seed=1"], "Unfinished")
+    assert (path.name, written["overrides"][-1], written["error"]["type"]) == ("record.json", "seed=1", "Unfinished")
 
 
 def test_a_run_that_is_refused_is_a_row_and_not_carried_out(asked, tmp_path):
-    agenda = Agenda(asked("train.global_batch=15,16"))
-    assert agenda.open(tmp_path, TEMPLATE, 0, []) is None
+    agenda = Agenda(tmp_path, asked("train.global_batch=15,16"))
+    assert agenda.open(0) is None
     (row,) = store.read_results(tmp_path)
     assert (row["status"], row["error"]["type"]) == ("failed", "ConfigError")
 
 
 def test_what_is_done_or_queued_or_not_meant_is_left_alone(asked, tmp_path):
     runs = asked("seed=0,1,2")
-    Agenda(runs).open(tmp_path, TEMPLATE, 0, [])
+    Agenda(tmp_path, runs).open(0)
     done = store.load_record(tmp_path / "0_toy_ddp") | {"status": "ok", "error": None}
     store.write_record(tmp_path / "0_toy_ddp", done)
-    agenda = Agenda(runs, queued=frozenset({"1_toy_ddp"}))
-    opened = [agenda.open(tmp_path, TEMPLATE, number, []) for number in range(3)]
+    agenda = Agenda(tmp_path, runs, queued=frozenset({"1_toy_ddp"}))
+    opened = [agenda.open(number) for number in range(3)]
     assert [job and job.number for job in opened] == [None, None, 2]
     assert store.load_record(tmp_path / "0_toy_ddp") == done
-    only = Agenda(runs, only="1_toy_ddp")
-    assert [bool(only.open(tmp_path, TEMPLATE, number, [])) for number in range(3)] == [False, True, False]
+    only = Agenda(tmp_path, runs, only="1_toy_ddp")
+    assert [bool(only.open(number)) for number in range(3)] == [False, True, False]
 
 
 def test_a_run_that_was_done_with_another_model_is_done_again_and_says_so(asked, tmp_path, capsys):
-    Agenda(asked("seed=0")).open(tmp_path, TEMPLATE, 0, [])
+    Agenda(tmp_path, asked("seed=0")).open(0)
     done = store.load_record(tmp_path / "0_toy_ddp") | {"status": "ok", "error": None}
     done["config"]["model"]["width"] = 7  # as if the file in conf/ had changed since
     store.write_record(tmp_path / "0_toy_ddp", done)
     capsys.readouterr()
-    assert Agenda(asked("seed=0")).open(tmp_path, TEMPLATE, 0, []) is not None
+    assert Agenda(tmp_path, asked("seed=0")).open(0) is not None
     said = capsys.readouterr().err
     assert said == "0_toy_ddp: was done with another model, toy with width=7 (here 64); done again\n"
 
@@ -59,63 +57,78 @@ def test_a_run_that_was_done_with_another_model_is_done_again_and_says_so(asked,
 def test_a_run_that_would_go_on_in_another_shape_is_left_as_it_is(asked, tmp_path, capsys):
     """As where a partition has other nodes than it had."""
     (run,) = asked("reshape=false")
-    Agenda([run]).open(tmp_path, TEMPLATE, 0, [])
+    Agenda(tmp_path, [run]).open(0)
     begun = store.load_record(tmp_path / "0_toy_ddp")
     checkpoint = tmp_path / "0_toy_ddp" / "checkpoints" / "step-00000003"
     checkpoint.mkdir(parents=True)
     was = Manifest(3, run.summary.world_size + 1, {"name": "toy"}, {}, {}, "2.14", 0.0)
     manifest.write(checkpoint, was)
     capsys.readouterr()
-    assert Agenda([run]).open(tmp_path, TEMPLATE, 0, []) is None
+    assert Agenda(tmp_path, [run]).open(0) is None
     assert f"instead of {was.world_size} ranks, which may change its numbers; " in capsys.readouterr().err
     assert store.load_record(tmp_path / "0_toy_ddp") == begun
-    assert Agenda(asked("reshape=true")).open(tmp_path, TEMPLATE, 0, []) is not None
+    assert Agenda(tmp_path, asked("reshape=true")).open(0) is not None
+
+
+def test_a_run_that_was_ok_when_its_sweep_was_killed_gets_its_result(asked, tmp_path):
+    """Killed between a run's last word and the line in the results."""
+    runs = asked("seed=0,1")
+    for number in range(2):
+        Agenda(tmp_path, runs).open(number)
+        done = store.load_record(tmp_path / f"{number}_toy_ddp") | {"status": "ok", "error": None}
+        store.write_record(tmp_path / f"{number}_toy_ddp", done)
+    store.append_result(tmp_path, done)
+    before = (tmp_path / store.RESULTS).read_bytes()
+    agenda = Agenda(tmp_path, runs)
+    assert [agenda.open(number) for number in range(2)] == [None, None]
+    assert [Path(row["directory"]).name for row in store.read_results(tmp_path)] == ["1_toy_ddp", "0_toy_ddp"]
+    assert (tmp_path / store.RESULTS).read_bytes().startswith(before)
 
 
 def test_with_more_time_a_run_that_is_done_remains_done(asked, tmp_path):
-    Agenda(asked("cluster.time_minutes=1")).open(tmp_path, TEMPLATE, 0, [])
+    Agenda(tmp_path, asked("cluster.time_minutes=1")).open(0)
     done = store.load_record(tmp_path / "0_toy_ddp") | {"status": "ok", "error": None}
     store.write_record(tmp_path / "0_toy_ddp", done)
-    assert Agenda(asked("cluster.time_minutes=50")).open(tmp_path, TEMPLATE, 0, []) is None
-    assert Agenda(asked("cluster.nodes=2")).open(tmp_path, TEMPLATE, 0, []) is not None
+    assert Agenda(tmp_path, asked("cluster.time_minutes=50")).open(0) is None
+    assert Agenda(tmp_path, asked("cluster.nodes=2")).open(0) is not None
 
 
 class TestRepeats:
     @pytest.fixture
-    def agenda(self, asked):
+    def agenda(self, asked, tmp_path):
         """The agenda of a command line."""
 
         def of(*overrides, only=None):
             words = ["cluster=slurm", "model=toy", *overrides]
-            return Agenda.of(compose_all(words, multirun=True), asked(*overrides), only)
+            return Agenda.of(compose_all(words, multirun=True), asked(*overrides), tmp_path, only)
 
         return of
 
     def test_each_run_knows_its_block_and_has_a_directory_of_its_own(self, agenda, tmp_path):
         found = agenda("parallel=ddp,fsdp", "repeat.runs=3")
-        names = [found.directory(tmp_path, TEMPLATE, number).name for number in range(6)]
+        names = [found.subdirectory(number) for number in range(6)]
         assert len(set(names)) == 6
         assert names[3].removeprefix("3") == names[0].removeprefix("0")  # ABBA
         assert names[2].removeprefix("2") == names[1].removeprefix("1")
-        for number, request in enumerate(found.requests):
-            job = found.open(tmp_path, TEMPLATE, number, request.overrides)
+        for number in range(6):
+            job = found.open(number)
             written = store.load_record(tmp_path / names[number])
-            assert job.overrides[-1] == f"repeat.block={number // 2}" == written["overrides"][-1]
+            assert job.request.overrides[-1] == f"repeat.block={number // 2}" == written["overrides"][-1]
             assert written["config"]["repeat"]["block"] == number // 2
 
     def test_the_name_of_a_directory_may_have_the_block(self, agenda):
-        found = agenda("parallel=ddp,fsdp", "repeat.runs=2")
-        names = {request.subdirectory("${parallel.name}_${repeat.block}", 9) for request in found.requests}
+        found = agenda("parallel=ddp,fsdp", "repeat.runs=2", "hydra.sweep.subdir='${parallel.name}_${repeat.block}'")
+        names = {request.subdirectory(9) for request in found.requests}
         assert names == {"ddp_0", "ddp_1", "fsdp_0", "fsdp_1"}
 
     def test_they_come_in_one_batch_or_in_batches_of_a_block_where_it_looks_after_each(self, agenda):
-        blocks = [[f"repeat.block={block}"] * 2 for block in range(4)]
-        (whole,) = agenda("parallel=ddp,fsdp", "repeat.runs=4").batches(None)
-        assert [[words[-1]] for words in whole] == [[word] for block in blocks for word in block]
-        assert [len(batch) for batch in agenda("parallel=ddp,fsdp", "repeat.runs=4").batches(3)] == [3, 3, 2]
-        by_block = agenda("parallel=ddp,fsdp", "repeat.runs=auto", "repeat.max=4").batches(3)
-        assert [[words[-1] for words in batch] for batch in by_block] == blocks
-        assert agenda("seed=0,1").batches(None) == [[list(run.overrides) for run in agenda("seed=0,1").requests]]
+        assert agenda("parallel=ddp,fsdp", "repeat.runs=4").batches(None) == [range(8)]
+        found = agenda("parallel=ddp,fsdp", "repeat.runs=4").batches(3)
+        assert found == [range(3), range(3, 6), range(6, 8)]
+        by_block = agenda("parallel=ddp,fsdp", "repeat.runs=auto", "repeat.max=4")
+        assert by_block.batches(3) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+        assert [by_block.requests[batch[0]].block for batch in by_block.batches(3)] == [0, 1, 2, 3]
+        assert agenda("seed=0,1").batches(None) == [range(2)]
 
     def test_runs_that_share_a_job_are_in_one_batch(self, agenda):
         for size, expected in ((None, [8]), (3, [2, 2, 2, 2]), (5, [4, 4]), (1, [2, 2, 2, 2])):
@@ -126,18 +139,18 @@ class TestRepeats:
         asked = []
         monkeypatch.setattr(settling.Settling, "__call__", lambda _, where, blocks: asked.append(blocks) or True)
         found = agenda("parallel=ddp,fsdp", "repeat.runs=auto", "repeat.max=4")
-        assert [found.is_settled(tmp_path, number) for number in (0, 2, 6)] == [True] * 3
+        assert [found.is_settled(number) for number in (0, 2, 6)] == [True] * 3
         assert asked == [0, 1, 3]
-        assert not agenda("parallel=ddp,fsdp", "repeat.runs=4").is_settled(tmp_path, 6)
+        assert not agenda("parallel=ddp,fsdp", "repeat.runs=4").is_settled(6)
 
     def test_the_one_run_that_is_meant_goes_on_whatever_is_known_of_the_others(self, agenda, tmp_path, monkeypatch):
         monkeypatch.setattr(settling.Settling, "__call__", lambda *_: True)
         found = agenda("parallel=ddp,fsdp", "repeat.runs=auto", only="6_toy_ddp")
-        assert not found.is_settled(tmp_path, 6)
+        assert not found.is_settled(6)
 
     def test_what_is_refused_is_one_row_and_not_one_for_each_block(self, agenda, tmp_path):
         found = agenda("train.global_batch=15,16", "repeat.runs=3")
-        opened = [found.open(tmp_path, TEMPLATE, number, []) for number in range(6)]
+        opened = [found.open(number) for number in range(6)]
         assert sum(job is not None for job in opened) == 3
         (row,) = store.read_results(tmp_path)
         assert (row["error"]["type"], row["config"]["repeat"]["block"]) == ("ConfigError", 0)
@@ -145,7 +158,7 @@ class TestRepeats:
 
     def test_what_is_refused_is_a_row_also_in_a_block_that_was_typed(self, agenda, tmp_path):
         found = agenda("train.global_batch=15,16", "repeat.block=1")
-        assert found.open(tmp_path, TEMPLATE, 0, []) is None
+        assert found.open(0) is None
         (row,) = store.read_results(tmp_path)
         assert row["config"]["repeat"]["block"] == 1
 

@@ -7,7 +7,6 @@ import pytest
 from ptdbench.setup import config
 from ptdbench.sweep.agenda import Agenda
 from ptdbench.sweep.outlook import Outlook
-from tests.sweep.test_agenda import TEMPLATE
 
 
 @pytest.fixture
@@ -35,9 +34,9 @@ def test_what_is_asked_again_for_each_run_reads_no_configuration_of_those_to_com
     assert len(read) <= 4  # its title, and of each run that begins its own
 
 
-def test_a_search_does_not_know_how_many_there_will_be(asked):
+def test_a_search_does_not_know_how_many_there_will_be(asked, tmp_path):
     requests = asked("seed=0,1")
-    agenda = Agenda(requests[:1], searches=True)
+    agenda = Agenda(tmp_path, requests[:1], searches=True)
     assert str(agenda.outlook.heading(0)) == "[1] toy ddp"
     agenda.requests.append(requests[1])
     assert str(agenda.outlook.heading(1)) == "[2] toy ddp seed=1"
@@ -63,8 +62,8 @@ def test_before_a_run_ends_well_nothing_is_said(three):
 
 
 def test_only_runs_that_will_be_carried_out_count(asked, tmp_path):
-    agenda = Agenda(asked("train.global_batch=16,15,32,64"), queued=frozenset({"2_toy_ddp"}))
-    to_do = agenda.to_do(tmp_path, TEMPLATE, range(4))
+    agenda = Agenda(tmp_path, asked("train.global_batch=16,15,32,64"), queued=frozenset({"2_toy_ddp"}))
+    to_do = agenda.to_do(range(4))
     assert to_do == [0, 3]
     agenda.outlook.expect(to_do)
     agenda.outlook.ended(0, 20.0, {"status": "ok"})

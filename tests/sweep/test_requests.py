@@ -32,7 +32,7 @@ def _slurm(monkeypatch):
 def asked(*overrides):
     """What a command line asks of the cluster."""
     found = compose_all([*TOY, *overrides], multirun=True)
-    return requests.of_cluster(found.jobs, found.overrides)
+    return requests.of_cluster(found)
 
 
 def shapes(*overrides):
@@ -132,7 +132,7 @@ class TestRefused:
 class TestOnThisMachine:
     def of_machine(self, *overrides, world=None):
         found = compose_all(["model=toy", *overrides], multirun=True)
-        return requests.of_machine(found.jobs, found.overrides, world)
+        return requests.of_machine(found, world)
 
     def test_a_run_has_no_shape(self):
         assert [(request.shape, request.refused) for request in self.of_machine("device=cpu")] == [(None, None)]
@@ -153,7 +153,11 @@ class TestRequest:
         assert (training.label, hello.label) == ("toy_fsdp", "hello")
 
     def test_its_directory_is_the_one_that_hydra_would_choose(self):
-        (request,) = asked()
-        assert request.subdirectory("${hydra.job.num}_${workload.label}", 7) == "7_toy_ddp"
-        assert request.subdirectory("run-${model.name}-${train.global_batch}", 7) == "run-toy-32"
-        assert request.subdirectory("plain", 7) == "plain"
+        for template, name in (
+            ("${hydra.job.num}_${workload.label}", "7_toy_ddp"),
+            ("run-${model.name}-${train.global_batch}", "run-toy-32"),
+            ("${hydra.job.override_dirname}", "cluster=slurm,model=toy,train.global_batch=32"),
+            ("plain", "plain"),
+        ):
+            (request,) = asked(f"hydra.sweep.subdir='{template}'")
+            assert request.subdirectory(7) == name

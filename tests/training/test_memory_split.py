@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from ptdbench import run as product
 from ptdbench.measure import trace
 from ptdbench.measure.allocations import KINDS
 from ptdbench.records import schema
@@ -18,7 +17,7 @@ from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.training import memory_split
 from tests.conftest import composed, record_of
 from tests.daily import cases
-from tests.shared_ranks import RANKS
+from tests.shared_ranks import RANKS, carry_out
 
 pytestmark = pytest.mark.ranks
 
@@ -135,7 +134,7 @@ def run_unreadable(configuration: Any, directory: Path) -> None:
     with pytest.MonkeyPatch.context() as patched:
         if os.environ["RANK"] == "1":
             patched.setattr(memory_split.allocations, "read", unreadable)
-        product.run(configuration, directory)
+        carry_out(configuration, directory)
 
 
 def test_a_pass_that_cannot_be_read_costs_nothing_else(tmp_path):

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from ptdbench import run as product
 from ptdbench.data.feed import Feed
 from ptdbench.measure import trace
 from ptdbench.measure.intervals import Interval, intersect, length, union
@@ -29,7 +28,7 @@ from ptdbench.training import profile
 from ptdbench.training.update import Update
 from tests.conftest import composed, record_of
 from tests.daily import cases
-from tests.shared_ranks import RANKS, Failed
+from tests.shared_ranks import RANKS, Failed, carry_out
 
 pytestmark = pytest.mark.ranks
 
@@ -129,7 +128,7 @@ def run_slowed(configuration: Any, directory: Path, place: str, ranks: list[int]
         patched.setattr(profile, "partition", watched)
         if int(os.environ["RANK"]) in ranks:
             patched.setattr(owner, name, change(getattr(owner, name)))
-        product.run(configuration, directory)
+        carry_out(configuration, directory)
     return list(SLEPT), *seen[0]
 
 
@@ -365,7 +364,7 @@ def run_failing(configuration: Any, directory: Path) -> None:
     """In a rank: a run whose profiling pass fails."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profile, "partition", lambda *_: 1 / 0)
-        product.run(configuration, directory)
+        carry_out(configuration, directory)
 
 
 def test_a_run_whose_pass_fails_was_ok_before(tmp_path):
@@ -384,7 +383,7 @@ def run_without_room(configuration: Any, directory: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(profile.perfetto, "compress", full)
-        product.run(configuration, directory)
+        carry_out(configuration, directory)
 
 
 @pytest.mark.thorough

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from omegaconf import DictConfig
 
-from ptdbench import run as product
 from ptdbench.records import series
 from ptdbench.training import recorder
 from ptdbench.training.loop import StepLoop
@@ -19,6 +18,7 @@ from ptdbench.workloads import train
 from tests.conftest import composed, record_of
 from tests.daily import cases
 from tests.parallel.ranks import on_ranks
+from tests.shared_ranks import carry_out
 from tests.workloads.made_job import job
 
 pytestmark = pytest.mark.ranks
@@ -109,7 +109,7 @@ def test_a_run_that_goes_on_where_it_was_replaces_what_followed_its_checkpoint(t
     begun = Path(run(*TOY, "train.steps=6", "checkpoint.every_steps=4")["directory"])
     whole = record_of(begun)["losses"]
     shutil.rmtree(begun / "checkpoints" / "step-00000006")
-    product.run(composed(*TOY, "train.steps=7", "checkpoint.every_steps=4"), begun)
+    carry_out(composed(*TOY, "train.steps=7", "checkpoint.every_steps=4"), begun)
     found = record_of(begun)
     assert found["error"] is None
     assert (found["losses"][:6], len(found["losses"])) == (whole, 7)

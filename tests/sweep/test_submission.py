@@ -1,4 +1,4 @@
-"""The launchers, as far as they need no cluster: which jobs share an array, what a job inherits, one after another."""
+"""Submissions, as far as they need no cluster: which jobs share an array, what a job is given, one after another."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hydra.core.plugins import Plugins
+from submitit.core.utils import DelayedSubmission
 
+from ptdbench import terminal
 from ptdbench.launch import local, slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, store
 from ptdbench.setup.compose import compose_all
-from ptdbench.sweep import launchers, requests, watch
-from ptdbench.sweep.agenda import Agenda, NoObjective
+from ptdbench.sweep import carried_out, job, requests, submission, watch
+from ptdbench.sweep import search as searching
+from ptdbench.sweep.agenda import Agenda
+from ptdbench.sweep.search import NoObjective
 from ptdbench.sweep.submission import arrays, script
 from tests.conftest import ROOT
 
 
 def of_cluster(*overrides):
-    found = compose_all(["cluster=slurm", "model=toy", *overrides], multirun=True)
-    return requests.of_cluster(found.jobs, found.overrides)
-
-
-TEMPLATE = "${hydra.job.num}_${workload.label}"
+    return requests.of_cluster(compose_all(["cluster=slurm", "model=toy", *overrides], multirun=True))
 
 
 class TestArrays:
@@ -130,14 +129,12 @@ class TestSubmission:
     def launch(self, asked, tmp_path, monkeypatch):
         canceled = []
         monkeypatch.setattr(slurm, "cancel_named", lambda names: canceled.extend(names) or ["101"])
-        monkeypatch.setattr(launchers.SlurmLauncher, "_task", lambda self, environment: print)
 
         def it(answer, *overrides):
             monkeypatch.setattr(slurm, "submit", answer)
             runs = asked(*(overrides or ["cluster.nodes=1,2,4"]))
-            agenda = Agenda(runs)
-            jobs = [agenda.open(tmp_path, TEMPLATE, number, []) for number in range(len(runs))]
-            launchers.SlurmLauncher(submitit_folder=str(tmp_path))._run(tmp_path, jobs)
+            agenda = Agenda(tmp_path, runs)
+            submission.submit(tmp_path, [agenda.open(number) for number in range(len(runs))], {})
 
         it.canceled = canceled
         return it
@@ -164,9 +161,9 @@ class TestSubmission:
             ("101", None, 0, "0_toy_ddp"),
             ("101", None, 1, "1_toy_fsdp"),
         ]
-        for job in noted:
-            assert Path(job.log) == tmp_path / "logs" / "101" / str(job.step)
-            assert (Path(job.log) / "101_submitted.pkl").exists()
+        for one in noted:
+            assert Path(one.log) == tmp_path / "logs" / "101" / str(one.step)
+            assert (Path(one.log) / "101_submitted.pkl").exists()
 
     def test_a_refusal_takes_back_what_was_submitted_and_says_so_in_the_records(self, launch, tmp_path, capsys):
         answers = iter(["101"])
@@ -199,63 +196,89 @@ class TestSubmission:
         assert len(launch.canceled) == 3
 
 
-def test_jobs_of_a_search_are_waited_for_and_their_objectives_told(asked, tmp_path, monkeypatch):
-    """Batch by batch: the numbers go on, and a job that fails raises when the sweeper asks for its result."""
-    asked()  # a SLURM that answers
-    submitted = []
-    monkeypatch.setattr(slurm, "submit", lambda script: submitted.append(script) or str(100 + len(submitted)))
-    monkeypatch.setattr(launchers.SlurmLauncher, "_task", lambda self, environment: print)
-    monkeypatch.setattr(launchers.SlurmLauncher, "agenda", Agenda(searches=True))
-
-    told = []
-
-    def follow(sweep_directory, known):
-        told.append(sorted(known))
-        jobs = ledger.read(sweep_directory).jobs
-        for job in jobs:
-            directory = sweep_directory / job.directory
-            written = store.load_record(directory)
-            seed = written["config"]["seed"]
-            done = {"status": "ok", "metrics": {"samples_per_second": 8.0 * seed}} if seed < 3 else {"error": None}
-            store.write_record(directory, written | done)
-        return {job.directory for job in jobs}
-
-    monkeypatch.setattr(watch, "follow", follow)
-
-    def compose(_, overrides):
-        return compose_all(["cluster=slurm", "model=toy", *overrides], multirun=True).first
-
-    launcher = launchers.SlurmLauncher(submitit_folder=str(tmp_path))
-    launcher.config = compose(None, [f"hydra.sweep.dir={tmp_path}"])
-    launcher.hydra_context = SimpleNamespace(config_loader=SimpleNamespace(load_sweep_config=compose))
-    first = launcher.launch([["seed=1"], ["seed=2"]], 0)
-    (second,) = launcher.launch([["seed=3"]], 2)
-    assert [done.return_value for done in first] == [8.0, 16.0]
-    with pytest.raises(NoObjective, match=r"^2_toy_ddp: failed, so that it has no throughput$"):
-        _ = second.return_value
-    assert [job.directory for job in ledger.read(tmp_path).jobs] == ["0_toy_ddp", "1_toy_ddp", "2_toy_ddp"]
-    assert told == [[], ["0_toy_ddp", "1_toy_ddp"]]
+def test_what_a_job_is_given_is_a_function_and_a_path_and_the_words_that_name_the_program(asked, tmp_path, monkeypatch):
+    """Nothing of Hydra, so that a job starts with no configuration to compose."""
+    monkeypatch.setattr(slurm, "submit", lambda script: "101")
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m", "--config-dir", "my own"])
+    (run,) = asked("+hydra.job.env_set.FOO=1")
+    submission.submit(tmp_path, [Agenda(tmp_path, [run]).open(0)], {})
+    call = DelayedSubmission.load(tmp_path / "logs" / "101" / "101_submitted.pkl")
+    typed = {"FOO": "1", "PTDBENCH_TYPED": "train.py -m --config-dir 'my own'"}
+    assert (call.function, call.args, call.kwargs) == (job.carry_out, (str(tmp_path / "0_toy_ddp"), typed), {})
+    monkeypatch.setattr(sys, "argv", ["submit"])
+    monkeypatch.setenv("PTDBENCH_TYPED", typed["PTDBENCH_TYPED"])
+    assert terminal.command() == "python train.py --config-dir 'my own'"
 
 
-def test_jobs_that_an_earlier_start_left_in_the_queue_are_waited_for_once(tmp_path, monkeypatch):
-    told = []
-    monkeypatch.setattr(watch, "follow", lambda _, known: told.append(known) or {"0_toy_ddp"})
-    monkeypatch.setattr(launchers.SlurmLauncher, "agenda", Agenda(queued=frozenset({"0_toy_ddp"}), searches=True))
-    launcher = launchers.SlurmLauncher(submitit_folder=str(tmp_path))
-    launcher._run(tmp_path, [])
-    launcher._run(tmp_path, [])
-    assert told == [set()]
+class TestSearch:
+    """Batch by batch, as a sweeper asks for them."""
 
+    @pytest.fixture
+    def search(self, tmp_path, monkeypatch):
+        """Carry out batches by jobs that end at once; what the sweeper is told of each run."""
+        monkeypatch.setattr(slurm, "available", lambda: True)
+        monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 4, 60, (0,), 4)])
 
-def test_hydra_finds_these_under_the_names_of_the_plugins(monkeypatch):
-    plugins = Plugins.instance()
-    monkeypatch.setattr(plugins, "class_name_to_class", dict(plugins.class_name_to_class))
-    launchers.install(Agenda())
-    module = "hydra_plugins.hydra_submitit_launcher.submitit_launcher"
-    assert plugins.class_name_to_class[f"{module}.SlurmLauncher"] is launchers.SlurmLauncher
-    assert plugins.class_name_to_class[f"{module}.LocalLauncher"] is launchers.LocalLauncher
-    basic = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
-    assert plugins.class_name_to_class[basic] is launchers.OneAfterTheOther
+        def it(agenda, batches):
+            asked = ["cluster=slurm", "model=toy", "hydra/sweeper=optuna", "seed=1,2"]
+            told = []
+
+            class Sweeper:
+                def sweep(self, arguments):
+                    number = 0
+                    for batch in batches:
+                        told.append(self.task(batch, number))
+                        number += len(batch)
+
+            def instantiate(*, config, hydra_context, task_function):
+                sweeper = Sweeper()
+                sweeper.task = task_function
+                return sweeper
+
+            monkeypatch.setattr(Plugins.instance(), "instantiate_sweeper", instantiate)
+            searching.search(agenda, compose_all(asked, multirun=True))
+            return told
+
+        return it
+
+    def test_jobs_are_waited_for_and_their_objectives_told(self, search, tmp_path, monkeypatch):
+        """The numbers go on, and a job that fails raises when the sweeper asks for its result."""
+        submitted, told = [], []
+        monkeypatch.setattr(slurm, "submit", lambda script: submitted.append(script) or str(100 + len(submitted)))
+
+        def follow(sweep_directory, known):
+            told.append(sorted(known))
+            jobs = ledger.read(sweep_directory).jobs
+            for one in jobs:
+                directory = sweep_directory / one.directory
+                written = store.load_record(directory)
+                seed = written["config"]["seed"]
+                done = {"status": "ok", "metrics": {"samples_per_second": 8.0 * seed}} if seed < 3 else {"error": None}
+                store.write_record(directory, written | done)
+            return {one.directory for one in jobs}
+
+        monkeypatch.setattr(watch, "follow", follow)
+        words = ["cluster=slurm", "model=toy"]
+        batches = [[[*words, "seed=1"], [*words, "seed=2"]], [[*words, "seed=3"]]]
+        first, (second,) = search(Agenda(tmp_path, searches=True), batches)
+        assert [done.return_value for done in first] == [8.0, 16.0]
+        with pytest.raises(NoObjective, match=r"^2_toy_ddp: failed, so that it has no throughput$"):
+            _ = second.return_value
+        assert [one.directory for one in ledger.read(tmp_path).jobs] == ["0_toy_ddp", "1_toy_ddp", "2_toy_ddp"]
+        assert told == [[], ["0_toy_ddp", "1_toy_ddp"]]
+
+    def test_jobs_that_an_earlier_start_left_in_the_queue_are_waited_for_once(self, tmp_path, monkeypatch):
+        told = []
+        monkeypatch.setattr(watch, "follow", lambda _, known: told.append(known) or {"0_toy_ddp"})
+        agenda = Agenda(tmp_path, queued=frozenset({"0_toy_ddp"}), searches=True)
+        carry = carried_out.carrier(agenda, compose_all(["cluster=slurm", "model=toy"], multirun=True))
+        carry([])
+        carry([])
+        assert told == [set()]
+
+    def test_what_a_sweeper_chose_and_nobody_can_compose_ends_it_with_the_reason(self, search, tmp_path):
+        with pytest.raises(ConfigError, match=r"^command line=model=toy x=1: Could not override 'x'"):
+            search(Agenda(tmp_path, searches=True), [[["model=toy", "x=1"]]])
 
 
 @pytest.mark.thorough

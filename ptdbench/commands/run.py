@@ -1,0 +1,22 @@
+"""``ptdbench run outputs/<run>``: carries out the runs of directories, as they were composed, one after the other."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "carry out the run of a directory, or go on with it; also under torchrun, srun and mpirun"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what is typed after ``run``."""
+    words = "directories of runs, each with the record.json that a command or ptdbench itself began"
+    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help=words)
+    parser.epilog = "Exit status 0: every run was ok. 1: one was not, or could not be started. 128 + n: signal n."
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Carry out the runs; never returns, as what they have left behind may keep this process alive."""
+    from ptdbench import entry
+
+    entry.guarded(lambda: entry.carry_out(arguments.directories))
