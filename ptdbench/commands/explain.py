@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ptdbench.terminal import say
+from ptdbench.terminal import plural, say
 
 if TYPE_CHECKING:
     from ptdbench.records.load import Run, Runs
@@ -30,7 +30,7 @@ class _Refused(Exception):
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print tables and sentences; the exit status is 1 where nothing can be explained."""
+    """Print tables and lines of figures; the exit status is 1 where nothing can be explained."""
     from ptdbench.records.store import Damaged
     from ptdbench.report import text
 
@@ -111,12 +111,12 @@ def _side_by_side(places: Sequence[Place], is_known: bool, width: int) -> str:
     named = dict(zip(names, places, strict=True))
     called = {name: place.alternative.typical for name, place in named.items()}
     (reference, first), *others = called.items()
-    sentences = _why(named, is_known)
-    sentences += [line for name, run in others for line in memory.compare(run, first, name, reference)]
+    lines = _why(named, is_known)
+    lines += [line for name, run in others for line in memory.compare(run, first, name, reference)]
     if any(len(place.alternative.runs) > 1 for place in places):
-        listed = ", ".join(f"{len(place.alternative.runs)} of {name}" for name, place in named.items())
-        sentences.append(f"of repeats the one with the median throughput is shown; runs: {listed}")
-    shown = [wrap(sentence, width) for sentence in sentences]
+        listed = ", ".join(f"{name} ({plural(len(place.alternative.runs), 'run')})" for name, place in named.items())
+        lines.append(f"shown: the run with the median throughput of {listed}")
+    shown = [wrap(line, width) for line in lines]
     return "\n".join([breakdown.title(first), breakdown.of_runs(called, width), "", *shown])
 
 
@@ -129,7 +129,7 @@ def _why(named: Mapping[str, Place], is_known: bool) -> list[str]:
         return [why.compare(run, first, name, reference) for name, run in others]
     (behind,) = why.in_order(named)
     tied = [name for name, _ in others if name not in behind]
-    left_out = f"{', '.join(tied)}: no order with {reference} is known, and none is explained"
+    left_out = f"{', '.join(tied)}: no order vs {reference} is known, not explained"
     return [*why.against_first([behind]), *([left_out] if tied else [])]
 
 
@@ -147,8 +147,8 @@ def _pair(directory: Path, other: Path, width: int) -> str:
         raise _Refused(f"{directory} and {other}: they are the same run; give two")
     called, reference = _called([run, against])
     table = breakdown.of_runs({called: run, reference: against}, width)
-    sentences = [why.compare(run, against, called, reference), *memory.compare(run, against, called, reference)]
-    shown = "\n".join(wrap(sentence, width) for sentence in sentences)
+    lines = [why.compare(run, against, called, reference), *memory.compare(run, against, called, reference)]
+    shown = "\n".join(wrap(line, width) for line in lines)
     return f"{breakdown.title(run)}\n{table}\n\n{shown}"
 
 

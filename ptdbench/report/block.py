@@ -43,7 +43,7 @@ class Block:
     Attributes:
         ranking: All of them, in the order of the rows.
         labels: What each is called in a table, which has columns for the ranks and the global batch.
-        names: What each is called in sentences and figures.
+        names: What each is called in lines and figures.
         rows: The cells of each by their headings, :data:`MISSING` where there is no figure; at least one.
         remarks: Sentences on the order, on failures and on what was measured.
         why: Sentences on why the runs that come next are slower than the fastest one.

@@ -17,7 +17,7 @@ _HEADINGS = [{"communication": "exposed"}.get(phase, phase) for phase in PHASES]
 #: Those of phases that many runs do not have, which have a column where any run has them, and what they leave out.
 _RARE = {
     "data": "waiting for the batch",
-    "exposed": "communication that no compute covers",
+    "exposed": "communication not overlapped with compute",
     "stragglers": "waiting for slower ranks",
     "bubble": "waiting for other stages",
 }

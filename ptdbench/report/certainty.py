@@ -44,12 +44,6 @@ def size_text(share: float) -> str:
     return f"{share:.1%}" if share <= _MOST else f"{1 + _MOST:.0f}x and more"
 
 
-def seen_text(detectable: float, of: str = "") -> str:
-    """``a difference of 3.1% would have been seen in 90% of cases``.
-
-    Args:
-        detectable: The difference, as a share.
-        of: Words behind it, with a space before them.
-    """
-    size = f"a difference of {detectable:.1%}" if detectable <= _MOST else f"only a difference above {1 + _MOST:.0f}x"
-    return f"{size}{of} would have been seen in {POWER:.0%} of cases"
+def detectable_text(detectable: float) -> str:
+    """``3.1% detectable (90% power)``."""
+    return f"{size_text(detectable)} detectable ({POWER:.0%} power)"

@@ -28,7 +28,7 @@ def labels(records: Sequence[Record]) -> list[str]:
 
 
 def names(records: Sequence[Record]) -> list[str]:
-    """The labels of runs of one model for sentences, which have no columns for the ranks and the global batch."""
+    """The labels of runs of one model for lines of text, which have no columns for the ranks and the global batch."""
     details = (_ranks, _batch, _nodes, _precision, _microbatches, _accumulation, None, _sweep, _directory, _path)
     return _told_apart(records, [_parallel(record) for record in records], details, [()] * len(records))
 

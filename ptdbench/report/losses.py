@@ -22,7 +22,7 @@ _ROUNDING = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 2e-2, "fp16": 2e-2, "fp8": 5e-2
 #: Steps add to it as independent errors do, up to this share; beyond it another training cannot be told from rounding.
 _MOST = 5e-2
 
-#: Configurations that a sentence names.
+#: Configurations that a line names.
 _NAMED = 5
 
 
@@ -77,8 +77,8 @@ def remarks(named: Sequence[tuple[str, Record]]) -> Iterator[str]:
             groups.setdefault(training(run), []).append((name, run["final_loss"]))
     for (first, expected), *others in groups.values():
         apart = {name: abs(loss - expected) / max(abs(expected), sys.float_info.min) for name, loss in others}
-        if far := [f"{name} ({share:.2g})" for name, share in apart.items() if share > most[name]]:
-            yield f"last losses that are not that of {first}, by relative difference: {listed(far)}"
+        if far := [f"{name} {share:.2g}" for name, share in apart.items() if share > most[name]]:
+            yield f"last loss differs from {first}, relative: {listed(far)}"
 
 
 def listed(words: Sequence[str]) -> str:

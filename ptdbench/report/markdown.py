@@ -44,8 +44,8 @@ def markdown(title: str, subtitle: str, runs: Sequence[Run]) -> str:
 def _of_model(found: Block) -> Iterator[str]:
     yield f"## {_escaped(found.title())}"
     yield _table(found.headings(), found.rows)
-    if sentences := [*found.remarks, *found.why]:
-        yield "\n".join(f"- {_escaped(sentence)}" for sentence in sentences)
+    if lines := [*found.remarks, *found.why]:
+        yield "\n".join(f"- {_escaped(line)}" for line in lines)
     commands = [command(place.alternative.typical) or _UNKNOWN for place in found.ranking.places]
     yield _folded("commands", [f"# {name}\n{typed}" for name, typed in zip(found.names, commands, strict=True)])
 

@@ -1,4 +1,4 @@
-"""What the memory of a step is for, in tables and sentences made of the figures on record."""
+"""What the memory of a step is for, in tables and lines of figures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from ptdbench.report import phases
 from ptdbench.report.phases import Record
 from ptdbench.report.reason import wrap
-from ptdbench.report.text import as_text, empty_table
+from ptdbench.report.text import as_text, difference, empty_table
 
-#: What memory is for, as :mod:`ptdbench.measure.allocations` tells it apart, and what a sentence calls it.
+#: What memory is for, as :mod:`ptdbench.measure.allocations` tells it apart, and what the report calls it.
 KINDS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -28,9 +28,6 @@ _MEANT = (
 
 #: Peaks that differ by less, as a share of the larger one, are equal.
 _EQUAL = 0.01
-
-#: A kind that makes up less of the difference between two peaks is not named.
-_NAMED = 0.1
 
 
 def of_runs(records: Mapping[str, Record], width: int) -> list[str]:
@@ -56,33 +53,24 @@ def of_ranks(record: Record, width: int) -> list[str]:
 
 
 def compare(record: Record, against: Record, called: str, reference: str) -> Iterator[str]:
-    """A sentence on how much more or less memory the peak of one run takes than that of another, and for what.
-
-    The parts that it names add up to the difference, as they are printed. Nothing if either is not on record.
+    """Yield by how much one run's peak is above or below another's, and for what; nothing if either is not on record.
 
     Args:
-        record: The run that the sentence is about.
-        against: The other run.
-        called: What the run is called.
+        record: A run with phases.
+        against: Another one.
+        called: What the first is called.
         reference: What the other one is called.
     """
     if not (_found(record) and _found(against)):
         return
     ours, theirs = (_largest(one) for one in (record, against))
     total = [sum(one.values()) for one in (ours, theirs)]
-    difference = total[0] - total[1]
-    if abs(difference) < _EQUAL * max(total):
-        took = " and ".join(_mebibytes(size, _digits(size)) for size in total)
-        yield f"{called} and {reference} take equally much memory: {took} at the peak"
+    if abs(total[0] - total[1]) <= _EQUAL * max(total):
+        sizes = [f"{size / 2**20:,.{_digits(size)}f} MiB" for size in total]
+        yield f"memory: {called} {sizes[0]} vs {reference} {sizes[1]}: within {_EQUAL:.0%}"
         return
-    digits = _digits(difference)
-    changes = {KINDS[kind]: ours[kind] - theirs[kind] for kind in KINDS}
-    named = {name: size for name, size in changes.items() if abs(size) >= _NAMED * abs(difference)}
-    said = [f"{_signed(named[name], digits)} {name}" for name in sorted(named, key=lambda name: -abs(named[name]))]
-    rest = _rounded(difference, digits) - sum(_rounded(size, digits) for size in named.values())
-    if round(rest, digits):
-        said.append(f"{_signed(rest * 2**20, digits)} for all else")
-    yield f"{called} takes {_signed(difference, digits)} memory at the peak than {reference}: {', '.join(said)}"
+    parts = {kind: (ours[kind] - theirs[kind]) / 2**20 for kind in KINDS}
+    yield f"memory: {difference(called, reference, 'MiB', parts, {}, digits=3)}"
 
 
 def of_largest(record: Record) -> list[int] | None:
@@ -132,15 +120,3 @@ def _table(heading: str, rows: Mapping[str, tuple[Record, int]], width: int) -> 
 def _digits(size: float) -> int:
     """Decimals of MiB that show three digits of a size, and all of one of more digits."""
     return max(0, 2 - math.floor(math.log10(abs(size) / 2**20))) if size else 0
-
-
-def _rounded(size: float, digits: int) -> float:
-    return round(size / 2**20, digits)
-
-
-def _mebibytes(size: float, digits: int) -> str:
-    return f"{abs(size) / 2**20:,.{digits}f} MiB"
-
-
-def _signed(size: float, digits: int) -> str:
-    return f"{_mebibytes(size, digits)} {'more' if size > 0 else 'less'}"

@@ -12,7 +12,7 @@ from ptdbench.records.record import is_open
 Record = Mapping[str, Any]
 _Run = TypeVar("_Run", bound=Record)
 
-#: The phases in the order of a step, and what a sentence calls them.
+#: The phases in the order of a step, and what the report calls them.
 PHASES = {
     "data": "waiting for data",
     "forward": "forward",

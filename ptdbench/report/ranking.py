@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ptdbench.measure import comparison
 from ptdbench.measure.comparison import LEAST, LEVEL, Comparison, Spread
 from ptdbench.records.alternatives import Alternative
-from ptdbench.report.certainty import level_of, seen_text, size_text
+from ptdbench.report.certainty import detectable_text, level_of, size_text
 from ptdbench.terminal import plural
 
 
@@ -105,28 +105,26 @@ def _place(one: Alternative, own: tuple[int, int], best: Alternative, tests: int
 
 
 def remark(ranking: Ranking) -> str | None:
-    """What the order of the places says and what it does not; ``None`` for a single place."""
+    """How sure the order is, in a line; ``None`` for a single place."""
     ranked = [place for place in ranking.places if place.rank]
     if len(ranked) < 2:
         return None
     counts = [len(place.alternative.sample) for place in ranked]
-    few = f"{_runs(min(counts), max(counts))} each"
-    differ = "how much runs of one configuration differ on this machine"
-    if max(counts) < LEAST and ranking.spread is None:
-        return f"{few}, and {differ} is not known: no order is shown; repeat=5 measures it"
+    few, spread = f"{_runs(min(counts), max(counts))} each", ranking.spread
+    variation = f"run-to-run variation {size_text(spread.deviation) if spread else 'unknown'}"
     if max(counts) < LEAST:
-        assert ranking.spread
-        alone = comparison.within(ranking.spread, min(counts), ranking.level)
-        among = comparison.within(ranking.spread, min(counts), ranking.level, math.comb(len(ranked), 2))
-        above = f", and one above {size_text(among)} always" if len(ranked) > 2 else ""
-        known = f"runs of one configuration differ by {size_text(ranking.spread.deviation)} on this machine"
-        return f"{few}: an order within {size_text(alone)} is not shown{above}, as {known}; repeat=5 shows more"
+        if spread is None:
+            return f"{few}, {variation}: no order is shown; repeat=5 measures it"
+        alone = comparison.within(spread, min(counts), ranking.level)
+        among = comparison.within(spread, min(counts), ranking.level, math.comb(len(ranked), 2))
+        above = f", order above {size_text(among)}" if len(ranked) > 2 else ""
+        return f"{few}, {variation}: no order within {size_text(alone)}{above}; repeat=5 shows more"
     said = [f"{few}: rank ranges have simultaneous {1 - LEVEL:.0%} confidence, intervals pointwise {1 - LEVEL:.0%}"]
     if min(counts) < LEAST:
-        said.append(f"fewer than {LEAST} runs {f'are judged by {differ}' if ranking.spread else 'have no order'}")
+        said.append(f"fewer than {LEAST} runs: {f'judged by {variation}' if spread else 'no order'}")
     tied = [place.against_best for place in ranked[1:] if place.rank and place.rank[0] == 1]
     if seen := [known.detectable for known in tied if known]:
-        said.append(seen_text(max(seen), " from the first"))
+        said.append(f"{detectable_text(max(seen))} vs the first")
     return "; ".join(said)
 
 

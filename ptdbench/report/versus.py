@@ -12,7 +12,7 @@ from ptdbench.measure.comparison import LEAST, Comparison
 from ptdbench.records import alternatives, record
 from ptdbench.records.alternatives import Alternative
 from ptdbench.report import losses
-from ptdbench.report.certainty import interval_text, level_of, margin_text, seen_text
+from ptdbench.report.certainty import detectable_text, interval_text, level_of, margin_text
 from ptdbench.report.labels import names
 from ptdbench.report.phases import other_work
 from ptdbench.report.reason import reason, wrap
@@ -297,8 +297,8 @@ def _seen(pairs: Sequence[Pair]) -> list[str]:
     for pair in pairs:
         if pair.verdict == "no difference seen" and pair.known:
             how = "paired by block" if pair.known.is_paired else "not paired: they were not run in turn"
-            seen = seen_text(pair.known.detectable)
-            lines.append(f"{pair.label}: {seen} ({plural(pair.known.runs, 'run')} each, {how})")
+            runs = f"{plural(pair.known.runs, 'run')} each"
+            lines.append(f"{pair.label}: {detectable_text(pair.known.detectable)}, {runs}, {how}")
         elif pair.verdict == "not enough data":
             fails = all(_failed(side) and not side.sample for _, side in pair.sides)
             more = f"it takes {LEAST} runs of each that are ok; try repeat=5"

@@ -140,7 +140,7 @@ class TestInput:
 
     def test_sweeps_that_ran_in_the_same_place_one_after_the_other_are_not_paired(self, compare, sides):
         """As in CI, where the directory is moved away after each."""
-        assert "ddp: a difference of" in (out := compare(*sides)[1])
+        assert "% detectable (90% power), " in (out := compare(*sides)[1])
         assert "not paired" in out
 
     def test_two_sweeps_in_one_folder_count_with_all_their_runs(self, compare, sides, tmp_path):

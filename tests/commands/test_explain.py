@@ -42,8 +42,8 @@ class TestSweep:
         first, *lines = out.splitlines()
         assert first == "gpt_tiny · 1,234,567 parameters · fp32 · batch 16"
         assert [line.split()[0] for line in lines[2:5]] == ["ddp", "pdp", "fsdp"]
-        assert "pdp 1x2 1f1b takes 24 ms longer than ddp: 24 ms more pipeline bubble" in lines[-2]
-        assert "fsdp takes 44 ms longer than ddp: " in lines[-1]
+        assert "pdp 1x2 1f1b +24 ms vs ddp: bubble +24" in lines[-2]
+        assert "fsdp +44 ms vs ddp: " in lines[-1]
 
     def test_the_order_is_that_of_the_table_and_only_a_known_one_is_explained(self, explain, tmp_path):
         """The typical step of fsdp is shorter than that of ddp, whose mean over runs is the faster one."""
@@ -55,8 +55,8 @@ class TestSweep:
                 keep(tmp_path / "sweep", f"{block}_{record['parallel']}", found)
         _, out, _ = explain(tmp_path / "sweep")
         assert [line.split()[0] for line in out.splitlines()[3:6]] == ["ddp", "fsdp", "pdp"]
-        assert "fsdp: no order with ddp is known, and none is explained" in out.splitlines()
-        assert "pdp 1x2 1f1b takes 900 ms longer than ddp: " in out
+        assert "fsdp: no order vs ddp is known, not explained" in out.splitlines()
+        assert "pdp 1x2 1f1b +900 ms vs ddp: " in out
 
     def test_of_repeats_the_median_run_stands_for_all(self, explain, tmp_path):
         for record, rates in ((FSDP, [30.0, 10.0, 20.0]), (DDP, [60.0, 50.0])):
@@ -68,7 +68,7 @@ class TestSweep:
         status, out, err = explain(tmp_path / "sweep")
         assert (status, err) == (0, [])
         assert [line.split()[:2] for line in out.splitlines()[3:5]] == [["ddp", "20.0"], ["fsdp", "50.0"]]
-        last = "of repeats the one with the median throughput is shown; runs: 2 of ddp, 3 of fsdp"
+        last = "shown: the run with the median throughput of ddp (2 runs), fsdp (3 runs)"
         assert out.splitlines()[-1] == last
         assert "median" not in explain(tmp_path / "sweep" / "0_ddp")[1]
 
@@ -77,7 +77,7 @@ class TestSweep:
         status, out, _ = explain(sweep)
         first, second = out.split("\ntoy · ")
         assert status == 0
-        assert "fsdp takes" in first
+        assert "fsdp +44 ms" in first
         assert "\nddp: forward 32%" in second
 
     def test_runs_without_phases_are_named(self, explain, sweep):
@@ -90,7 +90,7 @@ class TestSweep:
         (sweep / "results.jsonl").unlink()
         (sweep / "0_gpt_tiny_fsdp" / "record.json").write_text('{"sta')
         status, out, (damage,) = explain(sweep)
-        assert (status, "pdp 1x2 1f1b takes" in out) == (0, True)
+        assert (status, "pdp 1x2 1f1b +24 ms" in out) == (0, True)
         assert damage.startswith(f"{sweep / '0_gpt_tiny_fsdp' / 'record.json'} is damaged: not JSON")
 
     def test_two_sweeps_of_the_same_runs_are_told_apart(self, explain, sweep):
@@ -112,19 +112,19 @@ class TestOneRun:
         assert [line.split("  ")[0] for line in out.splitlines()[1:6] if not line.startswith("─")] == [
             "rank", "mean", "rank 0 (stage 0)", "rank 1 (stage 1)",
         ]  # fmt: skip
-        assert "pdp 1x2 1f1b: waiting for data 1%, forward 25%" in out
+        assert "pdp 1x2 1f1b: data 1%, forward 25%" in out
 
     def test_against_another(self, explain, sweep):
         fsdp, ddp = sweep / "0_gpt_tiny_fsdp", sweep / "1_gpt_tiny_ddp"
         status, out, err = explain(ddp, "--against", fsdp)
         assert (status, err) == (0, [])
-        assert out.splitlines()[-1].startswith("ddp takes 44 ms less than fsdp: ")
-        assert "fsdp takes 44 ms longer than ddp: " in explain(fsdp, "--against", ddp)[1]
+        assert out.splitlines()[-1].startswith("ddp -44 ms vs fsdp: ")
+        assert "fsdp +44 ms vs ddp: " in explain(fsdp, "--against", ddp)[1]
 
     def test_against_a_run_of_the_same_configuration(self, explain, sweep):
         ddp = sweep / "1_gpt_tiny_ddp"
         again = keep(sweep.parent / "again", "1_gpt_tiny_ddp", DDP)
-        assert "ddp [sweep] and ddp [again] take equally long" in explain(ddp, "--against", again)[1]
+        assert "ddp [sweep] 76.0 ms vs ddp [again] 76.0 ms: within 2%" in explain(ddp, "--against", again)[1]
 
 
 class TestRefused:
@@ -196,4 +196,4 @@ def test_it_answers_at_once(sweep, environ):
         timeout=240, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
-    assert "fsdp takes 44 ms" in done.stdout
+    assert "fsdp +44 ms" in done.stdout

@@ -92,8 +92,8 @@ def test_the_ranks_of_a_run():
         ["rank 0 (stage 0)", "100.0", "1.0", "22.0", "36.0", "30.0", "8.0", "3.0"],
         ["rank 1 (stage 1)", "100.0", "1.0", "28.0", "42.0", "18.0", "8.0", "3.0"],
     ]
-    assert "\npdp 1x2 1f1b: waiting for data 1%, forward 25%," in text
-    assert "\npdp 1x2 1f1b: the bubble is 24% of the step; 20% by the formula" in text
+    assert "\npdp 1x2 1f1b: data 1%, forward 25%," in text
+    assert "\npdp 1x2 1f1b: bubble 24% of the step, 20% by formula" in text
 
 
 def test_many_ranks_are_few_rows():

@@ -28,7 +28,7 @@ def test_a_table_sentences_commands_and_the_environment(monkeypatch):
     head = next(place for place, line in enumerate(lines) if line.startswith("| # |"))
     assert lines[head + 1].startswith("| ---: | --- |")
     assert [line.split(" | ")[1] for line in lines[head + 2 : head + 4]] == ["ddp", "fsdp"]
-    assert "- fsdp takes 44 ms longer than ddp: " in text
+    assert "- fsdp +44 ms vs ddp: " in text
     assert " parallel=ddp\n" in text
     assert "# fsdp\nwhat was typed is not on record\n" in text
     assert "<summary>environment: n1, torch 2.15.0</summary>" in text

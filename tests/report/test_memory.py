@@ -1,4 +1,4 @@
-"""What is said about the memory of a step."""
+"""What is shown of the memory of a step."""
 
 import pytest
 
@@ -48,17 +48,12 @@ def test_of_many_ranks_the_ends_are_shown():
 
 def test_a_difference_is_the_sum_of_what_is_named():
     (said,) = memory.compare(SMALL, LARGE, "fsdp", "ddp")
-    assert said == (
-        "fsdp takes 41.0 MiB less memory at the peak than ddp: 20.0 MiB less optimizer state, 10.0 MiB less weights, "
-        "10.0 MiB less gradients, 1.0 MiB less for all else"
-    )
+    assert said == "memory: fsdp -41.0 MiB vs ddp: optimizer -20.0, weights -10.0, gradients -10.0, rest -1.0"
 
 
 def test_equal_peaks_are_called_equal():
     close = taking(DDP, weights=(20, 20), gradients=(20, 20), optimizer=(40, 40), activations=(32.5, 30))
-    assert list(memory.compare(close, LARGE, "fsdp", "ddp")) == [
-        "fsdp and ddp take equally much memory: 112 MiB and 112 MiB at the peak"
-    ]
+    assert list(memory.compare(close, LARGE, "fsdp", "ddp")) == ["memory: fsdp 112 MiB vs ddp 112 MiB: within 1%"]
 
 
 def test_kinds_are_those_that_are_told_apart():

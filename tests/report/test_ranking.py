@@ -50,9 +50,7 @@ def test_of_what_is_tied_with_the_first_it_is_said_what_would_have_been_seen():
     found = ranked(*pairs)
     _, tied = found.places
     assert tied.rank == (1, 2)
-    detectable = (
-        f"a difference of {tied.against_best.detectable:.1%} from the first would have been seen in 90% of cases"
-    )
+    detectable = f"{tied.against_best.detectable:.1%} detectable (90% power) vs the first"
     certain = "rank ranges have simultaneous 95% confidence, intervals pointwise 95%"
     assert ranking.remark(found) == f"3 runs each: {certain}; {detectable}"
     among_three = ranked(*pairs, repeated("pdp", scaled(0.5)))
@@ -72,8 +70,7 @@ def test_a_single_alternative_has_no_order():
 def test_few_runs_without_knowledge_of_the_machine_have_no_order(runs, each):
     found = ranked(repeated("ddp", STEADY[:runs]), repeated("fsdp", scaled(0.1, STEADY[:runs])))
     assert [(place.rank, place.margin, place.against_best) for place in found.places] == [((1, 2), None, None)] * 2
-    unknown = "how much runs of one configuration differ on this machine is not known: no order is shown"
-    assert ranking.remark(found) == f"{each}, and {unknown}; repeat=5 measures it"
+    assert ranking.remark(found) == f"{each}, run-to-run variation unknown: no order is shown; repeat=5 measures it"
 
 
 @pytest.mark.parametrize("runs", [1, 2])
@@ -84,8 +81,7 @@ def test_few_runs_are_ranked_by_what_is_known_of_the_machine(runs):
     found = ranked(*(repeated(name, [rate] * runs) for name, rate in rates.items()), spread=spread)
     assert [place.rank for place in found.places] == [(1, 2), (1, 2), (3, 3)]
     said = ranking.remark(found)
-    assert f"an order within {within:.1%} is not shown" in said
-    assert "runs of one configuration differ by 1.0% on this machine" in said
+    assert f" each, run-to-run variation 1.0%: no order within {within:.1%}, order above " in said
 
 
 def test_enough_runs_need_no_knowledge_of_the_machine():
@@ -98,12 +94,13 @@ def test_where_some_have_too_few_runs_the_others_keep_their_order():
     runs = repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), repeated("pdp", scaled(0.5)[:1])
     found = ranked(*runs)
     assert [place.rank for place in found.places] == [(1, 2), (2, 3), (1, 3)]
-    said = "1 to 3 runs each: rank ranges have simultaneous 95% confidence, intervals pointwise 95%; fewer than 3 runs "
-    assert ranking.remark(found) == f"{said}have no order"
+    said = (
+        "1 to 3 runs each: rank ranges have simultaneous 95% confidence, intervals pointwise 95%; fewer than 3 runs: "
+    )
+    assert ranking.remark(found) == f"{said}no order"
     known = ranked(*runs, spread=Spread(0.01, 8))
     assert [place.rank for place in known.places] == [(1, 1), (2, 2), (3, 3)]
-    judged = "are judged by how much runs of one configuration differ on this machine"
-    assert ranking.remark(known) == f"{said}{judged}"
+    assert ranking.remark(known) == f"{said}judged by run-to-run variation 1.0%"
 
 
 def test_looking_several_times_makes_the_level_smaller():
@@ -133,12 +130,9 @@ def test_what_is_known_to_be_faster_comes_first_though_its_mean_is_lower():
 def test_what_is_hardly_known_at_all_is_said_without_figures():
     wild = [1000.0, 10.0, 100000.0]
     found = ranked(repeated("ddp", wild), repeated("fsdp", wild[::-1]))
-    assert ranking.remark(found).endswith(
-        "; only a difference above 2x from the first would have been seen in 90% of cases"
-    )
+    assert ranking.remark(found).endswith("; 2x and more detectable (90% power) vs the first")
     single = ranked(repeated("ddp", [2.0]), repeated("fsdp", [1.0]), spread=Spread(3.0, 4))
-    differ = "runs of one configuration differ by 2x and more on this machine"
-    assert f"an order within 2x and more is not shown, as {differ}" in ranking.remark(single)
+    assert "run-to-run variation 2x and more: no order within 2x and more" in ranking.remark(single)
     assert ranking.remark(ranked(*([one] for one in single_runs(2)), spread=Spread(1e300, 4)))
 
 

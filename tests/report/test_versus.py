@@ -304,16 +304,16 @@ class TestText:
     def test_what_would_have_been_seen_is_said_where_nothing_is(self):
         found = match(before(), after())
         known = found.pairs[0].known
-        seen = f"a difference of {known.detectable:.1%} would have been seen in 90% of cases"
-        assert shown(found).splitlines()[-1] == f"ddp: {seen} (5 runs each, not paired: they were not run in turn)"
+        seen = f"{known.detectable:.1%} detectable (90% power)"
+        assert shown(found).splitlines()[-1] == f"ddp: {seen}, 5 runs each, not paired: they were not run in turn"
         paired = match(before(), before("fsdp", rates=STEADY[::-1]))
-        assert shown(paired).splitlines()[-1].endswith("(5 runs each, paired by block)")
+        assert shown(paired).splitlines()[-1].endswith(", 5 runs each, paired by block")
 
     def test_what_is_hardly_known_at_all_is_said_without_figures(self):
         wild = [1000.0, 10.0, 100000.0]
         text = shown(match(before(rates=wild), after(rates=wild)))
         assert text.count("±>100%") == 3
-        assert "ddp: only a difference above 2x would have been seen in 90% of cases (3 runs each, " in text
+        assert "ddp: 2x and more detectable (90% power), 3 runs each, " in text
 
     def test_too_few_runs_say_how_many_it_takes(self):
         text = shown(match(before(rates=STEADY[:2]), after("ddp", 0.5, STEADY[:2])))

@@ -34,7 +34,7 @@ def of_steps(
 
     Returns:
         ``steps``: for each of the first rows that has done any ``number``, ``step`` (points of the curves, counted from
-        1), ``seconds`` of the slowest rank and ``loss``; null is unknown. ``losses``: sentences on whether they agree.
+        1), ``seconds`` of the slowest rank and ``loss``; null is unknown. ``losses``: lines on whether they agree.
         ``drawn``: how many rows there are curves of at most.
     """
     drawn = [curve for number in list(rows)[:_ROWS] if (curve := _curve(number, rows[number]))]
@@ -42,7 +42,7 @@ def of_steps(
     for number in rows:
         alike.setdefault(_training(number, options), []).append(number)
     groups = [numbers for numbers in alike.values() if len(numbers) > 1]
-    said = [line for group in groups for line in _agreement(group, rows, called, len(groups) > 1)]
+    said = [line for group in groups for line in _agreement(group, rows, called)]
     said += [f"{called[number]}: {damage}" for number, run in rows.items() if (damage := _damage(run))]
     return {"steps": drawn, "losses": said, "drawn": _ROWS}
 
@@ -96,9 +96,7 @@ def _training(number: int, options: Mapping[str, Sequence[str | None]]) -> Hasha
     return tuple(values[number] for name, values in options.items() if not is_of_layout(name))
 
 
-def _agreement(
-    group: Sequence[int], rows: Mapping[int, Mapping[str, Any]], called: Mapping[int, str], is_one_of_several: bool
-) -> Iterator[str]:
+def _agreement(group: Sequence[int], rows: Mapping[int, Mapping[str, Any]], called: Mapping[int, str]) -> Iterator[str]:
     """How far the losses of the same training lie from those of its first row, as far as both have come."""
     losses = {number: found for number in group if len(found := _series(rows[number], "losses"))}
     broken = {number: int(np.argmin(np.isfinite(found))) for number, found in losses.items() if not _is_finite(found)}
@@ -106,11 +104,12 @@ def _agreement(
     if len(whole) > 1:
         first, *others = whole
         apart = {number: _apart(losses[number], losses[first]) for number in others}
-        steps = "every step" if len({len(losses[number]) for number in whole}) == 1 else "every step that both did"
-        yield _sentence(apart, called, first, is_one_of_several, steps)
+        lengths = {len(losses[number]) for number in whole}
+        steps = plural(lengths.pop(), "step") if len(lengths) == 1 else "common steps"
+        yield f"{_compared(apart, called, called[first])} ({plural(len(others), 'row')}, {steps})"
     if broken:
-        named = [f"{called[number]} (step {step + 1})" for number, step in broken.items()]
-        yield f"losses that are not finite, or not on record, from the step on: {listed(named)}"
+        named = listed([f"{called[number]} from step {step + 1}" for number, step in broken.items()])
+        yield f"losses not finite or not on record: {named}"
 
 
 def _is_finite(losses: np.ndarray) -> bool:
@@ -125,15 +124,12 @@ def _apart(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.max(difference / size, initial=0.0))
 
 
-def _sentence(
-    apart: Mapping[int, float], called: Mapping[int, str], reference: int, is_one_of_several: bool, steps: str
-) -> str:
-    of = plural(len(apart), "row") if is_one_of_several or len(apart) == 1 else f"all {len(apart)} other rows"
+def _compared(apart: Mapping[int, float], called: Mapping[int, str], reference: str) -> str:
+    """``losses agree with ddp within 3.1e-06``; else which are how far away."""
     far = sorted((number for number in apart if apart[number] > _EQUAL), key=lambda number: -apart[number])
-    if not any(apart.values()):
-        return f"the losses of {of} are those of {called[reference]} at {steps}"
     if not far:
-        return f"the losses of {of} follow {called[reference]} within {max(apart.values()):.1e} at {steps}"
-    named = listed([f"{called[number]} ({apart[number]:.2g})" for number in far])
-    rest = f"; {plural(len(apart) - len(far), 'row')} within {_EQUAL:.0e}" if len(far) < len(apart) else ""
-    return f"losses that are not those of {called[reference]}, by relative difference: {named}{rest}"
+        most = max(apart.values())
+        return f"losses agree with {reference} {f'within {most:.1e}' if most else 'exactly'}"
+    named = listed([f"{called[number]} {apart[number]:.2g}" for number in far])
+    rest = f", others within {_EQUAL:.0e}" if len(far) < len(apart) else ""
+    return f"losses differ from {reference}, relative: {named}{rest}"

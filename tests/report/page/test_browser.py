@@ -118,10 +118,10 @@ class TestFigures:
         (front,) = [trace for trace in traces(report, "memory") if trace["name"] == "Pareto front"]
         assert front["y"] == pytest.approx([stats.gmean(RATES["ddp"])])  # the fastest takes the least memory
 
-    def test_sentences(self, report):
+    def test_lines_below_the_table(self, report):
         text = report.inner_text("[data-model='0']")
-        assert "fsdp takes 44 ms longer than ddp: " in text
-        assert "the losses of 1 row are those of ddp at every step" in text  # of fsdp; pdp has another learning rate
+        assert "fsdp +44 ms vs ddp: " in text
+        assert "losses agree with ddp exactly (1 row, 3 steps)" in text  # of fsdp; pdp has another learning rate
 
     def test_a_message_of_a_record_is_shown_as_it_is(self, report):
         assert EVIL in report.inner_text("#failed")

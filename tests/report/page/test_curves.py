@@ -46,50 +46,49 @@ def test_of_long_runs_the_extremes_and_the_last_step_stay(trained):
 
 def test_the_same_losses(trained):
     (said,) = trained([3.0, 2.0], [3.0, 2.0])["losses"]
-    assert said == "the losses of 1 row are those of run0 at every step"
+    assert said == "losses agree with run0 exactly (1 row, 2 steps)"
 
 
 def test_losses_within_rounding(trained):
     (said,) = trained([3.0, 2.0], [3.0, 2.0], [3.0, 2.0 * (1 + 4e-6)])["losses"]
-    assert said == "the losses of all 2 other rows follow run0 within 4.0e-06 at every step"
+    assert said == "losses agree with run0 within 4.0e-06 (2 rows, 2 steps)"
 
 
 def test_a_loss_of_zero_is_no_difference(trained):
     (said,) = trained([3.0, 0.0], [3.0, 0.0])["losses"]
-    assert said == "the losses of 1 row are those of run0 at every step"
+    assert said == "losses agree with run0 exactly (1 row, 2 steps)"
 
 
 def test_other_losses_are_named_the_farthest_first(trained):
     (said,) = trained([3.0, 2.0], [3.0, 2.2], [3.0, 2.4], [3.0, 2.0])["losses"]
-    rule = "losses that are not those of run0, by relative difference: run2 (0.2), run1 (0.1)"
-    assert said == f"{rule}; 1 row within 1e-05"
+    assert said == "losses differ from run0, relative: run2 0.2, run1 0.1, others within 1e-05 (3 rows, 2 steps)"
 
 
 def test_losses_that_are_not_finite_are_named_and_the_others_compared(trained):
     nan, infinite = float("nan"), float("inf")
     found = trained([3.0, infinite], [3.0, 2.0], [3.0, 2.0], [nan, nan])["losses"]
     assert found == [
-        "the losses of 1 row are those of run1 at every step",
-        "losses that are not finite, or not on record, from the step on: run0 (step 2), run3 (step 1)",
+        "losses agree with run1 exactly (1 row, 2 steps)",
+        "losses not finite or not on record: run0 from step 2, run3 from step 1",
     ]
 
 
 def test_each_training_by_itself_and_a_run_alone_not_at_all(trained):
     options = {"optimizer.lr": ["1", "2", "1", "3", "3"], "parallel": ["ddp", "ddp", "tp", "ddp", "tp"]}
     assert trained([3.0], [9.0], [3.0], [5.0], [5.5], options=options)["losses"] == [
-        "the losses of 1 row are those of run0 at every step",
-        "losses that are not those of run3, by relative difference: run4 (0.1)",
+        "losses agree with run0 exactly (1 row, 1 step)",
+        "losses differ from run3, relative: run4 0.1 (1 row, 1 step)",
     ]
 
 
 def test_a_run_that_did_fewer_steps_is_compared_as_far_as_it_came(trained):
     (said,) = trained([3.0, 2.0, 1.0], [3.0, 2.0])["losses"]
-    assert said == "the losses of 1 row are those of run0 at every step that both did"
+    assert said == "losses agree with run0 exactly (1 row, common steps)"
 
 
 def test_rows_that_are_not_drawn_are_compared_all_the_same(trained):
     (said,) = trained(*[[1.0]] * 45, [1.5])["losses"]
-    assert said == "losses that are not those of run0, by relative difference: run45 (0.5); 44 rows within 1e-05"
+    assert said == "losses differ from run0, relative: run45 0.5, others within 1e-05 (45 rows, 1 step)"
 
 
 def test_of_many_rows_the_first_are_drawn(trained):
