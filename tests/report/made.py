@@ -11,6 +11,7 @@ from ptdbench.report.phases import PHASES
 def run(parallel="ddp", tokens_per_second=1000.0, **changes):
     record = {
         "status": "ok",
+        "schema": 2,
         "model": "gpt_tiny",
         "parallel": parallel,
         "world_size": 2,
