@@ -228,7 +228,7 @@ def startable(directory: Path, world: World | None) -> Config:
     except FileNotFoundError:
         rule = f"there is no run (no {store.RECORD})"
         raise ConfigError([Problem("run", directory, rule, "give the directory of a run below outputs")]) from None
-    _refuse_complete(directory, written)
+    _refuse_complete(directory, written, "run")
     if world is None:
         cluster = (written.get("config") or {}).get("cluster")
         if isinstance(cluster, Mapping) and "submit" in cluster:
@@ -252,11 +252,16 @@ def _refuse_elsewhere(directory: Path, written: Mapping[str, Any]) -> None:
     raise ConfigError([Problem(RUN, directory, rule, remedy)])
 
 
-def _refuse_complete(directory: Path, written: Mapping[str, Any]) -> None:
+def _refuse_complete(directory: Path, written: Mapping[str, Any], asked: str = RUN) -> None:
     done, wanted = written.get("steps") or 0, record.option(written.get("config"), "train.steps", int)
     if written.get("status") == "ok" and done == wanted:
         rule = f"is complete, with {done} of {wanted} steps"
-        raise ConfigError([Problem(RUN, directory, rule, f"try train.steps={2 * done}, to train on from there")])
+        more = (
+            f"train.steps={2 * done}"
+            if asked == RUN
+            else f"{terminal.command()} {RUN}={directory} train.steps={2 * done}"
+        )
+        raise ConfigError([Problem(asked, directory, rule, f"try {more}, to train on from there")])
 
 
 def _path(value: str | None) -> Path | None:

@@ -1,0 +1,104 @@
+"""``ptdbench run``: the runs of directories, carried out as they were composed."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ptdbench.launch.world import World
+from ptdbench.problems import ConfigError
+from ptdbench.records import record, store
+from ptdbench.setup import config, hydra_files, resume
+from ptdbench.setup.compose import compose_all
+from tests.conftest import ROOT
+
+RUN = ("model=toy", "device=cpu", "parallel=ddp", "train.steps=4", "train.clip_norm=inf", "profile.steps=0")
+
+
+def begun(directory: Path, *overrides: str, **fields: object) -> Path:
+    """A run whose process was killed as soon as its directory was there."""
+    directory.mkdir()
+    composed = compose_all([*RUN, *overrides], "cluster=slurm" in overrides)
+    draft = record.begin(config.resolve(composed.jobs[0]), directory, {}, composed.typed)
+    store.write_record(directory, draft | fields)
+    hydra_files.write(hydra_files.of_run(composed.whole[0], None, None), directory)
+    return directory
+
+
+def refused(directory: Path, world: World | None = None) -> str:
+    with pytest.raises(ConfigError) as found:
+        resume.startable(directory, world)
+    return str(found.value)
+
+
+@pytest.mark.ranks
+class TestCarriedOut:
+    def test_two_of_them_with_their_own_environment_and_what_json_has_no_number_for(self, tmp_path, environ):
+        first = begun(tmp_path / "first", "+hydra.job.env_set.TORCH_NCCL_TRACE=7")
+        second = begun(tmp_path / "second")
+        done = subprocess.run(
+            [sys.executable, "-m", "ptdbench", "run", "first", "second"], cwd=tmp_path,
+            env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        records = [json.loads((path / "record.json").read_text()) for path in (first, second)]
+        assert [(one["status"], one["steps"], one["world_size"]) for one in records] == [("ok", 4, 2)] * 2
+        assert records[0]["overrides"] == [*RUN]
+        assert records[0]["config"]["train"]["clip_norm"] == "inf"
+        told = [one["environment"]["settings"].get("TORCH_NCCL_TRACE") for one in records]
+        assert told == ["7", None]
+        assert done.stdout.count("status\n") == 2  # a table of each
+
+    @pytest.mark.thorough
+    def test_as_ranks_of_torchrun(self, tmp_path, environ):
+        run = begun(tmp_path / "run")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+        done = subprocess.run(
+            [*torchrun, "-m", "ptdbench", "run", str(run)], cwd=tmp_path, env={**environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, check=False, timeout=240,
+        )  # fmt: skip
+        written = json.loads((run / "record.json").read_text())
+        assert (done.returncode, written["status"]) == (1, "failed")
+        assert written["error"]["message"].startswith(
+            "train.global_batch=16: must be a multiple of the number of data-"
+        )
+
+
+def test_the_configuration_of_a_record_is_what_was_composed(tmp_path):
+    words = ["optimizer.lr=1e-3", "train.clip_norm=inf", "+cluster.extra.nice=5", "cluster=slurm"]
+    (job,) = compose_all(words, multirun=True).jobs
+    written = store.load_record(begun(tmp_path / "run", *words))
+    assert written["config"]["train"]["clip_norm"] == "inf"
+    was, now = config.read(job).resolved, config.of_record(written).resolved
+    assert now == {
+        **was,
+        **{name: now[name] for name in ("model", "train", "data", "parallel", "workload", "profile", "device")},
+    }
+    assert config.of_record(written).train.clip_norm == math.inf
+    assert config.of_record(written).cluster == config.read(job).cluster
+
+
+class TestRefused:
+    def test_what_is_no_run(self, tmp_path):
+        told = "there is no run (no record.json); give the directory of a run below outputs"
+        assert refused(tmp_path / "typo") == f"run={tmp_path / 'typo'}: {told}"
+
+    def test_one_that_is_complete(self, tmp_path):
+        run = begun(tmp_path / "run", status="ok", steps=4, error=None)
+        again = f"python train.py resume={run} train.steps=8"
+        assert refused(run) == f"run={run}: is complete, with 4 of 4 steps; try {again}, to train on from there"
+
+    def test_one_that_a_job_carries_out(self, tmp_path):
+        run = begun(tmp_path / "run", "cluster=slurm")
+        rule = "cluster=slurm carries it out as a job"
+        assert refused(run) == f"run={run}: {rule}; try python train.py resume={run}"
+        assert resume.startable(run, World(0, 2, 0, 2, "SLURM", nodes=1))
+
+    def test_ranks_that_a_launcher_started_elsewhere(self, tmp_path):
+        run = begun(tmp_path / "run", launcher="srun", nodes=["n1", "n2"])
+        assert "its ranks were started by srun on n1, n2" in refused(run)
