@@ -71,14 +71,10 @@ class TestCarriedOut:
 
 def test_the_configuration_of_a_record_is_what_was_composed(tmp_path):
     words = ["optimizer.lr=1e-3", "train.clip_norm=inf", "+cluster.extra.nice=5", "cluster=slurm"]
-    (job,) = compose_all(words, multirun=True).jobs
+    (job,) = compose_all([*RUN, *words], multirun=True).jobs
     written = store.load_record(begun(tmp_path / "run", *words))
     assert written["config"]["train"]["clip_norm"] == "inf"
-    was, now = config.read(job).resolved, config.of_record(written).resolved
-    assert now == {
-        **was,
-        **{name: now[name] for name in ("model", "train", "data", "parallel", "workload", "profile", "device")},
-    }
+    assert config.of_record(written).resolved == config.read(job).resolved
     assert config.of_record(written).train.clip_norm == math.inf
     assert config.of_record(written).cluster == config.read(job).cluster
 
