@@ -326,9 +326,10 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
             if not problems and not override.is_sweep_override():
                 sound.append(_line(override))
     try:
-        base = without_hydra(_compose(config_name, sound))
+        whole = _compose(config_name, sound)
     except _REFUSALS:
         return found or [unclear]
+    base = without_hydra(whole)
     options = [*groups, *_options(base)]
     for override in overrides:
         name = override.key_or_group
@@ -336,8 +337,8 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
             rule = "cannot be given on the command line where no file has it: Hydra fails"
             remedy = "give the lists themselves, as in -m optimizer.lr=0.1,0.2"
             found.append(Problem(name, _typed_value(override), rule, remedy))
-        elif not (name in options or _is_hydras(override) or override.is_add()):
-            free = f"try +{_line(override)}" if _takes_any(base, name) else ""
+        elif not (name in options or override.is_add() or (_is_hydras(override) and not _takes_any(whole, name))):
+            free = f"try +{_line(override)}" if _takes_any(whole, name) else ""
             remedy = try_these(_similar(name, options)) or f"see {command()} --cfg job"
             remedy = free or _owners(config_name, name) or remedy
             found.append(Problem(name, _typed_value(override), "there is no such option", remedy))

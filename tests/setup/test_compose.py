@@ -269,3 +269,8 @@ class TestWhatHydraFailsOn:
     def test_brackets_without_end(self, depth):
         (line,) = refused(f"train.steps={'[' * depth}{']' * depth}")
         assert "nested too deeply" in line or "recursion" in line
+
+
+def test_a_variable_of_the_environment_needs_a_plus():
+    told = "hydra.job.env_set.FOO=1: there is no such option; try +hydra.job.env_set.FOO=1"
+    assert refused("hydra.job.env_set.FOO=1") == [told]
