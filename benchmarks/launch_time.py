@@ -117,7 +117,7 @@ def _empty_run(environ: Mapping[str, str], directory: str) -> None:
 
     os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
     world = discover(os.environ)
-    assert world is not None  # the agent has just said who this is
+    assert world is not None  # local.start has just said who this is
     with rendezvous.process_group(world, "gloo", torch.device("cpu"), key=directory):
         torch.distributed.barrier()
         Path(directory, str(world.rank)).write_text(repr(time.time()))

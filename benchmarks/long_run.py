@@ -108,7 +108,7 @@ def _measure(environ: Mapping[str, str], composed: DictConfig, directory: str) -
     """A rank; rank 0 leaves what it has noted in ``directory``."""
     os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
     world = discover(os.environ)
-    assert world is not None  # the agent has just said who this is
+    assert world is not None  # local.start has just said who this is
     spec = run_spec.specify(config.read(composed), world)
     device, place = spec.device(world.local_rank), Path(directory)
     noted: dict[str, list[tuple[int, float]]] = {"save": [], "evaluation": [], "memory": []}

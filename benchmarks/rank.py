@@ -25,7 +25,7 @@ def joined(environ: Mapping[str, str], composed: DictConfig, directory: str) -> 
     """In a rank: its part in a run, in whose process group it is meanwhile."""
     os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
     world = discover(os.environ)
-    assert world is not None  # the agent has just said who this is
+    assert world is not None  # local.start has just said who this is
     spec = run_spec.specify(config.read(composed), world)
     device = spec.device(world.local_rank)
     if device.type == "cuda":

@@ -169,7 +169,7 @@ def _as_rank(
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody but these ranks has to reach them
     world = discover(os.environ)
-    assert world is not None  # the agent has just said who this is, in torchrun's words
+    assert world is not None  # local.start has just said who this is, in torchrun's words
     world = replace(world, launcher="local")
     take_part(lambda: _specify(config, world, watch), world, attempt, watch, heading)
 

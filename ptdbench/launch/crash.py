@@ -32,7 +32,7 @@ def kept(path: Path) -> Iterator[None]:
     """Meanwhile a signal by which native code ends this process leaves its stacks in a file.
 
     The signal comes too late to create the file: it is there from the start, and removed if nothing has happened.
-    Stacks that went to stderr before, as torch's agent asks for, go there again afterwards, and in a forked child.
+    Stacks that went to stderr before, as torchrun asks for, go there again afterwards, and in a forked child.
     Where the file cannot be created nothing changes.
     """
     file = _created(path)

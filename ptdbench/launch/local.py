@@ -1,15 +1,14 @@
-"""Local ranks: one process per device on this machine, started by torch's own elastic agent.
+"""Local ranks: one process per device on this machine, with the environment that torchrun would give it.
 
-The agent forks the ranks from a server that has already imported torch (:mod:`ptdbench.launch.preload`), which
-makes the second and every later run of a sweep start in a fraction of a second, and still gives each
-run fresh processes.
+The ranks are forked from a server that has already imported torch (:mod:`ptdbench.launch.preload`), which makes the
+second and every later run of a sweep start in a fraction of a second, and still gives each run fresh processes.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import importlib.util
-import logging
 import multiprocessing.forkserver
 import os
 import resource
@@ -20,15 +19,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from ptdbench.launch import leaving
+from ptdbench.launch.address import HERE, listen
+from ptdbench.launch.world import local_environments
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.terminal import say
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 #: Signals that end a run from outside. USR2 is the one that submitit and SLURM send ahead of a time limit.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2")
@@ -40,6 +45,9 @@ END_SECONDS = 5.0
 #: How long ranks that were killed are waited for: they end at once, unless the machine is busy or a device holds them.
 KILLED_SECONDS = 5.0
 
+#: Seconds between two looks at the ranks, at most: the end of a rank is seen at once.
+INTERVAL = 0.05
+
 #: How long processes that ranks have left behind are given to end by themselves, and once more after SIGTERM.
 ORPHAN_SECONDS = 2.0
 
@@ -49,14 +57,6 @@ _MOMENT = 0.5
 
 #: So many times Ctrl-C, and a person does not want to wait for the ranks any longer.
 _INSISTS = 3
-
-#: Loggers that tell of each death and signal, with tracebacks of their own; the record tells it better.
-_CHATTY = (
-    "torch.distributed.elastic.agent.server.api",
-    "torch.distributed.elastic.multiprocessing.api",
-    "torch.multiprocessing.spawn",
-)
-
 
 #: How long the name of a Unix socket may be, and how much of it multiprocessing appends to the folder.
 _SOCKET_BYTES = 107 if sys.platform == "linux" else 103
@@ -152,7 +152,7 @@ def start(entry: Callable[..., Any], size: int, *arguments: Any, grace: float = 
     """Run ``entry(environ, *arguments)`` in ``size`` fresh processes and wait for all of them.
 
     The ranks find their place in the environment, as under torchrun. The fork server may be older than
-    the present environment, so the present one travels as the first argument.
+    the present environment, so the present one travels as the first argument. This process serves their store.
 
     Args:
         entry: A function that can be pickled.
@@ -167,21 +167,23 @@ def start(entry: Callable[..., Any], size: int, *arguments: Any, grace: float = 
             starts another one.
         Stopped: A signal arrived; the ranks have ended or been ended, whatever else happened to them meanwhile.
     """
-    from ptdbench.launch.agent import Agent
-
-    for chatty in _CHATTY:
-        logging.getLogger(chatty).setLevel(logging.CRITICAL)
     overseer = _Overseer(grace)
-    others = multiprocessing.active_children()
+    context = multiprocessing.get_context("forkserver")
+    ranks: list[BaseProcess] = []
     with handling(overseer.note), _ending_orphans():
         try:
             warm_up()
-            Agent(_begin, size, (dict(os.environ), entry, *arguments), overseer.look).run()
+            store = _served_store()
+            for place in local_environments(size, HERE, store.port, os.environ):
+                rank = context.Process(target=_begin, args=(place, dict(os.environ), entry, *arguments))
+                rank.start()
+                ranks.append(rank)
+            while not overseer.look(ranks):
+                _await_end(ranks)
         except (RankDied, LaunchError):
             raise
         except Exception as error:
-            # The agent has forgotten those that it had started by then.
-            _end([rank for rank in multiprocessing.active_children() if rank not in others], signal.SIGKILL)
+            _end(ranks, signal.SIGKILL)
             overseer.raise_if_stopped()
             raise LaunchError(f"the ranks could not be started: {_reason(error)}") from error
     overseer.raise_if_stopped()
@@ -297,24 +299,38 @@ class _Overseer:
             self.raise_if_stopped()
 
 
-def _begin(environ: Mapping[str, str], entry: Callable[..., Any], *arguments: Any) -> None:
+def _served_store() -> TCPStore:
+    """The ranks' store, on a port that the kernel chooses, so that nobody can take it before a rank does."""
+    from torch.distributed import TCPStore
+
+    port, descriptor = listen(HERE, 0)
+    return TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def _await_end(ranks: Sequence[BaseProcess]) -> None:
+    """Wait until a rank ends, for a short time; where one has failed, for as long for others to fail with it."""
+    if running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+        connection.wait(running, INTERVAL)
+    if any(rank.exitcode for rank in ranks):
+        time.sleep(INTERVAL)
+
+
+def _begin(place: Mapping[str, str], environ: Mapping[str, str], entry: Callable[..., Any], *arguments: Any) -> None:
     """In a rank: run ``entry``, and let the rank neither outlive the run nor what started it."""
     _die_with_server()
+    faulthandler.enable(2)  # stacks on stderr where native code ends it
+    os.environ.update(place)
     gc.freeze()  # what the server has imported is no garbage: looking through it would copy all of its memory
     try:
         entry(environ, *arguments)
     finally:
         leaving.soon()
-    # Not a return: torch would let it wait until the slowest rank has returned, and wait itself for a rank that never
-    # does. An exit status says all that there is to say; None is 0, at which torch would return after all.
-    raise SystemExit(None)
 
 
 def _die_with_server() -> None:
     """Let the kernel kill this rank when the fork server ends, which ends with the process that started it.
 
-    torch asks for SIGINT instead, which a rank may only record (:mod:`ptdbench.launch.stop_signal`). A parent that
-    ended before this call is not reported: the server, or its starter before the server itself could ask.
+    A parent that ended before this call is not reported: the server, or its starter before the server itself could ask.
     """
     import torch.multiprocessing as mp
 

@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ptdbench.launch import address
 from ptdbench.launch.watchdog import JOINED, LEFT
-from ptdbench.launch.world import World, discover
+from ptdbench.launch.world import World, discover, torchrun_variables
 from ptdbench.problems import ConfigError, Problem
 
 #: How long a rank waits for its peers in every collective, and under torchrun at the rendezvous.
@@ -47,7 +47,7 @@ def store() -> dist.Store:
         ConfigError: The ranks do not find each other where they should meet.
     """
     world = discover(os.environ)
-    if world is None or world.started_by.has_agent:  # the store's place is the launcher's choice, even its own
+    if world is None or world.started_by.has_store:  # the store's place is the launcher's choice, even its own
         found, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
         return found
     host, port = address.meeting_point(world, os.environ)
@@ -59,18 +59,8 @@ def store() -> dist.Store:
 
 def export(world: World, environ: MutableMapping[str, str]) -> None:
     """Tell libraries and models of other people what torchrun would tell them; stale values give way."""
-    if world.started_by.has_agent:
-        return
-    host, port = address.meeting_point(world, environ)
-    described: Mapping[str, object] = {
-        "RANK": world.rank,
-        "WORLD_SIZE": world.size,
-        "LOCAL_RANK": world.local_rank,
-        "LOCAL_WORLD_SIZE": world.local_size,
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-    }
-    environ.update({name: str(value) for name, value in described.items()})
+    if not world.started_by.has_store:
+        environ.update(torchrun_variables(world, *address.meeting_point(world, environ)))
 
 
 def agree(key: str, world: World, value: str | None) -> str:

@@ -250,13 +250,13 @@ class Watchdog:
         return verdict(states, self._allowed())
 
     def _silent_store(self) -> tuple[int, str]:
-        with_agent = self._world.started_by.has_agent
-        who = "the process that started the ranks" if with_agent else "rank 0"
+        has_store = self._world.started_by.has_store
+        who = "the process that started the ranks" if has_store else "rank 0"
         message = (
             f"{who} does not answer: {_gone(1)} (rank {self._world.rank} has not {_undone(self._mine)} for "
             f"{self._allowed():g} s: {_where(self._mine)}); stacks in {FOLDER}/"
         )
-        return (-1 if with_agent else 0), message
+        return (-1 if has_store else 0), message
 
     def _give_up(self, culprit: int, message: str) -> None:
         """Leave the stacks, wait until the others have left theirs, report, and end the process.

@@ -8,7 +8,8 @@ its variables contradict each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ptdbench.launch import hostlist
@@ -57,7 +58,7 @@ class Launcher:
         is_shell: Whether the launcher has started a shell for a person, and no rank.
         names: Variables that name one launch: the first tuple whose first variable is set, by all of its variables.
         has_parent: The process that a person started has started the ranks, sees how each ends, and writes it down.
-        has_agent: torch's elastic agent starts the ranks: it serves their store and tells them where that is.
+        has_store: What starts the ranks serves their store and tells them where that is.
         has_step: The ranks are the tasks of a SLURM step, which lists their nodes and has to be ended if one fails.
         linger_seconds: How long a rank may stay whose failure may follow from another's, so that who watches the ranks
             sees the culprit die first, and that it learns who else was stopped. mpirun sends SIGKILL a second after
@@ -74,7 +75,7 @@ class Launcher:
     is_shell: Callable[[Mapping[str, str]], bool] = lambda environ: False
     names: tuple[tuple[str, ...], ...] = ()
     has_parent: bool = False
-    has_agent: bool = False
+    has_store: bool = False
     has_step: bool = False
     linger_seconds: float = 0.5
 
@@ -116,7 +117,7 @@ LAUNCHERS: dict[str, Launcher] = {
         local_rank="LOCAL_RANK",
         local_size="LOCAL_WORLD_SIZE",
         nodes="GROUP_WORLD_SIZE",
-        has_agent=True,
+        has_store=True,
         linger_seconds=2.0,
     ),
     "openmpi": Launcher(
@@ -149,7 +150,7 @@ LAUNCHERS: dict[str, Launcher] = {
     ),
 }
 
-#: With the launcher of this package, which starts ranks on one machine by the agent that torchrun uses.
+#: With the launcher of this package, which starts ranks on one machine with the environment of torchrun's.
 KNOWN = {"local": replace(LAUNCHERS["torchrun"], has_parent=True), **LAUNCHERS}
 
 #: What ``init_process_group("env://")`` reads: a rank started by hand, or the leftovers of one.
@@ -173,6 +174,45 @@ def discover(environ: Mapping[str, str]) -> World | None:
         remedy = f"unset {' '.join(_NAMELESS)}, or start the ranks with torchrun"
         raise ConfigError([Problem("RANK", environ["RANK"], rule, remedy)])
     return None
+
+
+def torchrun_variables(world: World, host: str, port: int) -> dict[str, str]:
+    """A rank's place and that of its store, in the variables that torch and other libraries read."""
+    told = {
+        "RANK": world.rank,
+        "WORLD_SIZE": world.size,
+        "LOCAL_RANK": world.local_rank,
+        "LOCAL_WORLD_SIZE": world.local_size,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+    }
+    return {name: str(value) for name, value in told.items()}
+
+
+def local_environments(size: int, host: str, port: int, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    """What torchrun would set for each rank of a launch on this machine alone, whose starter serves the store.
+
+    Args:
+        size: How many ranks.
+        host: Where the store is.
+        port: Its port.
+        environ: The environment of the starter, whose settings of these variables win.
+    """
+    defaults = {"OMP_NUM_THREADS": None, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    settings = {name: value for name, default in defaults.items() if (value := environ.get(name, default))}
+    launch = {
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(size),
+        "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+    }
+    for rank in range(size):
+        place = torchrun_variables(World(rank, size, rank, size, "local"), host, port)
+        yield {**settings, **launch, **place, "ROLE_RANK": str(rank)}
 
 
 def is_first_rank(environ: Mapping[str, str]) -> bool:

@@ -133,7 +133,7 @@ def test_a_stopped_peer_of_a_rank_that_failed_is_killed(tmp_path, monkeypatch):
         local.start(leave_a_stopped_peer, 2, tmp_path)
     assert caught.value.exit_codes == {1: 7}
     assert not psutil.pid_exists(int((tmp_path / "stopped").read_text()))
-    assert time.time() - (tmp_path / "stopped").stat().st_mtime < 25  # the agent alone would have waited for 30 s
+    assert time.time() - (tmp_path / "stopped").stat().st_mtime < 25  # not for ever
 
 
 def be_asked_to_stop(environ: dict[str, str], folder: Path, parent: int, name: str, times: int, how: str) -> None:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from ptdbench.launch.world import LAUNCHERS, World, discover
+from ptdbench.launch.world import LAUNCHERS, World, discover, local_environments
 from ptdbench.problems import ConfigError
 
 TORCHRUN = {
@@ -227,3 +227,20 @@ def test_nothing_but_what_is_in_the_environment_decides(monkeypatch):
                 refused(environ)
             else:
                 assert discover(environ) == (ALL["torchrun"][1] if complete else None)
+
+
+def test_local_ranks_find_their_place_as_under_torchrun():
+    first, second = local_environments(2, "127.0.0.1", 1234, {"OMP_NUM_THREADS": "3", "PATH": "/bin", "RANK": "9"})
+    assert discover(first) == World(0, 2, 0, 2, "torchrun", nodes=1)
+    assert discover(second) == World(1, 2, 1, 2, "torchrun", nodes=1)
+    assert first["TORCHELASTIC_RUN_ID"] == second["TORCHELASTIC_RUN_ID"]
+    assert (second["MASTER_ADDR"], second["MASTER_PORT"], second["ROLE_RANK"]) == ("127.0.0.1", "1234", "1")
+    assert (second["OMP_NUM_THREADS"], second["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("3", "1")
+    assert "PATH" not in second
+
+
+@pytest.mark.parametrize("chosen", ["0", "3"])
+def test_what_a_person_has_chosen_for_nccl_stands(chosen):
+    (place,) = local_environments(1, "127.0.0.1", 1234, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": chosen})
+    assert place["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == chosen
+    assert "OMP_NUM_THREADS" not in place
