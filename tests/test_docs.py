@@ -104,7 +104,7 @@ def specify(command: str) -> None:
     found = compose_all(shlex.split(command), multirun=False)
     read = config.read(found.jobs[0])
     if isinstance(read.cluster, config.Slurm):
-        requests.of_cluster(found.jobs, found.overrides)
+        requests.of_cluster(found)
         return
     training = run_spec.specify(read, None, 0).training
     assert training

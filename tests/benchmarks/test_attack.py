@@ -108,7 +108,7 @@ def test_a_finished_run_that_changes_and_files_that_are_torn(setting, tmp_path):
         import json, os, pathlib, time
         run = pathlib.Path("outputs/one")
         run.mkdir(parents=True)
-        (run / "record.json").write_text(json.dumps({"status": "ok", "config": {}, "losses": [2.0]}))
+        (run / "record.json").write_text(json.dumps({"status": "ok", "config": {}, "losses": [2.0], "steps": 1}))
         (run / "progress.json").write_text('{"step":')
         parent = os.getpid()
         if os.fork():
@@ -116,10 +116,25 @@ def test_a_finished_run_that_changes_and_files_that_are_torn(setting, tmp_path):
             time.sleep(60)
         while os.getppid() == parent:
             time.sleep(0.01)
-        (run / "record.json").write_text(json.dumps({"status": "ok", "config": {}, "losses": [2.0], "more": 1}))
+        (run / "record.json").write_text(json.dumps({"status": "ok", "config": {}, "losses": [2.0], "steps": 2}))
         """,
     )
     assert kinds(one) == ["torn", "lost", "unequal"]
+
+
+@pytest.mark.parametrize(
+    ("now", "is_lost"),
+    [
+        ({"phases": {"steps": 5}, "nodes": ["vm"]}, False),  # of the profiling pass, and of the end
+        ({"steps": 3}, True),
+        ({"status": "failed"}, True),
+        ({"config": {"seed": 1}}, True),
+    ],
+)
+def test_what_the_end_of_a_run_may_add_to_its_record(tmp_path, now, is_lost):
+    before = {"status": "ok", "config": {}, "steps": 2, "phases": None, "nodes": None}
+    (tmp_path / "record.json").write_text(json.dumps({**before, **now}))
+    assert evidence.changed(tmp_path, json.dumps(before).encode()) == is_lost
 
 
 @pytest.mark.parametrize(
