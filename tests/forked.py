@@ -6,6 +6,7 @@ is the server that the tests' ranks are forked from: no thread runs in it that a
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import multiprocessing.util
@@ -113,6 +114,7 @@ def _be_train_py(
     arguments: Sequence[str], cwd: Path, environ: Mapping[str, str], out: IO[str], err: IO[str]
 ) -> NoReturn:
     """In the child."""
+    gc.freeze()  # garbage of the parent may hold a TCPStore, whose end joins a thread that a fork does not have
     status = 1
     try:
         _settle(cwd, environ, out, err)
