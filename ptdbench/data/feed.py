@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import signal
 import sys
@@ -98,8 +99,10 @@ def _belong_to_the_rank(_: int) -> None:
     """In a worker: ignore signals, which its rank handles, and die silently with the rank.
 
     torchrun and SLURM signal all processes of a job, and a worker that ended would also end its rank, which may be
-    about to save.
+    about to save. Garbage of the rank is left alone: a TCPStore among it would join a thread that a fork does not have,
+    which can end the worker by SIGSEGV.
     """
+    gc.freeze()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if _LIBC:  # elsewhere torch has a look every few seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -152,6 +153,34 @@ def test_a_signal_to_all_processes_is_left_to_the_rank():
     found = in_a_rank(after_signals)
     assert len(found) == 10
     assert len(set(found)) == 1
+
+
+class Collects(Largest):
+    """Says whether a collection here would see a circle that was garbage in the rank before."""
+
+    def samples(self, start, stop):
+        seen = any(isinstance(one, Circle) for one in gc.get_objects())
+        return torch.arange(start, stop), torch.tensor([seen])
+
+
+class Circle:
+    """As a traceback that holds the store of a run before, and that it is held by."""
+
+
+def seen_in_a_worker() -> bool:
+    gc.disable()
+    circle = Circle()
+    circle.itself = circle  # type: ignore[attr-defined]
+    del circle
+    feed = Feed(Collects(seed=3, workers=1), rows, CPU)
+    seen = bool(feed(0)[1])
+    feed.close()
+    return seen
+
+
+@pytest.mark.ranks
+def test_garbage_of_the_rank_is_not_collected_in_a_worker():
+    assert not in_a_rank(seen_in_a_worker)
 
 
 class Broken(Largest):
