@@ -100,10 +100,10 @@ HEAD = """\
 # Parity
 
 Every layout under every lever, by `make parity-matrix` with torch {version}: ten AdamW steps of a small GPT in fp32
-on CPU ranks, against one rank. {count} cells are *ok*, with the largest relative difference of a loss; at most 1e-05 is
-allowed. Levers that change the numbers must differ, or have *no effect* where there is one copy: `bf16` and `powersgd`,
-which round what is sent, by at most 2e-02. A number in brackets is refused before anything starts, for the reason of
-that number.
+on CPU ranks, compared to one rank. {count} cells are *ok*, with the largest relative difference of a loss; at most
+1e-05 is allowed. `bf16` and `powersgd` round the gradients that are sent: their losses must differ, by at most 2e-02,
+or have *no effect* where there is a single replica. A number in parentheses is a rejection with the reason of that
+number.
 """
 
 Cell = tuple[str, str]
