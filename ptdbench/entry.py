@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
-from ptdbench.launch import leaving, local, slurm
+from ptdbench.launch import leaving, local, settings, slurm
 from ptdbench.launch.world import World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import alternatives, noise, store
@@ -115,12 +115,11 @@ def carry_out(directories: Sequence[Path]) -> int:
 
     from ptdbench.run import run
     from ptdbench.setup import hydra_files
-    from ptdbench.sweep.carried_out import environment
 
     statuses = []
     for directory, read in zip(directories, configs, strict=True):
         try:
-            with environment(hydra_files.recorded_environment(directory)):
+            with settings.added(hydra_files.recorded_environment(directory)):
                 run(directory, read)
         finally:
             if world is None or world.rank == 0:
@@ -239,7 +238,6 @@ def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | Non
     """
     from ptdbench.run import run
     from ptdbench.setup import hydra_files
-    from ptdbench.sweep import carried_out, search
 
     writes = is_first_rank(os.environ)
     try:
@@ -247,14 +245,18 @@ def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | Non
             (only,) = runs
             if writes:
                 hydra_files.write(only.job(None, None), directory)
-            with carried_out.environment(only.environment):
+            with settings.added(only.environment):
                 run(directory, only.config, only.summary)
         elif composed.searches:
+            from ptdbench.sweep import search
+
             search.search(agenda, composed)
         else:
             if writes:
                 with composed.source.open():
                     hydra_files.write_multirun(composed.sweep(), directory)
+            from ptdbench.sweep import carried_out
+
             carried_out.all_of(agenda, composed)
     except OSError as error:
         rule = f"{error.filename or 'what belongs there'} cannot be written: {error.strerror or error}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import PurePosixPath
 
 #: How their names begin: of torch and its compiler, of the libraries below it, and of communication and threads.
@@ -50,3 +51,15 @@ def let_segments_grow(environ: MutableMapping[str, str]) -> None:
 def here() -> dict[str, str]:
     """The variables that are set in this process."""
     return settings(os.environ)
+
+
+@contextmanager
+def added(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})

@@ -6,16 +6,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
-import submitit
-
+from ptdbench.launch import settings
 from ptdbench.launch.world import is_first_rank
 from ptdbench.records import store
 from ptdbench.report.reason import reason
 from ptdbench.setup.compose import Composed
-from ptdbench.sweep import job, submission, watch
 from ptdbench.sweep.agenda import Agenda, Opened
 from ptdbench.terminal import say
 
@@ -56,7 +53,7 @@ def _here(agenda: Agenda, runs: Iterable[Opened]) -> None:
     for one in runs:
         directory = agenda.directory / one.subdirectory
         heading, started = agenda.outlook.heading(one.number), time.monotonic()
-        with environment(one.request.environment):
+        with settings.added(one.request.environment):
             run(directory, one.request.config, one.request.summary, heading)
         if is_first_rank(os.environ):
             written = store.load_record(directory)
@@ -65,20 +62,12 @@ def _here(agenda: Agenda, runs: Iterable[Opened]) -> None:
                 say(f"{heading}: {reason(written)}", sys.stderr)
 
 
-@contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Meanwhile these environment variables."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-
-
 def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
     """One after the other, each in a process of its own that starts its ranks itself."""
+    import submitit
+
+    from ptdbench.sweep import job, watch
+
     executor = submitit.AutoExecutor(folder=str(directory / "logs" / "%j"), cluster="local")
     executor.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0)
     for run in runs:
@@ -104,6 +93,8 @@ class _BySlurm:
         self._told: set[str] = set()  # of which runs all has been shown
 
     def __call__(self, runs: Iterable[Opened]) -> None:
+        from ptdbench.sweep import submission, watch
+
         submitted = submission.submit(self._agenda.directory, list(runs), self._options)
         if submitted:
             watch.announce(self._agenda.directory, submitted)
