@@ -9,11 +9,15 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from ptdbench.records import findings, load, schema, series
+import msgspec
+from msgspec import Struct
+
+from ptdbench.records import load, series
 from ptdbench.records.findings import Findings
 from ptdbench.records.schema import Record
 
@@ -55,18 +59,20 @@ class Field(NamedTuple):
 
 def markdown() -> str:
     """The whole page."""
-    parts = [_OPENING, _series(), _section(Record, level=2), _section(Findings, level=2)]
-    parts += [_section(kind, level=3) for kind in _parts()]
-    return "\n".join(parts)
+    top, nested = (Record, Findings), parts(Record, Findings)[2:]
+    sections = [*(_section(kind, level=2) for kind in top), *(_section(kind, level=3) for kind in nested)]
+    return "\n".join([_OPENING, _series(), *sections])
 
 
 @cache
-def fields(kind: type) -> dict[str, Field]:
-    """The fields of a TypedDict in order, those of its bases first; each has a description."""
+def fields(kind: type[Struct]) -> dict[str, Field]:
+    """The fields of a type in order, those of its bases first; each has a description."""
     found: dict[str, Field] = {}
-    for base in filter(None, (_kind(ast.unparse(name)) for name in _classes()[kind.__name__].bases)):
-        found |= fields(base)
-    body = _classes()[kind.__name__].body
+    for base in kind.__bases__:
+        found |= fields(base) if base not in (Struct, object) else {}
+    (body,) = (
+        one.body for one in _source(kind.__module__).body if isinstance(one, ast.ClassDef) and one.name == kind.__name__
+    )
     for statement, text in zip(body, [*body[1:], None], strict=True):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             name = statement.target.id
@@ -77,31 +83,28 @@ def fields(kind: type) -> dict[str, Field]:
 
 
 @cache
-def _classes() -> dict[str, ast.ClassDef]:
-    trees = (ast.parse(inspect.getsource(module)) for module in (schema, findings))
-    return {one.name: one for tree in trees for one in tree.body if isinstance(one, ast.ClassDef)}
+def _source(module: str) -> ast.Module:
+    return ast.parse(inspect.getsource(sys.modules[module]))
 
 
-def _kind(name: str) -> type | None:
-    """The TypedDict of that name."""
-    found: Any = getattr(schema, name, None) or getattr(findings, name, None)
-    return found if hasattr(found, "__required_keys__") else None
+@cache
+def parts(*kinds: type[Struct]) -> tuple[type[Struct], ...]:
+    """These types and the types nested in them, each once, in the order of their first mention."""
+    found = list(kinds)
+    for kind in found:  # grows meanwhile
+        for field in msgspec.structs.fields(kind):
+            found += [one for one in _nested(field.type) if one not in found]
+    return tuple(found)
 
 
-def _parts() -> Iterator[type]:
-    """The nested types of the record, in the order of their first mention."""
-    waiting, seen = [Record, Findings], set()
-    while waiting:
-        for field in fields(waiting.pop(0)).values():
-            for name in re.findall(r"\w+", field.kind):
-                kind = _kind(name)
-                if kind and kind not in seen:
-                    seen.add(kind)
-                    waiting.append(kind)
-                    yield kind
+def _nested(kind: Any) -> Iterator[type[Struct]]:
+    if isinstance(kind, type) and issubclass(kind, Struct):
+        yield kind
+    for one in get_args(kind):
+        yield from _nested(one)
 
 
-def _section(kind: type, level: int) -> str:
+def _section(kind: type[Struct], level: int) -> str:
     rows = [f"| `{field.name}` | {_linked(field.kind)} | {_plain(field.text)} |" for field in fields(kind).values()]
     table = ["| field | type | what it holds |", "|---|---|---|", *rows]
     return "\n".join([f"{'#' * level} {kind.__name__}", "", _plain(inspect.getdoc(kind) or ""), "", *table, ""])
@@ -128,10 +131,11 @@ def _series() -> str:
 def _linked(kind: str) -> str:
     """``list[Segment] | None`` with a link to the section."""
     shown = kind.replace("|", "or").replace("None", "null")
-    for limited in schema.RANGES:
-        shown = re.sub(rf"\b{limited.__name__}\b", limited.__supertype__.__name__, shown)
+    for limited, plain in {"Whole|Count|Degree": "int", "Amount|Quantity|Positive": "float"}.items():
+        shown = re.sub(rf"\b({limited})\b", plain, shown)
+    names = {one.__name__ for one in parts(Record, Findings)}
     return re.sub(
-        r"\b[A-Z]\w+\b", lambda name: f"[{name[0]}](#{name[0].lower()})" if name[0] in _classes() else name[0], shown
+        r"\b[A-Z]\w+\b", lambda name: f"[{name[0]}](#{name[0].lower()})" if name[0] in names else name[0], shown
     )
 
 

@@ -5,12 +5,14 @@ These types are documentation; records are not checked against them, since a cus
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
+
+from msgspec import Struct
 
 from ptdbench.records.schema import StepSeconds
 
 
-class RankHello(TypedDict):
+class RankHello(Struct):
     """The description of one rank."""
 
     rank: int
@@ -33,7 +35,7 @@ class RankHello(TypedDict):
     """Environment variables that change results or speed."""
 
 
-class Hello(TypedDict):
+class Hello(Struct):
     """The ranks (``workload=hello``)."""
 
     launcher: str
@@ -48,7 +50,7 @@ class Hello(TypedDict):
     """Every rank, in order."""
 
 
-class Product(TypedDict):
+class Product(Struct):
     """A matrix product on one device; rates in FLOP/s."""
 
     dtype: str
@@ -65,7 +67,7 @@ class Product(TypedDict):
     """The highest rate."""
 
 
-class Copy(TypedDict):
+class Copy(Struct):
     """A copy of memory; rates in bytes/s."""
 
     kind: str
@@ -82,7 +84,7 @@ class Copy(TypedDict):
     """The highest rate."""
 
 
-class RankProducts(TypedDict):
+class RankProducts(Struct):
     """Rates of one rank's device."""
 
     rank: int
@@ -95,7 +97,7 @@ class RankProducts(TypedDict):
     """Copies of memory."""
 
 
-class Ceiling(TypedDict):
+class Ceiling(Struct):
     """The best rate of a kind of device, to which later runs are compared."""
 
     device: str
@@ -122,7 +124,7 @@ class Ceiling(TypedDict):
     """Whether other processes used these devices meanwhile, so that it may be too low."""
 
 
-class OtherLoad(TypedDict):
+class OtherLoad(Struct):
     """What other processes took of a node during a measurement."""
 
     node: str
@@ -137,7 +139,7 @@ class OtherLoad(TypedDict):
     """Whether the ranks measured GPUs."""
 
 
-class Matmul(TypedDict):
+class Matmul(Struct):
     """Rates of the devices (``workload=matmul``)."""
 
     ranks: list[RankProducts]
@@ -146,34 +148,34 @@ class Matmul(TypedDict):
     """One for each kind of device and arithmetic."""
     other_load: list[OtherLoad]
     """What other processes took of each node meanwhile."""
-    kept: str | None
+    kept: str | None = None
     """Why ceilings were not stored for later runs; null if all are."""
 
 
-class Cut(TypedDict, total=False):
+class Cut(Struct):
     """Sizes that were skipped because they would have taken too long."""
 
-    source: int
+    source: int | None = None
     """The sending rank, for a link in one direction."""
-    target: int
+    target: int | None = None
     """The receiving rank."""
-    ranks: list[int]
+    ranks: list[int] | None = None
     """The two ranks, for a link in both directions."""
-    op: str
+    op: str | None = None
     """The collective."""
-    dtype: str | None
+    dtype: str | None = None
     """Its dtype."""
-    reduction: str | None
+    reduction: str | None = None
     """Its reduction."""
-    mode: str
+    mode: str | None = None
     """Its mode."""
-    from_bytes: int
+    from_bytes: int | None = None
     """The smallest size that was skipped."""
-    reason: str
+    reason: str | None = None
     """Why."""
 
 
-class Fit(TypedDict):
+class Fit(Struct):
     """The line ``alpha + beta * bytes`` in seconds, fitted to the measurements."""
 
     alpha: float
@@ -205,22 +207,22 @@ class CollectiveFit(Fit):
     """How it was called."""
 
 
-class MessageSize(TypedDict, total=False):
+class MessageSize(Struct):
     """Messages of one size between two ranks."""
 
-    bytes: int
+    bytes: int | None = None
     """The size."""
-    repetitions: int
+    repetitions: int | None = None
     """How often it was timed."""
-    seconds: StepSeconds
+    seconds: StepSeconds | None = None
     """Time of the round trip, or of the exchange in both directions."""
-    one_way: float
+    one_way: float | None = None
     """Seconds of the message without its answer, for a link in one direction."""
-    bandwidth: float
+    bandwidth: float | None = None
     """Bytes a second."""
 
 
-class Pair(TypedDict):
+class Pair(Struct):
     """A link from one rank to another."""
 
     source: int
@@ -237,7 +239,7 @@ class Pair(TypedDict):
     """What was measured."""
 
 
-class BothWays(TypedDict):
+class BothWays(Struct):
     """Two ranks that send to each other at once."""
 
     ranks: list[int]
@@ -246,7 +248,7 @@ class BothWays(TypedDict):
     """What was measured; the bandwidth is that of both directions together."""
 
 
-class Overlap(TypedDict):
+class Overlap(Struct):
     """Overlap of communication and computation."""
 
     ranks: list[int]
@@ -263,7 +265,7 @@ class Overlap(TypedDict):
     """Share of the shorter one that was overlapped."""
 
 
-class P2P(TypedDict):
+class P2P(Struct):
     """Links between ranks (``workload=p2p``)."""
 
     pairs: list[Pair]
@@ -276,7 +278,7 @@ class P2P(TypedDict):
     """Skipped sizes."""
 
 
-class CollectiveResult(TypedDict):
+class CollectiveResult(Struct):
     """One collective at one size."""
 
     op: str
@@ -303,7 +305,7 @@ class CollectiveResult(TypedDict):
     """``algbw`` times the factor of ``definitions``: the rate of the links."""
 
 
-class _Collectives(TypedDict):
+class _Collectives(Struct):
     """What every record of collectives has."""
 
     group: str
@@ -322,14 +324,14 @@ class _Collectives(TypedDict):
     """Collectives that the backend does not support."""
 
 
-class Collectives(_Collectives, total=False):
+class Collectives(_Collectives):
     """Collectives (``workload=collectives``)."""
 
-    kept: str | None
+    kept: str | None = None
     """Why ``fits`` could not be kept for the ``phases`` of later runs; null if they are, or are not of all ranks."""
 
 
-class Finding(TypedDict):
+class Finding(Struct):
     """One thing that is wrong."""
 
     kind: str
@@ -342,7 +344,7 @@ class Finding(TypedDict):
     """Whether other load may be the cause."""
 
 
-class Check(TypedDict):
+class Check(Struct):
     """Whether the cluster is sound (``workload=check``, or ``check=true`` before a training run)."""
 
     sound: bool
@@ -377,16 +379,16 @@ class Check(TypedDict):
     """A few collectives; null for one rank."""
 
 
-class Findings(TypedDict, total=False):
+class Findings(Struct):
     """Fields of a record that only some workloads have."""
 
-    hello: Hello
+    hello: Hello | None = None
     """The ranks."""
-    matmul: Matmul
+    matmul: Matmul | None = None
     """What the devices reach."""
-    p2p: P2P
+    p2p: P2P | None = None
     """Links between ranks."""
-    collectives: Collectives
+    collectives: Collectives | None = None
     """Collectives."""
-    check: Check
+    check: Check | None = None
     """Whether the cluster is sound."""

@@ -10,6 +10,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ptdbench.records import schema, store
 from ptdbench.records.cause import status_of
 from ptdbench.records.failure import Failure
@@ -24,7 +26,7 @@ UNFINISHED = "Unfinished"
 NO_WORK = ("resume", "reshape", "sweep", "repeat", "objective", "logger")
 
 #: Fields of every record, in the order in which they are written.
-FIELDS = tuple(schema.Record.__annotations__)
+FIELDS = schema.Record.__struct_fields__
 
 #: Results that a resumed run keeps from its earlier starts.
 _FOUND = ("metrics", "steps", "final_loss", "evaluations", "segments")
@@ -84,12 +86,16 @@ def option(config: Mapping[str, Any] | None, name: str, kind: Any) -> Any:
     Args:
         config: The ``config`` of a record.
         name: Its dotted name.
-        kind: As for :func:`ptdbench.records.schema.fault`.
+        kind: Its type.
     """
     found: Any = config
     for key in name.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
-    return None if schema.fault(found, kind) else found
+    try:
+        msgspec.convert(found, kind)
+        return found
+    except ValueError:  # also of text that is not UTF-8
+        return None
 
 
 def failed(record: Mapping[str, Any], failure: Failure) -> dict[str, Any]:
