@@ -9,30 +9,12 @@ from typing import Any
 
 from msgspec import Struct
 
+from ptdbench.launch.peers import Peer
+from ptdbench.measure.bandwidth import Fit
+from ptdbench.measure.ceiling import Ceiling
+from ptdbench.measure.other_load import OtherLoad
+from ptdbench.measure.soundness import Finding
 from ptdbench.records.schema import StepSeconds
-
-
-class RankHello(Struct):
-    """The description of one rank."""
-
-    rank: int
-    """Its global rank."""
-    local_rank: int
-    """Its local rank."""
-    local_size: int
-    """Ranks on its node."""
-    node: str
-    """The cluster's name of the node."""
-    host: str
-    """The host name."""
-    device: str
-    """``cpu``, or the GPU with its name."""
-    cores: list[int]
-    """The CPU cores that it may use, by their numbers."""
-    threads: int
-    """Number of compute threads."""
-    settings: dict[str, str]
-    """Environment variables that change results or speed."""
 
 
 class Hello(Struct):
@@ -46,7 +28,7 @@ class Hello(Struct):
     """Address of the rendezvous."""
     port: int
     """Its port."""
-    ranks: list[RankHello]
+    ranks: list[Peer]
     """Every rank, in order."""
 
 
@@ -97,48 +79,6 @@ class RankProducts(Struct):
     """Copies of memory."""
 
 
-class Ceiling(Struct):
-    """The best rate of a kind of device, to which later runs are compared."""
-
-    device: str
-    """The device."""
-    driver: str | None
-    """Version of its driver; null on a CPU."""
-    torch: str
-    """Version of PyTorch."""
-    dtype: str
-    """Arithmetic of the product."""
-    threads: int
-    """Threads of a rank."""
-    ranks: int
-    """Ranks that measured it."""
-    shape: str
-    """The fastest product."""
-    flops_per_second: float
-    """Its median rate."""
-    share_of_peak: float | None
-    """That rate over the data sheet's dense peak."""
-    peak_reason: str | None
-    """Why there is no peak."""
-    beside_load: bool
-    """Whether other processes used these devices meanwhile, so that it may be too low."""
-
-
-class OtherLoad(Struct):
-    """What other processes took of a node during a measurement."""
-
-    node: str
-    """The node."""
-    cores: int
-    """The number of cores that its ranks may use."""
-    taken: float | None
-    """Cores that other processes took, on average; null if the system does not say."""
-    gpu_ranks: list[int]
-    """Ranks whose GPU other processes use."""
-    on_gpu: bool
-    """Whether the ranks measured GPUs."""
-
-
 class Matmul(Struct):
     """Rates of the devices (``workload=matmul``)."""
 
@@ -175,26 +115,7 @@ class Cut(Struct):
     """Why."""
 
 
-class Fit(Struct):
-    """The line ``alpha + beta * bytes`` in seconds, fitted to the measurements."""
-
-    alpha: float
-    """Seconds for an empty message."""
-    beta: float
-    """Seconds per byte."""
-    alpha_error: float
-    """Standard error of ``alpha``."""
-    beta_error: float
-    """Standard error of ``beta``."""
-    r2: float
-    """Share of the weighted variance of the times that the line explains."""
-    max_relative_error: float
-    """The largest relative error over the measured sizes."""
-    points: int
-    """Number of sizes fitted."""
-
-
-class CollectiveFit(Fit):
+class CollectiveFit(Fit, frozen=True):
     """The line of a collective."""
 
     op: str
@@ -329,19 +250,6 @@ class Collectives(_Collectives):
 
     kept: str | None = None
     """Why ``fits`` could not be kept for the ``phases`` of later runs; null if they are, or are not of all ranks."""
-
-
-class Finding(Struct):
-    """One thing that is wrong."""
-
-    kind: str
-    """``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``."""
-    ranks: list[int]
-    """The affected ranks."""
-    text: str
-    """The message to show."""
-    beside_load: bool
-    """Whether other load may be the cause."""
 
 
 class Check(Struct):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from ptdbench.records import schema, store
 from ptdbench.records.cause import status_of
 from ptdbench.records.failure import Failure
 from ptdbench.records.files import strict
-from ptdbench.records.owner import Owner
+from ptdbench.records.schema import Owner
 from ptdbench.terminal import command, under
 
 #: The type of error of a record that was opened and not yet closed.
@@ -64,7 +63,7 @@ def begin(
         "overrides": None if overrides is None else list(overrides),
         "started": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "directory": str(directory),
-        "owner": asdict(owner) if owner else None,
+        "owner": msgspec.to_builtins(owner),
         "remarks": {},
         "environment": dict(environment),
         "config": strict(config, str),

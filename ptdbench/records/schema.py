@@ -8,6 +8,7 @@ present has the type declared here. :mod:`ptdbench.records.describe` generates `
 from __future__ import annotations
 
 import json
+import math
 import os
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -287,6 +288,22 @@ class Evaluation(Struct):
     seconds: Amount
     """Duration."""
 
+    def better_than(self, other: Evaluation) -> bool:
+        """Whether this is the better evaluation: by top-1 accuracy if there is one, else by loss."""
+        if self.loss is None or other.loss is None:  # diverged
+            return self.loss is not None
+        if self.top1 is not None and other.top1 is not None:
+            return self.top1 > other.top1
+        return self.loss < other.loss
+
+    def __str__(self) -> str:
+        """The main figure, as in ``held-out 97.2 %``."""
+        if self.top1 is not None:
+            return f"held-out {100 * self.top1:.1f} %"
+        if self.bits_per_byte is not None:
+            return f"held-out {self.bits_per_byte:.3f} bits/byte"
+        return f"held-out loss {math.nan if self.loss is None else self.loss:.4f}"
+
 
 class SegmentLayout(Layout):
     """What must be equal for the times of steps to be comparable: the layout, the launcher and the nodes."""
@@ -341,7 +358,7 @@ class Owner(Struct):
     pid: Whole
     """Its process id there."""
     started: float
-    """When it was created, in seconds since the epoch."""
+    """When it was created, in seconds since the epoch: process ids are reused."""
     job: str | None
     """Its SLURM job in the form of squeue; null outside a job."""
 

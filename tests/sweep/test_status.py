@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import ledger, record, store
