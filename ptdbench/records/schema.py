@@ -1,8 +1,8 @@
 """The schema of a record, and the validation of records read from files.
 
 A field may be missing: a record is written before its run begins, and a missing field is ``None`` here. A field that is
-present has the type declared here. :mod:`ptdbench.records.describe` generates ``docs/record.md`` from this module and
-:mod:`ptdbench.records.findings`: the string below a field is its description.
+present has the type declared here. :mod:`ptdbench.records.describe` generates the tables of ``docs/record.md`` from
+this module and :mod:`ptdbench.records.findings`: the string below a field is its description.
 """
 
 from __future__ import annotations

