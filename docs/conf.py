@@ -9,7 +9,11 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import msgspec  # noqa: E402
 import options  # noqa: E402
+
+from ptdbench.records import describe  # noqa: E402
+from ptdbench.records.schema import Record  # noqa: E402
 
 project = "ptdbench"
 author = "ptdbench"
@@ -35,13 +39,23 @@ nitpick_ignore_regex = [
 
 
 def _expand(app: Any, name: str, source: list[str]) -> None:
-    """Put the tables of options into a page, and make it depend on the files that they come from."""
+    """Put the tables of options or of the record into a page that has their place."""
     if "<!-- options: " in source[0]:
         source[0] = options.expand(source[0])
         for path in options.CONF.glob("**/*.yaml"):
             app.env.note_dependency(str(path))
+    if "<!-- record -->" in source[0]:
+        source[0] = source[0].replace("<!-- record -->", describe.markdown())
+        app.env.note_reread()
+
+
+def _write_schema(app: Any, error: Exception | None) -> None:
+    """Put the JSON Schema of a record beside its page."""
+    described = msgspec.json.encode(msgspec.json.schema(Record))
+    Path(app.outdir, "record.schema.json").write_bytes(msgspec.json.format(described))
 
 
 def setup(app: Any) -> None:
     """Let Sphinx know."""
     app.connect("source-read", _expand)
+    app.connect("build-finished", _write_schema)

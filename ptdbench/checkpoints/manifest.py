@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from msgspec import Struct, convert, to_builtins
+from msgspec.structs import asdict
+
 from ptdbench.records.files import write_json
+from ptdbench.records.schema import Count, Evaluation
 
 MANIFEST = "manifest.json"
 
@@ -21,8 +24,7 @@ class Broken(Exception):
     """A broken checkpoint; the message names the file and what is wrong with it."""
 
 
-@dataclass(frozen=True)
-class Stamp:
+class Stamp(Struct, frozen=True):
     """The expected size and checksum of a file.
 
     Attributes:
@@ -30,12 +32,11 @@ class Stamp:
         sha256: Its checksum, in hexadecimal digits.
     """
 
-    bytes: int
+    bytes: Count
     sha256: str
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(Struct, frozen=True):
     """The description of a checkpoint.
 
     Attributes:
@@ -48,13 +49,21 @@ class Manifest:
         time: When it was written, in seconds since the epoch.
     """
 
-    step: int
-    world_size: int
+    step: Count
+    world_size: Count
     model: Mapping[str, Any]
     facts: Mapping[str, Any]
     files: Mapping[str, Stamp]
     torch: str
     time: float
+
+
+class _Facts(Struct):
+    """What of the facts is read without a look at its type: a checksum says that nothing was changed since."""
+
+    scaler: dict[str, Any] = {}
+    segments: list[dict[str, Any]] = []
+    evaluations: list[Evaluation] = []
 
 
 def stamp(path: Path) -> Stamp:
@@ -79,7 +88,8 @@ def write(directory: Path, manifest: Manifest) -> None:
         OSError: It could not be written.
         TypeError: The model's options or the facts are not JSON.
     """
-    body = json.loads(json.dumps(asdict(manifest)), parse_constant=lambda _: None)
+    written = asdict(manifest) | {"files": to_builtins(manifest.files)}
+    body = json.loads(json.dumps(written), parse_constant=lambda _: None)
     write_json(directory / MANIFEST, body | {"sha256": _digest(body)})
 
 
@@ -94,30 +104,14 @@ def read(directory: Path) -> Manifest:
         given = body.pop("sha256")
         if given != _digest(body):
             raise Broken(f"{MANIFEST} does not match its checksum")
-        files = {name: Stamp(**described) for name, described in body.pop("files").items()}
-        found = Manifest(files=files, **body)
-        if not _is_sound(found):
-            raise Broken(f"{MANIFEST} is not a manifest")
-        return found
+        convert(body.get("facts"), _Facts)
+        return convert(body, Manifest)
     except FileNotFoundError:
         raise Broken(f"{MANIFEST} is missing") from None
     except OSError as error:
         raise Broken(f"{MANIFEST} cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, KeyError, AttributeError):
         raise Broken(f"{MANIFEST} is not a manifest") from None
-
-
-def _is_sound(found: Manifest) -> bool:
-    """Whether every value is of its type: a checksum says that nothing was changed since, and not what was written."""
-    numbers = (found.step, found.world_size, *(file.bytes for file in found.files.values()))
-    lists = [found.facts.get(name, []) for name in ("segments", "evaluations")] if isinstance(found.facts, dict) else []
-    return (
-        all(type(number) is int and number >= 0 for number in numbers)
-        and isinstance(found.model, dict)
-        and isinstance(found.facts, dict)
-        and isinstance(found.facts.get("scaler", {}), dict)
-        and all(isinstance(items, list) and all(isinstance(item, dict) for item in items) for items in lists)
-    )
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from ptdbench.checkpoints import manifest
 from ptdbench.checkpoints.manifest import Broken, Manifest

@@ -5,45 +5,37 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct
 
 from ptdbench.launch import cores, settings
 from ptdbench.launch.world import World
 
 
-@dataclass(frozen=True)
-class Peer:
-    """One rank, as it sees itself.
-
-    Attributes:
-        rank: Its number among all ranks.
-        local_rank: Its number among those of its node.
-        local_size: How many ranks its node has.
-        node: The node as the cluster names it.
-        host: The machine's own name; it differs where several nodes live on one machine.
-        device: ``cpu``, or the GPU with its name.
-        cores: The cores it may run on.
-        threads: How many threads it uses.
-        settings: The variables that change results or speed.
-    """
+class Peer(Struct, frozen=True):
+    """One rank, as it sees itself."""
 
     rank: int
+    """Its global rank."""
     local_rank: int
+    """Its local rank."""
     local_size: int
+    """Ranks on its node."""
     node: str
+    """The cluster's name of the node."""
     host: str
+    """The host name."""
     device: str
+    """``cpu``, or the GPU with its name."""
     cores: list[int]
+    """The CPU cores that it may use, by their numbers."""
     threads: int
+    """Number of compute threads."""
     settings: dict[str, str]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the record."""
-        return asdict(self)
+    """Environment variables that change results or speed."""
 
 
 def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:

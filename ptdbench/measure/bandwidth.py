@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct
 
 #: The source of the definitions, for readers.
 SOURCE = "nccl-tests, doc/PERFORMANCE.md"
@@ -61,35 +62,27 @@ def bus_bandwidth(operation: str, size: int, seconds: float, ranks: int) -> floa
     return algorithm_bandwidth(size, seconds) * FACTORS[operation].of(ranks)
 
 
-@dataclass(frozen=True)
-class Fit:
-    """The line ``t = alpha + beta * bytes`` with its errors.
-
-    Attributes:
-        alpha: Seconds for an empty message.
-        beta: Seconds per byte.
-        alpha_error: Standard error of ``alpha``.
-        beta_error: Standard error of ``beta``.
-        r2: Share of the weighted variance of the times that the line explains; 1 is all of it.
-        max_relative_error: The largest ``|line / t - 1|`` over the measured sizes.
-        points: Number of sizes fitted.
-    """
+class Fit(Struct, frozen=True):
+    """The line ``t = alpha + beta * bytes`` with its errors."""
 
     alpha: float
+    """Seconds for an empty message."""
     beta: float
+    """Seconds per byte."""
     alpha_error: float
+    """Standard error of ``alpha``."""
     beta_error: float
+    """Standard error of ``beta``."""
     r2: float
+    """Share of the weighted variance of the times that the line explains."""
     max_relative_error: float
+    """The largest relative error over the measured sizes."""
     points: int
+    """Number of sizes fitted."""
 
     def seconds(self, size: float) -> float:
         """The predicted time of a message of ``size`` bytes."""
         return self.alpha + self.beta * size
-
-    def as_dict(self) -> dict[str, float]:
-        """For the record."""
-        return asdict(self)
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from msgspec import Struct, ValidationError, convert
+from msgspec.structs import asdict
 
 from ptdbench import cache
 from ptdbench.terminal import plural
@@ -14,23 +17,19 @@ from ptdbench.terminal import plural
 _KIND = "ceilings"
 
 
-@dataclass(frozen=True)
-class Key:
-    """Everything that a ceiling depends on.
-
-    Attributes:
-        device: The GPU's name as torch reports it, or the CPU's model.
-        driver: Version of the GPU's driver; ``None`` for a CPU.
-        torch: Version of torch.
-        dtype: Arithmetic of the products: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
-        threads: Threads of a rank; ``None`` for a GPU, where they do not matter.
-    """
+class Key(Struct, frozen=True):
+    """Everything that a ceiling depends on."""
 
     device: str
+    """The GPU's name as torch reports it, or the CPU's model."""
     driver: str | None
+    """Version of its driver; null on a CPU."""
     torch: str
+    """Version of PyTorch."""
     dtype: str
+    """Arithmetic of the products: ``fp32``, ``tf32``, ``bf16`` or ``fp16``."""
     threads: int | None
+    """Threads of a rank; null for a GPU, where they do not matter."""
 
     def __str__(self) -> str:
         parts = [self.device, self.driver and f"driver {self.driver}", f"torch {self.torch}", self.dtype]
@@ -53,19 +52,32 @@ def key(environment: Mapping[str, Any], gpu: str | None, dtype: str, threads: in
     return Key(environment["cpu"], None, environment["torch"], dtype, threads)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A measured ceiling.
-
-    Attributes:
-        flops_per_second: The rate.
-        shape: The product's shape, for readers.
-        beside_load: Whether other processes used the device meanwhile, so that it may be too low; ``None`` if unknown.
-    """
+class Measured(Struct, frozen=True):
+    """A measured ceiling."""
 
     flops_per_second: float
+    """The rate."""
     shape: str
+    """The product's shape, for readers."""
     beside_load: bool | None = None
+    """Whether other processes used the device meanwhile, so that it may be too low; null if unknown."""
+
+
+class Ceiling(Key, frozen=True):
+    """The best rate of a kind of device, to which later runs are compared."""
+
+    ranks: int
+    """Ranks that measured it."""
+    shape: str
+    """The fastest product."""
+    flops_per_second: float
+    """Its median rate."""
+    share_of_peak: float | None
+    """That rate over the data sheet's dense peak."""
+    peak_reason: str | None
+    """Why there is no peak."""
+    beside_load: bool
+    """Whether other processes used these devices meanwhile, so that it may be too low."""
 
 
 def keep(of: Key, found: Measured) -> Path:
@@ -83,7 +95,6 @@ def keep(of: Key, found: Measured) -> Path:
 
 def look_up(of: Key) -> Measured | None:
     """What was measured on exactly this device; ``None`` if nothing was, or the file is damaged."""
-    found = cache.look_up(_KIND, asdict(of))
-    if not isinstance(found.get("flops_per_second"), float):
-        return None
-    return Measured(found["flops_per_second"], str(found.get("shape")), found.get("beside_load"))
+    with suppress(ValidationError):
+        return convert(cache.look_up(_KIND, asdict(of)), Measured)
+    return None

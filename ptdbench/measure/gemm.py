@@ -8,16 +8,18 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import convert, to_builtins
+from msgspec.structs import asdict
 
 from ptdbench.launch.peers import gather, node
 from ptdbench.launch.world import World
 from ptdbench.measure import ceiling, other_load, products, timing
-from ptdbench.measure.ceiling import Measured
+from ptdbench.measure.ceiling import Ceiling, Measured
 from ptdbench.measure.hardware import dense_peak, environment
 from ptdbench.measure.other_load import OtherLoad
 from ptdbench.measure.products import Shape
@@ -76,7 +78,7 @@ def measure(
     mine: Figures = {
         "rank": place.world.rank,
         "device": _gpu(place.device) or known["cpu"],
-        "keys": {dtype: asdict(_key(known, place.device, dtype)) for dtype in dtypes},
+        "keys": {dtype: _key(known, place.device, dtype) for dtype in dtypes},
         "products": [_product(place, shape, dtype, seconds) for dtype in dtypes for shape in shapes],
         "copies": _copies(place.device, seconds) if copies else [],
         "node": node(os.environ),
@@ -85,8 +87,8 @@ def measure(
     found = _ceilings(ranks, load)
     return {
         "ranks": [{name: of[name] for name in of if name not in ("keys", "node")} for of in ranks],
-        "ceilings": found,
-        "other_load": [one.as_dict() for one in load],
+        "ceilings": to_builtins(found),
+        "other_load": to_builtins(load),
     }
 
 
@@ -100,7 +102,7 @@ def measure_again(place: Place, dtype: str) -> Measured:
     """
     found = measure(place, [Shape.of(shape) for shape in AUTO_SHAPES[place.device.type]], [dtype], 0.5, copies=False)
     keep(place.world, found, only_higher=True)
-    return _measured(found["ceilings"][0])
+    return convert(found["ceilings"][0], Measured)
 
 
 def known_ceiling(
@@ -142,13 +144,13 @@ def _copies(device: torch.device, seconds: float) -> list[Figures]:
     return [{"kind": kind, "bytes": amount, **products.rates(amount, taken)} for kind, (amount, taken) in found.items()]
 
 
-def _ceilings(ranks: Sequence[Figures], load: Sequence[OtherLoad]) -> list[Figures]:
+def _ceilings(ranks: Sequence[Figures], load: Sequence[OtherLoad]) -> list[Ceiling]:
     """For every kind of device and dtype: the shape whose median rate is best, as the median over the ranks."""
     loads = {one.node: one for one in load}
-    keys = dict.fromkeys(ceiling.Key(**of_dtype) for of in ranks for of_dtype in of["keys"].values())
+    keys = dict.fromkeys(key for of in ranks for key in of["keys"].values())
     found = []
     for key in keys:
-        alike = [of for of in ranks if of["keys"].get(key.dtype) == asdict(key)]
+        alike = [of for of in ranks if of["keys"].get(key.dtype) == key]
         by_shape = {
             product["shape"]: statistics.median(
                 one["median"]
@@ -162,13 +164,18 @@ def _ceilings(ranks: Sequence[Figures], load: Sequence[OtherLoad]) -> list[Figur
         shape, rate = max(by_shape.items(), key=lambda item: item[1])
         peak, reason = dense_peak(key.device if key.threads is None else "cpu", key.dtype)
         share = None if peak is None else rate / peak
+        beside_load = any(loads[of["node"]].slows(of["rank"]) for of in alike)
         found.append(
-            {
-                **asdict(key), "ranks": len(alike), "shape": shape, "flops_per_second": rate,
-                "share_of_peak": share, "peak_reason": reason,
-                "beside_load": any(loads[of["node"]].slows(of["rank"]) for of in alike),
-            }
-        )  # fmt: skip
+            Ceiling(
+                **asdict(key),
+                ranks=len(alike),
+                shape=shape,
+                flops_per_second=rate,
+                share_of_peak=share,
+                peak_reason=reason,
+                beside_load=beside_load,
+            )
+        )
     return found
 
 
@@ -181,7 +188,7 @@ def keep(world: World, found: Figures, only_higher: bool = False) -> str | None:
         return None
     remarks = []
     for one in found["ceilings"]:
-        key, new = ceiling.Key(**{name: one[name] for name in ceiling.Key.__dataclass_fields__}), _measured(one)
+        key, new = convert(one, ceiling.Key), convert(one, Measured)
         known = ceiling.look_up(key)
         if known and known.flops_per_second > new.flops_per_second and (new.beside_load or only_higher):
             higher = f"{flops_text(known.flops_per_second)} measured earlier is higher"
@@ -192,10 +199,6 @@ def keep(world: World, found: Figures, only_higher: bool = False) -> str | None:
         except OSError as error:
             return f"not kept for later runs: {error}"
     return "; ".join(remarks) or None
-
-
-def _measured(found: Figures) -> Measured:
-    return Measured(found["flops_per_second"], found["shape"], found["beside_load"])
 
 
 def _key(known: Figures, device: torch.device, dtype: str) -> ceiling.Key:

@@ -157,7 +157,7 @@ def _versions() -> dict[str, str | None]:
     return {
         "ptdbench": _version("ptdbench"),
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # of a class of its own
         "torchvision": _version("torchvision"),
         "numpy": _version("numpy"),
         "cuda": torch.version.cuda,

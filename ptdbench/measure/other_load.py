@@ -9,11 +9,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from msgspec import Struct
 
 from ptdbench.launch import cores
 from ptdbench.launch.peers import gather, node
@@ -30,23 +30,19 @@ _BUSY = (0, 1, 2, 7)
 _COLUMNS = 8  # the later ones are parts of user and nice
 
 
-@dataclass(frozen=True)
-class OtherLoad:
-    """What other processes took of one node.
-
-    Attributes:
-        node: The node.
-        cores: The number of cores that its ranks may use.
-        taken: Cores that other processes took, on average; ``None`` if this system does not say.
-        gpu_ranks: Ranks whose GPU other processes use.
-        on_gpu: Whether the ranks measured GPUs: load on the cores does not matter then.
-    """
+class OtherLoad(Struct, frozen=True):
+    """What other processes took of one node."""
 
     node: str
+    """The node."""
     cores: int
+    """The number of cores that its ranks may use."""
     taken: float | None
+    """Cores that other processes took, on average; null if the system does not say."""
     gpu_ranks: list[int]
+    """Ranks whose GPU other processes use."""
     on_gpu: bool
+    """Whether the ranks measured GPUs."""
 
     @property
     def is_busy(self) -> bool:
@@ -58,10 +54,6 @@ class OtherLoad:
     def slows(self, rank: int) -> bool:
         """Whether this may have slowed down this rank of the node."""
         return self.is_busy and (not self.on_gpu or rank in self.gpu_ranks)
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the record."""
-        return asdict(self)
 
     def __str__(self) -> str:
         if self.on_gpu:

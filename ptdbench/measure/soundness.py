@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
+
+from msgspec import Struct
 
 from ptdbench.measure.topology import THROTTLES
 
@@ -17,25 +18,17 @@ Verdict = Literal["sound", "busy", "unsound"]
 VERSIONS = ("ptdbench", "python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver", "git_commit")
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong.
-
-    Attributes:
-        kind: ``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``.
-        ranks: The affected ranks.
-        text: The message to show.
-        beside_load: Whether other load may be the cause.
-    """
+class Finding(Struct, frozen=True):
+    """One thing that is wrong."""
 
     kind: str
+    """``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``."""
     ranks: list[int]
+    """The affected ranks."""
     text: str
+    """The message to show."""
     beside_load: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the record."""
-        return asdict(self)
+    """Whether other load may be the cause."""
 
 
 def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float) -> dict[T, float]:

@@ -5,35 +5,19 @@ These types are documentation; records are not checked against them, since a cus
 
 from __future__ import annotations
 
-from typing import Any, TypedDict
+from typing import Any
 
+from msgspec import Struct
+
+from ptdbench.launch.peers import Peer
+from ptdbench.measure.bandwidth import Fit
+from ptdbench.measure.ceiling import Ceiling
+from ptdbench.measure.other_load import OtherLoad
+from ptdbench.measure.soundness import Finding
 from ptdbench.records.schema import StepSeconds
 
 
-class RankHello(TypedDict):
-    """The description of one rank."""
-
-    rank: int
-    """Its global rank."""
-    local_rank: int
-    """Its local rank."""
-    local_size: int
-    """Ranks on its node."""
-    node: str
-    """The cluster's name of the node."""
-    host: str
-    """The host name."""
-    device: str
-    """``cpu``, or the GPU with its name."""
-    cores: list[int]
-    """The CPU cores that it may use, by their numbers."""
-    threads: int
-    """Number of compute threads."""
-    settings: dict[str, str]
-    """Environment variables that change results or speed."""
-
-
-class Hello(TypedDict):
+class Hello(Struct):
     """The ranks (``workload=hello``)."""
 
     launcher: str
@@ -44,11 +28,11 @@ class Hello(TypedDict):
     """Address of the rendezvous."""
     port: int
     """Its port."""
-    ranks: list[RankHello]
+    ranks: list[Peer]
     """Every rank, in order."""
 
 
-class Product(TypedDict):
+class Product(Struct):
     """A matrix product on one device; rates in FLOP/s."""
 
     dtype: str
@@ -65,7 +49,7 @@ class Product(TypedDict):
     """The highest rate."""
 
 
-class Copy(TypedDict):
+class Copy(Struct):
     """A copy of memory; rates in bytes/s."""
 
     kind: str
@@ -82,7 +66,7 @@ class Copy(TypedDict):
     """The highest rate."""
 
 
-class RankProducts(TypedDict):
+class RankProducts(Struct):
     """Rates of one rank's device."""
 
     rank: int
@@ -95,49 +79,7 @@ class RankProducts(TypedDict):
     """Copies of memory."""
 
 
-class Ceiling(TypedDict):
-    """The best rate of a kind of device, to which later runs are compared."""
-
-    device: str
-    """The device."""
-    driver: str | None
-    """Version of its driver; null on a CPU."""
-    torch: str
-    """Version of PyTorch."""
-    dtype: str
-    """Arithmetic of the product."""
-    threads: int
-    """Threads of a rank."""
-    ranks: int
-    """Ranks that measured it."""
-    shape: str
-    """The fastest product."""
-    flops_per_second: float
-    """Its median rate."""
-    share_of_peak: float | None
-    """That rate over the data sheet's dense peak."""
-    peak_reason: str | None
-    """Why there is no peak."""
-    beside_load: bool
-    """Whether other processes used these devices meanwhile, so that it may be too low."""
-
-
-class OtherLoad(TypedDict):
-    """What other processes took of a node during a measurement."""
-
-    node: str
-    """The node."""
-    cores: int
-    """The number of cores that its ranks may use."""
-    taken: float | None
-    """Cores that other processes took, on average; null if the system does not say."""
-    gpu_ranks: list[int]
-    """Ranks whose GPU other processes use."""
-    on_gpu: bool
-    """Whether the ranks measured GPUs."""
-
-
-class Matmul(TypedDict):
+class Matmul(Struct):
     """Rates of the devices (``workload=matmul``)."""
 
     ranks: list[RankProducts]
@@ -146,53 +88,34 @@ class Matmul(TypedDict):
     """One for each kind of device and arithmetic."""
     other_load: list[OtherLoad]
     """What other processes took of each node meanwhile."""
-    kept: str | None
+    kept: str | None = None
     """Why ceilings were not stored for later runs; null if all are."""
 
 
-class Cut(TypedDict, total=False):
+class Cut(Struct):
     """Sizes that were skipped because they would have taken too long."""
 
-    source: int
+    source: int | None = None
     """The sending rank, for a link in one direction."""
-    target: int
+    target: int | None = None
     """The receiving rank."""
-    ranks: list[int]
+    ranks: list[int] | None = None
     """The two ranks, for a link in both directions."""
-    op: str
+    op: str | None = None
     """The collective."""
-    dtype: str | None
+    dtype: str | None = None
     """Its dtype."""
-    reduction: str | None
+    reduction: str | None = None
     """Its reduction."""
-    mode: str
+    mode: str | None = None
     """Its mode."""
-    from_bytes: int
+    from_bytes: int | None = None
     """The smallest size that was skipped."""
-    reason: str
+    reason: str | None = None
     """Why."""
 
 
-class Fit(TypedDict):
-    """The line ``alpha + beta * bytes`` in seconds, fitted to the measurements."""
-
-    alpha: float
-    """Seconds for an empty message."""
-    beta: float
-    """Seconds per byte."""
-    alpha_error: float
-    """Standard error of ``alpha``."""
-    beta_error: float
-    """Standard error of ``beta``."""
-    r2: float
-    """Share of the weighted variance of the times that the line explains."""
-    max_relative_error: float
-    """The largest relative error over the measured sizes."""
-    points: int
-    """Number of sizes fitted."""
-
-
-class CollectiveFit(Fit):
+class CollectiveFit(Fit, frozen=True):
     """The line of a collective."""
 
     op: str
@@ -205,22 +128,22 @@ class CollectiveFit(Fit):
     """How it was called."""
 
 
-class MessageSize(TypedDict, total=False):
+class MessageSize(Struct):
     """Messages of one size between two ranks."""
 
-    bytes: int
+    bytes: int | None = None
     """The size."""
-    repetitions: int
+    repetitions: int | None = None
     """How often it was timed."""
-    seconds: StepSeconds
+    seconds: StepSeconds | None = None
     """Time of the round trip, or of the exchange in both directions."""
-    one_way: float
+    one_way: float | None = None
     """Seconds of the message without its answer, for a link in one direction."""
-    bandwidth: float
+    bandwidth: float | None = None
     """Bytes a second."""
 
 
-class Pair(TypedDict):
+class Pair(Struct):
     """A link from one rank to another."""
 
     source: int
@@ -237,7 +160,7 @@ class Pair(TypedDict):
     """What was measured."""
 
 
-class BothWays(TypedDict):
+class BothWays(Struct):
     """Two ranks that send to each other at once."""
 
     ranks: list[int]
@@ -246,7 +169,7 @@ class BothWays(TypedDict):
     """What was measured; the bandwidth is that of both directions together."""
 
 
-class Overlap(TypedDict):
+class Overlap(Struct):
     """Overlap of communication and computation."""
 
     ranks: list[int]
@@ -263,7 +186,7 @@ class Overlap(TypedDict):
     """Share of the shorter one that was overlapped."""
 
 
-class P2P(TypedDict):
+class P2P(Struct):
     """Links between ranks (``workload=p2p``)."""
 
     pairs: list[Pair]
@@ -276,7 +199,7 @@ class P2P(TypedDict):
     """Skipped sizes."""
 
 
-class CollectiveResult(TypedDict):
+class CollectiveResult(Struct):
     """One collective at one size."""
 
     op: str
@@ -303,7 +226,7 @@ class CollectiveResult(TypedDict):
     """``algbw`` times the factor of ``definitions``: the rate of the links."""
 
 
-class _Collectives(TypedDict):
+class _Collectives(Struct):
     """What every record of collectives has."""
 
     group: str
@@ -322,27 +245,14 @@ class _Collectives(TypedDict):
     """Collectives that the backend does not support."""
 
 
-class Collectives(_Collectives, total=False):
+class Collectives(_Collectives):
     """Collectives (``workload=collectives``)."""
 
-    kept: str | None
+    kept: str | None = None
     """Why ``fits`` could not be kept for the ``phases`` of later runs; null if they are, or are not of all ranks."""
 
 
-class Finding(TypedDict):
-    """One thing that is wrong."""
-
-    kind: str
-    """``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``."""
-    ranks: list[int]
-    """The affected ranks."""
-    text: str
-    """The message to show."""
-    beside_load: bool
-    """Whether other load may be the cause."""
-
-
-class Check(TypedDict):
+class Check(Struct):
     """Whether the cluster is sound (``workload=check``, or ``check=true`` before a training run)."""
 
     sound: bool
@@ -377,16 +287,16 @@ class Check(TypedDict):
     """A few collectives; null for one rank."""
 
 
-class Findings(TypedDict, total=False):
+class Findings(Struct):
     """Fields of a record that only some workloads have."""
 
-    hello: Hello
+    hello: Hello | None = None
     """The ranks."""
-    matmul: Matmul
+    matmul: Matmul | None = None
     """What the devices reach."""
-    p2p: P2P
+    p2p: P2P | None = None
     """Links between ranks."""
-    collectives: Collectives
+    collectives: Collectives | None = None
     """Collectives."""
-    check: Check
+    check: Check | None = None
     """Whether the cluster is sound."""

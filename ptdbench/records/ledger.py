@@ -6,20 +6,20 @@ killed process leaves no unknown job.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+from msgspec import Struct, to_builtins
+from msgspec.structs import replace
+
+from ptdbench.records import schema
 from ptdbench.records.files import read_bytes, write_json
 from ptdbench.records.store import Damaged
 
 LEDGER = "sweep.json"
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(Struct, frozen=True):
     """One run that was submitted, or was about to be; several of them may share a job of the queue.
 
     Attributes:
@@ -47,8 +47,7 @@ class Job:
     step: int | None = None
 
 
-@dataclass(frozen=True)
-class Ledger:
+class Ledger(Struct, frozen=True):
     """The request of a sweep, and its jobs.
 
     Attributes:
@@ -56,8 +55,8 @@ class Ledger:
         jobs: In the order of their numbers; the last one of each run.
     """
 
-    overrides: list[str] = field(default_factory=list)
-    jobs: list[Job] = field(default_factory=list)
+    overrides: list[str]
+    jobs: list[Job]
 
 
 def with_id(job: Job, identity: str) -> Job:
@@ -84,7 +83,7 @@ def add(sweep_directory: Path, jobs: Sequence[Job]) -> None:
 
 def write(sweep_directory: Path, ledger: Ledger) -> None:
     """Replace the file; raises OSError."""
-    write_json(sweep_directory / LEDGER, asdict(ledger))
+    write_json(sweep_directory / LEDGER, to_builtins(ledger))
 
 
 def read(sweep_directory: Path) -> Ledger:
@@ -95,28 +94,8 @@ def read(sweep_directory: Path) -> Ledger:
     """
     path = sweep_directory / LEDGER
     try:
-        written = json.loads(read_bytes(path))
+        return schema.read(read_bytes(path), Ledger)
     except FileNotFoundError:
-        return Ledger()
-    except (ValueError, OSError, RecursionError) as error:
+        return Ledger([], [])
+    except (ValueError, OSError) as error:
         raise Damaged(f"{path} is damaged: {error}") from None
-    try:
-        return Ledger(_texts(written["overrides"]), [_job(fields) for fields in written["jobs"]])
-    except (KeyError, TypeError, ValueError) as error:
-        raise Damaged(f"{path} is damaged: {type(error).__name__}: {error}") from None
-
-
-def _job(fields: Any) -> Job:
-    job = Job(**fields)
-    of_text = (job.name, job.label, job.shape, job.directory, job.log, *([job.id] if job.id is not None else []))
-    numbers = (job.number, *(number for number in (job.element, job.step) if number is not None))
-    if not all(isinstance(value, str) for value in of_text) or not all(isinstance(value, int) for value in numbers):
-        raise TypeError("a job's fields have other types")
-    _texts(job.overrides)
-    return job
-
-
-def _texts(value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise TypeError("overrides are a list of texts")
-    return value

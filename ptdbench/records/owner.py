@@ -21,29 +21,11 @@ from typing import Any
 import psutil
 
 from ptdbench.records import store
+from ptdbench.records.schema import Owner
 from ptdbench.terminal import say
 
 #: Seconds to wait for another process that writes the record: a suspended one must not block the others.
 _PATIENCE = 2.0
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The process that opened a record.
-
-    Attributes:
-        launch: The name of its start of the run.
-        host: Its machine.
-        pid: Its process id there.
-        started: When it was created, in seconds since the epoch: process ids are reused.
-        job: Its SLURM job in the form of squeue, ``123`` or ``123_4``; ``None`` outside a job.
-    """
-
-    launch: str
-    host: str
-    pid: int
-    started: float
-    job: str | None
 
 
 def this_process(launch: str, environ: Mapping[str, str]) -> Owner:

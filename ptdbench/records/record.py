@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ptdbench.records import schema, store
 from ptdbench.records.cause import status_of
 from ptdbench.records.failure import Failure
 from ptdbench.records.files import strict
-from ptdbench.records.owner import Owner
+from ptdbench.records.schema import Owner
 from ptdbench.terminal import command, under
 
 #: The type of error of a record that was opened and not yet closed.
@@ -24,7 +25,7 @@ UNFINISHED = "Unfinished"
 NO_WORK = ("resume", "reshape", "sweep", "repeat", "objective", "logger")
 
 #: Fields of every record, in the order in which they are written.
-FIELDS = tuple(schema.Record.__annotations__)
+FIELDS = schema.Record.__struct_fields__
 
 #: Results that a resumed run keeps from its earlier starts.
 _FOUND = ("metrics", "steps", "final_loss", "evaluations", "segments")
@@ -62,7 +63,7 @@ def begin(
         "overrides": None if overrides is None else list(overrides),
         "started": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "directory": str(directory),
-        "owner": asdict(owner) if owner else None,
+        "owner": msgspec.to_builtins(owner),
         "remarks": {},
         "environment": dict(environment),
         "config": strict(config, str),
@@ -84,12 +85,16 @@ def option(config: Mapping[str, Any] | None, name: str, kind: Any) -> Any:
     Args:
         config: The ``config`` of a record.
         name: Its dotted name.
-        kind: As for :func:`ptdbench.records.schema.fault`.
+        kind: Its type.
     """
     found: Any = config
     for key in name.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
-    return None if schema.fault(found, kind) else found
+    try:
+        msgspec.convert(found, kind)
+        return found
+    except ValueError:  # also of text that is not UTF-8
+        return None
 
 
 def failed(record: Mapping[str, Any], failure: Failure) -> dict[str, Any]:

@@ -1,33 +1,38 @@
 """The schema of a record, and the validation of records read from files.
 
-A field may be missing: a record is written before its run begins, and by other versions of this package. A field that
-is present has the type declared here. :mod:`ptdbench.records.describe` generates ``docs/record.md`` from this module
-and :mod:`ptdbench.records.findings`: the string below a field is its description.
+A field may be missing: a record is written before its run begins, and a missing field is ``None`` here. A field that is
+present has the type declared here. :mod:`ptdbench.records.describe` generates the tables of ``docs/record.md`` from
+this module and :mod:`ptdbench.records.findings`: the string below a field is its description.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable
-from functools import cache
-from types import NoneType, UnionType
-from typing import Any, NewType, NoReturn, TypedDict, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+T = TypeVar("T")
 
 #: The schema version that this version writes.
 SCHEMA = 2
 
-#: Numbers that are refused outside of :data:`RANGES`: figures made of them would be errors or infinities.
-Count = NewType("Count", int)
-Degree = NewType("Degree", int)
-Amount = NewType("Amount", float)
-Quantity = NewType("Quantity", float)
+#: Numbers within limits: figures made of others would be errors or infinities.
+Whole = Annotated[int, Meta(ge=-(2**63) + 1, le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Degree = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+Amount = Annotated[float, Meta(ge=-1e30, le=1e30)]
+Quantity = Annotated[float, Meta(ge=0, le=1e30)]
+Positive = Annotated[float, Meta(ge=1e-30, le=1e30)]
 
 
-class _Cause(TypedDict):
+class _Cause(Struct):
     """The fields of every error."""
 
-    rank: int
+    rank: Whole
     """The rank that failed first; -1 for the process that starts the ranks."""
     type: str
     """The class of the exception, or the name of the signal."""
@@ -37,93 +42,93 @@ class _Cause(TypedDict):
     """The traceback as text, of a crash in native code the stack; empty if the process could not write one."""
 
 
-class Error(_Cause, total=False):
+class Error(_Cause):
     """Why a run did not end well."""
 
-    where: str
+    where: str | None = None
     """The last frame in the user's code, as in ``mymodels.py:13 in forward``, of a crash else in ptdbench; or empty."""
 
 
-class Layout(TypedDict, total=False):
+class Layout(Struct):
     """How the global batch is divided among the ranks."""
 
-    data: Degree
+    data: Degree | None = None
     """Shares that the global batch is divided into: ``replicate * shard``."""
-    replicate: Degree
+    replicate: Degree | None = None
     """Copies of the model."""
-    shard: Degree
+    shard: Degree | None = None
     """Ranks that share the weights of one copy, and its share of the batch."""
-    context: Degree
+    context: Degree | None = None
     """Ranks that share a sequence."""
-    tensor: Degree
+    tensor: Degree | None = None
     """Ranks that share each matrix product."""
-    pipeline: Degree
+    pipeline: Degree | None = None
     """Ranks that share the layers of a copy."""
-    global_batch: Degree
+    global_batch: Degree | None = None
     """Samples of one optimizer step over all ranks."""
-    micro_batch: Degree
+    micro_batch: Degree | None = None
     """Samples of one forward pass."""
-    microbatches: Degree
+    microbatches: Degree | None = None
     """Micro-batches of one pass of the pipeline schedule."""
-    accumulation: Degree
+    accumulation: Degree | None = None
     """Passes whose gradients add up to one optimizer step."""
 
 
-class StepSeconds(TypedDict, total=False):
+class StepSeconds(Struct):
     """Location and spread of the timed steps, in seconds; a step takes as long as its slowest rank."""
 
-    median: Quantity | None
+    median: Positive | None = None
     """The median."""
-    mean: Quantity | None
+    mean: Positive | None = None
     """The mean."""
-    p5: Quantity | None
+    p5: Positive | None = None
     """The 5 % quantile."""
-    p95: Quantity | None
+    p95: Positive | None = None
     """The 95 % quantile."""
-    ci95: list[Quantity] | None
+    ci95: list[Positive] | None = None
     """``[low, high]``, the 95 % interval of the median; null below six steps."""
 
 
-class Metrics(TypedDict, total=False):
+class Metrics(Struct):
     """Figures of the timed steps, those after the warm-up; null if unknown."""
 
-    step_seconds: StepSeconds | None
+    step_seconds: StepSeconds | None = None
     """Statistics of the step times."""
-    tokens_per_second: Quantity | None
+    tokens_per_second: Positive | None = None
     """Tokens of all ranks in all timed steps over the seconds of these; null if samples are not token sequences."""
-    samples_per_second: Quantity | None
+    samples_per_second: Positive | None = None
     """Samples of all ranks in all timed steps over the seconds of these."""
-    tokens_per_second_per_device: Quantity | None
+    tokens_per_second_per_device: Positive | None = None
     """The same for one device."""
-    samples_per_second_per_device: Quantity | None
+    samples_per_second_per_device: Positive | None = None
     """The same for one device."""
-    model_flops_per_second: Quantity | None
+    model_flops_per_second: Quantity | None = None
     """FLOP/s of all devices by the model's formula; recomputation does not count."""
-    mfu: Quantity | None
+    mfu: Quantity | None = None
     """Model FLOP/s of a device over its dense peak by the data sheet."""
-    mfu_reason: str | None
+    mfu_reason: str | None = None
     """Why there is no ``mfu``."""
-    mfu_of_bf16: Quantity | None
+    mfu_of_bf16: Quantity | None = None
     """Under ``precision=fp8``, model FLOP/s of a device over its bf16 peak, to compare with runs in bf16."""
-    ceiling_flops_per_second: Quantity | None
+    ceiling_flops_per_second: Positive | None = None
     """FLOP/s that ``workload=matmul`` measured on this device in this arithmetic."""
-    ceiling_beside_load: bool | None
+    ceiling_beside_load: bool | None = None
     """Whether other processes used the device while that was measured, so that it may be too low; null if unknown."""
-    share_of_ceiling: Quantity | None
+    share_of_ceiling: Quantity | None = None
     """Model FLOP/s of a device over that ceiling; ``remarks.ceiling`` says why where it is above 1."""
-    ceiling_reason: str | None
+    ceiling_reason: str | None = None
     """Why there is no ceiling."""
-    data_wait_share: Quantity | None
+    data_wait_share: Quantity | None = None
     """Share of the timed steps' seconds spent waiting for batches."""
-    peak_memory_bytes: Quantity | None
+    peak_memory_bytes: Count | None = None
     """Peak memory, the maximum over ranks: of the device, or of the process on a CPU."""
-    first_step_seconds: Amount | None
+    first_step_seconds: Amount | None = None
     """Seconds from "ready to start" to the end of the first step on all ranks."""
-    startup_seconds: dict[str, Amount] | None
+    startup_seconds: dict[str, Amount] | None = None
     """These by phase: ``import``, ``config``, ``rendezvous``, ``check``, ``build``, ``first_step``."""
 
 
-class _Counted(TypedDict):
+class _Counted(Struct):
     """What ranks are seen to send with an operation."""
 
     calls: Amount
@@ -137,104 +142,104 @@ class _Counted(TypedDict):
     """The part of them in which the rank computed nothing: a share of the phase ``communication``."""
 
 
-class Communication(_Counted, total=False):
+class Communication(_Counted):
     """What ranks send with one operation, such as ``all_reduce``, in one step: the mean over ranks."""
 
-    formula_bytes: Amount | None
+    formula_bytes: Amount | None = None
     """What ``bytes`` should be for this layout, without messages of a single number; null if no exact formula is
     known."""
-    fit_seconds: Amount | None
+    fit_seconds: Amount | None = None
     """What ``calls`` with ``bytes`` take by the line that ``workload=collectives`` last fitted on these ranks, with
     this backend and torch; null if it did not, or the operation is not one of all ranks."""
 
 
-class Phases(TypedDict, total=False):
+class Phases(Struct):
     """Where the time of a step went, from a few profiled steps after the timed ones (``profile.steps``).
 
     The profiler slows steps down: seconds are those of the profiled steps, scaled to the mean timed step.
     """
 
-    steps: Count
+    steps: Count | None = None
     """Number of profiled steps; 0 if there are no phases."""
-    reason: str | None
+    reason: str | None = None
     """Why there are no phases."""
-    pass_seconds: Amount
-    """What profiling took, from the first profiled step to the last figure."""
-    profiled_step_seconds: Amount
+    profiled_step_seconds: Amount | None = None
     """Mean duration of a profiled step, of the slowest rank."""
-    step_seconds: Quantity
+    step_seconds: Positive | None = None
     """Mean duration of a timed step, to which all seconds are scaled; of a profiled one if no step was timed."""
-    ranks: dict[str, list[Amount]]
+    ranks: dict[str, list[Amount]] | None = None
     """Seconds of a step by phase, one number for each rank; the phases of a rank add up to its step. ``data``: waiting
     for the batch. ``forward``, ``backward``: these passes without the waiting below; recomputation is part of
     ``backward``. ``communication``: exposed, the rank computed nothing meanwhile. ``stragglers``: waiting until the
     last rank of a collective operation had called it. ``bubble``: waiting until another stage of the pipeline had
     called its side of a message. ``optimizer``: clipping, the optimizer, loss scaling. ``other``: all else."""
-    communication: dict[str, Communication]
+    communication: dict[str, Communication] | None = None
     """The operations of communication."""
-    waited_for: list[Amount]
+    waited_for: list[Amount] | None = None
     """For each rank the seconds of a step in which others waited for it: the mean over the others."""
-    waited_for_most: list[Count | None]
+    waited_for_most: list[Count | None] | None = None
     """For each profiled step the rank that the others waited for longest; null if they waited for none."""
-    stages: list[list[Count]] | None
+    stages: list[list[Count]] | None = None
     """The pipeline's stages on each rank; null without a pipeline."""
-    stage_parts: list[list[str]] | None
-    """For each stage the names of the parts that it holds besides repeated layers, such as ``embedding`` and ``head``;
-    null without a pipeline."""
-    bubble_formula: Amount | None
+    bubble_formula: Amount | None = None
     """The bubble's share of a step by the formula of the schedule, for stages that take equally long; null without
     a pipeline."""
+    stage_parts: list[list[str]] | None = None
+    """For each stage the names of the parts that it holds besides repeated layers, such as ``embedding`` and ``head``;
+    null without a pipeline."""
+    pass_seconds: Amount | None = None
+    """What profiling took, from the first profiled step to the last figure."""
 
 
-class Memory(TypedDict, total=False):
+class Memory(Struct):
     """What the memory is for when a step takes the most, on each rank; from a step after the timed ones.
 
     It counts what torch allocates on the rank's device: on a CPU without Python and libraries, on a GPU without the
     context and the buffers of NCCL.
     """
 
-    reason: str | None
+    reason: str | None = None
     """Why there are no figures."""
-    ranks: dict[str, list[int]]
+    ranks: dict[str, list[Whole]] | None = None
     """Bytes by kind, one number for each rank; those of a rank add up to its peak. ``weights``: parameters and
     buffers, of which a rank may have shards. ``gradients``: also those of whole weights that FSDP has not reduced yet.
     ``optimizer``: its state, moving averages of weights included. ``activations``: what else the forward and the
     backward pass allocate. ``communication``: what is sent and received, and the weights that FSDP has gathered.
     ``other``: the batch, what an update needs for a moment, and on a GPU what was there before for another reason,
     such as workspaces of libraries, and what the allocator rounds sizes up by."""
-    moments: list[str]
+    moments: list[str] | None = None
     """In which part of the step each rank had its peak: ``data``, ``forward``, ``backward``, ``optimizer`` or
     ``other``."""
-    pass_seconds: Amount
+    pass_seconds: Amount | None = None
     """What finding this out took."""
 
 
-class Energy(TypedDict, total=False):
+class Energy(Struct):
     """Energy that devices took while the run did steps after the first ``train.warmup_steps`` ones.
 
     Evaluations, checkpoints and all else that interrupts steps is left out. Null with a ``reason`` if it is not known
     of all devices.
     """
 
-    source: str | None
+    source: str | None = None
     """Whose counters were read: ``NVML`` or ``RAPL``."""
-    steps: Count | None
+    steps: Count | None = None
     """Number of steps during which it was metered; the fewest of a device."""
-    seconds: Amount | None
+    seconds: Amount | None = None
     """Their duration; the shortest of a device."""
-    watts: Amount | None
+    watts: Amount | None = None
     """Mean power of all devices together."""
-    joules_per_step: Amount | None
+    joules_per_step: Amount | None = None
     """Energy of all devices in one step."""
-    joules_per_sample: Amount | None
+    joules_per_sample: Amount | None = None
     """The same over the samples of the global batch."""
-    joules_per_token: Amount | None
+    joules_per_token: Amount | None = None
     """The same over its tokens; null if samples are not token sequences."""
-    reason: str | None
+    reason: str | None = None
     """Why there are no figures."""
 
 
-class Clocks(TypedDict):
+class Clocks(Struct):
     """The clocks of one rank's GPU while the run did steps; null if NVML does not tell."""
 
     rank: Count
@@ -253,23 +258,25 @@ class Clocks(TypedDict):
     Causes may coincide."""
 
 
-class Hardware(TypedDict, total=False):
+class Hardware(Struct):
     """The hardware while the last start of the run did steps: energy, clocks, and what held these back."""
 
-    cpu: Energy
+    cpu: Energy | None = None
     """All CPU packages of the machines that the ranks ran on, without memory modules. A package does not tell whose
     work it does: the energy is that of everything that ran there."""
-    gpu: Energy
+    gpu: Energy | None = None
     """The ranks' GPUs with their memory, all that ran on them included."""
-    clocks: list[Clocks]
+    clocks: list[Clocks] | None = None
     """One for each rank that has a GPU."""
 
 
-class Evaluation(TypedDict):
+class Evaluation(Struct):
     """One evaluation on the held-out part."""
 
     step: Count
     """Number of optimizer steps done before it."""
+    samples: Count
+    """Samples of the held-out part, each counted once."""
     loss: float | None
     """Mean loss per target, without label smoothing; null if it was not finite."""
     top1: Amount | None
@@ -278,24 +285,38 @@ class Evaluation(TypedDict):
     """Top-5 accuracy, 0 to 1."""
     bits_per_byte: Amount | None
     """Loss in bits per byte of text; null if samples are not text."""
-    samples: Count
-    """Samples of the held-out part, each counted once."""
     seconds: Amount
     """Duration."""
 
+    def better_than(self, other: Evaluation) -> bool:
+        """Whether this is the better evaluation: by top-1 accuracy if there is one, else by loss."""
+        if self.loss is None or other.loss is None:  # diverged
+            return self.loss is not None
+        if self.top1 is not None and other.top1 is not None:
+            return self.top1 > other.top1
+        return self.loss < other.loss
 
-class SegmentLayout(Layout, total=False):
+    def __str__(self) -> str:
+        """The main figure, as in ``held-out 97.2 %``."""
+        if self.top1 is not None:
+            return f"held-out {100 * self.top1:.1f} %"
+        if self.bits_per_byte is not None:
+            return f"held-out {self.bits_per_byte:.3f} bits/byte"
+        return f"held-out loss {math.nan if self.loss is None else self.loss:.4f}"
+
+
+class SegmentLayout(Layout):
     """What must be equal for the times of steps to be comparable: the layout, the launcher and the nodes."""
 
-    parallel: dict[str, Any]
+    parallel: dict[str, Any] | None = None
     """The options of ``parallel``."""
-    launcher: str
+    launcher: str | None = None
     """The launcher."""
-    nodes: list[str]
+    nodes: list[str] | None = None
     """The nodes, sorted."""
 
 
-class Segment(TypedDict):
+class Segment(Struct):
     """One start of the run, whose times are not mixed with those of other starts."""
 
     first_step: Count
@@ -304,88 +325,88 @@ class Segment(TypedDict):
     """Number of steps that it has done."""
     layout: SegmentLayout
     """What its times depend on. ``metrics`` includes the timed steps of all starts with the same layout."""
-    warmup_steps: Count
-    """Number of untimed steps at its beginning."""
     startup_seconds: dict[str, Amount]
     """Seconds until the end of its first step, by phase."""
+    warmup_steps: Count
+    """Number of untimed steps at its beginning."""
 
 
-class Remarks(TypedDict, total=False):
+class Remarks(Struct):
     """Remarks on a run."""
 
-    check: str | None
+    check: str | None = None
     """What the check before the run (``check=true``) found unsound."""
-    ceiling: str | None
+    ceiling: str | None = None
     """That the run passed the ceiling, which was measured again, and what came of it."""
-    cut_short: str | None
+    cut_short: str | None = None
     """Why there were fewer steps than asked for."""
-    resumed: str | None
+    resumed: str | None = None
     """The step and the checkpoint that the run resumed from, and how its ranks or its layout have changed since."""
-    checkpoints: list[str] | None
+    checkpoints: list[str] | None = None
     """Checkpoints that were skipped or could not be written, and steps whose numbers are lost."""
-    leaving: list[str] | None
+    leaving: list[str] | None = None
     """Ranks that had to be ended after their work was done."""
 
 
-class Owner(TypedDict):
+class Owner(Struct):
     """The process that opened a record."""
 
     launch: str
     """The name of its start of the run."""
     host: str
     """Its machine."""
-    pid: int
+    pid: Whole
     """Its process id there."""
     started: float
-    """When it was created, in seconds since the epoch."""
+    """When it was created, in seconds since the epoch: process ids are reused."""
     job: str | None
     """Its SLURM job in the form of squeue; null outside a job."""
 
 
-class Environment(TypedDict, total=False):
+class Environment(Struct):
     """The machine and the installation, as seen by rank 0."""
 
-    ptdbench: str | None
+    ptdbench: str | None = None
     """Version of this package."""
-    python: str
+    python: str | None = None
     """Version of Python."""
-    torch: str
+    torch: str | None = None
     """Version of PyTorch."""
-    torchvision: str | None
+    torchvision: str | None = None
     """Version of torchvision."""
-    numpy: str | None
+    numpy: str | None = None
     """Version of NumPy."""
-    cuda: str | None
+    cuda: str | None = None
     """Version of CUDA that torch was built for."""
-    rocm: str | None
+    rocm: str | None = None
     """Version of ROCm that torch was built for; null in other builds."""
-    tf32: bool | None
+    tf32: bool | None = None
     """Whether matrix products or convolutions of fp32 tensors may run in TF32; null on a CPU."""
-    cudnn: Count | None
+    cudnn: Count | None = None
     """Version of cuDNN; null on a CPU."""
-    nccl: str | None
+    nccl: str | None = None
     """Version of NCCL; null on a CPU."""
-    driver: str | None
+    driver: str | None = None
     """Version of the GPU driver; null on a CPU."""
-    devices: list[Any]
+    devices: list[Any] | None = None
     """The GPUs that rank 0 sees."""
-    git_commit: str | None
+    git_commit: str | None = None
     """The commit of this package, if it runs from a repository."""
-    git_dirty: bool | None
+    git_dirty: bool | None = None
     """Whether files differ from that commit."""
-    cpu: str | None
+    cpu: str | None = None
     """Name of the CPU."""
-    cores: Count | None
+    cores: Count | None = None
     """CPU cores that rank 0 may use."""
-    host: str
+    host: str | None = None
     """Name of the machine."""
-    os: str
+    os: str | None = None
     """Name and version of the operating system."""
-    settings: dict[str, str]
+    settings: dict[str, str] | None = None
     """Environment variables that change results or speed, by name."""
 
 
-class Identity(TypedDict):
+class Identity(Struct):
     """The fields of every record."""
 
     status: str
@@ -396,95 +417,69 @@ class Identity(TypedDict):
     """Sixteen hex digits, equal for two runs if and only if their resolved configurations are equal."""
     directory: str
     """The run's directory when it ran."""
+    schema: Whole = 1
+    """The version of this schema: 2."""
 
 
-class Record(Identity, total=False):
+class Record(Identity):
     """``record.json`` of a run, and its line in the ``results.jsonl`` of its sweep."""
 
-    schema: int
-    """The version of this schema: 2."""
-    model: str | None
+    model: str | None = None
     """The choice of ``model``; null for a workload that does not train, as are all fields of training."""
-    parallel: str | None
+    parallel: str | None = None
     """The choice of ``parallel``."""
-    world_size: Degree | None
+    world_size: Degree | None = None
     """Ranks, one device each."""
-    global_batch: Degree | None
+    global_batch: Degree | None = None
     """Samples of one optimizer step over all ranks."""
-    tokens_per_sample: Count | None
+    tokens_per_sample: Count | None = None
     """Length of a sequence; null if samples are not token sequences."""
-    precision: str | None
+    precision: str | None = None
     """``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``."""
-    parameters: Count | None
+    parameters: Count | None = None
     """Parameters of the whole model; tied ones count once."""
-    overrides: list[str] | None
+    overrides: list[str] | None = None
     """The overrides typed for the run; null if unknown."""
-    started: str
+    started: str | None = None
     """When the run started, in UTC: ISO 8601."""
-    owner: Owner | None
+    owner: Owner | None = None
     """The process that opened the record; null if the run waited to be started."""
-    launcher: str | None
+    launcher: str | None = None
     """The launcher: ``local``, ``torchrun``, ``srun``, ..."""
-    nodes: list[str] | None
+    nodes: list[str] | None = None
     """The nodes, in the order of the ranks."""
-    layout: Layout | None
+    layout: Layout | None = None
     """How the global batch was divided among the ranks."""
-    warmup_steps: Count | None
+    warmup_steps: Count | None = None
     """Number of untimed steps of the last start of the run."""
-    metrics: Metrics | None
+    metrics: Metrics | None = None
     """Figures of the timed steps; those until it ended for a run that did not finish."""
-    phases: Phases | None
+    phases: Phases | None = None
     """Where the time of a step went; null for a run that was not profiled."""
-    memory: Memory | None
+    memory: Memory | None = None
     """What the memory of a step is for; null for a run that was not profiled."""
-    hardware: Hardware | None
+    hardware: Hardware | None = None
     """Energy and clocks of the hardware; null for a run that did not train to its end."""
-    error: Error | None
+    error: Error | None = None
     """Why the run did not end well; null if it did."""
-    remarks: Remarks | None
+    remarks: Remarks | None = None
     """Remarks."""
-    environment: Environment | None
+    environment: Environment | None = None
     """Versions and hardware."""
-    config: dict[str, Any]
+    config: dict[str, Any] | None = None
     """The resolved configuration: every option, as ``conf/`` describes them; that of a refused run as it was typed.
 
     Numbers that JSON has not are text, such as ``"inf"``.
     """
-    steps: Count | None
+    steps: Count | None = None
     """Number of optimizer steps done, including those before a checkpoint: the number of rows of ``series.npy``."""
-    final_loss: float | None
+    final_loss: float | None = None
     """Loss of the last step; null if it was not finite."""
-    evaluations: list[Evaluation] | None
+    evaluations: list[Evaluation] | None = None
     """The evaluations on the held-out part, in the order of steps."""
-    segments: list[Segment] | None
+    segments: list[Segment] | None = None
     """One for each start of the run."""
 
-
-class _Versioned(Identity, total=False):
-    """What is read of a record first: other versions may have other fields."""
-
-    schema: int
-
-
-class Progress(TypedDict):
-    """The progress of a running run: ``step`` of ``steps``, and ``unit`` ``per_second``."""
-
-    step: int
-    steps: int
-    unit: str
-    per_second: float | None
-
-
-#: Larger whole numbers are refused: they cannot be shown, and no quantity of a run is so large.
-_LARGEST = 2**63
-
-#: The least and the largest number of a kind; a :data:`Quantity`, such as a rate, may be 0 too.
-RANGES: dict[Any, tuple[float, float]] = {
-    Count: (0, _LARGEST),
-    Degree: (1, _LARGEST),
-    Amount: (-1e30, 1e30),
-    Quantity: (1e-30, 1e30),
-}
 
 #: Mappings and lists within each other: more would be too many for what reads a record.
 _DEEPEST = 50
@@ -497,28 +492,22 @@ def record(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError: It is not JSON, not a record, or one of another version of the schema.
     """
-    value = parse(text, _Versioned)
-    version = value.get("schema", 1)  # the first had no such field
+    value = parse(text)
+    version = msgspec.convert(value, Identity).schema
     if version != SCHEMA:
         age, remedy = ("an earlier", "run it again") if version < SCHEMA else ("a later", "update ptdbench")
         rule = f"its schema is {version}, of {age} version of ptdbench than this one, which reads {SCHEMA}"
         raise ValueError(f"{rule}; {remedy}")
-    if wrong := fault(value, Record):
-        raise ValueError(wrong)
-    if not is_path(value["directory"]):
+    if not is_path(msgspec.convert(value, Record).directory):
         raise ValueError("directory is no path")
     return value
 
 
-def parse(text: bytes, kind: Any) -> dict[str, Any]:
-    """Parse strict JSON.
-
-    Args:
-        text: The content of a file.
-        kind: The required type; see :func:`fault`.
+def parse(text: bytes) -> Any:
+    """Parse strict JSON; ``msgspec`` refuses text that is not UTF-8, such as that of a path in an error message.
 
     Raises:
-        ValueError: It is not JSON, or not of that type.
+        ValueError: It is not JSON, or nested too deeply.
     """
 
     def refuse(constant: str) -> NoReturn:
@@ -532,76 +521,12 @@ def parse(text: bytes, kind: Any) -> dict[str, Any]:
         raise ValueError(_TOO_DEEP) from None
     if _is_too_deep(value):
         raise ValueError(_TOO_DEEP)
-    if wrong := fault(value, kind):
-        raise ValueError(wrong)
     return value
 
 
-def fault(value: object, kind: Any, name: str = "") -> str | None:
-    """Describe in a few words why a value is not of a type; ``None`` if it is.
-
-    Args:
-        value: Parsed JSON.
-        kind: A TypedDict, ``list[...]``, ``dict[str, ...]``, a union, a plain type, or ``Any``.
-        name: The path of the value, as in ``metrics.mfu``; empty for the outermost.
-    """
-    if kind is Any or _is_plainly(value, kind):
-        return None
-    if get_origin(kind) in (Union, UnionType):
-        kinds = [one for one in get_args(kind) if one is not NoneType]
-        faults = [fault(value, one, name) for one in kinds]
-        return None if None in faults else faults[0]
-    if get_origin(kind) is list and isinstance(value, list):
-        return _first(fault(item, get_args(kind)[0], f"{name}[{place}]") for place, item in enumerate(value))
-    if get_origin(kind) is dict and isinstance(value, dict):
-        return _first(fault(item, get_args(kind)[1], f"{name}.{key}") for key, item in value.items())
-    if hasattr(kind, "__required_keys__") and isinstance(value, dict):
-        return _fault_of_fields(value, kind, name)
-    is_number = isinstance(kind, NewType) and _is_plainly(value, kind.__supertype__)
-    shown = value if is_number else _SHOWN.get(type(value), "a number")
-    return f"{name or 'it'} is {shown} where it should be {_expected(kind)}"
-
-
-def _fault_of_fields(value: dict[str, Any], kind: Any, name: str) -> str | None:
-    missing = sorted(kind.__required_keys__ - value.keys())
-    if missing:
-        return f"{name or 'it'} has no {missing[0]}"
-    prefix = f"{name}." if name else ""
-    fields = _fields(kind)
-    return _first(fault(value[field], fields[field], prefix + field) for field in fields if field in value)
-
-
-def _is_plainly(value: Any, kind: Any) -> bool:
-    """Whether a value is of a plain type; an integer is accepted as a ``float``, a boolean not as a number."""
-    if isinstance(kind, NewType):
-        low, high = RANGES[kind]
-        in_range = _is_plainly(value, kind.__supertype__) and low <= value <= high
-        return in_range or (kind is Quantity and value == 0 and value is not False)
-    if kind in (int, float) and isinstance(value, int) and not isinstance(value, bool):
-        return -_LARGEST < value < _LARGEST
-    return type(value) is kind or (value is None and NoneType in get_args(kind))
-
-
-@cache
-def _fields(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
-
-
-def _first(faults: Iterable[str | None]) -> str | None:
-    return next((found for found in faults if found), None)
-
-
-_SHOWN = {dict: "a mapping", list: "a list", str: "a text", bool: "true or false", NoneType: "null"}
-
-
-def _expected(kind: Any) -> str:
-    if isinstance(kind, NewType):
-        low, high = RANGES[kind]
-        if kind.__supertype__ is int:
-            return f"a whole number of at least {low}"
-        return f"a number from {low:g} to {high:g}{', or 0' * (kind is Quantity)}"
-    shown = {int: "a whole number", float: "a number", **_SHOWN}
-    return shown.get(get_origin(kind) or kind, "a mapping")
+def read(text: bytes, kind: type[T]) -> T:
+    """Parse strict JSON of a type; raises ValueError."""
+    return msgspec.convert(parse(text), kind)
 
 
 def is_path(text: str) -> bool:
@@ -614,8 +539,8 @@ def is_path(text: str) -> bool:
 
 
 def _is_too_deep(value: Any) -> bool:
-    level: list[Any] = [[value]]
+    level = [[value]]
     for _ in range(_DEEPEST):
-        items = (item for node in level for item in (node.values() if isinstance(node, dict) else node))
-        level = [item for item in items if isinstance(item, dict | list)]
+        items = [item for node in level for item in (node.values() if type(node) is dict else node)]
+        level = [item for item in items if type(item) in (dict, list)]
     return bool(level)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+from msgspec import Struct, to_builtins
 
 from ptdbench.records import schema
 from ptdbench.records.files import read_bytes, write_json
@@ -12,6 +13,15 @@ from ptdbench.records.files import read_bytes, write_json
 PROGRESS = "progress.json"
 
 _SECONDS = 10.0  # for people who watch a job of a cluster; more often, it shows in make overhead
+
+
+class Progress(Struct, frozen=True):
+    """The progress of a running run: ``step`` of ``steps``, and ``unit`` ``per_second``."""
+
+    step: schema.Whole
+    steps: schema.Whole
+    unit: str
+    per_second: float | None
 
 
 class ProgressFile:
@@ -39,14 +49,14 @@ class ProgressFile:
         if now < self._next and step < steps:
             return
         self._next = now + _SECONDS
-        known = {"step": step, "steps": steps, "unit": self._unit, "per_second": per_second}
+        known = to_builtins(Progress(step, steps, self._unit, per_second))
         with suppress(OSError):  # a run does not fail because its progress cannot be written
             write_json(self._path, known, durable=False)
 
 
-def read_progress(directory: Path) -> dict[str, Any] | None:
+def read_progress(directory: Path) -> Progress | None:
     """What ``progress.json`` says; ``None`` before the first time, and where it is damaged."""
     try:
-        return schema.parse(read_bytes(directory / PROGRESS), schema.Progress)
+        return schema.read(read_bytes(directory / PROGRESS), Progress)
     except (OSError, ValueError):
         return None

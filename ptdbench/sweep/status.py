@@ -18,7 +18,7 @@ from ptdbench.records.cause import root_cause
 from ptdbench.records.failure import Failure, read_failures, write_traceback
 from ptdbench.records.owner import Attempt
 from ptdbench.records.record import failed, is_open, option
-from ptdbench.report.progress import read_progress
+from ptdbench.report.progress import Progress, read_progress
 from ptdbench.report.reason import OUTPUT
 from ptdbench.sweep import output
 
@@ -53,7 +53,7 @@ class Run:
     queue: JobState | None
     record: Mapping[str, Any]
     is_over: bool
-    progress: Mapping[str, Any] | None = None
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True)

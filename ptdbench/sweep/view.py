@@ -144,7 +144,7 @@ def _shape(record: Mapping[str, Any]) -> str:
 def _step(run: Run) -> str:
     if run.is_over:
         return str(run.record.get("steps") or "-")
-    return f"{run.progress['step']}/{run.progress['steps']}" if run.progress else "-"
+    return f"{run.progress.step}/{run.progress.steps}" if run.progress else "-"
 
 
 def _rate(run: Run) -> str:
@@ -152,9 +152,9 @@ def _rate(run: Run) -> str:
     if run.is_over:
         tokens, samples = metrics.get("tokens_per_second"), metrics.get("samples_per_second")
         return f"{tokens:,.0f}" if tokens else f"{samples:,.1f} samples" if samples else "-"
-    if not run.progress or not run.progress["per_second"]:
+    if not run.progress or not run.progress.per_second:
         return "-"
-    return f"{run.progress['per_second']:,.0f}" + (" samples" if run.progress["unit"] == "samples" else "")
+    return f"{run.progress.per_second:,.0f}" + (" samples" if run.progress.unit == "samples" else "")
 
 
 def _startup(record: Mapping[str, Any]) -> str:

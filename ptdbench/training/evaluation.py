@@ -5,65 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from msgspec import convert, to_builtins
 from torch import Tensor, nn
 
 from ptdbench.data.protocol import HeldOut
 from ptdbench.job import Job
+from ptdbench.records.schema import Evaluation
 from ptdbench.training.loop import StepLoop
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One evaluation on the held-out part.
-
-    Attributes:
-        step: Number of optimizer steps done before it.
-        samples: Number of samples, each counted once.
-        loss: Mean loss per target, in nats for cross entropy, without label smoothing.
-        top1: Top-1 accuracy, 0 to 1; ``None`` if samples have no classes.
-        top5: Top-5 accuracy, 0 to 1.
-        bits_per_byte: Loss in bits per byte of text; ``None`` if samples are not text.
-        seconds: Duration.
-    """
-
-    step: int
-    samples: int
-    loss: float
-    top1: float | None
-    top5: float | None
-    bits_per_byte: float | None
-    seconds: float
-
-    def better_than(self, other: Evaluation) -> bool:
-        """Whether this is the better evaluation: by top-1 accuracy if there is one, else by loss."""
-        if math.isnan(self.loss) or math.isnan(other.loss):  # diverged
-            return not math.isnan(self.loss)
-        if self.top1 is not None and other.top1 is not None:
-            return self.top1 > other.top1
-        return self.loss < other.loss
-
-    @staticmethod
-    def of(fields: Mapping[str, Any]) -> Evaluation:
-        """The evaluation that :meth:`as_dict` serialized; JSON has no NaN, so a NaN loss is null there."""
-        return Evaluation(**{**fields, "loss": math.nan if fields["loss"] is None else fields["loss"]})
-
-    def __str__(self) -> str:
-        """The main figure, as in ``held-out 97.2 %``."""
-        if self.top1 is not None:
-            return f"held-out {100 * self.top1:.1f} %"
-        if self.bits_per_byte is not None:
-            return f"held-out {self.bits_per_byte:.3f} bits/byte"
-        return f"held-out loss {self.loss:.4f}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields as stored in a record."""
-        return asdict(self)
 
 
 class Evaluator:
@@ -104,7 +57,7 @@ class Evaluator:
 
     def resume(self, done: Sequence[Mapping[str, Any]]) -> None:
         """Continue after the evaluations stored in a checkpoint, in the form of a record."""
-        self.done = [Evaluation.of(fields) for fields in done]
+        self.done = convert(list(done), list[Evaluation])
         self._told = len(self.done)
 
     def news(self) -> list[dict[str, Any]]:
@@ -114,7 +67,7 @@ class Evaluator:
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """The evaluations so far, as stored in a record."""
-        return [evaluation.as_dict() for evaluation in self.done]
+        return to_builtins(self.done)
 
     def due(self, at_end: bool = False) -> bool:
         """Whether an evaluation is due: every ``eval.every`` steps and after the last step."""
@@ -157,7 +110,7 @@ class Evaluator:
         return Evaluation(
             step=self._loop.done,
             samples=samples,
-            loss=loss,
+            loss=loss if math.isfinite(loss) else None,
             top1=top1 / samples if self._classifies else None,
             top5=top5 / samples if self._classifies else None,
             bits_per_byte=loss / math.log(2) / held_out.bytes_per_token if held_out.bytes_per_token else None,

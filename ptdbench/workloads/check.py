@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from msgspec import to_builtins
+
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.peers import gather
 from ptdbench.measure import gemm, memory, other_load, soundness, topology
@@ -113,14 +115,11 @@ class Check:
             "sound": verdict == "sound",
             "verdict": verdict,
             "busy": _why_busy(load) if verdict == "busy" else None,
-            "findings": [finding.as_dict() for finding in findings],
+            "findings": to_builtins(findings),
             "remarks": _remarks(job, facts, load),
             "tolerance": self.tolerance,
             "attempts": {"matmul": product_attempts, "p2p": link_attempts},
-            "other_load": {
-                "matmul": [one.as_dict() for one in product_load],
-                "p2p": [one.as_dict() for one in link_load],
-            },
+            "other_load": to_builtins({"matmul": product_load, "p2p": link_load}),
             "hello": hello,
             "versions": {name: facts[0]["environment"].get(name) for name in soundness.VERSIONS},
             "gpus": [of["gpu"] for of in warm],

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
+from msgspec import to_builtins
 
 from ptdbench.communication.operations import OPERATIONS, Message, Place, lacking, verify
 from ptdbench.communication.patterns import DTYPES, REDUCTIONS
@@ -306,7 +307,7 @@ def _figures(op: str, size: int, ranks: int, seconds: Sequence[float], posted: S
 def _fitted(series: Series, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The line through the median times, if there are enough sizes."""
     line = bandwidth.fit([row["bytes"] for row in rows], [row["seconds"]["median"] for row in rows])
-    return [{**asdict(series), **line.as_dict()}] if line else []
+    return [{**asdict(series), **to_builtins(line)}] if line else []
 
 
 def _keep(job: Job, found: Mapping[str, Any]) -> str | None:

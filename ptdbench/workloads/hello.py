@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from msgspec import to_builtins
 
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.address import meeting_point
@@ -44,7 +45,7 @@ class Hello:
                     "backend": job.spec.backend,
                     "address": address,
                     "port": port,
-                    "ranks": [peer.as_dict() for peer in job.peers],
+                    "ranks": to_builtins(job.peers),
                 }
             }
         )

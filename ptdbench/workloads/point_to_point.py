@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from msgspec import to_builtins
 from torch import Tensor
 
 from ptdbench.communication.operations import compare
@@ -150,7 +151,7 @@ def _one_way(job: Job, options: PointToPoint, source: int, target: int, cut: lis
         **place,
         "latency": latency,
         "bandwidth": rows[-1]["bandwidth"] if rows else None,
-        "fit": line and line.as_dict(),
+        "fit": to_builtins(line),
         "sizes": rows,
     }
 

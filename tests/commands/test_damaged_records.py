@@ -133,10 +133,10 @@ def test_what_stands_in_one_record_harms_no_other(call, tmp_path, part):
 @pytest.mark.parametrize(
     ("at", "value", "said"),
     [
-        (("metrics", "tokens_per_second"), -5.5, "metrics.tokens_per_second is -5.5 where it should be a number from"),
-        (("metrics", "tokens_per_second"), 5e-324, "metrics.tokens_per_second is 5e-324 where it should be a number"),
-        (("layout", "data"), 0, "layout.data is 0 where it should be a whole number of at least 1"),
-        (("steps",), -1, "steps is -1 where it should be a whole number of at least 0"),
+        (("metrics", "tokens_per_second"), -5.5, "Expected `float` >= 1e-30 - at `$.metrics.tokens_per_second`"),
+        (("metrics", "tokens_per_second"), 5e-324, "Expected `float` >= 1e-30 - at `$.metrics.tokens_per_second`"),
+        (("layout", "data"), 0, "Expected `int` >= 1 - at `$.layout.data`"),
+        (("steps",), -1, "Expected `int` >= 0 - at `$.steps`"),
     ],
 )
 def test_figures_that_nothing_can_be_made_of_are_named(call, tmp_path, at, value, said):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec import to_builtins
 
 from ptdbench.launch import cores, local, peers, rendezvous
 from ptdbench.launch.world import discover
@@ -23,7 +24,7 @@ def meet(environ: dict[str, str], nodes: list[str], wanted: int | str, folder: P
     os.environ |= {name: value for name, value in environ.items() if name not in os.environ}
     with rendezvous.process_group(world, "gloo", device, key=str(folder)):
         met = peers.meet(world, device, wanted)
-    (folder / f"{world.rank}.json").write_text(json.dumps([peer.as_dict() for peer in met]))
+    (folder / f"{world.rank}.json").write_text(json.dumps(to_builtins(met)))
 
 
 def met(nodes, wanted, folder):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from ptdbench.measure import ceiling
 from ptdbench.measure.ceiling import Key, Measured

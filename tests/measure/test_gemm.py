@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from ptdbench.launch.world import World
 from ptdbench.measure import ceiling, gemm
@@ -20,7 +20,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 def rank(number: int, medians: dict[str, float], **key: object) -> dict:
-    own = {"device": "NVIDIA H200", "driver": "550", "torch": "2.15", "dtype": "bf16", "threads": None} | key
+    own = replace(ceiling.Key("NVIDIA H200", "550", "2.15", "bf16", None), **key)
     products = [{"dtype": "bf16", "shape": shape, "median": median} for shape, median in medians.items()]
     return {"rank": number, "keys": {"bf16": own}, "products": products, "node": "n1"}
 
@@ -32,28 +32,28 @@ class TestCeilings:
     def test_the_best_shape_by_the_median_of_the_ranks(self):
         ranks = [rank(0, {"a": 7e14, "b": 6e14}), rank(1, {"a": 3e14, "b": 5e14}), rank(2, {"a": 4e14, "b": 5.5e14})]
         (found,) = gemm._ceilings(ranks, [QUIET])
-        assert (found["shape"], found["flops_per_second"], found["ranks"]) == ("b", 5.5e14, 3)
-        assert found["share_of_peak"] == pytest.approx(550 / 989.4)  # an H200's dense bf16 peak
-        assert found["peak_reason"] is None
+        assert (found.shape, found.flops_per_second, found.ranks) == ("b", 5.5e14, 3)
+        assert found.share_of_peak == pytest.approx(550 / 989.4)  # an H200's dense bf16 peak
+        assert found.peak_reason is None
 
     def test_devices_that_differ_have_their_own(self):
         ranks = [rank(0, {"a": 7e14}), rank(1, {"a": 3e14}, device="NVIDIA Unheard Of")]
         one, other = gemm._ceilings(ranks, [QUIET])
-        assert (one["flops_per_second"], other["flops_per_second"]) == (7e14, 3e14)
-        assert (other["share_of_peak"], other["peak_reason"]) == (
+        assert (one.flops_per_second, other.flops_per_second) == (7e14, 3e14)
+        assert (other.share_of_peak, other.peak_reason) == (
             None, "no data-sheet peak on record for NVIDIA Unheard Of in bf16",
         )  # fmt: skip
 
     def test_one_says_when_it_was_taken_beside_other_load(self):
         ranks = [rank(0, {"a": 7e14}), rank(1, {"a": 3e14}, device="NVIDIA Unheard Of")]
         quiet, beside = gemm._ceilings(ranks, [replace(QUIET, gpu_ranks=[1])])
-        assert (quiet["beside_load"], beside["beside_load"]) == (False, True)
+        assert (quiet.beside_load, beside.beside_load) == (False, True)
 
 
 class TestKept:
     def keep(self, rate: float, beside_load: bool, **how: bool) -> str | None:
         (found,) = gemm._ceilings([rank(0, {"a": rate})], [replace(QUIET, gpu_ranks=[0] * beside_load)])
-        return gemm.keep(World(0, 1, 0, 1, "torchrun"), {"ceilings": [found]}, **how)
+        return gemm.keep(World(0, 1, 0, 1, "torchrun"), {"ceilings": [to_builtins(found)]}, **how)
 
     @staticmethod
     def kept() -> tuple[float, bool | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import asdict
 
 from ptdbench.measure import soundness
 
@@ -79,7 +80,7 @@ class TestVerdict:
 def test_versions_that_differ_are_named_with_their_ranks():
     same = {"torch": "2.15.0", "python": "3.11.7", "driver": "550.54", "host": "n1"}
     (found,) = soundness.different_versions([same, {**same, "host": "n2"}, {**same, "driver": "535.1", "host": "n3"}])
-    assert found.as_dict() == {
+    assert asdict(found) == {
         "kind": "versions", "ranks": [2], "text": "driver differs: 550.54 on ranks 0, 1, 535.1 on rank 2",
         "beside_load": False,
     }  # fmt: skip

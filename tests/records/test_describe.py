@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import msgspec
 import pytest
 
 import ptdbench
@@ -18,13 +19,11 @@ from tests.training.test_evaluation import TASK
 def undocumented(value: Any, kind: Any, name: str = "record") -> Iterator[str]:
     """The fields in a value that its type does not declare. Every option is described in conf/, and not here."""
     if get_origin(kind) in (Union, UnionType):
-        kind = next(
-            (one for one in get_args(kind) if get_origin(one) is list or hasattr(one, "__required_keys__")), Any
-        )
+        kind = next((one for one in get_args(kind) if get_origin(one) is list or is_part(one)), Any)
     if get_origin(kind) is list:
         for item in value or []:
             yield from undocumented(item, get_args(kind)[0], f"{name}[]")
-    elif hasattr(kind, "__required_keys__") and isinstance(value, Mapping):
+    elif is_part(kind) and isinstance(value, Mapping):
         described, types = describe.fields(kind), get_type_hints(kind)
         for field in value:
             if field not in described:
@@ -33,15 +32,18 @@ def undocumented(value: Any, kind: Any, name: str = "record") -> Iterator[str]:
                 yield from undocumented(value[field], types[field], f"{name}.{field}")
 
 
+def is_part(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
 def of_record(found: Mapping[str, Any]) -> list[str]:
-    own = {name: value for name, value in found.items() if name in get_type_hints(findings.Findings)}
+    own = {name: value for name, value in found.items() if name in findings.Findings.__struct_fields__}
     rest = {name: value for name, value in found.items() if name not in own}
     return [*undocumented(rest, schema.Record), *undocumented(own, findings.Findings)]
 
 
-def test_the_page_is_what_the_types_say():
-    """``python -m ptdbench.records.describe > docs/record.md`` makes it so."""
-    assert (ROOT / "docs" / "record.md").read_text() == describe.markdown()
+def test_the_page_has_a_place_for_the_tables():
+    assert (ROOT / "docs" / "record.md").read_text().endswith("\n<!-- record -->\n")
 
 
 def test_every_field_has_a_text_and_a_row():

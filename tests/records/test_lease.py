@@ -7,12 +7,13 @@ import sys
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.problems import ConfigError
 from ptdbench.records import lease, record, store
-from ptdbench.records.owner import Owner, this_process
+from ptdbench.records.owner import this_process
 from tests.conftest import composed
 from tests.shared_ranks import carry_out
 
@@ -23,7 +24,7 @@ CONFIG = {
 
 
 def draft(directory, launch, **changes):
-    owner = Owner(**{**vars(this_process(launch, {})), **changes})
+    owner = replace(this_process(launch, {}), **changes)
     return record.begin(CONFIG, directory, {}, owner=owner)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from ptdbench.records import ledger
 from ptdbench.records.ledger import Ledger
@@ -34,8 +34,8 @@ def test_a_ledger_comes_back_as_it_was_written(tmp_path):
 
 
 def test_where_nothing_was_asked_for_there_is_nothing(tmp_path):
-    assert ledger.read(tmp_path) == Ledger()
-    assert ledger.read(tmp_path / "not there") == Ledger()
+    assert ledger.read(tmp_path) == Ledger([], [])
+    assert ledger.read(tmp_path / "not there") == Ledger([], [])
 
 
 def test_jobs_of_other_runs_stay_and_the_last_one_of_a_run_counts(tmp_path):

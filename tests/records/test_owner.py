@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 import pytest
+from msgspec.structs import asdict
 
 from ptdbench.records import record, store
 from ptdbench.records.failure import describe, read_failures, write_failure

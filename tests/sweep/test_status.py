@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import asdict, replace
 
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import ledger, record, store
 from ptdbench.records.failure import crash_file
 from ptdbench.records.owner import Attempt, this_process
-from ptdbench.report.progress import PROGRESS
+from ptdbench.report.progress import PROGRESS, Progress
 from ptdbench.sweep import output, status, view
 from tests.sweep.made import CONFIG, DONE, failure, state
 
@@ -51,7 +51,7 @@ class TestOnThisMachine:
         sweep.begin(0)
         sweep.tell(0, told)
         (run,) = status.look(sweep.path).runs
-        assert (run.progress, run.is_over) == (told, False)
+        assert (run.progress, run.is_over) == (Progress(**told), False)
 
     def test_a_run_whose_record_is_closed_and_whose_result_is_still_missing_has_ended(self, sweep):
         sweep.begin(0)
@@ -167,8 +167,8 @@ class TestSharedJob:
 def begin(sweep, number):
     """Let a run of job 7 say that it has begun."""
     path = sweep.path / f"{number}_toy_ddp"
-    owner = replace(this_process("l", {}), job="7")
-    store.write_record(path, store.load_record(path) | {"owner": asdict(owner)})
+    owner = asdict(this_process("l", {})) | {"job": "7"}
+    store.write_record(path, store.load_record(path) | {"owner": owner})
 
 
 def shown(sweep):
@@ -183,7 +183,7 @@ class TestSubmitted:
         sweep.tell(0, told)
         going, waiting = status.look(sweep.path).runs
         assert (going.job, waiting.job) == tuple(jobs)
-        assert (going.queue.state, going.queue.nodes, going.progress) == ("RUNNING", "n[1-2]", told)
+        assert (going.queue.state, going.queue.nodes, going.progress) == ("RUNNING", "n[1-2]", Progress(**told))
         assert (waiting.queue.state, waiting.queue.reason, waiting.progress) == ("PENDING", "Priority", None)
         assert (going.is_over, waiting.is_over) == (False, False)
         assert sweep.results() == []  # looking changes nothing

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 from omegaconf import DictConfig
@@ -62,7 +63,7 @@ def test_steps_count_and_what_interrupts_them_does_not(tmp_path):
     assert cpu["joules_per_token"] is None
     assert cpu["watts"] == pytest.approx(2 * 7 / cpu["seconds"])
     assert (found["gpu"]["reason"], found["clocks"]) == ("the run used no GPU", [])
-    assert schema.fault(found, schema.Hardware) is None
+    msgspec.convert(found, schema.Hardware)
 
 
 class TestOnAGpu:
@@ -122,7 +123,7 @@ class TestOnAGpu:
         assert gpu["joules_per_token"] == 300.0 / 4 / 5
         assert (clocks["rank"], clocks["sm_clock_mhz"], clocks["held_back"]["power limit"]) == (0, 1200, 0.5)
         assert found["cpu"]["reason"] == f"this machine shows no CPU packages in {tmp_path} (RAPL)"
-        assert schema.fault(found, schema.Hardware) is None
+        msgspec.convert(found, schema.Hardware)
         assert not nvml.is_up
 
     def test_a_second_rank_reads_no_cpu(self, nvml):

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -60,7 +61,7 @@ def test_training_state_takes_what_was_foreseen(shared_run, layout):
     record = shared_run(*TINY, *layout)
     assert record["status"] == "ok", record["error"]
     found = record["memory"]
-    assert schema.fault(found, schema.Memory) is None
+    msgspec.convert(found, schema.Memory)
     assert list(found["ranks"]) == list(KINDS)
     assert min(size for sizes in found["ranks"].values() for size in sizes) >= 0
     assert set(found["moments"]) <= {"forward", "backward"}

@@ -10,11 +10,11 @@ import re
 import subprocess
 import sys
 from collections import deque
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ptdbench.job import Outcome
 from ptdbench.measure.other_load import OtherLoad

@@ -1,0 +1,46 @@
+"""Records as small runs of one version wrote them, one of each kind: reading and writing them changes no byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import convert, to_builtins
+
+from ptdbench.records import store
+from ptdbench.records.findings import Findings
+from ptdbench.records.schema import Record
+
+STORED = sorted((Path(__file__).parent / "stored").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_keys_their_order_and_nulls_stay(tmp_path, path):
+    (tmp_path / store.RECORD).write_bytes(path.read_bytes())
+    store.write_record(tmp_path, store.load_record(tmp_path))
+    assert (tmp_path / store.RECORD).read_bytes() == path.read_bytes()
+
+
+def without_unwritten(told: Any, written: Any) -> Any:
+    """What a type tells, without the nulls that stand for fields that were not written."""
+    if isinstance(told, dict):
+        kept = {name: value for name, value in told.items() if value is not None or name in written}
+        return {name: without_unwritten(value, written.get(name)) for name, value in kept.items()}
+    if isinstance(told, list):
+        return [without_unwritten(one, other) for one, other in zip(told, written, strict=True)]
+    return told
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_the_types_lose_nothing_of_what_is_written(path):
+    written = json.loads(path.read_bytes())
+    own = {name: written.pop(name) for name in Findings.__struct_fields__ if name in written}
+    assert list(written) == list(Record.__struct_fields__)
+    for value, kind in ((written, Record), (own, Findings)):
+        assert without_unwritten(to_builtins(convert(value, kind)), value) == value
+
+
+def test_there_are_some():
+    assert len(STORED) > 10
