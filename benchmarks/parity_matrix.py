@@ -91,6 +91,7 @@ COLUMNS: dict[str, tuple[str, float]] = {
     "kept": ("parallel.reshard_after_forward=false", EXACT),
     "prefetch": ("parallel.prefetch=2", EXACT),
     "bf16": ("parallel.gradients=bf16", 2e-2),
+    "muon": ("optimizer=muon", EXACT),
     "powersgd": ("parallel.gradients=powersgd", 2e-2),
 }
 #: What a pipeline's option is left out without.
@@ -99,11 +100,11 @@ PIPELINES = ("parallel=pdp", "parallel=3d", "pipeline")
 HEAD = """\
 # Parity
 
-Every layout under every lever, by `make parity-matrix` with torch {version}: ten AdamW steps of a small GPT in fp32
-on CPU ranks, against one rank. {count} cells are *ok*, with the largest relative difference of a loss; at most 1e-05 is
-allowed. Levers that change the numbers must differ, or have *no effect* where there is one copy: `bf16` and `powersgd`,
-which round what is sent, by at most 2e-02. A number in brackets is refused before anything starts, for the reason of
-that number.
+Every layout under every lever, by `make parity-matrix` with torch {version}: ten
+steps of a small GPT in fp32 on CPU ranks, by AdamW or Muon, against one rank. {count} cells are *ok*, with the largest
+relative difference of a loss; at most 1e-05 is allowed. Levers that change the numbers must differ, or have *no effect*
+where there is one copy: `bf16` and `powersgd`, which round what is sent, by at most 2e-02. A number in brackets is
+refused before anything starts, for the reason of that number.
 """
 
 Cell = tuple[str, str]
