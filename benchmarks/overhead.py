@@ -153,7 +153,7 @@ def _bare(job: Job) -> Step:
     model = module_of(spec.model)
     materialize(spec.model, model, device=device, seed=spec.config.general.seed)
     narrow(model, (), spec.config.general.precision, weights=True)
-    optimizer = spec.optimizer(model.parameters())
+    optimizer = spec.optimizer(model.named_parameters())
     forward: nn.Module = model
     if world.size > 1:
         # conf/parallel/ddp.yaml; a bucket size that is given, be it torch's own, does away with a smaller first bucket.

@@ -91,6 +91,7 @@ COLUMNS: dict[str, tuple[str, float]] = {
     "kept": ("parallel.reshard_after_forward=false", EXACT),
     "prefetch": ("parallel.prefetch=2", EXACT),
     "bf16": ("parallel.gradients=bf16", 2e-2),
+    "muon": ("optimizer=muon", EXACT),
     "powersgd": ("parallel.gradients=powersgd", 2e-2),
 }
 #: What a pipeline's option is left out without.
@@ -99,8 +100,8 @@ PIPELINES = ("parallel=pdp", "parallel=3d", "pipeline")
 HEAD = """\
 # Parity
 
-Every layout under every lever, by `make parity-matrix` with torch {version}: ten AdamW steps of a small GPT in fp32
-on CPU ranks, compared to one rank. {count} cells are *ok*, with the largest relative difference of a loss; at most
+Every layout under every lever, by `make parity-matrix` with torch {version}: ten
+steps of a small GPT in fp32 on CPU ranks, by AdamW or Muon, compared to one rank. {count} cells are *ok*, with the largest relative difference of a loss; at most
 1e-05 is allowed. `bf16` and `powersgd` round the gradients that are sent: their losses must differ, by at most 2e-02,
 or have *no effect* where there is a single replica. A number in parentheses is a rejection with the reason of that
 number.

@@ -143,6 +143,23 @@ def test_the_scale_of_gradients_is_right_which_adam_would_not_tell(shared_run, s
     check(shared_run, single(*plain), 4, 1e-5, *plain, *STRATEGIES[strategy], *accumulated)
 
 
+#: Whole matrices, shards of them, and what cuts them in both dimensions.
+OF_MUON = {
+    **{name: (4, *options) for name, options in STRATEGIES.items() if name != "gpipe"},
+    "zero1": (2, "parallel=ddp", "parallel.optimizer=zero1", "train.micro_batch=2"),
+    "tensor": (2, "parallel=tp"),
+    "tensor-shard": (4, "parallel=fsdp", "parallel.tensor=2", "parallel.sequence=true"),
+    "host": (2, "parallel=fsdp", "offload=optimizer_and_weights", "train.clip_norm=1e3", "train.ema=0.9"),
+}
+
+
+@cases("strategy", OF_MUON, daily=["zero1", "tensor-shard"])
+def test_muon_orthogonalizes_whole_matrices(shared_run, single, strategy):
+    ranks, *options = OF_MUON[strategy]
+    muon = (*MODELS["gpt"], "optimizer=muon", "optimizer.lr=0.02", "optimizer.adamw_lr=1e-3", "train.steps=10")
+    check(shared_run, single(*muon), ranks, 1e-5, *muon, *options)
+
+
 @cases("strategy", ONE_SCHEDULE, daily=["1f1b"])
 @cases("precision", ["bf16", "fp16"], daily=["bf16"])
 def test_narrow_formats_stay_near_fp32(shared_run, single, strategy, precision) -> None:

@@ -1,21 +1,67 @@
-"""Parameter groups for weight decay."""
+"""Parameter groups by rule: what a weight is to the model decides how it is updated."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
+Rule = Literal["matrices", "kernels", "embeddings", "head", "vectors"]
 
-def decay_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: weight decay applies to matrices and kernels, not to vectors.
+#: Every rule, and whether weight decay applies to its weights under ``train.decay=matrices``. Decaying biases and the
+#: scales of norms does not make a model simpler (GPT-3, Brown et al. 2020, and He et al., "Bag of Tricks", 2019,
+#: section 3.1, omit them).
+DECAYED: Mapping[Rule, bool] = {"matrices": True, "kernels": True, "embeddings": True, "head": True, "vectors": False}
 
-    Biases and the scales of norms have one dimension. Decaying them does not make a model simpler (GPT-3, Brown
-    et al. 2020, and He et al., "Bag of Tricks", 2019, section 3.1, omit them).
+
+def rules(model: nn.Module) -> dict[nn.Parameter, Rule]:
+    """Find the rule of each parameter of a whole model.
+
+    ``vectors``: of fewer than two dimensions, such as biases and the scales of norms. ``embeddings``: of an
+    :class:`torch.nn.Embedding`. ``head``: of the model's last :class:`torch.nn.Linear`, its output projection.
+    ``kernels``: of more than two dimensions, as those of convolutions. ``matrices``: all others.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.dim() > 1]
-    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
-    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    found: dict[nn.Parameter, Rule] = {}
+    for module in model.modules():
+        for weight in module.parameters(recurse=False):
+            is_embedding, is_head = isinstance(module, nn.Embedding | nn.EmbeddingBag), linear[-1:] == [module]
+            found.setdefault(weight, _rule(weight, is_embedding, is_head))
+    return found
+
+
+def _rule(weight: nn.Parameter, is_embedding: bool, is_head: bool) -> Rule:
+    if weight.dim() < 2:
+        return "vectors"
+    if is_embedding:
+        return "embeddings"
+    if is_head:
+        return "head"
+    return "matrices" if weight.dim() == 2 else "kernels"
+
+
+def in_groups(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], model: nn.Module, not_decayed: Collection[Rule]
+) -> Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
+    """A function that makes an optimizer of named parameters, with a parameter group for each rule that has some.
+
+    Args:
+        make: Makes an optimizer of parameter groups, each with its ``rule``.
+        model: The whole model, as it is before ranks share it; a tied weight has one rule under both of its names.
+        not_decayed: The rules to whose weights weight decay does not apply.
+    """
+    of_weight = rules(model)
+    of = {name: of_weight[weight] for name, weight in model.named_parameters(remove_duplicate=False)}
+
+    def made(named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        groups: dict[Rule, dict[str, Any]] = {rule: {"params": [], "rule": rule} for rule in DECAYED}
+        for name, weight in named:
+            if weight.requires_grad:
+                groups[of[name]]["params"].append(weight)
+        for rule in not_decayed:
+            groups[rule]["weight_decay"] = 0.0
+        return make([group for group in groups.values() if group["params"]])
+
+    return made

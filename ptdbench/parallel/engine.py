@@ -21,8 +21,8 @@ from ptdbench.parallel.zero import Division
 #: Multiplies a loss by the loss scale before its backward pass.
 Scale = Callable[[Tensor], Tensor]
 
-#: Creates an optimizer over parameters.
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+#: Makes an optimizer of parameters and their full names in the model.
+MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
 def _nothing() -> None:
@@ -105,7 +105,7 @@ class Engine(ABC):
 
     def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
         """Create the optimizer of this rank's parameters."""
-        optimizer = make(self.module.parameters())
+        optimizer = make(self.module.named_parameters())
         for part in self.parts:
             if part.division:
                 part.division.attach(optimizer)

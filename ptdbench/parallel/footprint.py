@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ptdbench.models.protocol import Model, module_of
+from ptdbench.optim.groups import Rule, rules
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import MakeOptimizer
 from ptdbench.parallel.pipeline.stage import cut
 from ptdbench.parallel.tensor import cut_dimensions
 from ptdbench.parallel.zero import divide
+from ptdbench.problems import ConfigError, Problem, said
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,22 @@ def footprints(
         owners: Ranks that divide the optimizer's state among them.
     """
     dimensions = cut_dimensions(model) if dims.tensor > 1 else {}
+    named = {parameter: name for name, parameter in module_of(model).named_parameters()}
+    of, sizes = rules(module_of(model)), dict[tuple[Rule, torch.Size, torch.dtype], int]()
 
     def like(parameter: nn.Parameter) -> Tensor:
         return local_like(parameter, shards, dims.tensor, dimensions.get(parameter))
 
+    def state_bytes(parameter: nn.Parameter) -> int:
+        local = like(parameter)
+        key = of[parameter], local.shape, local.dtype
+        if key not in sizes:
+            sizes[key] = _state_bytes(named[parameter], local, make)
+        return sizes[key]
+
     return [
-        _footprint(of_rank, like, make, average, gradient_copies, owners) for of_rank in modules_of_ranks(model, stages)
+        _footprint(of_rank, like, state_bytes, average, gradient_copies, owners)
+        for of_rank in modules_of_ranks(model, stages)
     ]
 
 
@@ -82,7 +94,7 @@ def modules_of_ranks(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]
 def _footprint(
     held: Sequence[nn.Module],
     like: Callable[[nn.Parameter], Tensor],
-    make: MakeOptimizer,
+    state_bytes: Callable[[nn.Parameter], int],
     average: bool,
     gradient_copies: int,
     owners: int,
@@ -91,7 +103,7 @@ def _footprint(
     parameters = [parameter for module in held for parameter in module.parameters()]
     local = [like(parameter) for parameter in parameters]
     trained = [tensor for tensor, parameter in zip(local, parameters, strict=True) if parameter.requires_grad]
-    states = _state_bytes(trained, make)
+    states = [state_bytes(parameter) for parameter in parameters if parameter.requires_grad]
     state_of = [0] * owners
     for owner, tensor, state in zip(divide([one.numel() for one in trained], owners), trained, states, strict=True):
         state_of[owner] += state + (tensor.nbytes if average else 0)
@@ -115,24 +127,24 @@ def local_like(parameter: Tensor, shards: int, tensor: int, dimension: int | Non
     return torch.empty(shape, dtype=parameter.dtype, device="meta")
 
 
-def _state_bytes(trained: Sequence[Tensor], make: MakeOptimizer) -> list[int]:
-    """Bytes of the optimizer's state of each weight after a step on fake tensors; 0 if it cannot take one on them.
+def _state_bytes(name: str, like: Tensor, make: MakeOptimizer) -> int:
+    """Bytes of the optimizer's state of a weight after a step on fake tensors: fused optimizers refuse the meta device.
 
-    Fake and not meta tensors: fused optimizers refuse the meta device.
+    Raises:
+        ConfigError: It cannot take one, as one of the user's own that reads values or needs a closure.
     """
-    sizes = {}
     with FakeTensorMode():
-        for shape, dtype in dict.fromkeys((tensor.shape, tensor.dtype) for tensor in trained):
-            weight = nn.Parameter(torch.empty(shape, dtype=dtype))
-            weight.grad = torch.empty_like(weight)
-            try:
-                optimizer = make([weight])
-                optimizer.step()
-            except Exception:  # an optimizer of the user's own may read values, or need a closure
-                return [0] * len(trained)
-            values = optimizer.state[weight].values()
-            sizes[shape, dtype] = _bytes(value for value in values if isinstance(value, Tensor))
-    return [sizes[tensor.shape, tensor.dtype] for tensor in trained]
+        weight = nn.Parameter(torch.empty(like.shape, dtype=like.dtype))
+        weight.grad = torch.empty_like(weight)
+        optimizer = make([(name, weight)])
+        try:
+            optimizer.step()
+        except Exception as error:  # whatever it may raise
+            reason = said(error).partition("\n")[0]
+            rule = f"the memory of its state is unknown, as it takes no step on tensors without values: {reason}"
+            remedy = "memory_reserve=null starts the run without knowing"
+            raise ConfigError([Problem("optimizer", type(optimizer).__name__, rule, remedy)]) from None
+        return _bytes(value for value in optimizer.state[weight].values() if isinstance(value, Tensor))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -232,11 +232,19 @@ class Strategy:
         )
 
     def volume(
-        self, model: Model, layout: Layout, example: tuple[Tensor, Tensor], precision: Name, *, recomputes: bool
+        self,
+        model: Model,
+        layout: Layout,
+        example: tuple[Tensor, Tensor],
+        precision: Name,
+        *,
+        recomputes: bool,
+        gathers: int = 0,
     ) -> dict[str, float | None]:
         """Bytes of each operation of communication in a step by formula; see :class:`ptdbench.parallel.volume.Work`."""
         transforms = self._transforms(layout, precision, offload=False)
-        return expected(Work(model, example, layout, transforms, self._stage_ranks(layout.dims), precision, recomputes))
+        ranks = self._stage_ranks(layout.dims)
+        return expected(Work(model, example, layout, transforms, ranks, precision, recomputes, gathers))
 
     def parts_of_stages(self, model: Model, layout: Layout) -> list[list[str]]:
         """Of each stage of a pipeline the names of the parts that are no repeated layers, such as the head."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptdbench.models.protocol import Model, module_of
+from ptdbench.optim.groups import rules
 from ptdbench.parallel.apply import Transforms
 from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.footprint import local_like, modules_of_ranks
@@ -51,6 +52,7 @@ class Work:
         ranks: The rank in the pipeline of each stage.
         precision: Dtype of the arithmetic.
         recomputes: Whether some of the forward pass is done once more in the backward pass.
+        gathers: Bytes of a number of what the optimizer gathers of each sharded matrix; 0: it gathers nothing.
     """
 
     model: Model
@@ -60,6 +62,7 @@ class Work:
     ranks: Sequence[int]
     precision: Name = "fp32"
     recomputes: bool = False
+    gathers: int = 0
 
 
 def expected(work: Work) -> dict[str, float | None]:
@@ -72,6 +75,8 @@ def expected(work: Work) -> dict[str, float | None]:
         terms.append(_unknown(*OPERATIONS))
     if transforms.sharding:
         terms.append(_of_shards(work, transforms.sharding))
+    if work.gathers and dims.tensor > 1:
+        terms.append(_unknown("all_gather"))
     if transforms.sync_batchnorm and _batch_norms(model):
         terms.append(_unknown("all_reduce", "all_gather"))
     if max(dims.pipeline, dims.tensor, dims.context) > 1:
@@ -111,6 +116,7 @@ def _of_shards(work: Work, how: Sharding) -> dict[str, float]:
     dims, passes = work.layout.dims, work.layout.accumulation
     shards = dims.shard * dims.context
     dimensions = cut_dimensions(work.model) if dims.tensor > 1 else {}
+    of = rules(module_of(work.model))
     norms = {weight for module in _batch_norms(work.model) for weight in module.parameters()}
     of_layers = {weight for layer in work.model.layers() for weight in layer.parameters()}
     is_staged = dims.pipeline > 1
@@ -123,6 +129,7 @@ def _of_shards(work: Work, how: Sharding) -> dict[str, float]:
             whole = shards * local_like(weight, shards, dims.tensor, dimensions.get(weight)).numel()
             times = once + again if weight in of_layers else once
             gathered += whole * (_WIDE if weight in norms else item) * times
+            gathered += whole * work.gathers * (of[weight] == "matrices")
             reduced += whole * DTYPES[how.reduce_dtype].itemsize * (passes if is_staged else 1)
     return {
         "all_gather": 0.0 if shards == 1 else gathered,

@@ -62,7 +62,7 @@ class Run(Mapping[str, Any]):
             name: One of
 
                 - ``losses``: mean loss of the global batch; NaN if it was not finite;
-                - ``learning_rates``: of the first parameter group;
+                - ``learning_rates``: ``optimizer.lr`` times the factor of the schedule;
                 - ``gradient_norms``: before clipping; NaN without clipping;
                 - ``wait_seconds``: how long the step waited for its batch, maximum over ranks;
                 - ``memory_bytes``: memory in use after the step, maximum over ranks;

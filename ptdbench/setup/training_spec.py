@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,19 +13,23 @@ from ptdbench.data.protocol import Data
 from ptdbench.models import foreign
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import FlopsUnknown, Model, module_of
-from ptdbench.optim.groups import decay_groups
+from ptdbench.optim.groups import DECAYED, in_groups
+from ptdbench.optim.muon import Muon
 from ptdbench.optim.schedules import Schedule
 from ptdbench.parallel import batch
 from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import Layout
 from ptdbench.parallel.dims import Mesh
-from ptdbench.parallel.engine import Engine
+from ptdbench.parallel.engine import Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, Findings, Problem, require, said, under
 from ptdbench.setup import choices
 from ptdbench.setup.config import Call, Config
+
+#: What options of an optimizer are tried on where there is no model because its own are wrong.
+_ANY_MODEL = nn.Sequential(nn.Linear(1, 1, device="meta"), nn.Linear(1, 1, device="meta"))
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class TrainingSpec:
         activations: What becomes of a layer's activations until the backward pass.
         model: On the meta device, or whole in host memory where it can only be built so.
         data: Where the samples come from.
-        optimizer: Makes an optimizer of parameters.
+        optimizer: Makes an optimizer of named parameters.
         schedule: How its learning rate changes.
         tied: Pairs of full parameter names that are one weight.
         parameters: How many numbers the model has.
@@ -53,7 +57,7 @@ class TrainingSpec:
     activations: Activations
     model: Model
     data: Data
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+    optimizer: MakeOptimizer
     schedule: Schedule
     tied: Sequence[tuple[str, str]]
     parameters: int
@@ -73,7 +77,10 @@ class TrainingSpec:
     def volume(self) -> dict[str, float | None]:
         """Bytes of communication in a step by formula, by operation; only before :meth:`engine`."""
         recomputes, precision = not isinstance(self.activations, Keep), self.config.general.precision
-        return self.strategy.volume(self.model, self.layout, self.data.example(), precision, recomputes=recomputes)
+        gathers = getattr(self.optimizer(_of_one_number(module_of(self.model))), "gathers", 0)
+        return self.strategy.volume(
+            self.model, self.layout, self.data.example(), precision, recomputes=recomputes, gathers=gathers
+        )
 
     def parts_of_stages(self) -> list[list[str]] | None:
         """Of each stage the parts that are no repeated layers; only before :meth:`engine`. ``None``: no pipeline."""
@@ -116,7 +123,6 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
     strategy: Strategy | None = found.of(lambda: choices.build(config, "parallel"))
     activations: Activations | None = found.of(lambda: choices.build(config, "activations"))
     data: Data | None = found.of(lambda: choices.build(config, "data"))
-    optimizer = found.of(lambda: _optimizer(config))
     schedule: Schedule | None = found.of(lambda: choices.build(config, "lr_schedule"))
 
     def example() -> tuple[Tensor, Tensor]:
@@ -133,6 +139,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
     model = found.of(lambda: _model(config, example))
     if model and data:
         found.of(lambda: _check_data(config, model, data))
+    optimizer = found.of(lambda: _optimizer(config, module_of(model) if model else _ANY_MODEL))
     where = found.of(layout) if strategy else None
     if strategy and model and where:
         found.of(lambda: under("parallel", lambda: strategy.check(model, where)))
@@ -179,13 +186,23 @@ def _prepare(data: Data) -> None:
         raise error.under("data") from None
 
 
-def _optimizer(config: Config) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """The optimizer, tried on one number: torch checks the values of its options when it makes one."""
-    optimizer = choices.bound(config, "optimizer", "params")
-    choices.guarded(lambda: optimizer([nn.Parameter(torch.zeros(1))]), "optimizer")
-    if config.train.decay == "all" or not config.call("optimizer").options.get("weight_decay"):
-        return optimizer
-    return lambda parameters: optimizer(decay_groups(parameters))
+def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
+    """The optimizer, tried on weights of one number: torch checks the values of its options when it makes one."""
+    not_decayed = [rule for rule, decays in DECAYED.items() if not decays and config.train.decay == "matrices"]
+    make = in_groups(choices.bound(config, "optimizer", "params"), model, not_decayed)
+    tried = choices.guarded(lambda: make(_of_one_number(model)), "optimizer")
+    if isinstance(tried, Muon) and "matrices" not in {group["rule"] for group in tried.param_groups}:
+        rule = f"is for matrices, and model={config.call('model').name} has none but in embeddings, head and kernels"
+        require(Problem("optimizer", config.call("optimizer").name, rule, "try adamw"))
+    return make
+
+
+def _of_one_number(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Weights with the names of a model's, and with as many dimensions."""
+    return [
+        (name, nn.Parameter(torch.zeros([1] * weight.dim()), weight.requires_grad))
+        for name, weight in model.named_parameters()
+    ]
 
 
 def _model(config: Config, example: Callable[[], tuple[Tensor, Tensor]]) -> Model:

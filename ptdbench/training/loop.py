@@ -34,7 +34,7 @@ class Steps:
 
     Attributes:
         losses: This rank's share of the loss, on the device.
-        learning_rates: Of the first parameter group.
+        learning_rates: ``optimizer.lr`` times the factor of the schedule.
         gradient_norms: Before clipping, on the device; empty without clipping.
         wait_seconds: Time spent waiting for the batch.
         memory_bytes: Memory in use after the step.

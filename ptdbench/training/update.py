@@ -21,7 +21,7 @@ class Update:
 
     Attributes:
         optimizer: Over the engine's parameters.
-        learning_rates: Of each step since the last :meth:`forget`; of the first parameter group.
+        learning_rates: Of each step since the last :meth:`forget`; ``optimizer.lr`` times the schedule's factor.
         gradient_norms: Of each such step, before clipping, on the device; empty without clipping.
 
     Args:
@@ -64,7 +64,7 @@ class Update:
         factor = self._schedule.factor(min(step, self._asked.steps - 1), self._asked.steps)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
-        self.learning_rates.append(self._rates[0] * factor)
+        self.learning_rates.append(self.optimizer.defaults.get("lr", self._rates[0]) * factor)
         if self._asked.clip_norm:
             self._clip(self._asked.clip_norm)
         self._scaler.step(self.optimizer)

@@ -22,6 +22,7 @@ from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
+from tests.optim.made_muon import muon_of
 from tests.parallel.ranks import each, mesh_of, on_ranks
 from tests.parallel.splitting import where_split
 from tests.workloads.made_loop import step_loop
@@ -43,10 +44,11 @@ DATA = {
 OPTIMIZERS = {
     "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-2, fused=True),
     "adamw not fused": lambda weights: torch.optim.AdamW(weights, lr=1e-2, amsgrad=True),
+    "muon": muon_of(MODELS["gpt"]()),
     "momentum": lambda weights: torch.optim.SGD(weights, lr=1e-2, momentum=0.9, weight_decay=1e-2),
 }
 #: What is trained: a model and an optimizer.
-TRAINED = [("gpt", "adamw"), ("gpt", "momentum"), ("toy", "adamw not fused")]
+TRAINED = [("gpt", "adamw"), ("gpt", "momentum"), ("gpt", "muon"), ("toy", "adamw not fused")]
 #: How: a number of ranks and a strategy.
 LAYOUTS: list[tuple[int, str]] = [
     (1, "single"), (2, "ddp"), (3, "zero1"), (2, "fsdp"), (2, "pdp"), (3, "ddp"), (3, "fsdp"), (3, "pdp"), (4, "pdp"),

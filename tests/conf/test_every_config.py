@@ -115,7 +115,7 @@ def test_numbers_are_numbers():
     adamw, sgd = (
         run_spec.specify(config.read(composed(f"optimizer={o}")), None).training.optimizer for o in ("adamw", "sgd")
     )
-    weight = [torch.nn.Parameter(torch.ones(1))]
+    weight = [("head.norm.bias", torch.nn.Parameter(torch.ones(1)))]
     assert (adamw(weight).defaults["lr"], adamw(weight).defaults["weight_decay"]) == (1e-3, 0.1)
     assert (sgd(weight).defaults["lr"], sgd(weight).defaults["weight_decay"]) == (0.1, 1e-4)
     assert isinstance(composed("optimizer.lr=3e-4").optimizer.lr, float)

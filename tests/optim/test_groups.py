@@ -1,40 +1,73 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from ptdbench.optim.groups import decay_groups
+from ptdbench.models.gpt import GPT
+from ptdbench.models.resnet import ResNet
+from ptdbench.optim.groups import DECAYED, in_groups, rules
 from ptdbench.setup import config, run_spec
 from tests.conftest import composed
 
 
-def test_matrices_decay_and_vectors_do_not():
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Linear(2, 3))
-    matrices, vectors = decay_groups(model.parameters())
-    assert {id(p) for p in matrices["params"]} == {id(model[0].weight), id(model[2].weight)}
-    assert "weight_decay" not in matrices
-    assert vectors["weight_decay"] == 0.0
-    assert len(vectors["params"]) == 4
+def by_name(model: nn.Module) -> dict[str, str]:
+    found = rules(model)
+    return {name: found[weight] for name, weight in model.named_parameters(remove_duplicate=False)}
 
 
-def test_frozen_weights_are_left_out_and_empty_groups_too():
-    layer = nn.Linear(2, 3)
-    layer.weight.requires_grad = False
-    assert decay_groups(layer.parameters()) == [{"params": [layer.bias], "weight_decay": 0.0}]
+class TestRules:
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_of_a_decoder(self, tied):
+        model = GPT(layers=1, heads=1, width=4, sequence_length=3, vocabulary=5, tie_weights=tied)
+        found = by_name(model)
+        assert {name: rule for name, rule in found.items() if rule not in ("matrices", "vectors")} == {
+            "embedding.token.weight": "embeddings",
+            "embedding.position.weight": "embeddings",
+            "head.projection.weight": "embeddings" if tied else "head",
+        }
+        assert [name for name, rule in found.items() if rule == "matrices"] == [
+            f"blocks.0.{name}.weight"
+            for name in ("attention.query_key_value", "attention.output", "mlp.up", "mlp.down")
+        ]
+        assert found["head.norm.weight"] == found["blocks.0.mlp.up.bias"] == "vectors"
+
+    def test_of_convolutions(self):
+        found = by_name(ResNet(depth=18, classes=10))
+        assert {found[name] for name in found if name.endswith("bias")} == {"vectors"}
+        assert set(found.values()) == {"kernels", "head", "vectors"}
+
+    def test_of_a_model_without_known_names(self):
+        model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2), nn.Softmax(-1))
+        found = by_name(model)
+        assert [found[f"{number}.weight"] for number in range(4)] == ["embeddings", "matrices", "vectors", "head"]
 
 
-def optimizer_of(*overrides: str) -> torch.optim.Optimizer:
-    training = run_spec.specify(config.read(composed("model=toy", *overrides)), None).training
+class TestGroups:
+    def test_frozen_weights_are_left_out_and_empty_groups_too(self):
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+        model[0].weight.requires_grad = False
+        model[1].requires_grad_(False)
+        groups = in_groups(torch.optim.SGD, model, ["vectors"])(model.named_parameters()).param_groups
+        assert [(group["rule"], group["params"], group["weight_decay"]) for group in groups] == [
+            ("vectors", [model[0].bias], 0.0)
+        ]
+
+    def test_a_stage_with_its_own_copy_of_a_tied_weight_updates_it_as_the_other_does(self):
+        model = GPT(layers=1, heads=1, width=4, sequence_length=3, vocabulary=5)
+        make = in_groups(torch.optim.SGD, model, [])
+        copy = nn.Parameter(torch.zeros(5, 4))
+        assert make([("head.projection.weight", copy)]).param_groups[0]["rule"] == "embeddings"
+
+
+def decays(*overrides: str) -> dict[str, float]:
+    training = run_spec.specify(config.read(composed("model=resnet18", *overrides)), None).training
     assert training
-    return training.optimizer(nn.Linear(2, 3).parameters())
+    model = ResNet(depth=18, classes=1000)
+    return {group["rule"]: group["weight_decay"] for group in training.optimizer(model.named_parameters()).param_groups}
 
 
-def test_the_option_chooses():
-    assert [g["weight_decay"] for g in optimizer_of("optimizer.weight_decay=0.3").param_groups] == [0.3, 0.0]
-    assert [g["weight_decay"] for g in optimizer_of("optimizer.weight_decay=0.3", "train.decay=all").param_groups] == [
-        0.3
-    ]
-
-
-def test_without_decay_there_is_one_group():
-    assert len(optimizer_of("optimizer.weight_decay=0").param_groups) == 1
+def test_the_option_chooses_by_the_table():
+    of_all = dict.fromkeys(("kernels", "head", "vectors"), 0.3)
+    assert decays("optimizer.weight_decay=0.3", "train.decay=all") == of_all
+    assert decays("optimizer.weight_decay=0.3") == {rule: 0.3 * DECAYED[rule] for rule in of_all}

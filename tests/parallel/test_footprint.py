@@ -18,6 +18,8 @@ from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.strategy import Strategy
+from ptdbench.problems import ConfigError
+from tests.optim.made_muon import muon_of
 from tests.parallel.ranks import mesh_of, on_ranks
 from tests.parallel.splitting import where_split
 
@@ -44,6 +46,9 @@ STRATEGIES = {
     }),
 }  # fmt: skip
 ADAMW = partial(torch.optim.AdamW, fused=True)
+#: Where the state is Muon's.
+OF_MUON = ("zero1", "fsdp", "pdp", "tensor and shards")
+CASES = {name: (name, False) for name in STRATEGIES} | {f"{name}, muon": (name, True) for name in OF_MUON}
 
 
 def gpt() -> GPT:
@@ -59,11 +64,12 @@ def of_ranks() -> list[dict[str, Any]]:
 def allocated() -> dict[str, Any]:
     """In a rank: the foreseen and the real footprint under each strategy."""
     seen = {}
-    for name, strategy in STRATEGIES.items():
+    for name, (of_strategy, with_muon) in CASES.items():
+        strategy, make = STRATEGIES[of_strategy], muon_of(gpt()) if with_muon else ADAMW
         layout = strategy.layout(strategy.dims(4), 16, "auto")
-        foreseen = strategy.footprints(gpt(), layout, ADAMW, average=False)[layout.dims.stage(dist.get_rank())]
+        foreseen = strategy.footprints(gpt(), layout, make, average=False)[layout.dims.stage(dist.get_rank())]
         engine = strategy(gpt(), Setting(mesh_of(layout.dims), layout, torch.device("cpu")))
-        optimizer = engine.optimizer(ADAMW)
+        optimizer = engine.optimizer(make)
         data = SyntheticTokens(sequence_length=6, vocabulary=42, seed=0)
         engine.gradients(*data.samples(0, layout.replica_batch), lambda loss: loss)
         gradients = storage([weight.grad for weight in engine.module.parameters()])
@@ -87,9 +93,9 @@ def storage(tensors: list[Any]) -> int:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", CASES)
 def test_what_is_foreseen_is_what_ranks_allocate(of_ranks, name):
-    dims = STRATEGIES[name].dims(4)
+    dims = STRATEGIES[CASES[name][0]].dims(4)
     shards = dims.shard * (dims.context if dims.shard > 1 else 1)
     for rank, of_rank in enumerate(of_ranks):
         foreseen, real = of_rank[name]
@@ -110,6 +116,12 @@ class TestOneProcess:
         weights = 4 * sum(weight.numel() for weight in gpt().parameters())
         assert found == Footprint(weights, weights, 2 * weights + 4 * len(list(gpt().parameters())))
         assert found.total == 4 * weights + 4 * len(list(gpt().parameters()))
+
+    def test_muon_has_one_number_a_weight_of_a_matrix(self):
+        (found,) = footprints(gpt(), Dims(), muon_of(gpt()), average=False, gradient_copies=1)
+        matrices = [weight for layer in gpt().layers() for weight in layer.parameters() if weight.dim() == 2]
+        others = len(list(gpt().parameters())) - len(matrices)
+        assert found.optimizer == 2 * found.weights - sum(weight.nbytes for weight in matrices) + 4 * others
 
     def test_buffers_count_and_frozen_weights_are_only_weights(self):
         model = ResNet(depth=18, classes=10)
@@ -141,13 +153,15 @@ class TestOneProcess:
         assert plain.gradients == divided.gradients == 2 * plain.weights
         assert plain.optimizer / 4 < divided.optimizer < plain.optimizer / 3
 
-    def test_an_optimizer_that_cannot_take_a_step_on_fake_tensors_has_no_state(self):
+    def test_an_optimizer_that_cannot_take_a_step_on_fake_tensors_is_refused(self):
         class Reader(torch.optim.SGD):
             def step(self, closure: Any = None) -> Any:
                 return self.param_groups[0]["params"][0].sum().item()
 
-        (found,) = footprints(gpt(), Dims(), Reader, average=False, gradient_copies=1)
-        assert found.optimizer == 0
+        with pytest.raises(
+            ConfigError, match="optimizer=Reader: the memory of its state is unknown, as it takes no step"
+        ):
+            footprints(gpt(), Dims(), Reader, average=False, gradient_copies=1)
 
     def test_nothing_is_allocated_for_a_model_of_a_trillion(self):
         class Large(nn.Module):

@@ -16,7 +16,6 @@ from ptdbench.checkpoints.saver import Saver
 from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
-from ptdbench.optim.groups import decay_groups
 from ptdbench.optim.schedules import OneCycle
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import Layout
@@ -88,7 +87,7 @@ def gpt() -> GPT:
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(decay_groups(parameters), lr=1e-2, fused=True)
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
 def loop_of(engine: Engine, layout: Layout, replica: int) -> StepLoop:

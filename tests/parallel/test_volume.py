@@ -23,6 +23,7 @@ from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.parallel.volume import OPERATIONS
 from tests.daily import cases, selected
+from tests.optim.made_muon import muon_of
 from tests.parallel.ranks import mesh_of, on_ranks
 from tests.parallel.splitting import where_split
 
@@ -37,6 +38,9 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "zero1": (Strategy(replicate="auto", optimizer="zero1"), {}),
     "powersgd": (Strategy(replicate="auto", gradients="powersgd"), {}),
     "fsdp": (Strategy(shard="auto"), {"micro_batch": 1}),
+    "fsdp by muon": (Strategy(shard="auto"), {"muon": True}),
+    "ddp by muon": (Strategy(replicate="auto"), {"muon": True}),
+    "tensor by muon": (Strategy(shard="auto", tensor=2), {"muon": True}),
     "fsdp in bf16": (Strategy(shard="auto", gradients="bf16"), {"micro_batch": 1, "precision": "bf16"}),
     "fsdp that keeps weights": (Strategy(shard="auto", reshard_after_forward=False), {"micro_batch": 1}),
     "fsdp that keeps them between passes": (
@@ -79,6 +83,7 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
 UNKNOWN = {
     "powersgd": {"all_reduce"},
     "stages in shards": {"all_gather"},
+    "tensor by muon": {"all_gather"},
     "context that recomputes": {"all_to_all"},
     "ring that recomputes": {"all_gather"},
 }
@@ -107,11 +112,14 @@ def of_case(name: str, strategy: Strategy, *, micro_batch: Any = "auto", **setti
         model, laid_out = make_model(), make_model()
     data, device = make_data(seed=0), torch.device("cpu")
     layout = strategy.layout(strategy.dims(4), BATCH, micro_batch)
+    by_muon = setting.pop("muon", False)
+    make = muon_of(model) if by_muon else torch.optim.AdamW
+    recomputes, gathers = "activations" in setting, 4 * by_muon
     by_formula = strategy.volume(
-        model, layout, data.example(), setting.get("precision", "fp32"), recomputes="activations" in setting
+        model, layout, data.example(), setting.get("precision", "fp32"), recomputes=recomputes, gathers=gathers
     )
     engine = strategy(laid_out, Setting(mesh_of(layout.dims), layout, device, **setting))
-    optimizer = engine.optimizer(torch.optim.AdamW)
+    optimizer = engine.optimizer(make)
 
     def steps(count: int) -> None:
         for _ in range(count):
@@ -147,8 +155,8 @@ def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     "name",
     CASES,
     daily=[
-        "ddp in bf16", "images in shards", "zero1", "fsdp", "hsdp", "pdp", "tensor and shards", "tensor and stages",
-        "context and shards", "ring and tensor", "llama in bf16",
+        "ddp in bf16", "images in shards", "zero1", "fsdp by muon", "hsdp", "pdp", "tensor and shards",
+        "tensor and stages", "context and shards", "ring and tensor", "llama in bf16",
     ],
 )  # fmt: skip
 def test_what_ranks_send_is_what_the_formula_says(of_ranks, name):

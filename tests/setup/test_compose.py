@@ -134,7 +134,7 @@ class TestMisspellings:
     def test_an_option_of_another_choice_says_whose_it_is(self, multirun):
         overrides = ("optimizer.momentum=0.5", *(["optimizer=adamw,sgd"] if multirun else []))
         assert refused(*overrides, multirun=multirun) == [
-            "optimizer.momentum=0.5: there is no such option; it belongs to optimizer=sgd"
+            "optimizer.momentum=0.5: there is no such option; it belongs to optimizer=muon,sgd"
         ]
 
     def test_all_at_once(self):

@@ -100,6 +100,17 @@ def test_a_reserve_that_is_no_part(reserve):
     assert refused("device=cpu", f"memory_reserve={reserve}") == f"memory_reserve={reserve}: {rule}"
 
 
+def test_an_optimizer_whose_memory_cannot_be_known_is_refused(host):
+    host(total=4, available=3)
+    sparse = ("optimizer._target_=torch.optim.SparseAdam", "~optimizer.weight_decay", "~optimizer.fused")
+    assert refused(*SMALL, *sparse) == (
+        "optimizer=SparseAdam: the memory of its state is unknown, as it takes no step on tensors without values: "
+        "SparseAdam does not support dense gradients, please consider Adam instead; "
+        "memory_reserve=null starts the run without knowing"
+    )
+    assert warning(*SMALL, *sparse, "memory_reserve=null") is None
+
+
 def test_a_small_model_is_not_looked_at_closely(host, monkeypatch):
     host(total=16, available=16)
     monkeypatch.setattr(fit.TrainingSpec, "footprints", lambda _: pytest.fail("it takes tens of milliseconds"))

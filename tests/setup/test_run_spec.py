@@ -72,7 +72,9 @@ class TestSound:
         assert make(f"parallel={strategy}").world_size == ranks
 
     def test_optimizer_and_options_arrive(self):
-        optimizer = make("optimizer=sgd", "optimizer.lr=0.25").training.optimizer([nn.Parameter(torch.ones(2))])
+        optimizer = make("optimizer=sgd", "optimizer.lr=0.25").training.optimizer(
+            [("head.norm.bias", nn.Parameter(torch.ones(2)))]
+        )
         assert isinstance(optimizer, torch.optim.SGD)
         assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.25, 0.9)
 
@@ -137,6 +139,11 @@ class TestRefused:
                 ["data.sequence_length=${model.length}"],
                 "data.sequence_length=${model.length}: refers to an option that does not exist; "
                 "give data.sequence_length a value, or choose another data",
+            ),
+            (
+                ["optimizer=muon", "model=resnet18"],
+                "optimizer=muon: is for matrices, and model=resnet18 has none but in embeddings, head and kernels; "
+                "try adamw",
             ),
             (["+model.unknown=1"], "model.unknown=1: there is no such option"),
             (["~model.heads"], "model.heads=(not set): must be given"),
@@ -204,7 +211,7 @@ class TestRefused:
             "train.steps=3", "cluster.cpus_per_rank=0",
         )  # fmt: skip
         assert [line.partition("=")[0] for line in found] == [
-            "precision", "cluster.cpus_per_rank", "data.path", "optimizer", "model.heads",
+            "precision", "cluster.cpus_per_rank", "data.path", "model.heads", "optimizer",
         ]  # fmt: skip
         found = refused("precision=fp4", "train.global_batch=17", "model.heads=3")
         assert [line.partition("=")[0] for line in found] == ["precision", "model.heads", "train.global_batch"]
