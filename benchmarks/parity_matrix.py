@@ -101,10 +101,10 @@ HEAD = """\
 # Parity
 
 Every layout under every lever, by `make parity-matrix` with torch {version}: ten
-steps of a small GPT in fp32 on CPU ranks, by AdamW or Muon, compared to one rank. {count} cells are *ok*, with the largest relative difference of a loss; at most
-1e-05 is allowed. `bf16` and `powersgd` round the gradients that are sent: their losses must differ, by at most 2e-02,
-or have *no effect* where there is a single replica. A number in parentheses is a rejection with the reason of that
-number.
+steps of a small GPT in fp32 on CPU ranks, by AdamW or Muon, compared to one rank. {count} cells are *ok*, with the
+largest relative difference of a loss; at most 1e-05 is allowed. `bf16` and `powersgd` round the gradients that are
+sent: their losses must differ, by at most 2e-02, or have *no effect* where there is a single replica. A number in
+parentheses is a rejection with the reason of that number.
 """
 
 Cell = tuple[str, str]
