@@ -8,8 +8,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from msgspec import convert
 
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
@@ -18,6 +21,7 @@ from ptdbench.records.cause import root_cause
 from ptdbench.records.failure import Failure, read_failures, write_traceback
 from ptdbench.records.owner import Attempt
 from ptdbench.records.record import failed, is_open, option
+from ptdbench.records.schema import Record
 from ptdbench.report.progress import Progress, read_progress
 from ptdbench.report.reason import OUTPUT
 from ptdbench.sweep import output
@@ -54,6 +58,11 @@ class Run:
     record: Mapping[str, Any]
     is_over: bool
     progress: Progress | None = None
+
+    @cached_property
+    def typed(self) -> Record:
+        """The record, with an attribute for each field."""
+        return convert(self.record, Record)
 
 
 @dataclass(frozen=True)

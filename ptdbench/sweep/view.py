@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
 from ptdbench.records.record import option
+from ptdbench.records.schema import Metrics, Record
 from ptdbench.report.reason import reason, wrap
 from ptdbench.sweep.status import Run, Sweep
 from ptdbench.terminal import plain, plural
@@ -39,11 +39,11 @@ def rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
             str(job.number if job else number),
             (job.id or "?") if job else "-",
             _label(run),
-            job.shape if job else _shape(run.record),
+            job.shape if job else _shape(run.typed),
             state(run),
             _step(run),
             _rate(run),
-            _startup(run.record),
+            _startup(run.typed),
         )
         yield tuple(plain(" ".join(cell.split())) for cell in cells)
 
@@ -83,7 +83,7 @@ def text(sweep: Sweep, width: int | None = None) -> str:
 def reasons(sweep: Sweep) -> Iterator[str]:
     """Why runs failed, which results are damaged, and why the queue is not shown."""
     for run in sweep.runs:
-        if run.is_over and run.record.get("error"):
+        if run.is_over and run.typed.error:
             yield f"{run.directory}: {reason(run.record)}"
     yield from sweep.damage
     if sweep.silence:
@@ -116,50 +116,50 @@ def _cell(cell: str, heading: str, widths: Mapping[str, int]) -> str:
 def state(run: Run) -> str:
     """Where a run stands, in a few words: the queue's while it is there, then the record's."""
     if run.is_over:
-        error = run.record.get("error") or {}
-        kind = error.get("type", "")
-        return f"{run.record['status']} ({kind})" if kind.isupper() else run.record["status"]
+        kind = run.typed.error.type if run.typed.error else ""
+        return f"{run.typed.status} ({kind})" if kind.isupper() else run.typed.status
     if run.queue is None:
         return "not submitted" if run.job and not run.job.id else "unfinished"
     if run.queue.state in ("PENDING", "SUSPENDED"):
         why = run.queue.reason
         return f"{run.queue.state} ({why})" if why not in ("", "None") else run.queue.state
-    if run.job and run.job.step is not None and run.job.step > 0 and not run.record.get("owner"):
+    if run.job and run.job.step is not None and run.job.step > 0 and not run.typed.owner:
         return "waits in its job"
     return f"{run.queue.state} {run.queue.nodes}".rstrip()
 
 
 def _label(run: Run) -> str:
-    record, (*sweep, _) = run.record, Path(run.directory).parts
-    named = " ".join(str(record[name]) for name in ("model", "parallel") if record.get(name)) or record["workload"]
-    of_block = option(record.get("config"), "repeat.series", str)
+    record, (*sweep, _) = run.typed, Path(run.directory).parts
+    named = " ".join(filter(None, (record.model, record.parallel))) or record.workload
+    of_block = option(record.config, "repeat.series", str)
     return f"{named} [{'/'.join(sweep)}]" if of_block and sweep else named
 
 
-def _shape(record: Mapping[str, Any]) -> str:
-    nodes, size = len(record.get("nodes") or []), record.get("world_size")
-    return f"{plural(nodes, 'node')}, {size} ranks" if nodes and size else "-"
+def _shape(record: Record) -> str:
+    return (
+        f"{plural(len(record.nodes), 'node')}, {record.world_size} ranks" if record.nodes and record.world_size else "-"
+    )
 
 
 def _step(run: Run) -> str:
     if run.is_over:
-        return str(run.record.get("steps") or "-")
+        return str(run.typed.steps or "-")
     return f"{run.progress.step}/{run.progress.steps}" if run.progress else "-"
 
 
 def _rate(run: Run) -> str:
-    metrics = run.record.get("metrics") or {}
     if run.is_over:
-        tokens, samples = metrics.get("tokens_per_second"), metrics.get("samples_per_second")
+        metrics = run.typed.metrics or Metrics()
+        tokens, samples = metrics.tokens_per_second, metrics.samples_per_second
         return f"{tokens:,.0f}" if tokens else f"{samples:,.1f} samples" if samples else "-"
     if not run.progress or not run.progress.per_second:
         return "-"
     return f"{run.progress.per_second:,.0f}" + (" samples" if run.progress.unit == "samples" else "")
 
 
-def _startup(record: Mapping[str, Any]) -> str:
+def _startup(record: Record) -> str:
     """``9.1 = 4.2 + 0.3 + 0.1 + 0.5 + 4.0``: the parts in the order of :data:`STARTUP`."""
-    spent = (record.get("metrics") or {}).get("startup_seconds")
+    spent = record.metrics and record.metrics.startup_seconds
     if not spent:
         return "-"
     return f"{sum(spent.values()):.1f} = " + " + ".join(f"{spent.get(name, 0):.1f}" for name in STARTUP)

@@ -83,12 +83,12 @@ def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:
 
 def _show_failure(sweep_directory: Path, run: Run) -> None:
     """The traceback of a run that failed, or the end of its output where it left none."""
-    error = run.record.get("error") or {}
-    if run.record["status"] == "ok" or not error:
+    error = run.typed.error
+    if run.typed.status == "ok" or not error:
         return
     name = Path(run.directory).name
-    if error["traceback"]:
-        say(f"\n{name}, rank {error['rank']}:\n{error['traceback'].rstrip()}", sys.stderr)
+    if error.traceback:
+        say(f"\n{name}, rank {error.rank}:\n{error.traceback.rstrip()}", sys.stderr)
     elif run.job and (tail := output.tail(run.job)):
         say(f"\n{name}, the end of its output:\n{tail}", sys.stderr)
 
