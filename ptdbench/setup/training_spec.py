@@ -188,8 +188,9 @@ def _prepare(data: Data) -> None:
 
 def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
     """The optimizer, tried on weights of one number: torch checks the values of its options when it makes one."""
+    bound = choices.bound(config, "optimizer", "params")  # first: it is judged whatever else is wrong
     not_decayed = [rule for rule, decays in DECAYED.items() if not decays and config.train.decay == "matrices"]
-    make = in_groups(choices.bound(config, "optimizer", "params"), model, not_decayed)
+    make = in_groups(bound, model, not_decayed)
     tried = choices.guarded(lambda: make(_of_one_number(model)), "optimizer")
     if isinstance(tried, Muon) and "matrices" not in {group["rule"] for group in tried.param_groups}:
         rule = f"is for matrices, and model={config.call('model').name} has none but in embeddings, head and kernels"
