@@ -1,4 +1,4 @@
-"""``python train.py`` and ``ptdbench train``: what is checked before Hydra starts, and what is printed when it is done.
+"""``python train.py`` and ``ptdbench train``: what is checked before anything starts, and what is printed at the end.
 
 Nothing here imports torch until the command line has been understood, so that ``--help`` and misspellings answer
 at once.
@@ -255,9 +255,9 @@ def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | Non
             if writes:
                 with composed.source.open():
                     hydra_files.write_multirun(composed.sweep(), directory)
-            from ptdbench.sweep import carried_out
+            from ptdbench.sweep import carriers
 
-            carried_out.all_of(agenda, composed)
+            carriers.all_of(agenda, composed)
     except OSError as error:
         rule = f"{error.filename or 'what belongs there'} cannot be written: {error.strerror or error}"
         remedy = f"make room, and go on with {resume.command(directory)}"

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from ptdbench.launch.peers import Peer
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import World
-from ptdbench.measure.gemm import Place
 from ptdbench.measure.stopwatch import Stopwatch
 from ptdbench.report.display import Display
 from ptdbench.setup.run_spec import RunSpec
@@ -72,11 +71,6 @@ class Job:
     watchdog: Watchdog
     display: Display = field(default_factory=Display)
     note: Callable[[Mapping[str, Any]], None] = lambda _: None
-
-    @property
-    def place(self) -> Place:
-        """Where this rank measures matrix products."""
-        return Place(self.world, self.device, self.watchdog.alive)
 
     @property
     def training(self) -> TrainingSpec:

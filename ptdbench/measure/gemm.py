@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,32 +35,26 @@ AUTO_SHAPES = {
 Figures = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where one rank measures.
-
-    Attributes:
-        world: The rank's position among all that measure.
-        device: Its device.
-        alive: Called between measurements, which may take longer than a watchdog's patience.
-    """
-
-    world: World
-    device: torch.device
-    alive: Callable[[], object] = lambda: None
-
-
 def measure(
-    place: Place, shapes: Sequence[Shape], dtypes: Sequence[str], seconds: float, copies: bool = True
+    world: World,
+    device: torch.device,
+    shapes: Sequence[Shape],
+    dtypes: Sequence[str],
+    seconds: float,
+    *,
+    copies: bool = True,
+    alive: Callable[[], object] = lambda: None,
 ) -> Figures:
     """Time matrix products and memory copies on all ranks at once.
 
     Args:
-        place: Of this rank; every rank calls this.
+        world: The place of this rank among those that measure; every rank calls this.
+        device: Its device.
         shapes: Of the products.
         dtypes: Arithmetic of the products.
         seconds: Approximate duration of the repetitions of each.
         copies: Whether copies are measured too.
+        alive: Called between measurements, all of which may take longer than a watchdog's patience.
 
     Raises:
         ArithmeticError: A product is wrong.
@@ -72,15 +65,15 @@ def measure(
         ``ceilings`` with the best median of every kind of device and dtype, and ``other_load`` with that of each node.
     """
     need, shape = max((peak_bytes(shape, dtype), str(shape)) for shape in shapes for dtype in dtypes)
-    timing.require_memory(place.device, place.world.local_size, need, "workload.shapes", shape)
-    known = environment(place.device.type)
-    load_so_far = other_load.watch(place.device)
+    timing.require_memory(device, world.local_size, need, "workload.shapes", shape)
+    known = environment(device.type)
+    load_so_far = other_load.watch(device)
     mine: Figures = {
-        "rank": place.world.rank,
-        "device": _gpu(place.device) or known["cpu"],
-        "keys": {dtype: _key(known, place.device, dtype) for dtype in dtypes},
-        "products": [_product(place, shape, dtype, seconds) for dtype in dtypes for shape in shapes],
-        "copies": _copies(place.device, seconds) if copies else [],
+        "rank": world.rank,
+        "device": _gpu(device) or known["cpu"],
+        "keys": {dtype: _key(known, device, dtype) for dtype in dtypes},
+        "products": [_product(device, shape, dtype, seconds, alive) for dtype in dtypes for shape in shapes],
+        "copies": _copies(device, seconds) if copies else [],
         "node": node(os.environ),
     }
     load, ranks = load_so_far(), gather(mine)
@@ -92,7 +85,7 @@ def measure(
     }
 
 
-def measure_again(place: Place, dtype: str) -> Measured:
+def measure_again(world: World, device: torch.device, dtype: str, alive: Callable[[], object]) -> Measured:
     """Measure the ceiling of rank 0's device once more; called in all ranks, the result is the same in all.
 
     The higher of the earlier and the new measurement is kept for later runs.
@@ -100,8 +93,9 @@ def measure_again(place: Place, dtype: str) -> Measured:
     Raises:
         ConfigError: The matrices do not fit into memory beside what is there.
     """
-    found = measure(place, [Shape.of(shape) for shape in AUTO_SHAPES[place.device.type]], [dtype], 0.5, copies=False)
-    keep(place.world, found, only_higher=True)
+    shapes = [Shape.of(shape) for shape in AUTO_SHAPES[device.type]]
+    found = measure(world, device, shapes, [dtype], 0.5, copies=False, alive=alive)
+    keep(world, found, only_higher=True)
     return convert(found["ceilings"][0], Measured)
 
 
@@ -131,10 +125,10 @@ def known_ceiling(
     return None, f"no ceiling on record for {of}; try {' '.join(words)}"
 
 
-def _product(place: Place, shape: Shape, dtype: str, seconds: float) -> Figures:
-    place.alive()
+def _product(device: torch.device, shape: Shape, dtype: str, seconds: float, alive: Callable[[], object]) -> Figures:
+    alive()
     dist.barrier()  # so that all ranks work at the same time
-    taken = products.product_seconds(shape, dtype, place.device, seconds)
+    taken = products.product_seconds(shape, dtype, device, seconds)
     return {"dtype": dtype, "shape": str(shape), **products.rates(shape.flops, taken)}
 
 

@@ -26,11 +26,14 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
-from ptdbench.setup.commandline import LAUNCHER, SWEEPER, in_full, search_in
+from ptdbench.setup.commandline import LAUNCHER, SWEEPER, in_full, option, search_in
 from ptdbench.terminal import command
 
 #: What Hydra raises for a command line or a file that it cannot use, beside what :func:`_compose` makes the same.
 _REFUSALS = (HydraException, OmegaConfBaseException, ValueError, IndexError)
+
+#: How the options of a launcher, and its choice, begin.
+_LAUNCHERS = (LAUNCHER, "hydra.launcher.")
 
 #: Lists of a sweep that lie in a file.
 _PARAMS = "hydra.sweeper.params"
@@ -106,15 +109,18 @@ class Composed:
         """What carries the runs out: ``basic``, ``submitit_local`` or ``submitit_slurm``."""
         return str(self.first.hydra.runtime.choices.get(LAUNCHER))
 
-    def sweep(self, others: Sequence[str] = ()) -> DictConfig:
+    def sweep(self, instead: Sequence[str] = ()) -> DictConfig:
         """The configuration of the sweep as Hydra has it: its runs' lists are among the overrides it names.
 
+        Only where :meth:`Source.open` is open.
+
         Args:
-            others: Overrides beside those that were typed; only where :meth:`Source.open` is open already.
+            instead: Options of Hydra in the place of those of its launcher, which may have others.
         """
         loader = GlobalHydra.instance().config_loader()
-        ours = [word for word in self.typed if not word.startswith("hydra")]
-        return loader.load_configuration(self.source.name, [*ours, *self.hydras, *others], RunMode.MULTIRUN)
+        ours = [word for word in self.typed if not word.startswith(("hydra.", "hydra/"))]
+        hydras = [word for word in self.hydras if not (instead and option(word).startswith(_LAUNCHERS))]
+        return loader.load_configuration(self.source.name, [*ours, *hydras, *instead], RunMode.MULTIRUN)
 
 
 def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source | None = None) -> Composed:

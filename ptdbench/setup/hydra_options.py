@@ -22,40 +22,26 @@ OPTIONS = {"array_parallelism": 256, "signal_delay_s": 120}
 #: What carries runs out.
 LAUNCHERS = ("basic", "submitit_local", "submitit_slurm")
 
-#: Options that would do nothing here, and what to do instead.
-WITHOUT_EFFECT = {
-    "hydra.callbacks": "nothing of Hydra's runs a job, and would call them; omit them",
-    "hydra.job.chdir": "runs start in the current directory; omit it",
-    "hydra.job_logging": "nothing is logged through Hydra; omit it",
-    "hydra.hydra_logging": "nothing is logged through Hydra; omit it",
-    "hydra.verbose": "nothing is logged through Hydra; omit it",
-}
-
 
 def check(composed: Composed, cluster: Cluster, world: World | None, goes_on: Path | None) -> None:
     """Refuse what would have no effect, a launcher that does not fit, and a search that would lose its way."""
-    _check_effects(composed)
+    require(*_without_effect(composed.first.hydra))
     _check_launcher(composed, cluster, world)
     if composed.searches:
         require(*_unfit_for_search(composed, cluster, world, goes_on))
 
 
-def _check_effects(composed: Composed) -> None:
-    hydra = composed.first.hydra
-    given = {
-        "hydra.callbacks": bool(hydra.callbacks),
-        "hydra.job.chdir": bool(hydra.job.chdir),
-        "hydra.verbose": hydra.verbose is not False,
-        **{f"hydra.{name}": bool(hydra[name] and hydra[name].get("root")) for name in ("job_logging", "hydra_logging")},
-    }
-    for name, is_given in given.items():
-        if is_given:
-            rule, _, remedy = WITHOUT_EFFECT[name].partition("; ")
-            require(Problem(name, as_typed(_plain(OmegaConf.select(composed.first, name))), rule, remedy))
-
-
-def _plain(node: Any) -> Any:
-    return "{...}" if isinstance(node, DictConfig) else node
+def _without_effect(hydra: DictConfig) -> Iterator[Problem]:
+    """What Hydra would do in a program that it runs, and cannot here."""
+    if hydra.callbacks:
+        rule, remedy = "nothing of Hydra's runs a job, and would call them", "omit them"
+        yield Problem("hydra.callbacks", "{...}", rule, remedy)
+    if hydra.job.chdir:
+        yield Problem("hydra.job.chdir", as_typed(True), "runs start in the current directory", "omit it")
+    logs = [("verbose", as_typed(hydra.verbose))] if hydra.verbose is not False else []
+    logs += [(name, "{...}") for name in ("job_logging", "hydra_logging") if (hydra[name] or {}).get("root")]
+    for name, value in logs:
+        yield Problem(f"hydra.{name}", value, "nothing is logged through Hydra", "omit it")
 
 
 def _check_launcher(composed: Composed, cluster: Cluster, world: World | None) -> None:

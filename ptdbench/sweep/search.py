@@ -17,7 +17,7 @@ from ptdbench.records import objective, store
 from ptdbench.setup import hydra_files, hydra_options
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, quoted
 from ptdbench.setup.compose import Composed
-from ptdbench.sweep import carried_out, requests
+from ptdbench.sweep import carriers, requests
 from ptdbench.sweep.agenda import Agenda
 
 
@@ -31,7 +31,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
     Raises:
         ConfigError: The sweeper failed, or a run that it chose cannot be composed or submitted.
     """
-    carry = carried_out.carrier(agenda, composed)
+    carry = carriers.carrier(agenda, composed)
     with composed.source.open():
         loader = GlobalHydra.instance().config_loader()
         own = [
@@ -39,7 +39,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
             f"hydra.sweep.dir={quoted(str(agenda.directory))}",
             *hydra_options.search_overrides(composed),
         ]
-        sweep = composed.sweep(own)
+        sweep = composed.sweep(instead=own)
         hydra_files.write_multirun(sweep, agenda.directory)
 
         def carry_out(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
@@ -51,7 +51,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
                     raise ConfigError([Problem("command line", " ".join(words), reason)]) from None
                 agenda.requests.append(requests.of_search(whole, words))
             numbers = range(first, first + len(job_overrides))
-            carry(carried_out.opened(agenda, numbers))
+            carry(carriers.opened(agenda, numbers))
             return [_outcome(agenda, number) for number in numbers]
 
         Plugins.instance().register(ptdbench_launcher.HandOver)

@@ -15,7 +15,8 @@ from typing import Any
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from ptdbench.launch import local, slurm
+from ptdbench import terminal
+from ptdbench.launch import leaving, local, slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import failure, ledger, record, store
@@ -23,7 +24,6 @@ from ptdbench.setup.config import Slurm
 from ptdbench.setup.hydra_options import OPTIONS
 from ptdbench.sweep import resources
 from ptdbench.sweep.agenda import Opened
-from ptdbench.sweep.job import arguments, carry_out
 from ptdbench.sweep.requests import Request
 from ptdbench.sweep.resources import Output, Step
 from ptdbench.terminal import plural, say
@@ -160,6 +160,33 @@ def make_folders(requests: Sequence[Request]) -> None:
     require(*found)
 
 
+def carry_out(directory: str, environment: Mapping[str, str | None]) -> None:
+    """Carry out the run of a directory, in every task of the job.
+
+    Args:
+        directory: The run's directory.
+        environment: Variables that the run must see; ``None`` for one that it must not.
+
+    Raises:
+        SystemExit: The run failed here.
+    """
+    from ptdbench.run import run
+
+    for name, value in environment.items():
+        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    local.stop_on_signals()  # submitit's own handlers ignore SIGTERM, and requeue without being asked
+    try:
+        run(Path(directory))
+    finally:
+        leaving.soon()
+
+
+def call_of(sweep: Path, opened: Opened, **environment: str | None) -> tuple[str, dict[str, str | None]]:
+    """What :func:`carry_out` is called with in the job of a run; ``environment``: variables beside the run's own."""
+    typed = terminal.as_variable(sys.argv)  # what the job says of how to go on names the same program
+    return str(sweep / opened.subdirectory), {**typed, **opened.request.environment, **environment}
+
+
 def submit(directory: Path, jobs: Sequence[Opened], options: Mapping[str, Any]) -> list[ledger.Job]:
     """Submit one array of jobs for each shape; nothing stays in the queue unless all were taken.
 
@@ -221,7 +248,7 @@ def _submit(
         ledger.add(directory, noted)
 
     ledger.add(directory, noted)
-    calls = [[DelayedSubmission(carry_out, *arguments(directory, run)) for run in runs] for runs in array]
+    calls = [[DelayedSubmission(carry_out, *call_of(directory, run)) for run in runs] for runs in array]
     _hand_over(text, name, calls, output, note)
     return noted
 

@@ -37,7 +37,7 @@ def check(job: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
         return dict(fields)
     with job.watchdog.paused(), job.display.during("measuring the ceiling again"):
         try:
-            again: Measured | str = gemm.measure_again(job.place, dtype_of(job))
+            again: Measured | str = gemm.measure_again(job.world, job.device, dtype_of(job), job.watchdog.alive)
         except ConfigError as lack:  # of memory, in all ranks: the model takes some
             again = str(lack)
     if job.world.rank > 0:

@@ -134,7 +134,8 @@ class Check:
 
     def products(self, job: Job) -> Figures:
         """A short measurement of the devices."""
-        return gemm.measure(job.place, [_SHAPES[job.device.type]], _DTYPES, _SECONDS, copies=False)
+        shapes, alive = [_SHAPES[job.device.type]], job.watchdog.alive
+        return gemm.measure(job.world, job.device, shapes, _DTYPES, _SECONDS, copies=False, alive=alive)
 
     def messages(self, job: Job) -> Figures | None:
         """A short measurement of the links; ``None`` for a single rank."""

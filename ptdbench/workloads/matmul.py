@@ -54,7 +54,7 @@ class Matmul:
             ArithmeticError: A product is wrong, so that no result of this device can be trusted.
         """
         shapes, dtypes = self._chosen(job.device.type)
-        found = gemm.measure(job.place, shapes, dtypes, self.seconds)
+        found = gemm.measure(job.world, job.device, shapes, dtypes, self.seconds, alive=job.watchdog.alive)
         return Outcome({"matmul": {**found, "kept": gemm.keep(job.world, found)}})
 
     def _chosen(self, device_type: str) -> tuple[list[Shape], list[str]]:

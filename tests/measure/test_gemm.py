@@ -89,8 +89,8 @@ def test_products_that_no_rank_has_room_for_are_refused_by_all(monkeypatch):
         raise ConfigError([])
 
     monkeypatch.setattr(gemm.timing, "require_memory", refuse)
-    place = gemm.Place(World(0, 1, 0, 1, "torchrun"), torch.device("cpu"))
+    here = World(0, 1, 0, 1, "torchrun"), torch.device("cpu")
     with pytest.raises(ConfigError):
-        gemm.measure(place, [Shape(2, 3, 5), Shape(4, 4, 4)], ["bf16"], 1.0)
+        gemm.measure(*here, [Shape(2, 3, 5), Shape(4, 4, 4)], ["bf16"], 1.0)
     # 2 bytes for each of 3 * 16 numbers, and 4 for each of the 16 of a factor.
     assert asked == [(96 + 64, "workload.shapes", "4x4x4")]

@@ -13,14 +13,19 @@ from ptdbench.records import store
 from ptdbench.records.findings import Findings
 from ptdbench.records.schema import Record
 
-STORED = sorted((Path(__file__).parent / "stored").glob("*.json"))
+#: By kind; a line of the file is as ``results.jsonl`` has it.
+STORED = {
+    one["kind"]: one["record"]
+    for one in map(json.loads, Path(__file__).with_name("stored.jsonl").read_text().splitlines())
+}
 
 
-@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
-def test_keys_their_order_and_nulls_stay(tmp_path, path):
-    (tmp_path / store.RECORD).write_bytes(path.read_bytes())
-    store.write_record(tmp_path, store.load_record(tmp_path))
-    assert (tmp_path / store.RECORD).read_bytes() == path.read_bytes()
+@pytest.mark.parametrize("kind", STORED)
+def test_keys_their_order_and_nulls_stay(tmp_path, kind):
+    written = json.dumps(STORED[kind])
+    store.write_record(tmp_path, json.loads(written))
+    store.append_result(tmp_path, store.load_record(tmp_path))
+    assert (tmp_path / store.RESULTS).read_text() == f"{written}\n"
 
 
 def without_unwritten(told: Any, written: Any) -> Any:
@@ -33,13 +38,13 @@ def without_unwritten(told: Any, written: Any) -> Any:
     return told
 
 
-@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
-def test_the_types_lose_nothing_of_what_is_written(path):
-    written = json.loads(path.read_bytes())
+@pytest.mark.parametrize("kind", STORED)
+def test_the_types_lose_nothing_of_what_is_written(kind):
+    written = dict(STORED[kind])
     own = {name: written.pop(name) for name in Findings.__struct_fields__ if name in written}
     assert list(written) == list(Record.__struct_fields__)
-    for value, kind in ((written, Record), (own, Findings)):
-        assert without_unwritten(to_builtins(convert(value, kind)), value) == value
+    for value, of in ((written, Record), (own, Findings)):
+        assert without_unwritten(to_builtins(convert(value, of)), value) == value
 
 
 def test_there_are_some():

@@ -19,7 +19,7 @@ from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, store
 from ptdbench.setup.compose import compose_all
-from ptdbench.sweep import carried_out, job, requests, submission, watch
+from ptdbench.sweep import carriers, requests, submission, watch
 from ptdbench.sweep import search as searching
 from ptdbench.sweep.agenda import Agenda
 from ptdbench.sweep.search import NoObjective
@@ -204,7 +204,7 @@ def test_what_a_job_is_given_is_a_function_and_a_path_and_the_words_that_name_th
     submission.submit(tmp_path, [Agenda(tmp_path, [run]).open(0)], {})
     call = DelayedSubmission.load(tmp_path / "logs" / "101" / "101_submitted.pkl")
     typed = {"FOO": "1", "PTDBENCH_TYPED": "train.py -m --config-dir 'my own'"}
-    assert (call.function, call.args, call.kwargs) == (job.carry_out, (str(tmp_path / "0_toy_ddp"), typed), {})
+    assert (call.function, call.args, call.kwargs) == (submission.carry_out, (str(tmp_path / "0_toy_ddp"), typed), {})
     monkeypatch.setattr(sys, "argv", ["submit"])
     monkeypatch.setenv("PTDBENCH_TYPED", typed["PTDBENCH_TYPED"])
     assert terminal.command() == "python train.py --config-dir 'my own'"
@@ -221,6 +221,7 @@ class TestSearch:
 
         def it(agenda, batches):
             asked = ["cluster=slurm", "model=toy", "hydra/sweeper=optuna", "seed=1,2"]
+            asked += ["hydra/launcher=submitit_slurm", "hydra.launcher.array_parallelism=1"]
             told = []
 
             class Sweeper:
@@ -266,12 +267,13 @@ class TestSearch:
             _ = second.return_value
         assert [one.directory for one in ledger.read(tmp_path).jobs] == ["0_toy_ddp", "1_toy_ddp", "2_toy_ddp"]
         assert told == [[], ["0_toy_ddp", "1_toy_ddp"]]
+        assert "#SBATCH --array=0-1%1" in submitted[0]  # as the launcher that was typed has it
 
     def test_jobs_that_an_earlier_start_left_in_the_queue_are_waited_for_once(self, tmp_path, monkeypatch):
         told = []
         monkeypatch.setattr(watch, "follow", lambda _, known: told.append(known) or {"0_toy_ddp"})
         agenda = Agenda(tmp_path, queued=frozenset({"0_toy_ddp"}), searches=True)
-        carry = carried_out.carrier(agenda, compose_all(["cluster=slurm", "model=toy"], multirun=True))
+        carry = carriers.carrier(agenda, compose_all(["cluster=slurm", "model=toy"], multirun=True))
         carry([])
         carry([])
         assert told == [set()]

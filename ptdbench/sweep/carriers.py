@@ -66,7 +66,8 @@ def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
     """One after the other, each in a process of its own that starts its ranks itself."""
     import submitit
 
-    from ptdbench.sweep import job, watch
+    from ptdbench.sweep import watch
+    from ptdbench.sweep.submission import call_of, carry_out
 
     executor = submitit.AutoExecutor(folder=str(directory / "logs" / "%j"), cluster="local")
     executor.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0)
@@ -74,7 +75,7 @@ def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
         say(f"{run.number} {run.request.label}: started", sys.stderr)
         # submitit hides every GPU that it was not asked for.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        submitted = executor.submit(job.carry_out, *job.arguments(directory, run, CUDA_VISIBLE_DEVICES=visible))
+        submitted = executor.submit(carry_out, *call_of(directory, run, CUDA_VISIBLE_DEVICES=visible))
         try:
             submitted.wait()
         except BaseException:
