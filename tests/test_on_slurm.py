@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -387,7 +388,7 @@ class TestRepeats:
         assert len({job["id"] for job in noted}) == 2
         for first, second in (found[:2], found[2:]):
             assert first["owner"]["job"] == second["owner"]["job"]
-            assert ended(first) <= (Path(second["directory"]) / ".hydra" / "config.yaml").stat().st_mtime_ns
+            assert ended(first) <= datetime.fromisoformat(second["started"]).timestamp()
         for job in noted:
             assert list(Path(job["log"]).glob(f"{job['id']}_0_log.*"))
 
@@ -402,5 +403,5 @@ class TestRepeats:
         assert nodes == nodes[::-1]
 
 
-def ended(record: dict[str, Any]) -> int:
-    return (Path(record["directory"]) / "record.json").stat().st_mtime_ns
+def ended(record: dict[str, Any]) -> float:
+    return (Path(record["directory"]) / "record.json").stat().st_mtime
