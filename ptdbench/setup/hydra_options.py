@@ -19,6 +19,31 @@ from ptdbench.terminal import command
 #: Options of the launcher that say nothing of resources, and what they are where nobody gives them.
 OPTIONS = {"array_parallelism": 256, "signal_delay_s": 120}
 
+#: What hydra-submitit-launcher calls the resources of a job, and the options of ``cluster`` that give them.
+SUBMITIT = {
+    "account": "account",
+    "additional_parameters": "extra",
+    "comment": "extra.comment",
+    "constraint": "constraint",
+    "cpus_per_gpu": "cpus_per_rank",
+    "cpus_per_task": "cpus_per_rank",
+    "exclude": "extra.exclude",
+    "gpus_per_node": "gpus_per_node",
+    "gpus_per_task": "gpus_per_node",
+    "gres": "gres",
+    "max_num_timeout": "max_requeues",
+    "mem_gb": "mem_gb",
+    "mem_per_cpu": "extra.mem_per_cpu",
+    "mem_per_gpu": "extra.mem_per_gpu",
+    "nodes": "nodes",
+    "partition": "partition",
+    "qos": "qos",
+    "setup": "setup",
+    "submitit_folder": "log",
+    "tasks_per_node": "ranks_per_node",
+    "timeout_min": "time_minutes",
+}
+
 #: What carries runs out.
 LAUNCHERS = ("basic", "submitit_local", "submitit_slurm")
 
@@ -66,14 +91,21 @@ def _check_launcher(composed: Composed, cluster: Cluster, world: World | None) -
         require(*_given_twice(composed))
 
 
-def _given_twice(composed: Composed) -> list[Problem]:
-    """Resources are given in one place, the group ``cluster``."""
+def _given_twice(composed: Composed) -> Iterator[Problem]:
+    """Resources are given in one place, the group ``cluster``; each problem names the option there, as it is typed."""
     rule = "the resources of a job are given in the group cluster only"
-    remedy = f"see {command()} cluster=slurm --cfg job --package cluster"
-    typed = dict(override.partition("=")[::2] for override in composed.first.hydra.overrides.hydra)
-    passed_on = {f"hydra.launcher.{option}" for option in OPTIONS}
-    names = [name for name in typed if name.startswith("hydra.launcher.") and name not in passed_on]
-    return [Problem(name, typed[name], rule, remedy) for name in names]
+    for override in composed.first.hydra.overrides.hydra:
+        group, _, name = option(override).rpartition(".")
+        if group != LAUNCHER.replace("/", ".") or name in OPTIONS:
+            continue
+        value = override.partition("=")[2]
+        remedy = f"see {command()} cluster=slurm --cfg job --package cluster"
+        if known := SUBMITIT.get(name):
+            # Values of another kind or unit: what one rank is given instead of one GPU.
+            same = name not in ("cpus_per_gpu", "gpus_per_task")
+            added = "+" if known.startswith("extra.") else ""
+            remedy = f"try {added}cluster.{known}={value}" if same else f"use cluster.{known}"
+        yield Problem(f"{group}.{name}", value, rule, remedy)
 
 
 def _unfit_for_search(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, hydra_options
@@ -41,3 +44,34 @@ def test_what_would_do_nothing(typed, told):
 def test_what_is_typed_as_it_is_by_default():
     composed = compose_all(["model=toy", "hydra.job.chdir=false", "hydra.verbose=false", "hydra/job_logging=none"])
     hydra_options.check(composed, config.read(composed.jobs[0]).cluster, None, None)
+
+
+class TestResourcesOfJobs:
+    """What users of hydra-submitit-launcher type is named with the option of ``cluster`` that gives it."""
+
+    RULE = "the resources of a job are given in the group cluster only"
+
+    @pytest.mark.parametrize(
+        ("typed", "remedy"),
+        [
+            ("partition=gpu", "try cluster.partition=gpu"),
+            ("timeout_min=240", "try cluster.time_minutes=240"),
+            ("tasks_per_node=8", "try cluster.ranks_per_node=8"),
+            ("gres=gpu:volta:2", "try cluster.gres=gpu:volta:2"),
+            ("exclude=n3", "try +cluster.extra.exclude=n3"),
+            ("cpus_per_gpu=4", "use cluster.cpus_per_rank"),
+            ("name=mine", "see "),
+        ],
+    )
+    def test_are_refused_with_what_to_type(self, typed, remedy):
+        told = refused("cluster=slurm", f"hydra.launcher.{typed}")
+        assert told.startswith(f"hydra.launcher.{typed}: {self.RULE}; {remedy}")
+
+    def test_of_submitit_are_all_known(self):
+        theirs = {option.name for option in dataclasses.fields(SlurmQueueConf)}
+        # A job has a name that is found again, and an output of its own; the class is no resource.
+        assert theirs - {"name", "stderr_to_stdout", "_target_"} == {*hydra_options.SUBMITIT, *hydra_options.OPTIONS}
+
+    def test_what_is_named_exists(self):
+        cluster = compose_all(["model=toy", "cluster=slurm"]).jobs[0].cluster
+        assert {name.partition(".")[0] for name in hydra_options.SUBMITIT.values()} <= set(cluster)
