@@ -34,14 +34,19 @@ FOLDER = Path(__file__).parent.parent / ".slurm"
 
 NODES = ("n1", "n2")
 
-#: Debian's packages, and the commands by which they are known to be there.
+#: Debian's packages, and the commands or files by which they are known to be there.
 PACKAGES = {
     "slurm-wlm": ("slurmctld", "slurmd", "sbatch", "srun", "scontrol"),
     "munge": ("munged", "munge", "mungekey"),
+    "crun": ("crun",),
+    "libslurm-dev": ("/usr/include/slurm/spank.h",),
     "openmpi-bin": ("mpirun",),
     "tmux": ("tmux",),
     "chromium": ("chromium",),
 }
+
+#: What the cluster needs; the last two for containers.
+OF_CLUSTER = ("slurm-wlm", "munge", "crun", "libslurm-dev")
 
 #: How long the cluster may take to start, or its jobs to end, in seconds; both take about five on two busy cores.
 PATIENCE = 60
@@ -114,6 +119,14 @@ PartitionName=short Nodes=n1 MaxTime=5 State=UP
 PartitionName=gpu Nodes=n[1-2] DefaultTime=60 MaxTime=INFINITE State=UP
 """
 
+# The runtime of srun's --container. Some machines have cgroups of both versions, which crun refuses.
+_OCI_CONF = """\
+RunTimeRun="unshare -m sh -c 'umount -l /sys/fs/cgroup/unified 2> /dev/null; exec {crun} run -b %b %n.%j.%s.%t'"
+RunTimeQuery="{crun} state %n.%j.%s.%t"
+RunTimeKill="{crun} kill -a %n.%j.%s.%t"
+RunTimeDelete="{crun} delete --force %n.%j.%s.%t"
+"""
+
 _GRES_CONF = "NodeName=n[1-2] Name=gpu File={folder}/gpu/gpu[0-1]\n"
 
 
@@ -141,7 +154,7 @@ def up(folder: Path = FOLDER) -> Path:
     if len(str(folder)) > _LONGEST_FOLDER or re.search(r"[^\w./+-]", str(folder)):
         rule = f"SLURM needs a path without spaces of at most {_LONGEST_FOLDER} characters; /tmp/slurm would do"
         raise Unavailable(f"not in {folder}: {rule}")
-    install("slurm-wlm", "munge")
+    install(*OF_CLUSTER)
     with _alone():
         if not works(folder):
             _stop(folder)
@@ -225,7 +238,7 @@ def program(pid: int) -> str:
 
 def missing(*packages: str) -> str:
     """Why the cluster, or the ``packages`` where some are named, cannot be had here; empty if they can be."""
-    lacking = _lacking(packages or ("slurm-wlm", "munge"))
+    lacking = _lacking(packages or OF_CLUSTER)
     nothing = f"there is no {' and no '.join(lacking)} (Debian's names) here"
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
@@ -260,7 +273,11 @@ def install(*packages: str) -> None:
 
 
 def _lacking(packages: Sequence[str]) -> list[str]:
-    return [name for name in packages if not all(shutil.which(command, path=_PATH) for command in PACKAGES[name])]
+    return [
+        name
+        for name in packages
+        if not all(shutil.which(file, path=_PATH) or Path(file).exists() for file in PACKAGES[name])
+    ]
 
 
 @contextlib.contextmanager
@@ -303,6 +320,15 @@ def _configure(folder: Path) -> None:
     }
     (folder / "slurm.conf").write_text(_SLURM_CONF.format(**values))
     (folder / "gres.conf").write_text(_GRES_CONF.format(**values))
+    crun = shutil.which("crun", path=_PATH)
+    (folder / "oci.conf").write_text(
+        _OCI_CONF.format(crun=crun, options=f"--cgroup-manager=disabled --root={folder}/run")
+    )
+    plugin, source = folder / "run" / "pyxis_stand_in.so", Path(__file__).with_name("pyxis_stand_in.c")
+    status, said = _run("cc", "-shared", "-fPIC", "-o", str(plugin), str(source))
+    if status:
+        raise ClusterError(f"{source.name} does not compile: {said}")
+    (folder / "plugstack.conf").write_text(f"required {plugin}\n")
 
 
 def _is_free(port: int) -> bool:
@@ -326,7 +352,7 @@ def _stop(folder: Path) -> None:
         _stop_munge()
     for name in {Path(name).parts[0] for name in _IN_FOLDER}:
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("slurm.conf", "gres.conf"):
+    for name in ("slurm.conf", "gres.conf", "oci.conf", "plugstack.conf"):
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # something else may lie in a folder that a person named
         folder.rmdir()

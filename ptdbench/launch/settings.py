@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from pathlib import PurePosixPath
 
-#: How their names begin: of torch and its compiler, of the libraries below it, and of communication and threads.
+#: How their names begin: of torch and its compiler, of the libraries below it, of communication
+#: and threads, and the container.
 PREFIXES = (
     "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TRITON_", "CUDA_", "CUBLAS_", "CUBLASLT_", "CUDNN_",
     "NVIDIA_TF32_OVERRIDE", "NCCL_", "RCCL_", "GLOO_", "HIP_", "HSA_", "ROCR_", "MIOPEN_", "TP_", "UCX_", "FI_",
-    "OMP_", "KMP_", "MKL_",
+    "OMP_", "KMP_", "MKL_", "PTDBENCH_CONTAINER",
 )  # fmt: skip
 
 #: Parts of names that such a variable does not have.

@@ -174,6 +174,12 @@ def submit(script: str) -> str:
     return answer.partition(";")[0]  # the cluster's name may follow
 
 
+@cache
+def srun_says(flag: str) -> str:
+    """What srun prints with ``--version``, or with ``--help``: its flags and those of plugins; raises SlurmError."""
+    return _output("srun", flag)
+
+
 def cancel(job_ids: Iterable[str]) -> None:
     """End jobs, wherever they stand; those that have ended stay as they are. Raises SlurmError."""
     if ids := list(job_ids):

@@ -127,6 +127,18 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class Container:
+    """What the ranks of a job run in; see ``conf/cluster/slurm.yaml`` for what each option means."""
+
+    image: str | None
+    kind: Literal["pyxis", "apptainer", "oci"]
+    mounts: list[str]
+    workdir: str | None
+    python: str
+    args: list[str]
+
+
+@dataclass(frozen=True)
 class Slurm(Cluster):
     """Ranks that a SLURM job will start; see ``conf/cluster/slurm.yaml`` for what each option means."""
 
@@ -150,6 +162,7 @@ class Slurm(Cluster):
     modules: list[str]
     setup: list[str]
     srun_args: list[str]
+    container: Container
     extra: dict[str, Any]
 
 
@@ -238,7 +251,11 @@ class Config:
     def cluster(self) -> Cluster:
         """Where the ranks are; a :class:`Slurm` where a job has to be submitted for them."""
         options = self._group("cluster")
-        return _typed(Slurm if "submit" in options else Cluster, "cluster", options)
+        if "submit" not in options:
+            return _typed(Cluster, "cluster", options)
+        if isinstance(within := options.get("container"), Mapping):
+            options = {**options, "container": _typed(Container, "cluster.container", within)}
+        return _typed(Slurm, "cluster", options)
 
     def call(self, group: str) -> Call:
         """The choice of a group."""

@@ -28,6 +28,19 @@ def out_of_memory(job: ledger.Job) -> str | None:
     return next((line.strip() for said in _ends(job) for line in said if _OUT_OF_MEMORY.search(line)), None)
 
 
+def reason(job: ledger.Job) -> str | None:
+    """What kept a step from starting: the first error of SLURM or of its plugins, else the last line of the rank.
+
+    srun's own lines only say that there was one.
+    """
+    for said in _ends(job):
+        errors = [match[1] for line in said if (match := re.match(r"slurmstepd\S*: error: (.*)", line))]
+        others = [line.strip() for line in said if line.strip() and not line.startswith(("srun: ", "slurmstepd"))]
+        if errors or others:
+            return errors[0] if errors else others[-1]
+    return None
+
+
 def _ends(job: ledger.Job) -> Iterator[list[str]]:
     """The last lines of each rank, of the one that wrote last first; then those of the script of several runs."""
     folders = [Path(job.log), *([Path(job.log).parent] if job.step is not None else [])]

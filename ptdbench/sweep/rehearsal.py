@@ -57,7 +57,7 @@ def require_accepted(runs: Sequence[Request], options: Mapping[str, Any]) -> Non
 
 
 def _ask(array: Sequence[Sequence[Request]], options: Mapping[str, Any]) -> str:
-    return slurm.test(submission.script(array, "ptdbench", submission.folder(array[0][0], Path()), options))
+    return slurm.test(submission.script(array, "ptdbench", Path(), options))
 
 
 def _arrays(runs: Sequence[Request]) -> list[list[list[Request]]]:

@@ -15,13 +15,13 @@ from ptdbench.checkpoints import shelf
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
-from ptdbench.problems import ConfigError, Findings, Problem
+from ptdbench.problems import ConfigError, Findings, Problem, require
 from ptdbench.records import record
 from ptdbench.setup import choices, config, hydra_files, run_spec
 from ptdbench.setup.compose import Composed, without_hydra
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.run_spec import Summary
-from ptdbench.sweep import resources
+from ptdbench.sweep import container, resources
 from ptdbench.sweep.resources import Shape
 
 
@@ -104,6 +104,7 @@ def of_cluster(composed: Composed) -> list[Request]:
     for whole, read, words in _typed(composed):
         shape = problems.of(lambda read=read: shape_of(read, known))  # type: ignore[misc]
         if shape:
+            problems.of(lambda read=read, shape=shape: require(*container.check(read.cluster.container, shape)))  # type: ignore[misc]
             found.append(planned(whole, read, words, shape, _world(shape)))
     problems.close()
     _require_one(found)
@@ -131,8 +132,7 @@ def shape_of(read: Config, known: Sequence[Partition], limits: Sequence[Partitio
     cluster = read.cluster
     assert isinstance(cluster, Slurm)
     shape = resources.shape(cluster, read.general.device, lambda available: _ranks(read, available), known)
-    if found := resources.check(cluster, shape, known if limits is None else limits):
-        raise ConfigError(found)
+    require(*resources.check(cluster, shape, known if limits is None else limits))
     return shape
 
 

@@ -14,7 +14,7 @@ from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import store
 from ptdbench.setup import commandline, compose, config
 from ptdbench.setup.config import Config, Slurm
-from ptdbench.sweep import requests, resources
+from ptdbench.sweep import container, requests, resources
 from ptdbench.sweep.resources import Shape
 from ptdbench.terminal import command
 
@@ -44,6 +44,9 @@ def write(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str
     cluster = config.read(composed.jobs[0]).cluster
     if not isinstance(cluster, Slurm):
         raise ConfigError([Problem("cluster", cluster.name, "is not a SLURM cluster", "try slurm, or omit it")])
+    if cluster.container.image and cluster.container.kind == "oci":
+        rule = "srun takes no mounts for such containers, and a script alone has no folder for a bundle with ours"
+        require(Problem("cluster.container.kind", "oci", rule, f"try {command()} cluster={cluster.name}"))
     shapes, remarks = _shapes([config.read(job) for job in composed.jobs])
     if len(shapes) != 1:
         rule = "one script has one shape, and these runs have several: " + ", ".join(sorted(map(str, shapes)))
@@ -53,8 +56,9 @@ def write(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str
     name = "sweep" if sweep else store.file_name(composed.jobs[0].workload.label)
     flags = [*sweep, *(["--config-dir", extra] if extra else [])]
     words = [sys.executable, *_program(), *flags, *_overrides(overrides, shape)]
-    output = resources.Output("ptdbench-%j.log")
-    text = resources.script(cluster, shape, f"ptdbench-{name}", [resources.Step(words)], output)
+    used = container.folders(config.read(composed.jobs[0]), None)
+    step = container.enter(resources.Step(words), cluster.container, shape, used)
+    text = resources.script(cluster, shape, f"ptdbench-{name}", [step], resources.Output("ptdbench-%j.log"))
     return text, [*remarks, *_variables()]
 
 

@@ -299,6 +299,8 @@ def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, 
         return kind, f"{message}, before this run had begun{where}"
     if kind in ("Gone", "FAILED") and (words := output.out_of_memory(job)):
         return "OUT_OF_MEMORY", f"{message}; SLURM said: {words}{where}"
+    if kind == "FAILED" and not begun and (words := output.reason(job)):
+        return kind, f"{message}: {words}{where}"
     return kind, message + where
 
 

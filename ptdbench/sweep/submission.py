@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from ptdbench.launch import leaving, local, slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import failure, ledger, record, store
-from ptdbench.setup.config import Slurm
+from ptdbench.setup.config import Container, Slurm
 from ptdbench.setup.hydra_options import OPTIONS
-from ptdbench.sweep import resources
+from ptdbench.sweep import container, resources
 from ptdbench.sweep.agenda import Opened
 from ptdbench.sweep.requests import Request
 from ptdbench.sweep.resources import Output, Step
@@ -67,7 +68,7 @@ def _given(job: Sequence[Request]) -> str:
         cluster, shape = request.cluster, request.shape
         assert shape is not None
         asked = (shape, resources.flags(cluster, shape, ""), resources.setup_lines(cluster, shape))
-        found.add(repr((asked, cluster.srun_args, cluster.log)))
+        found.add(repr((asked, cluster.srun_args, cluster.container, cluster.log)))
     if len(found) > 1:
         raise ConfigError(list(_differences(job)))
     if len(job) > 1 and (requeue := job[0].cluster.requeue):
@@ -80,11 +81,12 @@ def _given(job: Sequence[Request]) -> str:
 def _differences(job: Sequence[Request]) -> Iterator[Problem]:
     """What the runs of a job ask for differently."""
     remedy = "give one value, or start a sweep for each"
-    for option in fields(Slurm):
-        values = dict.fromkeys(as_typed(getattr(request.cluster, option.name)) for request in job)
+    inside = [f"container.{option.name}" for option in fields(Container)]
+    for name in [*(option.name for option in fields(Slurm) if option.name != "container"), *inside]:
+        values = dict.fromkeys(as_typed(attrgetter(name)(request.cluster)) for request in job)
         if len(values) > 1:
             rule = "with sweep.same_nodes=true all runs are in one job, which has one value"
-            yield Problem(f"cluster.{option.name}", ",".join(values), rule, remedy)
+            yield Problem(f"cluster.{name}", ",".join(values), rule, remedy)
     shapes = dict.fromkeys(request.shape for request in job if request.shape)
     if len(shapes) > 1:
         named = ", ".join(f"{shape} with {plural(shape.gpus_per_node, 'GPU')} a node" for shape in shapes)
@@ -92,27 +94,39 @@ def _differences(job: Sequence[Request]) -> Iterator[Problem]:
         yield Problem("sweep.same_nodes", as_typed(True), rule, "start a sweep for each")
 
 
-def script(array: Sequence[Sequence[Request]], name: str, folder: Path, options: Mapping[str, Any]) -> str:
+def script(array: Sequence[Sequence[Request]], name: str, sweep: Path, options: Mapping[str, Any]) -> str:
     """The script of the jobs of one array.
 
     Args:
         array: Its jobs, each with its runs; all have the same number of them.
         name: Its name in the queue.
-        folder: Folder of the output, ``%j`` in it being a job's id.
+        sweep: The sweep's directory.
         options: The launcher's own options; see :data:`ptdbench.setup.hydra_options.OPTIONS`.
     """
     first, *_ = array[0]
-    cluster, shape = first.cluster, first.shape
+    cluster, shape, output = first.cluster, first.shape, folder(first, sweep)
     assert shape is not None
     parallel, delay = (int(options.get(option) or default) for option, default in OPTIONS.items())
     flags: dict[str, str | int] = {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
     if len(array) > 1:
         flags["array"] = f"0-{len(array) - 1}%{min(parallel, len(array))}"
-    out, errors = (path.replace("%t", "0") for path in _outputs(folder, len(array)))
+    out, errors = (path.replace("%t", "0") for path in _outputs(output, len(array)))
     setup = [f"export PYTHONPATH={_python_path()}", "export SUBMITIT_EXECUTOR=slurm"]
-    output = Output(job=out, flags={**flags, "error": errors}, setup=setup)
-    steps = [_step(of_run, len(array)) for of_run in folders(folder, len(array[0]))]
-    return resources.script(cluster, shape, name, steps, output)
+    used, bundle = _used(array, sweep), _bundle(sweep, name)
+    steps = [
+        container.enter(_step(of_run, len(array)), cluster.container, shape, used, bundle)
+        for of_run in folders(output, len(array[0]))
+    ]
+    return resources.script(cluster, shape, name, steps, Output(out, {**flags, "error": errors}, setup))
+
+
+def _used(array: Sequence[Sequence[Request]], sweep: Path) -> list[Path]:
+    """What the runs of an array use of this machine; their container has it too."""
+    return container.outermost(path for job in array for run in job for path in container.folders(run.config, sweep))
+
+
+def _bundle(sweep: Path, name: str) -> Path:
+    return sweep.absolute() / "containers" / name
 
 
 def _step(folder: Path, jobs: int) -> Step:
@@ -225,7 +239,8 @@ def _submit(
     """Submit the jobs of an array, each with its runs; they are noted down before and after."""
     requests = [[run.request for run in job] for job in array]
     output = folder(requests[0][0], directory)
-    text = script(requests, name, output, options)
+    text = script(requests, name, directory, options)
+    container.write_bundle(requests[0][0].cluster.container, _used(requests, directory), _bundle(directory, name))
     noted = [
         ledger.Job(
             number=run.number,

@@ -285,6 +285,27 @@ class TestEndedByTheCluster:
         assert store.load_record(sweep.path / job.directory) == run.record == sweep.results()[0]
 
     @pytest.mark.parametrize(
+        ("written", "expected"),
+        [
+            (
+                "slurmstepd-n1: error: pyxis: no such image\nslurmstepd-n1: error: task_init() failed\n"
+                "srun: error: n1: task 0: Exited with exit code 1\n",
+                "pyxis: no such image",
+            ),
+            ("Traceback:\n  ...\n/usr/bin/python: No module named submitit\nsrun: error: ...\n", "No module named"),
+        ],
+    )
+    def test_a_step_that_did_not_start_says_why(self, sweep, written, expected):
+        (job,) = sweep.submit(1)
+        sweep.says(_0="FAILED n1")
+        folder = Path(job.log)
+        folder.mkdir(parents=True)
+        (folder / f"{job.id}_0_log.err").write_text(written)
+        (run,) = status.look(sweep.path).runs
+        assert expected in run.record["error"]["message"].split("; its output")[0]
+        assert "srun" not in run.record["error"]["message"]
+
+    @pytest.mark.parametrize(
         ("words", "expected"), [("FAILED (NonZeroExitCode)", "SIGSEGV"), ("TIMEOUT n1", "TIMEOUT")]
     )
     def test_ranks_that_native_code_ended_all_at_once_are_told_by_what_they_left(self, sweep, words, expected):

@@ -109,16 +109,17 @@ class TestSameNodes:
 
     def test_each_run_is_a_step_and_one_that_fails_ends_no_other(self, asked):
         (run, other) = asked("parallel=ddp,fsdp", "sweep.same_nodes=true")
-        text = script([[run, other], [run, other]], "both", Path("/logs/%j"), {})
+        text = script([[run, other], [run, other]], "both", Path("/sweep"), {})
         steps = [line for line in text.splitlines() if line.startswith("srun ")]
         assert [line.split(" submitit.core._submit ")[1] for line in steps] == [
-            f"/logs/%j/{number} || failed=$?" for number in range(2)
+            f"/sweep/logs/%j/{number} || failed=$?" for number in range(2)
         ]
-        assert [f" --output=/logs/%A_%a/{number}/%A_%a_%t_log.out " in line for number, line in enumerate(steps)] == [
+        output = "--output=/sweep/logs/%A_%a/{}/%A_%a_%t_log.out"
+        assert [f" {output.format(number)} " in line for number, line in enumerate(steps)] == [
             True,
             True,
         ]
-        assert "#SBATCH --output=/logs/%A_%a/%A_%a_0_log.out\n" in text
+        assert "#SBATCH --output=/sweep/logs/%A_%a/%A_%a_0_log.out\n" in text
         assert text.endswith("\nexit $failed\n")
 
 

@@ -1,0 +1,188 @@
+"""Containers for the ranks of a job: what srun and the ranks' command become, and which folders are mounted.
+
+Folders have the same path inside as outside, so that records, checkpoints and messages name files that exist in
+both. The ranks run the submitting ptdbench, mounted, with the interpreter and the packages of the image.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ptdbench.cache import user_cache
+from ptdbench.launch import slurm
+from ptdbench.problems import Problem
+from ptdbench.setup.config import Config, Container, Slurm
+from ptdbench.sweep.resources import Shape, Step
+
+#: Tells ranks the image that they run in, for ``workload=hello`` and the record.
+VARIABLE = "PTDBENCH_CONTAINER"
+
+#: The code that the ranks run too.
+PACKAGE = Path(__file__).parents[1]
+
+#: Where an installed ptdbench is mounted: not beside the packages of this machine, which are not those of the image.
+_INSTALLED = Path("/opt/ptdbench/ptdbench")
+
+#: The flag of srun that each kind needs, and what is to be done where srun has no such flag.
+_FLAGS = {
+    "pyxis": ("--container-image", "is a plugin of SLURM, which srun does not have here", "try apptainer, oci"),
+    "oci": ("--container", "needs Slurm 21.08 or newer", "try apptainer"),
+}
+
+#: The newest version of Slurm seen to run no more than one task in a container.
+_ONE_TASK = (22, 5)
+
+
+def check(container: Container, shape: Shape, srun_says: Callable[[str], str] = slurm.srun_says) -> list[Problem]:
+    """Return what keeps ranks from running in the container, as far as the submitting machine can tell.
+
+    An image is looked for where it is used, on the nodes; only the bundle of ``kind=oci`` is read here.
+
+    Args:
+        container: What is asked for.
+        shape: The shape of the job.
+        srun_says: Returns what srun prints with ``--help`` and ``--version``.
+    """
+    if container.image is None:
+        return []
+    found = [
+        Problem("cluster.container.mounts", mount, "must be a path, or HOST:CONTAINER[:ro]", "give absolute paths")
+        for mount in container.mounts
+        if not all(part.startswith(("/", "~")) for part in _without_flag(mount).split(":"))
+    ]
+    if container.kind in _FLAGS:
+        flag, rule, remedy = _FLAGS[container.kind]
+        if not re.search(rf"{flag}[ =]", srun_says("--help")):
+            found.append(Problem("cluster.container.kind", container.kind, rule, remedy))
+    if container.kind == "oci":
+        found += _problems_of_bundle(container.image, shape, srun_says("--version"))
+    return found
+
+
+def _problems_of_bundle(image: str, shape: Shape, version: str) -> Iterator[Problem]:
+    try:
+        _specification(image)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        rule = f"must be the folder of an OCI bundle: its config.json cannot be read ({reason})"
+        yield Problem("cluster.container.image", image, rule)
+    number = re.search(r"(\d+)\.(\d+)", version)
+    if number and tuple(map(int, number.groups())) <= _ONE_TASK and shape.world_size > 1:
+        rule = f"with --container Slurm {number[0]} starts one task a node and does not tell it its rank"
+        remedy = "try pyxis, apptainer, or one rank on one node"
+        yield Problem("cluster.container.kind", "oci", rule, remedy)
+
+
+def folders(config: Config, outputs: Path | None) -> list[Path]:
+    """What a run uses of this machine: ptdbench, the current directory, its outputs, its data, and the caches.
+
+    Args:
+        config: The run's configuration.
+        outputs: The sweep's directory, unless it lies in the current one.
+
+    Returns:
+        Absolute paths; nothing where the run is in no container.
+    """
+    if not (isinstance(config.cluster, Slurm) and config.cluster.container.image):
+        return []
+    user_cache().mkdir(parents=True, exist_ok=True)  # what is mounted must exist
+    data = config.resolved.get("data")
+    named = [*(data.values() if isinstance(data, Mapping) else []), config.resolved.get("resume")]
+    paths = [Path(text).expanduser() for text in named if isinstance(text, str) and "/" in text]
+    written = [Path(config.cluster.log).expanduser().parent] if config.cluster.log else []
+    if not _is_installed():
+        written.append(PACKAGE.parent)
+    here = [*written, Path.cwd(), *([outputs] if outputs else []), user_cache(), *filter(Path.exists, paths)]
+    return outermost(path.absolute() for path in here)
+
+
+def enter(step: Step, container: Container, shape: Shape, used: Sequence[Path], bundle: Path | None = None) -> Step:
+    """Return a step whose ranks run in the container.
+
+    Args:
+        step: The step outside; its command begins with a Python interpreter.
+        container: What is asked for; without an image the step stays as it is.
+        shape: The shape of the job: on GPUs Apptainer is told so.
+        used: From :func:`folders`.
+        bundle: For ``kind=oci`` the folder of :func:`write_bundle`.
+    """
+    if container.image is None:
+        return step
+    path = dict.fromkeys([_INSTALLED.parent if _is_installed() else PACKAGE.parent, Path.cwd()])
+    variables = [f"{VARIABLE}={container.image}", f"PYTHONPATH={':'.join(map(str, path))}"]
+    command = ["env", *variables, container.python, *step.command[1:]]
+    mounts, workdir = _mounts(container, used), container.workdir or str(Path.cwd())
+    if container.kind == "apptainer":
+        flags = [*(["--nv"] if shape.gpus_per_node else []), *(f"--bind={mount}" for mount in mounts)]
+        outer = ["apptainer", "exec", *flags, f"--pwd={workdir}", *container.args, container.image]
+        return Step([*outer, *command], step.flags)
+    if container.kind == "oci":
+        return Step(command, [*step.flags, f"--container={bundle}", *container.args])
+    flags = [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}"]
+    return Step(command, [*step.flags, *flags, f"--container-workdir={workdir}", *container.args])
+
+
+def write_bundle(container: Container, used: Sequence[Path], folder: Path) -> Path | None:
+    """Write a bundle like that of the image, with our mounts: srun takes none for OCI containers.
+
+    Args:
+        container: What is asked for.
+        used: From :func:`folders`.
+        folder: Where it goes; a folder that the nodes share.
+
+    Returns:
+        The bundle; ``None`` where the container is of another kind.
+    """
+    if container.image is None or container.kind != "oci":
+        return None
+    found = _specification(container.image)
+    binds = []
+    for mount in _mounts(container, used):
+        source, destination = _without_flag(mount).split(":")
+        options = ["rbind", "ro" if mount.endswith(":ro") else "rw"]
+        binds.append({"destination": destination, "source": source, "type": "none", "options": options})
+    root = {**found["root"], "path": str(Path(container.image, found["root"]["path"]).absolute())}
+    process = {**found.get("process", {}), "cwd": container.workdir or str(Path.cwd())}
+    written = {**found, "root": root, "process": process, "mounts": [*found.get("mounts", []), *binds]}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rootfs").symlink_to(root["path"])  # where Slurm 22.05 looks, whatever the specification says
+    (folder / "config.json").write_text(json.dumps(written, indent=1))
+    return folder
+
+
+def _specification(image: str) -> dict[str, Any]:
+    """The ``config.json`` of an OCI bundle; after the runtime specification 1.0 it names the root's path."""
+    found = json.loads(Path(image, "config.json").read_text())
+    if not isinstance(found, dict) or not isinstance((found.get("root") or {}).get("path"), str):
+        raise ValueError("it names no root")
+    return found
+
+
+def _mounts(container: Container, used: Iterable[Path]) -> list[str]:
+    """Mounts as ``HOST:CONTAINER`` or ``HOST:CONTAINER:ro``."""
+    typed = []
+    for mount in container.mounts:
+        source, _, target = _without_flag(mount).partition(":")
+        outside = str(Path(source).expanduser())
+        typed.append(f"{outside}:{target or outside}{':ro' * mount.endswith(':ro')}")
+    installed = [f"{PACKAGE}:{_INSTALLED}"] if _is_installed() else []
+    return [*(f"{path}:{path}" for path in used), *installed, *typed]
+
+
+def _without_flag(mount: str) -> str:
+    return mount.removesuffix(":ro")
+
+
+def _is_installed() -> bool:
+    """Whether ptdbench lies among installed packages; a checkout has ``train.py`` beside it."""
+    return not PACKAGE.with_name("train.py").exists()
+
+
+def outermost(paths: Iterable[Path]) -> list[Path]:
+    """The folders without those that lie in others."""
+    found = sorted(set(paths))
+    return [path for path in found if not any(other in path.parents for other in found)]

@@ -1,0 +1,105 @@
+"""Runs in containers on a real SLURM, through each way into one.
+
+The image is an empty folder: what Python and torch need is mounted from this machine, and the interpreter is a
+script that only the image has, so that a run that ends well was in the container.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ptdbench.records import store
+from tests.conftest import outputs
+from tests.forked import train_py
+
+#: Enough of this machine for its own interpreter.
+MOUNTS = ["/usr", "/bin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/sys", "/root", "/tmp"]
+
+#: In place of Apptainer, which Debian does not have: binds, then a new root.
+APPTAINER = """\
+#!/bin/sh
+[ "$1" = exec ] && shift
+binds=
+while [ "${1#--}" != "$1" ]; do
+  case "$1" in --bind=*) binds="$binds ${1#*=}" ;; --pwd=*) export FOLDER="${1#*=}" ;; *) exit 2 ;; esac
+  shift
+done
+export IMAGE="$1" BINDS="$binds"
+shift
+exec unshare --mount sh -ec '
+  for one in $BINDS; do mkdir -p "$IMAGE${one#*:}"; mount --rbind "${one%%:*}" "$IMAGE${one#*:}"; done
+  exec chroot "$IMAGE" sh -ec "cd \\"$FOLDER\\"; exec \\"\\$@\\"" sh "$@"
+' sh "$@"
+"""
+
+
+@pytest.fixture
+def image(tmp_path):
+    """A root with nothing in it but its interpreter."""
+    python = tmp_path / "image" / "inside" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python.parent.parent
+
+
+@pytest.fixture
+def hello(tmp_path, slurm):
+    """Lists the ranks of a job in a container; returns the result and the sweep's record."""
+    (tmp_path / "here").mkdir()
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "apptainer").write_text(APPTAINER)
+    (tools / "apptainer").chmod(0o755)
+    machine = dict.fromkeys([*(path for path in MOUNTS if Path(path).exists()), sys.prefix, sys.base_prefix])
+
+    def it(image: Path, *overrides: str, ranks: int = 2):
+        within = [f"image={image}", f"mounts={json.dumps(list(machine))}", "python=/inside/python"]
+        options = [*(f"cluster.container.{option}" for option in within), f"cluster.ranks_per_node={ranks}"]
+        environ = {**slurm, "PATH": f"{tools}{os.pathsep}{slurm['PATH']}"}
+        words = ("cluster=slurm", "workload=hello", "device=cpu", *options, *overrides)
+        done = train_py(*words, cwd=tmp_path / "here", environ=environ)
+        (directory,) = outputs(tmp_path / "here")
+        (record,) = store.read_results(directory)
+        return done, record
+
+    return it
+
+
+def test_pyxis_on_two_nodes(hello, image):
+    done, record = hello(image, "cluster.nodes=2")
+    assert done.returncode == 0, done.stderr
+    assert "4 ranks on 2 nodes, started by srun" in done.stdout
+    assert "PTDBENCH_CONTAINER=…/image" in done.stdout.splitlines()
+    assert record["config"]["cluster"]["container"]["image"] == str(image)
+
+
+@pytest.mark.thorough
+def test_apptainer(hello, image):
+    done, _ = hello(image, "cluster.container.kind=apptainer")
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks on 1 node, started by srun" in done.stdout
+
+
+@pytest.mark.thorough
+def test_oci(hello, image, tmp_path):
+    bundle = tmp_path / "bundle"
+    bundle.mkdir()
+    process = {"args": ["sh"], "env": [], "cwd": "/", "user": {"uid": 0, "gid": 0}}
+    specification = {"ociVersion": "1.0.0", "process": process, "root": {"path": str(image)}, "mounts": []}
+    (bundle / "config.json").write_text(json.dumps({**specification, "linux": {"namespaces": [{"type": "mount"}]}}))
+    done, _ = hello(bundle, "cluster.container.kind=oci", ranks=1)
+    assert done.returncode == 0, done.stderr
+    assert "1 rank on 1 node, started by srun" in done.stdout
+
+
+@pytest.mark.thorough
+def test_an_image_that_does_not_exist_is_a_row_with_the_steps_own_error(hello, tmp_path):
+    done, record = hello(tmp_path / "none")
+    assert (done.returncode, record["status"]) == (1, "failed")
+    assert f"pyxis: {tmp_path / 'none'}: No such file or directory; its output is in" in record["error"]["message"]
