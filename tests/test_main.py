@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -53,11 +54,31 @@ class TestStatus:
         assert status == 0
         assert "unfinished" in out[2]
 
+    def test_as_json(self, sweep, ptdbench):
+        """Of a run that goes on how far it is, of one that has ended its record's figures."""
+        for number in (0, 1, 2):
+            sweep.begin(number)
+        sweep.end(0)
+        sweep.end(1, **failure())
+        sweep.tell(2, {"step": 3, "steps": 60, "unit": "samples", "per_second": 12.5})
+        status, out, err = ptdbench("status", sweep.path, "--json")
+        assert (status, err) == (1, [])
+        told = json.loads("\n".join(out))
+        assert (told["is_over"], told["damage"], told["slurm"]) == (False, [], None)
+        ok, failed, going = told["runs"]
+        assert (ok["status"], ok["step"], ok["tokens_per_second"], ok["error"]) == ("ok", 3, 41234.5, None)
+        assert (failed["status"], failed["is_over"]) == ("failed", True)
+        assert (failed["error"]["rank"], failed["error"]["type"]) == (1, "RuntimeError")
+        assert (going["is_over"], going["step"], going["steps"]) == (False, 3, 60)
+        assert (going["samples_per_second"], going["tokens_per_second"]) == (12.5, None)
+        assert [run["directory"] for run in told["runs"]] == [f"{number}_toy_ddp" for number in (0, 1, 2)]
+
     @pytest.mark.parametrize("name", ["", "not there"])
     def test_nothing_there(self, sweep, ptdbench, name):
         path = sweep.path / name
         expected = f"{path}: there is no run and no sweep; give a directory below outputs"
         assert ptdbench("status", path) == (1, [], [expected])
+        assert ptdbench("status", path, "--json") == (1, [], [expected])
 
     def test_it_answers_at_once(self, sweep, environ):
         """It imports no torch: that would cost seconds each time somebody looks."""

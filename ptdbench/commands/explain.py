@@ -6,9 +6,9 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ptdbench.terminal import plural, say
 
@@ -23,48 +23,106 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is typed after ``explain``."""
     parser.add_argument("directory", type=Path, help="a run's directory, or a sweep's")
     parser.add_argument("--against", type=Path, metavar="RUN", help="another run, to compare a run with")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for other tools")
 
 
 class _Refused(Exception):
     """Nothing can be explained; the message has a line for each reason."""
 
 
+@dataclass
+class _Group:
+    """Runs that did the same work, in the order of their table.
+
+    Attributes:
+        reference: The one that others are compared with.
+        runs: The typical run of each alternative, by what it is called.
+        repeats: How many runs each one stands for.
+        lines: Why the others are slower, and what takes more memory.
+    """
+
+    reference: str
+    runs: dict[str, Run]
+    repeats: list[int]
+    lines: list[str]
+
+
 def main(arguments: argparse.Namespace) -> int:
     """Print tables and lines of figures; the exit status is 1 where nothing can be explained."""
+    from ptdbench.records import files
     from ptdbench.records.store import Damaged
     from ptdbench.report import text
 
     width = shutil.get_terminal_size((110, 24)).columns
     try:
-        if arguments.against:
-            shown = _pair(arguments.directory, arguments.against, width)
-        else:
-            shown = _all(arguments.directory, width)
+        groups, reasons = _found(arguments.directory, arguments.against)
     except (_Refused, Damaged) as refusal:
         say(str(refusal), sys.stderr)
         return 1
     except OSError as error:
         say(f"{error.filename}: cannot be read: {error.strerror}" if error.filename else str(error), sys.stderr)
         return 1
-    text.show(shown)
+    if arguments.json:
+        say(files.as_text({"groups": [_as_json(group) for group in groups], "not_explained": reasons}))
+    else:
+        blocks = [_text(group, width) for group in groups]
+        text.show("\n\n".join([*blocks, *(["\n".join(reasons)] if reasons else [])]))
     return 0
 
 
-def _all(directory: Path, width: int) -> str:
-    """The ranks of a run; of a sweep or a folder the runs that did the same work beside each other."""
-    from ptdbench.report import breakdown, labels, phases
+def _found(directory: Path, other: Path | None) -> tuple[list[_Group], list[str]]:
+    """The groups of a directory, or the pair of two runs; and why other runs are in none."""
+    from ptdbench.report import phases
 
+    if other:
+        return [_pair(directory, other)], []
     found = _load(directory)
     if not isinstance(found, list):
         _require_phases(found)
-        (called,) = labels.names([found])
-        return f"{breakdown.title(found)}\n{breakdown.of_ranks(found, called, width)}"
+        (called,) = _called([found])
+        return [_Group(called, {called: found}, [1], [])], []
     reasons = [f"{run.directory}: {reason}" for run in found if (reason := phases.missing(run))]
     if len(reasons) == len(found):
         raise _Refused("\n".join(reasons))
     ranked = list(_ranked(found))
-    blocks = [_side_by_side(group, known, width) for places, known in ranked for group in _of_same_work(places)]
-    return "\n\n".join([*blocks, *(["\n".join(reasons)] if reasons else [])])
+    return [_side_by_side(group, known) for places, known in ranked for group in _of_same_work(places)], reasons
+
+
+def _text(group: _Group, width: int) -> str:
+    """Tables and lines; of a run by itself its ranks."""
+    from ptdbench.report import breakdown
+    from ptdbench.report.reason import wrap
+
+    called, first = next(iter(group.runs.items()))
+    if not group.lines:
+        return f"{breakdown.title(first)}\n{breakdown.of_ranks(first, called, width)}"
+    shown = [wrap(line, width) for line in group.lines]
+    return "\n".join([breakdown.title(first), breakdown.of_runs(group.runs, width), "", *shown])
+
+
+def _as_json(group: _Group) -> dict[str, Any]:
+    """The group as ``--json`` prints it; docs/results.md says what each key means."""
+    from ptdbench.report import memory, phases, why
+
+    reference = group.runs[group.reference]
+
+    def shown(called: str, run: Run, repeats: int) -> dict[str, Any]:
+        step = phases.step(run)
+        return {
+            "run": called,
+            "directory": str(run.directory),
+            "runs": repeats,
+            "step_seconds": step.seconds,
+            "phases": step.phases,
+            "communication": step.operations,
+            "slower_by": None if run is reference else why.parts_of_difference(run, reference),
+            "memory": memory.of_largest(run),
+            "remarks": list(why.remarks(run, called)),
+        }
+
+    rows = zip(group.runs.items(), group.repeats, strict=True)
+    runs = [shown(called, run, repeats) for (called, run), repeats in rows]
+    return {"reference": group.reference, "runs": runs, "lines": group.lines}
 
 
 def _ranked(runs: Sequence[Run]) -> Iterator[tuple[list[Place], bool]]:
@@ -99,25 +157,24 @@ def _of_same_work(places: Sequence[Place]) -> list[list[Place]]:
     return [[places[int(number)] for number in group] for group in phases.groups(numbered)]
 
 
-def _side_by_side(places: Sequence[Place], is_known: bool, width: int) -> str:
+def _side_by_side(places: Sequence[Place], is_known: bool) -> _Group:
     """Runs that did the same work in the order of their table, and why the first one is faster.
 
     Of repeats the typical one is shown.
     """
-    from ptdbench.report import breakdown, memory
-    from ptdbench.report.reason import wrap
+    from ptdbench.report import memory
 
-    names = _called([cast("Run", place.alternative.typical) for place in places])
-    named = dict(zip(names, places, strict=True))
-    called = {name: place.alternative.typical for name, place in named.items()}
+    runs = [cast("Run", place.alternative.typical) for place in places]
+    named = dict(zip(_called(runs), places, strict=True))
+    called = dict(zip(named, runs, strict=True))
     (reference, first), *others = called.items()
     lines = _why(named, is_known)
     lines += [line for name, run in others for line in memory.compare(run, first, name, reference)]
-    if any(len(place.alternative.runs) > 1 for place in places):
-        listed = ", ".join(f"{name} ({plural(len(place.alternative.runs), 'run')})" for name, place in named.items())
+    repeats = [len(place.alternative.runs) for place in places]
+    if max(repeats) > 1:
+        listed = ", ".join(f"{name} ({plural(count, 'run')})" for name, count in zip(named, repeats, strict=True))
         lines.append(f"shown: the run with the median throughput of {listed}")
-    shown = [wrap(line, width) for line in lines]
-    return "\n".join([breakdown.title(first), breakdown.of_runs(called, width), "", *shown])
+    return _Group(reference, called, repeats, lines)
 
 
 def _why(named: Mapping[str, Place], is_known: bool) -> list[str]:
@@ -133,10 +190,9 @@ def _why(named: Mapping[str, Place], is_known: bool) -> list[str]:
     return [*why.against_first([behind]), *([left_out] if tied else [])]
 
 
-def _pair(directory: Path, other: Path, width: int) -> str:
+def _pair(directory: Path, other: Path) -> _Group:
     """One run against another."""
-    from ptdbench.report import breakdown, memory, phases, why
-    from ptdbench.report.reason import wrap
+    from ptdbench.report import memory, phases, why
 
     run, against = _single(directory), _single(other)
     _require_phases(run, against)
@@ -146,10 +202,8 @@ def _pair(directory: Path, other: Path, width: int) -> str:
     if directory.resolve() == other.resolve():
         raise _Refused(f"{directory} and {other}: they are the same run; give two")
     called, reference = _called([run, against])
-    table = breakdown.of_runs({called: run, reference: against}, width)
     lines = [why.compare(run, against, called, reference), *memory.compare(run, against, called, reference)]
-    shown = "\n".join(wrap(line, width) for line in lines)
-    return f"{breakdown.title(run)}\n{table}\n\n{shown}"
+    return _Group(reference, {called: run, reference: against}, [1, 1], lines)
 
 
 def _load(directory: Path) -> Run | Runs:

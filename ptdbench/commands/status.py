@@ -15,10 +15,12 @@ HELP = "where every run of a sweep stands: queue, step, result, seconds to start
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is typed after ``status``."""
     parser.add_argument("directory", type=Path, help="the sweep's directory, or a run's")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for other tools")
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; the exit status is 1 where a run was not ok, or nothing can be shown."""
+    from ptdbench.records import files
     from ptdbench.sweep import status, view
 
     directory = arguments.directory
@@ -31,5 +33,5 @@ def main(arguments: argparse.Namespace) -> int:
         say(f"{error.filename or directory}: cannot be read: {error.strerror or error}", sys.stderr)
         return 1
     width = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
-    say(view.text(sweep, width))
+    say(files.as_text(view.as_json(sweep)) if arguments.json else view.text(sweep, width))
     return int(any(run.is_over and run.record["status"] != "ok" for run in sweep.runs))

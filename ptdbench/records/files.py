@@ -51,7 +51,12 @@ def write_json(path: Path, value: object, durable: bool = True) -> None:
     Raises:
         OSError: It could not be written; its ``filename`` is ``path``.
     """
-    replace_bytes(path, (json.dumps(strict(value), indent=1, allow_nan=False) + "\n").encode(), durable)
+    replace_bytes(path, f"{as_text(value)}\n".encode(), durable)
+
+
+def as_text(value: object) -> str:
+    """Strict JSON (see the module), an item a line."""
+    return json.dumps(strict(value), indent=1, allow_nan=False)
 
 
 def replace_bytes(path: Path, content: bytes, durable: bool = True) -> None:

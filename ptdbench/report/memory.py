@@ -73,9 +73,9 @@ def compare(record: Record, against: Record, called: str, reference: str) -> Ite
     yield f"memory: {difference(called, reference, 'MiB', parts, {}, digits=3)}"
 
 
-def of_largest(record: Record) -> list[int] | None:
+def of_largest(record: Record) -> dict[str, int] | None:
     """Bytes of each of :data:`KINDS` on the rank that takes the most; ``None`` if they are not on record."""
-    return None if phases.missing(record) or not _found(record) else list(_largest(record).values())
+    return None if phases.missing(record) or not _found(record) else _largest(record)
 
 
 def _found(record: Record) -> Mapping[str, Any] | None:

@@ -56,14 +56,22 @@ def _takes(record: Record) -> float:
 def _explained(record: Record, against: Record, called: str, reference: str) -> str:
     """``fsdp +44 ms vs ddp: exposed all-gather +37 (64.0 MB, 1.60 GB/s), optimizer +9, rest -2``."""
     run, other = phases.step(record), phases.step(against)
-    ours, theirs = run.parts(), other.parts()
-    parts, notes = {}, {"bubble": _bubble(record)}
-    for part in dict.fromkeys([*ours, *theirs]):
-        parts[_named(part)] = 1e3 * (ours.get(part, 0.0) - theirs.get(part, 0.0))
+    parts = {_named(part): 1e3 * seconds for part, seconds in parts_of_difference(record, against).items()}
+    notes = {"bubble": _bubble(record)}
+    for part in {**run.operations, **other.operations}:
         sent, before = (_traffic(step.operations.get(part)) for step in (run, other))
         if sent or before:
             notes[_named(part)] = "; ".join(filter(None, [sent, before and f"{reference} {before}"]))
     return difference(called, reference, "ms", parts, notes, digits=2)
+
+
+def parts_of_difference(record: Record, against: Record) -> dict[str, float]:
+    """Seconds by which the parts of one run's step are longer than those of another's.
+
+    Parts are phases, and of exposed communication the operations; they add up to the difference of the steps.
+    """
+    ours, theirs = phases.step(record).parts(), phases.step(against).parts()
+    return {part: ours.get(part, 0.0) - theirs.get(part, 0.0) for part in dict.fromkeys([*ours, *theirs])}
 
 
 def shares(record: Record, called: str) -> str:

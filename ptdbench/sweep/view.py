@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.cells import cell_len, set_cell_size
 
@@ -46,6 +47,40 @@ def rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
             _startup(run.typed),
         )
         yield tuple(plain(" ".join(cell.split())) for cell in cells)
+
+
+def as_json(sweep: Sweep) -> dict[str, Any]:
+    """The sweep as ``status --json`` prints it; docs/results.md says what each key means."""
+    return {
+        "is_over": sweep.is_over,
+        "runs": [_as_json(run, number) for number, run in enumerate(sweep.runs)],
+        "damage": list(sweep.damage),
+        "slurm": sweep.silence or None,
+    }
+
+
+def _as_json(run: Run, number: int) -> dict[str, Any]:
+    record, job, going_on = run.record, run.job, None if run.is_over else run.progress
+    metrics = record.get("metrics") or {}
+    rates = {f"{unit}_per_second": metrics.get(f"{unit}_per_second") for unit in ("samples", "tokens")}
+    if going_on:
+        rates[f"{going_on.unit}_per_second"] = going_on.per_second
+    return {
+        "number": job.number if job else number,
+        "directory": run.directory,
+        "run": _label(run),
+        "job": job.id if job else None,
+        "queue": run.queue.state if run.queue else None,
+        "nodes": record.get("nodes"),
+        "world_size": record.get("world_size"),
+        "status": record["status"],
+        "is_over": run.is_over,
+        "step": going_on.step if going_on else record.get("steps"),
+        "steps": going_on.steps if going_on else option(record.get("config"), "train.steps", int),
+        **rates,
+        "startup_seconds": metrics.get("startup_seconds"),
+        "error": record.get("error"),
+    }
 
 
 def lines(sweep: Sweep, width: int | None = None) -> list[str]:

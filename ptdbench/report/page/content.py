@@ -113,7 +113,7 @@ def _row(place: Place, environments: Environments) -> Row:
         "nodes": len(record.get("nodes") or []) or None,
         "batch": record.get("global_batch"),
         "phases": None if phases.missing(record) else [phases.step(record).phases[phase] for phase in phases.PHASES],
-        "kinds": memory.of_largest(record),
+        "kinds": (kinds := memory.of_largest(record)) and list(kinds.values()),
         "command": command(record),
         "runs": [_run(run, environments) for run in one.runs],
     }
