@@ -54,6 +54,7 @@ docs: $(VENV)/.installed-docs  ## build the documentation into docs/_build/html;
 dist: install-test  ## build the source archive and the wheel into dist/
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation $(ARGS)
+	$(BIN)/python -m twine check --strict dist/*
 
 overhead: install  ## what steps and checkpoints cost, and whether collectives and products are timed right
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
