@@ -9,11 +9,9 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-import msgspec  # noqa: E402
 import options  # noqa: E402
 
-from ptdbench.records import describe  # noqa: E402
-from ptdbench.records.schema import Record  # noqa: E402
+from ptdbench.records import describe, schema  # noqa: E402
 
 project = "ptdbench"
 author = "ptdbench"
@@ -51,8 +49,7 @@ def _expand(app: Any, name: str, source: list[str]) -> None:
 
 def _write_schema(app: Any, error: Exception | None) -> None:
     """Put the JSON Schema of a record beside its page."""
-    described = msgspec.json.encode(msgspec.json.schema(Record))
-    Path(app.outdir, "record.schema.json").write_bytes(msgspec.json.format(described))
+    Path(app.outdir, "record.schema.json").write_bytes(schema.json_schema())
 
 
 def setup(app: Any) -> None:

@@ -63,6 +63,7 @@ def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     checked(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     (found,) = folder.glob("*.whl")
+    checked(sys.executable, "-m", "twine", "check", "--strict", *folder.iterdir(), cwd=folder)
     return found
 
 
@@ -119,6 +120,7 @@ def test_every_file_of_conf_and_of_pages_is_in_it(programs):
     assert {path.relative_to(shipped / "conf") for path in (shipped / "conf").glob("**/*.*")} == files
     assert (shipped / "py.typed").is_file()
     assert shipped.with_name("hydra_plugins").joinpath("ptdbench_launcher.py").is_file()
+    assert json.loads((shipped / "record.schema.json").read_text())["$ref"] == "#/$defs/Record"
     for kind in ("py", "html", "css", "js"):
         made = {path.relative_to(ROOT / "ptdbench") for path in (ROOT / "ptdbench").glob(f"**/*.{kind}")}
         assert made

@@ -544,3 +544,8 @@ def _is_too_deep(value: Any) -> bool:
         items = [item for node in level for item in (node.values() if type(node) is dict else node)]
         level = [item for item in items if type(item) in (dict, list)]
     return bool(level)
+
+
+def json_schema() -> bytes:
+    """The JSON Schema of a record, as docs and wheel have it."""
+    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Record)))
