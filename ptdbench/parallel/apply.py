@@ -12,11 +12,11 @@ from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model
 from ptdbench.parallel import context, fp8, tensor
 from ptdbench.parallel.activations import Activations, Keep
-from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.batchnorm import synchronize_batchnorm
 from ptdbench.parallel.compilation import Compile, compile_parts
-from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.engine import Part
+from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.precision import Name, narrow
 from ptdbench.parallel.replicate import Replication, replicate
 from ptdbench.parallel.shard import Offload, Sharding, shard
@@ -39,7 +39,7 @@ class Setting:
     """
 
     mesh: Mesh
-    layout: Layout
+    layout: BatchPlan
     device: torch.device
     precision: Name = "fp32"
     compile: Compile = False
@@ -51,7 +51,7 @@ class Setting:
     @property
     def owns_loss(self) -> bool:
         """Whether this rank is the first of those that compute the same loss together."""
-        return self.mesh.tensor is None or self.mesh.tensor.get_local_rank() == 0
+        return not (ranks := self.mesh["tensor"]) or ranks.get_local_rank() == 0
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
         synchronize_batchnorm(module, setting.mesh.batch.get_group(), device)
     if setting.precision == "fp8":
         fp8.convert(layers)
-    if setting.mesh.context:
-        context.exchange(model, module, setting.mesh.context, transforms.context_method)
+    if ranks := setting.mesh["context"]:
+        context.exchange(model, module, ranks, transforms.context_method)
     # Before what wraps or reads the weights: it replaces them.
-    if setting.mesh.tensor:
-        tensor.parallelize(model, module, setting.mesh.tensor, sequence=transforms.sequence)
+    if ranks := setting.mesh["tensor"]:
+        tensor.parallelize(model, module, ranks, sequence=transforms.sequence)
     # Inside of recomputation and compilation: the first casts again instead of keeping casts, the second fuses them.
     narrow(module, layers, setting.precision, weights=transforms.sharding is None)
     # Recomputation before the compiler, so that it sees it and can choose what to keep.

@@ -14,11 +14,11 @@ from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel import context, ring, tensor
 from ptdbench.parallel.activations import Activations, Selective
 from ptdbench.parallel.apply import Setting, Transforms, apply
-from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.compilation import Compile, start_afresh
 from ptdbench.parallel.context import Method
 from ptdbench.parallel.convolutions import choose_convolutions
-from ptdbench.parallel.dims import DERIVED, Degree, Dims, derive, divisors
+from ptdbench.parallel.dims import Degrees, Dims, Size, derive, divisors, waiting
 from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.pipeline.engine import pipelined
@@ -30,39 +30,14 @@ from ptdbench.parallel.shard import Offload, Sharding, shared_between_layers
 from ptdbench.parallel.volume import Work, expected
 from ptdbench.problems import Problem, at_least, require, try_these
 
-DEGREES = ("replicate", "shard", "context", "tensor", "pipeline")
-
-#: The options that have an effect only if a degree is not 1, and the presets where it is not.
-_OPTIONS_OF = {
-    "replicate": (
-        "bucket_mb", "gradient_as_bucket_view", "static_graph", "optimizer", "powersgd_rank", "powersgd_start"
-    ),
-    "shard": ("reshard_after_forward", "reshard_between_microbatches", "prefetch"),
-    "context": ("context_method",),
-    "tensor": ("sequence",),
-    "pipeline": ("schedule", "stages_per_rank", "microbatches"),
-}  # fmt: skip
 _NO_EFFECT = "has no effect under these degrees of parallelism"
-_PRESETS = {
-    "replicate": "parallel=ddp,pdp",
-    "shard": "parallel=fsdp,hsdp",
-    "context": "parallel.context=2",
-    "tensor": "parallel=tp,3d",
-    "pipeline": "parallel=pdp",
-}
 
 
 @dataclass(frozen=True)
-class Strategy:
+class Strategy(Degrees[Size]):
     """Lays out a model over the ranks.
 
     Attributes:
-        replicate: Copies of the model, each with its share of the batch. ``auto``, here and below: derived from the
-            number of ranks, see :func:`ptdbench.parallel.dims.derive`.
-        shard: Ranks that share the weights of one copy, and its share of the batch.
-        context: Ranks that share each sequence: each computes on some of its positions.
-        tensor: Ranks that share each matrix product.
-        pipeline: Ranks that share the layers of a copy, each with one stage or several.
         bucket_mb: Size of DDP's all-reduce buckets in MiB: smaller ones start earlier, larger ones use the links
             better. ``auto``: a twentieth of the gradients, at least 25 and at most 100.
         gradient_as_bucket_view: Let ``.grad`` point into DDP's buckets, which saves one copy of all gradients.
@@ -96,11 +71,6 @@ class Strategy:
         ConfigError: With every invalid option.
     """
 
-    replicate: Degree = 1
-    shard: Degree = 1
-    context: Degree = 1
-    tensor: Degree = 1
-    pipeline: Degree = 1
     bucket_mb: float | Literal["auto"] = "auto"
     gradient_as_bucket_view: bool = True
     static_graph: bool | Literal["auto"] = "auto"
@@ -119,7 +89,7 @@ class Strategy:
     sync_batchnorm: bool = False
 
     def __post_init__(self) -> None:
-        given = {name: degree for name in DEGREES if (degree := getattr(self, name)) != "auto"}
+        given = {name: degree for name, degree in self.degrees().items() if degree != "auto"}
         require(
             *at_least(1, **given, prefetch=self.prefetch, powersgd_rank=self.powersgd_rank),
             *at_least(2, powersgd_start=self.powersgd_start),
@@ -132,8 +102,8 @@ class Strategy:
 
     def ranks(self, available: int) -> int:
         """The number of ranks if the config does not set it: as many of the available devices as fit."""
-        fixed = Dims(**{name: degree for name, degree in self._degrees().items() if degree != "auto"}).world_size
-        return max(available // fixed, 1) * fixed if self._derived() else fixed
+        fixed = Dims(**{name: degree for name, degree in self.degrees().items() if degree != "auto"}).world_size
+        return max(available // fixed, 1) * fixed if waiting(self.degrees()) else fixed
 
     def dims(self, world_size: int) -> Dims:
         """The degrees on so many ranks.
@@ -141,9 +111,9 @@ class Strategy:
         Raises:
             ConfigError: They do not multiply to the world size.
         """
-        return derive(world_size, self._degrees())
+        return derive(world_size, self.degrees())
 
-    def layout(self, dims: Dims, global_batch: int, micro_batch: int | Literal["auto"]) -> Layout:
+    def layout(self, dims: Dims, global_batch: int, micro_batch: int | Literal["auto"]) -> BatchPlan:
         """Divide a global batch among the ranks.
 
         Args:
@@ -159,11 +129,11 @@ class Strategy:
             found = self.pipelining.layout(dims, global_batch, share, micro_batch)
         else:
             size = share if micro_batch == "auto" else micro_batch
-            found = Layout(dims, global_batch, size, accumulation=share // size)
+            found = BatchPlan(dims, global_batch, size, accumulation=share // size)
         require(self._static_graph(found), self._subgroup(dims), self._resharded(found))
         return found
 
-    def check(self, model: Model, layout: Layout) -> None:
+    def check(self, model: Model, layout: BatchPlan) -> None:
         """Raise ConfigError for a model that cannot be laid out this way."""
         dims = layout.dims
         if self._applies("pipeline", dims):
@@ -176,12 +146,12 @@ class Strategy:
             rule = f"{names[0]} and {names[1]} are one weight, and fully_shard wants it in one layer"
             require(Problem("shard", self.shard, rule, try_these(["parallel=ddp"])))
 
-    def check_sample(self, inputs: Tensor, layout: Layout) -> None:
+    def check_sample(self, inputs: Tensor, layout: BatchPlan) -> None:
         """Raise ConfigError for samples, ``[batch, length]``, that cannot be divided this way."""
         if self._applies("context", layout.dims) and inputs.dim() > 1:
             require(*context.undividable(inputs.shape[1], layout.dims.context, self.context_method))
 
-    def check_compile(self, how: Compile, layout: Layout) -> None:
+    def check_compile(self, how: Compile, layout: BatchPlan) -> None:
         """Raise ConfigError where the model cannot be compiled this way."""
         if how == "whole" and self._applies("context", layout.dims) and self.context_method == "ring":
             rule = "is one graph, and ring attention is not compiled"
@@ -193,7 +163,7 @@ class Strategy:
             rule = f"makes one graph of the backward pass, which {self.schedule} splits"
             require(Problem("compile", how, rule, try_these(["false", "or parallel.schedule=interleaved1f1b"])))
 
-    def check_activations(self, how: Activations, layout: Layout) -> None:
+    def check_activations(self, how: Activations, layout: BatchPlan) -> None:
         """Raise ConfigError where activations cannot be treated this way."""
         splits_backward = self._applies("pipeline", layout.dims) and self.pipelining.schedule.splits_backward
         if isinstance(how, Selective) and splits_backward:
@@ -207,13 +177,13 @@ class Strategy:
             rule = "is not for scaled losses: a step that overflows is skipped, and its infinite error would be kept"
             require(Problem("parallel.gradients", "powersgd", rule, try_these(["auto", "or precision=bf16"])))
 
-    def check_offload(self, what: Offload, layout: Layout) -> None:
+    def check_offload(self, what: Offload, layout: BatchPlan) -> None:
         """Raise ConfigError where nothing is sharded that could be kept in host memory."""
         if what == "optimizer_and_weights" and not self._applies("shard", layout.dims):
             rule = "is for sharded weights, and these degrees of parallelism shard none"
-            require(Problem("offload", what, rule, f"try {_PRESETS['shard']}"))
+            require(Problem("offload", what, rule, f"try {self.rows()['shard'].preset}"))
 
-    def footprints(self, model: Model, layout: Layout, make: MakeOptimizer, *, average: bool) -> list[Footprint]:
+    def footprints(self, model: Model, layout: BatchPlan, make: MakeOptimizer, *, average: bool) -> list[Footprint]:
         """The training state of each rank of a pipeline; ``average``: whether a moving average is kept."""
         dims = layout.dims
         copied = self._applies("replicate", dims) or dims.context > 1
@@ -234,7 +204,7 @@ class Strategy:
     def volume(
         self,
         model: Model,
-        layout: Layout,
+        layout: BatchPlan,
         example: tuple[Tensor, Tensor],
         precision: Name,
         *,
@@ -246,7 +216,7 @@ class Strategy:
         ranks = self._stage_ranks(layout.dims)
         return expected(Work(model, example, layout, transforms, ranks, precision, recomputes, gathers))
 
-    def parts_of_stages(self, model: Model, layout: Layout) -> list[list[str]]:
+    def parts_of_stages(self, model: Model, layout: BatchPlan) -> list[list[str]]:
         """Of each stage of a pipeline the names of the parts that are no repeated layers, such as the head."""
         return unrepeated(model, cut(model, self._stage_ranks(layout.dims)))
 
@@ -261,10 +231,10 @@ class Strategy:
         else:
             part = apply(model, module_of(model), setting, transforms)
             engine = Accumulating(part, setting.layout.micro_batch, owns_loss=setting.owns_loss)
-        mesh = setting.mesh.context
+        mesh = setting.mesh["context"]
         return context.Sliced(engine, mesh, self.context_method) if mesh else engine
 
-    def _transforms(self, layout: Layout, precision: Name, *, offload: bool) -> Transforms:
+    def _transforms(self, layout: BatchPlan, precision: Name, *, offload: bool) -> Transforms:
         dims = layout.dims
         gradients = "fp32" if self.gradients == "auto" else self.gradients
         if self._is_sharded(dims):
@@ -311,13 +281,6 @@ class Strategy:
         """The rank in the pipeline of each stage; one without a pipeline."""
         return self.pipelining.stage_ranks(dims) if self._applies("pipeline", dims) else [0]
 
-    def _degrees(self) -> dict[str, Degree]:
-        return {name: getattr(self, name) for name in DEGREES}
-
-    def _derived(self) -> list[str]:
-        """The derived degrees, in order."""
-        return [name for name in DERIVED if getattr(self, name) == "auto"]
-
     def _is_sharded(self, dims: Dims) -> bool:
         """Whether FSDP2 keeps the shards, or the copies: DDP knows no DTensors, which tensor parallelism makes."""
         return self._applies("shard", dims) or (dims.tensor > 1 and dims.context * dims.replicate > 1)
@@ -327,7 +290,7 @@ class Strategy:
 
         A requested transform is applied on one rank too, so that its overhead can be measured.
         """
-        return getattr(dims, degree) > 1 or (dims.world_size == 1 and self._derived()[:1] == [degree])
+        return getattr(dims, degree) > 1 or (dims.world_size == 1 and waiting(self.degrees())[:1] == [degree])
 
     def _without_effect(self) -> Iterator[Problem]:
         """Problems for options that are set although their degree is 1.
@@ -335,14 +298,15 @@ class Strategy:
         DDP averages the gradients also of ranks that share a sequence, and with FSDP its options have no effect.
         """
         defaults = {field.name: field.default for field in fields(self)}
-        for degree, options in _OPTIONS_OF.items():
+        for degree, row in self.rows().items():
             is_one = getattr(self, degree) == 1 and (degree != "replicate" or self.context == 1)
             if is_one or (degree == "replicate" and not self.shard == self.tensor == 1):
-                for option in options:
+                for option in row.options:
                     if getattr(self, option) != defaults[option]:
-                        yield Problem(option, getattr(self, option), _NO_EFFECT, f"it belongs to {_PRESETS[degree]}")
+                        yield Problem(option, getattr(self, option), _NO_EFFECT, f"it belongs to {row.preset}")
+        rows = self.rows()
         if self.replicate == self.shard == self.context == 1 and self.gradients != "auto":
-            remedy = f"it belongs to {_PRESETS['replicate']},{_PRESETS['shard'].partition('=')[2]}"
+            remedy = f"it belongs to {rows['replicate'].preset},{rows['shard'].preset.partition('=')[2]}"
             yield Problem("gradients", self.gradients, _NO_EFFECT, remedy)
         if self.pipeline != 1 and self.reshard_between_microbatches != "auto":
             rule = "has no effect under a pipeline, whose schedule keeps the weights of a stage between micro-batches"
@@ -365,7 +329,7 @@ class Strategy:
         rule = f"needs {lacks}, which torch {torch.__version__} has not"
         return Problem("context_method", "ring", rule, try_these(["ulysses"]))
 
-    def _static_graph(self, layout: Layout) -> Problem | None:
+    def _static_graph(self, layout: BatchPlan) -> Problem | None:
         if self.static_graph is not True:
             return None
         if self._applies("pipeline", layout.dims):
@@ -384,7 +348,7 @@ class Strategy:
         rule = f"a number must divide shard({dims.shard}), and lie between 1 and it"
         return Problem("reshard_after_forward", size, rule, try_these(["true", "false", *fits]))
 
-    def _resharded(self, layout: Layout) -> Problem | None:
+    def _resharded(self, layout: BatchPlan) -> Problem | None:
         """A problem if weights would be freed between the two halves of a backward pass."""
         splits = self._applies("pipeline", layout.dims) and self.pipelining.schedule.splits_backward
         if self.reshard_after_forward is False or not splits or not self._applies("shard", layout.dims):

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.optim.groups import rules
 from ptdbench.parallel.apply import Transforms
-from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.footprint import local_like, modules_of_ranks
 from ptdbench.parallel.pipeline.stage import cut
 from ptdbench.parallel.precision import DTYPES, Name
@@ -57,7 +57,7 @@ class Work:
 
     model: Model
     example: tuple[Tensor, Tensor]
-    layout: Layout
+    layout: BatchPlan
     transforms: Transforms
     ranks: Sequence[int]
     precision: Name = "fp32"

@@ -19,10 +19,10 @@ from ptdbench.optim.schedules import Schedule
 from ptdbench.parallel import batch
 from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.batch import Layout
-from ptdbench.parallel.dims import Mesh
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint
+from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, Findings, Problem, require, said, under
 from ptdbench.setup import choices
@@ -52,7 +52,7 @@ class TrainingSpec:
     """
 
     config: Config
-    layout: Layout
+    layout: BatchPlan
     strategy: Strategy
     activations: Activations
     model: Model
@@ -129,7 +129,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
         assert data  # nobody asks before strategy, data and model are there
         return data.example()
 
-    def layout() -> Layout:
+    def layout() -> BatchPlan:
         assert strategy
         asked, size = config.train, world_size(strategy.ranks)
         dims = under("parallel", lambda: strategy.dims(size))

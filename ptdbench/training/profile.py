@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
                 return {"steps": 0, "reason": reasons[0]}
             assert isinstance(found, trace.Trace)
             assert loop.mesh
-            groups = traffic.groups(loop.mesh)
+            groups = loop.mesh.groups()
             ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
             divided = partition(found, traffic.ready(found.calls, groups, ahead))
             of_ranks: list[Partition] = gather(divided)
@@ -231,7 +231,7 @@ def _communication(of_ranks: Sequence[Partition], scales: Sequence[float]) -> di
 def _fit_seconds(job: Job, operation: str, calls: float, size: float) -> float | None:
     """What an operation takes by the line that ``workload=collectives`` fitted, if its calls concern all ranks."""
     dims, gradients = job.training.layout.dims, job.training.strategy.gradients
-    if max(asdict(dims).values()) < dims.world_size:
+    if max(getattr(dims, name) for name in dims.order()) < dims.world_size:
         return None
     precision = {"tf32": "fp32", "fp8": "bf16"}.get(name := job.spec.config.general.precision, name)
     averaged = "fp32" if gradients == "auto" else gradients

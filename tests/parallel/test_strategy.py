@@ -24,9 +24,10 @@ from ptdbench.models.toy import Toy
 from ptdbench.parallel import ring
 from ptdbench.parallel.activations import Recompute, Selective
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.batch import Layout
-from ptdbench.parallel.dims import Dims, Mesh
+from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Accumulating, Engine
+from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.pipeline.engine import Pipelined
 from ptdbench.parallel.pipeline.stage import costs
 from ptdbench.parallel.strategy import Strategy
@@ -259,7 +260,7 @@ def step_of(strategy: Strategy) -> dict[str, Any]:
     return last_step(engine, mesh, layout)
 
 
-def last_step(engine: Engine, mesh: Mesh, layout: Layout) -> dict[str, Any]:
+def last_step(engine: Engine, mesh: Mesh, layout: BatchPlan) -> dict[str, Any]:
     """Nothing may be left of the step before, nor of two: DDP arranges its buckets anew in the second."""
     group, replica = mesh.batch.get_group(), mesh.batch.get_local_rank()
     for step in (2, 1, 0) if layout.dims.shard == 1 else (1, 0):
@@ -270,7 +271,7 @@ def last_step(engine: Engine, mesh: Mesh, layout: Layout) -> dict[str, Any]:
     parameters = dict(engine.module.named_parameters())
     return {
         "loss": loss, "layout": layout, "owns_loss": engine.owns_loss, "norm": engine.gradient_norm(),
-        "place": (replica, mesh.pipeline.get_local_rank() if mesh.pipeline else 0), "collectives": collectives,
+        "place": (replica, mesh["pipeline"].get_local_rank() if mesh["pipeline"] else 0), "collectives": collectives,
         "held": sum(local(parameter).numel() for parameter in parameters.values()),
         "gradients": {name: whole(parameter.grad) for name, parameter in parameters.items()},
     }  # fmt: skip
@@ -303,10 +304,10 @@ class TestRanks:
 
     @pytest.mark.parametrize("strategy", [Strategy(replicate="auto"), Strategy(shard="auto")])
     def test_replicas_share_the_batch(self, strategy):
-        assert layout_of(strategy, 4, 16, 2) == Layout(strategy.dims(4), 16, 2, 1, 2)
+        assert layout_of(strategy, 4, 16, 2) == BatchPlan(strategy.dims(4), 16, 2, 1, 2)
 
     def test_one_rank_accumulates(self):
-        assert layout_of(Strategy(), 1, 12, 3) == Layout(Dims(), 12, 3, 1, 4)
+        assert layout_of(Strategy(), 1, 12, 3) == BatchPlan(Dims(), 12, 3, 1, 4)
 
     @pytest.mark.ranks
     def test_on_one_rank_what_was_asked_for_is_applied_all_the_same(self):
@@ -337,7 +338,7 @@ def kinds_on_one_rank() -> dict[str, tuple[bool, bool, bool]]:
     return found
 
 
-def layout_of(strategy: Strategy, world_size: int, global_batch: int, micro_batch: Any = "auto") -> Layout:
+def layout_of(strategy: Strategy, world_size: int, global_batch: int, micro_batch: Any = "auto") -> BatchPlan:
     return strategy.layout(strategy.dims(world_size), global_batch, micro_batch)
 
 
@@ -368,7 +369,9 @@ def pipeline(**options: Any) -> Strategy:
 
 class TestPipeline:
     def test_stages_come_first_and_replicas_from_what_is_left(self):
-        assert layout_of(pipeline(pipeline=2, microbatches=4), 4, 16) == Layout(Dims(replicate=2, pipeline=2), 16, 2, 4)
+        assert layout_of(pipeline(pipeline=2, microbatches=4), 4, 16) == BatchPlan(
+            Dims(replicate=2, pipeline=2), 16, 2, 4
+        )
 
     @pytest.mark.parametrize(("share", "stages"), [(16, 2), (16, 4), (12, 3), (7, 2), (6, 4), (100, 4)])
     def test_automatic_micro_batches_keep_the_stages_busy(self, share, stages):
@@ -465,7 +468,7 @@ class TestPipeline:
     def test_automatic_micro_batches_fill_the_rounds(self, schedule):
         strategy = pipeline(schedule=schedule)
         assert layout_of(strategy, 2, 15).microbatches == 15 // 5
-        assert layout_of(strategy, 2, 10, 2) == Layout(Dims(pipeline=2), 10, 2, 1, 5)
+        assert layout_of(strategy, 2, 10, 2) == BatchPlan(Dims(pipeline=2), 10, 2, 1, 5)
 
     def test_an_older_torch_does_not_split_a_backward_pass(self, monkeypatch):
         monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.1+cpu"))

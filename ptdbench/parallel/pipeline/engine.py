@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from ptdbench.models.protocol import Model
 from ptdbench.parallel.apply import Setting, Transforms, apply
-from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine, Part, Scale, norm_of
 from ptdbench.parallel.pipeline import shared
 from ptdbench.parallel.pipeline.handover import receive, send
@@ -38,7 +38,7 @@ def pipelined(
         stages_per_rank: Number of stages on a rank.
     """
     size = setting.layout.dims.pipeline
-    mesh = setting.mesh.pipeline or setting.mesh.batch  # of one rank for a pipeline of one stage
+    mesh = setting.mesh["pipeline"] or setting.mesh.batch  # of one rank for a pipeline of one stage
     where = cut(model, schedule.ranks(size, stages_per_rank))
     tied = model.tied()  # before sharding and untying replace the weights, which a model may compare
     shared.untie(model, tied, where)
@@ -87,7 +87,7 @@ class Pipelined(Engine):
         where: Cut,
         parts: dict[int, Part],
         schedule: Schedule,
-        layout: Layout,
+        layout: BatchPlan,
         group: dist.ProcessGroup,
         device: torch.device,
         *,

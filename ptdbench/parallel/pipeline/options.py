@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 
 from ptdbench.models.protocol import Model
-from ptdbench.parallel.batch import Layout, divides
-from ptdbench.parallel.dims import Degree, Dims, divisors
+from ptdbench.parallel.batch import BatchPlan, divides
+from ptdbench.parallel.dims import Dims, Size, divisors
 from ptdbench.parallel.pipeline import schedules
 from ptdbench.parallel.pipeline.schedules import SCHEDULES, Schedule
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
@@ -70,7 +70,7 @@ class PipelineOptions:
             rule = f"needs torch {schedules.SPLITS_SINCE} or newer, and this is {torch.__version__}"
             yield Problem("schedule", self.name, rule, try_these(["interleaved1f1b", "looped_bfs"]))
 
-    def layout(self, dims: Dims, global_batch: int, share: int, micro_batch: int | Literal["auto"]) -> Layout:
+    def layout(self, dims: Dims, global_batch: int, share: int, micro_batch: int | Literal["auto"]) -> BatchPlan:
         """Divide a replica's ``share`` of the batch into passes of micro-batches.
 
         Raises:
@@ -84,11 +84,11 @@ class PipelineOptions:
         require(divides("microbatches", count, total, whole))
         accumulation = 1 if micro_batch == "auto" else total // count
         each = share // (count * accumulation)
-        found = Layout(dims, global_batch, each, count, accumulation)
+        found = BatchPlan(dims, global_batch, each, count, accumulation)
         require(self._wrong_number(found, micro_batch))
         return found
 
-    def _wrong_number(self, layout: Layout, micro_batch: int | Literal["auto"]) -> Problem | None:
+    def _wrong_number(self, layout: BatchPlan, micro_batch: int | Literal["auto"]) -> Problem | None:
         """A problem if the schedule cannot run so many micro-batches."""
         schedule, dims, count = self.schedule, layout.dims, layout.microbatches
         if schedule.accepts(count, dims.pipeline, self.stages_on_rank):
@@ -107,7 +107,7 @@ class PipelineOptions:
             other = f"a train.global_batch of at least {dims.batch * fewest}"
         return Problem("microbatches", count, rule, try_these([other, "or parallel.schedule=gpipe"]))
 
-    def cannot_be_cut(self, model: Model, dims: Dims, degree: Degree) -> Problem | None:
+    def cannot_be_cut(self, model: Model, dims: Dims, degree: Size) -> Problem | None:
         """A problem if the model is not a chain of parts, or has fewer layers than stages.
 
         Args:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+from ptdbench.parallel.dims import Dims
+
 #: Options that say on how many ranks a run is, how they are divided, and how the batch is.
-_DEGREES = tuple(f"parallel.{name}" for name in ("replicate", "shard", "context", "tensor", "pipeline"))
+_DEGREES = tuple(f"parallel.{name}" for name in Dims.rows())
 _RANKS = ("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node")
 _BATCHES = ("train.global_batch", "train.micro_batch")
 _OF_SIZE = (*_DEGREES, *_RANKS, *_BATCHES)
