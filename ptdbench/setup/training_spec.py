@@ -143,16 +143,16 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
     where = found.of(layout) if strategy else None
     if strategy and model and where:
         found.of(lambda: under("parallel", lambda: strategy.check(model, where)))
-        found.of(lambda: strategy.check_compile(config.resolved["compile"], where))
-        found.of(lambda: strategy.check_offload(config.resolved["offload"], where))
+        found.of(lambda: strategy.check_beside("compile", config.resolved["compile"], where))
+        found.of(lambda: strategy.check_beside("offload", config.resolved["offload"], where))
     if strategy and data and where:
         found.of(lambda: under("parallel", lambda: strategy.check_sample(example()[0], where)))
     if strategy:
-        found.of(lambda: strategy.check_precision(config.resolved["precision"]))
+        found.of(lambda: strategy.check_beside("precision", config.resolved["precision"]))
     if activations and model:
         found.of(lambda: _check_activations(config, activations, model))
     if activations and strategy and where:
-        found.of(lambda: strategy.check_activations(activations, where))
+        found.of(lambda: strategy.check_beside("activations", activations, where))
     found.close()
     assert strategy and activations and data and model and where  # noqa: PT018 - one fact
     assert optimizer and schedule  # noqa: PT018

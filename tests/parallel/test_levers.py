@@ -99,7 +99,7 @@ def laid_out(lever: Lever, seed: int = 0) -> StepLoop:
     layout = lever.strategy.layout(lever.strategy.dims(RANKS), BATCH, lever.micro_batch)
     mesh, model = mesh_of(layout.dims), gpt()
     lever.strategy.check(model, layout)
-    lever.strategy.check_offload(lever.offload, layout)
+    lever.strategy.check_beside("offload", lever.offload, layout)
     engine = lever.strategy(model, Setting(mesh, layout, CPU, seed=seed, offload=lever.offload))
     return loop_of(engine, layout, mesh.batch.get_local_rank())
 

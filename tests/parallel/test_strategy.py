@@ -488,31 +488,32 @@ class TestPipeline:
     @needs_splitting
     def test_a_backward_pass_in_two_is_not_compiled(self):
         strategy = pipeline(schedule="zbv")
-        told = refused(strategy.check_compile, "layers", layout_of(strategy, 2, 16))
+        told = refused(strategy.check_beside, "compile", "layers", layout_of(strategy, 2, 16))
         rule = "makes one graph of the backward pass, which zbv splits"
         assert told == f"compile=layers: {rule}; try false, or parallel.schedule=interleaved1f1b"
         interleaved = pipeline(schedule="interleaved1f1b")
-        interleaved.check_compile("layers", layout_of(interleaved, 2, 16))
+        interleaved.check_beside("compile", "layers", layout_of(interleaved, 2, 16))
 
     def test_one_graph_has_no_place_to_gather_weights_in(self):
-        told = refused(STRATEGIES["fsdp"].check_compile, "whole", layout_of(STRATEGIES["fsdp"], 2, 4))
+        told = refused(STRATEGIES["fsdp"].check_beside, "compile", "whole", layout_of(STRATEGIES["fsdp"], 2, 4))
         rule = "is one graph, and sharded weights are gathered between the graphs of the layers"
         assert told == f"compile=whole: {rule}; try layers, or parallel=ddp"
-        STRATEGIES["fsdp"].check_compile("layers", layout_of(STRATEGIES["fsdp"], 2, 4))
+        STRATEGIES["fsdp"].check_beside("compile", "layers", layout_of(STRATEGIES["fsdp"], 2, 4))
         for strategy in (Strategy(), Strategy(replicate="auto"), pipeline()):
-            strategy.check_compile("whole", layout_of(strategy, strategy.ranks(2), 4))
+            strategy.check_beside("compile", "whole", layout_of(strategy, strategy.ranks(2), 4))
 
     @needs_splitting
     @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
     def test_what_is_kept_for_one_backward_pass_is_not_for_two(self, schedule):
         layout = layout_of(pipeline(), 2, 16)
-        assert refused(pipeline(schedule=schedule).check_activations, Selective(), layout) == (
+        assert refused(pipeline(schedule=schedule).check_beside, "activations", Selective(), layout) == (
             f"activations=selective: has what it keeps for one backward pass, and {schedule} takes two; "
             "try recompute, keep, or parallel.schedule=interleaved1f1b"
         )
-        pipeline(schedule=schedule).check_activations(Recompute(), layout)
-        pipeline().check_activations(Selective(), layout)
-        Strategy(replicate="auto").check_activations(Selective(), layout_of(Strategy(replicate="auto"), 2, 16))
+        pipeline(schedule=schedule).check_beside("activations", Recompute(), layout)
+        pipeline().check_beside("activations", Selective(), layout)
+        ddp = Strategy(replicate="auto")
+        ddp.check_beside("activations", Selective(), layout_of(ddp, 2, 16))
 
     @pytest.mark.parametrize("build", [gpt, lambda: on_meta(Toy), lambda: on_meta(ResNet, depth=18, image_size=32)])
     def test_every_chain_can_be_cut(self, build):
@@ -594,8 +595,8 @@ class TestSharedWork:
     def test_a_ring_is_not_compiled(self):
         strategy = Strategy(replicate="auto", context=2, context_method="ring")
         layout = layout_of(strategy, 2, 16)
-        strategy.check_compile("layers", layout)
-        assert refused(strategy.check_compile, "whole", layout) == (
+        strategy.check_beside("compile", "layers", layout)
+        assert refused(strategy.check_beside, "compile", "whole", layout) == (
             "compile=whole: is one graph, and ring attention is not compiled; try layers, or "
             "parallel.context_method=ulysses"
         )
@@ -705,18 +706,18 @@ class TestLevers:
 
     def test_an_error_that_is_not_finite_would_be_kept(self):
         strategy = Strategy(replicate="auto", gradients="powersgd")
-        assert refused(strategy.check_precision, "fp16") == (
+        assert refused(strategy.check_beside, "precision", "fp16") == (
             "parallel.gradients=powersgd: is not for scaled losses: a step that overflows is skipped, and its infinite "
             "error would be kept; try auto, or precision=bf16"
         )
-        strategy.check_precision("bf16")
-        Strategy(replicate="auto", gradients="fp16").check_precision("fp16")
+        strategy.check_beside("precision", "bf16")
+        Strategy(replicate="auto", gradients="fp16").check_beside("precision", "fp16")
 
     def test_what_is_offloaded_is_sharded(self):
         rule = "is for sharded weights, and these degrees of parallelism shard none; try parallel=fsdp,hsdp"
         for strategy in (Strategy(), Strategy(replicate="auto"), pipeline()):
             layout = layout_of(strategy, strategy.ranks(2), 4)
-            told = refused(strategy.check_offload, "optimizer_and_weights", layout)
+            told = refused(strategy.check_beside, "offload", "optimizer_and_weights", layout)
             assert told == f"offload=optimizer_and_weights: {rule}"
-            strategy.check_offload("none", layout)
-        Strategy(shard="auto").check_offload("optimizer_and_weights", layout_of(Strategy(shard="auto"), 1, 4))
+            strategy.check_beside("offload", "none", layout)
+        Strategy(shard="auto").check_beside("offload", "optimizer_and_weights", layout_of(Strategy(shard="auto"), 1, 4))
