@@ -41,7 +41,7 @@ def titles(records: Sequence[Record]) -> list[str]:
     Records of runs that have not begun will do.
     """
     details = (_schedule, _ranks, _degrees, _batch, _nodes, _precision, _microbatches, _accumulation, None)
-    return _told_apart(records, [_name(record) for record in records], details, [()] * len(records))
+    return _told_apart(records, [name(record) for record in records], details, [()] * len(records))
 
 
 def _told_apart(
@@ -68,8 +68,9 @@ def _told_apart(
     return names
 
 
-def _name(record: Record) -> str:
-    named = " ".join(str(record[name]) for name in ("model", "parallel") if record.get(name))
+def name(record: Record) -> str:
+    """A run in a word or two: model and preset, or the workload of one without a model."""
+    named = " ".join(str(record[part]) for part in ("model", "parallel") if record.get(part))
     return named or str(record.get("workload"))
 
 

@@ -11,6 +11,7 @@ from ptdbench.measure import comparison
 from ptdbench.measure.comparison import LEAST, Comparison
 from ptdbench.records import alternatives, record
 from ptdbench.records.alternatives import Alternative
+from ptdbench.records.bearing import bears, leaves
 from ptdbench.report import losses
 from ptdbench.report.certainty import detectable_text, interval_text, level_of, margin_text
 from ptdbench.report.labels import names
@@ -117,13 +118,13 @@ def _new_options(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[st
         versions.append({(one.get("ptdbench"), one.get("git_commit")) for one in environments})
         of_side: dict[str, set[str]] = {}
         for run in runs:
-            for name, value in alternatives.options(run).items():
+            for name, value in leaves(run.get("config") or {}):
                 of_side.setdefault(name, set()).add(repr(value))
         values.append(of_side)
     if versions[0] == versions[1]:
         return frozenset()
     one, other = values
-    names = {name for name in one.keys() ^ other.keys() if name.partition(".")[0] not in record.NO_WORK}
+    names = {name for name in one.keys() ^ other.keys() if not bears(name, "nothing")}
     return frozenset(name for name in names if len((one | other)[name]) == 1)
 
 

@@ -9,6 +9,7 @@ from rich.cells import cell_len, set_cell_size
 
 from ptdbench.records.record import option
 from ptdbench.records.schema import Metrics, Record
+from ptdbench.report.labels import name
 from ptdbench.report.reason import reason, wrap
 from ptdbench.sweep.status import Run, Sweep
 from ptdbench.terminal import plain, plural
@@ -130,7 +131,7 @@ def state(run: Run) -> str:
 
 def _label(run: Run) -> str:
     record, (*sweep, _) = run.typed, Path(run.directory).parts
-    named = " ".join(filter(None, (record.model, record.parallel))) or record.workload
+    named = name(run.record)
     of_block = option(record.config, "repeat.series", str)
     return f"{named} [{'/'.join(sweep)}]" if of_block and sweep else named
 
