@@ -17,7 +17,7 @@ from ptdbench.report.certainty import detectable_text, interval_text, level_of, 
 from ptdbench.report.labels import names
 from ptdbench.report.phases import other_work
 from ptdbench.report.reason import reason, wrap
-from ptdbench.report.text import as_text, empty_table
+from ptdbench.report.text import drawn
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits
 
@@ -264,15 +264,15 @@ def render(found: Versus, titles: tuple[str, str], width: int) -> str:
         width: Columns.
     """
     headings = [f"{title} {_unit(found.pairs)}/s" for title in titles]
-    table = empty_table(
-        "configuration", "runs", *headings, "ratio (95%)", "verdict", words=["verdict"], folding="configuration"
-    )
+    headings = ["configuration", "runs", *headings, "ratio (95%)", "verdict"]
+    rows = []
     for pair in found.pairs:
         runs = f"{len(pair.before.sample)}, {len(pair.after.sample)}"
-        table.add_row(pair.label, runs, _rate(pair.before), _rate(pair.after), _ratio(pair), pair.verdict)
+        rows.append([pair.label, runs, _rate(pair.before), _rate(pair.after), _ratio(pair), pair.verdict])
+    table = drawn(headings, rows, width, words=["verdict"], folding="configuration")
     remarks = [*_seen(found.pairs), *_losses(found.pairs), *_failures(found.pairs), *_left_out(found.pairs)]
     remarks += [*found.remarks, *_environments(found.pairs)]
-    return "\n".join([as_text(table, width), *(wrap(line, width) for line in remarks)])
+    return "\n".join([table, *(wrap(line, width) for line in remarks)])
 
 
 def _unit(pairs: Sequence[Pair]) -> str:
