@@ -30,7 +30,7 @@ from torch import Generator, Tensor, nn
 from ptdbench.launch import local
 from ptdbench.models.protocol import Role
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.dims import Mesh
+from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.strategy import Strategy
 

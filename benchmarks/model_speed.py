@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ptdbench.measure.memory import peak_bytes
 from ptdbench.measure.statistics import median_interval
-from ptdbench.parallel.dims import Mesh
+from ptdbench.parallel.mesh import Mesh
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all, conf_folder
 from ptdbench.training.update import Update

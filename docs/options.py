@@ -15,12 +15,13 @@ from pathlib import Path
 
 import yaml
 
+from ptdbench.records.bearing import OF_CHOICE
 from ptdbench.setup.compose import conf_folder
 
 CONF = conf_folder()
 
 #: Keys that make a choice what it is, and are no options.
-NO_OPTIONS = ("defaults", "hydra", "name", "label", "_target_", "_partial_")
+NO_OPTIONS = ("defaults", "hydra", *OF_CHOICE)
 
 COMMENT = re.compile(r"\s#\s?(.*)$")
 CODE = re.compile(r"(`+[^`]+`+)")

@@ -1,6 +1,8 @@
-"""Figures as text: three digits and a unit."""
+"""Figures as text: digits and a unit."""
 
 from __future__ import annotations
+
+import math
 
 
 def three_digits(value: float) -> str:
@@ -26,9 +28,40 @@ def size_text(size: int) -> str:
     return f"{size} B"
 
 
+def memory_text(size: int) -> str:
+    """``1288490188`` bytes become ``1.2 GiB``."""
+    return gib_text(size) if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+def gib_text(size: int) -> str:
+    """``1288490188`` bytes become ``1.2 GiB``."""
+    return f"{size / 2**30:,.1f} GiB"
+
+
+def bytes_text(size: float) -> str:
+    """Bytes sent: ``49e6`` become ``49.0 MB``."""
+    units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+    unit, name = next(((unit, name) for unit, name in units if size >= unit), (1.0, "B"))
+    return f"{three_digits(size / unit)} {name}"
+
+
 def time_text(seconds: float) -> str:
     """Three digits and a unit: ``0.00123`` becomes ``1.23 ms``."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if seconds * scale >= 0.9995:
             return f"{three_digits(seconds * scale)} {unit}"
     return f"{three_digits(seconds * 1e6)} µs"
+
+
+def span_text(seconds: float) -> str:
+    """``0.81 s``, ``12 s``, ``3 min``."""
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def duration_text(seconds: float) -> str:
+    """``75`` becomes ``1:15``, and ``3675`` ``1:01:15``."""
+    minutes, second = divmod(math.ceil(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -68,10 +68,9 @@ def tables(folder: Path, width: int = 120) -> str:
 
 
 def _of_device(known: Mapping[str, Any], width: int) -> str:
-    table = text.empty_table("part", "check", "", "figure", words=("part", "check", ""), folding="figure")
-    for cells in _rows(known["parts"]):
-        table.add_row(*cells)
-    return f"{known['device']}\n{text.as_text(table, width)}"
+    rows = list(_rows(known["parts"]))
+    shown = text.drawn(("part", "check", "", "figure"), rows, width, words=("part", "check", ""), folding="figure")
+    return f"{known['device']}\n{shown}"
 
 
 def _rows(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:

@@ -12,14 +12,15 @@ from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model
 from ptdbench.parallel import context, fp8, tensor
 from ptdbench.parallel.activations import Activations, Keep
-from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.batchnorm import synchronize_batchnorm
 from ptdbench.parallel.compilation import Compile, compile_parts
-from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.engine import Part
+from ptdbench.parallel.mesh import Mesh
+from ptdbench.parallel.options import Offload, Options
 from ptdbench.parallel.precision import Name, narrow
-from ptdbench.parallel.replicate import Replication, replicate
-from ptdbench.parallel.shard import Offload, Sharding, shard
+from ptdbench.parallel.replicate import replicate
+from ptdbench.parallel.shard import shard
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Setting:
     """
 
     mesh: Mesh
-    layout: Layout
+    layout: BatchPlan
     device: torch.device
     precision: Name = "fp32"
     compile: Compile = False
@@ -51,30 +52,13 @@ class Setting:
     @property
     def owns_loss(self) -> bool:
         """Whether this rank is the first of those that compute the same loss together."""
-        return self.mesh.tensor is None or self.mesh.tensor.get_local_rank() == 0
+        return not (ranks := self.mesh["tensor"]) or ranks.get_local_rank() == 0
 
 
-@dataclass(frozen=True)
-class Transforms:
-    """The transforms that depend on the degrees.
-
-    Attributes:
-        sharding: Options of sharding, if weights are sharded.
-        replication: Options of replication, if whole weights are replicated.
-        sync_batchnorm: Whether batch norms normalize over the global batch.
-        sequence: Whether ranks that share each matrix product share the positions of a sequence between them.
-        context_method: How ranks that share each sequence see all its positions.
-    """
-
-    sharding: Sharding | None = None
-    replication: Replication | None = None
-    sync_batchnorm: bool = False
-    sequence: bool = False
-    context_method: context.Method = "ulysses"
-
-
-def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transforms) -> Part:
+def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> Part:
     """Lay out ``module``, the model or a stage of it, on the meta device or with its weights."""
+    dims = setting.layout.dims
+    is_sharded, is_replicated = how.shards(dims), how.replicates(dims)
     inside = set(module.modules())
     layers = [layer for layer in model.layers() if layer in inside]
     parts = list((model.parts() or {}).values()) if setting.compile else []  # asked of the model as it is
@@ -84,17 +68,17 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
         materialize(model, part, prefix=prefix, device=device, seed=setting.seed, placed=tensor.placed)
 
     # First what changes the modules inside a layer: all that follows wraps them.
-    if transforms.sync_batchnorm:
+    if how.sync_batchnorm and (is_sharded or is_replicated):
         synchronize_batchnorm(module, setting.mesh.batch.get_group(), device)
     if setting.precision == "fp8":
         fp8.convert(layers)
-    if setting.mesh.context:
-        context.exchange(model, module, setting.mesh.context, transforms.context_method)
+    if ranks := setting.mesh["context"]:
+        context.exchange(model, module, ranks, how.context_method)
     # Before what wraps or reads the weights: it replaces them.
-    if setting.mesh.tensor:
-        tensor.parallelize(model, module, setting.mesh.tensor, sequence=transforms.sequence)
+    if ranks := setting.mesh["tensor"]:
+        tensor.parallelize(model, module, ranks, sequence=how.sequence)
     # Inside of recomputation and compilation: the first casts again instead of keeping casts, the second fuses them.
-    narrow(module, layers, setting.precision, weights=transforms.sharding is None)
+    narrow(module, layers, setting.precision, weights=not is_sharded)
     # Recomputation before the compiler, so that it sees it and can choose what to keep.
     if not setting.activations.after_compilation:
         setting.activations(layers)
@@ -103,17 +87,17 @@ def apply(model: Model, module: nn.Module, setting: Setting, transforms: Transfo
     if setting.activations.after_compilation:
         setting.activations(layers)
     # Gathers weights in the dtype of the arithmetic. Shards have to be contiguous.
-    if transforms.sharding:
-        return shard(module, layers, setting.mesh.shard, transforms.sharding, fill)
+    if is_sharded:
+        offload = setting.offload != "none"
+        return shard(module, layers, setting.mesh.shard, how, dims, fill, precision=setting.precision, offload=offload)
     fill(module)
     # Kernels have the memory format of the images, or their gradients would have another one than DDP's buckets.
     # The messages of a pipeline are contiguous, and so are the matrices of PowerSGD.
-    gradients = transforms.replication.gradients if transforms.replication else None
-    if setting.channels_last and setting.layout.dims.pipeline == 1 and gradients != "powersgd":
+    if setting.channels_last and dims.pipeline == 1 and how.sent != "powersgd":
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
-    if transforms.replication:
-        return replicate(module, setting.mesh.copies, device, transforms.replication)
-    if transforms.sequence:
+    if is_replicated:
+        return replicate(module, setting.mesh.copies, device, how, static_graph=how.has_static_graph(setting.layout))
+    if how.sequence:
         return Part(module, module, settle=partial(tensor.add_up_partial, list(module.parameters())))
     return Part(module, module)

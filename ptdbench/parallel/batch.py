@@ -10,7 +10,7 @@ from ptdbench.problems import Problem, nearest_numbers, require, try_these
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchPlan:
     """A factorization of ranks and batch.
 
     ``dims.batch * accumulation * microbatches * micro_batch`` is the global batch.

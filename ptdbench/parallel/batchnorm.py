@@ -32,7 +32,7 @@ class _Total(torch.autograd.Function):
 class HostSyncBatchNorm(_BatchNorm):
     """Batch normalization with mean and variance over the samples of all ranks.
 
-    Every rank must have equally many samples, as :class:`ptdbench.parallel.batch.Layout` ensures.
+    Every rank must have equally many samples, as :class:`ptdbench.parallel.batch.BatchPlan` ensures.
     """
 
     group: dist.ProcessGroup

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from ptdbench.models.protocol import Model
 from ptdbench.parallel import ring
 from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.engine import Engine, Scale
+from ptdbench.parallel.options import Method
 from ptdbench.parallel.positions import Positions
 from ptdbench.parallel.roles import roles_of, undivided
 from ptdbench.problems import Problem, try_these
@@ -31,10 +32,6 @@ _POSITIONS = 1
 
 #: The dimensions of ``[batch, heads, length, head width]``.
 _HEADS, _LENGTH = 1, 2
-
-
-#: How ranks see all positions in attention: they exchange positions for heads, or gather all keys and values.
-Method = Literal["ulysses", "ring"]
 
 
 def problems(model: Model, ranks: int, tensor: int, method: Method) -> Iterator[Problem]:

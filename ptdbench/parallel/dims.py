@@ -1,85 +1,172 @@
-"""The degrees of parallelism, and the mesh of ranks."""
+"""The degrees of parallelism: one table, the fields of :class:`Degrees`, and the degrees of a run.
 
-from __future__ import annotations
+Without torch, as records and reports list the degrees too. A degree is added as a row here, with which it is an option
+of ``parallel``, a dimension of the mesh and a field of records; what it does to a model stands in a file of its own.
+"""
+# Annotations are evaluated: setup/signature.py checks the options of Strategy against those that it inherits.
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Literal
-
-import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, _redistribute
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, Literal, TypeVar
 
 from ptdbench.problems import Problem, require, try_these
 
-Degree = int | Literal["auto"]
-
-#: From the dimension whose neighbors may be farthest apart to the one with the most communication. Stages are inside
-#: copies, so that activations stay inside a node.
-ORDER = ("replicate", "pipeline", "shard", "context", "tensor")
-
-#: The order in which ``auto`` degrees are derived.
-DERIVED = ("pipeline", "tensor", "shard", "replicate")
+#: A degree as it is asked for.
+Size = int | Literal["auto"]
+T = TypeVar("T", bound=Size)
+D = TypeVar("D", bound="Dims")
 
 
 @dataclass(frozen=True)
-class Dims:
-    """The degrees of parallelism, which multiply to the world size.
+class Degree:
+    """What a degree of parallelism is.
 
     Attributes:
-        replicate: Copies of the model.
-        shard: Ranks that share the weights of one copy; each takes a share of its batch.
-        context: Ranks that share a sequence.
-        tensor: Ranks that share each matrix product.
-        pipeline: Ranks that share the layers of a copy, each with one stage or several.
+        text: Whose number it is, for readers of a record.
+        letter: What stands for it in the label of a run, as in ``s2 t4``.
+        divides: What its ranks share between them, of the global batch the ``samples``, of each the ``positions``, of
+            the model the ``layers`` or their ``products``; ``weights``: FSDP shards weights over them.
+        place: Its place in the mesh, from the dimension whose neighbors may be farthest apart to the one with the most
+            communication.
+        derived: Its place in the order in which ``auto`` degrees are derived.
+        preset: What to type to have it.
+        options: Options that have an effect only where the degree is not 1.
+        refolds: Degrees of neighboring places whose ranks it divides in its own way: no factor of the number of ranks,
+            it divides their product.
     """
 
-    replicate: int = 1
-    shard: int = 1
-    context: int = 1
-    tensor: int = 1
-    pipeline: int = 1
+    text: str
+    letter: str
+    divides: tuple[str, ...] = ()
+    place: int | None = None
+    derived: int | None = None
+    preset: str = ""
+    options: tuple[str, ...] = ()
+    refolds: tuple[str, ...] = ()
+
+
+def degree(text: str, letter: str, **columns: Any) -> Any:
+    """A row of the table: a field that is 1 unless it is asked for; see :class:`Degree`."""
+    return field(default=1, metadata={"row": Degree(text, letter, **columns)})
+
+
+@dataclass(frozen=True)
+class Degrees(Generic[T]):
+    """The table of degrees, and a value for each of them."""
+
+    replicate: T = degree(
+        "Copies of the model.", "r", divides=("samples",), place=0, derived=3, preset="parallel=ddp,pdp",
+        options=(
+            "bucket_mb", "gradient_as_bucket_view", "static_graph", "optimizer", "powersgd_rank", "powersgd_start"
+        ),
+    )  # fmt: skip
+    shard: T = degree(
+        "Ranks that share the weights of one copy, and its share of the batch.", "s", divides=("samples", "weights"),
+        place=2, derived=2, preset="parallel=fsdp,hsdp",
+        options=("reshard_after_forward", "reshard_between_microbatches", "prefetch"),
+    )  # fmt: skip
+    context: T = degree(
+        "Ranks that share a sequence.", "c", divides=("positions", "weights"), place=3, preset="parallel.context=2",
+        options=("context_method",),
+    )  # fmt: skip
+    tensor: T = degree(
+        "Ranks that share each matrix product.", "t", divides=("products",), place=4, derived=1,
+        preset="parallel=tp,3d", options=("sequence",),
+    )  # fmt: skip
+    # Stages are inside copies, so that activations stay inside a node.
+    pipeline: T = degree(
+        "Ranks that share the layers of a copy.", "p", divides=("layers",), place=1, derived=0, preset="parallel=pdp",
+        options=("schedule", "stages_per_rank", "microbatches"),
+    )  # fmt: skip
+
+    @classmethod
+    def rows(cls) -> dict[str, Degree]:
+        """The degrees by name."""
+        return {one.name: one.metadata["row"] for one in fields(cls) if "row" in one.metadata}
+
+    @classmethod
+    def order(cls, *divides: str) -> tuple[str, ...]:
+        """The dimensions of the mesh, outermost first; with words those that divide any of these."""
+        rows = {name: row for name, row in cls.rows().items() if row.place is not None}
+        chosen = [name for name, row in rows.items() if not divides or {*divides} & {*row.divides}]
+        return tuple(sorted(chosen, key=lambda name: rows[name].place))  # type: ignore[arg-type, return-value]
+
+    def degrees(self) -> dict[str, T]:
+        """The value for each degree."""
+        return {name: getattr(self, name) for name in self.rows()}
+
+
+@dataclass(frozen=True)
+class Dims(Degrees[int]):
+    """The degrees of a run, which multiply to the world size."""
+
+    def ways(self, *divides: str) -> int:
+        """Ranks that share what the degrees of these words divide; without words all ranks."""
+        return math.prod(getattr(self, name) for name in self.order(*divides))
 
     @property
     def world_size(self) -> int:
         """Ranks in all."""
-        return math.prod(asdict(self).values())
+        return self.ways()
 
     @property
     def batch(self) -> int:
         """Number of shares that the global batch is divided into."""
-        return self.replicate * self.shard
+        return self.ways("samples")
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which weights are sharded, if they are."""
+        return self.ways("weights")
 
     def stage(self, rank: int) -> int:
         """The position of a rank in its pipeline, by the order of the mesh."""
-        return rank // (self.shard * self.context * self.tensor) % self.pipeline
+        order = self.order()
+        inside = math.prod(getattr(self, name) for name in order[order.index("pipeline") + 1 :])
+        return rank // inside % self.pipeline
 
 
-def derive(world_size: int, wanted: Mapping[str, Degree]) -> Dims:
+def derive(world_size: int, wanted: Mapping[str, Size], kind: type[D] = Dims) -> D:  # type: ignore[assignment]
     """Derive the degrees of a run.
 
     Of several degrees that are ``auto``, in the order pipeline, tensor, shard, replicate, each but the last is the
-    smallest divisor above 1 of what is left, and the last one is all that is left.
+    smallest divisor above 1 of what is left, and the last one is all that is left. One that refolds others is all of
+    their ranks.
 
     Args:
         world_size: Ranks in all.
         wanted: Each degree, or ``auto``.
+        kind: The table.
 
     Raises:
-        ConfigError: The degrees do not multiply to the world size; with the equation and values that fit.
+        ConfigError: The degrees do not multiply to the world size, with the equation and values that fit; or one that
+            refolds others does not divide their product.
     """
-    given = {name: degree for name, degree in wanted.items() if degree != "auto"}
-    waiting = [name for name in DERIVED if wanted[name] == "auto"]
-    rest, odd = divmod(world_size, math.prod(given.values()))
-    if odd or (rest != 1 and not waiting):
-        require(_unequal(world_size, wanted))
-    derived = dict(given)
-    for name in waiting:
-        is_last = name == waiting[-1]
-        derived[name] = rest if is_last or rest == 1 else divisors(rest)[1]
-        rest //= derived[name]
-    return Dims(**derived)
+    rows = kind.rows()
+    factors = {name: wanted[name] for name in rows if not rows[name].refolds}
+    found = {name: size for name, size in factors.items() if size != "auto"}
+    derived = waiting(wanted, kind)
+    rest, odd = divmod(world_size, math.prod(found.values()))
+    if odd or (rest != 1 and not derived):
+        require(_unequal(world_size, factors))
+    for name in derived:
+        is_last = name == derived[-1]
+        found[name] = rest if is_last or rest == 1 else divisors(rest)[1]
+        rest //= found[name]
+    dims = kind(**found)
+    folds = {name: [getattr(dims, other) for other in row.refolds] for name, row in rows.items() if row.refolds}
+    for name, fold in folds.items():
+        size = wanted[name]
+        found[name] = math.prod(fold) if size == "auto" else size
+        require(_unfit(name, found[name], rows[name], fold))
+    return kind(**found)
+
+
+def waiting(wanted: Mapping[str, Size], kind: type[Degrees[Any]] = Degrees) -> list[str]:
+    """The degrees that are derived from the number of ranks, in order."""
+    order = {name: row.derived for name, row in kind.rows().items() if row.derived is not None}
+    return sorted((name for name in order if wanted[name] == "auto"), key=lambda name: order[name])
 
 
 def divisors(number: int) -> list[int]:
@@ -87,7 +174,16 @@ def divisors(number: int) -> list[int]:
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
-def _unequal(world_size: int, wanted: Mapping[str, Degree]) -> Problem:
+def _unfit(name: str, size: int, row: Degree, fold: list[int]) -> Problem | None:
+    """A problem if a degree does not divide the ranks that it refolds."""
+    fits = divisors(math.prod(fold))
+    if size in fits:
+        return None
+    factors = " x ".join(f"{other}({of_other})" for other, of_other in zip(row.refolds, fold, strict=True))
+    return Problem(name, size, f"must divide {factors} = {fits[-1]}, whose ranks it divides", try_these(fits))
+
+
+def _unequal(world_size: int, wanted: Mapping[str, Size]) -> Problem:
     """The violated equation, reported for a degree that can be changed, with the values of it that fit."""
     product = math.prod(degree for degree in wanted.values() if degree != "auto")
     factors = " x ".join(f"{name}({degree})" for name, degree in wanted.items() if degree != 1)
@@ -103,67 +199,10 @@ def _unequal(world_size: int, wanted: Mapping[str, Degree]) -> Problem:
     return Problem(name, wanted[name], rule, remedy)
 
 
-def _fitting(world_size: int, wanted: Mapping[str, Degree], name: str) -> list[int]:
+def _fitting(world_size: int, wanted: Mapping[str, Size], name: str) -> list[int]:
     """Values above 1 of one degree that fit the others."""
     others = math.prod(degree for other, degree in wanted.items() if degree != "auto" and other != name)
     rest, odd = divmod(world_size, others)
     if odd or rest == 1:
         return []
     return divisors(rest)[1:] if "auto" in wanted.values() else [rest]
-
-
-class Mesh:
-    """The mesh of ranks, seen from one of them.
-
-    Attributes:
-        batch: The ranks with the same part of the model and different samples.
-        copies: Those over which the gradients of whole weights are averaged: they differ in samples, or in
-            the positions of a sequence.
-        shard: Those over which weights are sharded; with several copies the first of two dimensions is the copies.
-        replicate: The ranks with the same part of each copy; ``None`` for one copy, unless nothing is sharded.
-        pipeline: The ranks with the stages of one copy; ``None`` for one stage.
-        tensor: The ranks that share each matrix product; ``None`` if each has its own.
-        context: The ranks that share each sequence; ``None`` if each has its own.
-
-    Args:
-        dims: The degrees.
-        device_type: ``cpu`` or ``cuda``.
-    """
-
-    def __init__(self, dims: Dims, device_type: str) -> None:
-        _forget_plans()
-        # One of the two dimensions of the batch always exists, even with a single rank. Copies of DTensors are kept
-        # equal by FSDP, which asks for the ranks that it shards over, if only one.
-        always = {"replicate"} if dims.batch == 1 else set()
-        if dims.tensor > 1 and dims.replicate * dims.context > 1:
-            always.add("shard")
-        names = tuple(name for name in ORDER if getattr(dims, name) > 1 or name in always)
-        grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)
-        self.replicate = grid["replicate"] if "replicate" in names else None
-        self.pipeline = grid["pipeline"] if "pipeline" in names else None
-        self.tensor = grid["tensor"] if "tensor" in names else None
-        self.context = grid["context"] if "context" in names else None
-
-        def flat(*wanted: str) -> DeviceMesh:
-            """These dimensions as one, as far as there are any."""
-            found = tuple(name for name in wanted if name in names)
-            return grid[found] if len(found) == 1 else grid[found]._flatten("_".join(found))
-
-        self.batch = flat("replicate", "shard")
-        self.copies = flat("replicate", "shard", "context")
-        self.shard = self.batch
-        if {"shard", "context"} & set(names):
-            self.shard = flat("shard", "context")
-            if dims.replicate > 1:
-                self.shard = grid["replicate", "_".join(self.shard.mesh_dim_names or ())]
-
-
-def _forget_plans() -> None:
-    """Let DTensors plan afresh: torch keeps plans by the shape of a mesh, with the groups of the run before.
-
-    These are gone where ranks carry out one run of a sweep after the other.
-    """
-    # What torch.distributed.tensor.debug does, which takes half a second to import.
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
-    torch._C._clear_DTensor_sharding_propagator_cache()
-    _redistribute._gen_transform_infos.cache_clear()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import nn
@@ -13,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ptdbench.parallel.engine import Part
+from ptdbench.parallel.options import Options
 from ptdbench.parallel.powersgd import PowerSGD
 from ptdbench.parallel.zero import Division
 
@@ -20,30 +19,7 @@ from ptdbench.parallel.zero import Division
 _NARROW = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
-@dataclass(frozen=True)
-class Replication:
-    """How gradients are averaged, and who updates the weights.
-
-    Attributes:
-        bucket_mb: Size of the all-reduce buckets in MiB; ``auto``: see :func:`bucket_size`.
-        as_bucket_view: Let ``.grad`` point into the buckets, which saves one copy of all gradients.
-        static_graph: Tell DDP that every step uses the same parameters in the same order.
-        gradients: What is sent to average them: the dtype, or ``powersgd``, see :class:`PowerSGD`.
-        powersgd_rank: Columns of its matrices.
-        powersgd_start: Steps before it begins.
-        divides_optimizer: Whether replicas divide the optimizer's state among them, see :class:`Division`.
-    """
-
-    bucket_mb: float | Literal["auto"]
-    as_bucket_view: bool
-    static_graph: bool
-    gradients: Literal["fp32", "bf16", "fp16", "powersgd"] = "fp32"
-    powersgd_rank: int = 1
-    powersgd_start: int = 2
-    divides_optimizer: bool = False
-
-
-def replicate(module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Replication) -> Part:
+def replicate(module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Options, *, static_graph: bool) -> Part:
     """Wrap a module that has its weights: DDP verifies their shapes between replicas, and groups them into buckets.
 
     The first forward pass after one backward pass, under ``static_graph`` after two, rebuilds the buckets once in the
@@ -55,21 +31,21 @@ def replicate(module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Re
         device_ids=[device] if device.type == "cuda" else None,
         process_group=mesh.get_group(),
         bucket_cap_mb=bucket_size(module) if how.bucket_mb == "auto" else how.bucket_mb,
-        gradient_as_bucket_view=how.as_bucket_view,
-        static_graph=how.static_graph,
+        gradient_as_bucket_view=how.gradient_as_bucket_view,
+        static_graph=static_graph,
     )
     compressor = None
-    if how.gradients == "powersgd":
+    if how.sent == "powersgd":
         compressor = PowerSGD(replica, mesh.get_group(), how.powersgd_rank, how.powersgd_start)
-    elif hook := _NARROW.get(how.gradients):
+    elif hook := _NARROW.get(how.sent):
         replica.register_comm_hook(mesh.get_group(), hook)
     return Part(
         module,
         replica,
         replica.no_sync,
         average=partial(_average, replica),
-        settles_after=(2 if how.static_graph else 1) + (compressor is not None),  # it has to see the last buckets
-        division=Division(module, mesh.get_group()) if how.divides_optimizer else None,
+        settles_after=(2 if static_graph else 1) + (compressor is not None),  # it has to see the last buckets
+        division=Division(module, mesh.get_group()) if how.optimizer == "zero1" else None,
         compressor=compressor,
     )
 

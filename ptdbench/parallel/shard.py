@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
@@ -14,43 +12,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptdbench.models.protocol import Model, module_of
+from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Part
+from ptdbench.parallel.options import Options
 from ptdbench.parallel.precision import DTYPES, Name
-
-#: What is kept in host memory between its uses.
-Offload = Literal["none", "optimizer_and_weights"]
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """How weights are gathered and gradients reduced.
-
-    Attributes:
-        reshard_after_forward: Free a layer's gathered weights after its forward pass and gather them again for the
-            backward pass (ZeRO-3); false keeps them in between (ZeRO-2): more memory, less traffic. A number: keep a
-            part of them, sharded over groups of so many ranks, and gather it there.
-        reshard_between_microbatches: Free all gathered weights after each backward pass; false: after the last of a
-            step.
-        precision: Dtype of the arithmetic.
-        reduce_dtype: Dtype in which gradients are reduced.
-        prefetch: Layers that are gathered ahead of the one that computes.
-        offload: Whether weights, gradients and optimizer state are kept in host memory.
-    """
-
-    reshard_after_forward: bool | int
-    reshard_between_microbatches: bool
-    precision: Name
-    reduce_dtype: Literal["fp32", "bf16", "fp16"]
-    prefetch: int = 1
-    offload: bool = False
 
 
 def shard(
     module: nn.Module,
     layers: Sequence[nn.Module],
     mesh: DeviceMesh,
-    how: Sharding,
+    how: Options,
+    dims: Dims,
     fill: Callable[[nn.Module, str], None],
+    *,
+    precision: Name = "fp32",
+    offload: bool = False,
 ) -> Part:
     """Shard a module over the ranks, layer by layer.
 
@@ -59,15 +36,19 @@ def shard(
         layers: The modules that are gathered separately.
         mesh: The ranks; of two dimensions, the first are copies and the second the shards of each.
         how: The options.
+        dims: The degrees.
         fill: Materializes a module, given the prefix of its names in ``module``.
+        precision: Dtype of the arithmetic.
+        offload: Whether weights, gradients and optimizer state are kept in host memory.
     """
-    narrow = DTYPES[how.precision] != torch.float32
-    reduce_dtype = DTYPES[how.reduce_dtype]
+    narrow = DTYPES[precision] != torch.float32
+    assert how.sent != "powersgd"  # refused
+    reduce_dtype = DTYPES[how.sent]
     # Inputs are cast by precision.narrow(), as under every layout.
     policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[how.precision] if narrow else None, reduce_dtype=reduce_dtype, cast_forward_inputs=False
+        param_dtype=DTYPES[precision] if narrow else None, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
-    where = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if how.offload else OffloadPolicy()
+    where = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     of_norms = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
 
     def cut(part: nn.Module, reshard_after_forward: bool | int) -> FSDPModule:
@@ -87,7 +68,7 @@ def shard(
     groups = []
     for layer in layers:
         fill(layer, f"{names[layer]}.")
-        groups.append(cut(layer, how.reshard_after_forward))
+        groups.append(cut(layer, how.frees_after_forward(dims)))
     # The rest, embedding and head, forms one group: it is gathered first and freed last. Not after the forward pass, as
     # the backward pass begins with it.
     fill(module, "")
@@ -98,7 +79,7 @@ def shard(
     @contextmanager
     def deferred() -> Iterator[None]:
         root.set_requires_gradient_sync(False)
-        root.set_reshard_after_backward(how.reshard_between_microbatches)
+        root.set_reshard_after_backward(how.frees_between_microbatches(dims))
         try:
             yield
         finally:

@@ -20,14 +20,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.optim.groups import rules
-from ptdbench.parallel.apply import Transforms
-from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.footprint import local_like, modules_of_ranks
+from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline.stage import cut
 from ptdbench.parallel.precision import DTYPES, Name
-from ptdbench.parallel.replicate import Replication
 from ptdbench.parallel.roles import roles_of
-from ptdbench.parallel.shard import Sharding
 from ptdbench.parallel.tensor import cut_dimensions
 
 #: The operations that formulas are about.
@@ -39,6 +37,9 @@ _WIDE = 4
 #: Numbers a token that ranks with shares of a vocabulary agree on, see ``linear_cross_entropy``.
 _OF_LOSS = 3
 
+#: Bytes of a number of what is sent to average gradients; how large PowerSGD's matrices are depends on the buckets.
+_SENT = {"fp32": _WIDE, "bf16": 2, "fp16": 2, "powersgd": math.nan}
+
 
 @dataclass(frozen=True)
 class Work:
@@ -48,8 +49,7 @@ class Work:
         model: On the meta device; of a model that is elsewhere only the traffic of weights and gradients is known.
         example: Inputs and targets of one sample on the meta device.
         layout: How the global batch is divided among the ranks.
-        transforms: How weights are divided and gradients averaged.
-        ranks: The rank in the pipeline of each stage.
+        how: The options of ``parallel``.
         precision: Dtype of the arithmetic.
         recomputes: Whether some of the forward pass is done once more in the backward pass.
         gathers: Bytes of a number of what the optimizer gathers of each sharded matrix; 0: it gathers nothing.
@@ -57,27 +57,37 @@ class Work:
 
     model: Model
     example: tuple[Tensor, Tensor]
-    layout: Layout
-    transforms: Transforms
-    ranks: Sequence[int]
+    layout: BatchPlan
+    how: Options
     precision: Name = "fp32"
     recomputes: bool = False
     gathers: int = 0
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP gathers the weights."""
+        return self.how.shards(self.layout.dims)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The rank in the pipeline of each stage."""
+        return self.how.stage_ranks(self.layout.dims)
+
 
 def expected(work: Work) -> dict[str, float | None]:
     """Bytes of each of :data:`OPERATIONS` in a step, the mean over ranks; ``None`` where no exact formula is known."""
-    model, dims, transforms = work.model, work.layout.dims, work.transforms
+    model, dims, how = work.model, work.layout.dims, work.how
+    is_replicated = how.replicates(dims)
     terms = []
-    if transforms.replication:
-        terms.append(_of_copies(work, transforms.replication))
+    if is_replicated:
+        terms.append(_of_copies(work))
     elif not all(weight.requires_grad for weight in module_of(model).parameters()):
         terms.append(_unknown(*OPERATIONS))
-    if transforms.sharding:
-        terms.append(_of_shards(work, transforms.sharding))
+    if work.is_sharded:
+        terms.append(_of_shards(work))
     if work.gathers and dims.tensor > 1:
         terms.append(_unknown("all_gather"))
-    if transforms.sync_batchnorm and _batch_norms(model):
+    if how.sync_batchnorm and (is_replicated or work.is_sharded) and _batch_norms(model):
         terms.append(_unknown("all_reduce", "all_gather"))
     if max(dims.pipeline, dims.tensor, dims.context) > 1:
         terms += _of_activations(work)
@@ -90,15 +100,15 @@ def _unknown(*operations: str) -> dict[str, float]:
     return dict.fromkeys(operations, math.nan)
 
 
-def _of_copies(work: Work, how: Replication) -> dict[str, float]:
+def _of_copies(work: Work) -> dict[str, float]:
     """DDP: each gradient is averaged once a step (Li et al. 2020, arXiv 2006.15704), and buffers are copied once.
 
     ZeRO-1: replicas send the weights that they have updated, each to all (Rajbhandari et al. 2020, section 5).
     """
     stages = [stage for of_rank in modules_of_ranks(work.model, work.ranks) for stage in of_rank]
     weights = [weight for stage in stages for weight in stage.parameters() if weight.requires_grad]
-    sent = {"fp32": _WIDE, "bf16": 2, "fp16": 2}.get(how.gradients, math.nan)
-    updated = sum(weight.nbytes for weight in weights) if how.divides_optimizer else 0
+    sent = _SENT[work.how.sent]
+    updated = sum(weight.nbytes for weight in weights) if work.how.optimizer == "zero1" else 0
     buffers = sum(buffer.nbytes for stage in stages for buffer in stage.buffers())
     return {
         "all_reduce": sent * sum(weight.numel() for weight in weights),
@@ -106,22 +116,22 @@ def _of_copies(work: Work, how: Replication) -> dict[str, float]:
     }
 
 
-def _of_shards(work: Work, how: Sharding) -> dict[str, float]:
+def _of_shards(work: Work) -> dict[str, float]:
     """FSDP: a layer is gathered for its forward and its backward passes, the rest of a module for both at once.
 
     Gradients are scattered once a step, under a pipeline once a pass of its schedule; between copies the shards of them
     are averaged (Zhao et al. 2023, arXiv 2304.11277). Shards are padded to equal sizes. How often the stages of a
     pipeline gather layers that they free in between depends on the order of their micro-batches: unknown.
     """
-    dims, passes = work.layout.dims, work.layout.accumulation
-    shards = dims.shard * dims.context
+    how, dims, passes = work.how, work.layout.dims, work.layout.accumulation
+    shards = dims.shards
     dimensions = cut_dimensions(work.model) if dims.tensor > 1 else {}
     of = rules(module_of(work.model))
     norms = {weight for module in _batch_norms(work.model) for weight in module.parameters()}
     of_layers = {weight for layer in work.model.layers() for weight in layer.parameters()}
     is_staged = dims.pipeline > 1
-    once = passes if how.reshard_between_microbatches or is_staged else 1
-    again = 0 if how.reshard_after_forward is False else math.nan if is_staged else passes
+    once = passes if how.frees_between_microbatches(dims) or is_staged else 1
+    again = 0 if how.frees_after_forward(dims) is False else math.nan if is_staged else passes
     item = DTYPES[work.precision].itemsize
     gathered = reduced = 0.0
     for stage in (stage for of_rank in modules_of_ranks(work.model, work.ranks) for stage in of_rank):
@@ -130,7 +140,7 @@ def _of_shards(work: Work, how: Sharding) -> dict[str, float]:
             times = once + again if weight in of_layers else once
             gathered += whole * (_WIDE if weight in norms else item) * times
             gathered += whole * work.gathers * (of[weight] == "matrices")
-            reduced += whole * DTYPES[how.reduce_dtype].itemsize * (passes if is_staged else 1)
+            reduced += whole * _SENT[how.sent] * (passes if is_staged else 1)
     return {
         "all_gather": 0.0 if shards == 1 else gathered,
         "reduce_scatter": 0.0 if shards == 1 else reduced,
@@ -161,13 +171,13 @@ def _between_stages(work: Work, outputs: Mapping[str, int]) -> dict[str, float]:
 
     The two gradients of a weight that is in two stages are exchanged once a step.
     """
-    dims, transforms = work.layout.dims, work.transforms
+    dims = work.layout.dims
     where = cut(work.model, work.ranks)
     neighbors = zip(where.stages, pairwise(where.ranks), strict=False)
     sent = [names[-1] for names, (here, there) in neighbors if here != there]
-    size = sum(outputs[name] for name in sent) * _bytes_per_sample(work) / (dims.tensor if transforms.sequence else 1)
+    size = sum(outputs[name] for name in sent) * _bytes_per_sample(work) / (dims.tensor if work.how.sequence else 1)
     dimensions = cut_dimensions(work.model) if dims.tensor > 1 else {}
-    shards = dims.shard * dims.context if transforms.sharding else 1
+    shards = dims.shards if work.is_sharded else 1
     for names in work.model.tied():
         if len({where.ranks[where.owner(name)] for name in names}) > 1:
             weight = module_of(work.model).get_parameter(names[0])
@@ -181,7 +191,7 @@ def _of_attention(work: Work, inputs: Mapping[str, int], outputs: Mapping[str, i
     In a ring keys and values of all positions are gathered for each pass, and their gradients, in fp32, pass each rank.
     """
     names = [name for name, role in roles_of(work.model).items() if role.kind == "attention"]
-    if work.transforms.context_method == "ring":
+    if work.how.context_method == "ring":
         numbers = sum(inputs[name] - outputs[name] for name in names)  # a mixture is as large as the queries
         passing = work.layout.dims.context * numbers * _bytes_per_sample(work) / work.layout.dims.tensor
         wider = _WIDE / DTYPES[work.precision].itemsize
@@ -198,8 +208,8 @@ def _of_products(work: Work, outputs: Mapping[str, int]) -> Iterator[dict[str, f
     Outputs of layers with cut inputs are added up in the forward pass, gradients of what enters layers with cut outputs
     in the backward pass. Where ranks share positions, a sum is scattered, and its gradient gathered in the other pass.
     """
-    module, sequence = module_of(work.model), work.transforms.sequence
-    narrow_sums = sequence and work.transforms.sharding and DTYPES[work.precision] != torch.float32
+    module, sequence = module_of(work.model), work.how.sequence
+    narrow_sums = sequence and work.is_sharded and DTYPES[work.precision] != torch.float32
     if work.recomputes or work.precision == "fp8" or narrow_sums:
         yield _unknown("all_reduce", "all_gather", "reduce_scatter")
     summands: set[nn.Parameter] = set()

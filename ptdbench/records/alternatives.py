@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,16 +48,21 @@ def by_identity(
         ignored: Dotted names of options that make no difference, besides those that never do.
         others: Further runs, with which these will be compared.
     """
+
+    def identity(run: Record) -> Hashable:
+        """Equal for two runs if and only if they asked for the same work and the same shape, which may be ``auto``."""
+        return run.get("workload"), record.work(run.get("config") or {}, ignored)
+
     found: dict[Hashable, Alternative] = {}
-    runs = [(_identity(run, ignored), run) for run in records]
+    runs = [(identity(run), run) for run in records]
     # One that failed early has not learned where it is: it was to be where the others are that asked for the same.
-    known = [*((_identity(run, ignored), run) for run in others), *reversed(runs)]
-    sizes = {identity: run["world_size"] for identity, run in known if run.get("world_size")}
-    nodes = {(identity, run.get("world_size")): len(run["nodes"]) for identity, run in known if run.get("nodes")}
-    for identity, run in runs:
-        size = run.get("world_size") or sizes.get(identity)
-        on = len(run.get("nodes") or []) or nodes.get((identity, size))
-        one = found.setdefault((identity, size, on), Alternative([], {}))
+    known = [*((identity(run), run) for run in others), *reversed(runs)]
+    sizes = {asked: run["world_size"] for asked, run in known if run.get("world_size")}
+    nodes = {(asked, run.get("world_size")): len(run["nodes"]) for asked, run in known if run.get("nodes")}
+    for asked, run in runs:
+        size = run.get("world_size") or sizes.get(asked)
+        on = len(run.get("nodes") or []) or nodes.get((asked, size))
+        one = found.setdefault((asked, size, on), Alternative([], {}))
         one.runs.append(run)
         if rate := throughput(run):
             block = _block(run)
@@ -68,31 +73,6 @@ def by_identity(
 def throughput(run: Record) -> float | None:
     """Tokens or samples a second; ``None`` for a run that is not ok, or does not train."""
     return value(run, "throughput")
-
-
-def options(run: Record) -> dict[str, Any]:
-    """The options of a run by their dotted names; a group is none."""
-
-    def leaves(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for key, part in node.items():
-            if isinstance(part, Mapping):
-                yield from leaves(part, f"{prefix}{key}.")
-            else:
-                yield f"{prefix}{key}", part
-
-    return dict(leaves(run.get("config") or {}, ""))
-
-
-def _identity(run: Record, ignored: Collection[str]) -> Hashable:
-    """Equal for two runs if and only if they asked for the same work and the same shape, which may be ``auto``."""
-
-    def kept(node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        groups = {key: kept(part, f"{prefix}{key}.") for key, part in node.items() if isinstance(part, Mapping)}
-        leaves = {key: part for key, part in node.items() if key not in groups and f"{prefix}{key}" not in ignored}
-        return leaves | {key: group for key, group in groups.items() if group}  # an emptied one is not told from none
-
-    config = run.get("config") or {}
-    return run.get("workload"), record.work(kept(config, "") if ignored else config)
 
 
 def sweep_of(run: Record) -> Path:

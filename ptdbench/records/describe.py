@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 from msgspec import Struct
 
+from ptdbench.parallel.dims import Dims
 from ptdbench.records import load
 from ptdbench.records.findings import Findings
-from ptdbench.records.schema import Record
+from ptdbench.records.schema import OfDegrees, Record
 
 
 class Field(NamedTuple):
@@ -46,6 +47,8 @@ def markdown() -> str:
 @cache
 def fields(kind: type[Struct]) -> dict[str, Field]:
     """The fields of a type in order, those of its bases first; each has a description."""
+    if kind is OfDegrees:
+        return {name: Field(name, "Degree | None", row.text) for name, row in Dims.rows().items()}
     found: dict[str, Field] = {}
     for base in kind.__bases__:
         found |= fields(base) if base not in (Struct, object) else {}

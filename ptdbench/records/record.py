@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from ptdbench.records import schema, store
+from ptdbench.records.bearing import bears, leaves
 from ptdbench.records.cause import status_of
 from ptdbench.records.failure import Failure
 from ptdbench.records.files import strict
@@ -20,9 +21,6 @@ from ptdbench.terminal import command, under
 
 #: The type of error of a record that was opened and not yet closed.
 UNFINISHED = "Unfinished"
-
-#: Options and groups that change nothing of the work.
-NO_WORK = ("resume", "reshape", "sweep", "repeat", "objective", "logger")
 
 #: Fields of every record, in the order in which they are written.
 FIELDS = schema.Record.__struct_fields__
@@ -147,10 +145,6 @@ def is_settled(record: Mapping[str, Any]) -> bool:
     return record["status"] == "ok" or (error.get("rank") == -1 and not is_open(record))
 
 
-#: The cluster options that are part of a run's identity; the others say how its job is queued.
-_SHAPE = ("nodes", "ranks_per_node", "gpus_per_node", "cpus_per_rank")
-
-
 def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two resolved configurations describe the same run, possibly with other cluster resources.
 
@@ -159,11 +153,20 @@ def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return work(one) == work(other)
 
 
-def work(config: Mapping[str, Any]) -> str:
-    """Sixteen hex digits, equal for two resolved configurations if and only if they describe the same run."""
-    cluster = config.get("cluster")
-    shape = {name: cluster.get(name) for name in _SHAPE} if isinstance(cluster, Mapping) else cluster
-    return fingerprint({**config, "cluster": shape})
+def work(config: Mapping[str, Any], ignored: Collection[str] = ()) -> str:
+    """Sixteen hex digits, equal for two resolved configurations if and only if they describe the same run.
+
+    Args:
+        config: The configuration.
+        ignored: Dotted names of options that make no difference, besides those that never do.
+    """
+
+    def counts(name: str, value: Any) -> bool:
+        """An emptied group is not told from none, nor a shape that is not given."""
+        unset = value == {} or (value is None and bears(name, "shape"))
+        return not (unset or name in ignored or bears(name, "queue"))
+
+    return fingerprint({name: value for name, value in leaves(config) if counts(name, value)})
 
 
 def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -192,8 +195,8 @@ def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
 def fingerprint(config: Mapping[str, Any]) -> str:
     """Sixteen hex digits, equal for two runs if and only if their resolved configurations are equal.
 
-    The options of :data:`NO_WORK` are ignored.
+    Options that are no part of the work are ignored, see :mod:`ptdbench.records.bearing`.
     """
-    of_work = strict({name: value for name, value in config.items() if name not in NO_WORK}, str)
+    of_work = strict({name: value for name, value in config.items() if not bears(name, "nothing")}, str)
     canonical = json.dumps(of_work, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

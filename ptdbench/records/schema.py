@@ -15,6 +15,8 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from ptdbench.parallel.dims import Dims
+
 T = TypeVar("T")
 
 #: The schema version that this version writes.
@@ -49,21 +51,15 @@ class Error(_Cause):
     """The last frame in the user's code, as in ``mymodels.py:13 in forward``, of a crash else in ptdbench; or empty."""
 
 
-class Layout(Struct):
+#: A field for each degree of parallelism, which is described in their table.
+OfDegrees = msgspec.defstruct("OfDegrees", [(name, Degree | None, None) for name in Dims.rows()], module=__name__)
+
+
+class Layout(OfDegrees):  # type: ignore[valid-type, misc]
     """How the global batch is divided among the ranks."""
 
     data: Degree | None = None
     """Shares that the global batch is divided into: ``replicate * shard``."""
-    replicate: Degree | None = None
-    """Copies of the model."""
-    shard: Degree | None = None
-    """Ranks that share the weights of one copy, and its share of the batch."""
-    context: Degree | None = None
-    """Ranks that share a sequence."""
-    tensor: Degree | None = None
-    """Ranks that share each matrix product."""
-    pipeline: Degree | None = None
-    """Ranks that share the layers of a copy."""
     global_batch: Degree | None = None
     """Samples of one optimizer step over all ranks."""
     micro_batch: Degree | None = None

@@ -15,7 +15,7 @@ from ptdbench.report.labels import labels, names
 from ptdbench.report.ranking import Place, Ranking
 from ptdbench.report.reason import reason
 from ptdbench.terminal import plural
-from ptdbench.units import flops_text, three_digits
+from ptdbench.units import flops_text, memory_text, three_digits
 
 MISSING = "-"
 
@@ -148,7 +148,7 @@ def _cells(place: Place, label: str, heading: str, places: int) -> dict[str, str
         heading: _rate(place),
         "vs best": _ratio(place) if places > 1 else MISSING,
         "step ms (p5-p95)": _step_time(_figure(record, "step_seconds")),
-        "memory": _bytes(memory),
+        "memory": MISSING if memory is None else memory_text(memory),
         "MFU": _text(mfu and 100 * mfu, ".1f", "%"),
         "of ceiling": _text(share and 100 * share, ".1f", "%"),
         "loss": _text(record.get("final_loss"), ".3f"),
@@ -261,10 +261,3 @@ def _step_time(step_seconds: Mapping[str, float | None] | None) -> str:
     if mean is None or p5 is None or p95 is None:
         return MISSING
     return f"{three_digits(1e3 * mean)} ({three_digits(1e3 * p5)}-{three_digits(1e3 * p95)})"
-
-
-def _bytes(value: int | None) -> str:
-    """``1288490188`` becomes ``1.2 GiB``."""
-    if value is None:
-        return MISSING
-    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"

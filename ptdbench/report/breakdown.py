@@ -8,7 +8,7 @@ from typing import Any
 from ptdbench.report import memory, phases, why
 from ptdbench.report.phases import PHASES, Record
 from ptdbench.report.reason import wrap
-from ptdbench.report.text import as_text, empty_table
+from ptdbench.report.text import drawn
 from ptdbench.units import three_digits
 
 #: The heading of each phase.
@@ -91,11 +91,10 @@ def _times(heading: str, unit: str, rows: Mapping[str, Sequence[float]], width: 
     kept = [
         place for place, name in enumerate(columns) if name not in _RARE or any(_is_seen(row[place]) for row in cells)
     ]
-    table = empty_table(heading, *(columns[place] for place in kept), folding=heading)
-    for title, row in zip(rows, cells, strict=True):
-        table.add_row(title, *(row[place] for place in kept))
+    headings = [heading, *(columns[place] for place in kept)]
+    shown = [[title, *(row[place] for place in kept)] for title, row in zip(rows, cells, strict=True)]
     meant = [f"{name}: {text}" for name, text in _RARE.items() if columns.index(name) in kept]
-    return [as_text(table, width), wrap("; ".join([unit, *meant]), width)]
+    return [drawn(headings, shown, width, folding=heading), wrap("; ".join([unit, *meant]), width)]
 
 
 def _is_seen(cell: str) -> bool:
@@ -146,10 +145,10 @@ def _operations(records: Mapping[str, Record], width: int) -> Iterator[str]:
         return
     beside = [heading for heading in _BESIDE if any(figures[heading] is not None for *_, figures in rows)]
     headings = [heading for heading in _FIGURES if heading not in _BESIDE or heading in beside]
-    table = empty_table("run", "operation", *headings, words=["operation"], folding="run")
-    for called, name, figures in rows:
-        known = [figures[heading] for heading in headings]
-        table.add_row(called, name, *("-" if figure is None else three_digits(figure) for figure in known))
+    shown = [
+        [called, name, *("-" if (known := figures[heading]) is None else three_digits(known) for heading in headings)]
+        for called, name, figures in rows
+    ]
     meant = ["a rank's mean; ms: under way, counted from when the last rank called it; GB/s: MB over ms"]
-    yield as_text(table, width)
+    yield drawn(["run", "operation", *headings], shown, width, words=["operation"], folding="run")
     yield wrap("; ".join([*meant, *(f"{heading}: {_BESIDE[heading]}" for heading in beside)]), width)

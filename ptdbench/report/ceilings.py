@@ -6,11 +6,12 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
-from ptdbench.report.text import as_text, empty_table
+from ptdbench.report.text import drawn
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits
+
+#: Headings of what :func:`_cells` returns.
+_FIGURES = ("mean", "median", "maximum", "slowest rank", "repeated")
 
 
 def render(matmul: Mapping[str, Any], width: int) -> str:
@@ -25,33 +26,29 @@ def render(matmul: Mapping[str, Any], width: int) -> str:
     count = plural(len(ranks), "rank")
     blocks = [
         f"matrix products on {count} at once ({names}): TFLOP/s of a rank",
-        as_text(_products(ranks, matmul["ceilings"]), width),
+        _products(ranks, matmul["ceilings"], width),
     ]
     if ranks[0]["copies"]:
-        blocks += [f"copies of memory on {count} at once: GB/s of a rank", as_text(_copies(ranks), width)]
+        blocks += [f"copies of memory on {count} at once: GB/s of a rank", _copies(ranks, width)]
     return "\n".join([*blocks, *_ceilings(matmul["ceilings"]), *filter(None, [matmul.get("kept")])])
 
 
-def _products(ranks: Sequence[Mapping[str, Any]], ceilings: Sequence[Mapping[str, Any]]) -> Table:
-    table = _empty("dtype", "shape")
+def _products(ranks: Sequence[Mapping[str, Any]], ceilings: Sequence[Mapping[str, Any]], width: int) -> str:
     best = {(ceiling["dtype"], ceiling["shape"]) for ceiling in ceilings}
+    rows = []
     for number, product in enumerate(ranks[0]["products"]):
         dtype, shape = product["dtype"], product["shape"]
         mark = " (best)" if (dtype, shape) in best else ""
-        table.add_row(dtype, f"{shape}{mark}", *_cells([rank["products"][number] for rank in ranks], 1e12))
-    return table
+        rows.append([dtype, f"{shape}{mark}", *_cells([rank["products"][number] for rank in ranks], 1e12)])
+    return drawn(["dtype", "shape", *_FIGURES], rows, width, words=["dtype", "shape"])
 
 
-def _copies(ranks: Sequence[Mapping[str, Any]]) -> Table:
-    table = _empty("copy", "size")
-    for number, copy in enumerate(ranks[0]["copies"]):
-        size = f"{copy['bytes'] / 2**20:,.0f} MiB"
-        table.add_row(copy["kind"], size, *_cells([rank["copies"][number] for rank in ranks], 1e9))
-    return table
-
-
-def _empty(*labels: str) -> Table:
-    return empty_table(*labels, "mean", "median", "maximum", "slowest rank", "repeated", words=labels)
+def _copies(ranks: Sequence[Mapping[str, Any]], width: int) -> str:
+    rows = [
+        [copy["kind"], f"{copy['bytes'] / 2**20:,.0f} MiB", *_cells([rank["copies"][number] for rank in ranks], 1e9)]
+        for number, copy in enumerate(ranks[0]["copies"])
+    ]
+    return drawn(["copy", "size", *_FIGURES], rows, width, words=["copy", "size"])
 
 
 def _cells(of_ranks: Sequence[Mapping[str, Any]], unit: float) -> list[str]:

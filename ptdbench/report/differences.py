@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-#: Where and when a run began is not what it is, and these say again what other options say.
-_IGNORED = ("resume", "reshape")
-_OF_START = ("repeat.", "sweep.")
-_REPEATING = frozenset({"_target_", "_partial_", "label"})
+from ptdbench.records.bearing import OF_CHOICE, bears, leaves
+
+#: What says again what the name of a choice says.
+_REPEATING = frozenset(OF_CHOICE) - {"name"}
 
 #: Characters of a value that are shown.
 _LIMIT = 40
@@ -57,15 +57,12 @@ def varying(values: Mapping[str, list[str | None]]) -> dict[str, list[str | None
 
 def options(config: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of a configuration by their dotted names, shallow ones first; ``optimizer.name`` is ``optimizer``."""
-    found: dict[str, Any] = {}
-    waiting: list[tuple[str, Any]] = [("", config)]
-    for name, value in waiting:  # grows on the way
-        last = _last(name)
-        if isinstance(value, Mapping) and (value or not name):
-            waiting += [(f"{name}.{key}" if name else str(key), part) for key, part in value.items()]
-        elif name not in _IGNORED and not name.startswith(_OF_START) and last not in _REPEATING:
-            found[name.removesuffix(".name")] = value
-    return found
+    kept = [
+        (name.removesuffix(".name"), value)
+        for name, value in sorted(leaves(config), key=lambda leaf: leaf[0].count("."))
+        if not bears(name, "start", "sweep") and _last(name) not in _REPEATING
+    ]
+    return dict(kept)
 
 
 def _typed(value: Any) -> str:

@@ -18,6 +18,7 @@ from typing import TextIO
 from ptdbench.report.heading import Heading
 from ptdbench.report.live import Line, Live
 from ptdbench.terminal import clear_line, plain, redraws, say
+from ptdbench.units import duration_text, span_text
 
 REDRAW_SECONDS = 0.5  # on a terminal, in place
 _LINE_SECONDS = 10.0  # in a file or a pipe, where every line stays
@@ -166,7 +167,7 @@ class Display:
         heading = _cropped(str(self._heading), max(12, width - 40))
         idle, phase = now - self._moved_at, self._phase
         if phase is not None:
-            left, right = f"{heading} · {phase}… {_duration(int(idle))}", ""
+            left, right = f"{heading} · {phase}… {duration_text(int(idle))}", ""
         else:
             left = f"{heading}  {self._steps()}"
             room = width - len(left) - _BAR
@@ -182,7 +183,7 @@ class Display:
         if phase is None:
             note = f"  {late}" if (late := self._late_step(idle)) else ""
         else:
-            note = f" · {phase}…" if reached == _NOTES[0] else f": {phase}, {_span(idle)} so far"
+            note = f" · {phase}…" if reached == _NOTES[0] else f": {phase}, {span_text(idle)} so far"
         if note:
             self._noted = reached
             self._write(f"{self._heading}{note}")
@@ -209,8 +210,8 @@ class Display:
         mean = self._mean()
         if idle < max(_LATE_SECONDS, _LATE_TIMES * (mean or 0.0)):
             return ""
-        pace = f"before {_span(mean)} each" if mean else f"the first one took {_span(self._first_seconds)}"
-        return f"step {self._done + 1}: {_span(idle)}, {pace}"
+        pace = f"before {span_text(mean)} each" if mean else f"the first one took {span_text(self._first_seconds)}"
+        return f"step {self._done + 1}: {span_text(idle)}, {pace}"
 
     def _steps(self) -> str:
         return f"step {self._done}/{self.total_steps}"
@@ -226,15 +227,15 @@ class Display:
             found["remark"] = self.remark
         if (ends := self._ends) is not None:
             left = max(0.0, ends - now)
-            found["left"] = f"{_duration(left)} left"
+            found["left"] = f"{duration_text(left)} left"
             if self._heading and self._heading.later_seconds:
-                found["sweep"] = f"(sweep {_duration(left + self._heading.later_seconds)})"
+                found["sweep"] = f"(sweep {duration_text(left + self._heading.later_seconds)})"
         return found
 
     def _last_words(self, now: float) -> str:
         """What stays on a terminal of a run that has ended; nothing of one that does no steps and stands alone."""
         assert self._heading
-        took = f"in {_duration(now - self._began)}"
+        took = f"in {duration_text(now - self._began)}"
         if self._base is None:
             return f"{self._heading}  {took}" if self._heading.number else ""
         if mean := self._mean():
@@ -259,17 +260,3 @@ def _fitting(figures: dict[str, str], room: int) -> str:
 def _cropped(text: str, width: int) -> str:
     text = plain(text)
     return text if len(text) <= width else f"{text[: max(0, width - 1)]}…" if width > 0 else ""
-
-
-def _span(seconds: float) -> str:
-    """``0.81 s``, ``12 s``, ``3 min``."""
-    if seconds >= 120:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
-
-
-def _duration(seconds: float) -> str:
-    """``75`` becomes ``1:15``, and ``3675`` ``1:01:15``."""
-    minutes, second = divmod(math.ceil(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ptdbench.parallel.dims import Dims
 from ptdbench.records.alternatives import sweep_of
 from ptdbench.records.record import option
 from ptdbench.report.differences import differences
@@ -40,7 +41,7 @@ def titles(records: Sequence[Record]) -> list[str]:
     Records of runs that have not begun will do.
     """
     details = (_schedule, _ranks, _degrees, _batch, _nodes, _precision, _microbatches, _accumulation, None)
-    return _told_apart(records, [_name(record) for record in records], details, [()] * len(records))
+    return _told_apart(records, [name(record) for record in records], details, [()] * len(records))
 
 
 def _told_apart(
@@ -67,8 +68,9 @@ def _told_apart(
     return names
 
 
-def _name(record: Record) -> str:
-    named = " ".join(str(record[name]) for name in ("model", "parallel") if record.get(name))
+def name(record: Record) -> str:
+    """A run in a word or two: model and preset, or the workload of one without a model."""
+    named = " ".join(str(record[part]) for part in ("model", "parallel") if record.get(part))
     return named or str(record.get("workload"))
 
 
@@ -79,14 +81,12 @@ def _parallel(record: Record) -> str:
 
 def _degrees(record: Record) -> str:
     layout = record.get("layout") or {}
-    shard, pipeline = layout.get("shard", 1), layout.get("pipeline", 1)
-    replicas = layout.get("data", 1) // shard
-    if layout.get("tensor", 1) * layout.get("context", 1) > 1:  # too many for an order to be known by heart
-        named = {"r": replicas, "s": shard, "c": layout.get("context", 1), "t": layout.get("tensor", 1), "p": pipeline}
-        return " ".join(f"{letter}{degree}" for letter, degree in named.items() if degree > 1)
-    if pipeline == 1 and 1 in (replicas, shard):
+    above = {name: degree for name in Dims.rows() if (degree := layout.get(name) or 1) > 1}
+    if {*above} - {"replicate", "shard", "pipeline"}:  # too many for an order to be known by heart
+        return " ".join(f"{Dims.rows()[name].letter}{degree}" for name, degree in above.items())
+    if "pipeline" not in above and len(above) < 2:
         return ""
-    return "x".join(map(str, [replicas, *[shard] * (shard > 1), *[pipeline] * (pipeline > 1)]))
+    return "x".join(map(str, ({"replicate": 1} | above).values()))
 
 
 def _schedule(record: Record) -> str:

@@ -8,13 +8,11 @@ import sys
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ptdbench.records.bearing import bears
 from ptdbench.report.differences import options
 from ptdbench.terminal import plural
 
 Record = Mapping[str, Any]
-
-#: Options that change no loss: how the same training is laid out.
-_LAYOUT = ("parallel", "cluster", "activations", "compile", "offload", "train.micro_batch", "profile", "checkpoint")
 
 #: By how much of itself rounding may change a loss within ten steps, by precision; other kernels add up otherwise.
 _ROUNDING = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 2e-2, "fp16": 2e-2, "fp8": 5e-2}
@@ -26,15 +24,10 @@ _MOST = 5e-2
 _NAMED = 5
 
 
-def is_of_layout(option: str) -> bool:
-    """Whether an option, by its dotted name, changes no loss."""
-    return option in _LAYOUT or option.partition(".")[0] in _LAYOUT
-
-
 def training(run: Record) -> Hashable:
     """Equal for two runs if and only if their losses should be: the same training on the same data, equally long."""
     found = options(run.get("config") or {})
-    kept = {name: value for name, value in found.items() if not is_of_layout(name)}
+    kept = {name: value for name, value in found.items() if not bears(name, "layout")}
     return run.get("steps"), _python_that_is_read(run), json.dumps(kept, sort_keys=True, default=str)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ptdbench.report import phases
 from ptdbench.report.phases import Record
 from ptdbench.report.reason import wrap
-from ptdbench.report.text import as_text, difference, empty_table
+from ptdbench.report.text import difference, drawn
 
 #: What memory is for, as :mod:`ptdbench.measure.allocations` tells it apart, and what the report calls it.
 KINDS = {
@@ -107,14 +107,14 @@ def _table(heading: str, rows: Mapping[str, tuple[Record, int]], width: int) -> 
     amounts = {title: _of_rank(record, rank) for title, (record, rank) in rows.items()}
     kinds = [kind for kind in KINDS if any(of_rank[kind] for of_rank in amounts.values())]
     of_runs = heading == "run"
-    table = empty_table(heading, "peak", *kinds, *(["rank"] if of_runs else []), "in", words=["in"], folding=heading)
+    headings, shown = [heading, "peak", *kinds, *(["rank"] if of_runs else []), "in"], []
     digits = _digits(min(sum(of_rank.values()) for of_rank in amounts.values()))
     for title, (record, rank) in rows.items():
         sizes = (sum(amounts[title].values()), *(amounts[title][kind] for kind in kinds))
         cells = [f"{size / 2**20:,.{digits}f}" for size in sizes]
-        table.add_row(title, *cells, *([str(rank)] if of_runs else []), record["memory"]["moments"][rank])
+        shown.append([title, *cells, *([str(rank)] if of_runs else []), record["memory"]["moments"][rank]])
     which = "; rank: the one that takes the most" if of_runs else ""
-    return [as_text(table, width), wrap(_MEANT + which, width)]
+    return [drawn(headings, shown, width, words=["in"], folding=heading), wrap(_MEANT + which, width)]
 
 
 def _digits(size: float) -> int:

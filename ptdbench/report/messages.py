@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from ptdbench.report.reason import wrap
-from ptdbench.report.text import as_text, empty_table
+from ptdbench.report.text import drawn
 from ptdbench.terminal import plural
 from ptdbench.units import size_text, three_digits, time_text
 
@@ -71,39 +71,43 @@ def _rate(bytes_per_second: float | None) -> str:
 
 def _matrix(title: str, pairs: Iterable[Mapping[str, Any]], name: str, scale: float, ranks: int, width: int) -> str:
     figures = {(pair["source"], pair["target"]): pair[name] for pair in pairs if pair[name] is not None}
-    table = empty_table("rank", *(str(rank) for rank in range(ranks)), words=["rank"])
+    numbers = [str(rank) for rank in range(ranks)]
+    rows = []
     for source in range(ranks):
         cells = [figures.get((source, target)) for target in range(ranks)]
-        table.add_row(str(source), *(_MISSING if cell is None else three_digits(cell * scale) for cell in cells))
-    return f"{title}\n{as_text(table, width)}"
+        rows.append([numbers[source], *(_MISSING if cell is None else three_digits(cell * scale) for cell in cells)])
+    return f"{title}\n{drawn(['rank', *numbers], rows, width, words=['rank'])}"
 
 
 def _slowest(title: str, pairs: Iterable[Mapping[str, Any]], width: int) -> str:
-    table = empty_table("from", "to", "latency µs", "GB/s")
     measured = sorted((pair for pair in pairs if pair["bandwidth"]), key=lambda pair: pair["bandwidth"])
-    for pair in measured[:_SLOWEST]:
-        ends = str(pair["source"]), str(pair["target"])
-        table.add_row(*ends, three_digits(1e6 * pair["latency"]), _rate(pair["bandwidth"]))
-    return f"{title}\n{as_text(table, width)}"
+    rows = [
+        [str(pair["source"]), str(pair["target"]), three_digits(1e6 * pair["latency"]), _rate(pair["bandwidth"])]
+        for pair in measured[:_SLOWEST]
+    ]
+    return f"{title}\n{drawn(['from', 'to', 'latency µs', 'GB/s'], rows, width)}"
 
 
 def _exchanges(both: Sequence[Mapping[str, Any]], width: int) -> str:
     """Of each pair, the largest size; of many pairs, the slowest."""
-    table = empty_table("ranks", "size", "time", "GB/s", words=["ranks"])
     last = [(pair["ranks"], pair["sizes"][-1]) for pair in both if pair["sizes"]]
-    for ranks, size in sorted(last, key=lambda one: one[1]["bandwidth"])[:_SLOWEST]:
-        cells = size_text(size["bytes"]), time_text(size["seconds"]["median"]), _rate(size["bandwidth"])
-        table.add_row(_pair(ranks), *cells)
+    rows = [
+        [_pair(ranks), size_text(size["bytes"]), time_text(size["seconds"]["median"]), _rate(size["bandwidth"])]
+        for ranks, size in sorted(last, key=lambda one: one[1]["bandwidth"])[:_SLOWEST]
+    ]
+    shown = drawn(["ranks", "size", "time", "GB/s"], rows, width, words=["ranks"])
     of_many = f", the {_SLOWEST} slowest of {len(last)} pairs" if len(last) > _SLOWEST else ""
-    return f"both directions at once{of_many}\n{as_text(table, width)}"
+    return f"both directions at once{of_many}\n{shown}"
 
 
 def _overlap(overlap: Sequence[Mapping[str, Any]], width: int) -> str:
-    table = empty_table("ranks", "size", "exchange", "computation", "together", "hidden", words=["ranks"])
+    headings = ["ranks", "size", "exchange", "computation", "together", "hidden"]
+    rows = []
     for row in sorted(overlap, key=lambda row: row["hidden"])[: 2 * _SLOWEST]:
         times = (time_text(row[name]) for name in ("communication", "computation", "together"))
-        table.add_row(_pair(row["ranks"]), size_text(row["bytes"]), *times, f"{100 * row['hidden']:.0f}%")
-    return f"exchange with computation between post and wait, the least hidden first\n{as_text(table, width)}"
+        rows.append([_pair(row["ranks"]), size_text(row["bytes"]), *times, f"{100 * row['hidden']:.0f}%"])
+    shown = drawn(headings, rows, width, words=["ranks"])
+    return f"exchange with computation between post and wait, the least hidden first\n{shown}"
 
 
 def _pair(ranks: Sequence[int]) -> str:
@@ -113,7 +117,8 @@ def _pair(ranks: Sequence[int]) -> str:
 def _sizes(results: Sequence[Mapping[str, Any]], width: int) -> str:
     """A row for each operation and size; where that is too much to read, for every so many-th size and the last."""
     every = max(1, -(-len(results) // _ROWS))
-    table = empty_table("operation", "size", "time", "p5", "p95", "algbw GB/s", "busbw GB/s", words=["operation"])
+    headings = ["operation", "size", "time", "p5", "p95", "algbw GB/s", "busbw GB/s"]
+    shown = []
     for name, rows in groupby(results, key=_name):
         of_series = list(rows)
         for number, row in enumerate(of_series):
@@ -121,18 +126,20 @@ def _sizes(results: Sequence[Mapping[str, Any]], width: int) -> str:
                 continue
             times = (time_text(row["seconds"][which]) for which in ("median", "p5", "p95"))
             size = size_text(row["bytes"]) if row["bytes"] else _MISSING
-            table.add_row("" if number else name, size, *times, _rate(row["algbw"]), _rate(row["busbw"]))
+            shown.append(["" if number else name, size, *times, _rate(row["algbw"]), _rate(row["busbw"])])
     thinned = f"\n{len(results)} figures, not all of them shown: the record has the rest" if every > 1 else ""
-    return f"{as_text(table, width)}{thinned}"
+    return f"{drawn(headings, shown, width, words=['operation'])}{thinned}"
 
 
 def _fits(fits: Sequence[Mapping[str, Any]], width: int) -> str:
-    table = empty_table("operation", "alpha µs", "±", "1/beta GB/s", "R2", "worst", "sizes", words=["operation"])
+    headings = ["operation", "alpha µs", "±", "1/beta GB/s", "R2", "worst", "sizes"]
+    rows = []
     for fit in fits:
         line = three_digits(1e6 * fit["alpha"]), three_digits(1e6 * fit["alpha_error"]), _rate(_inverse(fit["beta"]))
         doubts = f"{fit['r2']:.3f}", f"{100 * fit['max_relative_error']:.0f}%", str(fit["points"])
-        table.add_row(_name(fit), *line, *doubts)
-    return f"fitted: time = alpha + beta * bytes; worst: how far the line was off at one size\n{as_text(table, width)}"
+        rows.append([_name(fit), *line, *doubts])
+    shown = drawn(headings, rows, width, words=["operation"])
+    return f"fitted: time = alpha + beta * bytes; worst: how far the line was off at one size\n{shown}"
 
 
 def _inverse(beta: float) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ptdbench.report.text import as_text, empty_table
+from ptdbench.report.text import drawn
 from ptdbench.terminal import plural
 
 
@@ -23,13 +23,15 @@ def render(hello: Mapping[str, Any], width: int) -> str:
         f"started by {hello['launcher']}, over {hello['backend']} at {hello['address']}:{hello['port']}"
     )
     words = ("node", "host", "device", "cores")
-    table = empty_table("rank", "local", "of", *words, "threads", words=words)
-    for rank in ranks:
-        table.add_row(
+    rows = [
+        [
             str(rank["rank"]), str(rank["local_rank"]), str(rank["local_size"]), rank["node"], rank["host"],
             rank["device"], ranges(rank["cores"]), str(rank["threads"]),
-        )  # fmt: skip
-    return "\n".join([title, as_text(table, width), *_settings(ranks)])
+        ]
+        for rank in ranks
+    ]  # fmt: skip
+    table = drawn(["rank", "local", "of", *words, "threads"], rows, width, words=words)
+    return "\n".join([title, table, *_settings(ranks)])
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -9,11 +9,9 @@ from typing import Any
 
 from ptdbench.records import alternatives
 from ptdbench.records.alternatives import Alternative
+from ptdbench.records.bearing import bears
 from ptdbench.records.load import Run
 from ptdbench.records.record import how_started
-
-#: Options that say how a run was repeated or gone on with, and not what it is.
-_OF_START = ("repeat.", "resume=", "reshape=", "sweep.resume=")
 
 
 def alternatives_of(runs: Sequence[Run]) -> list[Alternative]:
@@ -32,5 +30,5 @@ def command(record: Mapping[str, Any]) -> str | None:
     """What to type for one such run; ``None`` where its overrides are not on record."""
     if record.get("overrides") is None:
         return None
-    words = [word for word in record["overrides"] if not word.lstrip("+").startswith(_OF_START)]
+    words = [word for word in record["overrides"] if not bears(word.lstrip("+").partition("=")[0], "start")]
     return f"{how_started(record)} {shlex.join(words)}".rstrip()

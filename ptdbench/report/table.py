@@ -20,7 +20,7 @@ from ptdbench.records.store import RECORD, RESULTS
 from ptdbench.report import block, phases
 from ptdbench.report.block import Block
 from ptdbench.report.reason import reason, wrap
-from ptdbench.report.text import as_text, empty_table
+from ptdbench.report.text import fitted, lines, longest_word
 from ptdbench.terminal import command
 from ptdbench.units import size_text
 
@@ -132,37 +132,14 @@ def _as_it_is(found: object) -> str:
 
 def _of_model(found: Block, width: int) -> str:
     """Title, table and remarks for the runs of one model."""
-    text, moved, left_out = _fitted(found, width)
+    headings = found.headings()
+    rows = [[row[name] for name in headings] for row in found.rows]
+    alike = {name: {row[name] for row in found.rows} for name in _MOVED}
+    movable = [name for name, values in alike.items() if len(values) == 1]
+    spared = [*movable, *(_SPARED_OF_REPEATS if "runs" in headings else _SPARED)]
+    widths = fitted(headings, rows, width, {"parallel": longest_word(headings, rows, "parallel")}, spared)
+    text = "\n".join(lines(headings, rows, widths, ("parallel", "status")))
+    moved = [_MOVED[name].format(*alike[name]) for name in movable if name in headings and name not in widths]
+    left_out = [name for name in spared if name in headings and name not in (*widths, *movable)]
     remarks = [*([f"left out in {width} columns: {', '.join(left_out)}"] if left_out else []), *found.remarks]
     return "\n".join([found.title(moved), text, *(wrap(line, width) for line in [*remarks, *found.why])])
-
-
-def _fitted(found: Block, width: int) -> tuple[str, list[str], list[str]]:
-    """The table in ``width`` columns, what moved from it into the title, and the headings that were left out."""
-    rows, filled = found.rows, found.headings()
-    moved: list[str] = []
-    left_out: list[str] = []
-    text = _drawn(rows, filled, width)
-    for name, title in _MOVED.items():
-        values = {row[name] for row in rows}
-        if _width(text) > width and name in filled and len(values) == 1:
-            filled.remove(name)
-            moved.append(title.format(*values))
-            text = _drawn(rows, filled, width)
-    for name in _SPARED_OF_REPEATS if "runs" in filled else _SPARED:
-        if _width(text) > width and name in filled:
-            filled.remove(name)
-            left_out.append(name)
-            text = _drawn(rows, filled, width)
-    return text, moved, left_out
-
-
-def _drawn(rows: Sequence[Mapping[str, str]], names: Sequence[str], width: int) -> str:
-    table = empty_table(*names, words=["status"], folding="parallel")
-    for row in rows:
-        table.add_row(*(row[name] for name in names))
-    return as_text(table, width)
-
-
-def _width(text: str) -> int:
-    return max(map(len, text.splitlines()))

@@ -2,49 +2,110 @@
 
 from __future__ import annotations
 
-import io
 import math
 import sys
-from collections.abc import Collection, Mapping
-from typing import Literal
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 
-from rich import box
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Column, Table
 from rich.text import Text
 
 from ptdbench.terminal import plain, say
+
+#: Columns between two of a table.
+_GAP = 2
 
 #: A part of a difference is named from this share of it on, the largest ones only.
 _NAMED, _MOST_NAMED = 0.1, 5
 
 
-def empty_table(*headings: str, words: Collection[str] = (), folding: str | None = None) -> Table:
-    """A table without rows.
+Rows = Sequence[Sequence[str]]
+
+
+def drawn(
+    headings: Sequence[str], rows: Rows, width: int, words: Collection[str] = (), folding: str | None = None
+) -> str:
+    """A table as plain text, at least as wide as its figures need, and else ``width`` columns.
 
     Args:
         headings: Of the columns, which hold figures,
-        words: except for these,
-        folding: and this one, whose words may fold at their spaces.
+        rows: Their cells.
+        width: Columns to fit into.
+        words: Columns of words,
+        folding: and one whose words may fold at their spaces.
     """
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for heading in headings:
-        justify: Literal["left", "right"] = "left" if heading in words or heading == folding else "right"
-        table.add_column(heading, justify=justify, no_wrap=heading != folding)
-    return table
+    widths = fitted(headings, rows, width, {folding: longest_word(headings, rows, folding)} if folding else {})
+    return "\n".join(lines(headings, rows, widths, {*words, folding}))
 
 
-def as_text(table: Table, width: int) -> str:
-    """The table as plain text, at least as wide as its figures need, and else ``width`` columns."""
-    console = Console(file=io.StringIO(), width=10_000, color_system=None, markup=False, emoji=False)
-    natural = Measurement.get(console, console.options, table).maximum
-    console.width = min(
-        natural, max(width, natural - sum(_slack(column) for column in table.columns if not column.no_wrap))
-    )
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+def longest_word(headings: Sequence[str], rows: Rows, folding: str) -> int:
+    """To how much the column that folds may shrink."""
+    place = headings.index(folding)
+    return max(cell_len(word) for cells in (headings, *rows) for word in cells[place].split() or [""])
+
+
+def fitted(
+    headings: Sequence[str], rows: Rows, width: int | None, least: Mapping[str, int], spared: Collection[str] = ()
+) -> dict[str, int]:
+    """The widths of the columns for which there is room.
+
+    Args:
+        headings: Of all columns.
+        rows: Their cells.
+        width: Columns to fit into; ``None``: any number.
+        least: Columns that may shrink, and to how much.
+        spared: Columns that are left out where that does not help, the first one first.
+    """
+    columns = zip(headings, *rows, strict=True)
+    natural = {name: max(map(cell_len, column)) for name, column in zip(headings, columns, strict=True)}
+    if width is None:
+        return natural
+    widths = {name: min(size, least.get(name, size)) for name, size in natural.items()}
+    for name in spared:
+        if _total(widths) > width:
+            widths.pop(name, None)
+    for name in least:
+        widths[name] += min(natural[name] - widths[name], max(0, width - _total(widths)))
+    return widths
+
+
+def lines(
+    headings: Sequence[str], rows: Rows, widths: Mapping[str, int], words: Collection[str | None], *, folds: bool = True
+) -> list[str]:
+    """Headings, a rule and the rows; cells that are wider than their column are folded, or cut."""
+    kept = [(place, name) for place, name in enumerate(headings) if name in widths]
+    fit = _folded if folds else lambda cell, size: [cropped(cell, size)]
+    found = []
+    for row in (headings, *rows):
+        cells = [fit(row[place], widths[name]) for place, name in kept]
+        if row is headings:  # they stand on the rule
+            cells = [[""] * (max(map(len, cells)) - len(parts)) + parts for parts in cells]
+        for parts in zip_longest(*cells, fillvalue=""):
+            padded = (_padded(part, widths[name], name in words) for part, (_, name) in zip(parts, kept, strict=True))
+            found.append((" " * _GAP).join(padded).rstrip())
+        if row is headings:
+            found.append(("─" if folds else "-") * _total(widths))
+    return found
+
+
+def cropped(line: str, width: int | None) -> str:
+    """The line, cut to a width."""
+    return line if width is None or cell_len(line) <= width else set_cell_size(line, width - 1) + "…"
+
+
+def _folded(cell: str, size: int) -> list[str]:
+    return [cell] if cell_len(cell) <= size else textwrap.wrap(cell, size, break_on_hyphens=False)
+
+
+def _padded(part: str, size: int, is_words: bool) -> str:
+    padding = " " * (size - cell_len(part))
+    return part + padding if is_words else padding + part
+
+
+def _total(widths: Mapping[str, int]) -> int:
+    return sum(widths.values()) + _GAP * (len(widths) - 1)
 
 
 def emphasized(text: str) -> Text:
@@ -90,9 +151,3 @@ def difference(
         f"{name} {value:+,.{decimals}f}" + (f" ({notes[name]})" if notes.get(name) else "") for name, value in shown
     ]
     return f"{called} {total:+,.{decimals}f} {unit} vs {reference}: {', '.join(said)}"
-
-
-def _slack(column: Column) -> int:
-    """By how much a column can shrink before a word of it would be cut."""
-    texts = [str(column.header), *map(str, column.cells)]
-    return max(map(len, texts)) - max(len(word) for text in texts for word in text.split())

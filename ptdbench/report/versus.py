@@ -11,12 +11,13 @@ from ptdbench.measure import comparison
 from ptdbench.measure.comparison import LEAST, Comparison
 from ptdbench.records import alternatives, record
 from ptdbench.records.alternatives import Alternative
+from ptdbench.records.bearing import bears, leaves
 from ptdbench.report import losses
 from ptdbench.report.certainty import detectable_text, interval_text, level_of, margin_text
 from ptdbench.report.labels import names
 from ptdbench.report.phases import other_work
 from ptdbench.report.reason import reason, wrap
-from ptdbench.report.text import as_text, empty_table
+from ptdbench.report.text import drawn
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits
 
@@ -117,13 +118,13 @@ def _new_options(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[st
         versions.append({(one.get("ptdbench"), one.get("git_commit")) for one in environments})
         of_side: dict[str, set[str]] = {}
         for run in runs:
-            for name, value in alternatives.options(run).items():
+            for name, value in leaves(run.get("config") or {}):
                 of_side.setdefault(name, set()).add(repr(value))
         values.append(of_side)
     if versions[0] == versions[1]:
         return frozenset()
     one, other = values
-    names = {name for name in one.keys() ^ other.keys() if name.partition(".")[0] not in record.NO_WORK}
+    names = {name for name in one.keys() ^ other.keys() if not bears(name, "nothing")}
     return frozenset(name for name in names if len((one | other)[name]) == 1)
 
 
@@ -263,15 +264,15 @@ def render(found: Versus, titles: tuple[str, str], width: int) -> str:
         width: Columns.
     """
     headings = [f"{title} {_unit(found.pairs)}/s" for title in titles]
-    table = empty_table(
-        "configuration", "runs", *headings, "ratio (95%)", "verdict", words=["verdict"], folding="configuration"
-    )
+    headings = ["configuration", "runs", *headings, "ratio (95%)", "verdict"]
+    rows = []
     for pair in found.pairs:
         runs = f"{len(pair.before.sample)}, {len(pair.after.sample)}"
-        table.add_row(pair.label, runs, _rate(pair.before), _rate(pair.after), _ratio(pair), pair.verdict)
+        rows.append([pair.label, runs, _rate(pair.before), _rate(pair.after), _ratio(pair), pair.verdict])
+    table = drawn(headings, rows, width, words=["verdict"], folding="configuration")
     remarks = [*_seen(found.pairs), *_losses(found.pairs), *_failures(found.pairs), *_left_out(found.pairs)]
     remarks += [*found.remarks, *_environments(found.pairs)]
-    return "\n".join([as_text(table, width), *(wrap(line, width) for line in remarks)])
+    return "\n".join([table, *(wrap(line, width) for line in remarks)])
 
 
 def _unit(pairs: Sequence[Pair]) -> str:

@@ -11,7 +11,7 @@ from ptdbench.report import phases
 from ptdbench.report.phases import Record
 from ptdbench.report.ranking import Place
 from ptdbench.report.text import difference
-from ptdbench.units import three_digits
+from ptdbench.units import bytes_text, three_digits
 
 #: A difference below this share of the longer step is noise.
 _NOISE = 0.02
@@ -206,12 +206,3 @@ def _traffic(found: Mapping[str, Any] | None) -> str:
     rate = [f"{bytes_text(size / seconds)}/s"] if seconds else []
     times = [f"{three_digits(1e3 * seconds)} ms", f"{three_digits(1e3 * fit)} by fit"] if seconds and fit else []
     return ", ".join([bytes_text(size), *rate, *times])
-
-
-def bytes_text(size: float) -> str:
-    """``49e6`` bytes become ``49.0 MB``."""
-    unit, name = next(((unit, name) for unit, name in _UNITS if size >= unit), (1.0, "B"))
-    return f"{three_digits(size / unit)} {name}"
-
-
-_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -26,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
+from ptdbench.records.bearing import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, in_full, option, search_in
 from ptdbench.terminal import command
 
@@ -402,17 +402,9 @@ def _groups(parent: str = "") -> list[str]:
 
 def _options(config: DictConfig) -> list[str]:
     """Dotted names of the options in a configuration, without those that make a group's choice what it is."""
-
-    def names(node: Mapping[Any, Any], prefix: str) -> Iterator[str]:
-        for key, value in node.items():
-            if isinstance(value, dict):
-                yield from names(value, f"{prefix}{key}.")
-            elif key not in ("name", "label", "_target_", "_partial_"):
-                yield f"{prefix}{key}"
-
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
-    return list(names(written, ""))
+    return [name for name, value in leaves(written) if value != {} and name.rpartition(".")[2] not in OF_CHOICE]
 
 
 def _similar(name: str, options: Sequence[str]) -> list[str]:

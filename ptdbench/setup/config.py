@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import store
+from ptdbench.records.bearing import OF_CHOICE
 from ptdbench.records.objective import Objective
 from ptdbench.setup import signature
 from ptdbench.terminal import command
@@ -263,7 +264,7 @@ class Config:
         if "name" in options:
             require(_unlike_a_name(f"{group}.name", options["name"]))
         name, target = options.pop("name", None), options.pop("_target_", None)
-        for own in ("label", "_partial_"):
+        for own in OF_CHOICE:
             options.pop(own, None)
         if not isinstance(target, str) or target == MISSING:
             rule = "must name a class or a function, as in my_package.MyModel"

@@ -15,8 +15,7 @@ from ptdbench.parallel.footprint import footprints
 from ptdbench.problems import Problem, require
 from ptdbench.setup.config import Slurm
 from ptdbench.setup.training_spec import TrainingSpec
-
-_GIB = 2**30
+from ptdbench.units import gib_text
 
 #: Above this part of the memory a run is warned about: activations need memory too.
 _CLOSE = 0.8
@@ -55,7 +54,8 @@ def on_host(ranks: int, reserve: float, running: bool) -> Room:
     memory = host_memory()
     size = memory.total if running else memory.available
     kept = int(reserve * memory.total)
-    origin = f"{_gib(size)} {'in all' if running else 'available'}, and memory_reserve={reserve:g} keeps {_gib(kept)}"
+    which = "in all" if running else "available"
+    origin = f"{gib_text(size)} {which}, and memory_reserve={reserve:g} keeps {gib_text(kept)}"
     return Room(max(size - kept, 0), ranks, "this machine", "such machines", origin)
 
 
@@ -69,7 +69,7 @@ def in_job(cluster: Slurm, ranks: int) -> Room | None:
     """The memory that is asked for each node of a job, if it is."""
     if cluster.mem_gb is None:
         return None
-    size = int(cluster.mem_gb * _GIB)
+    size = int(cluster.mem_gb * 2**30)
     return Room(size, ranks, "a node of the job", "such nodes", f"cluster.mem_gb={cluster.mem_gb:g}")
 
 
@@ -90,11 +90,11 @@ def check(training: TrainingSpec, room: Room) -> str | None:
     starts = range(0, dims.world_size, room.ranks)
     need = max(sum(by_stage[dims.stage(rank)] for rank in range(start, start + room.ranks)) for start in starts)
     if need > room.size:
-        rule = f"{_state(by_stage, room, need)}, and {room.owner} has {_gib(room.size)} for it ({room.origin})"
+        rule = f"{_state(by_stage, room, need)}, and {room.owner} has {gib_text(room.size)} for it ({room.origin})"
         require(Problem("model", model, rule, _remedy(training, room)))
     if need > _CLOSE * room.size:
         return (
-            f"{training.label}: {_state(by_stage, room, need)}, of {_gib(room.size)} that {room.owner} has for it; "
+            f"{training.label}: {_state(by_stage, room, need)}, of {gib_text(room.size)} that {room.owner} has for it; "
             "activations need memory too"
         )
     return None
@@ -103,8 +103,8 @@ def check(training: TrainingSpec, room: Room) -> str | None:
 def _state(by_stage: list[int], room: Room, need: int) -> str:
     """How much the training state takes, in words."""
     up_to = "up to " if len(set(by_stage)) > 1 else ""
-    each = f"weights, gradients and optimizer state take {up_to}{_gib(max(by_stage))} a rank"
-    return each if room.ranks == 1 else f"{each}, {_gib(need)} on {room.ranks} ranks"
+    each = f"weights, gradients and optimizer state take {up_to}{gib_text(max(by_stage))} a rank"
+    return each if room.ranks == 1 else f"{each}, {gib_text(need)} on {room.ranks} ranks"
 
 
 def _remedy(training: TrainingSpec, room: Room) -> str:
@@ -115,7 +115,3 @@ def _remedy(training: TrainingSpec, room: Room) -> str:
     (whole,) = footprints(training.model, Dims(), training.optimizer, average=average, gradient_copies=1)
     places = math.ceil(whole.total / room.size)
     return "try parallel=fsdp" if places == 1 else f"try parallel=fsdp on at least {places:,} {room.more}"
-
-
-def _gib(size: int) -> str:
-    return f"{size / _GIB:,.1f} GiB"

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, as_typed, require
+from ptdbench.records.bearing import leaves
 from ptdbench.records.objective import DIRECTIONS
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, option
 from ptdbench.setup.compose import Composed
@@ -147,13 +148,5 @@ def search_overrides(composed: Composed) -> list[str]:
 
 def _seeds(node: Any) -> list[Any]:
     """The seeds that are given anywhere among a sweeper's options."""
-
-    def values(node: Any) -> Iterator[Any]:
-        for key, value in node.items():
-            if isinstance(value, dict):
-                yield from values(value)
-            elif key == "seed" and value is not None:
-                yield value
-
-    plain = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else node
-    return list(values(plain))
+    plain: Any = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else node
+    return [value for name, value in leaves(plain) if name.rpartition(".")[2] == "seed" and value is not None]

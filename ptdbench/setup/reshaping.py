@@ -12,10 +12,12 @@ from typing import Any
 
 from ptdbench.checkpoints import shelf
 from ptdbench.checkpoints.manifest import Manifest
-from ptdbench.parallel.dims import ORDER
+from ptdbench.parallel.dims import Dims
 from ptdbench.problems import Problem, require
 from ptdbench.setup.run_spec import Summary
 from ptdbench.terminal import plural
+
+_DEGREES = (*Dims.order(), *(name for name in Dims.rows() if name not in Dims.order()))
 
 
 def change(checkpoint: Manifest, world_size: int, layout: Mapping[str, Any]) -> str | None:
@@ -31,7 +33,7 @@ def change(checkpoint: Manifest, world_size: int, layout: Mapping[str, Any]) -> 
     """
     segments = checkpoint.facts.get("segments") or [{}]
     was: Mapping[str, Any] = segments[-1].get("layout") or {}
-    if checkpoint.world_size == world_size and all(was.get(name, layout[name]) == layout[name] for name in ORDER):
+    if checkpoint.world_size == world_size and all(was.get(name, layout[name]) == layout[name] for name in _DEGREES):
         return None
     return f"{_described(world_size, layout)} instead of {_described(checkpoint.world_size, was)}"
 
@@ -51,5 +53,5 @@ def require_same(directory: Path, summary: Summary, allowed: bool) -> None:
 
 
 def _described(world_size: int, layout: Mapping[str, Any]) -> str:
-    degrees = " ".join(f"{name}={layout[name]}" for name in ORDER if layout.get(name, 1) > 1)
+    degrees = " ".join(f"{name}={layout[name]}" for name in _DEGREES if layout.get(name, 1) > 1)
     return plural(world_size, "rank") + (f" ({degrees})" if degrees else "")

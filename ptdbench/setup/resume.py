@@ -15,6 +15,7 @@ from ptdbench import terminal
 from ptdbench.launch.world import KNOWN, World
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, record, store
+from ptdbench.records.bearing import bearing, bears
 from ptdbench.setup.commandline import is_cluster, option
 from ptdbench.setup.config import Config, of_record
 
@@ -22,12 +23,6 @@ RUN, SWEEP = "resume", "sweep.resume"
 
 #: Allows a run that goes on in its place another shape; to be given each time.
 RESHAPE = "reshape"
-
-#: A sweep may go on with more blocks of repeats; the order of those that it has stays as it is.
-_BLOCKS = ("repeat.runs", "repeat.max", "repeat.tied_within")
-
-#: What makes the shape of a run; the cluster's other options say how its job is queued.
-_SHAPE = ("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node", "cluster.cpus_per_rank")
 
 
 @dataclass(frozen=True)
@@ -110,9 +105,10 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
 
 
 def _may_change(name: str, swept: set[str]) -> bool:
-    if name.startswith("hydra.") or name in (*_BLOCKS, RESHAPE):
+    """More blocks of repeats: the order of those that it has stays as it is."""
+    if name.startswith("hydra.") or name == RESHAPE or bears(name, "blocks"):
         return True
-    return name.startswith("cluster.") and name not in _SHAPE and name not in swept
+    return name.startswith("cluster.") and bears(name, "queue") and name not in swept
 
 
 def _asked_of_sweep(directory: Path) -> list[str]:
@@ -137,7 +133,7 @@ def _ledger(directory: Path) -> ledger.Ledger:
 
 def _earlier(directory: Path, written: Mapping[str, Any]) -> list[str]:
     """The overrides of the run in a directory, as they were typed; it is one of those that its sweep repeats."""
-    return [override for override in _typed(directory, written) if option(override) not in _BLOCKS]
+    return [override for override in _typed(directory, written) if not bears(option(override), "blocks")]
 
 
 def _typed(directory: Path, written: Mapping[str, Any]) -> list[str]:
@@ -188,12 +184,12 @@ def _shape(directory: Path, written: Mapping[str, Any], others: Iterable[str], w
     """
     was = (written.get("config") or {}).get("cluster")
     if not isinstance(was, Mapping):
-        return [override for override in _typed(directory, written) if option(override) in _SHAPE]
+        return [override for override in _typed(directory, written) if bears(option(override), "shape")]
     typed = [override.partition("=")[2] for override in others if option(override) == "cluster"]
     if typed and typed[-1] != was.get("name"):
         return []
     of_jobs = () if typed else ("cluster.gpus_per_node",)  # without a cluster it is the machine at hand
-    kept = {name: was.get(name.removeprefix("cluster.")) for name in _SHAPE if name not in of_jobs}
+    kept = {name: was.get(name.removeprefix("cluster.")) for name in bearing("shape") if name not in of_jobs}
     if world:
         here = {"cluster.nodes": world.nodes, "cluster.ranks_per_node": world.local_size}
         kept = {name: value for name, value in kept.items() if here.get(name, value) == value}

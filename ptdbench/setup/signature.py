@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ptdbench.problems import Problem, as_typed, nearest, try_these
 
@@ -67,6 +67,8 @@ def _members(hint: Any) -> Iterator[Any]:
     if get_origin(hint) in (Union, types.UnionType):
         for member in get_args(hint):
             yield from _members(member)
+    elif isinstance(hint, TypeVar) and hint.__bound__:
+        yield from _members(hint.__bound__)
     else:
         yield hint
 

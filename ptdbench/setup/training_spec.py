@@ -19,10 +19,10 @@ from ptdbench.optim.schedules import Schedule
 from ptdbench.parallel import batch
 from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.batch import Layout
-from ptdbench.parallel.dims import Mesh
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint
+from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, Findings, Problem, require, said, under
 from ptdbench.setup import choices
@@ -52,7 +52,7 @@ class TrainingSpec:
     """
 
     config: Config
-    layout: Layout
+    layout: BatchPlan
     strategy: Strategy
     activations: Activations
     model: Model
@@ -129,7 +129,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
         assert data  # nobody asks before strategy, data and model are there
         return data.example()
 
-    def layout() -> Layout:
+    def layout() -> BatchPlan:
         assert strategy
         asked, size = config.train, world_size(strategy.ranks)
         dims = under("parallel", lambda: strategy.dims(size))
@@ -143,16 +143,16 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
     where = found.of(layout) if strategy else None
     if strategy and model and where:
         found.of(lambda: under("parallel", lambda: strategy.check(model, where)))
-        found.of(lambda: strategy.check_compile(config.resolved["compile"], where))
-        found.of(lambda: strategy.check_offload(config.resolved["offload"], where))
+        found.of(lambda: strategy.check_beside("compile", config.resolved["compile"], where))
+        found.of(lambda: strategy.check_beside("offload", config.resolved["offload"], where))
     if strategy and data and where:
         found.of(lambda: under("parallel", lambda: strategy.check_sample(example()[0], where)))
     if strategy:
-        found.of(lambda: strategy.check_precision(config.resolved["precision"]))
+        found.of(lambda: strategy.check_beside("precision", config.resolved["precision"]))
     if activations and model:
         found.of(lambda: _check_activations(config, activations, model))
     if activations and strategy and where:
-        found.of(lambda: strategy.check_activations(activations, where))
+        found.of(lambda: strategy.check_beside("activations", activations, where))
     found.close()
     assert strategy and activations and data and model and where  # noqa: PT018 - one fact
     assert optimizer and schedule  # noqa: PT018

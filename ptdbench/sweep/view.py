@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len, set_cell_size
-
 from ptdbench.records.record import option
 from ptdbench.records.schema import Metrics, Record
+from ptdbench.report import text as table
+from ptdbench.report.labels import name
 from ptdbench.report.reason import reason, wrap
 from ptdbench.sweep.status import Run, Sweep
 from ptdbench.terminal import plain, plural
@@ -19,17 +19,14 @@ STARTUP = ("import", "config", "rendezvous", "build", "first_step")
 
 HEADINGS = ("#", "job", "run", "shape", "state", "step", "tokens/s", "startup s")
 
-
-#: Headings of figures.
-_RIGHT = ("#", "step", "tokens/s", "startup s")
+#: Columns of words; the others have figures.
+_WORDS = ("job", "run", "shape", "state")
 
 #: Columns that are left out where there is no room for all, the first one first.
 _SPARED = ("startup s", "shape", "tokens/s", "job", "step")
 
 #: Columns that are cut before another is left out, and to how much.
 _LEAST = {"run": 12, "state": 12}
-
-_GAP = 2
 
 
 def rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
@@ -90,21 +87,10 @@ def lines(sweep: Sweep, width: int | None = None) -> list[str]:
         sweep: What to show.
         width: Columns that no line exceeds: what matters least is left out, and the rest cut; ``None``: all of it.
     """
-    cells = [HEADINGS, *rows(sweep)]
-    natural = [max(cell_len(row[column]) for row in cells) for column in range(len(HEADINGS))]
-    widths = _fitted(dict(zip(HEADINGS, natural, strict=True)), width)
-    drawn = []
-    for row in cells:
-        fitted = (
-            _cell(cell, heading, widths) for heading, cell in zip(HEADINGS, row, strict=True) if heading in widths
-        )
-        drawn.append(cropped((" " * _GAP).join(fitted).rstrip(), width))
-    return [drawn[0], "-" * max(map(cell_len, drawn)), *drawn[1:]]
-
-
-def cropped(line: str, width: int | None) -> str:
-    """The line, cut to a width."""
-    return line if width is None or cell_len(line) <= width else set_cell_size(line, width - 1) + "…"
+    cells = list(rows(sweep))
+    widths = table.fitted(HEADINGS, cells, width, _LEAST, _SPARED)
+    drawn = table.lines(HEADINGS, cells, widths, _WORDS, folds=False)
+    return [table.cropped(line, width) for line in drawn]
 
 
 def text(sweep: Sweep, width: int | None = None) -> str:
@@ -125,29 +111,6 @@ def reasons(sweep: Sweep) -> Iterator[str]:
         yield f"SLURM does not answer: {sweep.silence}"
 
 
-def _fitted(natural: Mapping[str, int], width: int | None) -> dict[str, int]:
-    """The widths of the columns for which there is room."""
-    if width is None:
-        return dict(natural)
-    widths = {heading: min(size, _LEAST.get(heading, size)) for heading, size in natural.items()}
-    for heading in _SPARED:
-        if _total(widths) > width:
-            del widths[heading]
-    for heading in _LEAST:
-        widths[heading] += min(natural[heading] - widths[heading], max(0, width - _total(widths)))
-    return widths
-
-
-def _total(widths: Mapping[str, int]) -> int:
-    return sum(widths.values()) + _GAP * (len(widths) - 1)
-
-
-def _cell(cell: str, heading: str, widths: Mapping[str, int]) -> str:
-    size = widths[heading]
-    padding = " " * (size - cell_len(cell))
-    return padding + cell if heading in _RIGHT and padding else set_cell_size(cropped(cell, size), size)
-
-
 def state(run: Run) -> str:
     """Where a run stands, in a few words: the queue's while it is there, then the record's."""
     if run.is_over:
@@ -165,7 +128,7 @@ def state(run: Run) -> str:
 
 def _label(run: Run) -> str:
     record, (*sweep, _) = run.typed, Path(run.directory).parts
-    named = " ".join(filter(None, (record.model, record.parallel))) or record.workload
+    named = name(run.record)
     of_block = option(record.config, "repeat.series", str)
     return f"{named} [{'/'.join(sweep)}]" if of_block and sweep else named
 

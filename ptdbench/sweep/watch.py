@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ptdbench.records import ledger, record
 from ptdbench.report.reason import OUTPUT
+from ptdbench.report.text import cropped
 from ptdbench.sweep import output, status, view
 from ptdbench.sweep.status import Run, Sweep
 from ptdbench.terminal import command, plain, plural, say
@@ -115,7 +116,7 @@ class _Table:
             below += f"; {hidden} more are not shown"
         if sweep.silence:
             below += f"; SLURM does not answer: {plain(' '.join(sweep.silence.split()))}"
-        lines = [*view.lines(shown, self._console.width), view.cropped(below, self._console.width)]
+        lines = [*view.lines(shown, self._console.width), cropped(below, self._console.width)]
         self._live.update(Text("\n".join(lines), no_wrap=True), refresh=True)
 
 

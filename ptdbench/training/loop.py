@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ptdbench.data.feed import Feed
 from ptdbench.measure import clock, memory
-from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.engine import Engine
+from ptdbench.parallel.mesh import Mesh
 from ptdbench.training.update import Update
 
 #: Steps between garbage collections. The collector is off during steps, where it would distort timings.

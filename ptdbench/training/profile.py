@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
                 return {"steps": 0, "reason": reasons[0]}
             assert isinstance(found, trace.Trace)
             assert loop.mesh
-            groups = traffic.groups(loop.mesh)
+            groups = loop.mesh.groups()
             ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
             divided = partition(found, traffic.ready(found.calls, groups, ahead))
             of_ranks: list[Partition] = gather(divided)
@@ -230,21 +230,20 @@ def _communication(of_ranks: Sequence[Partition], scales: Sequence[float]) -> di
 
 def _fit_seconds(job: Job, operation: str, calls: float, size: float) -> float | None:
     """What an operation takes by the line that ``workload=collectives`` fitted, if its calls concern all ranks."""
-    dims, gradients = job.training.layout.dims, job.training.strategy.gradients
-    if max(asdict(dims).values()) < dims.world_size:
+    dims, how = job.training.layout.dims, job.training.strategy
+    if max(getattr(dims, name) for name in dims.order()) < dims.world_size:
         return None
     precision = {"tf32": "fp32", "fp8": "bf16"}.get(name := job.spec.config.general.precision, name)
-    averaged = "fp32" if gradients == "auto" else gradients
-    dtype = precision if dims.tensor > 1 else averaged  # the ranks of a product add up activations
+    dtype = precision if dims.tensor > 1 else how.sent  # the ranks of a product add up activations
     return links.seconds(links.key(job.spec.backend, job.peers), operation, dtype, calls, size)
 
 
 def _pipeline(job: Job) -> dict[str, Any]:
     """The stages of each rank and the bubble by the formula of the schedule."""
-    layout, options = job.training.layout, job.training.strategy.pipelining
+    layout, how = job.training.layout, job.training.strategy
     if layout.dims.pipeline == 1:
         return {"stages": None, "bubble_formula": None}
-    schedule, per_rank, where = options.schedule, options.stages_on_rank, options.stage_ranks(layout.dims)
+    schedule, per_rank, where = how.pipeline_schedule, how.stages_on_rank, how.stage_ranks(layout.dims)
     stages = [
         [number for number, place in enumerate(where) if place == layout.dims.stage(rank)]
         for rank in range(job.world.size)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from ptdbench.launch.peers import gather
 from ptdbench.measure.phases import Ready
 from ptdbench.measure.trace import POINT_TO_POINT, UPDATE, Call
-from ptdbench.parallel.dims import Mesh
 from ptdbench.parallel.ring import RingAttention
 
 #: A call without its time: what it is, and which of its kind.
@@ -18,18 +17,6 @@ _Key = tuple[str, int, int]
 
 #: When a rank made a call, when it awaited it, and when it knew that it was done: by the clock of rank 0.
 _Times = tuple[float, float, float]
-
-
-def groups(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """The process groups of this rank, in an order that is the same on all ranks."""
-    found = {"copies": mesh.copies.get_group(), "shard": mesh.shard.get_group(mesh.shard.ndim - 1)}
-    views = {
-        "replicate": mesh.replicate,
-        "tensor": mesh.tensor,
-        "context": mesh.context,
-        "pipeline": mesh.pipeline,
-    }
-    return found | {name: view.get_group() for name, view in views.items() if view is not None}
 
 
 def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
@@ -64,7 +51,7 @@ def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: fl
 
     Args:
         calls: Those of this rank, in the order of their start.
-        groups: Its groups, see :func:`groups`.
+        groups: Its groups, see :meth:`ptdbench.parallel.mesh.Mesh.groups`.
         ahead: Seconds by which this rank's clock is ahead of that of rank 0.
     """
     found = [Ready(call.start) for call in calls]

@@ -166,7 +166,7 @@ def groups_of(group: str | Sequence[int], world_size: int, pipeline_size: int | 
     """The ranks of each group.
 
     ``data`` and ``pipeline`` are the dimensions of the mesh that ``parallel=pdp`` makes of so many ranks
-    (:class:`ptdbench.parallel.dims.Mesh`): neighbors are the stages of one replica, and the ranks that hold the same
+    (:class:`ptdbench.parallel.mesh.Mesh`): neighbors are the stages of one replica, and the ranks that hold the same
     stage are one data-parallel group.
     """
     if group == "all":

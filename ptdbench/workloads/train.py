@@ -17,7 +17,7 @@ from ptdbench.job import Job, Outcome
 from ptdbench.launch.stop_signal import StopSignal
 from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
-from ptdbench.parallel.dims import Mesh
+from ptdbench.parallel.mesh import Mesh
 from ptdbench.problems import Problem, require
 from ptdbench.training import agreement, memory_split, passed, profile
 from ptdbench.training.checkpointing import Checkpointing

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch import crash, local
-from ptdbench.parallel.dims import Dims, Mesh
+from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.mesh import Mesh
 
 
 def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:

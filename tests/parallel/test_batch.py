@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from ptdbench.parallel.batch import Layout, share
+from ptdbench.parallel.batch import BatchPlan, share
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
@@ -68,13 +68,13 @@ def test_without_a_pipeline_what_does_not_fit_at_once_is_accumulated():
             continue
         assert possible
         expected = batch // world if size == "auto" else size
-        assert layout == Layout(Dims(replicate=world), batch, expected, 1, batch // world // expected)
+        assert layout == BatchPlan(Dims(replicate=world), batch, expected, 1, batch // world // expected)
 
 
 def test_the_rows_of_all_replicas_are_every_sample_exactly_once():
     for replicate, shard, pipeline, multiple in product((1, 2, 3), (1, 2), (1, 2), (1, 2, 5)):
         replicas = replicate * shard
-        layout = Layout(Dims(replicate=replicate, shard=shard, pipeline=pipeline), replicas * multiple, 1, multiple)
+        layout = BatchPlan(Dims(replicate=replicate, shard=shard, pipeline=pipeline), replicas * multiple, 1, multiple)
         taken = [
             sample
             for step in range(3)
@@ -106,7 +106,7 @@ def test_a_refusal_names_numbers_that_fit(arguments, message):
 
 
 def test_a_record_holds_the_numbers_by_name():
-    assert Layout(Dims(replicate=2, shard=3, pipeline=2), 24, 2, 2, 1).as_dict() == {
+    assert BatchPlan(Dims(replicate=2, shard=3, pipeline=2), 24, 2, 2, 1).as_dict() == {
         "data": 6, "replicate": 2, "shard": 3, "context": 1, "tensor": 1, "pipeline": 2,
         "global_batch": 24, "micro_batch": 2, "microbatches": 2, "accumulation": 1,
     }  # fmt: skip

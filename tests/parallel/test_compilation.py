@@ -16,10 +16,11 @@ from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.activations import Recompute
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.compilation import Compile, compile_parts, start_afresh
-from ptdbench.parallel.dims import Dims, Mesh
+from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Engine
+from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, training_spec
@@ -250,6 +251,6 @@ def under_ddp() -> dict[str, Any]:
 
 def laid_out(strategy: Strategy, make: Callable[[], Model], how: Compile) -> Engine:
     dims = Dims(replicate=2)
-    layout: Layout = strategy.layout(dims, 4, 2)
+    layout: BatchPlan = strategy.layout(dims, 4, 2)
     setting = Setting(Mesh(dims, "cpu"), layout, torch.device("cpu"), compile=how)
     return strategy(make(), setting)

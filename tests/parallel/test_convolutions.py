@@ -10,7 +10,7 @@ from ptdbench.models.resnet import ResNet
 from ptdbench.models.toy import Toy
 from ptdbench.parallel import strategy
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.convolutions import choose_convolutions
 from ptdbench.parallel.dims import Dims
 
@@ -33,7 +33,7 @@ def test_algorithms_are_timed_for_a_model_with_convolutions_and_for_the_next_onl
     monkeypatch.setattr(strategy, "Accumulating", lambda *_, **__: None)
     mesh = SimpleNamespace(tensor=None, context=None)
     for model in models:
-        layout = Layout(Dims(), 4, 4)
+        layout = BatchPlan(Dims(), 4, 4)
         strategy.Strategy()(model, Setting(mesh=mesh, layout=layout, device=GPU))  # type: ignore[arg-type]
     assert found == [True, False, True]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
 
-from ptdbench.parallel.dims import Dims, derive, divisors
+from ptdbench.parallel.dims import Dims, degree, derive, divisors
 from ptdbench.problems import ConfigError
 
 NAMES = ("replicate", "shard", "context", "tensor", "pipeline")
@@ -111,3 +112,45 @@ def test_a_refusal_states_the_equation_and_what_fits(world_size, degrees, messag
 def test_divisors():
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
     assert divisors(1) == [1]
+
+
+@dataclass(frozen=True)
+class WithTwoMore(Dims):
+    """A degree that is a factor of the ranks, and one that divides those of three others in its own way."""
+
+    branch: int = degree("Copies in other branches.", "b", divides=("samples",), place=-1)
+    expert: int = degree("Ranks that share experts.", "e", refolds=("shard", "context", "tensor"))
+
+
+def with_two_more(world_size, **degrees):
+    return derive(world_size, {**wanted(), "branch": 1, "expert": 1, **degrees}, WithTwoMore)
+
+
+def test_a_row_of_the_table_is_a_factor_of_the_ranks_and_of_what_it_divides():
+    dims = with_two_more(8, branch=2, replicate="auto", tensor=2)
+    assert (dims.replicate, dims.world_size, dims.batch, dims.shards) == (2, 8, 4, 1)
+    assert dims.order() == ("branch", "replicate", "pipeline", "shard", "context", "tensor")
+    assert dims.order("samples") == ("branch", "replicate", "shard")
+
+
+@pytest.mark.parametrize(("asked", "found"), [(1, 1), (2, 2), (4, 4), ("auto", 4)])
+def test_a_degree_that_refolds_others_costs_no_ranks(asked, found):
+    dims = with_two_more(8, replicate=2, shard="auto", tensor=2, expert=asked)
+    assert (dims.expert, dims.shard, dims.world_size, dims.batch) == (found, 2, 8, 4)
+
+
+def test_a_degree_that_refolds_others_divides_their_ranks():
+    with pytest.raises(ConfigError) as caught:
+        with_two_more(12, replicate=2, shard=3, tensor=2, expert=4)
+    assert str(caught.value) == (
+        "expert=4: must divide shard(3) x context(1) x tensor(2) = 6, whose ranks it divides; try 1, 2, 3, 6"
+    )
+
+
+def test_dimensions_that_are_refolded_are_neighbors():
+    rows, order = WithTwoMore.rows(), WithTwoMore.order()
+    for row in rows.values():
+        places = sorted(order.index(name) for name in row.refolds)
+        assert places == list(range(places[0], places[-1] + 1)) if places else row.place is not None
+    assert len({row.letter for row in rows.values()}) == len(rows)
+    assert len({row.place for row in rows.values() if row.place is not None}) == len(order)

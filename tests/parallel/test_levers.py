@@ -18,7 +18,7 @@ from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
 from ptdbench.optim.schedules import OneCycle
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Accumulating, Engine, Part
 from ptdbench.parallel.strategy import Strategy
@@ -90,7 +90,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
-def loop_of(engine: Engine, layout: Layout, replica: int) -> StepLoop:
+def loop_of(engine: Engine, layout: BatchPlan, replica: int) -> StepLoop:
     data = SyntheticTokens(sequence_length=8, vocabulary=41, seed=0)
     return step_loop(engine, engine.optimizer(adamw), data, layout, replica, schedule=OneCycle(), **TRAIN)
 
@@ -99,7 +99,7 @@ def laid_out(lever: Lever, seed: int = 0) -> StepLoop:
     layout = lever.strategy.layout(lever.strategy.dims(RANKS), BATCH, lever.micro_batch)
     mesh, model = mesh_of(layout.dims), gpt()
     lever.strategy.check(model, layout)
-    lever.strategy.check_offload(lever.offload, layout)
+    lever.strategy.check_beside("offload", lever.offload, layout)
     engine = lever.strategy(model, Setting(mesh, layout, CPU, seed=seed, offload=lever.offload))
     return loop_of(engine, layout, mesh.batch.get_local_rank())
 
@@ -125,7 +125,7 @@ def in_rank(folder: Path, names: set[str]) -> dict[str, Any]:
     """What each lever of these names trains, and what the one process does that it is held against."""
     plain = gpt()
     materialize(plain, plain, device=CPU, seed=0)
-    reference = loop_of(Accumulating(Part(plain, plain), BATCH), Layout(Dims(), BATCH, BATCH), 0)
+    reference = loop_of(Accumulating(Part(plain, plain), BATCH), BatchPlan(Dims(), BATCH, BATCH), 0)
     seen: dict[str, Any] = {"one process": told(reference)}
     for name in (name for name in LEVERS if name in names):
         seen[name] = told(laid_out(LEVERS[name]))

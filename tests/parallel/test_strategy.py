@@ -24,9 +24,10 @@ from ptdbench.models.toy import Toy
 from ptdbench.parallel import ring
 from ptdbench.parallel.activations import Recompute, Selective
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.batch import Layout
-from ptdbench.parallel.dims import Dims, Mesh
+from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Accumulating, Engine
+from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.pipeline.engine import Pipelined
 from ptdbench.parallel.pipeline.stage import costs
 from ptdbench.parallel.strategy import Strategy
@@ -259,7 +260,7 @@ def step_of(strategy: Strategy) -> dict[str, Any]:
     return last_step(engine, mesh, layout)
 
 
-def last_step(engine: Engine, mesh: Mesh, layout: Layout) -> dict[str, Any]:
+def last_step(engine: Engine, mesh: Mesh, layout: BatchPlan) -> dict[str, Any]:
     """Nothing may be left of the step before, nor of two: DDP arranges its buckets anew in the second."""
     group, replica = mesh.batch.get_group(), mesh.batch.get_local_rank()
     for step in (2, 1, 0) if layout.dims.shard == 1 else (1, 0):
@@ -270,7 +271,7 @@ def last_step(engine: Engine, mesh: Mesh, layout: Layout) -> dict[str, Any]:
     parameters = dict(engine.module.named_parameters())
     return {
         "loss": loss, "layout": layout, "owns_loss": engine.owns_loss, "norm": engine.gradient_norm(),
-        "place": (replica, mesh.pipeline.get_local_rank() if mesh.pipeline else 0), "collectives": collectives,
+        "place": (replica, mesh["pipeline"].get_local_rank() if mesh["pipeline"] else 0), "collectives": collectives,
         "held": sum(local(parameter).numel() for parameter in parameters.values()),
         "gradients": {name: whole(parameter.grad) for name, parameter in parameters.items()},
     }  # fmt: skip
@@ -303,10 +304,10 @@ class TestRanks:
 
     @pytest.mark.parametrize("strategy", [Strategy(replicate="auto"), Strategy(shard="auto")])
     def test_replicas_share_the_batch(self, strategy):
-        assert layout_of(strategy, 4, 16, 2) == Layout(strategy.dims(4), 16, 2, 1, 2)
+        assert layout_of(strategy, 4, 16, 2) == BatchPlan(strategy.dims(4), 16, 2, 1, 2)
 
     def test_one_rank_accumulates(self):
-        assert layout_of(Strategy(), 1, 12, 3) == Layout(Dims(), 12, 3, 1, 4)
+        assert layout_of(Strategy(), 1, 12, 3) == BatchPlan(Dims(), 12, 3, 1, 4)
 
     @pytest.mark.ranks
     def test_on_one_rank_what_was_asked_for_is_applied_all_the_same(self):
@@ -337,7 +338,7 @@ def kinds_on_one_rank() -> dict[str, tuple[bool, bool, bool]]:
     return found
 
 
-def layout_of(strategy: Strategy, world_size: int, global_batch: int, micro_batch: Any = "auto") -> Layout:
+def layout_of(strategy: Strategy, world_size: int, global_batch: int, micro_batch: Any = "auto") -> BatchPlan:
     return strategy.layout(strategy.dims(world_size), global_batch, micro_batch)
 
 
@@ -368,7 +369,9 @@ def pipeline(**options: Any) -> Strategy:
 
 class TestPipeline:
     def test_stages_come_first_and_replicas_from_what_is_left(self):
-        assert layout_of(pipeline(pipeline=2, microbatches=4), 4, 16) == Layout(Dims(replicate=2, pipeline=2), 16, 2, 4)
+        assert layout_of(pipeline(pipeline=2, microbatches=4), 4, 16) == BatchPlan(
+            Dims(replicate=2, pipeline=2), 16, 2, 4
+        )
 
     @pytest.mark.parametrize(("share", "stages"), [(16, 2), (16, 4), (12, 3), (7, 2), (6, 4), (100, 4)])
     def test_automatic_micro_batches_keep_the_stages_busy(self, share, stages):
@@ -465,7 +468,7 @@ class TestPipeline:
     def test_automatic_micro_batches_fill_the_rounds(self, schedule):
         strategy = pipeline(schedule=schedule)
         assert layout_of(strategy, 2, 15).microbatches == 15 // 5
-        assert layout_of(strategy, 2, 10, 2) == Layout(Dims(pipeline=2), 10, 2, 1, 5)
+        assert layout_of(strategy, 2, 10, 2) == BatchPlan(Dims(pipeline=2), 10, 2, 1, 5)
 
     def test_an_older_torch_does_not_split_a_backward_pass(self, monkeypatch):
         monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.1+cpu"))
@@ -485,31 +488,32 @@ class TestPipeline:
     @needs_splitting
     def test_a_backward_pass_in_two_is_not_compiled(self):
         strategy = pipeline(schedule="zbv")
-        told = refused(strategy.check_compile, "layers", layout_of(strategy, 2, 16))
+        told = refused(strategy.check_beside, "compile", "layers", layout_of(strategy, 2, 16))
         rule = "makes one graph of the backward pass, which zbv splits"
         assert told == f"compile=layers: {rule}; try false, or parallel.schedule=interleaved1f1b"
         interleaved = pipeline(schedule="interleaved1f1b")
-        interleaved.check_compile("layers", layout_of(interleaved, 2, 16))
+        interleaved.check_beside("compile", "layers", layout_of(interleaved, 2, 16))
 
     def test_one_graph_has_no_place_to_gather_weights_in(self):
-        told = refused(STRATEGIES["fsdp"].check_compile, "whole", layout_of(STRATEGIES["fsdp"], 2, 4))
+        told = refused(STRATEGIES["fsdp"].check_beside, "compile", "whole", layout_of(STRATEGIES["fsdp"], 2, 4))
         rule = "is one graph, and sharded weights are gathered between the graphs of the layers"
         assert told == f"compile=whole: {rule}; try layers, or parallel=ddp"
-        STRATEGIES["fsdp"].check_compile("layers", layout_of(STRATEGIES["fsdp"], 2, 4))
+        STRATEGIES["fsdp"].check_beside("compile", "layers", layout_of(STRATEGIES["fsdp"], 2, 4))
         for strategy in (Strategy(), Strategy(replicate="auto"), pipeline()):
-            strategy.check_compile("whole", layout_of(strategy, strategy.ranks(2), 4))
+            strategy.check_beside("compile", "whole", layout_of(strategy, strategy.ranks(2), 4))
 
     @needs_splitting
     @pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
     def test_what_is_kept_for_one_backward_pass_is_not_for_two(self, schedule):
         layout = layout_of(pipeline(), 2, 16)
-        assert refused(pipeline(schedule=schedule).check_activations, Selective(), layout) == (
+        assert refused(pipeline(schedule=schedule).check_beside, "activations", Selective(), layout) == (
             f"activations=selective: has what it keeps for one backward pass, and {schedule} takes two; "
             "try recompute, keep, or parallel.schedule=interleaved1f1b"
         )
-        pipeline(schedule=schedule).check_activations(Recompute(), layout)
-        pipeline().check_activations(Selective(), layout)
-        Strategy(replicate="auto").check_activations(Selective(), layout_of(Strategy(replicate="auto"), 2, 16))
+        pipeline(schedule=schedule).check_beside("activations", Recompute(), layout)
+        pipeline().check_beside("activations", Selective(), layout)
+        ddp = Strategy(replicate="auto")
+        ddp.check_beside("activations", Selective(), layout_of(ddp, 2, 16))
 
     @pytest.mark.parametrize("build", [gpt, lambda: on_meta(Toy), lambda: on_meta(ResNet, depth=18, image_size=32)])
     def test_every_chain_can_be_cut(self, build):
@@ -591,8 +595,8 @@ class TestSharedWork:
     def test_a_ring_is_not_compiled(self):
         strategy = Strategy(replicate="auto", context=2, context_method="ring")
         layout = layout_of(strategy, 2, 16)
-        strategy.check_compile("layers", layout)
-        assert refused(strategy.check_compile, "whole", layout) == (
+        strategy.check_beside("compile", "layers", layout)
+        assert refused(strategy.check_beside, "compile", "whole", layout) == (
             "compile=whole: is one graph, and ring attention is not compiled; try layers, or "
             "parallel.context_method=ulysses"
         )
@@ -702,18 +706,18 @@ class TestLevers:
 
     def test_an_error_that_is_not_finite_would_be_kept(self):
         strategy = Strategy(replicate="auto", gradients="powersgd")
-        assert refused(strategy.check_precision, "fp16") == (
+        assert refused(strategy.check_beside, "precision", "fp16") == (
             "parallel.gradients=powersgd: is not for scaled losses: a step that overflows is skipped, and its infinite "
             "error would be kept; try auto, or precision=bf16"
         )
-        strategy.check_precision("bf16")
-        Strategy(replicate="auto", gradients="fp16").check_precision("fp16")
+        strategy.check_beside("precision", "bf16")
+        Strategy(replicate="auto", gradients="fp16").check_beside("precision", "fp16")
 
     def test_what_is_offloaded_is_sharded(self):
         rule = "is for sharded weights, and these degrees of parallelism shard none; try parallel=fsdp,hsdp"
         for strategy in (Strategy(), Strategy(replicate="auto"), pipeline()):
             layout = layout_of(strategy, strategy.ranks(2), 4)
-            told = refused(strategy.check_offload, "optimizer_and_weights", layout)
+            told = refused(strategy.check_beside, "offload", "optimizer_and_weights", layout)
             assert told == f"offload=optimizer_and_weights: {rule}"
-            strategy.check_offload("none", layout)
-        Strategy(shard="auto").check_offload("optimizer_and_weights", layout_of(Strategy(shard="auto"), 1, 4))
+            strategy.check_beside("offload", "none", layout)
+        Strategy(shard="auto").check_beside("offload", "optimizer_and_weights", layout_of(Strategy(shard="auto"), 1, 4))

@@ -18,7 +18,7 @@ def run(parallel="ddp", tokens_per_second=1000.0, **changes):
         "global_batch": 16,
         "precision": "fp32",
         "parameters": 1234567,
-        "layout": {"data": 2, "pipeline": 1, "microbatches": 1, "accumulation": 1},
+        "layout": {"data": 2, "replicate": 2, "pipeline": 1, "microbatches": 1, "accumulation": 1},
         "final_loss": 2.51349,
         "metrics": {
             "tokens_per_second": tokens_per_second,
@@ -112,7 +112,7 @@ PDP = phased(
     stages=[[0], [1]],
     bubble_formula=0.2,
     waited_for=[0.0, 0.03],
-    layout={"data": 1, "pipeline": 2, "microbatches": 4, "accumulation": 1},
+    layout={"data": 1, "replicate": 1, "pipeline": 2, "microbatches": 4, "accumulation": 1},
 )
 
 

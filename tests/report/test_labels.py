@@ -5,7 +5,7 @@ import pytest
 from ptdbench.report.labels import titles
 from tests.report.made import run
 
-PDP = {"data": 1, "pipeline": 2, "microbatches": 4, "accumulation": 1}
+PDP = {"data": 1, "replicate": 1, "pipeline": 2, "microbatches": 4, "accumulation": 1}
 
 
 def pdp(schedule, **changes):

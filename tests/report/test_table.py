@@ -92,7 +92,7 @@ def test_where_in_a_users_code_it_was_is_said_behind_a_message_however_long():
 
 
 def test_out_of_memory_says_what_to_try():
-    layout = {"data": 2, "pipeline": 1, "micro_batch": 8}
+    layout = {"data": 2, "replicate": 2, "pipeline": 1, "micro_batch": 8}
     record = failed("ddp", "CUDA out of memory", "oom") | {"layout": layout}
     record["config"] = {"activations": {"name": "keep"}}
     tried = "try train.micro_batch=4, parallel=fsdp, activations=recompute, precision=bf16"
@@ -131,20 +131,20 @@ def test_models_have_tables_of_their_own():
 @pytest.mark.parametrize(
     ("runs", "labels"),
     [
-        ([run("pdp", layout={"data": 2, "pipeline": 4, "microbatches": 8})], ["pdp 2x4 1f1b"]),
+        ([run("pdp", layout={"data": 2, "replicate": 2, "pipeline": 4, "microbatches": 8})], ["pdp 2x4 1f1b"]),
         ([run("ddp"), run("ddp", precision="bf16")], ["ddp fp32", "ddp bf16"]),
         ([run("ddp"), run("fsdp", precision="bf16")], ["ddp", "fsdp"]),
         (
             [
-                run("pdp", layout={"data": 1, "pipeline": 2, "microbatches": 4}),
-                run("pdp", layout={"data": 1, "pipeline": 2, "microbatches": 8}),
+                run("pdp", layout={"data": 1, "replicate": 1, "pipeline": 2, "microbatches": 4}),
+                run("pdp", layout={"data": 1, "replicate": 1, "pipeline": 2, "microbatches": 8}),
             ],
             ["pdp 1x2 1f1b m4", "pdp 1x2 1f1b m8"],
         ),
-        ([run("fsdp", layout={"data": 4, "shard": 4, "pipeline": 1})], ["fsdp"]),
-        ([run("hsdp", layout={"data": 8, "shard": 4, "pipeline": 1})], ["hsdp 2x4"]),
-        ([run("hsdp", layout={"data": 8, "shard": 4, "pipeline": 2})], ["hsdp 2x4x2 1f1b"]),
-        ([run("ddp"), run("ddp", layout={"data": 2, "accumulation": 4})], ["ddp acc1", "ddp acc4"]),
+        ([run("fsdp", layout={"data": 4, "replicate": 1, "shard": 4, "pipeline": 1})], ["fsdp"]),
+        ([run("hsdp", layout={"data": 8, "replicate": 2, "shard": 4, "pipeline": 1})], ["hsdp 2x4"]),
+        ([run("hsdp", layout={"data": 8, "replicate": 2, "shard": 4, "pipeline": 2})], ["hsdp 2x4x2 1f1b"]),
+        ([run("ddp"), run("ddp", layout={"data": 2, "replicate": 2, "accumulation": 4})], ["ddp acc1", "ddp acc4"]),
         ([run("ddp"), run("ddp", world_size=4)], ["ddp", "ddp"]),
         ([run("ddp", nodes=["n1"]), run("ddp", nodes=["n1", "n2"])], ["ddp 1 node", "ddp 2 nodes"]),
         (  # one that never learned its nodes
@@ -239,7 +239,7 @@ LARGE = run(
     123456789.0,
     world_size=1024,
     global_batch=16384,
-    layout={"data": 128, "pipeline": 8, "microbatches": 64},
+    layout={"data": 128, "replicate": 128, "pipeline": 8, "microbatches": 64},
 )
 
 
@@ -257,7 +257,7 @@ def test_figures_are_whole_at_any_width(width):
 def test_a_table_is_whole_in_its_columns(width):
     """As on two CPU cores: there is no MFU, and all runs have the same ranks and batch."""
     metrics = {**run()["metrics"], "mfu": None, "mfu_reason": "a CPU has no data-sheet peak"}
-    pipeline = run("pdp", layout={"data": 1, "pipeline": 2, "microbatches": 4}, metrics=metrics)
+    pipeline = run("pdp", layout={"data": 1, "replicate": 1, "pipeline": 2, "microbatches": 4}, metrics=metrics)
     text = render([pipeline, run("ddp", metrics=metrics), failed("fsdp", "word " * 100, "preempted")], width)
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
@@ -281,7 +281,7 @@ def test_on_a_terminal_the_fastest_and_what_failed_stand_out(monkeypatch):
 
 
 def test_usual_runs_fit_a_hundred_columns():
-    pipeline = run("pdp", 41234.5, layout={"data": 1, "pipeline": 2, "microbatches": 4})
+    pipeline = run("pdp", 41234.5, layout={"data": 1, "replicate": 1, "pipeline": 2, "microbatches": 4})
     text = render([pipeline, run("ddp")], 100)
     assert max(map(len, text.splitlines())) <= 100
     assert "pdp 1x2 1f1b" in text

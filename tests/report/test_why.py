@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from ptdbench.records.alternatives import Alternative
 from ptdbench.report.phases import PHASES
 from ptdbench.report.ranking import Place
-from ptdbench.report.why import against_first, bytes_text, compare, in_order, remarks, shares
+from ptdbench.report.why import against_first, compare, in_order, remarks, shares
+from ptdbench.units import bytes_text
 from tests.report.made import DDP, FSDP, PDP, operation, phased
 
 

@@ -9,15 +9,15 @@ import pytest
 
 from ptdbench.checkpoints import manifest
 from ptdbench.checkpoints.manifest import Manifest
-from ptdbench.parallel.batch import Layout
-from ptdbench.parallel.dims import ORDER, Dims
+from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
 from ptdbench.setup import reshaping
 from ptdbench.setup.run_spec import Summary
 
 
 def layout(**degrees: int) -> dict[str, Any]:
-    return Layout(Dims(**degrees), global_batch=16, micro_batch=4).as_dict()
+    return BatchPlan(Dims(**degrees), global_batch=16, micro_batch=4).as_dict()
 
 
 def checkpoint(world_size: int, *layouts: dict[str, Any]) -> Manifest:
@@ -43,7 +43,7 @@ def checkpoint(world_size: int, *layouts: dict[str, Any]) -> Manifest:
     ],
 )
 def test_a_change_is_named_with_both_shapes(was, now, change):
-    assert reshaping.change(was, math.prod(now[degree] for degree in ORDER), now) == change
+    assert reshaping.change(was, math.prod(now[degree] for degree in Dims.order()), now) == change
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from ptdbench.data.protocol import Data
 from ptdbench.data.synthetic import SyntheticVectors
 from ptdbench.models.materialize import materialize
 from ptdbench.models.toy import Toy
-from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Accumulating, Part
 from ptdbench.training import loop as module
@@ -33,7 +33,7 @@ def data() -> SyntheticVectors:
     return SyntheticVectors(inputs=6, outputs=4, seed=0)
 
 
-def loop_over(model: Toy, where: Layout, replica: int = 0, source: Data | None = None) -> StepLoop:
+def loop_over(model: Toy, where: BatchPlan, replica: int = 0, source: Data | None = None) -> StepLoop:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return step_loop(Accumulating(Part(model, model), where.micro_batch), optimizer, source or data(), where, replica)
 
@@ -56,7 +56,7 @@ def by_hand(steps: int, batch: int) -> tuple[list[Tensor], list[Tensor]]:
 def test_it_trains_as_a_loop_by_hand_does(micro_batch):
     model = toy()
     size = 8 if micro_batch == "auto" else micro_batch
-    loop = loop_over(model, Layout(Dims(), 8, size, 1, 8 // size))
+    loop = loop_over(model, BatchPlan(Dims(), 8, size, 1, 8 // size))
     for _ in range(5):
         loop.step()
     losses, weights = by_hand(5, 8)
@@ -68,7 +68,7 @@ def test_it_trains_as_a_loop_by_hand_does(micro_batch):
 def test_each_step_leaves_a_loss_a_time_and_the_memory_in_use(monkeypatch):
     read = iter([100, 300, 200])
     monkeypatch.setattr(module.memory, "in_use", lambda device: lambda: next(read))
-    loop = loop_over(toy(), Layout(Dims(), 8, 8))
+    loop = loop_over(toy(), BatchPlan(Dims(), 8, 8))
     for _ in range(3):
         loop.step()
     assert len(loop.losses) == len(loop.clock.seconds()) == 3
@@ -77,7 +77,7 @@ def test_each_step_leaves_a_loss_a_time_and_the_memory_in_use(monkeypatch):
 
 
 def test_losses_stay_on_the_device_and_hold_no_graph():
-    loop = loop_over(toy(), Layout(Dims(), 8, 8))
+    loop = loop_over(toy(), BatchPlan(Dims(), 8, 8))
     loop.step()
     assert isinstance(loop.losses[0], Tensor)
     assert loop.losses[0].grad_fn is None
@@ -91,7 +91,7 @@ def test_each_replica_takes_its_own_rows():
             taken.append((start, stop))
             return super().samples(start, stop)
 
-    where = Layout(Dims(replicate=2), 8, 4)
+    where = BatchPlan(Dims(replicate=2), 8, 4)
     for replica in (0, 1):
         loop = loop_over(toy(), where, replica, Watched(inputs=6, outputs=4, seed=0))
         loop.step()
@@ -101,13 +101,13 @@ def test_each_replica_takes_its_own_rows():
 
 def test_gradients_do_not_live_on_after_a_step():
     model = toy()
-    loop_over(model, Layout(Dims(), 8, 8)).step()
+    loop_over(model, BatchPlan(Dims(), 8, 8)).step()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_garbage_is_collected_between_steps_now_and_then_and_never_inside_one(monkeypatch):
     monkeypatch.setattr(module, "COLLECT_EVERY", 3)
-    loop = loop_over(toy(), Layout(Dims(), 8, 8))
+    loop = loop_over(toy(), BatchPlan(Dims(), 8, 8))
     stopped_before_collecting = []
 
     def watch(phase: str, _: dict) -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptdbench.data.feed import Feed
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.dims import Mesh
+from ptdbench.parallel.mesh import Mesh
 from ptdbench.setup.config import Train
 from ptdbench.training.loop import StepLoop
 from ptdbench.training.update import Update

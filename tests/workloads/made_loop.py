@@ -10,7 +10,7 @@ import torch
 from ptdbench.data.feed import Feed
 from ptdbench.data.protocol import Data
 from ptdbench.optim.schedules import Constant, Schedule
-from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine
 from ptdbench.setup.config import Train
 from ptdbench.training.loop import StepLoop
@@ -27,7 +27,7 @@ def step_loop(
     engine: Engine,
     optimizer: torch.optim.Optimizer,
     data: Data,
-    where: Layout,
+    where: BatchPlan,
     replica: int = 0,
     schedule: Schedule | None = None,
     **train: Any,

@@ -81,11 +81,12 @@ def test_groups_are_those_of_the_mesh_that_trains(data, pipeline):
     code = (
         "import json, torch.distributed as dist\n"
         "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
-        "from ptdbench.parallel.dims import Dims, Mesh\n"
+        "from ptdbench.parallel.dims import Dims\n"
+        "from ptdbench.parallel.mesh import Mesh\n"
         f"dist.init_process_group('fake', store=FakeStore(), rank=0, world_size={data * pipeline})\n"
         f"mesh = Mesh(Dims(replicate={data}, pipeline={pipeline}), 'cpu')\n"
         "ranks = lambda mesh: dist.get_process_group_ranks(mesh.get_group())\n"
-        "print(json.dumps([ranks(mesh.batch), ranks(mesh.pipeline) if mesh.pipeline else [0]]))\n"
+        "print(json.dumps([ranks(mesh.batch), ranks(mesh['pipeline']) if mesh['pipeline'] else [0]]))\n"
     )
     told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     replicas, stages = json.loads(told.stdout)

@@ -12,44 +12,36 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from ptdbench.models.protocol import Model
-from ptdbench.parallel.apply import Setting, Transforms, apply
-from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.apply import Setting, apply
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine, Part, Scale, norm_of
+from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline import shared
 from ptdbench.parallel.pipeline.handover import receive, send
 from ptdbench.parallel.pipeline.schedules import Schedule
 from ptdbench.parallel.pipeline.stage import Cut, Stage, cut
 
 
-def pipelined(
-    model: Model,
-    setting: Setting,
-    transforms: Transforms,
-    schedule: Schedule,
-    stages_per_rank: int = 1,
-) -> Engine:
+def pipelined(model: Model, setting: Setting, how: Options) -> Engine:
     """Build this rank's stages, each laid out over its replicas or shards, and their schedule.
 
     Args:
         model: A chain of parts.
         setting: The ranks, formats and options.
-        transforms: The transforms of each stage.
-        schedule: The schedule, which also says which rank has which stages.
-        stages_per_rank: Number of stages on a rank.
+        how: The options of ``parallel``.
     """
-    size = setting.layout.dims.pipeline
-    mesh = setting.mesh.pipeline or setting.mesh.batch  # of one rank for a pipeline of one stage
-    where = cut(model, schedule.ranks(size, stages_per_rank))
+    mesh = setting.mesh["pipeline"] or setting.mesh.batch  # of one rank for a pipeline of one stage
+    where = cut(model, how.stage_ranks(setting.layout.dims))
     tied = model.tied()  # before sharding and untying replace the weights, which a model may compare
     shared.untie(model, tied, where)
     held = _stages(model, where, dist.get_rank(mesh.get_group()))
-    parts = {number: apply(model, stage, setting, transforms) for number, stage in held.items()}
+    parts = {number: apply(model, stage, setting, how) for number, stage in held.items()}
     return Pipelined(
         model,
         tied,
         where,
         parts,
-        schedule,
+        how.pipeline_schedule,
         setting.layout,
         mesh.get_group(),
         setting.device,
@@ -87,7 +79,7 @@ class Pipelined(Engine):
         where: Cut,
         parts: dict[int, Part],
         schedule: Schedule,
-        layout: Layout,
+        layout: BatchPlan,
         group: dist.ProcessGroup,
         device: torch.device,
         *,

@@ -21,6 +21,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from ptdbench.parallel.dims import divisors
+from ptdbench.problems import ConfigError, Problem, nearest, try_these
 
 #: A schedule over the stages of a rank.
 Running: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti
@@ -139,3 +140,15 @@ SCHEDULES: dict[str, Schedule] = {
     "zbv": Schedule(ScheduleZBVZeroBubble, 2, "v", splits_backward=True, bubble_units=0),
     "dualpipev": Schedule(ScheduleDualPipeV, 2, "v", microbatches="stages", splits_backward=True, bubble_units=2),
 }
+
+
+def named(name: str) -> Schedule:
+    """The schedule of this name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name in SCHEDULES:
+        return SCHEDULES[name]
+    rule = f"must be {', '.join(SCHEDULES)}"
+    raise ConfigError([Problem("schedule", name, rule, try_these(nearest(name, SCHEDULES)))])

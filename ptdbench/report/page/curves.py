@@ -7,9 +7,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from ptdbench.records.bearing import bears
 from ptdbench.records.load import MOST_LOST, Run
 from ptdbench.records.store import Damaged
-from ptdbench.report.losses import is_of_layout, listed
+from ptdbench.report.losses import listed
 from ptdbench.terminal import plural
 
 #: Curves of so many rows are drawn: of more, none can be told from another.
@@ -93,7 +94,7 @@ def _json(values: np.ndarray) -> list[float | None]:
 
 def _training(number: int, options: Mapping[str, Sequence[str | None]]) -> Hashable:
     """Equal for two rows if and only if their losses should be: what they train differs in no option."""
-    return tuple(values[number] for name, values in options.items() if not is_of_layout(name))
+    return tuple(values[number] for name, values in options.items() if not bears(name, "layout"))
 
 
 def _agreement(group: Sequence[int], rows: Mapping[int, Mapping[str, Any]], called: Mapping[int, str]) -> Iterator[str]:

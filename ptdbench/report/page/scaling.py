@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-#: Options that say on how many ranks a run is, how they are divided, and how the batch is.
-_DEGREES = tuple(f"parallel.{name}" for name in ("replicate", "shard", "context", "tensor", "pipeline"))
-_RANKS = ("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node")
-_BATCHES = ("train.global_batch", "train.micro_batch")
-_OF_SIZE = (*_DEGREES, *_RANKS, *_BATCHES)
+from ptdbench.records.bearing import bearing, bears
 
 Row = Mapping[str, Any]
 
@@ -38,7 +34,12 @@ def curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | None]]) -> 
 
 def _kept(row: Row, options: Mapping[str, Sequence[str | None]]) -> list[str | None]:
     """The values of options that have nothing to do with the number of ranks."""
-    return [texts[row["number"]] for name, texts in options.items() if name not in _OF_SIZE]
+    return [texts[row["number"]] for name, texts in options.items() if not _is_of_size(name)]
+
+
+def _is_of_size(option: str) -> bool:
+    """Whether an option says on how many ranks a run is, how they are divided, or how the batch is."""
+    return bears(option, "degree", "ranks", "batch")
 
 
 def _apart(group: Sequence[Row], options: Mapping[str, Sequence[str | None]]) -> Iterable[Sequence[Row]]:
@@ -53,8 +54,8 @@ def _apart(group: Sequence[Row], options: Mapping[str, Sequence[str | None]]) ->
 
     waiting = [list(group)]
     for key in (
-        values(*_DEGREES),
-        values(*_BATCHES),
+        values(*bearing("degree")),
+        values(*bearing("batch")),
         lambda row: row["nodes"],
         lambda row: row["sweep"],
     ):
@@ -84,7 +85,7 @@ def _grouped(rows: Iterable[Row], key: Any) -> list[list[Row]]:
 def _curve(kind: str, rows: Sequence[Row], size: float, options: Mapping[str, Sequence[str | None]]) -> dict[str, Any]:
     first = rows[0]["rate"] / rows[0]["ranks"]
     batch = f"batch {size:g}" if kind == "strong" else f"{size:g} a rank"
-    varying = [name for name in options if name not in _OF_SIZE and name != "parallel"]
+    varying = [name for name in options if not _is_of_size(name) and name != "parallel"]
     words = [f"{name.rpartition('.')[2]}={text}" for name in varying if (text := options[name][rows[0]["number"]])]
     return {
         "kind": kind,

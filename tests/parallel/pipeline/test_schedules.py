@@ -16,7 +16,7 @@ from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.batch import Layout
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Accumulating, Part
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
@@ -61,7 +61,7 @@ def reference(tied: bool) -> dict[str, Any]:
     """One rank."""
     model = gpt(tied)
     materialize(model, model, device=CPU, seed=0)
-    layout = Layout(Dims(), BATCH, BATCH)
+    layout = BatchPlan(Dims(), BATCH, BATCH)
     with torch.no_grad():
         untrained = model(*data().samples(*layout.rows(STEPS - 1, 0))).item()
     engine = Accumulating(Part(model, model), BATCH)

@@ -1,0 +1,124 @@
+"""What does not go together: a table of what rules an option out, the option, why, and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+
+import torch
+
+from ptdbench.parallel import ring
+from ptdbench.parallel.activations import Selective
+from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import Dims, divisors
+from ptdbench.parallel.options import Options
+from ptdbench.problems import Problem, try_these
+
+#: Whether it is ruled out, the option, the rule, and a remedy.
+Row = tuple[object, str, str, str]
+
+_DEFAULTS = {field.name: field.default for field in fields(Options)}
+_NO_EFFECT = "has no effect under these degrees of parallelism"
+_1F1B = "parallel.schedule=interleaved1f1b"
+
+
+def of_values(how: Options) -> list[Row]:
+    """Values that are none, whatever the degrees."""
+    lacks = ring.missing() if how.context_method == "ring" else None
+    return [
+        (how.bucket_mb != "auto" and how.bucket_mb <= 0, "bucket_mb", "must be greater than 0 (MiB)", "try auto, 25"),
+        (lacks, "context_method", f"needs {lacks}, which torch {torch.__version__} has not", "try ulysses"),
+    ]
+
+
+def of_degrees(how: Options) -> list[Row]:
+    """Options that have no effect, or not this one, under the degrees as they are asked for."""
+    is_one = {name: degree == 1 for name, degree in how.degrees().items()}
+    is_set = {name: getattr(how, name) != default for name, default in _DEFAULTS.items()}
+    # DDP averages the gradients also of ranks that share a sequence, and with FSDP its options have no effect.
+    ignored = is_one | {"replicate": is_one["replicate"] and is_one["context"]}
+    has_shards, compresses = not (is_one["shard"] and is_one["tensor"]), how.gradients == "powersgd"
+    averages = not ignored["replicate"]
+    ignored["replicate"] |= has_shards
+    reshards_to_group = not isinstance(how.reshard_after_forward, bool)
+    return [
+        *(
+            (ignored[degree] and is_set[option], option, _NO_EFFECT, f"it belongs to {row.preset}")
+            for degree, row in how.rows().items()
+            for option in row.options
+        ),
+        (is_one["shard"] and not averages and is_set["gradients"],
+         "gradients", _NO_EFFECT, "it belongs to parallel=ddp,pdp,fsdp,hsdp"),
+        (not is_one["pipeline"] and is_set["reshard_between_microbatches"], "reshard_between_microbatches",
+         "has no effect under a pipeline, whose schedule keeps the weights of a stage between micro-batches",
+         "try auto"),
+        (has_shards and compresses,
+         "gradients", "is made of whole gradients, and here are shards of them", "try auto, bf16, or parallel=ddp"),
+        *(
+            (is_one["shard"] and averages and not compresses and is_set[option],
+             option, "has no effect without parallel.gradients=powersgd", "omit it")
+            for option in ("powersgd_rank", "powersgd_start")
+        ),
+        (reshards_to_group and not (is_one["pipeline"] and is_one["tensor"] and is_one["context"]),
+         "reshard_after_forward",
+         "makes groups of ranks that only shard, without stages, tensor or context parallelism", "try true, false"),
+    ]  # fmt: skip
+
+
+def of_layout(how: Options, plan: BatchPlan) -> list[Row]:
+    """What the degrees of a run and its micro-batches rule out."""
+    dims, groups = plan.dims, divisors(plan.dims.shard)[1:-1]
+    frees, is_static, has_stages = how.reshard_after_forward, how.static_graph is True, how.applies("pipeline", dims)
+    return [
+        (is_static and has_stages, "static_graph", "gives wrong gradients under a pipeline", "try auto, false"),
+        (is_static and not has_stages and plan.accumulation > 1, "static_graph",
+         f"is not sound with gradient accumulation, and there are {plan.accumulation} passes a step",
+         "try auto, false, or train.micro_batch=auto"),
+        (not isinstance(frees, bool) and frees not in groups, "reshard_after_forward",
+         f"a number must divide shard({dims.shard}), and lie between 1 and it",
+         try_these(["true", "false", *groups])),
+        (frees is not False and how.splits_backward(dims) and how.applies("shard", dims), "reshard_after_forward",
+         f"gives wrong gradients under {how.schedule}, which computes those of weights after other forward passes",
+         f"try false, or {_1F1B}"),
+    ]  # fmt: skip
+
+
+def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> list[Row]:
+    """What a value of an option outside of ``parallel`` does not go with; of a precision under any layout."""
+    dims = plan.dims if plan else Dims()
+    is_ring, splits = how.applies("context", dims) and how.context_method == "ring", how.splits_backward(dims)
+    rows: dict[str, list[Row]] = {
+        "compile": [
+            (value == "whole" and is_ring, "compile", "is one graph, and ring attention is not compiled",
+             "try layers, or parallel.context_method=ulysses"),
+            (value == "whole" and how.shards(dims), "compile",
+             "is one graph, and sharded weights are gathered between the graphs of the layers",
+             "try layers, or parallel=ddp"),
+            (value and splits, "compile", f"makes one graph of the backward pass, which {how.schedule} splits",
+             f"try false, or {_1F1B}"),
+        ],
+        "activations": [
+            (isinstance(value, Selective) and splits, "activations",
+             f"has what it keeps for one backward pass, and {how.schedule} takes two",
+             f"try recompute, keep, or {_1F1B}"),
+        ],
+        "offload": [
+            (value == "optimizer_and_weights" and not how.applies("shard", dims), "offload",
+             "is for sharded weights, and these degrees of parallelism shard none",
+             f"try {how.rows()['shard'].preset}"),
+        ],
+        "precision": [
+            (value == "fp16" and how.gradients == "powersgd", "parallel.gradients",
+             "is not for scaled losses: a step that overflows is skipped, and its infinite error would be kept",
+             "try auto, or precision=bf16"),
+        ],
+    }  # fmt: skip
+    return rows[name]
+
+
+def problems(how: Options, rows: Iterable[Row], value: object = None) -> Iterator[Problem]:
+    """The rows that apply; ``value``: of an option outside of ``parallel``."""
+    shown = "selective" if isinstance(value, Selective) else value
+    for is_ruled_out, option, rule, remedy in rows:
+        if is_ruled_out:
+            yield Problem(option, getattr(how, option.removeprefix("parallel."), shown), rule, remedy)

@@ -1,0 +1,79 @@
+"""The mesh of ranks: who shares what with whom."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, _redistribute
+
+from ptdbench.parallel.dims import Dims
+
+
+class Mesh:
+    """The mesh of ranks, seen from one of them.
+
+    ``mesh["tensor"]`` are the ranks that share each matrix product, ``None`` where each has its own; and so for each
+    degree.
+
+    Attributes:
+        batch: The ranks with the same part of the model and different samples.
+        copies: Those over which the gradients of whole weights are averaged: they differ in samples, or in
+            the positions of a sequence.
+        shard: Those over which weights are sharded; with several copies the first of two dimensions is the copies.
+        refolds: For each degree above 1 that refolds others the ranks of these in two dimensions: those with the same
+            share, ``<name>_copies``, and those that share, ``<name>``.
+
+    Args:
+        dims: The degrees.
+        device_type: ``cpu`` or ``cuda``.
+    """
+
+    def __init__(self, dims: Dims, device_type: str) -> None:
+        _forget_plans()
+        # One of the two dimensions of the batch always exists, even with a single rank. Copies of DTensors are kept
+        # equal by FSDP, which asks for the ranks that it shards over, if only one.
+        always = {"replicate"} if dims.batch == 1 else set()
+        if dims.tensor > 1 and dims.replicate * dims.context > 1:
+            always.add("shard")
+        names = tuple(name for name in dims.order() if getattr(dims, name) > 1 or name in always)
+        grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)
+
+        def flat(*wanted: str) -> DeviceMesh:
+            """These dimensions as one, as far as there are any."""
+            found = tuple(name for name in wanted if name in names)
+            return grid[found] if len(found) == 1 else grid[found]._flatten("_".join(found))
+
+        self.batch = flat(*dims.order("samples"))
+        self.copies = flat(*dims.order("samples", "positions"))
+        self.shard = self.batch
+        if {*dims.order("weights")} & {*names}:
+            self.shard = flat(*dims.order("weights"))
+            if dims.replicate > 1:
+                self.shard = grid["replicate", "_".join(self.shard.mesh_dim_names or ())]
+        self.refolds = {}
+        for name, row in dims.rows().items():
+            if row.refolds and (size := getattr(dims, name)) > 1:
+                ranks = flat(*(other for other in dims.order() if other in row.refolds))
+                self.refolds[name] = ranks._unflatten(0, (ranks.size() // size, size), (f"{name}_copies", name))
+        self._views = {name: grid[name] for name in names} | {name: fold[name] for name, fold in self.refolds.items()}
+        self._degrees = dims.rows()
+
+    def __getitem__(self, degree: str) -> DeviceMesh | None:
+        return self._views.get(degree) if degree in self._degrees else self._views[degree]
+
+    def groups(self) -> dict[str, dist.ProcessGroup]:
+        """The process groups of this rank, in an order that is the same on all ranks."""
+        found = {"copies": self.copies.get_group(), "shard": self.shard.get_group(self.shard.ndim - 1)}
+        return found | {name: view.get_group() for name, view in self._views.items() if name not in found}
+
+
+def _forget_plans() -> None:
+    """Let DTensors plan afresh: torch keeps plans by the shape of a mesh, with the groups of the run before.
+
+    These are gone where ranks carry out one run of a sweep after the other.
+    """
+    # What torch.distributed.tensor.debug does, which takes half a second to import.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+    torch._C._clear_DTensor_sharding_propagator_cache()
+    _redistribute._gen_transform_infos.cache_clear()

@@ -1,0 +1,95 @@
+"""The options of ``parallel``, described in ``conf/parallel_options.yaml``, as all that lays out a model takes them."""
+# Annotations are evaluated: setup/signature.py checks the options of Strategy against those that it inherits.
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import Degrees, Dims, Size, waiting
+from ptdbench.parallel.pipeline import schedules
+from ptdbench.parallel.pipeline.schedules import Schedule
+
+#: How ranks see all positions in attention: they exchange positions for heads, or gather all keys and values.
+Method = Literal["ulysses", "ring"]
+
+#: What is kept in host memory between its uses.
+Offload = Literal["none", "optimizer_and_weights"]
+
+
+@dataclass(frozen=True)
+class Options(Degrees[Size]):
+    """The degrees and their options, and what follows from them for the degrees of a run."""
+
+    bucket_mb: float | Literal["auto"] = "auto"
+    gradient_as_bucket_view: bool = True
+    static_graph: bool | Literal["auto"] = "auto"
+    optimizer: Literal["replicated", "zero1"] = "replicated"
+    powersgd_rank: int = 1
+    powersgd_start: int = 2
+    reshard_after_forward: bool | int = True
+    reshard_between_microbatches: bool | Literal["auto"] = "auto"
+    prefetch: int = 1
+    gradients: Literal["auto", "fp32", "bf16", "fp16", "powersgd"] = "auto"
+    context_method: Method = "ulysses"
+    sequence: bool = False
+    schedule: str = "1f1b"
+    stages_per_rank: int | Literal["auto"] = "auto"
+    microbatches: int | Literal["auto"] = "auto"
+    sync_batchnorm: bool = False
+
+    def applies(self, degree: str, dims: Dims) -> bool:
+        """Whether the transform of a degree is applied.
+
+        A requested transform is applied on one rank too, so that its overhead can be measured.
+        """
+        return getattr(dims, degree) > 1 or (dims.world_size == 1 and waiting(self.degrees())[:1] == [degree])
+
+    def shards(self, dims: Dims) -> bool:
+        """Whether FSDP2 keeps the shards, or the copies: DDP knows no DTensors, which tensor parallelism makes."""
+        return self.applies("shard", dims) or (dims.tensor > 1 and dims.context * dims.replicate > 1)
+
+    def replicates(self, dims: Dims) -> bool:
+        """Whether DDP averages the gradients of whole weights, also those of ranks that share a sequence."""
+        return not self.shards(dims) and (self.applies("replicate", dims) or dims.context > 1)
+
+    @property
+    def sent(self) -> Literal["fp32", "bf16", "fp16", "powersgd"]:
+        """What is sent to average gradients."""
+        return "fp32" if self.gradients == "auto" else self.gradients
+
+    def frees_after_forward(self, dims: Dims) -> bool | int:
+        """``reshard_after_forward``, where weights are sharded over several ranks."""
+        return self.reshard_after_forward if dims.shards > 1 else False
+
+    def frees_between_microbatches(self, dims: Dims) -> bool:
+        """``reshard_between_microbatches``; without resharding after forward the whole model is in memory anyway."""
+        between = self.reshard_between_microbatches
+        return bool(self.frees_after_forward(dims)) if between == "auto" else between
+
+    def has_static_graph(self, plan: BatchPlan) -> bool:
+        """``static_graph``; ``auto``: where it is sound.
+
+        With accumulation torch fails an internal assertion, and under 1F1B it silently gives wrong gradients.
+        """
+        sound = plan.accumulation == 1 and not self.applies("pipeline", plan.dims)
+        return sound if self.static_graph == "auto" else self.static_graph
+
+    @property
+    def pipeline_schedule(self) -> Schedule:
+        """The schedule of a pipeline; raises ConfigError where there is none of this name."""
+        return schedules.named(self.schedule)
+
+    @property
+    def stages_on_rank(self) -> int:
+        """Stages of a pipeline on a rank."""
+        return self.pipeline_schedule.per_rank(self.stages_per_rank)
+
+    def stage_ranks(self, dims: Dims) -> list[int]:
+        """The rank in the pipeline of each stage; one without a pipeline."""
+        return (
+            self.pipeline_schedule.ranks(dims.pipeline, self.stages_on_rank) if self.applies("pipeline", dims) else [0]
+        )
+
+    def splits_backward(self, dims: Dims) -> bool:
+        """Whether a pipeline computes gradients of weights apart from those of inputs."""
+        return self.applies("pipeline", dims) and self.pipeline_schedule.splits_backward

@@ -1,0 +1,63 @@
+"""The mesh on eight ranks: which of them share what, also by degrees that are not there yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.mesh import Mesh
+from tests.parallel.ranks import on_ranks
+from tests.parallel.test_dims import WithTwoMore
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture(scope="module")
+def of_ranks() -> list[dict[str, Any]]:
+    return on_ranks(8, in_rank)
+
+
+def in_rank() -> dict[str, Any]:
+    plain = Mesh(Dims(replicate=2, pipeline=2, tensor=2), "cpu")
+    more = Mesh(WithTwoMore(branch=2, shard=2, tensor=2, expert=2), "cpu")
+    alone = Mesh(WithTwoMore(shard=8, expert=1), "cpu")
+    return {
+        "plain": {name: ranks(plain[name]) for name in Dims.rows()},
+        "groups": list(plain.groups()),
+        "more": {name: ranks(more[name]) for name in WithTwoMore.rows()},
+        "batch": ranks(more.batch),
+        "folds": ranks(more.refolds["expert"]),
+        "alone": (ranks(alone["expert"]), alone.refolds),
+    }
+
+
+def ranks(mesh: DeviceMesh | None) -> Any:
+    return mesh.mesh.tolist() if mesh is not None else None
+
+
+def test_ranks_share_what_their_places_say(of_ranks):
+    of_three = of_ranks[3]["plain"]
+    assert of_three == {"replicate": [3, 7], "pipeline": [1, 3], "shard": [3], "tensor": [2, 3], "context": None}
+
+
+def test_groups_have_names_that_are_the_same_on_all_ranks(of_ranks):
+    names = {tuple(of_rank["groups"]) for of_rank in of_ranks}
+    assert names == {("copies", "shard", "replicate", "pipeline", "tensor")}
+
+
+def test_a_further_factor_is_a_dimension_of_its_own(of_ranks):
+    of_three = of_ranks[3]
+    assert of_three["more"]["branch"] == [3, 7]
+    assert of_three["batch"] == [1, 3, 5, 7]  # branches and shards have different samples
+
+
+def test_a_refold_divides_the_ranks_of_others_anew(of_ranks):
+    """Shards are two apart, products one; experts are shared by neighbors, and copied over the others."""
+    for rank, of_rank in enumerate(of_ranks):
+        first = rank // 4 * 4
+        assert of_rank["folds"] == [[first, first + 1], [first + 2, first + 3]]
+        assert of_rank["more"]["expert"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert of_rank["alone"] == (None, {})

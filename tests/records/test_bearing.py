@@ -1,0 +1,40 @@
+"""What options bear on, by the table that all who compare runs go by."""
+
+from __future__ import annotations
+
+import pytest
+
+from ptdbench.records.bearing import bearing, bears, leaves
+from ptdbench.setup.config import resolve
+from tests.conftest import composed
+
+
+@pytest.mark.parametrize(
+    ("option", "word", "does"),
+    [
+        ("optimizer.lr", "layout", False),
+        ("parallel.bucket_mb", "layout", True),
+        ("parallel.bucket_mb", "degree", False),
+        ("parallel.tensor", "degree", True),
+        ("parallels", "layout", False),
+        ("cluster.partition", "queue", True),
+        ("cluster.nodes", "queue", False),
+        ("repeat.block", "start", True),
+        ("sweep.same_nodes", "start", False),
+        ("sweep.resume", "start", True),
+        ("logger.project", "nothing", True),
+    ],
+)
+def test_an_option_bears_on_what_is_said_of_it_or_else_of_its_group(option, word, does):
+    assert bears(option, word) is does
+
+
+def test_what_the_table_names_is_there():
+    names = {name for cluster in ("local", "slurm") for name, _ in leaves(resolve(composed(f"cluster={cluster}")))}
+    known = names | {name.rpartition(".")[0] for name in names}
+    words = ("nothing", "layout", "shape", "queue", "blocks", "degree", "ranks", "batch")
+    assert {option for word in words for option in bearing(word)} - known == set()
+
+
+def test_an_empty_group_is_an_option():
+    assert list(leaves({"a": {"b": {"c": 1}}, "d": {}, "e": [{}]})) == [("a.b.c", 1), ("d", {}), ("e", [{}])]
