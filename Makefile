@@ -20,13 +20,13 @@ endef
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix phases-truth memory-truth compare-truth attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix phases-truth memory-truth compare-truth ranks-truth split attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
 
 bench: install  ## compare ddp, pipeline + ddp and fsdp on this machine
-	$(BIN)/python train.py -m model=gpt_tiny parallel=ddp,pdp,fsdp repeat=3 $(ARGS)
+	$(BIN)/python train.py -m model=gpt_tiny parallel=ddp,pdp,fsdp repeat=9 train.steps=20 $(ARGS)
 
 install: $(VENV)/.installed  ## install the project into .venv
 
@@ -85,6 +85,12 @@ long-run: install  ## 50,000 steps of toy: do memory, saves and evaluations stay
 
 compare-truth: install-test  ## how often repeats tell identical configurations apart, and miss slower ones: an hour
 	$(BIN)/python benchmarks/compare_truth.py $(ARGS)
+
+ranks-truth: install-test  ## how often ranks are wrong, and decide, in made sweeps; ARGS="--bench 20": make bench 20 times
+	$(BIN)/python -m benchmarks.ranks_truth $(ARGS)
+
+split: install  ## few long runs or many short ones: which tell more in a given time
+	$(BIN)/python -m benchmarks.split $(ARGS)
 
 phases-truth: install  ## the phases of a step against steps whose communication costs nothing
 	$(BIN)/python benchmarks/phases_truth.py $(ARGS)

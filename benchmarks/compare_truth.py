@@ -30,12 +30,13 @@ from typing import Any
 
 from scipy import stats
 
-from ptdbench.measure import comparison
-from ptdbench.measure.comparison import LEVEL, POWER, Sample
+from ptdbench.measure import comparison, variation
+from ptdbench.measure.comparison import LEVEL, POWER
+from ptdbench.measure.variation import Difference, Pool, Sample
 from ptdbench.records import alternatives, store
 from ptdbench.records.alternatives import Alternative
 from ptdbench.setup.config import Repeat
-from ptdbench.sweep.settling import Compared, unsettled
+from ptdbench.sweep.settling import unsettled
 from ptdbench.terminal import plural
 
 ROOT = Path(__file__).parents[1]
@@ -111,10 +112,10 @@ def main() -> int:
     blocks = _whole_blocks([*same, *slowed.values()])
     if len(blocks) < auto.max:
         sys.exit(f"{sweep}: {plural(len(blocks), 'block')} in which all runs are ok; at least {auto.max} are needed")
-    spread = comparison.spread_of(same)
-    assert spread
-    runs = len(same) + len(slowed)
-    print(f"{len(blocks)} blocks of {runs} runs; runs of one configuration differ by {spread.deviation:.1%}")
+    runs, noise = len(same) + len(slowed), variation.noise(same)
+    within = f", within blocks by {noise.paired.deviation:.1%}" if noise.paired.freedom else ""
+    differ = f"runs of one configuration differ by {noise.unpaired.deviation:.1%}{within}"
+    print(f"{len(blocks)} blocks of {runs} runs; {differ}")
     if options.picture:
         _draw(sweep, options.picture)
     draw = random.Random(0)
@@ -141,6 +142,18 @@ def _identical(
         ("identical, repeat=auto", Share(sum(auto), TRIES)),
     ):
         yield Row(name, share, f"at most {LEVEL:.0%}", share.point <= LEVEL)
+    stated = Share(sum(_as_stated(one, other, blocks, draw) for one, other in drawn), TRIES)
+    name = f"slower by what {RUNS} runs each state, {RUNS} others each"
+    yield Row(name, stated, f"at least {POWER:.0%}", stated.point >= POWER)
+
+
+def _as_stated(one: Sample, other: Sample, blocks: Sequence[Hashable], draw: random.Random) -> bool:
+    """Whether a difference of the size that some runs say would be seen is seen by others."""
+    drawn = draw.sample(blocks, 2 * RUNS)
+    apart = _apart(one, other, drawn[:RUNS])
+    assert apart
+    share = comparison.compare(apart).detectable
+    return _differ({block: rate * (1 + share) for block, rate in one.items()}, other, drawn[RUNS:])
 
 
 def _slower(
@@ -155,19 +168,6 @@ def _slower(
         name = f"slower by {slower:.0%}, repeat=auto ({used})"
         is_asked = slower > repeat.tied_within  # else it may be called tied
         yield Row(name, share, rule if is_asked else "", not is_asked or share.point >= POWER)
-    slower, other = next(iter(slowed.items()))
-    yield _as_stated(base, other, slower, blocks, draw)
-
-
-def _as_stated(base: Sample, other: Sample, slower: float, blocks: Sequence[Hashable], draw: random.Random) -> Row:
-    """As many runs as the product says that the difference takes."""
-    rule = f"at least {POWER:.0%}"
-    needed = comparison.runs_needed(_of(base, blocks), _of(other, blocks), slower)
-    if needed is None or needed > len(blocks):
-        takes = f"{needed} runs each" if needed else "more runs than are ever stated"
-        return Row(f"slower by {slower:.0%}", f"takes {takes}, and there are {len(blocks)} blocks", rule, is_met=False)
-    share = Share(sum(_differ(base, other, draw.sample(blocks, needed)) for _ in range(TRIES)), TRIES)
-    return Row(f"slower by {slower:.0%}, {needed} runs each, as it states", share, rule, share.point >= POWER)
 
 
 def _draw(sweep: Path, path: Path) -> None:
@@ -199,18 +199,23 @@ def _kind(slower: float) -> float:
 
 
 def _differ(one: Sample, other: Sample, blocks: Sequence[Hashable]) -> bool:
-    return bool(comparison.differing([(_of(one, blocks), _of(other, blocks))])[0])
+    return bool(comparison.differing([_apart(one, other, blocks)])[0])
 
 
 def _auto(one: Sample, other: Sample, blocks: Sequence[Hashable], repeat: Repeat) -> tuple[bool, int]:
     """Whether ``repeat=auto`` tells two configurations apart, and how many blocks it takes."""
     looks = [look for look in comparison.looks(repeat.max) if look <= len(blocks)]
     for look in looks:
-        known = [_of(sample, blocks[:look]) for sample in (one, other)]
-        pair = Compared(Alternative([], known[0]), Alternative([], known[1]))
-        if look == looks[-1] or not unsettled([pair], repeat):
-            return bool(comparison.differing([(known[0], known[1])], comparison.level_of_look(repeat.max))[0]), look
+        found = [_apart(one, other, blocks[:look])]
+        if look == looks[-1] or not any(unsettled(found, repeat)):
+            return bool(comparison.differing(found, comparison.level_of_look(repeat.max))[0]), look
     raise AssertionError("there is a last look")
+
+
+def _apart(one: Sample, other: Sample, blocks: Sequence[Hashable]) -> Difference | None:
+    """How far two configurations lie apart by these blocks, without others and without a past."""
+    samples = [_of(sample, blocks) for sample in (one, other)]
+    return Pool(samples).difference(*samples)
 
 
 def _of(sample: Sample, blocks: Sequence[Hashable]) -> dict[Hashable, float]:

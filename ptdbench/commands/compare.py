@@ -181,7 +181,7 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
     repeat = config.read(composed.jobs[0]).repeat
     if len(composed.jobs) > 1:
         require(Problem("compare", " ".join(own), "both sides run equally often", "give one value, as in repeat=10"))
-    return [word for word in typed if word not in own], repeat
+    return [*(word for word in typed if word not in own), *commandline.short_runs(typed)], repeat
 
 
 class _Refused(Exception):

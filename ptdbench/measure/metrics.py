@@ -31,6 +31,7 @@ class Measurement:
         earlier_seconds: Seconds of steps of earlier starts of this run, without their warm-up.
         wait_seconds: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
         ceiling: What was measured on this device in matrix products of ``dtype``, or ``None`` and the reason.
+        masked_flops_per_sample: Of ``flops_per_sample``, those for what causal attention masks; ``None`` if unknown.
     """
 
     step_seconds: Sequence[float]
@@ -48,6 +49,7 @@ class Measurement:
     earlier_seconds: Sequence[float] = ()
     wait_seconds: Sequence[float] = ()
     ceiling: tuple[Measured | None, str | None] = (None, "no ceiling was looked up")
+    masked_flops_per_sample: float | None = None
 
 
 def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
@@ -55,7 +57,8 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
 
     A step takes as long as its slowest rank. Throughput is all timed samples over all timed seconds, not a mean of
     rates, which would favor runs with uneven steps. ``mfu`` is model FLOP/s per device over the device's dense peak
-    (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count.
+    (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count. ``mfu_causal`` is the same without the
+    FLOPs for what causal attention masks.
 
     Returns:
         ``(warmup_steps, figures)``. The figures have the same names for every run; unknown ones are ``None``, such
@@ -71,6 +74,7 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
     per_device = 1 / measured.world_size
     rate = _times(flops_per_second, per_device)
     mfu, mfu_reason = _mfu(measured, rate, measured.dtype)
+    causal = _times(flops_per_second, _unmasked(measured))
     return warmup_steps, {
         "step_seconds": summary(timed),
         "tokens_per_second": tokens_per_second,
@@ -86,7 +90,15 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
         "peak_memory_bytes": measured.peak_memory_bytes,
         "first_step_seconds": measured.first_step_seconds,
         "startup_seconds": dict(measured.startup_seconds),
+        "causal_flops_per_second": causal,
+        "mfu_causal": _mfu(measured, _times(causal, per_device), measured.dtype)[0],
     }
+
+
+def _unmasked(measured: Measurement) -> float | None:
+    """The share of the model's FLOPs that causal attention does not mask."""
+    full, masked = measured.flops_per_sample, measured.masked_flops_per_sample
+    return None if not full or masked is None else 1 - masked / full
 
 
 def _times(quantity: float | None, factor: float | None) -> float | None:

@@ -17,12 +17,16 @@ class Decoder(nn.Module):
         blocks: From stream to stream.
         head: A :class:`Head`.
         tie_weights: Whether the head's projection is the token embedding.
+        width: Features of a token.
+        sequence_length: Tokens of a sequence for which FLOPs are counted.
     """
 
     embedding: nn.Module
     blocks: nn.ModuleList
     head: nn.Module
     tie_weights: bool
+    width: int
+    sequence_length: int
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Predict the next token at every position.
@@ -48,6 +52,10 @@ class Decoder(nn.Module):
         """``embedding``, ``blocks.0``, ``blocks.1``, ..., ``head``."""
         blocks = {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
         return {"embedding": self.embedding, **blocks, "head": self.head}
+
+    def masked_flops(self) -> float:
+        """Half of the scores and of the mixing, forward and backward: 3 · 4T²D / 2 a block."""
+        return 6.0 * self.sequence_length**2 * self.width * len(self.blocks)
 
     def tied(self) -> list[tuple[str, str]]:
         """The token embedding and the head's projection, if they are one weight."""

@@ -24,6 +24,10 @@ more. It may define these methods, all of them optional:
     name to :class:`ptdbench.models.protocol.Role`, or to its kind alone, as ``outputs`` or ``inputs``. Default: none.
 ``train_flops()``
     FLOPs of forward and backward for one sample, a dict by part. Default: counted on the meta device.
+``masked_flops()``
+    Of these, those for what causal attention masks, or ``None``. Default: half of the products in modules whose
+    ``is_causal`` is true, as those of Hugging Face; unknown where others multiply batches of matrices, or with
+    ``train_flops()`` of its own.
 ``reset(name, tensor, generator)``
     Fills one parameter or buffer in place with its initial value. With it a module may be larger than a
     machine, as it is built on the meta device; without it each rank builds it whole in host memory, under the
@@ -35,7 +39,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import hydra
 import torch
@@ -50,6 +54,9 @@ from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss
 from ptdbench.problems import said
 
 Example = tuple[Tensor, Tensor]
+
+#: Products of batches of matrices.
+_BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 PREFIX = "module."
@@ -177,8 +184,19 @@ class Adapted(nn.Module):
         """
         train_flops = self._method("train_flops")
         if train_flops is None:
-            return {"module": count_train_flops(self, *self._example())}
+            return {"module": self._flops.total}
         return _prefixed(train_flops())
+
+    def masked_flops(self) -> float | None:
+        """The module's own figure; else counted, unless it has FLOPs of its own."""
+        masked_flops = self._method("masked_flops")
+        if masked_flops is not None:
+            return masked_flops()
+        return None if self._method("train_flops") else self._flops.masked
+
+    @cached_property
+    def _flops(self) -> Flops:
+        return count_train_flops(self, *self._example())
 
     def tied(self) -> list[tuple[str, str]]:
         """The module's tied weights: those that it names, else those that are one object."""
@@ -210,7 +228,19 @@ class Adapted(nn.Module):
         return attribute if inspect.ismethod(attribute) else None
 
 
-def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> float:
+class Flops(NamedTuple):
+    """FLOPs of forward and backward for one sample.
+
+    Attributes:
+        total: All, of attention with a window those of its window alone.
+        masked: Of these, those for what causal attention masks; ``None`` if unknown.
+    """
+
+    total: float
+    masked: float | None
+
+
+def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> Flops:
     """Count FLOPs of forward and backward for one sample with PyTorch's counter, without computing.
 
     Args:
@@ -233,7 +263,7 @@ def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> flo
         raise FlopsUnknown(problem) from None
 
 
-def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.device) -> float:
+def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.device) -> Flops:
     """Count on tensors without values, of a device."""
     tensors = {
         **{
@@ -246,8 +276,51 @@ def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.d
     two = [torch.empty((2, *one.shape[1:]), dtype=one.dtype, device=device) for one in (inputs, targets)]
     # The counter has no formula for some fused attention kernels and would count them as zero.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        functional_call(module, tensors, tuple(two)).backward()
-    return counter.get_total_flops() / 2
+        loss = functional_call(module, tensors, tuple(two))
+        forward = {name: _batched(by_operation) for name, by_operation in counter.get_flop_counts().items()}
+        loss.backward()
+    outside, masked = _masked(module, forward, inputs.shape[-1])
+    return Flops((counter.get_total_flops() - outside) / 2, None if masked is None else masked / 2)
+
+
+def _batched(flops: Mapping[Any, int]) -> int:
+    """FLOPs of products of batches of matrices, as those of attention are."""
+    return sum(count for operation, count in flops.items() if operation in _BATCHED)
+
+
+def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple[float, float | None]:
+    """FLOPs of forward and backward for pairs outside of windows, and for what a causal mask leaves out within.
+
+    Backward costs twice the forward. Of ``T²`` pairs a window of W positions holds ``T · W``, of which a causal mask
+    leaves out ``W² / 2``.
+
+    Args:
+        module: All of it.
+        forward: FLOPs of the forward pass in products of batches, by the module they are in, with its parents.
+        length: T, the positions of a sample.
+
+    Returns:
+        ``None`` for the second if some are not in attention that says whether it is causal.
+    """
+    found = outside = masked = 0.0
+    for name, part in module.named_modules():
+        is_causal = getattr(part, "is_causal", None)
+        flops = 3.0 * forward.get(f"{type(module).__name__}.{name}", 0)
+        if not isinstance(is_causal, bool) or not flops:
+            continue
+        found += flops
+        if is_causal:
+            share = min(_window(part) or length, length) / length
+            outside += flops * (1 - share)
+            masked += flops * share**2 / 2
+    return outside, masked if found == 3.0 * forward.get("Global", 0) else None
+
+
+def _window(attention: nn.Module) -> int | None:
+    """The positions that a module of Hugging Face attends to; ``None`` for all before."""
+    where = attention if hasattr(attention, "sliding_window") else getattr(attention, "config", None)
+    window = getattr(where, "sliding_window", None)
+    return window if isinstance(window, int) else None
 
 
 def _prefixed(by_part: Mapping[str, Any]) -> dict[str, Any]:

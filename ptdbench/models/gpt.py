@@ -69,8 +69,8 @@ class GPT(Decoder):
         head                      2 · DV
         ========================  ===============  ============================
 
-        Backward costs twice the forward. Attention is counted in full by convention, so that MFU compares
-        with the figures of Megatron-LM, llm-foundry and torchtitan; the embedding, a look-up, costs nothing.
+        Backward costs twice the forward. Attention is counted in full, as PaLM, nanoGPT and torchtitan do; what others
+        leave out is :meth:`masked_flops`. The embedding, a look-up, costs nothing.
         """
         T, D, V = self.sequence_length, self.width, self.vocabulary
         block = 3.0 * T * (24 * D * D + 4 * T * D)

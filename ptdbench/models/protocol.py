@@ -88,6 +88,14 @@ class Model(Protocol):
         """
         ...
 
+    def masked_flops(self) -> float | None:
+        """Of :meth:`train_flops`, those for what causal attention masks: half of its scores and of mixing its values.
+
+        With a window of W positions that is ``W² / 2`` of the ``T · W`` pairs that :meth:`train_flops` counts. Without
+        such attention it is 0; ``None`` if unknown.
+        """
+        ...
+
     def tied(self) -> list[tuple[str, str]]:
         """Pairs of full parameter names in different parts that are one weight; the first gives the value."""
         ...

@@ -113,6 +113,10 @@ class ResNet(torchvision.models.ResNet):
         flops["fc"] = 3.0 * 2 * self.fc.in_features * self.fc.out_features
         return flops
 
+    def masked_flops(self) -> float:
+        """There is no attention."""
+        return 0.0
+
     def tied(self) -> list[tuple[str, str]]:
         """No weight is shared."""
         return []

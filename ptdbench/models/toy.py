@@ -68,6 +68,10 @@ class Toy(nn.Module):
         weights = [linear.in_features * linear.out_features for linear in self._linears()]
         return {f"chain.{i}": (4.0 if i == 0 else 6.0) * count for i, count in enumerate(weights)}
 
+    def masked_flops(self) -> float:
+        """There is no attention."""
+        return 0.0
+
     def tied(self) -> list[tuple[str, str]]:
         """No weight is shared."""
         return []

@@ -1,7 +1,7 @@
 """How much runs of the same configuration differ: kept in the user's cache by sweeps with repeats.
 
-A table of single runs shows no order that this would turn round. Long runs differ less than short ones, and a large
-model less than a small one, so that it holds for runs of the same size on the same machine alone.
+It is what a table of single runs is judged by, and a prior for those of few repeats. Long runs differ less than short
+ones, and a large model less than a small one, so that it holds for runs of the same size on the same machine alone.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from ptdbench import cache
-from ptdbench.measure import comparison
-from ptdbench.measure.comparison import LEAST, Spread
-from ptdbench.records.alternatives import Alternative
+from ptdbench.measure import variation
+from ptdbench.measure.variation import LEAST, Difference, Noise, Pool, Spread
+from ptdbench.records.alternatives import Alternative, sweep_of
 from ptdbench.records.record import option
 
 #: The folder of such measurements in the cache.
@@ -24,14 +25,40 @@ _KIND = "noise"
 #: Fewer degrees of freedom say too little: two alternatives with three runs each have four.
 _LEAST_FREEDOM = 4
 
+#: Of each size the latest sweeps are known, by their directories.
+_SWEEPS = 8
+
+
+def differences(pairs: Sequence[tuple[Alternative, Alternative]]) -> list[Difference | None]:
+    """How far alternatives lie apart, those of each model judged together and by what is known from earlier sweeps.
+
+    Args:
+        pairs: Two of the same model each.
+
+    Returns:
+        ``None`` for a pair of which one has less than :data:`ptdbench.measure.variation.LEAST` runs.
+    """
+    models: dict[Any, dict[int, Alternative]] = {}
+    for pair in pairs:
+        models.setdefault(pair[0].typical.get("model"), {}).update((id(one), one) for one in pair)
+    pools = {model: pool([*found.values()]) for model, found in models.items()}
+    return [
+        pools[one.typical.get("model")].difference(one.sample, other.sample)
+        if min(len(one.sample), len(other.sample)) >= LEAST
+        else None
+        for one, other in pairs
+    ]
+
+
+def pool(found: Sequence[Alternative]) -> Pool:
+    """The alternatives of a model, with what is known from earlier sweeps."""
+    return Pool([one.sample for one in found], look_up(run for one in found for run in one.runs))
+
 
 def keep(found: Sequence[Alternative]) -> None:
     """Store how much the runs of a sweep differ, for each size of runs of which there are enough.
 
-    What is stored is the deviation of the alternative whose runs differ most: pooled with quiet ones it would be too
-    small for that one. The largest of several is rather too large than too small, so it has the degrees of freedom of
-    all. Of single runs with deviations of 1 %, 1 % and 5 % that shows a false order in 4 of 100 tables after three
-    runs each, the pooled one in 10. A full disk is no failure.
+    A full disk is no failure.
 
     Args:
         found: The alternatives of the sweep.
@@ -41,16 +68,17 @@ def keep(found: Sequence[Alternative]) -> None:
         if len(one.sample) >= LEAST:
             groups.setdefault(json.dumps(_key(one.typical), sort_keys=True), []).append(one)
     for group in groups.values():
-        spreads = [spread for one in group if (spread := comparison.spread_of([one.sample]))]
-        freedom = sum(spread.freedom for spread in spreads)
-        if freedom >= _LEAST_FREEDOM:
-            deviation = max(spread.deviation for spread in spreads)
+        key, sweep = _key(group[0].typical), str(sweep_of(group[0].typical))
+        noise = variation.noise([one.sample for one in group])
+        if noise.unpaired.freedom >= _LEAST_FREEDOM and noise.unpaired.squares:
+            earlier = {name: one for name, one in _sweeps(key).items() if name != sweep}
+            kept = dict([*earlier.items(), (sweep, noise)][-_SWEEPS:])
             with suppress(OSError):
-                cache.keep(_KIND, _key(group[0].typical), {"deviation": deviation, "freedom": freedom})
+                cache.keep(_KIND, key, {"sweeps": {name: asdict(one) for name, one in kept.items()}})
 
 
-def look_up(runs: Iterable[Mapping[str, Any]]) -> Spread | None:
-    """What was last found of runs as large as these on their machine.
+def look_up(runs: Iterable[Mapping[str, Any]]) -> Noise | None:
+    """What other sweeps found of runs as large as these on their machine.
 
     Args:
         runs: Those that will be compared; only the ones that are ok count.
@@ -58,25 +86,30 @@ def look_up(runs: Iterable[Mapping[str, Any]]) -> Spread | None:
     Returns:
         Of runs of several sizes that of the size whose runs differ most; ``None`` if one of them is not known.
     """
-    keys = {json.dumps(key := _key(run), sort_keys=True): key for run in runs if run["status"] == "ok"}
-    spreads = [_known(key) for key in keys.values()]
-    known = [spread for spread in spreads if spread]
-    if not known or len(known) < len(spreads):
+    runs = [run for run in runs if run["status"] == "ok"]
+    keys = {json.dumps(key := _key(run), sort_keys=True): key for run in runs}
+    own = {str(sweep_of(run)) for run in runs}  # what they say themselves is known
+    found = [[noise for sweep, noise in _sweeps(key).items() if sweep not in own] for key in keys.values()]
+    if not all(found):
         return None
-    return max(known, key=lambda spread: comparison.within(spread, runs=1))
+    return max((sum(noises, Noise()) for noises in found), key=lambda noise: noise.unpaired.deviation, default=None)
 
 
-def _known(key: Mapping[str, Any]) -> Spread | None:
-    found = cache.look_up(_KIND, key)
-    deviation, freedom = found.get("deviation"), found.get("freedom")
-    if (
-        isinstance(deviation, float)
-        and isinstance(freedom, int)
-        and 0 < deviation < math.inf
-        and freedom >= _LEAST_FREEDOM
-    ):
-        return Spread(deviation, freedom)
-    return None
+def _sweeps(key: Mapping[str, Any]) -> dict[str, Noise]:
+    """What each sweep found, the latest one last; without those whose figures cannot be."""
+    found = cache.look_up(_KIND, key).get("sweeps")
+    noises = {}
+    for sweep, noise in (found if isinstance(found, dict) else {}).items():
+        with suppress(KeyError, TypeError):
+            paired, unpaired = (Spread(**noise[kind]) for kind in ("paired", "unpaired"))
+            if _is_sound(paired) and _is_sound(unpaired) and unpaired.squares and unpaired.freedom >= _LEAST_FREEDOM:
+                noises[sweep] = Noise(paired, unpaired)
+    return noises
+
+
+def _is_sound(spread: Spread) -> bool:
+    figures = (spread.squares, spread.freedom)
+    return all(isinstance(figure, int | float) and 0 <= figure < math.inf for figure in figures)
 
 
 def _key(run: Mapping[str, Any]) -> dict[str, Any]:

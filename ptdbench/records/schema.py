@@ -99,7 +99,7 @@ class Metrics(Struct):
     samples_per_second_per_device: Positive | None = None
     """The same for one device."""
     model_flops_per_second: Quantity | None = None
-    """FLOP/s of all devices by the model's formula; recomputation does not count."""
+    """FLOP/s of all devices by the model's formula, attention in full; recomputation does not count."""
     mfu: Quantity | None = None
     """Model FLOP/s of a device over its dense peak by the data sheet."""
     mfu_reason: str | None = None
@@ -122,6 +122,10 @@ class Metrics(Struct):
     """Seconds from "ready to start" to the end of the first step on all ranks."""
     startup_seconds: dict[str, Amount] | None = None
     """These by phase: ``import``, ``config``, ``rendezvous``, ``check``, ``build``, ``first_step``."""
+    causal_flops_per_second: Quantity | None = None
+    """``model_flops_per_second`` with causal attention by half, as far as it is not masked; null if unknown."""
+    mfu_causal: Quantity | None = None
+    """The MFU by these FLOP/s."""
 
 
 class _Counted(Struct):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -42,6 +43,14 @@ def interval_text(known: Comparison | None, decimals: int) -> str:
 def size_text(share: float) -> str:
     """``3.1%``, or ``2x and more``."""
     return f"{share:.1%}" if share <= _MOST else f"{1 + _MOST:.0f}x and more"
+
+
+def ratio_text(share: float) -> str:
+    """``1.2x`` or ``1.031x``, with two digits of what lies above 1; ``no 2x`` where even that means nothing."""
+    if share > _MOST:
+        return f"no {1 + _MOST:.0f}x"
+    decimals = 1 - math.floor(math.log10(share)) if 0 < share < 0.1 else 2
+    return f"{1 + share:.{decimals}f}x"
 
 
 def detectable_text(detectable: float) -> str:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ptdbench.measure import comparison
-from ptdbench.measure.comparison import LEAST, LEVEL, Comparison, Spread
+from ptdbench.measure import comparison, variation
+from ptdbench.measure.comparison import LEVEL, Comparison
+from ptdbench.measure.variation import LEAST, Noise, Pool
 from ptdbench.records.alternatives import Alternative
-from ptdbench.report.certainty import detectable_text, level_of, size_text
+from ptdbench.report.certainty import level_of, ratio_text, size_text
 from ptdbench.terminal import plural
 
 
@@ -22,7 +23,7 @@ class Place:
         rank: The best and the worst rank that it may have; ``None`` where no run is ok.
         rate: Tokens or samples a second, the geometric mean over runs.
         margin: How far the interval of that reaches upwards, as a share; ``None`` with less than
-            :data:`ptdbench.measure.comparison.LEAST` runs.
+            :data:`ptdbench.measure.variation.LEAST` runs.
         ratio: Its rate over that of the first place; ``None`` where there is none.
         against_best: The same with its interval, where there are enough runs.
     """
@@ -46,33 +47,34 @@ class Ranking:
     Attributes:
         places: One for each.
         level: The chance that what is said of them is wrong.
-        spread: How much runs differ on their machine, where that was used.
+        earlier: How much runs of earlier sweeps on their machine differ.
     """
 
     places: list[Place]
     level: float
-    spread: Spread | None
+    earlier: Noise | None
 
     @property
     def is_known(self) -> bool:
         """Whether anything is known of the order; else each may be at any place."""
-        return bool(self.spread) or any(place.against_best for place in self.places)
+        return any(place.against_best for place in self.places)
 
 
-def rank(found: Sequence[Alternative], spread: Spread | None = None) -> Ranking:
+def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
     """Rank the alternatives of one model.
 
     Args:
         found: The alternatives.
-        spread: How much runs of the same configuration differ on their machine, for alternatives with few runs.
+        earlier: How much runs of earlier sweeps on their machine differ; without it those with few runs have no order.
     """
     ok, level = [one for one in found if one.sample], level_of(run for one in found for run in one.runs)
-    ranks = zip(comparison.ranks([one.sample for one in ok], level, spread), ok, strict=True)
-    ranked = list(_in_order(ranks))
+    samples = [one.sample for one in ok]
+    pool = Pool(samples, earlier)
+    ranked = list(_in_order(zip(comparison.ranks(pool, samples, level), ok, strict=True)))
     tests = math.comb(len(ok), 2) * round(LEVEL / level)
-    places = [_place(one, own, ranked[0][1], tests) for own, one in ranked]
+    places = [_place(one, own, ranked[0][1], pool, tests) for own, one in ranked]
     places += [Place(one, None, None, None, None, None) for one in found if not one.sample]
-    return Ranking(places, level, spread if any(len(one.sample) < LEAST for one in ok) else None)
+    return Ranking(places, level, earlier)
 
 
 def _in_order(
@@ -91,14 +93,15 @@ def _in_order(
         yield own, one
 
 
-def _place(one: Alternative, own: tuple[int, int], best: Alternative, tests: int) -> Place:
+def _place(one: Alternative, own: tuple[int, int], best: Alternative, pool: Pool, tests: int) -> Place:
     """An alternative among so many tests: of each pair, at each look."""
-    known = None if one is best else comparison.compare(one.sample, best.sample, pairs=tests)
+    apart = None if one is best else pool.difference(one.sample, best.sample)
+    known = comparison.compare(apart, pairs=tests) if apart else None
     return Place(
         alternative=one,
         rank=own,
         rate=_mean(one),
-        margin=comparison.margin(one.sample),
+        margin=comparison.margin(pool, one.sample),
         ratio=known.ratio if known else _mean(one) / _mean(best),  # of the blocks that both have
         against_best=known,
     )
@@ -110,21 +113,17 @@ def remark(ranking: Ranking) -> str | None:
     if len(ranked) < 2:
         return None
     counts = [len(place.alternative.sample) for place in ranked]
-    few, spread = f"{_runs(min(counts), max(counts))} each", ranking.spread
-    variation = f"run-to-run variation {size_text(spread.deviation) if spread else 'unknown'}"
-    if max(counts) < LEAST:
-        if spread is None:
-            return f"{few}, {variation}: no order is shown; repeat=5 measures it"
-        alone = comparison.within(spread, min(counts), ranking.level)
-        among = comparison.within(spread, min(counts), ranking.level, math.comb(len(ranked), 2))
-        above = f", order above {size_text(among)}" if len(ranked) > 2 else ""
-        return f"{few}, {variation}: no order within {size_text(alone)}{above}; repeat=5 shows more"
-    said = [f"{few}: rank ranges have simultaneous {1 - LEVEL:.0%} confidence, intervals pointwise {1 - LEVEL:.0%}"]
+    each = f"{_runs(min(counts), max(counts))} each"
+    known = [place.against_best for place in ranked if place.against_best]
+    if not known:
+        return f"{each}: no ranks; repeat=5 shows them"
+    resolve = "resolves" if max(counts) == 1 else "resolve"
+    said = [f"ranks: simultaneous {1 - LEVEL:.0%} confidence"]
+    said.append(f"{each} {resolve} {ratio_text(max(one.detectable for one in known))}")
     if min(counts) < LEAST:
-        said.append(f"fewer than {LEAST} runs: {f'judged by {variation}' if spread else 'no order'}")
-    tied = [place.against_best for place in ranked[1:] if place.rank and place.rank[0] == 1]
-    if seen := [known.detectable for known in tied if known]:
-        said.append(f"{detectable_text(max(seen))} vs the first")
+        earlier = ranking.earlier and size_text(math.expm1(min(ranking.earlier.unpaired.deviation, 700)))
+        judged = f"judged by earlier runs, which differ by {earlier}" if earlier else "no rank"
+        said.append(f"fewer than {LEAST} runs: {judged}" if max(counts) >= LEAST else judged)
     return "; ".join(said)
 
 
@@ -136,6 +135,6 @@ def _runs(fewest: int, most: int) -> str:
 
 
 def _mean(one: Alternative) -> float:
-    rate = comparison.geometric_mean(one.sample)
+    rate = variation.geometric_mean(one.sample)
     assert rate is not None
     return rate

@@ -160,6 +160,7 @@ def summary(record: Mapping[str, Any]) -> dict[str, float | None]:
     names: Sequence[str] = (
         "model_flops_per_second",
         "mfu",
+        "mfu_causal",
         "peak_memory_bytes",
         "first_step_seconds",
     )

@@ -7,9 +7,10 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ptdbench.measure import comparison
-from ptdbench.measure.comparison import LEAST, Comparison
-from ptdbench.records import alternatives, record
+from ptdbench.measure import comparison, variation
+from ptdbench.measure.comparison import Comparison
+from ptdbench.measure.variation import LEAST
+from ptdbench.records import alternatives, noise, record
 from ptdbench.records.alternatives import Alternative
 from ptdbench.records.bearing import bears, leaves
 from ptdbench.report import losses
@@ -173,15 +174,15 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
         pairs: What each is called, and its runs before and after.
         is_same: Whether these are of the same configuration, so that their losses should be the same.
     """
-    samples = [(after.sample, before.sample) for _, before, after in pairs]
+    differences = noise.differences([(after, before) for _, before, after in pairs])
     level = level_of(run for _, *sides in pairs for side in sides for run in side.runs if _took_turns(run))
-    signs = comparison.differing(samples, level)
+    signs = comparison.differing(differences, level)
     found = []
-    for (label, before, after), (now, then), sign in zip(pairs, samples, signs, strict=True):
-        known = comparison.compare(now, then, level, pairs=len(pairs))
+    for (label, before, after), apart, sign in zip(pairs, differences, signs, strict=True):
+        known = comparison.compare(apart, level, pairs=len(pairs)) if apart else None
         verdict = _failing(before, after, level / len(pairs)) or _seen_of(known, sign)
-        apart = losses.apart(before.runs, after.runs) if is_same else None
-        found.append(Pair(label, before, after, known, verdict, apart))
+        other = losses.apart(before.runs, after.runs) if is_same else None
+        found.append(Pair(label, before, after, known, verdict, other))
     return found
 
 
@@ -281,14 +282,16 @@ def _unit(pairs: Sequence[Pair]) -> str:
 
 
 def _rate(one: Alternative) -> str:
-    rate = comparison.geometric_mean(one.sample)
-    return "-" if rate is None else f"{three_digits(rate)}{margin_text(comparison.margin(one.sample))}"
+    rate = variation.geometric_mean(one.sample)
+    return (
+        "-" if rate is None else f"{three_digits(rate)}{margin_text(comparison.margin(noise.pool([one]), one.sample))}"
+    )
 
 
 def _ratio(pair: Pair) -> str:
     if pair.known:
         return f"{pair.known.ratio:.3f}{interval_text(pair.known, 3)}"
-    before, after = (comparison.geometric_mean(one.sample) for one in (pair.before, pair.after))
+    before, after = (variation.geometric_mean(one.sample) for one in (pair.before, pair.after))
     return f"{after / before:.3f}" if before and after else "-"
 
 

@@ -74,6 +74,12 @@ _PROFILE = {"profile=true": "profile.trace=true", "profile=false": "profile.step
 _REPEAT = "repeat="
 _RUNS = "repeat.runs"
 
+#: Runs of ``repeat=auto``. Steps of one run say little of the next: many short runs decide sooner than few long ones.
+_SHORT = "train.steps=20"
+
+#: What says how long a run is, or goes on with earlier ones.
+_LENGTHS = ("train.steps", "experiment", "resume", "sweep.resume")
+
 
 def in_full(overrides: Iterable[str]) -> list[str]:
     """Overrides with their full names for what is typed in short."""
@@ -81,11 +87,18 @@ def in_full(overrides: Iterable[str]) -> list[str]:
     return [f"{_RUNS}={word.removeprefix(_REPEAT)}" if word.startswith(_REPEAT) else word for word in words]
 
 
+def short_runs(overrides: Iterable[str]) -> list[str]:
+    """How long each run of ``repeat=auto`` is, unless something typed in full says so."""
+    typed = {option(override): override.partition("=")[2] for override in overrides}
+    return [_SHORT] if typed.get(_RUNS) == "auto" and typed.keys().isdisjoint(_LENGTHS) else []
+
+
 def imply(arguments: argparse.Namespace) -> list[str]:
     """The overrides in full where the command line has them in short, with what a launcher means by itself.
 
     ``submitit_slurm`` is ``cluster=slurm``, and both launchers of submitit sweep: without ``-m`` Hydra would ignore
-    them and run in this process, silently. ``repeat=5`` is a sweep, too.
+    them and run in this process, silently. ``repeat=5`` is a sweep, too, and ``repeat=auto`` one of short runs; other
+    files of configuration have runs of their own length.
     """
     overrides = in_full(arguments.overrides)
     typed = {option(override): override.partition("=")[2] for override in overrides}
@@ -95,4 +108,6 @@ def imply(arguments: argparse.Namespace) -> list[str]:
     sweeps = typed.get(LAUNCHER) == "submitit_local" or typed.get(_RUNS, "1") != "1"
     if sweeps and not arguments.multirun and "hydra.mode" not in typed:
         extra.append("hydra.mode=MULTIRUN")
+    if not (arguments.config_dir or arguments.config_name or arguments.config_path):
+        extra += short_runs(overrides)
     return [*overrides, *extra]

@@ -48,6 +48,7 @@ class TrainingSpec:
         tied: Pairs of full parameter names that are one weight.
         parameters: How many numbers the model has.
         flops_per_sample: FLOPs of forward and backward for one sample, or ``None`` for the reason beside it.
+        masked_flops_per_sample: Of these, those for what causal attention masks; ``None`` if unknown.
         flops_reason: Why they are not known.
     """
 
@@ -62,6 +63,7 @@ class TrainingSpec:
     tied: Sequence[tuple[str, str]]
     parameters: int
     flops_per_sample: float | None
+    masked_flops_per_sample: float | None
     flops_reason: str | None
 
     @property
@@ -170,6 +172,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
         tied=model.tied(),
         parameters=parameter_count(module_of(model)),
         flops_per_sample=flops,
+        masked_flops_per_sample=None if flops is None else model.masked_flops(),
         flops_reason=reason,
     )
 

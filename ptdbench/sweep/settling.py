@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from ptdbench.records import alternatives, store
+from ptdbench.measure import comparison
+from ptdbench.measure.comparison import Comparison
+from ptdbench.measure.variation import Difference
+from ptdbench.records import alternatives, noise, store
 from ptdbench.records.alternatives import Alternative
 from ptdbench.report.labels import names
 from ptdbench.setup.config import Repeat
@@ -34,7 +37,7 @@ class Compared:
 
 
 def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
-    """Every pair of a sweep's alternatives, by its first blocks.
+    """Every pair of a sweep's alternatives of the same model, by its first blocks.
 
     Args:
         directory: The sweep.
@@ -42,7 +45,11 @@ def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
     """
     earlier = [run for run in store.read_results(directory) if run["config"]["repeat"]["block"] < blocks]
     found = [one for one in alternatives.group(earlier) if one.sample]
-    return [Compared(one, other) for one, other in combinations(found, 2)]
+    return [
+        Compared(one, other)
+        for one, other in combinations(found, 2)
+        if one.typical.get("model") == other.typical.get("model")
+    ]
 
 
 @dataclass
@@ -68,12 +75,11 @@ class Settling:
             directory: Where the results are.
             blocks: Blocks that have been carried out.
         """
-        from ptdbench.measure import comparison
-
         if self._is_over or blocks not in comparison.looks(self.repeat.max):
             return self._is_over
         pairs = self.compared(directory, blocks)
-        still = unsettled(pairs, self.repeat)
+        differences = noise.differences([(pair.one, pair.other) for pair in pairs])
+        still = [pair for pair, is_open in zip(pairs, unsettled(differences, self.repeat), strict=True) if is_open]
         self._is_over = not still
         told = f"{plural(blocks, 'block')} of at most {self.repeat.max}"
         if still:
@@ -85,21 +91,15 @@ class Settling:
         return self._is_over
 
 
-def unsettled(pairs: Sequence[Compared], repeat: Repeat) -> list[Compared]:
-    """The pairs that are neither known to differ, nor known to differ by at most ``repeat.tied_within``."""
-    from ptdbench.measure import comparison
-
+def unsettled(differences: Sequence[Difference | None], repeat: Repeat) -> list[bool]:
+    """Whether each pair is neither known to differ, nor known to differ by at most ``repeat.tied_within``."""
     level = comparison.level_of_look(repeat.max)
-    signs = comparison.differing([(pair.one.sample, pair.other.sample) for pair in pairs], level)
+    signs = comparison.differing(differences, level)
     return [
-        pair
-        for pair, sign in zip(pairs, signs, strict=True)
-        if not sign and not _is_tied(pair, repeat.tied_within, level)
+        not sign and not (apart and _is_tied(comparison.compare(apart, level), repeat.tied_within))
+        for apart, sign in zip(differences, signs, strict=True)
     ]
 
 
-def _is_tied(pair: Compared, within: float, level: float) -> bool:
-    from ptdbench.measure import comparison
-
-    known = comparison.compare(pair.one.sample, pair.other.sample, level)
-    return known is not None and max(known.high, 1 / known.low) <= 1 + within
+def _is_tied(known: Comparison, within: float) -> bool:
+    return max(known.high, 1 / known.low) <= 1 + within

@@ -103,6 +103,7 @@ def _measurement(
         samples_per_step=training.layout.global_batch,
         tokens_per_sample=training.data.tokens_per_sample,
         flops_per_sample=training.flops_per_sample,
+        masked_flops_per_sample=training.masked_flops_per_sample,
         flops_reason=training.flops_reason,
         world_size=spec.world_size,
         device_name=torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",

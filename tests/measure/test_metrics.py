@@ -39,6 +39,17 @@ def test_figures_by_hand():
     assert found["step_seconds"]["mean"] == pytest.approx(0.5)
 
 
+def test_causal_attention_by_half_has_an_mfu_of_its_own():
+    found = metrics(replace(MEASURED, masked_flops_per_sample=1e12))[1]
+    assert found["causal_flops_per_second"] == pytest.approx(64e12)
+    assert (found["mfu"], found["mfu_causal"]) == (pytest.approx(48 / 312), pytest.approx(32 / 312))
+    for unknown in (MEASURED, replace(MEASURED, flops_per_sample=None, masked_flops_per_sample=0.0)):
+        found = metrics(unknown)[1]
+        assert found["causal_flops_per_second"] is found["mfu_causal"] is None
+    without = metrics(replace(MEASURED, masked_flops_per_sample=0.0))[1]
+    assert without["mfu_causal"] == without["mfu"]
+
+
 def test_fp8_is_compared_with_both_peaks():
     found = metrics(replace(MEASURED, device_name="NVIDIA H200", dtype="fp8"))[1]
     assert found["mfu"] == pytest.approx(48 / 1978.9)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from hydra.errors import InstantiationException
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from ptdbench.models.foreign import Adapted, adapt, build
 from ptdbench.models.materialize import materialize, parameter_count
@@ -149,7 +149,51 @@ def test_flops_of_what_looks_at_values_unless_it_is_traced():
     sample = torch.empty(1, tokens, dtype=torch.int64, device="meta")
     weights = 12 * width * width * layers + words * width
     attention = 12 * layers * tokens * tokens * width
-    assert adapt(module, lambda: (sample, sample)).train_flops() == {"module": 6 * weights * tokens + attention}
+    model = adapt(module, lambda: (sample, sample))
+    assert model.train_flops() == {"module": 6 * weights * tokens + attention}
+    assert model.masked_flops() == attention / 2
+
+
+@pytest.mark.parametrize("window", [None, 4, 99])
+def test_of_attention_with_a_window_and_grouped_heads_the_flops_are_those_of_its_pairs(window):
+    """Scores and mixing of all heads, backward twice: of T positions with W, of which a causal mask leaves out W²/2."""
+    layers, width, words, tokens = 2, 16, 64, 12
+    sizes = {"hidden_size": width, "intermediate_size": 32, "num_hidden_layers": layers, "vocab_size": words}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    module = MistralForCausalLM(MistralConfig(**sizes, **heads, sliding_window=window))
+    sample = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+    weights = layers * (2 * width * width + 2 * width * 8 + 3 * width * 32) + words * width
+    model, seen = adapt(module, lambda: (sample, sample)), min(window or tokens, tokens)
+    pairs = 12 * layers * width
+    assert model.train_flops() == {"module": pytest.approx(6 * weights * tokens + pairs * tokens * seen)}
+    assert model.masked_flops() == pytest.approx(pairs * seen**2 / 2)
+
+
+class Mixes(Plain):
+    """Multiplies batches of matrices, and does not say whether that is causal."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return (x[:, :, None] @ x[:, None, :]).sum(-1)
+
+
+class Says(Mixes):
+    """Says what of it is causal."""
+
+    def masked_flops(self):
+        return 7.0
+
+
+class Counts(Plain):
+    """Has FLOPs of its own."""
+
+    def train_flops(self):
+        return {"layers.0": 1.0}
+
+
+@pytest.mark.parametrize(("kind", "masked"), [(Plain, 0.0), (Mixes, None), (Says, 7.0), (Counts, None)])
+def test_what_is_masked_is_known_where_nothing_could_be_or_the_module_says_it(kind, masked):
+    assert adapt(kind(), example).masked_flops() == masked
 
 
 class Answers(Plain):

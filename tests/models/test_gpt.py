@@ -117,6 +117,14 @@ def test_flops_by_hand():
     assert flops == {"embedding": 0, "blocks.0": 1990656, "blocks.1": 1990656, "head": 276480}
 
 
+def test_causal_attention_is_half_of_it():
+    """As MaxText counts a token: 6 FLOPs for each weight of a product, and 6 · layers · width · length."""
+    model = gpt()
+    weights = sum(linear.weight.numel() for linear in model.modules() if isinstance(linear, torch.nn.Linear))
+    causal = sum(model.train_flops().values()) - model.masked_flops()
+    assert causal == 24 * (6 * weights + 6 * 2 * 32 * 24)
+
+
 def test_all_problems_of_the_options_come_at_once():
     with pytest.raises(ConfigError) as error:
         GPT(layers=0, heads=5, width=32, sequence_length="long", vocabulary=1)

@@ -147,6 +147,11 @@ def test_flops_by_hand():
     assert llama().train_flops() == {"embedding": 0, "blocks.0": 1327104, "blocks.1": 1327104, "head": 276480}
 
 
+def test_causal_attention_is_half_of_it_with_fewer_heads_of_keys_too():
+    """Scores and mixing are of all heads: 3 · 4 · 24² · 32 a block, and half of it is masked."""
+    assert llama().masked_flops() == 2 * 3 * 4 * 24 * 24 * 32 / 2
+
+
 def test_all_problems_of_the_options_come_at_once():
     with pytest.raises(ConfigError) as error:
         on_meta(layers=0, heads=6, key_value_heads=4, rope_theta=1, rope_factor=0.5)

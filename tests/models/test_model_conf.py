@@ -110,6 +110,8 @@ def test_flops_are_those_that_pytorch_counts(name):
         model(inputs, targets).backward()
     assert counter.get_total_flops() > 0
     assert sum(model.train_flops().values()) == pytest.approx(counter.get_total_flops(), rel=0.02)
+    of_attention = counter.get_flop_counts()["Global"].get(torch.ops.aten.bmm, 0)
+    assert model.masked_flops() == of_attention / 2
 
 
 @pytest.mark.parametrize("name", [*GPTS, "llama_tiny", *LLAMAS])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ptdbench.measure.comparison import Spread
+from ptdbench.measure.variation import Noise, Spread
 from ptdbench.records import noise
 from ptdbench.records.load import Run
 from ptdbench.report.markdown import markdown
@@ -20,7 +20,7 @@ def made(*records):
 
 
 def test_a_table_sentences_commands_and_the_environment(monkeypatch):
-    monkeypatch.setattr(noise, "look_up", lambda _: Spread(0.001, 30))
+    monkeypatch.setattr(noise, "look_up", lambda _: Noise(unpaired=Spread(30 * 0.0005**2, 30)))
     environment = {"host": "n1", "torch": "2.15.0", "settings": {"OMP_NUM_THREADS": "1"}}
     text = made(DDP | {"overrides": ["parallel=ddp"], "environment": environment}, FSDP | {"environment": environment})
     lines = text.splitlines()

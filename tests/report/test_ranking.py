@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from scipy import stats
 
 from ptdbench.measure import comparison
-from ptdbench.measure.comparison import Spread
+from ptdbench.measure.variation import Noise, Pool, Spread
 from ptdbench.records.alternatives import group
 from ptdbench.report import ranking
 from tests.report.made import failed, repeated, run
@@ -22,8 +23,14 @@ def scaled(factor, rates=STEADY, jitter=0.001):
     return [factor * rate * (1 + sign * jitter) for rate, sign in zip(rates, (1, -1, 0, 1, -1), strict=False)]
 
 
-def ranked(*alternatives, spread=None):
-    return ranking.rank(group(one for runs in alternatives for one in runs), spread)
+def ranked(*alternatives, earlier=None):
+    return ranking.rank(group(one for runs in alternatives for one in runs), earlier)
+
+
+def past(deviation, freedom=8):
+    """Earlier runs that differ by so much."""
+    spread = Spread(deviation**2 * freedom, freedom)
+    return Noise(spread, spread)
 
 
 def test_each_has_its_rank_where_all_differ():
@@ -41,27 +48,27 @@ def test_what_is_tied_shares_its_ranks():
         repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), repeated("pdp", scaled(0.8005, jitter=0.002))
     )
     assert [place.rank for place in found.places] == [(1, 1), (2, 3), (2, 3)]
-    said = ranking.remark(found)
-    assert said == "3 runs each: rank ranges have simultaneous 95% confidence, intervals pointwise 95%"
+    largest = max(place.against_best.detectable for place in found.places[1:])
+    assert ranking.remark(found) == f"ranks: simultaneous 95% confidence; 3 runs each resolve {1 + largest:.4f}x"
 
 
-def test_of_what_is_tied_with_the_first_it_is_said_what_would_have_been_seen():
+def test_what_would_have_been_seen_is_among_all_pairs():
     pairs = repeated("ddp", STEADY), repeated("fsdp", scaled(0.999, jitter=0.003))
-    found = ranked(*pairs)
-    _, tied = found.places
-    assert tied.rank == (1, 2)
-    detectable = f"{tied.against_best.detectable:.1%} detectable (90% power) vs the first"
-    certain = "rank ranges have simultaneous 95% confidence, intervals pointwise 95%"
-    assert ranking.remark(found) == f"3 runs each: {certain}; {detectable}"
-    among_three = ranked(*pairs, repeated("pdp", scaled(0.5)))
-    assert among_three.places[1].against_best.detectable > tied.against_best.detectable
-    assert among_three.places[1].against_best.high == tied.against_best.high
+    found, among = ranked(*pairs), ranked(*pairs, repeated("pdp", scaled(0.5, jitter=0.003)))
+    assert found.places[1].rank == (1, 2)
+    apart = Pool([one.sample for one in group(pairs[0] + pairs[1])])
+    tied = found.places[1]
+    alone = apart.difference(tied.alternative.sample, found.places[0].alternative.sample)
+    assert tied.against_best == comparison.compare(alone)
+    wider = among.places[1].against_best
+    assert comparison.compare(alone, pairs=3).detectable > tied.against_best.detectable
+    assert wider.ratio == tied.against_best.ratio
 
 
 def test_a_single_alternative_has_no_order():
     found = ranked(repeated("ddp", STEADY))
     assert (found.places[0].rank, ranking.remark(found)) == ((1, 1), None)
-    assert found.places[0].margin == comparison.margin(found.places[0].alternative.sample)
+    assert found.places[0].margin == comparison.margin(Pool([sample := found.places[0].alternative.sample]), sample)
     nothing = ranked([failed("ddp", "no")])
     assert ([place.rank for place in nothing.places], ranking.remark(nothing)) == ([None], None)
 
@@ -70,37 +77,37 @@ def test_a_single_alternative_has_no_order():
 def test_few_runs_without_knowledge_of_the_machine_have_no_order(runs, each):
     found = ranked(repeated("ddp", STEADY[:runs]), repeated("fsdp", scaled(0.1, STEADY[:runs])))
     assert [(place.rank, place.margin, place.against_best) for place in found.places] == [((1, 2), None, None)] * 2
-    assert ranking.remark(found) == f"{each}, run-to-run variation unknown: no order is shown; repeat=5 measures it"
+    assert ranking.remark(found) == f"{each}: no ranks; repeat=5 shows them"
 
 
-@pytest.mark.parametrize("runs", [1, 2])
-def test_few_runs_are_ranked_by_what_is_known_of_the_machine(runs):
-    spread = Spread(0.01, 8)
-    within = math.exp(0.01 * math.sqrt(2 / runs) * stats.t.ppf(0.975, 8)) - 1
-    rates = {"a": 1000.0, "b": 1000 / (1 + 0.9 * within), "c": 1000 / (1 + 3 * within)}
-    found = ranked(*(repeated(name, [rate] * runs) for name, rate in rates.items()), spread=spread)
+def test_few_runs_are_ranked_by_what_is_known_of_the_machine():
+    error, freedom = 0.01 * math.sqrt(2), 4.0  # eight degrees of freedom of eight at most
+    within, among = (math.exp(error * stats.t.ppf(1 - 0.05 / (2 * pairs), freedom)) for pairs in (1, 3))
+    rates = {"a": 1000.0, "b": 1000 / within**0.9, "c": 1000 / among**1.8}
+    found = ranked(*([run(name, rate)] for name, rate in rates.items()), earlier=past(0.01))
     assert [place.rank for place in found.places] == [(1, 2), (1, 2), (3, 3)]
+    assert found.is_known
     said = ranking.remark(found)
-    assert f" each, run-to-run variation 1.0%: no order within {within:.1%}, order above " in said
+    assert re.fullmatch(
+        r"ranks: simultaneous 95% confidence; one run each resolves 1\.\d+x; "
+        r"judged by earlier runs, which differ by 1\.0%", said,
+    )  # fmt: skip
 
 
-def test_enough_runs_need_no_knowledge_of_the_machine():
-    found = ranked(repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), spread=Spread(0.5, 8))
-    assert found.spread is None
-    assert [place.rank for place in found.places] == [(1, 1), (2, 2)]
+def test_the_past_counts_for_no_more_than_its_degrees_of_freedom():
+    """Of enough runs that differ by 0.1 % each: those of a past that were a hundred times as noisy hide no order."""
+    runs = [repeated(name, [rate * one for one in STEADY * 3]) for name, rate in (("ddp", 1.0), ("fsdp", 0.5))]
+    assert [place.rank for place in ranked(*runs, earlier=past(0.1)).places] == [(1, 1), (2, 2)]
 
 
 def test_where_some_have_too_few_runs_the_others_keep_their_order():
     runs = repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), repeated("pdp", scaled(0.5)[:1])
     found = ranked(*runs)
     assert [place.rank for place in found.places] == [(1, 2), (2, 3), (1, 3)]
-    said = (
-        "1 to 3 runs each: rank ranges have simultaneous 95% confidence, intervals pointwise 95%; fewer than 3 runs: "
-    )
-    assert ranking.remark(found) == f"{said}no order"
-    known = ranked(*runs, spread=Spread(0.01, 8))
+    assert re.search("; 1 to 3 runs each resolve .*x; fewer than 3 runs: no rank$", ranking.remark(found))
+    known = ranked(*runs, earlier=past(0.01))
     assert [place.rank for place in known.places] == [(1, 1), (2, 2), (3, 3)]
-    assert ranking.remark(known) == f"{said}judged by run-to-run variation 1.0%"
+    assert ranking.remark(known).endswith("; fewer than 3 runs: judged by earlier runs, which differ by 1.0%")
 
 
 def test_looking_several_times_makes_the_level_smaller():
@@ -130,10 +137,10 @@ def test_what_is_known_to_be_faster_comes_first_though_its_mean_is_lower():
 def test_what_is_hardly_known_at_all_is_said_without_figures():
     wild = [1000.0, 10.0, 100000.0]
     found = ranked(repeated("ddp", wild), repeated("fsdp", wild[::-1]))
-    assert ranking.remark(found).endswith("; 2x and more detectable (90% power) vs the first")
-    single = ranked(repeated("ddp", [2.0]), repeated("fsdp", [1.0]), spread=Spread(3.0, 4))
-    assert "run-to-run variation 2x and more: no order within 2x and more" in ranking.remark(single)
-    assert ranking.remark(ranked(*([one] for one in single_runs(2)), spread=Spread(1e300, 4)))
+    assert ranking.remark(found).endswith("; 3 runs each resolve no 2x")
+    single = ranked(*([one] for one in single_runs(2)), earlier=past(3.0))
+    assert ranking.remark(single).endswith(" resolves no 2x; judged by earlier runs, which differ by 2x and more")
+    assert ranking.remark(ranked(*([one] for one in single_runs(2)), earlier=past(1e150)))
 
 
 def single_runs(count):
@@ -148,4 +155,4 @@ def test_a_thousand_single_runs_are_not_compared_two_by_two(monkeypatch):
     found = ranking.rank(group(single_runs(1000)))
     assert {place.rank for place in found.places} == {(1, 1000)}
     with pytest.raises(AssertionError):
-        ranking.rank(group(single_runs(3)), Spread(0.01, 8))
+        ranking.rank(group(single_runs(3)), past(0.01))

@@ -7,7 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from ptdbench.measure.comparison import Spread
+from ptdbench.measure.variation import Noise, Spread
 from ptdbench.records import alternatives, noise
 from ptdbench.records.store import append_result, write_record
 from ptdbench.report.table import closing_lines, render
@@ -175,8 +175,9 @@ class TestRepeats:
             ("2-3", "3", "fsdp", "ok"),
         }
         first, second, _ = cells(text)
-        # Student's t of three logarithms: 4.303 * 0.01 / sqrt(3) is 2.5 %
-        assert first[5:7] == ["1,000 ±2.5%", "1.00x"]
+        # deviations of 1 %, 0.95 % and 0.72 %, weighted by 2, 4/3 and 4/3 degrees of freedom: 0.91 %; the quantile of
+        # Student's t with these 4.67 is 2.63, and 2.63 * 0.0091 / sqrt(3) is 1.4 %
+        assert first[5:7] == ["1,000 ±1.4%", "1.00x"]
         assert re.fullmatch(r"0\.80x \(0\.\d\d-0\.\d\d\)", second[6])
 
     def test_the_rest_of_a_row_is_of_the_median_run(self):
@@ -218,12 +219,13 @@ class TestRepeats:
 
     def test_the_spread_of_this_machine_judges_single_runs(self, monkeypatch, tmp_path):
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-        singles = [run("ddp", 1000.0), run("fsdp", 990.0), run("pdp", 100.0)]
+        rates = {"ddp": 1000.0, "fsdp": 990.0, "pdp": 100.0}
+        singles = [run(name, rate, directory=f"outputs/singles/{name}") for name, rate in rates.items()]
         assert [row[0] for row in cells(render(singles))] == ["1-3"] * 3
         noise.keep(alternatives.group([*self.DDP, *self.FSDP]))
         text = render(singles, 200)
         assert [row[0] for row in cells(text)] == ["1-2", "1-2", "3"]
-        assert "one run each, run-to-run variation 1.0%: no order within " in text
+        assert re.search(r"one run each resolves 1\.\d+x; judged by earlier runs, which differ by 1\.0%", text)
 
 
 def test_a_missing_mfu_is_explained_once():
@@ -381,7 +383,7 @@ def test_layouts_of_the_same_training_whose_losses_differ_are_named(changes, sai
 @pytest.fixture
 def quiet(monkeypatch):
     """A machine on which single runs carry an order."""
-    monkeypatch.setattr(noise, "look_up", lambda _: Spread(0.001, 30))
+    monkeypatch.setattr(noise, "look_up", lambda _: Noise(unpaired=Spread(30 * 0.0005**2, 30)))
 
 
 class TestWhy:
@@ -392,7 +394,7 @@ class TestWhy:
 
     def test_where_no_order_is_shown_none_is_explained(self):
         text = render([FSDP, PDP, DDP], 300)
-        assert "no order is shown" in text
+        assert "one run each: no ranks; repeat=5 shows them" in text
         assert " ms vs " not in text
 
     def test_shorter_profiled_steps_cast_doubt_on_what_is_said(self, quiet):

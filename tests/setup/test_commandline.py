@@ -18,12 +18,26 @@ from ptdbench.setup import commandline
         (["hydra/launcher=submitit_local"], ["hydra.mode=MULTIRUN"]),
         (["repeat.runs=5"], ["hydra.mode=MULTIRUN"]),
         (["repeat.runs=1"], []),
+        (["repeat.runs=auto"], ["hydra.mode=MULTIRUN", "train.steps=20"]),
+        (["repeat.runs=auto", "train.steps=60"], ["hydra.mode=MULTIRUN"]),
+        (["repeat.runs=auto", "experiment=digits_resnet18"], ["hydra.mode=MULTIRUN"]),
+        (["repeat.runs=auto", "sweep.resume=outputs/sweep"], ["hydra.mode=MULTIRUN"]),
         (["parallel=ddp"], []),
         ([], []),
     ],
 )
 def test_what_a_launcher_means_by_itself(typed, added):
-    assert commandline.imply(argparse.Namespace(overrides=list(typed), multirun=False)) == [*typed, *added]
+    assert commandline.imply(line(typed)) == [*typed, *added]
+
+
+def line(typed, **flags):
+    plain = {"multirun": False, "config_dir": None, "config_name": None, "config_path": None}
+    return argparse.Namespace(overrides=list(typed), **{**plain, **flags})
+
+
+@pytest.mark.parametrize("flag", ["config_dir", "config_name", "config_path"])
+def test_other_files_say_how_long_runs_are(flag):
+    assert commandline.imply(line(["repeat=auto"], multirun=True, **{flag: "mine"})) == ["repeat.runs=auto"]
 
 
 @pytest.mark.parametrize(
@@ -37,8 +51,7 @@ def test_what_a_launcher_means_by_itself(typed, added):
 )
 def test_a_group_alone_is_short_for_its_options(typed, meant):
     words = ["parallel=fsdp", typed, "profile.steps=3"]
-    arguments = argparse.Namespace(overrides=words, multirun=False)
-    assert commandline.imply(arguments) == ["parallel=fsdp", meant, "profile.steps=3"]
+    assert commandline.imply(line(words)) == ["parallel=fsdp", meant, "profile.steps=3"]
 
 
 @pytest.mark.parametrize("text", ["a/b c", "o'clock", "a\\b", "a\\", "a\\'b", "a\\\\'", "''"])

@@ -20,6 +20,13 @@ function columnsOf(unit) {
     },
     { name: "mfu", head: "MFU", of: (row) => row.mfu && 100 * row.mfu, text: (row) => percent(row.mfu), most: true },
     {
+      name: "mfu_causal",
+      head: "MFU causal",
+      of: (row) => row.mfu_causal && 100 * row.mfu_causal,
+      text: (row) => percent(row.mfu_causal),
+      most: true,
+    },
+    {
       name: "of_ceiling",
       head: "of ceiling",
       of: (row) => row.of_ceiling && 100 * row.of_ceiling,

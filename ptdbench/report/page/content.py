@@ -104,6 +104,7 @@ def _row(place: Place, environments: Environments) -> Row:
         "step_p95": step.get("p95"),
         "memory": metrics.get("peak_memory_bytes"),
         "mfu": metrics.get("mfu"),
+        "mfu_causal": metrics.get("mfu_causal"),
         "of_ceiling": metrics.get("share_of_ceiling"),
         "joules": _joules(record),
         "loss": record.get("final_loss"),

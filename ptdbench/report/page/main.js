@@ -57,6 +57,7 @@ function downloadTable(model, name) {
     "step_p95",
     "memory",
     "mfu",
+    "mfu_causal",
     "of_ceiling",
     "joules",
     "loss",

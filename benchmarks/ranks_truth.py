@@ -1,0 +1,189 @@
+"""How often the ranks of a table are wrong, and how often they decide: made sweeps, or ``make bench`` again and again.
+
+    python -m benchmarks.ranks_truth                  # made sweeps: a minute on a core
+    python -m benchmarks.ranks_truth --sweeps 10000   # each share to 0.4 points: 5 minutes
+    python -m benchmarks.ranks_truth --bench 20       # instead of it make bench, so many times: 40 minutes
+
+A run's throughput is its layout's, times the drift of the machine, times an error of its own of 8 %. The drift is that
+of 480 runs in ``benchmarks/images/noise.png``, whose variogram ``make compare-truth`` found on two busy cores: 7 %, and
+two runs share less than a third of it that are 15 runs apart. Errors are normal, of Student's t with 3 degrees of
+freedom, or of layouts whose variances are 3:1. With a past, three earlier sweeps of other layouts are known, whose
+errors were anywhere between 0.6 and 1.6 times as large.
+
+All are judged by the product's own functions. For two layouts without a past Student's t is exact: half of such shares
+lie above 5 %. A row of identical ones misses where one so large would be seen in less than 1 of 100 cases at 5 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from itertools import chain, product
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+from benchmarks.compare_truth import ROOT, Row, Share
+from ptdbench.measure import comparison, variation
+from ptdbench.measure.comparison import LEVEL
+from ptdbench.measure.variation import Noise, Pool, Sample
+from ptdbench.records import alternatives, noise, store
+from ptdbench.report.ranking import rank
+from ptdbench.setup import blocks
+from ptdbench.setup.config import Repeat
+
+#: Standard deviation of the logarithm of a run's figure: by its error, and by the drift of the machine.
+ERROR, DRIFT = 0.08, 0.07
+
+#: Runs after which the drifts of two runs correlate by 1/e.
+MEMORY = 15
+
+#: What layouts reach of the fastest one's throughput.
+LAYOUTS = (1.0, 0.77, 0.71)
+
+#: How often the first of them has to be decided.
+DECIDED = 0.95
+
+#: Repeats of ``make bench``, and seconds in which it has to be done once everything is installed.
+BENCH, BENCH_SECONDS = 9, 150.0
+
+Errors = Callable[[np.random.Generator, int, int], np.ndarray]
+
+
+def normal(random: np.random.Generator, layouts: int, repeats: int) -> np.ndarray:
+    """Errors of runs, by layouts and repeats."""
+    return random.normal(0, ERROR, (layouts, repeats))
+
+
+def heavy(random: np.random.Generator, layouts: int, repeats: int) -> np.ndarray:
+    """The same with rare large ones: Student's t with 3 degrees of freedom, whose variance is 3."""
+    return ERROR / math.sqrt(3) * random.standard_t(3, (layouts, repeats))
+
+
+def unequal(random: np.random.Generator, layouts: int, repeats: int) -> np.ndarray:
+    """The same where the first layout's variance is three times that of the others; theirs is usual on average."""
+    variances = np.where(np.arange(layouts) == 0, 3.0, 1.0)
+    deviations = ERROR * np.sqrt(variances / variances.mean())
+    return random.normal(0, deviations[:, None], (layouts, repeats))
+
+
+ERRORS: dict[str, Errors] = {"normal": normal, "t3": heavy, "3:1": unequal}
+
+
+def sweep(random: np.random.Generator, shares: Sequence[float], repeats: int, errors: Errors) -> list[Sample]:
+    """The runs of a made sweep, in the order in which they would be carried out.
+
+    Args:
+        random: Where chance comes from.
+        shares: The true throughput of each layout.
+        repeats: Runs of each.
+        errors: Draws their errors.
+    """
+    own = errors(random, len(shares), repeats)
+    correlation = math.exp(-1 / MEMORY)
+    drift = random.normal(0, DRIFT)
+    samples: list[dict[Hashable, float]] = [{} for _ in shares]
+    order = blocks.order(len(shares), Repeat(repeats, 60, 0.02, int(random.integers(2**31)), None, None))
+    for layout, block in order:
+        drift = correlation * drift + math.sqrt(1 - correlation**2) * random.normal(0, DRIFT)
+        key = layout if block is None else block  # a single run is of no block
+        samples[layout][key] = shares[layout] * math.exp(drift + own[layout, block or 0])
+    return list(samples)
+
+
+def past(random: np.random.Generator, errors: Errors) -> Noise:
+    """What three earlier sweeps say."""
+    found = Noise()
+    for scale in np.exp(random.uniform(-0.5, 0.5, 3)):
+        runs = sweep(random, (1.0, 0.8, 0.6), 3, lambda *sizes, scale=scale: scale * errors(*sizes))
+        found += variation.noise(runs)
+    return found
+
+
+def is_told_apart(samples: Sequence[Sample], earlier: Noise | None, level: float = LEVEL) -> bool:
+    """Whether any two layouts are."""
+    return any(rank != (1, len(samples)) for rank in comparison.ranks(Pool(samples, earlier), samples, level))
+
+
+def is_first_decided(samples: Sequence[Sample], earlier: Noise | None) -> bool:
+    """Whether the first layout has the first rank alone."""
+    return comparison.ranks(Pool(samples, earlier), samples)[0] == (1, 1)
+
+
+def is_told_apart_at_a_look(samples: Sequence[Sample], earlier: Noise | None, most: int) -> bool:
+    """Whether ``repeat=auto`` tells any two apart whenever it looks."""
+    level = comparison.level_of_look(most)
+    return any(
+        is_told_apart([{block: one[block] for block in range(look)} for one in samples], earlier, level)
+        for look in comparison.looks(most)
+    )
+
+
+def identical(random: np.random.Generator, sweeps: int) -> Iterator[Row]:
+    """Layouts that do not differ: in tables of repeats, of single runs, and at the looks of ``repeat=auto``."""
+    sizes = [*product((2, 3, 8), (3, 5, 9), (False, True)), *product((2, 3, 8), (1,), (True,))]
+    for (name, errors), (layouts, repeats, has_past) in product(ERRORS.items(), sizes):
+        pasts = (past(random, errors) if has_past else None for _ in range(sweeps))
+        seen = sum(is_told_apart(sweep(random, [1.0] * layouts, repeats, errors), earlier) for earlier in pasts)
+        said = f"{layouts} identical x {repeats}, {name}{', with a past' if has_past else ''}"
+        yield _row(said, seen, sweeps, most=LEVEL)
+    for name, errors in ERRORS.items():
+        tries = (sweep(random, [1.0] * 3, 20, errors) for _ in range(sweeps))
+        seen = sum(is_told_apart_at_a_look(one, None, 20) for one in tries)
+        yield _row(f"3 identical, repeat=auto repeat.max=20, {name}", seen, sweeps, most=LEVEL)
+
+
+def decided(random: np.random.Generator, sweeps: int) -> Iterator[Row]:
+    """Layouts that differ as those of ``make bench`` do, with as many repeats and with fewer."""
+    for (name, errors), repeats in product(ERRORS.items(), (3, 5, 7, BENCH)):
+        seen = sum(is_first_decided(sweep(random, LAYOUTS, repeats, errors), None) for _ in range(sweeps))
+        said = f"first of {', '.join(map(str, LAYOUTS))} x {repeats}, {name}"
+        yield _row(said, seen, sweeps, least=DECIDED if repeats == BENCH else 0.0)
+
+
+def bench(times: int) -> Iterator[Row]:
+    """``make bench`` as often: whether its table says which layout is the fastest, and whether in time."""
+    first, seconds = 0, []
+    for number in range(times):
+        directory = Path("outputs", f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_bench-{number}")
+        began = time.monotonic()
+        subprocess.run(["make", "bench", f"ARGS=hydra.sweep.dir={directory}"], cwd=ROOT, check=True)
+        seconds.append(time.monotonic() - began)
+        found = alternatives.group(store.read_results(ROOT / directory))
+        ranking = rank(found, noise.look_up(run for one in found for run in one.runs))
+        first += ranking.places[0].rank == (1, 1)
+    yield _row(f"make bench: first place decided (longest {max(seconds):.0f} s)", first, times, least=0.9)
+    in_time = sum(one <= BENCH_SECONDS for one in seconds)
+    yield _row(f"make bench: done in {BENCH_SECONDS:.0f} s", in_time, times, least=1.0)
+
+
+def _row(name: str, seen: int, tried: int, most: float = 1.0, least: float = 0.0) -> Row:
+    """A share that has to be at most, or at least, so large."""
+    share = Share(seen, tried, is_fresh=True)
+    rule = f"at most {most:.0%}" if most < 1 else f"at least {least:.0%}" if least else ""
+    is_more = stats.binomtest(seen, tried, most, "greater").pvalue < 0.01
+    return Row(name, share, rule, least <= share.point and not is_more)
+
+
+def main() -> int:
+    """Print the shares; 1 if one of them misses what it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweeps", type=int, default=1000, help="of each kind")
+    parser.add_argument("--bench", type=int, metavar="TIMES", help="run make bench so often instead")
+    options = parser.parse_args()
+    random = np.random.default_rng(0)
+    made = chain(identical(random, options.sweeps), decided(random, options.sweeps))
+    met = True
+    for row in bench(options.bench) if options.bench else made:
+        print(row, flush=True)
+        met &= row.is_met
+    return int(not met)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""How often ranks are wrong: the sweeps that are made, and what a row asks."""
+
+from __future__ import annotations
+
+import math
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks import ranks_truth
+from benchmarks.ranks_truth import DRIFT, ERROR, ERRORS, LAYOUTS, MEMORY, sweep
+from ptdbench.measure import variation
+from ptdbench.records import store
+from tests.report.made import repeated
+
+RANDOM = np.random.default_rng
+
+
+def none(_, layouts, repeats):
+    return np.zeros((layouts, repeats))
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_have_the_deviation_that_is_said(name):
+    errors = ERRORS[name](RANDOM(0), 3, 200_000)
+    assert math.sqrt(float((errors**2).mean())) == pytest.approx(ERROR, rel=0.02)
+
+
+def test_of_unequal_layouts_the_first_has_three_times_the_variance():
+    first, *others = ERRORS["3:1"](RANDOM(0), 3, 50_000).var(axis=1)
+    assert [first / other for other in others] == pytest.approx([3, 3], rel=0.05)
+
+
+def test_without_errors_runs_differ_by_layout_and_drift():
+    samples = sweep(RANDOM(1), LAYOUTS, 400, none)
+    found = variation.noise(samples)
+    assert found.unpaired.deviation == pytest.approx(DRIFT, rel=0.2)
+    # neighbours of a block are a run apart, or two
+    assert found.paired.deviation == pytest.approx(DRIFT * math.sqrt(1 - math.exp(-4 / 3 / MEMORY)), rel=0.1)
+    means = [variation.geometric_mean(sample) for sample in samples]
+    assert [mean / means[0] for mean in means] == pytest.approx(LAYOUTS, rel=0.01)
+
+
+def test_a_past_has_the_noise_of_its_sweeps():
+    found = ranks_truth.past(RANDOM(2), ERRORS["normal"])
+    assert (found.paired.freedom, found.unpaired.freedom) == (3 * 4, 3 * 6)
+    assert ranks_truth.is_told_apart([{"a": 1.0}, {"b": 9.0}], found)
+    assert not ranks_truth.is_told_apart([{"a": 1.0}, {"b": 9.0}], None)
+
+
+@pytest.mark.parametrize(("seen", "is_met"), [(5, True), (9, True), (20, False)])
+def test_a_row_of_identical_layouts_misses_where_chance_does_not_explain_it(seen, is_met):
+    assert ranks_truth._row("", seen, 100, most=0.05).is_met == is_met
+
+
+def test_a_row_of_layouts_that_differ_is_judged_by_its_share():
+    assert [ranks_truth._row("", seen, 100, least=0.95).is_met for seen in (94, 95)] == [False, True]
+
+
+def test_make_bench_is_judged_by_its_table(tmp_path, monkeypatch):
+    """Of three sweeps the second decides nothing, and the last one takes too long."""
+    decided = [164.0, 168.0, 148.0], [120.0, 105.0, 124.0], [103.0, 110.0, 112.0]
+    tables, clock = [decided, [decided[0]] * 3, decided], iter([0, 100, 200, 300, 400, 600])
+
+    def made(command, cwd, check):
+        directory = cwd / command[-1].partition("hydra.sweep.dir=")[2]
+        directory.mkdir(parents=True)
+        for name, rates in zip(("ddp", "pdp", "fsdp"), tables.pop(0), strict=True):
+            for one in repeated(name, rates, str(directory), fingerprint="f", workload="train"):
+                store.append_result(directory, one)
+
+    monkeypatch.setattr(ranks_truth, "ROOT", tmp_path)
+    monkeypatch.setattr(ranks_truth.subprocess, "run", made)
+    monkeypatch.setattr(ranks_truth, "time", SimpleNamespace(monotonic=lambda: next(clock), strftime=time.strftime))
+    first, in_time = ranks_truth.bench(3)
+    assert (first.found.seen, first.is_met, in_time.found.seen, in_time.is_met) == (2, False, 2, False)
+
+
+def test_the_repeats_are_those_of_make_bench():
+    (line,) = [
+        line for line in (ranks_truth.ROOT / "Makefile").read_text().splitlines() if "parallel=ddp,pdp,fsdp" in line
+    ]
+    assert f" repeat={ranks_truth.BENCH} " in line
