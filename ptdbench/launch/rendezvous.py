@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch import address
+from ptdbench.launch.together import through
 from ptdbench.launch.watchdog import JOINED, LEFT
 from ptdbench.launch.world import World, discover, torchrun_variables
 from ptdbench.problems import ConfigError, Problem
@@ -119,7 +120,11 @@ def process_group(
             # Not to gloo: torch 2.11 would split its groups, which only NCCL's can be.
             device_id=device if "nccl" in backend else None,
         )
-    yield own
+    # Not to go through device memory; the default group can do so if its backend is gloo.
+    beside = dist.new_group(backend="gloo", timeout=PATIENCE) if "nccl" in backend else None
+    assert beside is None or isinstance(beside, dist.ProcessGroup)  # every rank is in it
+    with through(beside):
+        yield own
     # Only after success: a group whose peer has died may wait for it for ever.
     with limited(LEFT):
         dist.destroy_process_group()

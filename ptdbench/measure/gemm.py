@@ -15,7 +15,8 @@ import torch.distributed as dist
 from msgspec import convert, to_builtins
 from msgspec.structs import asdict
 
-from ptdbench.launch.peers import gather, node
+from ptdbench.launch.peers import node
+from ptdbench.launch.together import gather
 from ptdbench.launch.world import World
 from ptdbench.measure import ceiling, other_load, products, timing
 from ptdbench.measure.ceiling import Ceiling, Measured

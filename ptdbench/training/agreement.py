@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptdbench.job import Job, Outcome
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.training.figures import first_not_finite
 from ptdbench.training.recorder import Recorder
 

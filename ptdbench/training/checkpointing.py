@@ -14,7 +14,7 @@ from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.shelf import Found
 from ptdbench.checkpoints.together import gathered
 from ptdbench.job import Job
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import barrier, gather
 from ptdbench.problems import Problem, require
 from ptdbench.setup import reshaping
 from ptdbench.terminal import say
@@ -52,7 +52,7 @@ class Checkpointing:
             if job.world.rank == 0:
                 with suppress(OSError):  # an unwritable directory is reported at the first save
                     shelf.sweep_partial(job.directory)
-            dist.barrier()  # rank 0 may have renamed a checkpoint that the others search for
+            barrier()  # rank 0 may have renamed a checkpoint that the others search for
             options = job.spec.config.checkpoint
             self._saver = Saver(job.directory, keep=options.keep, asynchronous=options.asynchronous)
 

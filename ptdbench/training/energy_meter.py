@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ptdbench.job import Job
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.measure import topology
 from ptdbench.measure.energy import Gpu, Packages, energy, none
 from ptdbench.training.loop import StepLoop

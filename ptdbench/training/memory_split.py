@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ptdbench.job import Job
 from ptdbench.launch import clock_offset
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.measure import allocations, perfetto
 from ptdbench.terminal import say
 from ptdbench.training import profile, traces

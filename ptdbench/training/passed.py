@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptdbench.job import Job
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.measure import gemm
 from ptdbench.measure.ceiling import Measured
 from ptdbench.measure.metrics import against_ceiling

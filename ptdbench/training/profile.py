@@ -21,7 +21,7 @@ from torch.autograd.profiler import profile, record_function
 
 from ptdbench.job import Job
 from ptdbench.launch import clock_offset
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.measure import links, perfetto, trace
 from ptdbench.measure.phases import PHASES, Partition, partition
 from ptdbench.measure.profiler import operations, profiled

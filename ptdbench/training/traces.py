@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ptdbench.job import Job
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.measure import perfetto
 from ptdbench.terminal import say
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from msgspec import to_builtins
 
 from ptdbench.job import Job, Outcome
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.measure import gemm, memory, other_load, soundness, topology
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.other_load import OtherLoad

@@ -271,7 +271,7 @@ def _time(
     """
     if message is None or place is None:
         seconds = timing.repeat(None, job.device, effort)
-        return seconds, timing.slowest([0.0] * len(seconds), job.device) if asynchronous else []
+        return seconds, timing.slowest([0.0] * len(seconds)) if asynchronous else []
     posts: list[float] = []
 
     def begin_and_wait() -> None:
@@ -284,7 +284,7 @@ def _time(
     verify(message, name, place, asynchronous)
     step = begin_and_wait if asynchronous else lambda: message.call(False)
     seconds = timing.repeat(step, job.device, effort)
-    posted = timing.slowest(posts[len(posts) - len(seconds) :], job.device) if asynchronous else []
+    posted = timing.slowest(posts[len(posts) - len(seconds) :]) if asynchronous else []
     verify(message, name, place, asynchronous)
     return seconds, posted
 

@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ptdbench.data.feed import Feed
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.stop_signal import StopSignal
+from ptdbench.launch.together import barrier, most
 from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.dims import Mesh
@@ -158,7 +158,7 @@ def assemble(job: Job) -> StepLoop:
     with job.watchdog.paused():  # it may read and write a lot
         if job.world.local_rank == 0:
             training.prepare_data()
-        dist.barrier()
+        barrier()
         training.prepare_data()  # finds it done, and lists the data before worker processes are forked
     require(_nothing_held_out(job))
     mesh = Mesh(training.layout.dims, job.spec.device_type)
@@ -225,9 +225,8 @@ def _affordable(job: Job, loop: StepLoop) -> int:
     asked = job.spec.config.train
     if asked.max_minutes is None:
         return asked.steps
-    seconds = torch.tensor(min(loop.clock.seconds()), dtype=torch.float64, device=job.device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    affordable = loop.first_step + int(asked.max_minutes * 60 / seconds.item())
+    (seconds,) = most(min(loop.clock.seconds()))
+    affordable = loop.first_step + int(asked.max_minutes * 60 / seconds)
     return min(asked.steps, max(affordable, loop.done))
 
 
