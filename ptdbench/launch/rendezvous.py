@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch import address
-from ptdbench.launch.together import through
+from ptdbench.launch.absent import Answers, Some
+from ptdbench.launch.together import All, Circle, through
 from ptdbench.launch.watchdog import JOINED, LEFT
 from ptdbench.launch.world import World, discover, torchrun_variables
 from ptdbench.problems import ConfigError, Problem
@@ -113,21 +114,29 @@ def process_group(
     with limited(JOINED):
         dist.init_process_group(
             backend,
-            store=own,
+            store=Answers(world.size) if world.present else own,
             rank=world.rank,
             world_size=world.size,
             timeout=PATIENCE,
             # Not to gloo: torch 2.11 would split its groups, which only NCCL's can be.
             device_id=device if "nccl" in backend else None,
         )
-    # Not to go through device memory; the default group can do so if its backend is gloo.
-    beside = dist.new_group(backend="gloo", timeout=PATIENCE) if "nccl" in backend else None
-    assert beside is None or isinstance(beside, dist.ProcessGroup)  # every rank is in it
-    with through(beside):
+    with through(_circle(world, backend, own)):
         yield own
     # Only after success: a group whose peer has died may wait for it for ever.
     with limited(LEFT):
         dist.destroy_process_group()
+
+
+def _circle(world: World, backend: str, own: dist.Store) -> Circle:
+    """How the ranks reach each other beside their work: not through device memory."""
+    if world.present:
+        return Some(world.present, world.rank, world.size, own)
+    if "nccl" not in backend:
+        return All()
+    beside = dist.new_group(backend="gloo", timeout=PATIENCE)
+    assert isinstance(beside, dist.ProcessGroup)  # every rank is in it
+    return All(beside)
 
 
 def _open(world: World, host: str, port: int) -> dist.TCPStore:

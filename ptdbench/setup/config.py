@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 #: Groups whose choice is a call: ``_target_`` and its arguments. Each also has a ``name`` for people, a workload a
 #: ``label`` for directories.
-CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "activations", "workload", "logger")
+CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "activations", "workload", "virtual", "logger")
 GROUPS = ("cluster", "train", "eval", "checkpoint", "profile", "sweep", "repeat", *CALLS)
 
 #: The smallest whole number that an option may be; with its group where that matters.

@@ -15,6 +15,7 @@ from ptdbench.parallel.footprint import footprints
 from ptdbench.problems import Problem, require
 from ptdbench.setup.config import Slurm
 from ptdbench.setup.training_spec import TrainingSpec
+from ptdbench.virtual.device import Device
 
 _GIB = 2**30
 
@@ -63,6 +64,11 @@ def on_gpu(device: torch.device) -> Room:
     """The memory of a rank's GPU; initializes CUDA."""
     properties = torch.cuda.get_device_properties(device)
     return Room(properties.total_memory, 1, "its GPU", "such GPUs", properties.name)
+
+
+def on_virtual(gpu: Device) -> Room:
+    """The memory of a rank's GPU that is not there."""
+    return Room(gpu.memory, 1, "its GPU", "such GPUs", f"virtual {gpu.name}")
 
 
 def in_job(cluster: Slurm, ranks: int) -> Room | None:

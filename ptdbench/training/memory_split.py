@@ -57,7 +57,7 @@ def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
                 ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
                 write = partial(_write, job, taken, usage)
                 traces.keep(job, FOLDER, write, profile.rank_names(job), ahead, perfetto.MEMORY)
-    if job.world.rank > 0:
+    if not job.world.is_first:
         return None
     return {
         "reason": None,

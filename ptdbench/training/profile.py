@@ -54,7 +54,7 @@ class Expected:
 def expect(job: Job) -> Expected:
     """What a step should be; before the model is laid out, which changes it. Empty where nobody asks."""
     training = job.training
-    if job.world.rank > 0 or not job.spec.config.profile.steps:
+    if not job.world.is_first or not job.spec.config.profile.steps:
         return Expected()
     return Expected(training.volume(), training.parts_of_stages())
 
@@ -91,7 +91,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
             if keep:
                 write = partial(_write, job, taken, Path(scratch) / _TRACE)
                 traces.keep(job, TRACES, write, rank_names(job), ahead, perfetto.NAME)
-    if job.world.rank > 0:
+    if not job.world.is_first:
         return None
     fields = {**_fields(of_ranks, timed), **_pipeline(job), "stage_parts": expected.parts}
     for operation, sent in fields["communication"].items():
@@ -165,7 +165,7 @@ def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:
 def _write(job: Job, taken: profile, trace: Path, path: Path) -> None:
     """Write the trace of this rank, for Holistic Trace Analysis, and on rank 0 a table of operations."""
     perfetto.compress(trace, path, traces.facts(job))
-    if job.world.rank == 0:
+    if job.world.is_first:
         (path.parent / OPERATIONS).write_text(operations(taken))
 
 

@@ -35,7 +35,7 @@ class ProgressReporter:
         per_sample = job.training.data.tokens_per_sample
         unit = "tokens" if per_sample else "samples"
         self._loop, self._store, self._display = loop, job.store, job.display
-        self._shows = job.world.rank == 0
+        self._shows = job.world.is_first
         self._owns_loss = loop.engine.owns_loss and loop.replica == 0
         self._publishes = self._owns_loss and not self._shows
         self._loss: float | None = None

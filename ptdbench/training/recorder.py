@@ -66,7 +66,7 @@ class Recorder:
         self._next = 1
         self._seconds_per_step = 0.0
         self._drained_at = self._note_at = time.perf_counter()
-        first = job.world.rank == 0
+        first = job.world.is_first
         self._live = Live(job.directory) if first else None
         logger = choices.build(job.spec.config, "logger") if first else None
         self.log = Log(logger, job.directory) if logger else None
@@ -82,7 +82,7 @@ class Recorder:
         facts = facts or {}
         self._earlier = list(facts.get("segments", []))
         self._evaluations = list(facts.get("evaluations", []))
-        if self._job.world.rank > 0:
+        if not self._job.world.is_first:
             return
         self._job.note({"steps": steps or None})  # of an earlier start, those after its checkpoint count no longer
         if (known := self._take_over(steps, source)) < steps:
@@ -114,7 +114,7 @@ class Recorder:
         if not self._loop.losses:
             return
         rows = self._gathered()
-        if self._job.world.rank == 0:
+        if self._job.world.is_first:
             self._unwritten.append(rows)
             if self._live:
                 self._unshown.append(rows)
@@ -162,7 +162,7 @@ class Recorder:
         (peak,) = most(memory.peak_bytes(self._job.device))
         segments = self.segments()
         started = time.perf_counter()
-        if self._job.world.rank > 0 or self._unwritten or (if_quick and started < self._note_at):
+        if not self._job.world.is_first or self._unwritten or (if_quick and started < self._note_at):
             return {}
         with self._job.watchdog.paused():
             self._ceiling = self._ceiling or ceiling(self._job)

@@ -32,7 +32,7 @@ def keep(job: Job, folder: str, write: Callable[[Path], None], names: Sequence[s
     except (OSError, RuntimeError, ValueError) as failed:
         error = str(failed)
     told: list[tuple[float, str | None]] = gather((ahead, error))
-    if job.world.rank > 0:
+    if not job.world.is_first:
         return
     error = next((one for _, one in told if one), None)
     if not error:

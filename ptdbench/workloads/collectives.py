@@ -312,7 +312,7 @@ def _fitted(series: Series, rows: Sequence[Mapping[str, Any]]) -> list[dict[str,
 
 def _keep(job: Job, found: Mapping[str, Any]) -> str | None:
     """Store the lines; returns why they could not be, on rank 0, whose phases ask for them."""
-    if job.world.rank > 0 or len(found["groups"][0]) < job.world.size:
+    if not job.world.is_first or len(found["groups"][0]) < job.world.size:
         return None
     lines = {}
     for fit in found["fits"]:

@@ -140,10 +140,10 @@ def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Exp
     """
     if not job.spec.config.profile.steps:
         return outcome
-    if job.world.rank == 0:
+    if job.world.is_first:
         job.note({**outcome.fields, "status": "ok", "error": None})
     found = profile.phases(job, loop, outcome.fields.get("metrics"), expected)
-    if job.world.rank == 0:
+    if job.world.is_first:
         job.note({"phases": found})
     return replace(outcome, fields={**outcome.fields, "phases": found, "memory": memory_split.split(job, loop)})
 
