@@ -111,10 +111,11 @@ def process_group(
         limited: A context for what ranks do together here and may wait in, :meth:`Watchdog.limited`.
     """
     own = own_store(key)
+    meeting = Answers(world.size) if world.present else own  # kept: torch does not hold a store of Python's
     with limited(JOINED):
         dist.init_process_group(
             backend,
-            store=Answers(world.size) if world.present else own,
+            store=meeting,
             rank=world.rank,
             world_size=world.size,
             timeout=PATIENCE,

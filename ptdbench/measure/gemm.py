@@ -25,6 +25,7 @@ from ptdbench.measure.other_load import OtherLoad
 from ptdbench.measure.products import Shape
 from ptdbench.terminal import command
 from ptdbench.units import flops_text
+from ptdbench.virtual.machine import is_virtual
 
 #: The defaults by device type.
 AUTO_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
@@ -181,6 +182,8 @@ def keep(world: World, found: Figures, only_higher: bool = False) -> str | None:
     """
     if world.local_rank > 0:
         return None
+    if any(is_virtual(one["device"]) for one in found["ceilings"]):
+        return "not kept for later runs: virtual GPUs compute nothing"
     remarks = []
     for one in found["ceilings"]:
         key, new = convert(one, ceiling.Key), convert(one, Measured)

@@ -263,8 +263,12 @@ class Config:
 
 
 def read(composed: DictConfig) -> Config:
-    """A composed configuration, ready to be typed."""
-    return Config(resolve(composed))
+    """A composed configuration, ready to be typed; without the group ``virtual`` where there is nothing virtual."""
+    resolved = resolve(composed)
+    virtual = resolved.get("virtual")
+    if isinstance(virtual, Mapping) and virtual.get("name") == "none":
+        del resolved["virtual"]
+    return Config(resolved)
 
 
 #: What options are called in JSON that it has no numbers for.

@@ -78,7 +78,7 @@ class RunSpec:
     @property
     def summary(self) -> Summary:
         """What who carries out none of the ranks keeps."""
-        fields: dict[str, Any] = {"world_size": self.world_size}
+        fields: dict[str, Any] = {"world_size": self.world_size, **({"kind": "virtual"} if self.virtual else {})}
         if self.training is None:
             fields |= dict.fromkeys(("model", "parallel", "global_batch", "precision"))
         else:

@@ -21,7 +21,7 @@ from ptdbench.launch import clock_offset
 from ptdbench.launch.together import gather
 from ptdbench.measure import allocations, perfetto
 from ptdbench.terminal import say
-from ptdbench.training import profile, traces
+from ptdbench.training import account, profile, traces
 from ptdbench.training.loop import StepLoop
 
 #: In the directory of a run with ``profile.trace``, beside the memory of all ranks: a folder with that of each rank.
@@ -52,7 +52,8 @@ def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
             if reasons := [one for one in gather(usage if isinstance(usage, str) else None) if one]:
                 return {"reason": reasons[0]}
             assert isinstance(usage, allocations.Usage)
-            of_ranks = gather((usage.bytes[usage.peak], usage.moments[usage.peak]))
+            told = gather((usage.bytes[usage.peak], usage.moments[usage.peak]))
+            of_ranks = [told[rank] for rank in account.present(job)]
             if keep:
                 ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
                 write = partial(_write, job, taken, usage)

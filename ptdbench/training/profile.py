@@ -127,7 +127,7 @@ def run(
         with profiled(job.device, memory) as taken:
             for number in range(loop.done, loop.done + steps + 1):
                 with record_function("warm-up" if number == loop.done else f"{trace.STEP}{number}"):
-                    _step(loop, number, between)
+                    step(loop, number, between)
                     if job.device.type == "cuda":
                         torch.cuda.synchronize(job.device)  # so that the device's steps do not overlap
                 job.watchdog.alive()
@@ -137,8 +137,8 @@ def run(
     return taken
 
 
-def _step(loop: StepLoop, number: int, between: Callable[[], None]) -> None:
-    """One optimizer step, as in :meth:`StepLoop.step`, with labels instead of a clock."""
+def step(loop: StepLoop, number: int, between: Callable[[], None] = lambda: None) -> None:
+    """Take one optimizer step, as in :meth:`StepLoop.step`, with labels instead of a clock."""
     with record_function(trace.DATA):
         inputs, targets = loop.feed(number)
     with record_function(trace.GRADIENTS):

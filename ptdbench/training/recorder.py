@@ -159,14 +159,14 @@ class Recorder:
         Returns:
             The fields on rank 0, if its disk has taken all steps so far; else nothing.
         """
-        (peak,) = most(memory.peak_bytes(self._job.device))
+        allocated, reserved = most(*(of(self._job.device) for of in (memory.peak_bytes, memory.peak_reserved_bytes)))
         segments = self.segments()
         started = time.perf_counter()
         if not self._job.world.is_first or self._unwritten or (if_quick and started < self._note_at):
             return {}
         with self._job.watchdog.paused():
             self._ceiling = self._ceiling or ceiling(self._job)
-            fields = figures(self._job, self.path, segments, int(peak), self._ceiling)
+            fields = figures(self._job, self.path, segments, (int(allocated), int(reserved)), self._ceiling)
         took = time.perf_counter() - started
         self._note_at = started + (took / _SHARE if self._loop.done >= _MANY else 0.0)
         return fields
@@ -220,12 +220,16 @@ class Recorder:
         seconds[:, job.world.rank] = torch.tensor(noted.seconds, dtype=torch.float64)
 
         rows = series.unknown(count, job.world.size)
-        rows["loss"] = _finite(losses / job.training.layout.replicas)  # divide after the sum
+        rows["memory_bytes"] = waits_and_memory[count:]
         rows["learning_rate"] = noted.learning_rates
+        seconds = total(seconds)
+        if job.spec.virtual:  # its GPUs compute neither losses nor norms, and have no times
+            return rows
+        rows["loss"] = _finite(losses / job.training.layout.replicas)  # divide after the sum
         if noted.gradient_norms:
             rows["gradient_norm"] = _finite(torch.stack(noted.gradient_norms))
-        rows["wait_seconds"], rows["memory_bytes"] = waits_and_memory[:count], waits_and_memory[count:]
-        rows["step_seconds"] = total(seconds).numpy()
+        rows["wait_seconds"] = waits_and_memory[:count]
+        rows["step_seconds"] = seconds.numpy()
         return rows
 
     def _write(self) -> None:

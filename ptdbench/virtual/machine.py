@@ -10,6 +10,14 @@ from ptdbench.terminal import plural
 from ptdbench.virtual import library
 from ptdbench.virtual.device import Device
 
+#: How the names of virtual GPUs begin.
+_VIRTUAL = "virtual "
+
+
+def is_virtual(device: str) -> bool:
+    """Whether a GPU is virtual, by the name that torch reports."""
+    return device.startswith(_VIRTUAL)
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -28,7 +36,7 @@ class Machine:
     @property
     def gpu_name(self) -> str:
         """What torch calls the GPUs."""
-        return f"virtual {self.gpu.name}"
+        return f"{_VIRTUAL}{self.gpu.name}"
 
     @property
     def capability(self) -> tuple[int, int]:

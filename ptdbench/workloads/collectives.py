@@ -314,6 +314,8 @@ def _keep(job: Job, found: Mapping[str, Any]) -> str | None:
     """Store the lines; returns why they could not be, on rank 0, whose phases ask for them."""
     if not job.world.is_first or len(found["groups"][0]) < job.world.size:
         return None
+    if job.spec.virtual:
+        return "not kept for later runs: virtual GPUs send nothing"
     lines = {}
     for fit in found["fits"]:
         series = Series(fit["op"], fit["dtype"], fit["reduction"], fit["mode"])

@@ -19,7 +19,7 @@ from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.dims import Mesh
 from ptdbench.problems import Problem, require
-from ptdbench.training import agreement, memory_split, passed, profile
+from ptdbench.training import account, agreement, memory_split, passed, profile
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.energy_meter import EnergyMeter
 from ptdbench.training.evaluation import Evaluator
@@ -138,10 +138,15 @@ def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Exp
 
     The run is over before: whatever happens in the pass, a signal to stop included, its record says that it was ok.
     """
+    if job.spec.virtual:
+        field = {"virtual": account.account(job, loop, expected.volume)}
+        outcome = replace(outcome, fields={**outcome.fields, **field})
     if not job.spec.config.profile.steps:
         return outcome
     if job.world.is_first:
         job.note({**outcome.fields, "status": "ok", "error": None})
+    if job.spec.virtual and not (job.spec.virtual.real_time and job.world.present is None):  # nothing takes time
+        return replace(outcome, fields={**outcome.fields, "memory": memory_split.split(job, loop)})
     found = profile.phases(job, loop, outcome.fields.get("metrics"), expected)
     if job.world.is_first:
         job.note({"phases": found})
