@@ -52,18 +52,23 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _all(directory: Path, width: int) -> str:
     """The ranks of a run; of a sweep or a folder the runs that did the same work beside each other."""
-    from ptdbench.report import breakdown, labels, phases
+    from ptdbench.report import breakdown, labels, phases, virtual
 
     found = _load(directory)
     if not isinstance(found, list):
-        _require_phases(found)
         (called,) = labels.names([found])
+        if virtual.is_ok(found):
+            return virtual.explained(found, called, width)
+        _require_phases(found)
         return f"{breakdown.title(found)}\n{breakdown.of_ranks(found, called, width)}"
-    reasons = [f"{run.directory}: {reason}" for run in found if (reason := phases.missing(run))]
+    imitated = [run for run in found if virtual.is_ok(run)]
+    measured = [run for run in found if run.get("kind") != "virtual"]
+    reasons = [f"{run.directory}: {reason}" for run in measured if (reason := phases.missing(run))]
     if len(reasons) == len(found):
         raise _Refused("\n".join(reasons))
-    ranked = list(_ranked(found))
+    ranked = list(_ranked(measured))
     blocks = [_side_by_side(group, known, width) for places, known in ranked for group in _of_same_work(places)]
+    blocks += [virtual.explained(run, name, width) for run, name in zip(imitated, labels.names(imitated), strict=True)]
     return "\n\n".join([*blocks, *(["\n".join(reasons)] if reasons else [])])
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections import Counter
-from pathlib import Path
 
-from ptdbench.measure.trace import STEP
+#: The kind of NCCL's kernels.
+COMMUNICATION = "communication"
 
 #: Kinds by what their kernels' names have, the first that fits; ``other`` where none does.
 KINDS = {
-    "communication": r"^nccl",
+    COMMUNICATION: r"^nccl",
     "compiled": r"^triton_",
     "attention": r"flash|fmha|attention|sdpa",
     "convolution": r"conv|wgrad|dgrad|winograd|im2col|col2im",
@@ -27,29 +25,3 @@ KINDS = {
 def kind(name: str) -> str:
     """What a kernel is for."""
     return next((kind for kind, has in KINDS.items() if re.search(has, name, re.IGNORECASE)), "other")
-
-
-def of_step(path: Path) -> dict[str, int]:
-    """The kernels of a profiled step by kind, the most frequent first; of several steps the mean, rounded.
-
-    Args:
-        path: A trace in Chrome's format.
-
-    Raises:
-        ValueError: It holds no profiled step.
-    """
-    events = json.loads(path.read_bytes(), strict=False)["traceEvents"]
-    steps = [
-        (event["ts"], event["ts"] + event["dur"])
-        for event in events
-        if event.get("cat") == "user_annotation" and event["name"].startswith(STEP)
-    ]
-    if not steps:
-        raise ValueError(f"{path} holds no profiled step")
-    inside = (
-        event["name"]
-        for event in events
-        if event.get("cat") == "kernel" and any(begin <= event["ts"] < end for begin, end in steps)
-    )
-    counts = Counter(map(kind, inside))
-    return {kind: round(count / len(steps)) for kind, count in counts.most_common()}

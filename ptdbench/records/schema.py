@@ -222,8 +222,9 @@ class Messages(Struct):
 
     calls: Amount
     """How often it calls the operation."""
-    bytes: Amount
-    """Size of what it hands over, or receives where that is larger; 0 of messages whose sizes a trace does not tell."""
+    bytes: Amount | None = None
+    """Size of what it hands over, or receives where that is larger; null where a trace does not tell all sizes, as of
+    messages that are sent together."""
     formula_bytes: Amount | None = None
     """What ``bytes`` should be for this layout; null if no exact formula is known."""
 

@@ -161,6 +161,7 @@ def summary(record: Mapping[str, Any]) -> dict[str, float | None]:
         "model_flops_per_second",
         "mfu",
         "peak_memory_bytes",
+        "peak_reserved_bytes",
         "first_step_seconds",
     )
     return {

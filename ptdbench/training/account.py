@@ -19,6 +19,9 @@ from ptdbench.measure import kernels, memory, trace
 from ptdbench.training import profile, traffic
 from ptdbench.training.loop import StepLoop
 
+#: What messages that are sent together are called, of which a trace tells no sizes.
+_TOGETHER = "send_recv"
+
 
 @dataclass(frozen=True)
 class _Own:
@@ -79,7 +82,9 @@ def account(job: Job, loop: StepLoop, volume: Mapping[str, float | None]) -> dic
         "messages": {
             operation: {
                 "calls": fmean(one.messages.get(operation, (0.0, 0.0))[0] for one in owns),
-                "bytes": fmean(one.messages.get(operation, (0.0, 0.0))[1] for one in owns),
+                "bytes": None
+                if _TOGETHER in operations and operation in trace.POINT_TO_POINT
+                else fmean(one.messages.get(operation, (0.0, 0.0))[1] for one in owns),
                 "formula_bytes": volume.get(operation),
             }
             for operation in operations
@@ -103,18 +108,17 @@ def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
         path = Path(scratch) / "trace.json"
         try:
             profile.run(job, loop, 1).export_chrome_trace(str(path))
-            found, counted = trace.read(path, "cuda"), kernels.of_step(path)
+            launched = trace.launched_in_steps(path)
         except (OSError, RuntimeError, ValueError) as error:
             reason = f"the trace cannot be written and read: {error}"
             return _Own(allocated, reserved, len(groups), seconds, {}, {}, reason)
-    (step,) = found.steps
-    calls = [call for call in found.calls if step[0] <= call.start < step[1]]
-    count, size = Counter[str](), Counter[str]()
-    for call in calls:
-        count[call.operation] += 1
+    counted = Counter(kernels.kind(kernel.name) for kernel in launched)
+    calls, size = Counter[str](), Counter[str]()
+    for call in (trace.nccl_call(kernel) for kernel in launched if kernels.kind(kernel.name) == kernels.COMMUNICATION):
+        calls[call.operation] += 1
         size[call.operation] += call.bytes
-    messages = {name: (float(count[name]), float(size[name])) for name in count}
-    return _Own(allocated, reserved, len(groups), seconds, counted, messages)
+    messages = {name: (float(calls[name]), float(size[name])) for name in calls}
+    return _Own(allocated, reserved, len(groups), seconds, dict(counted.most_common()), messages)
 
 
 def _host_seconds(job: Job, loop: StepLoop) -> float:
