@@ -93,6 +93,10 @@ class Answers(dist.Store):
         """Whether there are values; NCCL's watchdog looks for one that says that a rank has failed."""
         return all(key in self._values for key in keys)
 
+    def clone(self) -> Answers:
+        """The store for another thread or group: the same."""
+        return self
+
     def delete_key(self, key: str) -> bool:
         """Remove a value."""
         return self._values.pop(key, None) is not None

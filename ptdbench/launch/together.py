@@ -91,6 +91,11 @@ def total(numbers: Tensor) -> Tensor:
     return _circles[-1].reduce(numbers, dist.ReduceOp.SUM)
 
 
+def are_all_there() -> bool:
+    """Whether every rank of the run is carried out."""
+    return isinstance(_circles[-1], All)
+
+
 def barrier() -> None:
     """Wait until every rank has come here; on a GPU not for its queue."""
     _circles[-1].barrier()
