@@ -169,6 +169,7 @@ def environment(
         "LD_LIBRARY_PATH": _before(folder, "LD_LIBRARY_PATH"),
         "PTDBENCH_VIRTUAL_DEVICE": device.settings(),
         "PTDBENCH_VIRTUAL_COUNT": str(count),
+        "PTDBENCH_VIRTUAL_COMPUTED": "fill,cast,strided,compare,add,sum,all,nonzero",
     }
     switches = {"ALONE": alone, "REAL_TIME": real_time, "LOG": log}
     return variables | {f"PTDBENCH_VIRTUAL_{name}": str(value) for name, value in switches.items() if value}
@@ -204,14 +205,14 @@ def _compile(folder: Path, torch: _Torch) -> None:
     """Compile and link the sources; then again, with stubs of the names that they leave unanswered."""
     sources = sorted(_HERE.glob("*.c"))
     objects = [folder / f"{source.stem}.o" for source in sources]
-    includes = [f"-I{path}" for path in (_HERE, *torch.includes())]
+    includes = [f"-I{path}" for path in (_HERE / "include", *torch.includes())]
     for source, built in zip(sources, objects, strict=True):
         _cc("-c", *includes, "-o", built, source)
     _cc("-shared", "-o", folder / _FILE, *objects)
     answered = elf.defined(folder / _FILE)
     stubs = folder / "stubs.c"
     stubs.write_text(_stubs(wanted(torch) - answered))
-    _cc("-shared", f"-I{_HERE}", f"-Wl,-soname,{_FILE}", "-o", folder / _FILE, *objects, stubs)
+    _cc("-shared", f"-Wl,-soname,{_FILE}", "-o", folder / _FILE, *objects, stubs)
     for name in _LINKS:
         (folder / name).symlink_to(_FILE)
     for built in objects:
@@ -230,7 +231,7 @@ def wanted(torch: _Torch) -> set[str]:
 
 def _stubs(names: Iterable[str]) -> str:
     """C that says of each call that nothing answers it."""
-    lines = ['#include "virtual.h"']
+    lines = ['#define API __attribute__((visibility("default")))', "int unanswered(const char *name, int status);"]
     for name in sorted(names):
         status = next(status for prefix, status in _STATUS.items() if re.match(prefix, name))
         lines.append(f'API int {name}(void) {{ return unanswered("{name}", {status}); }}')
@@ -238,7 +239,7 @@ def _stubs(names: Iterable[str]) -> str:
 
 
 def _cc(*arguments: str | Path) -> None:
-    command = ["cc", "-std=gnu11", "-w", "-O1", "-g", "-fPIC", "-pthread", "-fvisibility=hidden", *map(str, arguments)]
+    command = ["cc", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-fPIC", "-pthread", "-fvisibility=hidden", *map(str, arguments)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
