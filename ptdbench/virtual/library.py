@@ -128,7 +128,7 @@ def build() -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock"), fallback_to_soft=False):
+        with FileLock(folder.parent / f"{folder.name}.lock", fallback_to_soft=False):
             if not (folder / _FILE).exists():
                 with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
                     _compile(Path(partial), torch)
@@ -183,7 +183,7 @@ def environment(
 def _computed(folder: Path, variables: Mapping[str, str]) -> str:
     """The kinds of kernels that are computed rightly for this torch; tried once, and kept beside the library."""
     kept = folder / "computed.json"
-    with FileLock(folder.with_suffix(".lock"), fallback_to_soft=False):
+    with FileLock(folder.parent / f"{folder.name}.lock", fallback_to_soft=False):
         if not kept.exists():
             kinds = [*selftest.CHECKS]
             found, _ = _try(kinds, variables)
