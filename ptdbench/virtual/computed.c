@@ -6,17 +6,18 @@
  */
 #include "virtual.h"
 
+#include <math.h>
 #include <nccl.h>
 #include <pthread.h>
 
 #define FEW 65536 /* elements that are computed at most */
 #define OPERANDS 3
 
-enum kind { FILL, CAST, STRIDED, COMPARE, ADD, SUM, ALL, NONZERO, KINDS };
+enum kind { FILL, CAST, STRIDED, COMPARE, ADD, SUM, ALL, MAX, NONZERO, KINDS };
 static bool enabled[KINDS];
 
 static void read_kinds(void) {
-    static const char *names[KINDS] = {"fill", "cast", "strided", "compare", "add", "sum", "all", "nonzero"};
+    static const char *names[KINDS] = {"fill", "cast", "strided", "compare", "add", "sum", "all", "max", "nonzero"};
     for (int i = 0; i < KINDS; i++) enabled[i] = computes(names[i]);
 }
 
@@ -63,7 +64,7 @@ enum shape {
 struct recipe {
     enum shape shape;
     enum kind kind;
-    enum variant { PLAIN, EQUAL, EQUAL_CONSTANT, ORDER, ORDER_CONSTANT, ADD_TENSOR, ADD_CONSTANT, AND, OR } variant;
+    enum variant { PLAIN, EQUAL, EQUAL_CONSTANT, ORDER, ORDER_CONSTANT, ADD_TENSOR, ADD_CONSTANT, AND, OR, GREATEST, LEAST } variant;
     int inputs;
     int type, result;  /* NCCL's type that it computes with, and that of its output */
     bool truth;        /* a bool: all but 0 is 1 */
@@ -125,12 +126,23 @@ static void recognise_elementwise(const char *name, struct recipe *r) {
     else if (strstr(name, "gpu_kernel_impl_nocast<")) r->shape = STRIDING;
 }
 
-/* ReduceOp<scalar, functor, index, result, ...>: functors are empty, and combine two numbers of the type of the lambda's arguments. */
+/* ReduceOp<scalar, func_wrapper_t<result, functor>, index, ...>: functors are empty, and combine two numbers, of a lambda's or a class's type. */
 static void recognise_reduction(const char *name, struct recipe *r) {
-    const char *scalar = after(name, "ReduceOp<"), *of = after(name, "func_wrapper_t<"), *pair = lambda_behind(name, "func_wrapper_t<");
-    bool sum = strstr(name, "sum_functor<"), all = strstr(name, "::and_kernel_cuda("), any = strstr(name, "::or_kernel_cuda(");
-    if (!of || !pair || !(sum || all || any) || !strstr(name, ", unsigned int, ")) return;
-    r->kind = sum ? SUM : ALL, r->variant = all ? AND : any ? OR : PLAIN;
+    static const struct {
+        const char *text;
+        enum kind kind;
+        enum variant variant;
+        bool lambda;
+    } functors[] = {
+        {"sum_functor<", SUM, PLAIN, true},       {"::and_kernel_cuda(", ALL, AND, true}, {"::or_kernel_cuda(", ALL, OR, true},
+        {"MaxNanFunctor<", MAX, GREATEST, false}, {"MinNanFunctor<", MAX, LEAST, false},
+    };
+    const char *scalar = after(name, "ReduceOp<"), *of = after(name, "func_wrapper_t<"), *pair = NULL;
+    for (size_t i = 0; !pair && i < sizeof functors / sizeof *functors; i++) {
+        pair = (functors[i].lambda ? lambda_behind : after)(name, functors[i].text);
+        r->kind = functors[i].kind, r->variant = functors[i].variant;
+    }
+    if (!of || !pair || !strstr(name, ", unsigned int, ")) return;
     r->type = type_named(scalar), r->result = type_named(of);
     r->inputs = size_of(type_named(pair)); /* bytes of the neutral element */
     if (r->type != UNKNOWN && r->result != UNKNOWN && type_named(pair) != UNKNOWN) r->shape = REDUCING;
@@ -247,19 +259,19 @@ static bool compare(int op, bool equality, double a, double b) {
     return op == 0 ? a >= b : op == 1 ? a > b : op == 2 ? a <= b : a < b; /* OpType: GE, GT, LE, LT */
 }
 
-/* out = f(a, b). A functor begins with its operation or its number; a constant behind the operation is aligned to its size. */
+/* out = f(a, b). The functor of a comparison begins with its operation, an enum; behind it, aligned to its size, is the constant if it has
+ * one, in the type of the elements. That of an addition holds alpha, or the constant and alpha, in at::opmath_type: float for 16 bits. */
 static double apply(const struct recipe *r, const char *functor, double a, double b) {
-    /* numbers of 16 bits are computed with, and kept, as float (at::opmath_type) */
-    int op = 0, type = size_of(r->type) == 2 ? ncclFloat32 : r->type;
-    double second = get_number(functor, 1, type);
+    int op = 0, opmath = size_of(r->type) == 2 ? ncclFloat32 : r->type;
+    const char *constant = functor + (size_of(r->type) > sizeof op ? size_of(r->type) : sizeof op);
     if (r->kind == COMPARE) memcpy(&op, functor, sizeof op);
     switch (r->variant) {
         case EQUAL: return compare(op, true, a, b);
-        case EQUAL_CONSTANT: return compare(op, true, a, get_number(functor + (size_of(type) > 4 ? 8 : 4), 0, type));
+        case EQUAL_CONSTANT: return compare(op, true, a, get_number(constant, 0, r->type));
         case ORDER: return compare(op, false, a, b);
-        case ORDER_CONSTANT: return compare(op, false, a, get_number(functor + (size_of(type) > 4 ? 8 : 4), 0, type));
-        case ADD_TENSOR: return a + get_number(functor, 0, type) * b;
-        case ADD_CONSTANT: return a + second * get_number(functor, 0, type);
+        case ORDER_CONSTANT: return compare(op, false, a, get_number(constant, 0, r->type));
+        case ADD_TENSOR: return a + get_number(functor, 0, opmath) * b;
+        case ADD_CONSTANT: return a + get_number(functor, 1, opmath) * get_number(functor, 0, opmath);
         default: return r->kind == FILL ? get_number(functor, 0, r->type) : a;
     }
 }
@@ -298,6 +310,16 @@ struct reduction {
     OFFSET_CALCULATOR(2) output; /* of the output, and of the first input of each */
 };
 
+static double combine(enum variant variant, double a, double b) {
+    switch (variant) {
+        case AND: return a && b;
+        case OR: return a || b;
+        case GREATEST: return isnan(b) || b > a ? b : a;
+        case LEAST: return isnan(b) || b < a ? b : a;
+        default: return a + b;
+    }
+}
+
 static void compute_reduction(const struct recipe *r, void **arguments) {
     size_t neutral = r->inputs, config = 2 * neutral;               /* aligned to itself behind the functor, and the configuration to 4 */
     const char *op = (const char *)arguments[0] + (config + 3) / 4 * 4;
@@ -311,12 +333,12 @@ static void compute_reduction(const struct recipe *r, void **arguments) {
     for (int o = 0; o < outputs; o++) {
         char *to = data[1] + offset(x->output.dims, x->output.sizes, x->output.strides[0], 2, 0, o);
         char *from = data[0] + offset(x->output.dims, x->output.sizes, x->output.strides[0], 2, 1, o);
-        double value = r->variant == AND;
+        double value = r->variant == AND ? 1 : r->variant == GREATEST ? -INFINITY : r->variant == LEAST ? INFINITY : 0;
         for (int i = 0; i < inputs; i++) {
             char *at = from + offset(x->input.dims, x->input.sizes, x->input.strides[0], 1, 0, i);
             if (!readable(at, size_of(r->type))) return;
             double one = get_number(at, 0, r->type);
-            value = r->variant == AND ? value && one : r->variant == OR ? value || one : value + one;
+            value = combine(r->variant, value, one);
         }
         if (!writable(to, size_of(r->result))) return;
         put_number(to, 0, r->result, value);

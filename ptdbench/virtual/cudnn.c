@@ -114,11 +114,27 @@ API cudnnStatus_t cudnnBatchNormalizationForwardInference(cudnnHandle_t h, cudnn
     return CUDNN_STATUS_SUCCESS;
 }
 
-/* ---- graphs (cudnn_graph.h): descriptors are built of descriptors, and a plan runs ---- */
+/* ---- graphs (cudnn_graph.h): descriptors are made of descriptors, up to a plan that runs ---- */
+
+/* Of each is kept what its parts compute, so that a plan's kernel has a name. torch makes graphs of convolutions and of attention. */
+struct part {
+    cudnnBackendDescriptorType_t type;
+    const char *kernel;
+};
+
+static const char *kernel_of(cudnnBackendDescriptorType_t type) {
+    switch (type) {
+        case CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR: return "virtual_cudnn_convolution_forward";
+        case CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR: return "virtual_cudnn_convolution_dgrad";
+        case CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR: return "virtual_cudnn_convolution_wgrad";
+        default: return NULL;
+    }
+}
 
 API cudnnStatus_t cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t type, cudnnBackendDescriptor_t *made) {
-    *made = malloc(sizeof type);
-    memcpy(*made, &type, sizeof type);
+    struct part *new = malloc(sizeof *new);
+    *new = (struct part){type, kernel_of(type)};
+    *made = new;
     return CUDNN_STATUS_SUCCESS;
 }
 
@@ -134,7 +150,10 @@ API cudnnStatus_t cudnnBackendFinalize(cudnnBackendDescriptor_t made) {
 
 API cudnnStatus_t cudnnBackendSetAttribute(cudnnBackendDescriptor_t of, cudnnBackendAttributeName_t which, cudnnBackendAttributeType_t type,
                                            int64_t count, const void *values) {
-    (void)of, (void)which, (void)type, (void)count, (void)values;
+    (void)which;
+    struct part *whole = of, *const *parts = values;
+    for (int64_t i = 0; type == CUDNN_TYPE_BACKEND_DESCRIPTOR && i < count; i++)
+        if (parts[i] && parts[i]->kernel) whole->kernel = parts[i]->kernel;
     return CUDNN_STATUS_SUCCESS;
 }
 
@@ -142,17 +161,19 @@ API cudnnStatus_t cudnnBackendSetAttribute(cudnnBackendDescriptor_t of, cudnnBac
  * notes, knobs and choices are empty. */
 API cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t const of, cudnnBackendAttributeName_t which, cudnnBackendAttributeType_t type,
                                            int64_t room, int64_t *count, void *values) {
-    (void)of;
-    bool engine = which == CUDNN_ATTR_ENGINEHEUR_RESULTS || which == CUDNN_ATTR_ENGINECFG_ENGINE ||
-                  which == CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG;
+    bool engine = type == CUDNN_TYPE_BACKEND_DESCRIPTOR && (which == CUDNN_ATTR_ENGINEHEUR_RESULTS || which == CUDNN_ATTR_ENGINECFG_ENGINE ||
+                                                            which == CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG);
     bool number = type == CUDNN_TYPE_INT64 || type == CUDNN_TYPE_INT32;
-    if (count) *count = number || (type == CUDNN_TYPE_BACKEND_DESCRIPTOR && engine);
-    if (number && room > 0 && values) memset(values, 0, type == CUDNN_TYPE_INT64 ? sizeof(int64_t) : sizeof(int32_t));
+    if (count) *count = number || engine;
+    if (room < 1 || !values) return CUDNN_STATUS_SUCCESS;
+    if (engine) (*(struct part **)values)->kernel = ((const struct part *)of)->kernel;
+    if (number) memset(values, 0, type == CUDNN_TYPE_INT64 ? sizeof(int64_t) : sizeof(int32_t));
     return CUDNN_STATUS_SUCCESS;
 }
 
 API cudnnStatus_t cudnnBackendExecute(cudnnHandle_t handle, cudnnBackendDescriptor_t plan, cudnnBackendDescriptor_t pack) {
-    (void)plan, (void)pack;
-    run(handle, "virtual_cudnn_graph", 50);
+    (void)pack;
+    const char *kernel = ((const struct part *)plan)->kernel;
+    run(handle, kernel ? kernel : "virtual_cudnn_attention", 50);
     return CUDNN_STATUS_SUCCESS;
 }

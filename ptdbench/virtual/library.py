@@ -19,6 +19,7 @@ libraries want, so a newer torch needs no list of ours.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -26,7 +27,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.util import find_spec
@@ -36,7 +37,7 @@ from filelock import FileLock
 
 from ptdbench import cache
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.virtual import elf
+from ptdbench.virtual import elf, selftest
 from ptdbench.virtual.device import Device
 
 _HERE = Path(__file__).parent
@@ -127,7 +128,7 @@ def build() -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_suffix(".lock"), fallback_to_soft=False):
+        with FileLock(folder.parent / f"{folder.name}.lock", fallback_to_soft=False):
             if not (folder / _FILE).exists():
                 with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
                     _compile(Path(partial), torch)
@@ -169,10 +170,49 @@ def environment(
         "LD_LIBRARY_PATH": _before(folder, "LD_LIBRARY_PATH"),
         "PTDBENCH_VIRTUAL_DEVICE": device.settings(),
         "PTDBENCH_VIRTUAL_COUNT": str(count),
-        "PTDBENCH_VIRTUAL_COMPUTED": "fill,cast,strided,compare,add,sum,all,nonzero",
     }
-    switches = {"ALONE": alone, "REAL_TIME": real_time, "LOG": log}
+    switches = {
+        "ALONE": alone and 1,
+        "REAL_TIME": real_time and 1,
+        "LOG": log,
+        "COMPUTED": _computed(folder, variables),
+    }
     return variables | {f"PTDBENCH_VIRTUAL_{name}": str(value) for name, value in switches.items() if value}
+
+
+def _computed(folder: Path, variables: Mapping[str, str]) -> str:
+    """The kinds of kernels that are computed rightly for this torch; tried once, and kept beside the library."""
+    kept = folder / "computed.json"
+    with FileLock(folder.parent / f"{folder.name}.lock", fallback_to_soft=False):
+        if not kept.exists():
+            kinds = [*selftest.CHECKS]
+            found, _ = _try(kinds, variables)
+            if found is None:  # one of them ended it: each by itself
+                answers = [_try([kind], variables) for kind in kinds]
+                if all(right is None for right, _ in answers):
+                    raise _problem("virtual", folder.name, f"torch does not start on the virtual GPU: {answers[0][1]}")
+                found = [kind for right, _ in answers for kind in right or ()]
+            partial = folder / "computed.tmp"
+            partial.write_text(json.dumps(found))
+            partial.replace(kept)
+        return ",".join(json.loads(kept.read_text()))
+
+
+def _try(kinds: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str] | None, str]:
+    """Those of the kinds that a process found right, ``None`` if it did not end well, and then its last words."""
+    of_user = {
+        name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "TORCH_", "PYTORCH_"))
+    }
+    path = os.pathsep.join([str(_HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", selftest.__name__, *kinds],
+        env={**of_user, **variables, "PTDBENCH_VIRTUAL_COMPUTED": ",".join(kinds), "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+    return (json.loads(done.stdout.splitlines()[-1]), "") if done.returncode == 0 else (None, last)
 
 
 def _installed() -> _Torch:
@@ -239,9 +279,10 @@ def _stubs(names: Iterable[str]) -> str:
 
 
 def _cc(*arguments: str | Path) -> None:
-    command = ["cc", "-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-fPIC", "-pthread", "-fvisibility=hidden", *map(str, arguments)]
+    warnings = ("-Wall", "-Wextra", "-Werror")
+    command = ["cc", "-std=gnu11", *warnings, "-O1", "-g", "-fPIC", "-pthread", "-fvisibility=hidden"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise _problem("cc", None, "a virtual GPU needs a C compiler", "install gcc or clang") from None
     if done.returncode:

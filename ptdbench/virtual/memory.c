@@ -13,12 +13,12 @@
 #define HOST_PAGE (4 * KIB)
 #define GRANULE (64 * KIB)      /* in which what the host backs is counted */
 #define COPIED MIB
-#define BACKED GIB
+#define BACKED (512 * MIB)
 #define SPACE ((size_t)64 << 40) /* addresses of all devices: expandable segments take 9/8 of the memory for each pool and stream */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-static size_t round_up(size_t bytes, size_t to) { return ((bytes ? bytes : 1) + to - 1) / to * to; }
+static size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 /* ---- addresses ---- */
 
@@ -126,37 +126,25 @@ bool writable(void *address, size_t bytes) {
     return may;
 }
 
-/* Lets the whole pages of a range go, so that they read as zeros and take no memory, and clears the rest. */
+/* Lets the whole pages of a range go, so that they read as zeros and take no memory; what of it lies before and behind is cleared. */
 static void forget(char *address, size_t bytes) {
-    char *start = (char *)round_up((size_t)address, HOST_PAGE), *end = (char *)((size_t)(address + bytes) / HOST_PAGE * HOST_PAGE);
-    if (start >= end) {
+    char *end = address + bytes, *first = (char *)round_up((size_t)address, HOST_PAGE);
+    char *last = (char *)((size_t)end / HOST_PAGE * HOST_PAGE);
+    if (first >= last) {
         memset(address, 0, bytes);
         return;
     }
-    memset(address, 0, start - address);
-    memset(end, 0, address + bytes - end);
-    madvise(start, end - start, MADV_DONTNEED);
+    madvise(first, last - first, MADV_DONTNEED);
+    if (first > address) memset(address, 0, first - address);
+    if (end > last) memset(last, 0, end - last);
 }
 
 void zero(void *address, size_t bytes) {
-    if (!readable(address, bytes)) return;
+    if (!bytes || !readable(address, bytes)) return;
     pthread_mutex_lock(&lock);
-    char *at = address, *end = at + bytes;
-    while (at < end) { /* runs of granules that are backed: the others are zeros as they are */
-        char *granule = base + (size_t)(at - base) / GRANULE * GRANULE;
-        uint8_t *flag = flag_of(at);
-        if (!*flag) {
-            /* long runs without a flag are skipped fast */
-            uint8_t *last = flag_of(end - 1), *next = memchr(flag, 1, last - flag + 1);
-            if (!next) break;
-            at = base + (size_t)(next - backed) * GRANULE;
-            continue;
-        }
-        char *stop = granule + GRANULE < end ? granule + GRANULE : end;
-        forget(at, stop - at);
-        if (at == granule && stop == granule + GRANULE) *flag = 0, backed_bytes -= GRANULE;
-        at = stop;
-    }
+    forget(address, bytes);
+    size_t first = round_up((size_t)((char *)address - base), GRANULE) / GRANULE, end = (size_t)((char *)address + bytes - base) / GRANULE;
+    for (uint8_t *at = backed + first; first < end && (at = memchr(at, 1, backed + end - at)); at++) *at = 0, backed_bytes -= GRANULE;
     pthread_mutex_unlock(&lock);
 }
 
@@ -176,7 +164,7 @@ static bool take(int on, size_t bytes) {
 API cudaError_t cudaMalloc(void **address, size_t bytes) {
     cudaError_t error = ready();
     int on = current_device();
-    size_t pages = round_up(bytes, PAGE);
+    size_t pages = round_up(bytes ? bytes : 1, PAGE);
     *address = NULL;
     if (error) return error;
     pthread_mutex_lock(&lock);
@@ -318,7 +306,7 @@ API cudaError_t cudaHostAlloc(void **address, size_t bytes, unsigned flags) {
     (void)flags;
     cudaError_t error = ready();
     if (error) return error;
-    bytes = round_up(bytes, HOST_PAGE);
+    bytes = round_up(bytes ? bytes : 1, HOST_PAGE);
     *address = map(NULL, bytes);
     note("hostalloc %zu\n", bytes);
     if (!*address) return cudaErrorMemoryAllocation;

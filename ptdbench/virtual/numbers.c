@@ -28,6 +28,7 @@ static unsigned encode(double value, struct format f) {
     int bias = (1 << (f.exponent - 1)) - 1, exponent;
     if (isnan(value)) return sign | nan;
     if (isinf(value)) return sign | most;
+    if (!value) return sign;
     frexp(value, &exponent);
     exponent = exponent - 1 < 1 - bias ? 1 - bias : exponent - 1; /* of 1.fraction; below, of 0.fraction */
     double scaled = nearbyint(ldexp(fabs(value), f.fraction - exponent));
