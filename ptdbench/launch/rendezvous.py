@@ -32,6 +32,10 @@ PATIENCE = timedelta(minutes=30)
 ARRIVAL = timedelta(minutes=2)
 
 
+#: Those of this process: a thread of NCCL's asks a store until the process ends, and holds none of Python's.
+_MEETINGS: list[dist.Store] = []
+
+
 class NotMet(ConfigError):
     """The ranks do not find each other; every rank knows only its own side of it."""
 
@@ -111,7 +115,8 @@ def process_group(
         limited: A context for what ranks do together here and may wait in, :meth:`Watchdog.limited`.
     """
     own = own_store(key)
-    meeting = Answers(world.size) if world.present else own  # kept: torch does not hold a store of Python's
+    meeting = Answers(world.size) if world.present else own
+    _MEETINGS.append(meeting)
     with limited(JOINED):
         dist.init_process_group(
             backend,
