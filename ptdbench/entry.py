@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from omegaconf import DictConfig, OmegaConf
 
 from ptdbench.launch import leaving, local, settings, slurm
-from ptdbench.launch.world import World, discover, is_first_rank
+from ptdbench.launch.world import Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import alternatives, noise, store
 from ptdbench.report import table, text
@@ -111,7 +111,7 @@ def carry_out(directories: Sequence[Path]) -> int:
         local.check_address_space()
     configs = [resume.startable(directory, world) for directory in directories]
     if world is None:
-        local.warm_up(_rank_modules(configs))
+        local.warm_up(_rank_modules(configs), _loading(configs[0]))
 
     from ptdbench.run import run
     from ptdbench.setup import hydra_files
@@ -146,7 +146,8 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
     """Runs on this machine, or as a rank of the world that a launcher made."""
     local.check_address_space()
     if world is None:
-        local.warm_up(_rank_modules(map(config.read, composed.jobs)))
+        configs = list(map(config.read, composed.jobs))
+        local.warm_up(_rank_modules(configs), _loading(configs[0]))
     shows = world is None or world.rank == 0
     with hint(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
         from ptdbench.launch import devices
@@ -279,6 +280,17 @@ def _rank_modules(configs: Iterable[Config]) -> list[str]:
     targets = {str(group.get("_target_")) for group in groups}
     chosen = {target.rpartition(".")[0] for target in targets if target.startswith("ptdbench.")}
     return ["ptdbench.rank_imports", *sorted(chosen), *(EVENT_FILES if "ptdbench.workloads.train" in chosen else ())]
+
+
+def _loading(first: Config) -> dict[str, str]:
+    """The dynamic linker's variables for the ranks of the first run, which the fork server has to be started with."""
+    from ptdbench.setup import choices
+
+    try:
+        machine = choices.virtual(first)
+    except ConfigError:  # is told with all else that is wrong
+        return {}
+    return Place(environ=machine.environment(1)).loading if machine else {}
 
 
 def _print_results(directory: Path, jobs: Sequence[DictConfig], is_sweep: bool, asked: int) -> list[dict[str, Any]]:

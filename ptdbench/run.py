@@ -87,12 +87,13 @@ def _add_result(sweep: Path, directory: Path) -> None:
 
 def _run(directory: Path, config: Config, known: Summary | None, heading: Heading | None) -> None:
     """The story of a run, as the process that starts it lives it."""
-    settings.let_segments_grow(os.environ)  # local ranks inherit it
     world = discover(os.environ)
+    if world:
+        settings.let_segments_grow(os.environ)
     attempt = Attempt(directory, rendezvous.launch_name(world) if world else uuid.uuid4().hex)
     watch = Stopwatch(time.time() if world is None or _RUNS else psutil.Process().create_time())
     _RUNS.append(directory)
-    writes = world is None or world.rank == 0
+    writes = world is None or world.is_first
     if writes:
         attempt = _open_record(config, attempt)
     try:
@@ -135,7 +136,10 @@ def _start_ranks(config: Config, size: int, attempt: Attempt, watch: Stopwatch, 
     killed = memory.oom_kills()
     try:
         with hint(f"{heading} · starting the ranks…", sys.stderr):
-            local.start(_as_rank, size, config, attempt, watch, heading, grace=grace)
+            where = run_spec.place(config, size)
+            local.start(_as_rank, size, config, attempt, watch, heading, grace=grace, where=where)
+    except ConfigError as lack:  # of what virtual GPUs are built with
+        _fail(attempt, failure.describe(lack, rank=-1))
     except local.RankDied as death:
         ended = failure.describe_exits(death.exit_codes, size, memory.oom_kills() - killed)
         _fail(attempt, root_cause([*failure.read_failures(attempt.failures), *ended], size))
@@ -166,6 +170,7 @@ def _as_rank(
     for number in local.STOP_SIGNALS:  # a rank has nothing to tidy up: let it go at once
         signal.signal(getattr(signal, number), signal.SIG_DFL)
     os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
+    settings.let_segments_grow(os.environ)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody but these ranks has to reach them
     world = discover(os.environ)
@@ -192,7 +197,7 @@ def take_part(
     leaving.on_forced_end(partial(ending.remark, attempt, world.rank))
     with crash.kept(failure.crash_file(attempt.failures, world.rank)):
         try:
-            with ending.witness(world, attempt), Display(heading if world.rank == 0 else None) as display:
+            with ending.witness(world, attempt), Display(heading if world.is_first else None) as display:
                 _work(specified(), world, attempt, watch, display)
         except BaseException as error:
             try:
@@ -209,7 +214,7 @@ def _specify(config: Config, world: World, watch: Stopwatch) -> RunSpec:
     spec = run_spec.specify(config, world)
     if not (world.started_by.has_parent and spec.device_type == "cpu"):  # the parent has checked the host
         warning = run_spec.check_memory(spec, world)
-        if warning and world.rank == 0:
+        if warning and world.is_first:
             say(warning, sys.stderr)
     watch.lap("config")
     return spec
@@ -231,7 +236,7 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
         display.phase("working")  # a workload may say it better
         workload: Workload = choices.build(spec.config, "workload")
         outcome = workload(Job(spec, world, met, own_store, device, attempt.directory, watch, dog, display, note))
-        if world.rank == 0:
+        if world.is_first:
             with dog.paused():
                 ending.close(attempt, spec, device, met, outcome)
 

@@ -27,6 +27,7 @@ ROOMS = """
     measure
     launch
     local_part
+    virtual
     removal cache
     terminal units
     problems

@@ -6,14 +6,14 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ptdbench.launch.peers import gather
+from ptdbench.launch import together
 
 T = TypeVar("T")
 
 
 def gathered(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """Every rank's ``value``, by rank; called in all ranks of ``group``. ``None``: this process alone."""
-    return [value] if group is None else gather(value, group)
+    return [value] if group is None else together.gathered(value, group)
 
 
 def place(group: dist.ProcessGroup | None) -> tuple[int, int]:

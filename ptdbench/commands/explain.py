@@ -6,7 +6,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,15 +47,30 @@ class _Group:
     lines: list[str]
 
 
+@dataclass
+class _Found:
+    """What there is to explain.
+
+    Attributes:
+        groups: Measured runs.
+        virtual: Runs on virtual GPUs, by what they are called; they have no times.
+        reasons: Why other runs are not explained.
+    """
+
+    groups: list[_Group]
+    virtual: dict[str, Run] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)
+
+
 def main(arguments: argparse.Namespace) -> int:
     """Print tables and lines of figures; the exit status is 1 where nothing can be explained."""
     from ptdbench.records import files
     from ptdbench.records.store import Damaged
-    from ptdbench.report import text
+    from ptdbench.report import text, virtual
 
     width = shutil.get_terminal_size((110, 24)).columns
     try:
-        groups, reasons = _found(arguments.directory, arguments.against)
+        found = _found(arguments.directory, arguments.against)
     except (_Refused, Damaged) as refusal:
         say(str(refusal), sys.stderr)
         return 1
@@ -63,29 +78,42 @@ def main(arguments: argparse.Namespace) -> int:
         say(f"{error.filename}: cannot be read: {error.strerror}" if error.filename else str(error), sys.stderr)
         return 1
     if arguments.json:
-        say(files.as_text({"groups": [_as_json(group) for group in groups], "not_explained": reasons}))
+        imitated = [
+            {"run": name, "directory": str(run.directory), "virtual": run["virtual"], "memory": run.get("memory")}
+            for name, run in found.virtual.items()
+        ]
+        shown = {"groups": [*map(_as_json, found.groups)], "virtual": imitated, "not_explained": found.reasons}
+        say(files.as_text(shown))
     else:
-        blocks = [_text(group, width) for group in groups]
-        text.show("\n\n".join([*blocks, *(["\n".join(reasons)] if reasons else [])]))
+        blocks = [_text(group, width) for group in found.groups]
+        blocks += [virtual.explained(run, name, width) for name, run in found.virtual.items()]
+        text.show("\n\n".join([*blocks, *(["\n".join(found.reasons)] if found.reasons else [])]))
     return 0
 
 
-def _found(directory: Path, other: Path | None) -> tuple[list[_Group], list[str]]:
-    """The groups of a directory, or the pair of two runs; and why other runs are in none."""
-    from ptdbench.report import phases
+def _found(directory: Path, other: Path | None) -> _Found:
+    """What there is to explain in a directory, or of two runs."""
+    from ptdbench.report import labels, phases, virtual
 
     if other:
-        return [_pair(directory, other)], []
-    found = _load(directory)
-    if not isinstance(found, list):
-        _require_phases(found)
-        (called,) = _called([found])
-        return [_Group(called, {called: found}, [1], [])], []
-    reasons = [f"{run.directory}: {reason}" for run in found if (reason := phases.missing(run))]
-    if len(reasons) == len(found):
-        raise _Refused("\n".join(reasons))
-    ranked = list(_ranked(found))
-    return [_side_by_side(group, known) for places, known in ranked for group in _of_same_work(places)], reasons
+        return _Found([_pair(directory, other)])
+    loaded = _load(directory)
+    runs = loaded if isinstance(loaded, list) else [loaded]
+    imitated = [run for run in runs if virtual.is_ok(run)]
+    found = _Found([], virtual=dict(zip(labels.names(imitated), imitated, strict=True)))
+    if not isinstance(loaded, list):
+        if not imitated:
+            _require_phases(loaded)
+            (called,) = _called([loaded])
+            found.groups.append(_Group(called, {called: loaded}, [1], []))
+        return found
+    measured = [run for run in runs if run.get("kind") != "virtual"]
+    found.reasons += [f"{run.directory}: {reason}" for run in measured if (reason := phases.missing(run))]
+    if len(found.reasons) == len(runs):
+        raise _Refused("\n".join(found.reasons))
+    ranked = list(_ranked(measured))
+    found.groups += [_side_by_side(group, known) for places, known in ranked for group in _of_same_work(places)]
+    return found
 
 
 def _text(group: _Group, width: int) -> str:

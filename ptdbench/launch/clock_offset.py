@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ptdbench.launch.peers import Peer, gather
+from ptdbench.launch.peers import Peer
+from ptdbench.launch.together import gather
 
 #: Messages there and back; the fastest one counts.
 _TRIES = 10

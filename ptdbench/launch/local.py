@@ -10,6 +10,7 @@ import faulthandler
 import gc
 import importlib.util
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import resource
 import signal
@@ -28,7 +29,8 @@ import psutil
 
 from ptdbench.launch import leaving
 from ptdbench.launch.address import HERE, listen
-from ptdbench.launch.world import local_environments
+from ptdbench.launch.settings import added
+from ptdbench.launch.world import THIS_MACHINE, Place, local_environments
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.terminal import say
 
@@ -65,8 +67,9 @@ _SOCKET_NAME = len("/pymp-12345678/listener-12345678")
 #: Bytes: torch 2.14 for CUDA cannot be imported with 2.9 GiB of address space, and with 3.4 GiB ranks do not start.
 _ADDRESS_SPACE = 4 << 30
 
-#: What the fork server imports, beside what it always does.
+#: What the fork server imports, beside what it always does, and the variables of the dynamic linker that it has.
 _modules: dict[str, None] = {}
+_loading: dict[str, str] = {}
 
 _STOP_NUMBERS = frozenset(getattr(signal, name) for name in STOP_SIGNALS)
 
@@ -132,12 +135,14 @@ def _is_torch_for_cuda() -> bool:
     return bool(torch and torch.origin and (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists())
 
 
-def warm_up(modules: Iterable[str] = ()) -> None:
+def warm_up(modules: Iterable[str] = (), loading: Mapping[str, str] | None = None) -> None:
     """Start the fork server in the background, so that it imports while this process goes on.
 
     Args:
         modules: What the ranks will need beside torch and the package's own modules; remembered, for a server that has
             to be started again.
+        loading: Variables by which the dynamic linker loads something else into the ranks. They work in a process
+            that is started with them: a server that was not is replaced.
 
     Raises:
         ConfigError: See :func:`check_sockets`.
@@ -145,10 +150,20 @@ def warm_up(modules: Iterable[str] = ()) -> None:
     check_sockets()
     _modules.update(dict.fromkeys(modules))
     multiprocessing.set_forkserver_preload(["ptdbench.launch.preload", *_modules])
-    multiprocessing.forkserver.ensure_running()
+    server: Any = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    loading = dict(loading or {})
+    if server._forkserver_pid and loading != _loading:
+        server._stop()
+    _loading.clear()
+    _loading.update(loading)
+    multiprocessing.resource_tracker.ensure_running()  # without them
+    with added(loading):
+        multiprocessing.forkserver.ensure_running()
 
 
-def start(entry: Callable[..., Any], size: int, *arguments: Any, grace: float = 0.0) -> None:
+def start(
+    entry: Callable[..., Any], size: int, *arguments: Any, grace: float = 0.0, where: Place = THIS_MACHINE
+) -> None:
     """Run ``entry(environ, *arguments)`` in ``size`` fresh processes and wait for all of them.
 
     The ranks find their place in the environment, as under torchrun. The fork server may be older than
@@ -160,6 +175,7 @@ def start(entry: Callable[..., Any], size: int, *arguments: Any, grace: float = 
         arguments: What it gets beside the environment.
         grace: Seconds that the ranks have to save and to end by themselves after a stop signal, which is passed on to
             them once; a third Ctrl-C takes it away. Without it they are ended at once.
+        where: Where they take themselves to be.
 
     Raises:
         RankDied: A rank failed; its peers have been ended.
@@ -167,14 +183,14 @@ def start(entry: Callable[..., Any], size: int, *arguments: Any, grace: float = 
             starts another one.
         Stopped: A signal arrived; the ranks have ended or been ended, whatever else happened to them meanwhile.
     """
-    overseer = _Overseer(grace)
+    overseer = _Overseer(grace, where.ranks(size))
     context = multiprocessing.get_context("forkserver")
     ranks: list[BaseProcess] = []
     with handling(overseer.note), _ending_orphans():
         try:
-            warm_up()
+            warm_up(loading=where.loading)
             store = _served_store()
-            for place in local_environments(size, HERE, store.port, os.environ):
+            for place in local_environments(size, HERE, store.port, os.environ, where):
                 rank = context.Process(target=_begin, args=(place, dict(os.environ), entry, *arguments))
                 rank.start()
                 ranks.append(rank)
@@ -242,8 +258,9 @@ def _stop(number: int, _: Any) -> None:
 class _Overseer:
     """Decides what signals to this process and failures of ranks mean for the other ranks."""
 
-    def __init__(self, grace: float) -> None:
+    def __init__(self, grace: float, numbers: Sequence[int]) -> None:
         self._grace = grace
+        self._numbers = numbers
         self._signals: list[int] = []
         self._grace_ends: float | None = None
 
@@ -271,7 +288,7 @@ class _Overseer:
             self.raise_if_stopped()
             if server_ended:
                 raise LaunchError(f"{_SERVER_ENDED}, and the ranks with it")
-            raise RankDied(exit_codes)
+            raise RankDied({self._numbers[place]: code for place, code in exit_codes.items()})
         if self._signals:
             self._stop(ranks)
         return all(rank.exitcode == 0 for rank in ranks)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from msgspec import Struct
 
 from ptdbench.launch import cores, settings
+from ptdbench.launch.together import gather
 from ptdbench.launch.world import World
 
 
@@ -73,10 +73,3 @@ def _self(world: World, device: torch.device) -> Peer:
         threads=torch.get_num_threads(),
         settings=settings.here(),
     )
-
-
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's ``value``, by rank; called in all ranks of ``group``, or in all there are."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch import address
+from ptdbench.launch.absent import Answers, Some
+from ptdbench.launch.together import All, Circle, through
 from ptdbench.launch.watchdog import JOINED, LEFT
 from ptdbench.launch.world import World, discover, torchrun_variables
 from ptdbench.problems import ConfigError, Problem
@@ -28,6 +30,10 @@ PATIENCE = timedelta(minutes=30)
 #: torch from one cold file system do not get it at the same time. Who waits longer waits for somebody who has died or
 #: cannot be reached, and those who pay for the nodes should know soon.
 ARRIVAL = timedelta(minutes=2)
+
+
+#: Those of this process: a thread of NCCL's asks a store until the process ends, and holds none of Python's.
+_MEETINGS: list[dist.Store] = []
 
 
 class NotMet(ConfigError):
@@ -109,20 +115,34 @@ def process_group(
         limited: A context for what ranks do together here and may wait in, :meth:`Watchdog.limited`.
     """
     own = own_store(key)
+    meeting = Answers(world.size) if world.present else own
+    _MEETINGS.append(meeting)
     with limited(JOINED):
         dist.init_process_group(
             backend,
-            store=own,
+            store=meeting,
             rank=world.rank,
             world_size=world.size,
             timeout=PATIENCE,
             # Not to gloo: torch 2.11 would split its groups, which only NCCL's can be.
             device_id=device if "nccl" in backend else None,
         )
-    yield own
+    with through(_circle(world, backend, own)):
+        yield own
     # Only after success: a group whose peer has died may wait for it for ever.
     with limited(LEFT):
         dist.destroy_process_group()
+
+
+def _circle(world: World, backend: str, own: dist.Store) -> Circle:
+    """How the ranks reach each other beside their work: not through device memory."""
+    if world.present:
+        return Some(world.present, world.rank, world.size, own)
+    if "nccl" not in backend:
+        return All()
+    beside = dist.new_group(backend="gloo", timeout=PATIENCE)
+    assert isinstance(beside, dist.ProcessGroup)  # every rank is in it
+    return All(beside)
 
 
 def _open(world: World, host: str, port: int) -> dist.TCPStore:

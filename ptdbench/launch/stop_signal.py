@@ -9,10 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from ptdbench.launch import local, rendezvous
+from ptdbench.launch import local, together
 
 #: Approximate seconds between two checks: short against a cluster's grace period, long against a step.
 EVERY_SECONDS = 0.5
@@ -29,8 +26,7 @@ class StopSignal:
 
     All ranks enter it, each in its main thread, while the default process group exists. Leaving it restores the
     previous handlers, or ignores stop signals if it has reported one: a person who presses Ctrl-C reaches the ranks
-    twice, at once and through their launcher. Its own group is destroyed with the default group, as destroying a group
-    that has lost a peer may block forever.
+    twice, at once and through their launcher.
 
     Args:
         every_seconds: Seconds between two checks; 0 checks after every step.
@@ -43,10 +39,6 @@ class StopSignal:
         self._handling = local.handling(self._note)
 
     def __enter__(self) -> StopSignal:
-        # gloo, on GPUs too: a flag in device memory would have to wait for the steps in the device's queue.
-        made = dist.new_group(backend="gloo", timeout=rendezvous.PATIENCE)
-        assert isinstance(made, dist.ProcessGroup)  # all ranks are in it
-        self._group = made
         self._handling.__enter__()
         self._steps = _Pace()
         return self
@@ -79,10 +71,7 @@ class StopSignal:
 
     def _ask(self, pace: _Pace, done: int) -> str | None:
         if self._agreed is None and done >= pace.next_check:
-            mine = (self._number, pace.seconds(done))
-            agreed = torch.tensor(mine, dtype=torch.float64)
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._group)
-            number, seconds = agreed.tolist()
+            number, seconds = together.most(self._number, pace.seconds(done))
             pace.checked(done, seconds, self._every_seconds)
             self._agreed = signal.Signals(int(number)).name if number else None
         return self._agreed

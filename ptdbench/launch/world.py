@@ -9,8 +9,8 @@ its variables contradict each other.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ptdbench.launch import hostlist
 from ptdbench.problems import ConfigError, Problem
@@ -28,6 +28,7 @@ class World:
         launcher: Who started the rank, for messages and records.
         nodes: How many nodes the ranks are on; ``None`` where the launcher does not tell and the nodes cannot all
             have as many ranks as this one.
+        present: The ranks that are there, if some are not, which are those of a run on virtual GPUs.
     """
 
     rank: int
@@ -36,6 +37,12 @@ class World:
     local_size: int
     launcher: str
     nodes: int | None = None
+    present: tuple[int, ...] | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it speaks for all: it is rank 0, or the first that is there."""
+        return self.rank == (self.present[0] if self.present else 0)
 
     @property
     def started_by(self) -> Launcher:
@@ -150,6 +157,9 @@ LAUNCHERS: dict[str, Launcher] = {
     ),
 }
 
+#: The ranks that are there, of a launch of this package that starts not all of them: ``0,131,255``.
+PRESENT = "PTDBENCH_RANKS"
+
 #: With the launcher of this package, which starts ranks on one machine with the environment of torchrun's.
 KNOWN = {"local": replace(LAUNCHERS["torchrun"], has_parent=True), **LAUNCHERS}
 
@@ -189,7 +199,37 @@ def torchrun_variables(world: World, host: str, port: int) -> dict[str, str]:
     return {name: str(value) for name, value in told.items()}
 
 
-def local_environments(size: int, host: str, port: int, environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+@dataclass(frozen=True)
+class Place:
+    """Where local ranks take themselves to be, if not on this machine as it is.
+
+    Attributes:
+        nodes: Nodes that the ranks are divided over, equally many on each.
+        present: The ranks that are started; ``None`` for all.
+        environ: Variables that their processes have to be started with.
+    """
+
+    nodes: int = 1
+    present: Sequence[int] | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def loading(self) -> dict[str, str]:
+        """Those of the variables that the dynamic linker reads."""
+        return {name: value for name, value in self.environ.items() if name.startswith("LD_")}
+
+    def ranks(self, size: int) -> Sequence[int]:
+        """The ranks that are started, of so many."""
+        return range(size) if self.present is None else self.present
+
+
+#: Where ranks are as a rule.
+THIS_MACHINE = Place()
+
+
+def local_environments(
+    size: int, host: str, port: int, environ: Mapping[str, str], where: Place = THIS_MACHINE
+) -> Iterator[dict[str, str]]:
     """What torchrun would set for each rank of a launch on this machine alone, whose starter serves the store.
 
     Args:
@@ -197,12 +237,12 @@ def local_environments(size: int, host: str, port: int, environ: Mapping[str, st
         host: Where the store is.
         port: Its port.
         environ: The environment of the starter, whose settings of these variables win.
+        where: Where they take themselves to be.
     """
     defaults = {"OMP_NUM_THREADS": None, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     settings = {name: value for name, default in defaults.items() if (value := environ.get(name, default))}
     launch = {
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "GROUP_WORLD_SIZE": str(where.nodes),
         "ROLE_NAME": "default",
         "ROLE_WORLD_SIZE": str(size),
         "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
@@ -210,9 +250,13 @@ def local_environments(size: int, host: str, port: int, environ: Mapping[str, st
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
     }
-    for rank in range(size):
-        place = torchrun_variables(World(rank, size, rank, size, "local"), host, port)
-        yield {**settings, **launch, **place, "ROLE_RANK": str(rank)}
+    if where.present is not None:
+        launch[PRESENT] = ",".join(map(str, where.present))
+    on_node = size // where.nodes
+    for rank in where.ranks(size):
+        place = torchrun_variables(World(rank, size, rank % on_node, on_node, "local"), host, port)
+        place |= {"GROUP_RANK": str(rank // on_node), "ROLE_RANK": str(rank)}
+        yield {**where.environ, **settings, **launch, **place}
 
 
 def is_first_rank(environ: Mapping[str, str]) -> bool:
@@ -221,7 +265,7 @@ def is_first_rank(environ: Mapping[str, str]) -> bool:
         world = discover(environ)
     except ConfigError:
         return True
-    return world is None or world.rank == 0
+    return world is None or world.is_first
 
 
 def _place(environ: Mapping[str, str], name: str, launcher: Launcher) -> World:
@@ -236,7 +280,9 @@ def _place(environ: Mapping[str, str], name: str, launcher: Launcher) -> World:
         nodes: int | None = _number(environ, launcher.nodes, name)
     else:
         nodes = None if size % local_size else size // local_size
-    return World(rank, size, local_rank, local_size, name, nodes)
+    listed = environ.get(PRESENT)
+    present = tuple(map(int, listed.split(","))) if listed else None
+    return World(rank, size, local_rank, local_size, name, nodes, present)
 
 
 def _local_size(environ: Mapping[str, str], name: str, launcher: Launcher) -> int:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from msgspec import convert, to_builtins
 from msgspec.structs import asdict
 
-from ptdbench.launch.peers import gather, node
+from ptdbench.launch.peers import node
+from ptdbench.launch.together import gather
 from ptdbench.launch.world import World
 from ptdbench.measure import ceiling, other_load, products, timing
 from ptdbench.measure.ceiling import Ceiling, Measured
@@ -24,6 +25,7 @@ from ptdbench.measure.other_load import OtherLoad
 from ptdbench.measure.products import Shape
 from ptdbench.terminal import command
 from ptdbench.units import flops_text
+from ptdbench.virtual.machine import is_virtual
 
 #: The defaults by device type.
 AUTO_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
@@ -180,6 +182,8 @@ def keep(world: World, found: Figures, only_higher: bool = False) -> str | None:
     """
     if world.local_rank > 0:
         return None
+    if any(is_virtual(one["device"]) for one in found["ceilings"]):
+        return "not kept for later runs: virtual GPUs compute nothing"
     remarks = []
     for one in found["ceilings"]:
         key, new = convert(one, ceiling.Key), convert(one, Measured)

@@ -36,6 +36,15 @@ def peak_bytes(device: torch.device) -> int:
     return _peak_resident_bytes()
 
 
+def peak_reserved_bytes(device: torch.device) -> int:
+    """Peak of what torch's allocator took from a GPU since :func:`reset_peak`; 0 on a CPU, where there is none."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_reserved(device)
+    return 0
+
+
 def reset_peak(device: torch.device) -> None:
     """Reset the peak to the memory in use now.
 

@@ -25,6 +25,7 @@ class Measurement:
         device_name: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
         dtype: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
         peak_memory_bytes: Peak memory, maximum over ranks.
+        peak_reserved_bytes: Peak of what torch's allocator took from the device, likewise; ``None`` on a CPU.
         first_step_seconds: From the start of the run's first step to its end, compilation included.
         startup_seconds: Seconds of each phase before the first step, by name.
         minimum_warmup: Minimum number of warm-up steps.
@@ -43,6 +44,7 @@ class Measurement:
     device_name: str
     dtype: str
     peak_memory_bytes: int | None
+    peak_reserved_bytes: int | None = None
     first_step_seconds: float | None
     startup_seconds: Mapping[str, float]
     minimum_warmup: int
@@ -88,6 +90,7 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
         **against_ceiling(*measured.ceiling, _times(flops_per_second, per_device)),
         "data_wait_share": _share(measured.wait_seconds[warmup_steps:], own),
         "peak_memory_bytes": measured.peak_memory_bytes,
+        "peak_reserved_bytes": measured.peak_reserved_bytes,
         "first_step_seconds": measured.first_step_seconds,
         "startup_seconds": dict(measured.startup_seconds),
         "causal_flops_per_second": causal,
@@ -99,6 +102,16 @@ def _unmasked(measured: Measurement) -> float | None:
     """The share of the model's FLOPs that causal attention does not mask."""
     full, masked = measured.flops_per_sample, measured.masked_flops_per_sample
     return None if not full or masked is None else 1 - masked / full
+
+
+#: Those of a run on virtual GPUs.
+_OF_VIRTUAL = ("peak_memory_bytes", "peak_reserved_bytes", "first_step_seconds", "startup_seconds")
+
+
+def without_times(measured: Measurement) -> dict[str, Any]:
+    """The figures of a run whose device computes nothing: its memory, and how long the host took to begin."""
+    _, found = metrics(measured)
+    return {name: value if name in _OF_VIRTUAL else None for name, value in found.items()}
 
 
 def _times(quantity: float | None, factor: float | None) -> float | None:

@@ -16,7 +16,8 @@ import torch
 from msgspec import Struct
 
 from ptdbench.launch import cores
-from ptdbench.launch.peers import gather, node
+from ptdbench.launch.peers import node
+from ptdbench.launch.together import gather
 from ptdbench.measure import topology
 
 STAT = Path("/proc/stat")

@@ -15,7 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather, most
 from ptdbench.measure import clock
 from ptdbench.problems import ConfigError, Problem, at_least
 
@@ -118,12 +118,12 @@ def repeat_in_turns(
 ) -> list[list[float]]:
     """:func:`repeat` for several steps that are compared, interleaved so that interference affects all of them."""
     dist.barrier()
-    warmup = [slowest(seconds, device) for seconds in timed(steps, effort.warmup, device)]
+    warmup = [slowest(seconds) for seconds in timed(steps, effort.warmup, device)]
     once = max(min(seconds) for seconds in warmup)
     if not effort.affords(once):
         return [[] for _ in steps]
     dist.barrier()
-    return [slowest(seconds, device) for seconds in timed(steps, effort.repetitions(once), device)]
+    return [slowest(seconds) for seconds in timed(steps, effort.repetitions(once), device)]
 
 
 def timed(steps: Sequence[Callable[[], object] | None], count: int, device: torch.device) -> list[list[float]]:
@@ -138,8 +138,6 @@ def timed(steps: Sequence[Callable[[], object] | None], count: int, device: torc
     return [next(seconds) if step else [0.0] * count for step in steps]
 
 
-def slowest(seconds: Sequence[float], device: torch.device) -> list[float]:
+def slowest(seconds: Sequence[float]) -> list[float]:
     """The elementwise maximum over ranks; every rank has equally many values and gets the same result."""
-    values = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(values, dist.ReduceOp.MAX)
-    return values.tolist()
+    return most(*seconds)

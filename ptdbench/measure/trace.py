@@ -15,13 +15,15 @@ import math
 import re
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ptdbench.measure.intervals import Interval, intersect, subtract, union
+
+T = TypeVar("T")
 
 #: How the label of a step begins, before its number: as torch's own profiler marks steps, which other tools know.
 STEP = "ProfilerStep#"
@@ -123,7 +125,9 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class _Event:
+class Event:
+    """An event of a trace; times are in seconds since the epoch."""
+
     name: str
     kind: str
     start: float
@@ -133,6 +137,7 @@ class _Event:
 
     @property
     def interval(self) -> Interval:
+        """When it began and ended."""
         return self.start, self.end
 
 
@@ -146,30 +151,21 @@ def read(path: Path, device_type: str = "cpu") -> Trace:
     Raises:
         ValueError: It is damaged or too large, holds no profiled step, or does not show what a GPU did.
     """
+    return _checked(path, lambda trace: _read(trace, device_type))
+
+
+def _checked(path: Path, reading: Callable[[Path], T]) -> T:
+    """What is read of a trace, if it is one and not too large; raises ValueError."""
     if (size := path.stat().st_size) > MOST_BYTES:
         raise ValueError(f"{path} has {size} bytes, and at most {MOST_BYTES} are read; try profile.steps=1")
     try:
-        return _read(path, device_type)
+        return reading(path)
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no trace of torch's profiler ({type(error).__name__}: {error})") from None
 
 
 def _read(path: Path, device_type: str) -> Trace:
-    written = json.loads(path.read_bytes(), strict=False)
-    base = written.get("baseTimeNanoseconds", 0) / 1e9
-    events = [
-        _Event(
-            event["name"],
-            event.get("cat", ""),
-            base + event["ts"] / 1e6,
-            base + (event["ts"] + event["dur"]) / 1e6,
-            event["tid"],
-            event.get("args", {}),
-        )
-        for event in written["traceEvents"]
-        if event.get("ph") == "X"
-    ]
-    events.sort(key=lambda event: (event.start, -event.end))
+    events = _events(path)
     steps = [event for event in events if event.name.startswith(STEP) and event.kind == "user_annotation"]
     if not steps:
         raise ValueError(f"{path} holds no profiled step")
@@ -187,8 +183,56 @@ def _read(path: Path, device_type: str) -> Trace:
     return _of_device(whole, parts, events, on_device)
 
 
+def launched_in_steps(path: Path) -> list[Event]:
+    """The kernels that the host launched in profiled steps, whenever the device came to them.
+
+    Raises:
+        ValueError: As :func:`read`.
+    """
+    events = _checked(path, _events)
+    launches = _launches(events)
+    steps = union(event.interval for event in events if event.name.startswith(STEP))
+    kernels = [event for event in events if event.kind == "kernel"]
+    if not steps or not kernels:
+        raise ValueError(f"{path} holds {'no kernels' if steps else 'no profiled step'}")
+    moments = [launches.get(event.facts.get("correlation"), event.start) for event in kernels]
+    return [
+        event
+        for event, moment in zip(kernels, moments, strict=True)
+        if any(begin <= moment < end for begin, end in steps)
+    ]
+
+
+def _events(path: Path) -> list[Event]:
+    """Those of a trace with a duration, in the order of their start."""
+    written = json.loads(path.read_bytes(), strict=False)
+    base = written.get("baseTimeNanoseconds", 0) / 1e9
+    events = [
+        Event(
+            event["name"],
+            event.get("cat", ""),
+            base + event["ts"] / 1e6,
+            base + (event["ts"] + event["dur"]) / 1e6,
+            event["tid"],
+            event.get("args", {}),
+        )
+        for event in written["traceEvents"]
+        if event.get("ph") == "X"
+    ]
+    return sorted(events, key=lambda event: (event.start, -event.end))
+
+
+def _launches(events: Sequence[Event]) -> dict[Any, float]:
+    """When the host made each call of CUDA, by its correlation."""
+    return {
+        event.facts["correlation"]: event.start
+        for event in events
+        if event.kind in ("cuda_runtime", "cuda_driver") and "correlation" in event.facts
+    }
+
+
 def _of_host(
-    steps: Sequence[Interval], parts: Mapping[str, Sequence[Interval]], own: Sequence[_Event], sent: Sequence[_Event]
+    steps: Sequence[Interval], parts: Mapping[str, Sequence[Interval]], own: Sequence[Event], sent: Sequence[Event]
 ) -> Trace:
     operations = [event for event in own if event.kind == "cpu_op"]
     calls = _calls(own, sent)
@@ -215,7 +259,7 @@ def _trace(
     return Trace(steps, cut, waits, calls)
 
 
-def _outermost(events: Sequence[_Event]) -> Iterator[_Event]:
+def _outermost(events: Sequence[Event]) -> Iterator[Event]:
     """Those of sorted events of one thread that are inside of no other."""
     end = -math.inf
     for event in events:
@@ -224,11 +268,11 @@ def _outermost(events: Sequence[_Event]) -> Iterator[_Event]:
             yield event
 
 
-def _is_backward(event: _Event) -> bool:
+def _is_backward(event: Event) -> bool:
     return event.name.startswith(BACKWARD)
 
 
-def _backward(top: Sequence[_Event]) -> list[Interval]:
+def _backward(top: Sequence[Event]) -> list[Interval]:
     """The backward passes: from the first to the last of operations of autograd's engine that follow each other."""
     found: list[Interval] = []
     goes_on = False
@@ -241,7 +285,7 @@ def _backward(top: Sequence[_Event]) -> list[Interval]:
     return found
 
 
-def _silent_waits(top: Sequence[_Event], calls: Sequence[Call]) -> Iterator[Interval]:
+def _silent_waits(top: Sequence[Event], calls: Sequence[Call]) -> Iterator[Interval]:
     """Waits of DDP in C++, after a backward pass and for buffers: gaps in which communication ends, until it does.
 
     What waits may go on before the thread that communicated has noted its end: what was under way when the gap began
@@ -258,10 +302,10 @@ def _silent_waits(top: Sequence[_Event], calls: Sequence[Call]) -> Iterator[Inte
                 yield before.end, ended[beyond - 1][0]
 
 
-def _calls(own: Sequence[_Event], sent: Sequence[_Event]) -> list[Call]:
+def _calls(own: Sequence[Event], sent: Sequence[Event]) -> list[Call]:
     """Each communication with what started it: of the operations of its size the first that has started no other."""
-    open_events: list[_Event] = []
-    started: list[tuple[_Event, tuple[str, ...]]] = []
+    open_events: list[Event] = []
+    started: list[tuple[Event, tuple[str, ...]]] = []
     by_size: defaultdict[tuple[str, int], deque[int]] = defaultdict(deque)
     for event in own:
         open_events = [other for other in open_events if other.end > event.start]
@@ -303,7 +347,7 @@ def _around(moment: float, times: Sequence[Interval]) -> Sequence[Interval]:
     return [one for one in times[max(0, place - 1) : place] if moment <= one[1]]
 
 
-def _kind(event: _Event) -> str:
+def _kind(event: Event) -> str:
     """What tells apart what starts communication: a message, which is sent as it is called, or anything else."""
     operation = _operation(event.name)
     return operation if operation in POINT_TO_POINT else ""
@@ -315,7 +359,7 @@ def _operation(name: str) -> str:
     return next((known for begins, known in _OPERATIONS.items() if joined.startswith(begins)), plain)
 
 
-def _sizes(event: _Event) -> set[int]:
+def _sizes(event: Event) -> set[int]:
     """Numbers of elements of the tensors of an operation; lists of tensors count as one, too."""
     found = set()
     for argument in event.facts.get("Input Dims", []):
@@ -325,13 +369,13 @@ def _sizes(event: _Event) -> set[int]:
     return found or {0}
 
 
-def _item_bytes(event: _Event) -> int:
+def _item_bytes(event: Event) -> int:
     """Size of an element, by torch's name of its type, such as ``c10::BFloat16``."""
     name = next(iter(event.facts.get("Input type", [])), "").lower().removeprefix("c10::").removesuffix(" int")
     return _BYTES.get(name, 1)
 
 
-def _peer(event: _Event) -> int | None:
+def _peer(event: Event) -> int | None:
     """The other rank of ``c10d::send(tensors, group, rank, tag)``."""
     if _operation(event.name) not in POINT_TO_POINT:
         return None
@@ -342,8 +386,8 @@ def _peer(event: _Event) -> int | None:
 def _of_device(
     steps: Sequence[Interval],
     parts: Mapping[str, Sequence[Interval]],
-    events: Sequence[_Event],
-    on_device: Sequence[_Event],
+    events: Sequence[Event],
+    on_device: Sequence[Event],
 ) -> Trace:
     backward = union(
         event.interval for event in events if event.kind in _ON_HOST and event.name.startswith((*BACKWARD, _ROOT_ENDS))
@@ -354,16 +398,12 @@ def _of_device(
         "forward": subtract(union(parts[GRADIENTS]), backward),
         "optimizer": union(parts[UPDATE]),
     }
-    launches = {
-        event.facts["correlation"]: event.start
-        for event in events
-        if event.kind in ("cuda_runtime", "cuda_driver") and "correlation" in event.facts
-    }
+    launches = _launches(events)
     is_sent = {id(event) for event in on_device if event.name.startswith("nccl")}
     computed = [event for event in on_device if id(event) not in is_sent]
     phases: dict[str, list[Interval]] = {name: [] for name in ("data", "forward", "backward", "optimizer")}
     busy = union(event.interval for event in computed)
-    calls = [_nccl_call(event) for event in on_device if id(event) in is_sent]
+    calls = [nccl_call(event) for event in on_device if id(event) in is_sent]
     waits = subtract(union((call.start, call.end) for call in calls), busy)
     begins = [begin for begin, _ in steps]
     end = begins[0]
@@ -383,7 +423,8 @@ def _phase_at(moment: float, by_phase: Mapping[str, Sequence[Interval]]) -> str:
     return "forward"
 
 
-def _nccl_call(event: _Event) -> Call:
+def nccl_call(event: Event) -> Call:
+    """The operation that a kernel of NCCL carries out."""
     facts = event.facts
     elements = max(int(facts.get("In msg nelems", 0)), int(facts.get("Out msg nelems", 0)))
     item = _BYTES.get(str(facts.get("dtype", "")).lower(), 1)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ptdbench.models.protocol import Model
 
@@ -56,7 +57,19 @@ def materialize(
         if isinstance(tensor, nn.Parameter):
             real = nn.Parameter(real, tensor.requires_grad)
         torch.utils.swap_tensors(tensor, real)
-    module.to(device)  # what is not on the meta device
+    _move(module, torch.device(device))  # what is not on the meta device
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move a module, but nothing that FSDP has sharded: its policy may keep shards in host memory."""
+    if isinstance(module, FSDPModule):
+        return
+    if any(isinstance(part, FSDPModule) for part in module.modules()):
+        for part in module.children():
+            _move(part, device)
+        module._apply(lambda tensor: tensor.to(device), recurse=False)
+    else:
+        module.to(device)
 
 
 def parameter_count(module: nn.Module) -> int:

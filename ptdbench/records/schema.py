@@ -117,7 +117,10 @@ class Metrics(Struct):
     data_wait_share: Quantity | None = None
     """Share of the timed steps' seconds spent waiting for batches."""
     peak_memory_bytes: Count | None = None
-    """Peak memory, the maximum over ranks: of the device, or of the process on a CPU."""
+    """Peak memory, the maximum over ranks: what torch allocated on the device, or of the process on a CPU."""
+    peak_reserved_bytes: Count | None = None
+    """Peak of what torch's allocator took from the device, the maximum over ranks: with what it keeps for later, which
+    decides whether a run fits; null on a CPU."""
     first_step_seconds: Amount | None = None
     """Seconds from "ready to start" to the end of the first step on all ranks."""
     startup_seconds: dict[str, Amount] | None = None
@@ -212,6 +215,50 @@ class Memory(Struct):
     ``other``."""
     pass_seconds: Amount | None = None
     """What finding this out took."""
+
+
+class Messages(Struct):
+    """What a rank hands over with one operation in a step: the mean over the ranks that were carried out."""
+
+    calls: Amount
+    """How often it calls the operation."""
+    bytes: Amount | None = None
+    """Size of what it hands over, or receives where that is larger; null where a trace does not tell all sizes, as of
+    messages that are sent together."""
+    formula_bytes: Amount | None = None
+    """What ``bytes`` should be for this layout; null if no exact formula is known."""
+
+
+class Virtual(Struct):
+    """What a run on virtual GPUs tells. These compute nothing: no times, no rates and no loss are known.
+
+    Each list has one number for each of ``ranks``.
+    """
+
+    device: str | None = None
+    """The name of the GPUs, which begins with ``virtual``."""
+    real_time: bool | None = None
+    """Whether they took their time, by a crude model."""
+    ranks: list[Count] | None = None
+    """The ranks that were carried out."""
+    allocated_bytes: list[Count] | None = None
+    """Peak of what torch's allocator handed out."""
+    reserved_bytes: list[Count] | None = None
+    """Peak of what torch's allocator took from the device: with what it keeps for later."""
+    context_bytes: Count | None = None
+    """What the CUDA context takes beside it, by the figure in ``conf/virtual``, an estimate. Workspaces of cuBLAS and
+    cuDNN are torch's own, and in the peaks. The buffers of NCCL are beside it too, and not known."""
+    communicators: list[Count] | None = None
+    """Process groups, each of which has an NCCL communicator with buffers."""
+    host_seconds: list[Amount] | None = None
+    """Seconds in which the host had launched a step: of this machine, beside the other ranks on it."""
+    kernels: dict[str, list[Count]] | None = None
+    """Kernels of a step by kind: ``product``, ``attention``, ``convolution``, ``compiled`` (by Triton), ``copy``
+    (casts included), ``elementwise``, ``reduction``, ``norm``, ``optimizer``, ``communication`` and ``other``."""
+    messages: dict[str, Messages] | None = None
+    """The messages of a step by operation."""
+    reason: str | None = None
+    """Why kernels and messages are not known."""
 
 
 class Energy(Struct):
@@ -479,6 +526,10 @@ class Record(Identity):
     """The evaluations on the held-out part, in the order of steps."""
     segments: list[Segment] | None = None
     """One for each start of the run."""
+    kind: str | None = None
+    """``virtual``: on GPUs that are not there; null: measured."""
+    virtual: Virtual | None = None
+    """What a run on virtual GPUs tells; null for any other run."""
 
 
 #: Mappings and lists within each other: more would be too many for what reads a record.

@@ -9,7 +9,7 @@ from typing import Any
 
 from ptdbench.records import noise
 from ptdbench.records.alternatives import Alternative, throughput
-from ptdbench.report import losses, ranking, why
+from ptdbench.report import losses, ranking, virtual, why
 from ptdbench.report.certainty import interval_text, margin_text
 from ptdbench.report.labels import labels, names
 from ptdbench.report.ranking import Place, Ranking
@@ -99,6 +99,7 @@ def _block(alternatives: Sequence[Alternative]) -> Block:
         *_data_remarks(by_name),
         *_clock_remarks(by_name),
         *_check_remarks(records),
+        *virtual.remarks(records),
     ]
     rows = [_row(place, label, heading, len(called)) for place, label in zip(found.places, called, strict=True)]
     return Block(found, called, named, rows, remarks, _why(found, named))
@@ -116,8 +117,8 @@ def _row(place: Place, label: str, heading: str, places: int) -> dict[str, str]:
 
 
 def statuses(runs: Sequence[Mapping[str, Any]]) -> str:
-    """``ok``, or ``4 ok, 1 oom``."""
-    counts = Counter(str(run["status"]) for run in runs)
+    """``ok``, or ``4 ok, 1 oom``; ``virtual ok`` of runs that are not measured."""
+    counts = Counter(f"{run.get('kind') or ''} {run['status']}".strip() for run in runs)
     return ", ".join(f"{count} {status}" if len(counts) > 1 else status for status, count in counts.items())
 
 
@@ -130,7 +131,7 @@ def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
     """Why runs are not ok, by their names, each reason once."""
     alike: dict[str, list[str]] = {}
     for label, place in places:
-        failed = [run for run in place.alternative.runs if not throughput(run)]
+        failed = [run for run in place.alternative.runs if not throughput(run) and not virtual.is_ok(run)]
         for said in dict.fromkeys(map(reason, failed)):
             alike.setdefault(said, []).append(label)
     named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
@@ -140,7 +141,8 @@ def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
 def _cells(place: Place, label: str, heading: str, places: int) -> dict[str, str]:
     """The cells between its runs and its status: throughput of all runs, the rest of a typical one."""
     record = place.alternative.typical
-    mfu, share, memory = (_figure(record, name) for name in ("mfu", "share_of_ceiling", "peak_memory_bytes"))
+    mfu, share = (_figure(record, name) for name in ("mfu", "share_of_ceiling"))
+    sizes = {"memory": _figure(record, "peak_memory_bytes"), "reserved": _figure(record, "peak_reserved_bytes")}
     return {
         "parallel": label,
         "ranks": _text(record.get("world_size")),
@@ -148,7 +150,7 @@ def _cells(place: Place, label: str, heading: str, places: int) -> dict[str, str
         heading: _rate(place),
         "vs best": _ratio(place) if places > 1 else MISSING,
         "step ms (p5-p95)": _step_time(_figure(record, "step_seconds")),
-        "memory": MISSING if memory is None else memory_text(memory),
+        **{name: MISSING if size is None else memory_text(size) for name, size in sizes.items()},
         "MFU": _text(mfu and 100 * mfu, ".1f", "%"),
         "of ceiling": _text(share and 100 * share, ".1f", "%"),
         "loss": _text(record.get("final_loss"), ".3f"),

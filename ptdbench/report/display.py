@@ -69,7 +69,8 @@ class Display:
         self._phase: str | None = "starting"  # None: steps are done
         self._began = self._moved_at = clock()
         self._noted = 0.0  # the last of the times without a step at which there was a line
-        self._done, self._unit, self._units_per_step = 0, "steps", 1.0
+        self._done, self._unit = 0, "steps"
+        self._units_per_step: float | None = 1.0
         self._base: int | None = None  # the first step of this start
         self._first_seconds = self._later_seconds = 0.0
         self._rate: float | None = None
@@ -117,14 +118,16 @@ class Display:
         finally:
             self.phase(before)
 
-    def begin_steps(self, done: int, total: int, unit: str, units_per_step: float, name: str = "first step") -> None:
+    def begin_steps(
+        self, done: int, total: int, unit: str, units_per_step: float | None, name: str = "first step"
+    ) -> None:
         """Begin the first step.
 
         Args:
             done: Steps that an earlier start has done.
             total: Steps of the whole run.
             unit: What throughput counts: ``tokens`` or ``samples``.
-            units_per_step: How many of them a step makes.
+            units_per_step: How many of them a step makes; ``None`` where no throughput is to be shown.
             name: The name of the phase until the first step is done.
         """
         self.total_steps = total
@@ -154,7 +157,7 @@ class Display:
         self._rate, self._loss, self._ends = None, loss, None
         if self._done > self._shown_step:
             seconds = (now - self._shown_at) / (self._done - self._shown_step)
-            self._rate = self._units_per_step / seconds if seconds > 0 else None
+            self._rate = self._units_per_step / seconds if seconds > 0 and self._units_per_step else None
             self._ends = now + (self.total_steps - self._done) * seconds
         self._shown_step, self._shown_at = self._done, now
         self._next = now + (REDRAW_SECONDS if self._live else _LINE_SECONDS)
@@ -238,7 +241,7 @@ class Display:
         took = f"in {duration_text(now - self._began)}"
         if self._base is None:
             return f"{self._heading}  {took}" if self._heading.number else ""
-        if mean := self._mean():
+        if self._units_per_step and (mean := self._mean()):
             self._rate = self._units_per_step / mean
         self._ends = None
         return "  ".join([str(self._heading), self._steps(), *self._figures(now).values(), took])

@@ -162,6 +162,7 @@ def summary(record: Mapping[str, Any]) -> dict[str, float | None]:
         "mfu",
         "mfu_causal",
         "peak_memory_bytes",
+        "peak_reserved_bytes",
         "first_step_seconds",
     )
     return {

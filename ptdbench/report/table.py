@@ -17,7 +17,7 @@ from ptdbench.measure import perfetto
 from ptdbench.records import alternatives
 from ptdbench.records.record import option
 from ptdbench.records.store import RECORD, RESULTS
-from ptdbench.report import block, phases
+from ptdbench.report import block, phases, virtual
 from ptdbench.report.block import Block
 from ptdbench.report.reason import reason, wrap
 from ptdbench.report.text import fitted, lines, longest_word
@@ -28,10 +28,10 @@ from ptdbench.units import size_text
 _MOVED = {"ranks": "{} ranks", "batch": "batch {}"}
 
 #: Columns that are left out where there still is no room, the first one first.
-_SPARED = ("of ceiling", "vs best", "memory", "held out")
+_SPARED = ("of ceiling", "reserved", "vs best", "memory", "held out")
 
 #: The same where there are repeats: how sure the order is says more than the steps of one run.
-_SPARED_OF_REPEATS = ("of ceiling", "step ms (p5-p95)", "memory", "held out", "vs best")
+_SPARED_OF_REPEATS = ("of ceiling", "reserved", "step ms (p5-p95)", "memory", "held out", "vs best")
 
 #: Lines of a stranger's results that are shown, and characters of each.
 _MOST_LINES, _LONGEST = 60, 200
@@ -64,8 +64,11 @@ def closing_lines(directory: Path, records: Iterable[Mapping[str, Any]] = ()) ->
     shown = shlex.quote(os.path.relpath(directory))
     is_sweep = (directory / RESULTS).exists()
     lines = [f"records      {shown}/{RESULTS if is_sweep else RECORD}"]
+    records = list(records)
     if any(phases.missing(record) is None for record in records):
         lines.append(f"phases       {command('explain')} {shown}")
+    elif any(map(virtual.is_ok, records)):
+        lines.append(f"memory       {command('explain')} {shown}")
     if is_sweep:
         lines.append(f"report       {command('report')} {shown}")
     for name in (perfetto.NAME, perfetto.MEMORY):

@@ -111,7 +111,9 @@ def _write_hparams(writer: SummaryWriter, directory: Path, record: Mapping[str, 
 
 
 def _write_summary(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
-    """The metrics of the run so far; of each the last one written counts."""
+    """The metrics of the run so far; of each the last one written counts. And that it is none that was measured."""
+    if record.get("kind"):
+        writer.add_text("kind", str(record["kind"]))
     for tag, value in scalars.summary(record).items():
         if value is not None:
             writer.add_scalar(tag, value, scalars.last_step(record))

@@ -12,6 +12,7 @@ from hydra.utils import instantiate
 from ptdbench.problems import ConfigError, Problem, said
 from ptdbench.setup import signature
 from ptdbench.setup.config import Call, Config
+from ptdbench.virtual.machine import Machine
 
 T = TypeVar("T")
 
@@ -27,6 +28,12 @@ def build(config: Config, group: str) -> Any:
     call = config.call(group)
     check(call, group)
     return guarded(lambda: instantiate(_description(call)), group)
+
+
+def virtual(config: Config) -> Machine | None:
+    """The machine whose GPUs are not there, if the run has such; a configuration of an earlier version has none."""
+    found: Machine | None = build(config, "virtual") if "virtual" in config.resolved else None
+    return found
 
 
 def bound(config: Config, group: str, *given: str) -> Callable[..., Any]:

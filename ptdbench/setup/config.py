@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 #: Groups whose choice is a call: ``_target_`` and its arguments. Each also has a ``name`` for people, a workload a
 #: ``label`` for directories.
-CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "activations", "workload", "logger")
+CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "activations", "workload", "virtual", "logger")
 GROUPS = ("cluster", "train", "eval", "checkpoint", "profile", "sweep", "repeat", *CALLS)
 
 #: The smallest whole number that an option may be; with its group where that matters.
@@ -281,8 +281,12 @@ class Config:
 
 
 def read(composed: DictConfig) -> Config:
-    """A composed configuration, ready to be typed."""
-    return Config(resolve(composed))
+    """A composed configuration, ready to be typed; without the group ``virtual`` where there is nothing virtual."""
+    resolved = resolve(composed)
+    virtual = resolved.get("virtual")
+    if isinstance(virtual, Mapping) and virtual.get("name") == "none":
+        del resolved["virtual"]
+    return Config(resolved)
 
 
 #: What options are called in JSON that it has no numbers for.

@@ -16,6 +16,7 @@ from ptdbench.problems import Problem, require
 from ptdbench.setup.config import Slurm
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.units import gib_text
+from ptdbench.virtual.device import Device
 
 #: Above this part of the memory a run is warned about: activations need memory too.
 _CLOSE = 0.8
@@ -63,6 +64,11 @@ def on_gpu(device: torch.device) -> Room:
     """The memory of a rank's GPU; initializes CUDA."""
     properties = torch.cuda.get_device_properties(device)
     return Room(properties.total_memory, 1, "its GPU", "such GPUs", properties.name)
+
+
+def on_virtual(gpu: Device) -> Room:
+    """The memory of a rank's GPU that is not there."""
+    return Room(gpu.memory, 1, "its GPU", "such GPUs", f"virtual {gpu.name}")
 
 
 def in_job(cluster: Slurm, ranks: int) -> Room | None:

@@ -51,9 +51,13 @@ def check_gpu(precision: str, device: torch.device) -> None:
         if properties and not properties.gcnArchName.startswith(("gfx94", "gfx95")):
             require(Problem("precision", precision, f"{name} has no FP8 units", "try bf16"))
         return
-    major, minor = torch.cuda.get_device_capability(device)
-    if precision not in _SINCE or (major, minor) >= _SINCE[precision]:
+    check_capability(precision, name, torch.cuda.get_device_capability(device))
+
+
+def check_capability(precision: object, name: str, capability: tuple[int, int]) -> None:
+    """Raise ConfigError for a precision that an NVIDIA GPU of this name and compute capability lacks."""
+    if not isinstance(precision, str) or precision not in _SINCE or capability >= _SINCE[precision]:
         return
-    rule = f"{name} (compute capability {major}.{minor}) has no {precision.upper()} units"
+    rule = f"{name} (compute capability {capability[0]}.{capability[1]}) has no {precision.upper()} units"
     rule += ", and torch emulates it slowly" if precision == "bf16" else ""
     require(Problem("precision", precision, rule, try_these(_OTHERS[precision])))

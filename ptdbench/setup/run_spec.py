@@ -10,11 +10,11 @@ import gc
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from ptdbench.launch.world import World
+from ptdbench.launch.world import THIS_MACHINE, Place, World
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel import fp8
 from ptdbench.problems import Findings, Problem, require
@@ -22,6 +22,7 @@ from ptdbench.setup import choices, fit, formats, training_spec
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.terminal import plural
+from ptdbench.virtual.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class RunSpec:
         backend: ``gloo`` or ``nccl``.
         world_size: How many ranks there are.
         training: What the workload is given to train with; ``None`` for one that does not train.
+        virtual: The machine whose GPUs are not there; ``None`` for devices that are.
     """
 
     config: Config
@@ -60,6 +62,7 @@ class RunSpec:
     backend: str
     world_size: int
     training: TrainingSpec | None
+    virtual: Machine | None = None
 
     @property
     def label(self) -> str:
@@ -75,7 +78,7 @@ class RunSpec:
     @property
     def summary(self) -> Summary:
         """What who carries out none of the ranks keeps."""
-        fields: dict[str, Any] = {"world_size": self.world_size}
+        fields: dict[str, Any] = {"world_size": self.world_size, **({"kind": "virtual"} if self.virtual else {})}
         if self.training is None:
             fields |= dict.fromkeys(("model", "parallel", "global_batch", "precision"))
         else:
@@ -100,18 +103,23 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         config: The run's configuration.
         world: This process's place among ranks that a launcher started or will start, or ``None`` where the run
             will start its own.
-        gpus: GPUs of a node; ``None`` for those that torch finds here.
+        gpus: GPUs of a node; ``None`` for those that torch finds here, or as many as virtual ones are needed.
 
     Raises:
         ConfigError: With everything that is wrong, as far as one thing can be judged while another is wrong.
     """
+    found = Findings()
+    virtual = found.of(lambda: choices.virtual(config))
+    if virtual:
+        found.of(lambda: _check_virtual(config, world))
+        gpus = found.of(lambda: _virtual_gpus(config)) or RANKS_WITHOUT_GPU
     gpus = torch.cuda.device_count() if gpus is None else gpus
     device_type = _device_type(config, gpus)
 
     def world_size(rule: Callable[[int], int]) -> int:
-        return _world_size(config, world, rule, gpus if device_type == "cuda" else RANKS_WITHOUT_GPU)
+        nodes = config.cluster.nodes if virtual and not world else None
+        return _world_size(config, world, rule, gpus if device_type == "cuda" else RANKS_WITHOUT_GPU, nodes)
 
-    found = Findings()
     found.of(lambda: config.general)
     found.of(lambda: config.cluster)
     found.of(lambda: config.checkpoint)
@@ -119,6 +127,9 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     found.of(lambda: config.sweep)
     found.of(lambda: _check_devices(config, world, gpus))
     found.of(lambda: formats.check(config.resolved.get("precision"), device_type))
+    if virtual:
+        precision = config.resolved.get("precision")
+        found.of(lambda: formats.check_capability(precision, virtual.gpu_name, virtual.capability))
     workload = found.of(lambda: choices.build(config, "workload"))
     trains = workload is not None and workload.trains
     found.of(lambda: _check_requeue(config))
@@ -131,6 +142,8 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     if trained:
         found.of(lambda: _check_classified(config, trained))
         found.of(lambda: _check_fp8(config, trained))
+    if virtual and size:
+        found.of(lambda: virtual.check_ranks(size))
     backend = str(config.resolved.get("backend"))
     backend = {"cpu": "gloo", "cuda": "nccl"}[device_type] if backend == "auto" else backend
     if workload and size:
@@ -143,7 +156,25 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         backend=backend,
         world_size=size,
         training=trained,
+        virtual=virtual,
     )
+
+
+def place(config: Config, size: int) -> Place:
+    """Where the local ranks of a run take themselves to be.
+
+    Args:
+        config: Its configuration.
+        size: How many ranks it has.
+
+    Raises:
+        ConfigError: Virtual GPUs cannot be built here.
+    """
+    machine = choices.virtual(config)
+    if machine is None:
+        return THIS_MACHINE
+    nodes = 1 if config.cluster.nodes == "auto" else config.cluster.nodes
+    return Place(nodes, machine.ranks and sorted(machine.ranks), machine.environment(size // nodes))
 
 
 def summarize(config: Config, world: World | None, gpus: int | None = None) -> Summary:
@@ -181,9 +212,30 @@ def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False)
         room = fit.in_job(cluster, ranks) if isinstance(cluster, Slurm) and on_host else None
     elif on_host:
         room = fit.on_host(ranks, reserve, running=world is not None)
+    elif spec.virtual:
+        room = fit.on_virtual(spec.virtual.gpu)
     elif world:
         room = fit.on_gpu(spec.device(world.local_rank))
     return fit.check(spec.training, room) if room else None
+
+
+def _virtual_gpus(config: Config) -> int:
+    """GPUs of a node that has as many as the run asks for."""
+    ranks = config.cluster.ranks_per_node
+    return RANKS_WITHOUT_GPU if ranks == "auto" else ranks
+
+
+def _check_virtual(config: Config, world: World | None) -> None:
+    """Refuse what virtual GPUs are not: devices of a cluster, or of ranks that something else has started."""
+    name = config.call("virtual").name
+    if config.resolved.get("device") == "cpu":
+        require(Problem("device", "cpu", f"virtual={name} is a GPU", "try auto, or virtual=none"))
+    if isinstance(config.cluster, Slurm):
+        rule = f"virtual={name} is carried out on this machine, whatever its nodes"
+        require(Problem("cluster", config.cluster.name, rule, "omit cluster"))
+    if world and not world.started_by.has_parent:
+        rule = f"ranks with virtual GPUs are started by ptdbench, and {world.launcher} has started these"
+        require(Problem("virtual", name, rule, f"run it without {world.launcher}"))
 
 
 def _device_type(config: Config, gpus: int) -> str:
@@ -265,7 +317,13 @@ def _check_fp8(config: Config, training: TrainingSpec) -> None:
         require(Problem("precision", "fp8", rule, "try bf16"))
 
 
-def _world_size(config: Config, world: World | None, rule: Callable[[int], int], available: int) -> int:
+def _world_size(
+    config: Config,
+    world: World | None,
+    rule: Callable[[int], int],
+    available: int,
+    virtual_nodes: int | Literal["auto"] | None,
+) -> int:
     """How many ranks there are or will be.
 
     Args:
@@ -273,11 +331,15 @@ def _world_size(config: Config, world: World | None, rule: Callable[[int], int],
         world: The ranks that exist; they must be those that are asked for.
         rule: How many of the available devices are taken where nothing is said.
         available: Devices of this machine.
+        virtual_nodes: Nodes of a run that starts its own ranks on virtual ones; ``None`` where they are real.
     """
     nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
     if world:
         _check_world(config, world)
         return world.size
+    if virtual_nodes:
+        count = 1 if virtual_nodes == "auto" else virtual_nodes
+        return rule(count * available) if ranks == "auto" else count * ranks
     if nodes not in ("auto", 1):
         remedy = "try 1, cluster=slurm, or srun, mpirun or torchrun on every node"
         require(Problem("cluster.nodes", nodes, "this machine is one node", remedy))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptdbench.job import Job, Outcome
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.training.figures import first_not_finite
 from ptdbench.training.recorder import Recorder
 
@@ -25,8 +25,8 @@ def outcome(job: Job, recorder: Recorder, remarks: Mapping[str, Any]) -> Outcome
     shown = recorder.finish()
     fields = recorder.figures()
     # The series of the whole run are on rank 0, and whether others follow it into the profiling pass depends on them.
-    wrong = gather(first_not_finite(recorder.path) if job.world.rank == 0 else None)[0]
+    wrong = gather(first_not_finite(recorder.path) if job.world.is_first else None)[0]
     error = None if wrong is None else FloatingPointError(f"the loss of step {wrong} is not a finite number")
-    if job.world.rank > 0:
+    if not job.world.is_first:
         return Outcome({"remarks": dict(remarks)}, error=error)
     return Outcome({**fields, "remarks": dict(remarks)}, error=error, shown=shown, log=recorder.log)

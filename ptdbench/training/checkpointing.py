@@ -14,7 +14,7 @@ from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.shelf import Found
 from ptdbench.checkpoints.together import gathered
 from ptdbench.job import Job
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import barrier, gather
 from ptdbench.problems import Problem, require
 from ptdbench.setup import reshaping
 from ptdbench.terminal import say
@@ -49,10 +49,10 @@ class Checkpointing:
         self.resumed_from: str | None = None
         self.reshaped: str | None = None
         if self._every:
-            if job.world.rank == 0:
+            if job.world.is_first:
                 with suppress(OSError):  # an unwritable directory is reported at the first save
                     shelf.sweep_partial(job.directory)
-            dist.barrier()  # rank 0 may have renamed a checkpoint that the others search for
+            barrier()  # rank 0 may have renamed a checkpoint that the others search for
             options = job.spec.config.checkpoint
             self._saver = Saver(job.directory, keep=options.keep, asynchronous=options.asynchronous)
 
@@ -91,7 +91,7 @@ class Checkpointing:
         for source in sources:
             search = shelf.newest(source, group)
             self._passed_over += search.warnings
-            if self._job.world.rank == 0:
+            if self._job.world.is_first:
                 for warning in search.warnings:
                     say(f"warning: {warning}", sys.stderr)
             if search.found:
@@ -143,7 +143,7 @@ class Checkpointing:
         self.resumed_from = str(found.path)
         layout = self._job.training.layout
         self.reshaped = reshaping.change(found.manifest, layout.dims.world_size, layout.as_dict())
-        if self.reshaped and self._job.world.rank == 0:
+        if self.reshaped and self._job.world.is_first:
             say(f"{found.path}: goes on with {self.reshaped}", sys.stderr)
         self._recorder.begin(found.manifest.step, source, facts)
         self._evaluator.resume(facts.get("evaluations", []))
@@ -160,7 +160,7 @@ class Checkpointing:
 
     def _identity(self) -> str | None:
         """Digest of the data, on rank 0 only: it may require a stat of every file."""
-        return self._job.training.data.identity if self._job.world.rank == 0 else None
+        return self._job.training.data.identity if self._job.world.is_first else None
 
     def _save(self, saver: Saver) -> None:
         self._recorder.drain()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ptdbench.job import Job
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.measure import topology
 from ptdbench.measure.energy import Gpu, Packages, energy, none
 from ptdbench.training.loop import StepLoop
@@ -33,8 +33,9 @@ class EnergyMeter:
         self._job, self._loop = job, loop
         self._warmup = job.spec.config.train.warmup_steps
         host = socket.gethostname()
-        self._cpu = Packages(host) if job.world.local_rank == 0 else None
-        self._gpu = Gpu(host, topology.identity(job.device)) if job.device.type == "cuda" else None
+        real = not job.spec.virtual  # whose energy would be that of a machine that imitates it
+        self._cpu = Packages(host) if real and job.world.local_rank == 0 else None
+        self._gpu = Gpu(host, topology.identity(job.device)) if real and job.device.type == "cuda" else None
         self._counters = [counter for counter in (self._cpu, self._gpu) if counter and counter.reason is None]
         self._began: tuple[int, float] | None = None
 
@@ -60,8 +61,10 @@ class EnergyMeter:
         for counter in self._counters:
             counter.end(steps, seconds)
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> dict[str, Any] | None:
         """The field ``hardware`` of the record; called in all ranks after the last step."""
+        if self._job.spec.virtual:
+            return None
         cpu = self._cpu.counted() if self._cpu else None
         gpu = (self._gpu.counted(), self._gpu.clocks()) if self._gpu else None
         told = gather((cpu, gpu))

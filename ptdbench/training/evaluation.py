@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ptdbench.data.protocol import HeldOut
 from ptdbench.job import Job
+from ptdbench.launch.together import total
 from ptdbench.records.schema import Evaluation
 from ptdbench.training.loop import StepLoop
 
@@ -133,8 +134,7 @@ class Evaluator:
                 sums[block] = found
             if stopped(batch):
                 return None
-        dist.all_reduce(sums)  # exact: a block is zero on all ranks but one
-        return sums
+        return total(sums.cpu())  # exact: a block is zero on all ranks but one
 
     def _evaluate_block(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """A block's three sums, on a rank that owns the loss; else ``None``."""

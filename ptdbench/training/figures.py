@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from ptdbench.job import Job
 from ptdbench.measure.ceiling import Measured
 from ptdbench.measure.gemm import known_ceiling
-from ptdbench.measure.metrics import Measurement, metrics
+from ptdbench.measure.metrics import Measurement, metrics, without_times
 from ptdbench.measure.statistics import warmup_end
 from ptdbench.parallel import precision
 from ptdbench.records import series
@@ -23,13 +24,15 @@ Ceiling = tuple[Measured | None, str | None]
 def ceiling(job: Job) -> Ceiling:
     """What matrix products of the run's arithmetic reach on this device; see :func:`known_ceiling`."""
     dtype = dtype_of(job)
+    if job.spec.virtual:
+        return None, "virtual GPUs have none"
     if dtype == "fp8":
         return None, "workload=matmul measures no products in fp8"
     return known_ceiling(job.world, job.device, dtype, job.spec.config.cluster.cpus_per_rank)
 
 
 def figures(
-    job: Job, path: Path, segments: Sequence[dict[str, Any]], peak_bytes: int, ceiling: Ceiling
+    job: Job, path: Path, segments: Sequence[dict[str, Any]], peaks: tuple[int, int], ceiling: Ceiling
 ) -> dict[str, Any]:
     """The fields that the steps so far account for.
 
@@ -37,7 +40,7 @@ def figures(
         job: The run.
         path: The series file of the run.
         segments: Its starts, in the form of a record; each gains its ``warmup_steps``.
-        peak_bytes: Peak memory, the maximum over ranks.
+        peaks: Peak memory in bytes, allocated and reserved, the maxima over ranks.
         ceiling: The result of :func:`ceiling`.
     """
     losses, seconds, waits = (
@@ -53,9 +56,11 @@ def figures(
         if one["layout"] == last["layout"]
     ]
     before = np.concatenate([np.empty(0), *timed])
-    warmup, found = metrics(
-        _measurement(job, last, own, _of(last, waits), before[np.isfinite(before)], peak_bytes, ceiling)
-    )
+    measured = _measurement(job, last, own, _of(last, waits), before[np.isfinite(before)], peaks, ceiling)
+    if job.spec.virtual:
+        warmup, found = 0, without_times(replace(measured, step_seconds=(), wait_seconds=()))
+    else:
+        warmup, found = metrics(measured)
     return {
         "warmup_steps": warmup,
         "metrics": found,
@@ -83,7 +88,7 @@ def _measurement(
     own: np.ndarray,
     waits: np.ndarray,
     earlier: np.ndarray,
-    peak: int,
+    peaks: tuple[int, int],
     ceiling: Ceiling,
 ) -> Measurement:
     """Collect the input of the metrics.
@@ -94,7 +99,7 @@ def _measurement(
         own: Seconds of its steps.
         waits: Of these, seconds that each waited for its batch.
         earlier: Seconds of what was timed in earlier segments of the same layout.
-        peak: Peak memory in bytes.
+        peaks: Peak memory in bytes, allocated and reserved.
         ceiling: The result of :func:`ceiling`.
     """
     spec, training = job.spec, job.training
@@ -108,7 +113,8 @@ def _measurement(
         world_size=spec.world_size,
         device_name=torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
         dtype=dtype_of(job),
-        peak_memory_bytes=peak,
+        peak_memory_bytes=peaks[0],
+        peak_reserved_bytes=peaks[1] or None,
         first_step_seconds=sum(last["startup_seconds"].values()),
         startup_seconds=last["startup_seconds"],
         minimum_warmup=spec.config.train.warmup_steps,

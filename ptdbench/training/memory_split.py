@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ptdbench.job import Job
 from ptdbench.launch import clock_offset
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.measure import allocations, perfetto
 from ptdbench.terminal import say
-from ptdbench.training import profile, traces
+from ptdbench.training import account, profile, traces
 from ptdbench.training.loop import StepLoop
 
 #: In the directory of a run with ``profile.trace``, beside the memory of all ranks: a folder with that of each rank.
@@ -52,12 +52,13 @@ def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
             if reasons := [one for one in gather(usage if isinstance(usage, str) else None) if one]:
                 return {"reason": reasons[0]}
             assert isinstance(usage, allocations.Usage)
-            of_ranks = gather((usage.bytes[usage.peak], usage.moments[usage.peak]))
+            told = gather((usage.bytes[usage.peak], usage.moments[usage.peak]))
+            of_ranks = [told[rank] for rank in account.present(job)]
             if keep:
                 ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
                 write = partial(_write, job, taken, usage)
                 traces.keep(job, FOLDER, write, profile.rank_names(job), ahead, perfetto.MEMORY)
-    if job.world.rank > 0:
+    if not job.world.is_first:
         return None
     return {
         "reason": None,

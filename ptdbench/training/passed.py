@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ptdbench.job import Job
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.measure import gemm
 from ptdbench.measure.ceiling import Measured
 from ptdbench.measure.metrics import against_ceiling
@@ -40,7 +40,7 @@ def check(job: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
             again: Measured | str = gemm.measure_again(job.world, job.device, dtype_of(job), job.watchdog.alive)
         except ConfigError as lack:  # of memory, in all ranks: the model takes some
             again = str(lack)
-    if job.world.rank > 0:
+    if not job.world.is_first:
         return dict(fields)
     metrics, remark = conclude(fields["metrics"], job.world.size, again)
     return {**fields, "metrics": metrics, "remarks": {**fields["remarks"], "ceiling": remark}}

@@ -21,7 +21,7 @@ from torch.autograd.profiler import profile, record_function
 
 from ptdbench.job import Job
 from ptdbench.launch import clock_offset
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.measure import links, perfetto, trace
 from ptdbench.measure.phases import PHASES, Partition, partition
 from ptdbench.measure.profiler import operations, profiled
@@ -54,7 +54,7 @@ class Expected:
 def expect(job: Job) -> Expected:
     """What a step should be; before the model is laid out, which changes it. Empty where nobody asks."""
     training = job.training
-    if job.world.rank > 0 or not job.spec.config.profile.steps:
+    if not job.world.is_first or not job.spec.config.profile.steps:
         return Expected()
     return Expected(training.volume(), training.parts_of_stages())
 
@@ -91,7 +91,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
             if keep:
                 write = partial(_write, job, taken, Path(scratch) / _TRACE)
                 traces.keep(job, TRACES, write, rank_names(job), ahead, perfetto.NAME)
-    if job.world.rank > 0:
+    if not job.world.is_first:
         return None
     fields = {**_fields(of_ranks, timed), **_pipeline(job), "stage_parts": expected.parts}
     for operation, sent in fields["communication"].items():
@@ -127,7 +127,7 @@ def run(
         with profiled(job.device, memory) as taken:
             for number in range(loop.done, loop.done + steps + 1):
                 with record_function("warm-up" if number == loop.done else f"{trace.STEP}{number}"):
-                    _step(loop, number, between)
+                    step(loop, number, between)
                     if job.device.type == "cuda":
                         torch.cuda.synchronize(job.device)  # so that the device's steps do not overlap
                 job.watchdog.alive()
@@ -137,8 +137,8 @@ def run(
     return taken
 
 
-def _step(loop: StepLoop, number: int, between: Callable[[], None]) -> None:
-    """One optimizer step, as in :meth:`StepLoop.step`, with labels instead of a clock."""
+def step(loop: StepLoop, number: int, between: Callable[[], None] = lambda: None) -> None:
+    """Take one optimizer step, as in :meth:`StepLoop.step`, with labels instead of a clock."""
     with record_function(trace.DATA):
         inputs, targets = loop.feed(number)
     with record_function(trace.GRADIENTS):
@@ -165,7 +165,7 @@ def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:
 def _write(job: Job, taken: profile, trace: Path, path: Path) -> None:
     """Write the trace of this rank, for Holistic Trace Analysis, and on rank 0 a table of operations."""
     perfetto.compress(trace, path, traces.facts(job))
-    if job.world.rank == 0:
+    if job.world.is_first:
         (path.parent / OPERATIONS).write_text(operations(taken))
 
 

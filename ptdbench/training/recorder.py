@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ptdbench.job import Job
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import barrier, gather, most, total
 from ptdbench.measure import memory
 from ptdbench.records import series, store
 from ptdbench.report.loggers import Log
@@ -67,7 +66,7 @@ class Recorder:
         self._next = 1
         self._seconds_per_step = 0.0
         self._drained_at = self._note_at = time.perf_counter()
-        first = job.world.rank == 0
+        first = job.world.is_first
         self._live = Live(job.directory) if first else None
         logger = choices.build(job.spec.config, "logger") if first else None
         self.log = Log(logger, job.directory) if logger else None
@@ -83,7 +82,7 @@ class Recorder:
         facts = facts or {}
         self._earlier = list(facts.get("segments", []))
         self._evaluations = list(facts.get("evaluations", []))
-        if self._job.world.rank > 0:
+        if not self._job.world.is_first:
             return
         self._job.note({"steps": steps or None})  # of an earlier start, those after its checkpoint count no longer
         if (known := self._take_over(steps, source)) < steps:
@@ -115,13 +114,13 @@ class Recorder:
         if not self._loop.losses:
             return
         rows = self._gathered()
-        if self._job.world.rank == 0:
+        if self._job.world.is_first:
             self._unwritten.append(rows)
             if self._live:
                 self._unshown.append(rows)
             with self._job.watchdog.paused(), suppress(OSError):  # retried with the next steps; finish() reports it
                 self._write()
-        dist.barrier()  # else the others would wait for rank 0 inside their next, timed step
+        barrier()  # else the others would wait for rank 0 inside their next, timed step
 
     def show(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
         """Write new steps and these ``evaluations`` to TensorBoard, and figures to the record.
@@ -137,7 +136,7 @@ class Recorder:
         if self._live:
             with self._job.watchdog.paused():  # rank 0 alone: a rank that does not come to the barrier is stuck
                 self._show(self._live, fields, evaluations)
-        dist.barrier()
+        barrier()
 
     def _show(self, live: Live, fields: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> None:
         if fields:
@@ -160,15 +159,14 @@ class Recorder:
         Returns:
             The fields on rank 0, if its disk has taken all steps so far; else nothing.
         """
-        peak = torch.tensor(memory.peak_bytes(self._job.device), device=self._job.device)
-        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        allocated, reserved = most(*(of(self._job.device) for of in (memory.peak_bytes, memory.peak_reserved_bytes)))
         segments = self.segments()
         started = time.perf_counter()
-        if self._job.world.rank > 0 or self._unwritten or (if_quick and started < self._note_at):
+        if not self._job.world.is_first or self._unwritten or (if_quick and started < self._note_at):
             return {}
         with self._job.watchdog.paused():
             self._ceiling = self._ceiling or ceiling(self._job)
-            fields = figures(self._job, self.path, segments, int(peak), self._ceiling)
+            fields = figures(self._job, self.path, segments, (int(allocated), int(reserved)), self._ceiling)
         took = time.perf_counter() - started
         self._note_at = started + (took / _SHARE if self._loop.done >= _MANY else 0.0)
         return fields
@@ -213,25 +211,25 @@ class Recorder:
     def _gathered(self) -> np.ndarray:
         """The rows of the steps since the last drain, the same on every rank."""
         job, noted = self._job, self._loop.drain()
-        losses = torch.stack(noted.losses).flatten().double() * self._loop.engine.owns_loss
-        dist.all_reduce(losses)
-        most = torch.tensor([noted.wait_seconds, noted.memory_bytes], dtype=torch.float64, device=job.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        now = time.perf_counter()
-        pace = torch.tensor((now - self._drained_at) / len(losses), dtype=torch.float64, device=job.device)
-        dist.all_reduce(pace, dist.ReduceOp.MAX)
-        self._seconds_per_step, self._drained_at = pace.item(), now
-        seconds = torch.zeros(len(losses), job.world.size, dtype=torch.float64, device=job.device)
+        losses = total(torch.stack(noted.losses).flatten().double().cpu() * self._loop.engine.owns_loss)
+        now, count = time.perf_counter(), len(losses)
+        pace = (now - self._drained_at) / count
+        self._seconds_per_step, *waits_and_memory = most(pace, *noted.wait_seconds, *noted.memory_bytes)
+        self._drained_at = now
+        seconds = torch.zeros(count, job.world.size, dtype=torch.float64)
         seconds[:, job.world.rank] = torch.tensor(noted.seconds, dtype=torch.float64)
-        dist.all_reduce(seconds)  # gloo cannot gather GPU tensors
 
-        rows = series.unknown(len(losses), job.world.size)
-        rows["loss"] = _finite(losses / job.training.layout.replicas)  # divide after the sum
+        rows = series.unknown(count, job.world.size)
+        rows["memory_bytes"] = waits_and_memory[count:]
         rows["learning_rate"] = noted.learning_rates
+        seconds = total(seconds)
+        if job.spec.virtual:  # its GPUs compute neither losses nor norms, and have no times
+            return rows
+        rows["loss"] = _finite(losses / job.training.layout.replicas)  # divide after the sum
         if noted.gradient_norms:
             rows["gradient_norm"] = _finite(torch.stack(noted.gradient_norms))
-        rows["wait_seconds"], rows["memory_bytes"] = most.cpu().numpy()
-        rows["step_seconds"] = seconds.cpu().numpy()
+        rows["wait_seconds"] = waits_and_memory[:count]
+        rows["step_seconds"] = seconds.numpy()
         return rows
 
     def _write(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ptdbench.job import Job
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.measure import perfetto
 from ptdbench.terminal import say
 
@@ -32,7 +32,7 @@ def keep(job: Job, folder: str, write: Callable[[Path], None], names: Sequence[s
     except (OSError, RuntimeError, ValueError) as failed:
         error = str(failed)
     told: list[tuple[float, str | None]] = gather((ahead, error))
-    if job.world.rank > 0:
+    if not job.world.is_first:
         return
     error = next((one for _, one in told if one), None)
     if not error:

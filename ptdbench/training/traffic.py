@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.measure.phases import Ready
 from ptdbench.measure.trace import POINT_TO_POINT, UPDATE, Call
 from ptdbench.parallel.ring import RingAttention
@@ -56,14 +56,18 @@ def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: fl
     """
     found = [Ready(call.start) for call in calls]
     of = [group_of(call, groups) for call in calls]
+    keys: dict[str, dict[_Key, int]] = {}
     for name, group in groups.items():
         mine = [number for number, one in enumerate(of) if one == name]
-        rank = dist.get_rank(group)
-        keys = dict(zip(_keys([calls[number] for number in mine], rank), mine, strict=True))
-        called: list[dict[_Key, _Times]] = gather({key: _times(calls[at], ahead) for key, at in keys.items()}, group)
+        keys[name] = dict(zip(_keys([calls[at] for at in mine], dist.get_rank(group)), mine, strict=True))
+    told: list[dict[str, dict[_Key, _Times]]] = gather(
+        {name: {key: _times(calls[at], ahead) for key, at in own.items()} for name, own in keys.items()}
+    )
+    for name, group in groups.items():
         ranks = dist.get_process_group_ranks(group)
-        for key, number in keys.items():
-            others = _others(key, calls[number], rank, called)
+        called = [told[rank][name] for rank in ranks]
+        for key, number in keys[name].items():
+            others = _others(key, calls[number], dist.get_rank(group), called)
             if others:
                 found[number] = _ready(_times(calls[number], ahead), others, ranks, ahead)
     return found

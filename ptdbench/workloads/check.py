@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from msgspec import to_builtins
 
 from ptdbench.job import Job, Outcome
-from ptdbench.launch.peers import gather
+from ptdbench.launch.together import gather
 from ptdbench.measure import gemm, memory, other_load, soundness, topology
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.other_load import OtherLoad
@@ -128,7 +128,7 @@ class Check:
             "p2p": links,
             "collectives": together,
         }
-        if job.world.rank == 0:
+        if job.world.is_first:
             write_json(job.directory / FILE, found)
         return found
 
@@ -176,7 +176,7 @@ def preliminary(job: Job) -> Figures | None:
     found = Check().examine(job)
     memory.release(job.device)
     job.watch.lap("check")
-    if job.world.rank == 0 and not found["sound"]:
+    if job.world.is_first and not found["sound"]:
         say(f"{summary(found)}; the run continues", sys.stderr)
     return found
 

@@ -271,7 +271,7 @@ def _time(
     """
     if message is None or place is None:
         seconds = timing.repeat(None, job.device, effort)
-        return seconds, timing.slowest([0.0] * len(seconds), job.device) if asynchronous else []
+        return seconds, timing.slowest([0.0] * len(seconds)) if asynchronous else []
     posts: list[float] = []
 
     def begin_and_wait() -> None:
@@ -284,7 +284,7 @@ def _time(
     verify(message, name, place, asynchronous)
     step = begin_and_wait if asynchronous else lambda: message.call(False)
     seconds = timing.repeat(step, job.device, effort)
-    posted = timing.slowest(posts[len(posts) - len(seconds) :], job.device) if asynchronous else []
+    posted = timing.slowest(posts[len(posts) - len(seconds) :]) if asynchronous else []
     verify(message, name, place, asynchronous)
     return seconds, posted
 
@@ -312,8 +312,10 @@ def _fitted(series: Series, rows: Sequence[Mapping[str, Any]]) -> list[dict[str,
 
 def _keep(job: Job, found: Mapping[str, Any]) -> str | None:
     """Store the lines; returns why they could not be, on rank 0, whose phases ask for them."""
-    if job.world.rank > 0 or len(found["groups"][0]) < job.world.size:
+    if not job.world.is_first or len(found["groups"][0]) < job.world.size:
         return None
+    if job.spec.virtual:
+        return "not kept for later runs: virtual GPUs send nothing"
     lines = {}
     for fit in found["fits"]:
         series = Series(fit["op"], fit["dtype"], fit["reduction"], fit["mode"])

@@ -10,16 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ptdbench.data.feed import Feed
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.stop_signal import StopSignal
+from ptdbench.launch.together import barrier, most
 from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.problems import Problem, require
-from ptdbench.training import agreement, memory_split, passed, profile
+from ptdbench.training import account, agreement, memory_split, passed, profile
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.energy_meter import EnergyMeter
 from ptdbench.training.evaluation import Evaluator
@@ -138,12 +138,17 @@ def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Exp
 
     The run is over before: whatever happens in the pass, a signal to stop included, its record says that it was ok.
     """
+    if job.spec.virtual:
+        field = {"virtual": account.account(job, loop, expected.volume)}
+        outcome = replace(outcome, fields={**outcome.fields, **field})
     if not job.spec.config.profile.steps:
         return outcome
-    if job.world.rank == 0:
+    if job.world.is_first:
         job.note({**outcome.fields, "status": "ok", "error": None})
+    if job.spec.virtual and not (job.spec.virtual.real_time and job.world.present is None):  # nothing takes time
+        return replace(outcome, fields={**outcome.fields, "memory": memory_split.split(job, loop)})
     found = profile.phases(job, loop, outcome.fields.get("metrics"), expected)
-    if job.world.rank == 0:
+    if job.world.is_first:
         job.note({"phases": found})
     return replace(outcome, fields={**outcome.fields, "phases": found, "memory": memory_split.split(job, loop)})
 
@@ -158,7 +163,7 @@ def assemble(job: Job) -> StepLoop:
     with job.watchdog.paused():  # it may read and write a lot
         if job.world.local_rank == 0:
             training.prepare_data()
-        dist.barrier()
+        barrier()
         training.prepare_data()  # finds it done, and lists the data before worker processes are forked
     require(_nothing_held_out(job))
     mesh = Mesh(training.layout.dims, job.spec.device_type)
@@ -225,9 +230,8 @@ def _affordable(job: Job, loop: StepLoop) -> int:
     asked = job.spec.config.train
     if asked.max_minutes is None:
         return asked.steps
-    seconds = torch.tensor(min(loop.clock.seconds()), dtype=torch.float64, device=job.device)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    affordable = loop.first_step + int(asked.max_minutes * 60 / seconds.item())
+    (seconds,) = most(min(loop.clock.seconds()))
+    affordable = loop.first_step + int(asked.max_minutes * 60 / seconds)
     return min(asked.steps, max(affordable, loop.done))
 
 

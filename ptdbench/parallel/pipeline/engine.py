@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,15 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from ptdbench.launch import together
 from ptdbench.models.protocol import Model
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine, Part, Scale, norm_of
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.pipeline import shared
+from ptdbench.parallel.pipeline import lone, shared
 from ptdbench.parallel.pipeline.handover import receive, send
 from ptdbench.parallel.pipeline.schedules import Schedule
 from ptdbench.parallel.pipeline.stage import Cut, Stage, cut
+from ptdbench.parallel.precision import DTYPES
 
 
 def pipelined(model: Model, setting: Setting, how: Options) -> Engine:
@@ -36,7 +39,7 @@ def pipelined(model: Model, setting: Setting, how: Options) -> Engine:
     shared.untie(model, tied, where)
     held = _stages(model, where, dist.get_rank(mesh.get_group()))
     parts = {number: apply(model, stage, setting, how) for number, stage in held.items()}
-    return Pipelined(
+    engine = Pipelined(
         model,
         tied,
         where,
@@ -47,6 +50,12 @@ def pipelined(model: Model, setting: Setting, how: Options) -> Engine:
         setting.device,
         owns_loss=setting.owns_loss,
     )
+    if not together.are_all_there():
+        dtype, shares = DTYPES[setting.precision], setting.layout.dims.tensor if how.sequence else 1
+        engine.before = lambda number, inputs: lone.arriving(
+            model, chain.from_iterable(where.stages[:number]), inputs, dtype, shares
+        )
+    return engine
 
 
 def _stages(model: Model, where: Cut, rank: int) -> dict[int, Stage]:
@@ -70,7 +79,13 @@ class Pipelined(Engine):
         group: The ranks of the pipeline.
         device: This rank's device.
         owns_loss: Whether the loss counts that this rank computes, if it has the last stage.
+
+    Attributes:
+        before: What arrives at a stage of this number for the inputs of a micro-batch, where the stage before it is not
+            there to say it.
     """
+
+    before: Callable[[int, Tensor], Tensor] | None = None
 
     def __init__(
         self,
@@ -106,7 +121,9 @@ class Pipelined(Engine):
         self._group = group
         self._device = device
         self._stages = {
-            number: _Linked(part.module, number, len(where.stages), device, group=group)
+            number: (_Linked if together.are_all_there() else lone.LoneStage)(
+                part.module, number, len(where.stages), device, group=group
+            )
             for number, part in parts.items()
         }
         stages = list(self._stages.values())
@@ -174,6 +191,7 @@ class Pipelined(Engine):
         arm it too, and the first backward would then reduce incomplete gradients.
         """
         arguments = (inputs,) if 0 in self._parts else ()
+        self._foresee(inputs)
         options: dict[str, Any] = {"targets": targets} if self._has_loss else {}
         with ExitStack() as armed_late:
             for number, part in self._parts.items():
@@ -182,6 +200,12 @@ class Pipelined(Engine):
                 if part.runner is not part.module:
                     armed_late.enter_context(part.deferred())
             self._schedule.step(*arguments, target=targets, **options)
+
+    def _foresee(self, inputs: Tensor) -> None:
+        """Tell the stages what will arrive, where those before them are not there."""
+        for number, stage in self._stages.items():
+            if isinstance(stage, lone.LoneStage) and self.before and number:
+                stage.arriving = self.before(number, inputs[: self._layout.micro_batch])
 
     def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
         """A micro-batch's contribution to the loss of the step; the last stage has already computed the mean."""

@@ -1,0 +1,82 @@
+"""What runs on virtual GPUs tell, in tables and lines: they have no times, and no place in an order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ptdbench.report.reason import wrap
+from ptdbench.report.text import drawn
+from ptdbench.units import size_text
+
+#: What the lines below a table of memory say.
+_RESERVED = (
+    "reserved: what torch's allocator takes from the GPU, and decides whether a run fits; beside it are the CUDA "
+    "context and the buffers of NCCL, which are not known"
+)
+
+
+def is_ok(record: Mapping[str, Any]) -> bool:
+    """Whether a run on virtual GPUs came to its end."""
+    return record.get("kind") == "virtual" and record["status"] == "ok"
+
+
+def remarks(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """What to know of the virtual runs of a table."""
+    names = [name for record in records if (name := (record.get("virtual") or {}).get("device"))]
+    if names:
+        devices = ", ".join(dict.fromkeys(names))
+        yield f"{devices}: nothing is computed: memory and messages are exact, and there are no times"
+
+
+def explained(record: Mapping[str, Any], called: str, width: int) -> str:
+    """Memory, kernels and messages of one run."""
+    found = record["virtual"]
+    lines = [
+        wrap(f"{called} on {found['device']}, {_ranks(found['ranks'], record.get('world_size'))}", width),
+        *_memory(record, width),
+    ]
+    if found.get("reason"):
+        lines.append(wrap(f"no kernels and no messages: {found['reason']}", width))
+    else:
+        lines += [*_kernels(found, width), *_messages(found, width)]
+    host = max(found["host_seconds"])
+    lines.append(
+        wrap(f"the host launched a step in {1e3 * host:.0f} ms, beside the other ranks on this machine", width)
+    )
+    return "\n".join(lines)
+
+
+def _ranks(ranks: list[int], size: int | None) -> str:
+    if len(ranks) == size:
+        return f"all {size} ranks"
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} of {size}"
+
+
+def _memory(record: Mapping[str, Any], width: int) -> Iterator[str]:
+    """A row for each rank: its peaks, and what the memory is for."""
+    found, kinds = record["virtual"], (record.get("memory") or {}).get("ranks") or {}
+    names = ["allocated", "reserved", *kinds]
+    rows = []
+    for place, rank in enumerate(found["ranks"]):
+        peaks = [found["allocated_bytes"][place], found["reserved_bytes"][place]]
+        rows.append([str(rank), *map(size_text, [*peaks, *(kinds[kind][place] for kind in kinds)])])
+    yield drawn(["rank", *names], rows, width)
+    yield wrap(f"{_RESERVED}; the context: about {size_text(found['context_bytes'])}", width)
+
+
+def _kernels(found: Mapping[str, Any], width: int) -> Iterator[str]:
+    totals = [sum(counts) for counts in zip(*found["kernels"].values(), strict=True)]
+    of_first = ", ".join(f"{counts[0]} {kind}" for kind, counts in found["kernels"].items() if counts[0])
+    if totals:
+        yield wrap(f"kernels of a step on rank {found['ranks'][0]}: {totals[0]:,}: {of_first}", width)
+
+
+def _messages(found: Mapping[str, Any], width: int) -> Iterator[str]:
+    if not found["messages"]:
+        return
+    rows = []
+    for operation, sent in found["messages"].items():
+        sizes = (sent.get("bytes"), sent.get("formula_bytes"))
+        rows.append([operation, f"{sent['calls']:,.0f}", *("-" if size is None else f"{size:,.0f}" for size in sizes)])
+    yield drawn(["messages of a step", "calls", "bytes", "by formula"], rows, width, words=["messages of a step"])

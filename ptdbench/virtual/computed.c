@@ -1,0 +1,363 @@
+/* The few kernels that are computed, on few elements: what torch decides by, such as the sizes of objects that ranks send each other.
+ *
+ * They are known by their names, and their arguments read by the layouts of ATen's headers, which are private to torch and may change with a
+ * version. Each layout is described at the struct that reads it. selftest.py tries each kind with the installed torch;
+ * PTDBENCH_VIRTUAL_COMPUTED names those that it found right, and the others are left alone.
+ */
+#include "virtual.h"
+
+#include <math.h>
+#include <nccl.h>
+#include <pthread.h>
+
+#define FEW 65536 /* elements that are computed at most */
+#define OPERANDS 3
+
+enum kind { FILL, CAST, STRIDED, COMPARE, ADD, SUM, ALL, MAX, NONZERO, KINDS };
+static bool enabled[KINDS];
+
+static void read_kinds(void) {
+    static const char *names[KINDS] = {"fill", "cast", "strided", "compare", "add", "sum", "all", "max", "nonzero"};
+    for (int i = 0; i < KINDS; i++) enabled[i] = computes(names[i]);
+}
+
+/* ---- types, by their names in C++ and by c10::ScalarType (c10/core/ScalarType.h), as NCCL numbers them ---- */
+
+#define UNKNOWN -1
+
+static int type_named(const char *name) {
+    static const struct {
+        const char *name;
+        int type;
+    } types[] = {{"float", ncclFloat32}, {"double", ncclFloat64}, {"long", ncclInt64}, {"int", ncclInt32}, {"bool", ncclUint8},
+                 {"unsigned char", ncclUint8}, {"signed char", ncclInt8}, {"c10::BFloat16", ncclBfloat16}, {"c10::Half", ncclFloat16}};
+    for (size_t i = 0; name && i < sizeof types / sizeof *types; i++) {
+        size_t length = strlen(types[i].name);
+        if (!strncmp(name, types[i].name, length) && (name[length] == '>' || name[length] == ',' || name[length] == ')')) return types[i].type;
+    }
+    return UNKNOWN;
+}
+
+static int type_of_scalar(int scalar_type) {
+    static const int types[] = {ncclUint8, ncclInt8, UNKNOWN, ncclInt32, ncclInt64, ncclFloat16, ncclFloat32, ncclFloat64,
+                                UNKNOWN, UNKNOWN, UNKNOWN, ncclUint8, UNKNOWN, UNKNOWN, UNKNOWN, ncclBfloat16};
+    return scalar_type >= 0 && scalar_type < (int)(sizeof types / sizeof *types) ? types[scalar_type] : UNKNOWN;
+}
+
+/* What follows a text in a name; NULL where it does not stand. */
+static const char *after(const char *name, const char *text) {
+    const char *found = strstr(name, text);
+    return found ? found + strlen(text) : NULL;
+}
+
+/* ---- what a name says ---- */
+
+enum shape {
+    OTHER,      /* not computed */
+    CONTIGUOUS, /* vectorized_elementwise_kernel, or unrolled_elementwise_kernel without casts */
+    CASTING,    /* unrolled_elementwise_kernel with types of the operands beside those that it computes with */
+    STRIDING,   /* elementwise_kernel with an offset calculator */
+    REDUCING,   /* reduce_kernel */
+    COUNTING,   /* CUB's last step of a sum: the number of elements that nonzero, masked_select and masks as indices find */
+};
+
+struct recipe {
+    enum shape shape;
+    enum kind kind;
+    enum variant { PLAIN, EQUAL, EQUAL_CONSTANT, ORDER, ORDER_CONSTANT, ADD_TENSOR, ADD_CONSTANT, AND, OR, GREATEST, LEAST } variant;
+    int inputs;
+    int type, result;  /* NCCL's type that it computes with, and that of its output */
+    bool truth;        /* a bool: all but 0 is 1 */
+    bool elementwise;  /* its first argument is the number of elements */
+    int bytes;         /* that it reads and writes for each, as far as the name says */
+};
+
+/* The type of the argument of the innermost lambda behind a text: direct_copy_kernel_cuda(...)::{lambda()#3}::...{lambda(float)#1}. */
+static const char *lambda_behind(const char *name, const char *text) {
+    const char *at = after(name, text);
+    while (at && (at = after(at, "{lambda(")) && *at == ')');
+    return at;
+}
+
+/* What an elementwise kernel computes of each element; its functors are in ATen/native/cuda/{Copy,FillKernel,CompareEQKernel,CompareKernels}.cu
+ * and ATen/native/BinaryOps.h. */
+static const char *recognise_function(const char *name, struct recipe *r) {
+    static const struct {
+        const char *text;
+        enum kind kind;
+        enum variant variant;
+        int inputs;
+    } functors[] = {
+        {"FillFunctor<", FILL, PLAIN, 0},
+        {"AUnaryFunctor<", COMPARE, EQUAL_CONSTANT, 1}, /* counts with CompareEqFunctor only, see below */
+        {"CompareEqFunctor<", COMPARE, EQUAL, 2},
+        {"CompareFunctor<", COMPARE, ORDER, 2},
+        {"compare_scalar_kernel<", COMPARE, ORDER_CONSTANT, 1},
+        {"CUDAFunctor_add<", ADD, ADD_TENSOR, 2},
+        {"CUDAFunctorOnSelf_add<", ADD, ADD_CONSTANT, 1},
+    };
+    bool equal = strstr(name, "CompareEqFunctor<");
+    for (size_t i = 0; i < sizeof functors / sizeof *functors; i++) {
+        const char *type = after(name, functors[i].text);
+        if (!type || (functors[i].variant == EQUAL_CONSTANT && !equal)) continue;
+        r->kind = functors[i].kind, r->variant = functors[i].variant, r->inputs = functors[i].inputs;
+        return type;
+    }
+    r->kind = CAST, r->variant = PLAIN, r->inputs = 1;
+    const char *half = lambda_behind(name, "::float16_copy_kernel_cuda"), *bfloat = lambda_behind(name, "::bfloat16_copy_kernel_cuda");
+    if (half || bfloat) r->result = half ? ncclFloat16 : ncclBfloat16;
+    return half ? half : bfloat ? bfloat : lambda_behind(name, "::direct_copy_kernel_cuda");
+}
+
+static void recognise_elementwise(const char *name, struct recipe *r) {
+    const char *tensors = after(name, "std::array<char*, ");
+    bool small = strstr(name, "BFloat16") || strstr(name, "c10::Half");
+    r->elementwise = true, r->bytes = (tensors ? atoi(tensors) : OPERANDS) * (small ? 2 : 4);
+    r->result = UNKNOWN;
+    const char *type = recognise_function(name, r);
+    r->type = type_named(type);
+    if (r->type == UNKNOWN) return;
+    r->truth = !strncmp(type, "bool", 4);
+    if (r->kind == COMPARE) r->result = ncclUint8;
+    else if (r->result == UNKNOWN) r->result = r->type;
+    if (strstr(name, "vectorized_elementwise_kernel<")) r->shape = CONTIGUOUS;
+    else if (strstr(name, "unrolled_elementwise_kernel<") && strstr(name, "TrivialOffsetCalculator<"))
+        r->shape = strstr(name, "LoadWithCast<") ? CASTING : CONTIGUOUS;
+    else if (strstr(name, "gpu_kernel_impl_nocast<")) r->shape = STRIDING;
+}
+
+/* ReduceOp<scalar, func_wrapper_t<result, functor>, index, ...>: functors are empty, and combine two numbers, of a lambda's or a class's type. */
+static void recognise_reduction(const char *name, struct recipe *r) {
+    static const struct {
+        const char *text;
+        enum kind kind;
+        enum variant variant;
+        bool lambda;
+    } functors[] = {
+        {"sum_functor<", SUM, PLAIN, true},       {"::and_kernel_cuda(", ALL, AND, true}, {"::or_kernel_cuda(", ALL, OR, true},
+        {"MaxNanFunctor<", MAX, GREATEST, false}, {"MinNanFunctor<", MAX, LEAST, false},
+    };
+    const char *scalar = after(name, "ReduceOp<"), *of = after(name, "func_wrapper_t<"), *pair = NULL;
+    for (size_t i = 0; !pair && i < sizeof functors / sizeof *functors; i++) {
+        pair = (functors[i].lambda ? lambda_behind : after)(name, functors[i].text);
+        r->kind = functors[i].kind, r->variant = functors[i].variant;
+    }
+    if (!of || !pair || !strstr(name, ", unsigned int, ")) return;
+    r->type = type_named(scalar), r->result = type_named(of);
+    r->inputs = size_of(type_named(pair)); /* bytes of the neutral element */
+    if (r->type != UNKNOWN && r->result != UNKNOWN && type_named(pair) != UNKNOWN) r->shape = REDUCING;
+}
+
+const struct recipe *recognise(const char *name) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, read_kinds);
+    struct recipe *r = calloc(1, sizeof *r);
+    if (strstr(name, "elementwise_kernel<") && !strstr(name, "index_elementwise")) recognise_elementwise(name, r);
+    else if (strstr(name, "::reduce_kernel<")) recognise_reduction(name, r);
+    else if (strstr(name, "DeviceReduceSingleTileKernel<")) r->shape = COUNTING, r->kind = NONZERO;
+    else if (strstr(name, "multi_tensor_apply")) r->bytes = strstr(name, "Adam") ? 28 : 12; /* of fp32: Adam reads 4 tensors and writes 3 */
+    if (!enabled[r->kind] || (r->shape == STRIDING && !enabled[STRIDED])) r->shape = OTHER;
+    return r;
+}
+
+/* Bytes that a kernel reads and writes: crude, from its name, number of elements or threads. */
+size_t traffic(const struct recipe *r, void **arguments, dim3 grid, dim3 block) {
+    enum { CHUNK = 65536, BY_THREAD = 16 }; /* elements of a block of multi_tensor_apply (MultiTensorApply.cuh); a guess for all others */
+    size_t blocks = (size_t)grid.x * grid.y * grid.z;
+    if (r && r->elementwise && arguments) return (size_t) * (int *)arguments[0] * r->bytes;
+    if (r && r->bytes) return blocks * CHUNK * r->bytes;
+    return blocks * block.x * block.y * block.z * BY_THREAD;
+}
+
+/* ---- where the elements of a kernel's tensors lie ---- */
+
+/* ATen/cuda/detail/OffsetCalculator.cuh, with unsigned int as index: dims, of each dimension an IntDivider (divisor, and two numbers with
+ * which a device divides), of each dimension the stride in bytes of every tensor. */
+enum { MAX_DIMS = 25 };
+struct divider {
+    uint32_t size, magic, shift;
+};
+#define OFFSET_CALCULATOR(tensors)                 \
+    struct {                                       \
+        int dims;                                  \
+        struct divider sizes[MAX_DIMS];            \
+        uint32_t strides[MAX_DIMS][tensors];       \
+    }
+
+/* The offset of the index-th element of one tensor. */
+static size_t offset(int dims, const struct divider *sizes, const uint32_t *strides, int tensors, int tensor, size_t index) {
+    size_t bytes = 0;
+    for (int d = 0; d < dims; d++) {
+        bytes += index % sizes[d].size * strides[d * tensors + tensor];
+        index /= sizes[d].size;
+    }
+    return bytes;
+}
+
+static bool sane(int dims, const struct divider *sizes) {
+    if (dims < 0 || dims > MAX_DIMS) return false;
+    for (int d = 0; d < dims; d++)
+        if (!sizes[d].size) return false;
+    return true;
+}
+
+/* The tensors of an elementwise kernel, the output first. */
+struct tensors {
+    int count;
+    char *data[OPERANDS];
+    int types[OPERANDS];
+    int dims; /* -1: contiguous */
+    const struct divider *sizes;
+    const uint32_t *strides;
+};
+
+static char *element(const struct tensors *t, int tensor, size_t index) {
+    if (t->dims < 0) return t->data[tensor] + index * size_of(t->types[tensor]);
+    return t->data[tensor] + offset(t->dims, t->sizes, t->strides, t->count, tensor, index);
+}
+
+/* ---- elementwise kernels: ATen/native/cuda/CUDALoops.cuh ---- */
+
+/* Of a kernel's arguments, the tensors and the functor; false where they are not as they should be. */
+static bool read_tensors(const struct recipe *r, void **arguments, struct tensors *t, const char **functor) {
+    *t = (struct tensors){.count = r->inputs + 1, .dims = -1, .types = {r->result, r->type, r->type}};
+    if (r->shape == STRIDING) {
+        /* (int count, closure of gpu_kernel_impl_nocast: offset calculator, std::array<char *, tensors>, functor) */
+        char *closure = arguments[1];
+        size_t strides = sizeof(int) + MAX_DIMS * sizeof(struct divider), data = strides + MAX_DIMS * sizeof(uint32_t) * t->count;
+        data = (data + sizeof(char *) - 1) / sizeof(char *) * sizeof(char *);
+        t->dims = *(int *)closure;
+        t->sizes = (struct divider *)(closure + sizeof(int)), t->strides = (uint32_t *)(closure + strides);
+        memcpy(t->data, closure + data, t->count * sizeof(char *));
+        *functor = closure + data + t->count * sizeof(char *);
+        return sane(t->dims, t->sizes);
+    }
+    /* (int count, functor, std::array<char *, tensors>, and if unrolled: offset calculators of inputs and output, loader, storer) */
+    *functor = arguments[1];
+    memcpy(t->data, arguments[2], t->count * sizeof(char *));
+    if (r->shape == CASTING) {
+        /* LoadWithCast and StoreWithCast (MemoryAccess.cuh) begin with the c10::ScalarType of each tensor, a byte each */
+        const int8_t *loader = arguments[5], *storer = arguments[6];
+        t->types[0] = type_of_scalar(storer[0]);
+        for (int i = 0; i < r->inputs; i++) t->types[i + 1] = type_of_scalar(loader[i]);
+    }
+    return true;
+}
+
+/* Whether all elements lie on a device, and may be written. Strides are positive: torch flips by other kernels. */
+static bool within(const struct tensors *t, size_t count) {
+    for (int i = 0; i < t->count; i++) {
+        if (t->types[i] == UNKNOWN) return false;
+        size_t span = element(t, i, count - 1) - t->data[i] + size_of(t->types[i]);
+        if (!(i ? readable(t->data[i], span) : writable(t->data[i], span))) return false;
+    }
+    return true;
+}
+
+static bool compare(int op, bool equality, double a, double b) {
+    if (equality) return (a == b) != (op == 1); /* EqOpType: EQ, NE */
+    return op == 0 ? a >= b : op == 1 ? a > b : op == 2 ? a <= b : a < b; /* OpType: GE, GT, LE, LT */
+}
+
+/* out = f(a, b). The functor of a comparison begins with its operation, an enum; behind it, aligned to its size, is the constant if it has
+ * one, in the type of the elements. That of an addition holds alpha, or the constant and alpha, in at::opmath_type: float for 16 bits. */
+static double apply(const struct recipe *r, const char *functor, double a, double b) {
+    int op = 0, opmath = size_of(r->type) == 2 ? ncclFloat32 : r->type;
+    const char *constant = functor + (size_of(r->type) > sizeof op ? size_of(r->type) : sizeof op);
+    if (r->kind == COMPARE) memcpy(&op, functor, sizeof op);
+    switch (r->variant) {
+        case EQUAL: return compare(op, true, a, b);
+        case EQUAL_CONSTANT: return compare(op, true, a, get_number(constant, 0, r->type));
+        case ORDER: return compare(op, false, a, b);
+        case ORDER_CONSTANT: return compare(op, false, a, get_number(constant, 0, r->type));
+        case ADD_TENSOR: return a + get_number(functor, 0, opmath) * b;
+        case ADD_CONSTANT: return a + get_number(functor, 1, opmath) * get_number(functor, 0, opmath);
+        default: return r->kind == FILL ? get_number(functor, 0, r->type) : a;
+    }
+}
+
+static void compute_elementwise(const struct recipe *r, void **arguments) {
+    struct tensors t;
+    const char *functor;
+    int count = *(int *)arguments[0];
+    if (count < 1 || count > FEW || !read_tensors(r, arguments, &t, &functor) || !within(&t, count)) return;
+    bool copied = r->kind == CAST && t.types[0] == t.types[1] && !r->truth;
+    for (int i = 0; i < count; i++) {
+        if (copied) {
+            memcpy(element(&t, 0, i), element(&t, 1, i), size_of(t.types[0]));
+            continue;
+        }
+        double a = t.count > 1 ? get_number(element(&t, 1, i), 0, t.types[1]) : 0;
+        double b = t.count > 2 ? get_number(element(&t, 2, i), 0, t.types[2]) : 0;
+        double value = apply(r, functor, a, b);
+        put_number(element(&t, 0, i), 0, t.types[0], r->truth ? value != 0 : value);
+    }
+}
+
+/* ---- reductions: ReduceOp of ATen/native/cuda/Reduce.cuh ---- */
+
+struct reduce_config {
+    int element_bytes, inputs, outputs, step_input, step_output, blocks_per_output, input_mult[3], output_mult[2];
+    int block_width, block_height, threads;
+    bool vectorized;
+    int output_vector;
+};
+
+/* Behind the functor (empty, 1 byte) and the neutral element of the type that it computes with. */
+struct reduction {
+    struct reduce_config config;
+    OFFSET_CALCULATOR(1) input;
+    OFFSET_CALCULATOR(2) output; /* of the output, and of the first input of each */
+};
+
+static double combine(enum variant variant, double a, double b) {
+    switch (variant) {
+        case AND: return a && b;
+        case OR: return a || b;
+        case GREATEST: return isnan(b) || b > a ? b : a;
+        case LEAST: return isnan(b) || b < a ? b : a;
+        default: return a + b;
+    }
+}
+
+static void compute_reduction(const struct recipe *r, void **arguments) {
+    size_t neutral = r->inputs, config = 2 * neutral;               /* aligned to itself behind the functor, and the configuration to 4 */
+    const char *op = (const char *)arguments[0] + (config + 3) / 4 * 4;
+    const struct reduction *x = (const struct reduction *)op;
+    size_t pointers = (size_t)(op + sizeof *x - (char *)arguments[0]); /* source and destination follow, aligned to 8 */
+    char *data[2];
+    memcpy(data, (char *)arguments[0] + (pointers + 7) / 8 * 8, sizeof data);
+    int inputs = x->config.inputs, outputs = x->config.outputs;
+    if (inputs < 1 || outputs < 1 || inputs > FEW || outputs > FEW / inputs) return;
+    if (!sane(x->input.dims, x->input.sizes) || !sane(x->output.dims, x->output.sizes)) return;
+    for (int o = 0; o < outputs; o++) {
+        char *to = data[1] + offset(x->output.dims, x->output.sizes, x->output.strides[0], 2, 0, o);
+        char *from = data[0] + offset(x->output.dims, x->output.sizes, x->output.strides[0], 2, 1, o);
+        double value = r->variant == AND ? 1 : r->variant == GREATEST ? -INFINITY : r->variant == LEAST ? INFINITY : 0;
+        for (int i = 0; i < inputs; i++) {
+            char *at = from + offset(x->input.dims, x->input.sizes, x->input.strides[0], 1, 0, i);
+            if (!readable(at, size_of(r->type))) return;
+            double one = get_number(at, 0, r->type);
+            value = combine(r->variant, value, one);
+        }
+        if (!writable(to, size_of(r->result))) return;
+        put_number(to, 0, r->result, value);
+    }
+}
+
+/* Makes a count 0, so that torch makes a tensor of no elements and not of as many as lay there: (input, output, ...). */
+static void compute_count(void **arguments) {
+    char *count = *(char **)arguments[1];
+    if (device_of(count) >= 0) zero(count, sizeof(int));
+}
+
+void compute(const struct recipe *r, void **arguments) {
+    switch (r->shape) {
+        case CONTIGUOUS:
+        case CASTING:
+        case STRIDING: compute_elementwise(r, arguments); break;
+        case REDUCING: compute_reduction(r, arguments); break;
+        case COUNTING: compute_count(arguments); break;
+        case OTHER: break;
+    }
+}

@@ -1,0 +1,84 @@
+/* What torch, Triton and NVIDIA's libraries ask of the driver besides memory, streams and kernels: contexts, and its functions by name. */
+#include "virtual.h"
+
+#include <dlfcn.h>
+
+API CUresult cuInit(unsigned flags) {
+    (void)flags;
+    return (CUresult)ready();
+}
+
+API CUresult cuDriverGetVersion(int *version) { return (CUresult)cudaDriverGetVersion(version); }
+
+API CUresult cuDeviceGet(CUdevice *number, int ordinal) {
+    if (ordinal < 0 || ordinal >= visible_count()) return CUDA_ERROR_INVALID_DEVICE;
+    *number = ordinal;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuDeviceGetCount(int *count) {
+    *count = visible_count();
+    return CUDA_SUCCESS;
+}
+
+/* Attributes have the numbers of the runtime's. */
+API CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute which, CUdevice number) {
+    return (CUresult)cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)which, number);
+}
+
+/* Each device has one context, its primary one, and a thread that of its current device. */
+static char contexts[MOST_DEVICES];
+
+static CUcontext context_of(int number) { return (CUcontext)&contexts[number]; }
+
+API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice number) {
+    *context = context_of(number);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuDevicePrimaryCtxGetState(CUdevice number, unsigned *flags, int *active) {
+    (void)number;
+    *flags = 0;
+    *active = 1;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxGetCurrent(CUcontext *context) {
+    *context = context_of(current_device());
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxSetCurrent(CUcontext context) {
+    size_t number = (char *)context - contexts;
+    return number < MOST_DEVICES ? (CUresult)cudaSetDevice(number) : CUDA_SUCCESS;
+}
+
+API CUresult cuCtxGetDevice(CUdevice *number) {
+    *number = current_device();
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
+    (void)limit;
+    *value = KIB; /* the size of a thread's stack, which CUDA's default is and torch asks for */
+    return CUDA_SUCCESS;
+}
+
+/* A function of the driver by its name: here, or one that says that nothing answers it. A name stands for its newest version. */
+API cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags,
+                                                 enum cudaDriverEntryPointQueryResult *found) {
+    (void)version, (void)flags;
+    char newer[128];
+    snprintf(newer, sizeof newer, "%s_v2", name);
+    *function = dlsym(RTLD_DEFAULT, newer);
+    if (!*function) *function = dlsym(RTLD_DEFAULT, name);
+    note("driver entry %s%s\n", name, *function ? "" : " NOT FOUND");
+    if (found) *found = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+    return *function ? cudaSuccess : (cudaError_t)unanswered("cudaGetDriverEntryPoint for a name that torch did not list", cudaErrorSymbolNotFound);
+}
+
+#undef cudaGetDriverEntryPoint /* a macro in some versions */
+API cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags,
+                                        enum cudaDriverEntryPointQueryResult *found) {
+    return cudaGetDriverEntryPointByVersion(name, function, CUDART_VERSION, flags, found);
+}

@@ -1,0 +1,300 @@
+"""The library that stands in for a GPU: built with ``cc`` at its first use, and the variables that make it used.
+
+torch's CUDA build calls the CUDA runtime, the driver, cuBLAS, cuDNN, NCCL, NVML and CUPTI through dynamic libraries.
+The C sources beside this file answer those calls; the dynamic linker puts them before NVIDIA's own (``LD_PRELOAD``),
+so torch itself is unchanged. What is
+
+- exact: addresses, sizes, pages and the end of memory, hence all that torch's allocator does; the order of streams
+  and events; who sends what to whom with NCCL; which kernels are launched with which grid; what Triton and ptxas
+  compile.
+- crude: how long the device takes (real-time mode): bytes over bandwidth, FLOP over 70 % of the peak, bytes over the
+  link's rate.
+- not there: results. Kernels compute nothing, but for a few on few elements (``computed.c``), by layouts that are
+  torch's own: each of these is tried once per version of torch and left out where it fails (``selftest.py``). Copies
+  and messages of more than ``memory.c`` and ``nccl.c`` say arrive as zeros.
+
+A call that nothing answers is an error that names it. Stubs that say so are made for all names that the installed
+libraries want, so a newer torch needs no list of ours.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+
+from filelock import FileLock
+
+from ptdbench import cache
+from ptdbench.problems import ConfigError, Problem
+from ptdbench.virtual import elf, selftest
+from ptdbench.virtual.device import Device
+
+_HERE = Path(__file__).parent
+
+#: The library's file, and the names under which programs look for parts of it.
+_FILE, _LINKS = "libptdbench_virtual.so", ("libcuda.so.1", "libnvidia-ml.so.1")
+
+#: Headers of NVIDIA's that the sources include: a folder of each has to be found.
+_HEADERS = ("cuda.h", "cuda_runtime_api.h", "cublasLt.h", "cudnn.h", "nccl.h", "cupti.h")
+
+#: Calls that belong to a GPU's libraries, and what each of these libraries returns for "not supported".
+_STATUS = {
+    "cublas": 15,
+    "cudnn": 3000,
+    "cusparse": 10,
+    "cusolver": 9,
+    "cufft": 16,
+    "curand": 104,
+    "cupti": 27,
+    "nccl": 5,
+    "nvml": 3,
+    r"_*cuda[A-Z]": 801,
+    "cu[A-Z]": 801,
+}
+
+#: Answered by NVIDIA's own libraries, which are loaded too: they need no GPU. GPUDirect Storage is refused by its own
+#: library.
+_REAL = re.compile(r"cudnnGet(Version|CudartVersion|MaxDeviceVersion|ErrorString|LastErrorString)$|cuFile")
+
+
+@dataclass(frozen=True)
+class _Torch:
+    """The torch that is installed, found without importing it."""
+
+    folder: Path
+    version: str
+    cuda: str
+
+    @property
+    def libraries(self) -> list[Path]:
+        """Libraries that call a GPU's."""
+        inside = (*self.folder.glob("lib/lib*cuda*.so"), *self.folder.glob("lib/libcaffe2_nvrtc.so"))
+        return sorted({*inside, *(self.folder / f"lib/lib{name}.so" for name in ("torch_python", "torch_cpu"))})
+
+    @property
+    def looks_up(self) -> list[Path]:
+        """Libraries that look up names of the driver and NVML at run time, and the sources of Triton that do."""
+        triton = self.folder.parent / "triton"
+        return [self.folder / "lib/libc10_cuda.so", *self.folder.glob("lib/libtorch_cuda.so"), *triton.glob("_C/*.so")]
+
+    @property
+    def sources(self) -> list[Path]:
+        """What Triton compiles at run time, which calls the driver."""
+        return sorted(self.folder.parent.glob("triton/backends/nvidia/*.c"))
+
+    def includes(self) -> list[Path]:
+        """Folders of NVIDIA's headers.
+
+        Raises:
+            ConfigError: One of the headers is nowhere.
+        """
+        parent = self.folder.parent / "nvidia"
+        folders = [*sorted(parent.glob("*/include")), Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")]
+        found = {header: next((f for f in folders if (f / header).is_file()), None) for header in _HEADERS}
+        lacking = [header for header, folder in found.items() if folder is None]
+        if lacking:
+            raise _problem(
+                "torch",
+                self.version,
+                f"a virtual GPU is compiled with NVIDIA's headers, and {', '.join(lacking)} is not below {parent}",
+                "install torch with pip, or set CUDA_HOME",
+            )
+        return list(dict.fromkeys(folder for folder in found.values() if folder is not None))
+
+
+def build() -> Path:
+    """Build the library for the installed torch, unless that was done before.
+
+    Returns:
+        The folder with the library, in ptdbench's cache.
+
+    Raises:
+        ConfigError: There is no compiler, no CUDA build of torch, no folder to write to, or this is another platform.
+    """
+    torch = _installed()
+    folder = cache.user_cache() / "virtual" / _key(torch)
+    if (folder / _FILE).exists():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent / f"{folder.name}.lock", fallback_to_soft=False):
+            if not (folder / _FILE).exists():
+                with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
+                    _compile(Path(partial), torch)
+                    Path(partial).chmod(0o755)
+                    shutil.rmtree(folder, ignore_errors=True)
+                    Path(partial).rename(folder)
+                    Path(partial).mkdir()  # for the context to remove
+    except OSError as error:
+        raise _problem("virtual", str(folder), f"the library cannot be kept there: {error}") from None
+    return folder
+
+
+def environment(
+    device: Device,
+    count: int,
+    *,
+    alone: bool = False,
+    real_time: bool = False,
+    log: Path | None = None,
+) -> dict[str, str]:
+    """The variables that a process has to be started with to see virtual GPUs; builds what it needs.
+
+    Args:
+        device: The model of all of them.
+        count: How many this machine has.
+        alone: The process is one rank of many and the others are not there: its messages go nowhere.
+        real_time: The device takes its time: who waits for it waits, and events are not over before.
+        log: Write every kernel, copy, wait, message and allocation to this path, with ``.`` and the process's id added.
+
+    Returns:
+        Variables to add to those of this process.
+
+    Raises:
+        ConfigError: As :func:`build`.
+    """
+    folder = build()
+    variables = {
+        "LD_PRELOAD": _before(folder / _FILE, "LD_PRELOAD"),
+        "LD_LIBRARY_PATH": _before(folder, "LD_LIBRARY_PATH"),
+        "PTDBENCH_VIRTUAL_DEVICE": device.settings(),
+        "PTDBENCH_VIRTUAL_COUNT": str(count),
+    }
+    switches = {
+        "ALONE": alone and 1,
+        "REAL_TIME": real_time and 1,
+        "LOG": log,
+        "COMPUTED": _computed(folder, variables),
+    }
+    return variables | {f"PTDBENCH_VIRTUAL_{name}": str(value) for name, value in switches.items() if value}
+
+
+def _computed(folder: Path, variables: Mapping[str, str]) -> str:
+    """The kinds of kernels that are computed rightly for this torch; tried once, and kept beside the library."""
+    kept = folder / "computed.json"
+    with FileLock(folder.parent / f"{folder.name}.lock", fallback_to_soft=False):
+        if not kept.exists():
+            kinds = [*selftest.CHECKS]
+            found, _ = _try(kinds, variables)
+            if found is None:  # one of them ended it: each by itself
+                answers = [_try([kind], variables) for kind in kinds]
+                if all(right is None for right, _ in answers):
+                    raise _problem("virtual", folder.name, f"torch does not start on the virtual GPU: {answers[0][1]}")
+                found = [kind for right, _ in answers for kind in right or ()]
+            partial = folder / "computed.tmp"
+            partial.write_text(json.dumps(found))
+            partial.replace(kept)
+        return ",".join(json.loads(kept.read_text()))
+
+
+def _try(kinds: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str] | None, str]:
+    """Those of the kinds that a process found right, ``None`` if it did not end well, and then its last words."""
+    of_user = {
+        name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "TORCH_", "PYTORCH_"))
+    }
+    path = os.pathsep.join([str(_HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-m", selftest.__name__, *kinds],
+        env={**of_user, **variables, "PTDBENCH_VIRTUAL_COMPUTED": ",".join(kinds), "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+    return (json.loads(done.stdout.splitlines()[-1]), "") if done.returncode == 0 else (None, last)
+
+
+def _installed() -> _Torch:
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        raise _problem("platform", platform.platform(), "a virtual GPU needs Linux on x86-64 or aarch64")
+    spec = find_spec("torch")
+    folder = Path(spec.origin).parent if spec and spec.origin else None
+    text = (folder / "version.py").read_text() if folder and (folder / "version.py").exists() else ""
+    found = dict(re.findall(r"^(__version__|cuda|hip)\b.*= '(.+)'$", text, re.MULTILINE))
+    version = found.get("__version__")
+    if folder is None or version is None:
+        raise _problem("torch", None, "no torch is installed for this Python")
+    if "cuda" not in found:
+        kind = "ROCm" if "hip" in found else "the CPU"
+        raise _problem("torch", version, f"a virtual GPU runs torch's build for CUDA, and this one is for {kind}")
+    return _Torch(folder, version, found["cuda"])
+
+
+def _key(torch: _Torch) -> str:
+    """A name for what the library is made of: sources, torch, and the libraries with what they may want."""
+    identity = sha256(f"{platform.machine()} {torch.folder} {torch.version} {torch.cuda}".encode())
+    for source in sorted([*_HERE.rglob("*.[ch]"), *_HERE.glob("*.py")]):
+        identity.update(source.name.encode() + source.read_bytes())
+    for library in [*torch.libraries, *torch.looks_up]:
+        identity.update(f"{library.name} {library.stat().st_size}".encode())
+    return f"torch-{torch.version}-{identity.hexdigest()[:16]}"
+
+
+def _compile(folder: Path, torch: _Torch) -> None:
+    """Compile and link the sources; then again, with stubs of the names that they leave unanswered."""
+    sources = sorted(_HERE.glob("*.c"))
+    objects = [folder / f"{source.stem}.o" for source in sources]
+    includes = [f"-I{path}" for path in (_HERE / "include", *torch.includes())]
+    for source, built in zip(sources, objects, strict=True):
+        _cc("-c", *includes, "-o", built, source)
+    _cc("-shared", "-o", folder / _FILE, *objects)
+    answered = elf.defined(folder / _FILE)
+    stubs = folder / "stubs.c"
+    stubs.write_text(_stubs(wanted(torch) - answered))
+    _cc("-shared", f"-Wl,-soname,{_FILE}", "-o", folder / _FILE, *objects, stubs)
+    for name in _LINKS:
+        (folder / name).symlink_to(_FILE)
+    for built in objects:
+        built.unlink()
+
+
+def wanted(torch: _Torch) -> set[str]:
+    """The calls of a GPU's libraries that torch and Triton may make: their undefined symbols, and what they look up."""
+    ours = "|".join(_STATUS)
+    names = set[str]().union(*(elf.undefined(library) for library in torch.libraries))
+    names |= set[str]().union(*(elf.texts(library, rb"(?:cu[A-Z]|nvml)\w+") for library in torch.looks_up))
+    for source in torch.sources:
+        names |= set(re.findall(r"\bcu[A-Z]\w+(?=\()|(?<=\")cu[A-Z]\w+(?=\")", source.read_text()))
+    return {name for name in names if re.match(ours, name) and not _REAL.match(name)}
+
+
+def _stubs(names: Iterable[str]) -> str:
+    """C that says of each call that nothing answers it."""
+    lines = ['#define API __attribute__((visibility("default")))', "int unanswered(const char *name, int status);"]
+    for name in sorted(names):
+        status = next(status for prefix, status in _STATUS.items() if re.match(prefix, name))
+        lines.append(f'API int {name}(void) {{ return unanswered("{name}", {status}); }}')
+    return "\n".join(lines) + "\n"
+
+
+def _cc(*arguments: str | Path) -> None:
+    warnings = ("-Wall", "-Wextra", "-Werror")
+    command = ["cc", "-std=gnu11", *warnings, "-O1", "-g", "-fPIC", "-pthread", "-fvisibility=hidden"]
+    try:
+        done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise _problem("cc", None, "a virtual GPU needs a C compiler", "install gcc or clang") from None
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+        raise _problem("cc", arguments[-1], f"the virtual GPU cannot be compiled: {first}")
+
+
+def _before(path: Path, variable: str) -> str:
+    """The value of a variable of paths with one put first, where it is not yet in it."""
+    others = [one for one in os.environ.get(variable, "").split(":") if one and one != str(path)]
+    return ":".join([str(path), *others])
+
+
+def _problem(option: str, value: object, rule: str, remedy: str = "") -> ConfigError:
+    return ConfigError([Problem(option, value, rule, remedy)])

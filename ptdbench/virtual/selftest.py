@@ -1,0 +1,125 @@
+"""Which kernels the virtual GPU computes rightly for the installed torch.
+
+``computed.c`` reads arguments of torch's kernels by layouts that are private to torch. Each kind of kernel is tried
+here on numbers whose results are known, in a process of its own that has no other;
+:func:`ptdbench.virtual.library.environment` switches on those that are right.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+#: Numbers that every dtype holds, with a zero.
+_NUMBERS = [3, 0, 1, 2, 7]
+
+
+def main(kinds: Iterable[str]) -> None:
+    """Print those of the kinds that are computed rightly, as JSON."""
+    print(json.dumps([kind for kind in kinds if _holds(CHECKS[kind])]))
+
+
+def _holds(check: Callable[[Any], bool]) -> bool:
+    import torch
+
+    try:
+        return check(torch)
+    except RuntimeError:
+        return False
+
+
+def _is(tensor: Any, expected: object) -> bool:
+    """Whether a tensor holds the numbers; copies between host and device are exact, and need no kernel."""
+    return bool(tensor.cpu().tolist() == expected)
+
+
+def _numbers(torch: Any, dtype: Any) -> Any:
+    return torch.tensor(_NUMBERS, dtype=dtype).cuda()
+
+
+def _dtypes(torch: Any) -> list[Any]:
+    return [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8]
+
+
+def _fill(torch: Any) -> bool:
+    filled = all(_is(torch.full((5,), 3, dtype=dtype, device="cuda"), [3] * 5) for dtype in _dtypes(torch))
+    return filled and _is(torch.ones(9, dtype=torch.bool, device="cuda"), [True] * 9)
+
+
+def _cast(torch: Any) -> bool:
+    pairs = ((one, other) for one in _dtypes(torch) for other in _dtypes(torch))
+    to_bool = _is(_numbers(torch, torch.float32).bool(), [True, False, True, True, True])
+    return to_bool and all(_is(_numbers(torch, one).to(other), _NUMBERS) for one, other in pairs)
+
+
+def _strided(torch: Any) -> bool:
+    rows = [[1, 2, 3], [4, 5, 6]]
+    tensors = [torch.tensor(rows, dtype=dtype).cuda() for dtype in _dtypes(torch)]
+    return all(_is(tensor.t().contiguous(), [[1, 4], [2, 5], [3, 6]]) for tensor in tensors)
+
+
+def _compare(torch: Any) -> bool:
+    def right(dtype: Any) -> bool:
+        a, b = _numbers(torch, dtype), torch.tensor([3, 1, 0, 2, 8], dtype=dtype).cuda()
+        return all(
+            (
+                _is(a == b, [True, False, False, True, False]),
+                _is(a != b, [False, True, True, False, True]),
+                _is(a < b, [False, True, False, False, True]),
+                _is(a >= b, [True, False, True, True, False]),
+                _is(a == 2, [False, False, False, True, False]),
+                _is(a > 2, [True, False, False, False, True]),
+            )
+        )
+
+    return all(right(dtype) for dtype in _dtypes(torch))
+
+
+def _add(torch: Any) -> bool:
+    def right(dtype: Any) -> bool:
+        a = _numbers(torch, dtype)
+        return _is(a + a, [6, 0, 2, 4, 14]) and _is(a + 2, [5, 2, 3, 4, 9]) and _is(a.add(a, alpha=2), [9, 0, 3, 6, 21])
+
+    return all(right(dtype) for dtype in _dtypes(torch))
+
+
+def _sum(torch: Any) -> bool:
+    rows = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]).cuda()
+    total = all(_is(_numbers(torch, dtype).sum(dtype=dtype), 13) for dtype in _dtypes(torch)[:5])
+    return total and _is(rows.sum(0), [5, 7, 9]) and _is(rows.sum(1), [6, 15])
+
+
+def _all(torch: Any) -> bool:
+    some = torch.tensor([True, False, True]).cuda()
+    return all((_is(some.all(), False), _is(some[::2].all(), True), _is(some.any(), True), _is(some[1:2].any(), False)))
+
+
+def _max(torch: Any) -> bool:
+    tensors = [_numbers(torch, dtype) for dtype in _dtypes(torch)]
+    return all(_is(tensor.max(), 7) and _is(tensor.min(), 0) for tensor in tensors)
+
+
+def _nonzero(torch: Any) -> bool:
+    """Counts are 0, however many there are, on memory that held something else."""
+    used = torch.tensor([5] * 4096, dtype=torch.int32).cuda()
+    del used
+    return all(_numbers(torch, dtype).nonzero().numel() == 0 for dtype in _dtypes(torch))
+
+
+#: Each kind of computed.c, and what tries it.
+CHECKS: dict[str, Callable[[Any], bool]] = {
+    "fill": _fill,
+    "cast": _cast,
+    "strided": _strided,
+    "compare": _compare,
+    "add": _add,
+    "sum": _sum,
+    "all": _all,
+    "max": _max,
+    "nonzero": _nonzero,
+}
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,240 @@
+/* Streams and events. Each stream has a clock: the time at which what was put on it ends. Work starts when the host has asked for it and
+ * all before it on its stream has ended; waiting for an event moves the clock to the event's. So orders and overlaps are exact, for
+ * durations that are crude. In real time, who waits for the device sleeps until its clock; otherwise all is over at once.
+ */
+#include "virtual.h"
+
+#include <pthread.h>
+#include <time.h>
+#include <unistd.h>
+
+struct CUstream_st {
+    unsigned id;
+    int priority, device;
+    double end;
+    struct CUstream_st *next;
+};
+
+struct CUevent_st {
+    double time;
+    bool recorded;
+};
+
+double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    return t.tv_sec * 1e9 + t.tv_nsec;
+}
+
+double memory_time(size_t bytes) { return bytes / (device()->bandwidth ? device()->bandwidth : 1e12) * 1e9; }
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static struct CUstream_st *streams;             /* all but the default ones */
+static struct CUstream_st defaults[MOST_DEVICES]; /* id 7, as in NVIDIA's traces */
+
+/* The default stream is 0, cudaStreamLegacy or cudaStreamPerThread. */
+static struct CUstream_st *of(cudaStream_t stream) {
+    if ((uintptr_t)stream > 2) return stream;
+    struct CUstream_st *found = &defaults[current_device()];
+    found->id = 7, found->device = current_device();
+    return found;
+}
+
+unsigned stream_id(cudaStream_t stream) { return of(stream)->id; }
+double stream_end(cudaStream_t stream) { return of(stream)->end; }
+
+void start_not_before(cudaStream_t stream, double time) {
+    if (of(stream)->end < time) of(stream)->end = time;
+}
+
+void enqueue(cudaStream_t stream, const struct work *work) {
+    static const char *kinds[] = {"kernel", "copy", "set"};
+    start_not_before(stream, now());
+    double begin = stream_end(stream), end = begin + work->nanoseconds;
+    of(stream)->end = end;
+    note("%s %s us %.2f bytes %zu stream %u grid %u,%u,%u\n", kinds[work->kind], work->name, work->nanoseconds / 1e3, work->bytes,
+         stream_id(stream), work->grid.x, work->grid.y, work->grid.z);
+    record_work(work, stream, begin, end);
+}
+
+static void wait_until(double time) {
+    for (double left; real_time() && (left = time - now()) > 0; ) usleep(left > 1e9 ? 1000000 : (unsigned)(left / 1e3) + 1);
+}
+
+static bool over(double time) { return !real_time() || time <= now(); }
+
+/* ---- streams ---- */
+
+API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+    (void)flags;
+    static unsigned ids = 7;
+    cudaError_t error = ready();
+    if (error) return error;
+    struct CUstream_st *new = calloc(1, sizeof *new);
+    new->priority = priority, new->device = current_device();
+    pthread_mutex_lock(&lock);
+    new->id = ++ids, new->next = streams;
+    *stream = streams = new;
+    pthread_mutex_unlock(&lock);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    return cudaStreamCreateWithPriority(stream, flags, 0);
+}
+
+API cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+
+API cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    pthread_mutex_lock(&lock);
+    struct CUstream_st **at = &streams;
+    while (*at && *at != stream) at = &(*at)->next;
+    if (*at) *at = stream->next;
+    pthread_mutex_unlock(&lock);
+    free(stream);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
+    *priority = of(stream)->priority;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    if (least) *least = 0;
+    if (greatest) *greatest = -5;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaStreamQuery(cudaStream_t stream) { return over(stream_end(stream)) ? cudaSuccess : cudaErrorNotReady; }
+
+/* Calls that wait, with the numbers that CUPTI has for them (cupti_runtime_cbid.h). */
+enum { STREAM_SYNCHRONIZE = 131, EVENT_SYNCHRONIZE = 137, DEVICE_SYNCHRONIZE = 165 };
+
+API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    double began = now();
+    cudaError_t error = ready();
+    if (error) return error;
+    note("sync stream %u\n", stream_id(stream));
+    wait_until(stream_end(stream));
+    record_call(STREAM_SYNCHRONIZE, began);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaDeviceSynchronize(void) {
+    double began = now(), last = stream_end(NULL);
+    cudaError_t error = ready();
+    if (error) return error;
+    note("sync device\n");
+    pthread_mutex_lock(&lock);
+    for (struct CUstream_st *at = streams; at; at = at->next)
+        if (at->device == current_device() && at->end > last) last = at->end;
+    pthread_mutex_unlock(&lock);
+    wait_until(last);
+    record_call(DEVICE_SYNCHRONIZE, began);
+    return cudaSuccess;
+}
+
+/* Functions of the host run when they are put on a stream: all before them is done by then, but for its time. */
+API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {
+    (void)flags;
+    function(stream, cudaSuccess, data);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
+    (void)stream;
+    function(data);
+    return cudaSuccess;
+}
+
+/* ---- capture into graphs, which is never under way: to begin one is refused ---- */
+
+API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
+    (void)stream;
+    *status = cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+
+API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+    (void)stream;
+    *status = CU_STREAM_CAPTURE_STATUS_NONE;
+    return CUDA_SUCCESS;
+}
+
+#if CUDART_VERSION >= 13000
+API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
+                                         cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
+                                         size_t *count) {
+    (void)stream, (void)edges;
+#else
+API cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
+                                            cudaGraph_t *graph, const cudaGraphNode_t **nodes, size_t *count) {
+    (void)stream;
+#endif
+    *status = cudaStreamCaptureStatusNone;
+    if (id) *id = 0;
+    if (graph) *graph = NULL;
+    if (nodes) *nodes = NULL;
+    if (count) *count = 0;
+    return cudaSuccess;
+}
+
+API cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
+    static __thread enum cudaStreamCaptureMode kept = cudaStreamCaptureModeGlobal;
+    enum cudaStreamCaptureMode was = kept;
+    kept = *mode, *mode = was;
+    return cudaSuccess;
+}
+
+/* ---- events ---- */
+
+API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+    (void)flags;
+    cudaError_t error = ready();
+    if (!error) *event = calloc(1, sizeof **event);
+    return error;
+}
+
+API cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
+
+API cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    free(event);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    double asked = now(), end = stream_end(stream);
+    event->time = end > asked ? end : asked;
+    event->recorded = true;
+    note("record event %p stream %u\n", (void *)event, stream_id(stream));
+    return cudaSuccess;
+}
+
+API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
+    (void)flags;
+    return cudaEventRecord(event, stream);
+}
+
+API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+    (void)flags;
+    start_not_before(stream, event->time);
+    note("wait stream %u event %p%s\n", stream_id(stream), (void *)event, event->recorded ? "" : " NEVER RECORDED");
+    return cudaSuccess;
+}
+
+API cudaError_t cudaEventQuery(cudaEvent_t event) { return over(event->time) ? cudaSuccess : cudaErrorNotReady; }
+
+API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    double began = now();
+    note("sync event %p\n", (void *)event);
+    wait_until(event->time);
+    record_call(EVENT_SYNCHRONIZE, began);
+    return cudaSuccess;
+}
+
+API cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
+    if (!start->recorded || !end->recorded) return cudaErrorInvalidResourceHandle;
+    *milliseconds = (end->time - start->time) / 1e6;
+    return cudaSuccess;
+}

@@ -1,0 +1,160 @@
+"""The library called by itself, without torch, which takes a second less to start: prints answers as JSON."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
+from typing import Any
+
+cuda = ctypes.CDLL(None)
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def pointer(size: int) -> tuple[int, int]:
+    """The status and the address of an allocation."""
+    address = c_void_p()
+    return cuda.cudaMalloc(byref(address), c_size_t(size)), address.value or 0
+
+
+def free_bytes() -> int:
+    free, total = c_size_t(), c_size_t()
+    assert cuda.cudaMemGetInfo(byref(free), byref(total)) == 0
+    return free.value
+
+
+def resident() -> int:
+    """Bytes of the host that this process has."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def memory() -> dict[str, Any]:
+    """Pages, the end of memory, and what is read where something else was."""
+    start = free_bytes()
+    _, small = pointer(1)
+    after_one_byte = free_bytes()
+    ctypes.memset(small, 7, 1)
+    cuda.cudaFree(c_void_p(small))
+    _, again = pointer(2 * MIB)
+    read_again = ctypes.string_at(again, 1)[0]
+    cuda.cudaFree(c_void_p(again))
+    full, all_of_it = pointer(start)
+    over, _ = pointer(1)
+    cuda.cudaFree(c_void_p(all_of_it))
+    return {
+        "start": start,
+        "page": start - after_one_byte,
+        "same_place": small == again,
+        "read_again": read_again,
+        "all_of_it": full,
+        "over": over,
+        "end": free_bytes(),
+        "free_twice": cuda.cudaFree(c_void_p(all_of_it)),
+    }
+
+
+def copies() -> dict[str, Any]:
+    """Small copies are made, large ones arrive as zeros, and the host is not filled."""
+    host = (ctypes.c_ubyte * (2 * MIB))(*([5] * 100))
+    _, device = pointer(12 * GIB)
+    before = resident()
+    cuda.cudaMemcpy(c_void_p(device), host, c_size_t(100), 1)
+    small = ctypes.string_at(device, 100) == bytes([5] * 100)
+    cuda.cudaMemcpy(c_void_p(device), host, c_size_t(2 * MIB), 1)
+    large = ctypes.string_at(device, 100)
+    for at in range(0, 12 * GIB, 4 * MIB):  # 3,072 copies of 1 MiB
+        cuda.cudaMemcpy(c_void_p(device + at), host, c_size_t(MIB), 1)
+    cuda.cudaMemset(c_void_p(device), 1, c_size_t(12 * GIB))
+    grown = resident() - before
+    cuda.cudaFree(c_void_p(device))
+    outside = cuda.cudaMemset(c_void_p(device + 100 * GIB * 1024), 0, c_size_t(10))
+    return {"small": small, "large": large == bytes(100), "grown": grown, "outside": outside}
+
+
+def pieces() -> dict[str, int]:
+    """Physical memory apart from addresses, as expandable segments have it."""
+    start, address, handle = free_bytes(), c_void_p(), c_void_p()
+    property_of = (c_int * 8)(1, 0, 1, 0)  # CUmemAllocationProp: pinned, no handle type, location: device 0
+    reserved = cuda.cuMemAddressReserve(
+        byref(address), c_size_t(100 * GIB), c_size_t(0), c_void_p(0), ctypes.c_ulonglong(0)
+    )
+    after_reserving = free_bytes()
+    made = cuda.cuMemCreate(byref(handle), c_size_t(20 * MIB), property_of, ctypes.c_ulonglong(0))
+    after_making = free_bytes()
+    too_much = cuda.cuMemCreate(byref(c_void_p()), c_size_t(100 * GIB), property_of, ctypes.c_ulonglong(0))
+    cuda.cuMemRelease(handle)
+    return {
+        "statuses": reserved | made,
+        "reserving": start - after_reserving,
+        "making": start - after_making,
+        "too_much": too_much,
+        "left": start - free_bytes(),
+    }
+
+
+def clocks() -> dict[str, Any]:
+    """Milliseconds between events around work whose durations are known, on one stream and through an event on another."""
+    one, other, events = c_void_p(), c_void_p(), [c_void_p() for _ in range(4)]
+    _, device = pointer(8 * GIB)
+    for stream in (one, other):
+        cuda.cudaStreamCreateWithFlags(byref(stream), 1)
+    for event in events:
+        cuda.cudaEventCreate(byref(event))
+    never = cuda.cudaEventElapsedTime(byref(c_float()), events[0], events[1])
+    cuda.cudaMemsetAsync(c_void_p(device), 0, c_size_t(8 * GIB), one)
+    cuda.cudaEventRecord(events[0], one)
+    cuda.cudaMemsetAsync(c_void_p(device), 0, c_size_t(2 * GIB), one)
+    cuda.cudaEventRecord(events[1], one)
+    cuda.cudaEventRecord(events[2], other)  # which has nothing to do
+    cuda.cudaStreamWaitEvent(other, events[1], c_uint(0))
+    cuda.cudaMemsetAsync(c_void_p(device), 0, c_size_t(GIB), other)
+    cuda.cudaEventRecord(events[3], other)
+    query, stream_query = cuda.cudaEventQuery(events[3]), cuda.cudaStreamQuery(other)
+    cuda.cudaEventSynchronize(events[3])
+
+    def between(first: int, second: int) -> float:
+        milliseconds = c_float()
+        assert cuda.cudaEventElapsedTime(byref(milliseconds), events[first], events[second]) == 0
+        return milliseconds.value
+
+    cuda.cudaFree(c_void_p(device))
+    return {
+        "same_stream": between(0, 1),
+        "after_waiting": between(1, 3),
+        "beside": between(2, 0),
+        "never": never,
+        "while_busy": [query, stream_query],
+        "when_over": cuda.cudaEventQuery(events[3]),
+    }
+
+
+def fork() -> int:
+    """What CUDA says in a fork of a process that used it."""
+    child = os.fork()
+    if child == 0:
+        os._exit(cuda.cuInit(0))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def names() -> dict[str, Any]:
+    """The device's names, by NVML too."""
+    management, handle, name = ctypes.CDLL("libnvidia-ml.so.1"), c_void_p(), ctypes.create_string_buffer(96)
+    count = c_uint()
+    cuda.cudaGetErrorName.restype = c_char_p
+    statuses = [
+        management.nvmlInit_v2(),
+        management.nvmlDeviceGetCount_v2(byref(count)),
+        management.nvmlDeviceGetHandleByIndex_v2(1, byref(handle)),
+        management.nvmlDeviceGetName(handle, name, 96),
+        management.nvmlDeviceGetHandleByIndex_v2(2, byref(c_void_p())),
+    ]
+    return {"statuses": statuses, "count": count.value, "name": name.value.decode()}
+
+
+if __name__ == "__main__":
+    asked = (memory, copies, pieces, clocks, names, fork)
+    answers = {ask.__name__: ask() for ask in asked}
+    answers["unanswered"] = [cuda.cudaGraphLaunch(None, None), cuda.cudaGraphLaunch(None, None), cuda.cublasDtrsm_v2(0)]
+    print(json.dumps(answers))

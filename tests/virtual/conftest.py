@@ -1,0 +1,70 @@
+"""Programs on virtual GPUs: started with the library's variables, as it cannot be loaded into a process that runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ptdbench.virtual import library
+from ptdbench.virtual.device import Device
+from tests.conftest import ROOT
+
+GIB = 1 << 30
+
+#: Round figures, so that a test can say what it expects.
+DEVICE = Device(
+    name="NVIDIA Test 20GB",
+    memory=20 * GIB,
+    context=GIB,
+    multiprocessors=100,
+    capability="9.0",
+    bandwidth=1e12,
+    memory_clock=2e9,
+    bus_width=4096,
+    clock=1.5e9,
+    l2=32 << 20,
+    shared_memory=227 << 10,
+    peaks={"fp32": 50e12, "tf32": 400e12, "bf16": 800e12},
+    link=100e9,
+    power=500,
+)
+
+Start = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def start(environ: dict[str, str]) -> Start:
+    """Run ``python -m tests.virtual.PROGRAM RANK`` once for each rank; what each has printed, as JSON, and its errors."""
+    if shutil.which("cc") is None:
+        pytest.skip("left out: a virtual GPU needs a C compiler")
+    if torch.version.cuda is None or sys.platform != "linux":
+        pytest.skip(f"left out: a virtual GPU needs torch's build for CUDA, and this is {torch.__version__}")
+
+    def run(program: str, ranks: int = 1, **options: bool) -> list[dict[str, Any]]:
+        variables = library.environment(DEVICE, 2, **options)
+        command = [sys.executable, "-m", f"tests.virtual.{program}"]
+        env = {**environ, **variables, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0,1"}
+        started = [
+            subprocess.Popen(
+                [*command, str(rank)], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for rank in range(ranks)
+        ]
+        return [_answers(process) for process in started]
+
+    def _answers(process: subprocess.Popen[str]) -> dict[str, Any]:
+        try:
+            out, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+        assert process.returncode == 0, errors
+        return {**json.loads(out.splitlines()[-1]), "errors": errors}
+
+    return run

@@ -1,0 +1,86 @@
+"""The library without torch: memory, copies, clocks and errors, by the figures of the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.virtual.conftest import DEVICE, GIB, Start
+
+MIB = 1 << 20
+
+#: cudaError_t and CUresult.
+INVALID, OUT_OF_MEMORY, NOT_INITIALIZED, BAD_HANDLE, NOT_READY, NOT_SUPPORTED = 1, 2, 3, 400, 600, 801
+
+
+@pytest.fixture(scope="module")
+def answers(start: Start) -> dict[str, Any]:
+    return start("calls")[0]
+
+
+@pytest.fixture(scope="module")
+def in_real_time(start: Start) -> dict[str, Any]:
+    return start("calls", real_time=True)[0]
+
+
+def test_memory_comes_in_pages_and_ends_behind_what_the_context_takes(answers):
+    memory = answers["memory"]
+    assert memory["start"] == DEVICE.memory - DEVICE.context
+    assert memory["page"] == 2 * MIB
+    assert (memory["all_of_it"], memory["over"]) == (0, OUT_OF_MEMORY)
+    assert memory["end"] == memory["start"]
+    assert memory["free_twice"] == INVALID
+
+
+def test_memory_that_was_freed_reads_as_zeros_where_it_is_handed_out_again(answers):
+    assert answers["memory"]["same_place"]
+    assert answers["memory"]["read_again"] == 0
+
+
+def test_small_copies_are_made_and_large_ones_are_zeros_that_cost_the_host_nothing(answers):
+    copies = answers["copies"]
+    assert copies["small"]
+    assert copies["large"]
+    assert copies["grown"] < 600 * MIB, "3 GiB were copied and 12 GiB set"
+    assert copies["outside"] == INVALID
+
+
+def test_physical_memory_counts_where_it_is_made_and_not_with_its_addresses(answers):
+    expected = {"statuses": 0, "reserving": 0, "making": 20 * MIB, "too_much": OUT_OF_MEMORY, "left": 0}
+    assert answers["pieces"] == expected
+
+
+def milliseconds(size: int) -> float:
+    """How long a memset takes, by its bytes: 2 microseconds and the device's bandwidth."""
+    return 2e-3 + size / DEVICE.bandwidth * 1e3
+
+
+def test_clocks_of_streams_follow_work_and_events(answers):
+    clocks = answers["clocks"]
+    assert clocks["same_stream"] == pytest.approx(milliseconds(2 * GIB), abs=1e-3)
+    assert clocks["after_waiting"] == pytest.approx(milliseconds(GIB), abs=1e-3)
+    assert 0 < clocks["beside"] <= milliseconds(8 * GIB), "a stream that has nothing to do does not wait"
+    assert clocks["never"] == BAD_HANDLE
+
+
+def test_all_is_over_at_once_but_in_real_time(answers, in_real_time):
+    assert answers["clocks"]["while_busy"] == [0, 0]
+    assert in_real_time["clocks"]["while_busy"] == [NOT_READY, NOT_READY]
+    assert in_real_time["clocks"]["when_over"] == 0
+
+
+def test_nvml_sees_the_same_devices(answers):
+    assert answers["names"] == {"statuses": [0, 0, 0, 0, INVALID + 1], "count": 2, "name": f"virtual {DEVICE.name}"}
+
+
+def test_a_fork_of_a_process_that_used_cuda_cannot(answers):
+    assert answers["fork"] == NOT_INITIALIZED
+
+
+def test_a_call_that_nothing_answers_fails_and_is_named_once(answers):
+    assert answers["unanswered"] == [NOT_SUPPORTED, NOT_SUPPORTED, 15]
+    assert [line for line in answers["errors"].splitlines() if "nothing answers" in line] == [
+        "virtual GPU: nothing answers cudaGraphLaunch",
+        "virtual GPU: nothing answers cublasDtrsm_v2",
+    ]
