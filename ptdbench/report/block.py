@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,17 +9,12 @@ from typing import Any
 from ptdbench.records import noise
 from ptdbench.records.alternatives import Alternative, throughput
 from ptdbench.report import losses, ranking, virtual, why
-from ptdbench.report.certainty import interval_text, margin_text
+from ptdbench.report.columns import COLUMNS, MISSING, Column, Row, text
 from ptdbench.report.labels import labels, names
 from ptdbench.report.ranking import Place, Ranking
 from ptdbench.report.reason import reason
 from ptdbench.terminal import plural
-from ptdbench.units import flops_text, memory_text, three_digits
-
-MISSING = "-"
-
-#: Columns that every table has.
-KEPT = ("#", "parallel", "status")
+from ptdbench.units import flops_text
 
 #: From this share of a run's time on, waiting for data is mentioned.
 _WAITED = 0.05
@@ -61,12 +55,13 @@ class Block:
         records = [run for place in self.ranking.places for run in place.alternative.runs]
         parameters = next((r["parameters"] for r in records if r.get("parameters")), None)
         precisions = dict.fromkeys(str(r["precision"]) for r in records if r.get("precision"))
-        parts = [records[0]["model"], _text(parameters, ",", " parameters"), ", ".join(precisions), *moved]
+        parts = [records[0]["model"], text(parameters, ",", " parameters"), ", ".join(precisions), *moved]
         return " · ".join(part for part in parts if part and part != MISSING)
 
-    def headings(self) -> list[str]:
-        """Those of columns with a figure."""
-        return [name for name in self.rows[0] if name in KEPT or any(row[name] != MISSING for row in self.rows)]
+    def columns(self) -> dict[str, Column]:
+        """Those with a figure, by their headings."""
+        shown = zip(self.rows[0], (column for column in COLUMNS if column.cell), strict=True)
+        return {name: one for name, one in shown if one.kept or any(row[name] != MISSING for row in self.rows)}
 
 
 def blocks(found: Sequence[Alternative]) -> list[Block]:
@@ -84,7 +79,7 @@ def unit(records: Iterable[Mapping[str, Any]]) -> str:
 
 def _block(alternatives: Sequence[Alternative]) -> Block:
     records = [run for one in alternatives for run in one.runs]
-    heading = f"{unit(records)}/s"
+    counted = unit(records)
     found = ranking.rank(alternatives, noise.look_up(records))
     typical = [place.alternative.typical for place in found.places]
     called, named = labels(typical), names(typical)
@@ -101,30 +96,12 @@ def _block(alternatives: Sequence[Alternative]) -> Block:
         *_check_remarks(records),
         *virtual.remarks(records),
     ]
-    rows = [_row(place, label, heading, len(called)) for place, label in zip(found.places, called, strict=True)]
+    rows = [
+        {column.heading.format(unit=counted): column.cell(row) for column in COLUMNS if column.cell}
+        for place, label in zip(found.places, called, strict=True)
+        for row in [Row(place, label, is_alone=len(called) == 1)]
+    ]
     return Block(found, called, named, rows, remarks, _why(found, named))
-
-
-def _row(place: Place, label: str, heading: str, places: int) -> dict[str, str]:
-    """The cells of an alternative, by their headings."""
-    runs = place.alternative.runs
-    return {
-        "#": _span(place.rank),
-        "runs": _text(len(runs) if len(runs) > 1 else None),
-        **_cells(place, label, heading, places),
-        "status": statuses(runs),
-    }
-
-
-def statuses(runs: Sequence[Mapping[str, Any]]) -> str:
-    """``ok``, or ``4 ok, 1 oom``; ``virtual ok`` of runs that are not measured."""
-    counts = Counter(f"{run.get('kind') or ''} {run['status']}".strip() for run in runs)
-    return ", ".join(f"{count} {status}" if len(counts) > 1 else status for status, count in counts.items())
-
-
-def _span(rank: tuple[int, int] | None) -> str:
-    """``2``, or ``2-4`` for a rank that is not known better."""
-    return "-".join(map(str, dict.fromkeys(rank))) if rank else MISSING
 
 
 def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
@@ -136,56 +113,6 @@ def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
             alike.setdefault(said, []).append(label)
     named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
     return [f"{' and '.join(names)}: {said}" for said, names in named.items()]
-
-
-def _cells(place: Place, label: str, heading: str, places: int) -> dict[str, str]:
-    """The cells between its runs and its status: throughput of all runs, the rest of a typical one."""
-    record = place.alternative.typical
-    mfu, share = (_figure(record, name) for name in ("mfu", "share_of_ceiling"))
-    sizes = {"memory": _figure(record, "peak_memory_bytes"), "reserved": _figure(record, "peak_reserved_bytes")}
-    return {
-        "parallel": label,
-        "ranks": _text(record.get("world_size")),
-        "batch": _text(record.get("global_batch")),
-        heading: _rate(place),
-        "vs best": _ratio(place) if places > 1 else MISSING,
-        "step ms (p5-p95)": _step_time(_figure(record, "step_seconds")),
-        **{name: MISSING if size is None else memory_text(size) for name, size in sizes.items()},
-        "MFU": _text(mfu and 100 * mfu, ".1f", "%"),
-        "of ceiling": _text(share and 100 * share, ".1f", "%"),
-        "loss": _text(record.get("final_loss"), ".3f"),
-        "held out": evaluation(record),
-    }
-
-
-def _rate(place: Place) -> str:
-    """``10,250 ±1.8%``, of a run that was stopped its throughput until then."""
-    metrics = place.alternative.typical.get("metrics") or {}
-    rate = place.rate or metrics.get("tokens_per_second") or metrics.get("samples_per_second")
-    shown = _text(rate, ",.0f" if (rate or 0) >= 100 else ",.1f")
-    return f"{shown}{margin_text(place.margin)}"
-
-
-def _ratio(place: Place) -> str:
-    """``0.65x (0.63-0.67)``."""
-    return f"{_text(place.ratio, '.2f', 'x')}{interval_text(place.against_best, 2)}"
-
-
-def held_out(record: Mapping[str, Any]) -> float | None:
-    """The figure of the last evaluation that :func:`evaluation` shows; an accuracy as a share."""
-    last: Mapping[str, Any] = next(reversed(record.get("evaluations") or [{}]))
-    found = (last.get(name) for name in ("top1", "bits_per_byte", "loss"))
-    return next((figure for figure in found if figure is not None), None)
-
-
-def evaluation(record: Mapping[str, Any]) -> str:
-    """What the last evaluation said of the model: its accuracy, its bits per byte of text, or its loss."""
-    last: Mapping[str, Any] = next(reversed(record.get("evaluations") or [{}]))
-    if last.get("top1") is not None:
-        return f"{100 * last['top1']:.1f}%"
-    if last.get("bits_per_byte") is not None:
-        return f"{last['bits_per_byte']:.3f} b/B"
-    return _text(last.get("loss"), ".3f")
 
 
 def _mfu_remarks(records: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -205,8 +132,8 @@ def _ceiling_remarks(records: Sequence[_Named]) -> Iterator[str]:
             yield f"{label}: ceiling passed: was {flops_text(rate)}; {why}"
         elif share and rate and _figure(record, "ceiling_beside_load"):
             loaded[flops_text(rate)] = None
-    for text in loaded:
-        yield f"ceiling of {text}: taken beside other load, and perhaps too low"
+    for rate in loaded:
+        yield f"ceiling of {rate}: taken beside other load, and perhaps too low"
 
 
 def _data_remarks(records: Sequence[_Named]) -> Iterator[str]:
@@ -248,18 +175,3 @@ def _why(found: Ranking, named: Sequence[str]) -> list[str]:
 
 def _figure(record: Mapping[str, Any], name: str) -> Any:
     return (record.get("metrics") or {}).get(name)
-
-
-def _text(value: float | None, form: str = "", unit: str = "") -> str:
-    return MISSING if value is None else f"{value:{form}}{unit}"
-
-
-def _step_time(step_seconds: Mapping[str, float | None] | None) -> str:
-    """``{"mean": 0.1986, "p5": 0.19, "p95": 0.2052}`` becomes ``199 (190-205)``, in milliseconds.
-
-    It is the mean as throughput is, and as the phases of a step add up to.
-    """
-    mean, p5, p95 = ((step_seconds or {}).get(name) for name in ("mean", "p5", "p95"))
-    if mean is None or p5 is None or p95 is None:
-        return MISSING
-    return f"{three_digits(1e3 * mean)} ({three_digits(1e3 * p5)}-{three_digits(1e3 * p95)})"

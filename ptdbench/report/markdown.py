@@ -10,15 +10,13 @@ from typing import Any
 from ptdbench.records.load import Run
 from ptdbench.report import block, table
 from ptdbench.report.block import Block
+from ptdbench.report.columns import Column
 from ptdbench.report.environments import Environments
 from ptdbench.report.sweeps import alternatives_of, command
 from ptdbench.terminal import plain
 
 #: Columns in which the output of other workloads is shown.
 _WIDTH = 110
-
-#: Columns with words; the others have figures.
-_WORDS = ("parallel", "status")
 
 _UNKNOWN = "what was typed is not on record"
 
@@ -43,17 +41,17 @@ def markdown(title: str, subtitle: str, runs: Sequence[Run]) -> str:
 
 def _of_model(found: Block) -> Iterator[str]:
     yield f"## {_escaped(found.title())}"
-    yield _table(found.headings(), found.rows)
+    yield _table(found.columns(), found.rows)
     if lines := [*found.remarks, *found.why]:
         yield "\n".join(f"- {_escaped(line)}" for line in lines)
     commands = [command(place.alternative.typical) or _UNKNOWN for place in found.ranking.places]
     yield _folded("commands", [f"# {name}\n{typed}" for name, typed in zip(found.names, commands, strict=True)])
 
 
-def _table(headings: Sequence[str], rows: Iterable[Mapping[str, str]]) -> str:
-    rule = ["---" if name in _WORDS else "---:" for name in headings]
-    cells = [[_escaped(row[name]) for name in headings] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [headings, rule, *cells])
+def _table(columns: Mapping[str, Column], rows: Iterable[Mapping[str, str]]) -> str:
+    rule = ["---" if column.words else "---:" for column in columns.values()]
+    cells = [[_escaped(row[name]) for name in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [columns, rule, *cells])
 
 
 def _of_workload(run: Run) -> Iterator[str]:

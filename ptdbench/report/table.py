@@ -24,15 +24,6 @@ from ptdbench.report.text import fitted, lines, longest_word
 from ptdbench.terminal import command
 from ptdbench.units import size_text
 
-#: Columns that move into the title where there is no room and all runs have the same, and how they stand there.
-_MOVED = {"ranks": "{} ranks", "batch": "batch {}"}
-
-#: Columns that are left out where there still is no room, the first one first.
-_SPARED = ("of ceiling", "reserved", "vs best", "memory", "held out")
-
-#: The same where there are repeats: how sure the order is says more than the steps of one run.
-_SPARED_OF_REPEATS = ("of ceiling", "reserved", "step ms (p5-p95)", "memory", "held out", "vs best")
-
 #: Lines of a stranger's results that are shown, and characters of each.
 _MOST_LINES, _LONGEST = 60, 200
 
@@ -135,14 +126,16 @@ def _as_it_is(found: object) -> str:
 
 def _of_model(found: Block, width: int) -> str:
     """Title, table and remarks for the runs of one model."""
-    headings = found.headings()
-    rows = [[row[name] for name in headings] for row in found.rows]
-    alike = {name: {row[name] for row in found.rows} for name in _MOVED}
-    movable = [name for name, values in alike.items() if len(values) == 1]
-    spared = [*movable, *(_SPARED_OF_REPEATS if "runs" in headings else _SPARED)]
+    columns, repeats = found.columns(), any(len(place.alternative.runs) > 1 for place in found.ranking.places)
+    rows = [[row[name] for name in columns] for row in found.rows]
+    alike = [name for name, one in columns.items() if one.moved and len({row[name] for row in found.rows}) == 1]
+    order = {name: place for name, one in columns.items() if (place := one.spared[repeats]) is not None}
+    spared = [*alike, *sorted(order, key=lambda name: order[name])]
+    headings = list(columns)
     widths = fitted(headings, rows, width, {"parallel": longest_word(headings, rows, "parallel")}, spared)
-    text = "\n".join(lines(headings, rows, widths, ("parallel", "status")))
-    moved = [_MOVED[name].format(*alike[name]) for name in movable if name in headings and name not in widths]
-    left_out = [name for name in spared if name in headings and name not in (*widths, *movable)]
+    text = "\n".join(lines(headings, rows, widths, {name for name, one in columns.items() if one.words}))
+    gone = [name for name in spared if name not in widths]
+    moved = [columns[name].moved.format(found.rows[0][name]) for name in gone if name in alike]
+    left_out = [name for name in gone if name not in alike]
     remarks = [*([f"left out in {width} columns: {', '.join(left_out)}"] if left_out else []), *found.remarks]
     return "\n".join([found.title(moved), text, *(wrap(line, width) for line in [*remarks, *found.why])])

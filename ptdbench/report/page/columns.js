@@ -1,44 +1,28 @@
 // The columns of tables, and the filter, which speaks of them.
 
+/** How values are compared and written: `of` and `text` of a row, or of a value alone `scale` and `write`. */
+const FORMS = {
+  plain: {},
+  range: { of: (row) => row.rank && row.rank[0], text: (row) => range(row.rank) },
+  count: { of: (row) => row.runs.length },
+  throughput: { text: throughputText },
+  ratio: { text: ratioText },
+  step: { scale: 1e3, text: stepText },
+  bytes: { scale: 1 / 2 ** 20, write: bytes },
+  percent: { scale: 100, write: percent },
+  digits: { write: digits },
+  fixed: { write: (value) => value.toFixed(4) },
+  told: { text: (row) => row.held_out_text },
+};
+
 /** `name` is typed in the filter, `of` is what is compared and sorted, `text` what is shown; `most`: the largest is best. */
 function columnsOf(unit) {
-  const fixed = [
-    { name: "rank", head: "#", of: (row) => row.rank && row.rank[0], text: (row) => range(row.rank) },
-    { name: "configuration", of: (row) => row.label, words: true },
-    { name: "runs", of: (row) => row.runs.length },
-    { name: "ranks", of: (row) => row.ranks },
-    { name: "nodes", of: (row) => row.nodes },
-    { name: "batch", of: (row) => row.batch },
-    { name: "throughput", head: `${unit}/s`, of: (row) => row.rate, text: throughputText, most: true },
-    { name: "ratio", head: "vs best", of: (row) => row.ratio, text: ratioText, most: true },
-    { name: "step_ms", head: "step ms (p5-p95)", of: (row) => row.step && 1e3 * row.step, text: stepText },
-    {
-      name: "memory_mib",
-      head: "memory",
-      of: (row) => row.memory && row.memory / 2 ** 20,
-      text: (row) => bytes(row.memory),
-    },
-    { name: "mfu", head: "MFU", of: (row) => row.mfu && 100 * row.mfu, text: (row) => percent(row.mfu), most: true },
-    {
-      name: "mfu_causal",
-      head: "MFU causal",
-      of: (row) => row.mfu_causal && 100 * row.mfu_causal,
-      text: (row) => percent(row.mfu_causal),
-      most: true,
-    },
-    {
-      name: "of_ceiling",
-      head: "of ceiling",
-      of: (row) => row.of_ceiling && 100 * row.of_ceiling,
-      text: (row) => percent(row.of_ceiling),
-      most: true,
-    },
-    { name: "joules", head: "J/sample", of: (row) => row.joules, text: (row) => digits(row.joules) },
-    { name: "loss", of: (row) => row.loss, text: (row) => row.loss.toFixed(4) },
-    { name: "held_out", head: "held out", of: (row) => row.held_out, text: (row) => row.held_out_text },
-    { name: "status", of: (row) => row.status, words: true },
-    { name: "sweep", of: (row) => row.sweep, words: true },
-  ];
+  const fixed = report.columns.map(({ name, head, field, form, most, words }) => {
+    const { scale, write, of, text } = FORMS[form];
+    const value = (row) => (scale && row[field] ? scale * row[field] : row[field]);
+    const written = write && ((row) => write(row[field]));
+    return { name, head: head.replace("{unit}", unit), of: of || value, text: text || written, most, words };
+  });
   const options = Object.keys(report.options).map((name) => ({
     name,
     option: true,

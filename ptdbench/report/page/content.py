@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ptdbench.records.alternatives import sweep_of, throughput
+from ptdbench.records.alternatives import throughput
 from ptdbench.records.load import Run
 from ptdbench.records.record import option
-from ptdbench.report import block, memory, phases, table
+from ptdbench.report import block, columns, memory, phases, table
 from ptdbench.report.block import Block
 from ptdbench.report.differences import by_option, varying
 from ptdbench.report.environments import Environments
@@ -20,7 +20,7 @@ from ptdbench.report.reason import reason
 from ptdbench.report.sweeps import alternatives_of, command
 
 #: A row of the page: an alternative with figures of its runs, in the units of records.
-Row = dict[str, Any]
+Cells = dict[str, Any]
 
 #: Columns in which the output of other workloads is shown.
 _WIDTH = 120
@@ -33,10 +33,10 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
         runs: Those to show; their fields ``directory`` say where they are now.
 
     Returns:
-        ``models``: for each model its title, ``rows``, remarks and curves; ``options``: the varying ones by their names
-        with a value for each row, as it is typed; ``common``: those that all rows share; ``others``: what other
-        workloads found; ``environments``: each that a run had, by the numbers in ``rows``. Rates are in tokens or
-        samples a second, times in seconds, sizes in bytes.
+        ``models``: for each model its title, ``rows``, remarks and curves; ``columns`` of rows; ``options``: the
+        varying ones by their names with a value for each row, as it is typed; ``common``: those that all rows share;
+        ``others``: what other workloads found; ``environments``: each that a run had, by the numbers in ``rows``. Rates
+        are in tokens or samples a second, times in seconds, sizes in bytes.
     """
     trained = [run for run in runs if run.get("model")]
     blocks = block.blocks(alternatives_of(trained))
@@ -49,6 +49,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     others = [run for run in runs if not run.get("model")]
     return {
         "models": models,
+        "columns": [column.on_page() for column in columns.COLUMNS],
         "options": differing,
         "common": {name: texts[0] for name, texts in values.items() if len(set(texts)) == 1},
         "phases": {phase: {"name": name, "color": phases.COLORS[phase]} for phase, name in phases.PHASES.items()},
@@ -69,7 +70,12 @@ def _model(
     called = dict(zip(places, found.names, strict=True))
     ranked = sum(place.rank is not None for place in places.values())
     rows = [
-        {"number": number, "label": label, "name": name, "best": _is_best(place, ranked), **_row(place, environments)}
+        {
+            "number": number,
+            "name": name,
+            "best": _is_best(place, ranked),
+            **_row(columns.Row(place, label), environments),
+        }
         for (number, name), label, place in zip(called.items(), found.labels, places.values(), strict=True)
     ]
     return {
@@ -88,57 +94,25 @@ def _is_best(place: Place, ranked: int) -> bool:
     return place.rank is not None and place.rank[0] == 1 and place.rank[1] < ranked
 
 
-def _row(place: Place, environments: Environments) -> Row:
-    one = place.alternative
-    record = one.typical
-    metrics = record.get("metrics") or {}
-    step = metrics.get("step_seconds") or {}
+def _row(row: columns.Row, environments: Environments) -> Cells:
+    """The figures of all columns, and what else is drawn."""
+    place, record, step = row.place, row.run, row.metric("step_seconds") or {}
+    against, known = place.against_best, place.rate is not None and place.margin is not None
     return {
+        **{one.field or one.name: one.value(row) for one in columns.COLUMNS if one.value},
         "parallel": record.get("parallel"),
-        "sweep": str(sweep_of(record)),
-        "status": block.statuses(one.runs),
-        "rank": place.rank,
-        **_rates(place),
-        "step": step.get("mean"),
+        "low": place.rate / (1 + place.margin) if known else None,  # type: ignore[operator]
+        "high": place.rate * (1 + place.margin) if known else None,  # type: ignore[operator]
+        "ratio_low": against and against.low,
+        "ratio_high": against and against.high,
         "step_p5": step.get("p5"),
         "step_p95": step.get("p95"),
-        "memory": metrics.get("peak_memory_bytes"),
-        "mfu": metrics.get("mfu"),
-        "mfu_causal": metrics.get("mfu_causal"),
-        "of_ceiling": metrics.get("share_of_ceiling"),
-        "joules": _joules(record),
-        "loss": record.get("final_loss"),
-        "held_out": block.held_out(record),
-        "held_out_text": block.evaluation(record),
-        "ranks": record.get("world_size"),
-        "nodes": len(record.get("nodes") or []) or None,
-        "batch": record.get("global_batch"),
+        "held_out_text": columns.evaluation(row),
         "phases": None if phases.missing(record) else [phases.step(record).phases[phase] for phase in phases.PHASES],
         "kinds": (kinds := memory.of_largest(record)) and list(kinds.values()),
         "command": command(record),
-        "runs": [_run(run, environments) for run in one.runs],
+        "runs": [_run(run, environments) for run in row.runs],
     }
-
-
-def _rates(place: Place) -> dict[str, Any]:
-    """Throughput with its interval, and its ratio to the first row with that of the ratio."""
-    against = place.against_best
-    known = place.rate is not None and place.margin is not None
-    return {
-        "rate": place.rate,
-        "low": place.rate / (1 + place.margin) if known else None,  # type: ignore[operator]
-        "high": place.rate * (1 + place.margin) if known else None,  # type: ignore[operator]
-        "ratio": place.ratio,
-        "ratio_low": against and against.low,
-        "ratio_high": against and against.high,
-    }
-
-
-def _joules(record: Mapping[str, Any]) -> float | None:
-    """Energy of a sample, of the GPUs if there are any and else of the CPUs."""
-    hardware = record.get("hardware") or {}
-    energies = ((hardware.get(kind) or {}).get("joules_per_sample") for kind in ("gpu", "cpu"))
-    return next((energy for energy in energies if energy is not None), None)
 
 
 def _run(run: Mapping[str, Any], environments: Environments) -> dict[str, Any]:

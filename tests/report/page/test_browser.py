@@ -165,7 +165,7 @@ class TestControls:
     @pytest.mark.parametrize(
         ("typed", "said"),
         [
-            ("paralel=ddp", "paralel: no option is called so; try rank, configuration,"),
+            ("paralel=ddp", "paralel: no option is called so; try rank, runs,"),
             ("rank<many", "rank<many: many is no number"),
             ("status>1", "status>1: status is no number; try status="),
             ("micro_batch=1", "micro_batch: several options end so; try train.micro_batch, eval.micro_batch"),

@@ -1,0 +1,187 @@
+"""The columns of runs: one table for terminals, Markdown and the page, which draws those that it is handed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ptdbench.records.alternatives import sweep_of
+from ptdbench.report.certainty import interval_text, margin_text
+from ptdbench.report.ranking import Place
+from ptdbench.units import memory_text, three_digits
+
+MISSING = "-"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a row is about.
+
+    Attributes:
+        place: An alternative with its rank.
+        label: What it is called.
+        is_alone: Whether it is the only one of its model.
+    """
+
+    place: Place
+    label: str
+    is_alone: bool = False
+
+    @property
+    def runs(self) -> Sequence[Mapping[str, Any]]:
+        """Its runs."""
+        return self.place.alternative.runs
+
+    @property
+    def run(self) -> Mapping[str, Any]:
+        """The typical one."""
+        return self.place.alternative.typical
+
+    def metric(self, name: str) -> Any:
+        """A figure of the typical run."""
+        return (self.run.get("metrics") or {}).get(name)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column.
+
+    Attributes:
+        name: What it is called in the filter of the page.
+        heading: What stands over it; ``{unit}``: tokens or samples.
+        cell: Its text in a terminal and in Markdown, :data:`MISSING` where there is no figure; ``None``: not there.
+        value: What the page sorts and compares, in the units of records; ``None``: what ``form`` makes of the row.
+        form: How the page writes it, see ``FORMS`` of ``columns.js``.
+        field: Its name in the rows of the page, if that is another one.
+        most: Whether the largest figure is the best.
+        words: Whether it has words, else figures.
+        kept: Whether every table has it, figures or not.
+        moved: How it stands in the title of a table without room for it, if all rows have the same.
+        spared: Its place in the order in which columns are left out where there is no room, without repeats and with
+            them: there how sure the order is says more than the steps of one run.
+    """
+
+    name: str
+    heading: str
+    cell: Callable[[Row], str] | None
+    value: Callable[[Row], Any] | None
+    form: str = "plain"
+    field: str = ""
+    most: bool = False
+    words: bool = False
+    kept: bool = False
+    moved: str = ""
+    spared: tuple[int | None, int | None] = (None, None)
+
+    def on_page(self) -> dict[str, Any]:
+        """What the page is told of it."""
+        head = self.name if self.words else self.heading
+        told = {"name": self.name, "head": head, "field": self.field or self.name, "form": self.form}
+        return told | {"most": self.most, "words": self.words}
+
+
+def text(value: float | None, form: str = "", unit: str = "") -> str:
+    """A figure, or that there is none."""
+    return MISSING if value is None else f"{value:{form}}{unit}"
+
+
+def statuses(runs: Sequence[Mapping[str, Any]]) -> str:
+    """``ok``, or ``4 ok, 1 oom``; ``virtual ok`` of runs that are not measured."""
+    counts = Counter(f"{run.get('kind') or ''} {run['status']}".strip() for run in runs)
+    return ", ".join(f"{count} {status}" if len(counts) > 1 else status for status, count in counts.items())
+
+
+def _rate(row: Row) -> str:
+    """``10,250 ±1.8%``, of a run that was stopped its throughput until then."""
+    rate = row.place.rate or row.metric("tokens_per_second") or row.metric("samples_per_second")
+    return f"{text(rate, ',.0f' if (rate or 0) >= 100 else ',.1f')}{margin_text(row.place.margin)}"
+
+
+def _ratio(row: Row) -> str:
+    """``0.65x (0.63-0.67)``."""
+    if row.is_alone:
+        return MISSING
+    return f"{text(row.place.ratio, '.2f', 'x')}{interval_text(row.place.against_best, 2)}"
+
+
+def _step_time(row: Row) -> str:
+    """``{"mean": 0.1986, "p5": 0.19, "p95": 0.2052}`` becomes ``199 (190-205)``, in milliseconds.
+
+    It is the mean as throughput is, and as the phases of a step add up to.
+    """
+    mean, p5, p95 = ((row.metric("step_seconds") or {}).get(name) for name in ("mean", "p5", "p95"))
+    if mean is None or p5 is None or p95 is None:
+        return MISSING
+    return f"{three_digits(1e3 * mean)} ({three_digits(1e3 * p5)}-{three_digits(1e3 * p95)})"
+
+
+def _size(name: str) -> Callable[[Row], str]:
+    return lambda row: MISSING if (size := row.metric(name)) is None else memory_text(size)
+
+
+def _percent(name: str) -> Callable[[Row], str]:
+    return lambda row: text((share := row.metric(name)) and 100 * share, ".1f", "%")
+
+
+def _metric(name: str) -> Callable[[Row], Any]:
+    return lambda row: row.metric(name)
+
+
+def _field(name: str) -> Callable[[Row], Any]:
+    return lambda row: row.run.get(name)
+
+
+def _joules(row: Row) -> float | None:
+    """Energy of a sample, of the GPUs if there are any and else of the CPUs."""
+    hardware = row.run.get("hardware") or {}
+    energies = ((hardware.get(kind) or {}).get("joules_per_sample") for kind in ("gpu", "cpu"))
+    return next((energy for energy in energies if energy is not None), None)
+
+
+def _last_evaluation(row: Row) -> tuple[str, float | None]:
+    """What the last one said of the model: its accuracy, its bits per byte of text, or its loss."""
+    last: Mapping[str, Any] = next(reversed(row.run.get("evaluations") or [{}]))
+    found = ((name, last.get(name)) for name in ("top1", "bits_per_byte", "loss"))
+    return next(((name, figure) for name, figure in found if figure is not None), ("loss", None))
+
+
+def evaluation(row: Row) -> str:
+    """The last evaluation as text."""
+    name, figure = _last_evaluation(row)
+    if name == "top1" and figure is not None:
+        return f"{100 * figure:.1f}%"
+    return text(figure, ".3f", " b/B" if name == "bits_per_byte" else "")
+
+
+#: In the order in which they stand.
+COLUMNS = (
+    Column(
+        "rank", "#", lambda row: "-".join(map(str, dict.fromkeys(row.place.rank))) if row.place.rank else MISSING,
+        lambda row: row.place.rank, "range", kept=True,
+    ),
+    Column("runs", "runs", lambda row: text(len(row.runs) if len(row.runs) > 1 else None), None, "count"),
+    Column("configuration", "parallel", lambda row: row.label, lambda row: row.label, field="label", words=True,
+           kept=True),
+    Column("ranks", "ranks", lambda row: text(row.run.get("world_size")), _field("world_size"), moved="{} ranks"),
+    Column("nodes", "nodes", None, lambda row: len(row.run.get("nodes") or []) or None),
+    Column("batch", "batch", lambda row: text(row.run.get("global_batch")), _field("global_batch"), moved="batch {}"),
+    Column("throughput", "{unit}/s", _rate, lambda row: row.place.rate, "throughput", "rate", most=True),
+    Column("ratio", "vs best", _ratio, lambda row: row.place.ratio, "ratio", most=True, spared=(2, 5)),
+    Column("step_ms", "step ms (p5-p95)", _step_time, lambda row: (row.metric("step_seconds") or {}).get("mean"),
+           "step", "step", spared=(None, 2)),
+    Column("memory_mib", "memory", _size("peak_memory_bytes"), _metric("peak_memory_bytes"), "bytes", "memory",
+           spared=(3, 3)),
+    Column("reserved_mib", "reserved", _size("peak_reserved_bytes"), _metric("peak_reserved_bytes"), "bytes",
+           "reserved", spared=(1, 1)),
+    Column("mfu", "MFU", _percent("mfu"), _metric("mfu"), "percent", most=True),
+    Column("mfu_causal", "MFU causal", None, _metric("mfu_causal"), "percent", most=True),
+    Column("of_ceiling", "of ceiling", _percent("share_of_ceiling"), _metric("share_of_ceiling"), "percent", most=True,
+           spared=(0, 0)),
+    Column("joules", "J/sample", None, _joules, "digits"),
+    Column("loss", "loss", lambda row: text(row.run.get("final_loss"), ".3f"), _field("final_loss"), "fixed"),
+    Column("held_out", "held out", evaluation, lambda row: _last_evaluation(row)[1], "told", spared=(4, 4)),
+    Column("status", "status", lambda row: statuses(row.runs), lambda row: statuses(row.runs), words=True, kept=True),
+    Column("sweep", "sweep", None, lambda row: str(sweep_of(row.run)), words=True),
+)  # fmt: skip
