@@ -24,6 +24,8 @@ import sys
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -119,7 +121,8 @@ def main() -> int:
     if options.picture:
         _draw(sweep, options.picture)
     draw = random.Random(0)
-    rows = [*_identical(same, blocks, draw, auto), *_slower(same[0], slowed, blocks, draw, auto)]
+    seconds = 2 * _seconds_a_run(sweep)
+    rows = [*_identical(same, blocks, draw, auto), *_slower(same[0], slowed, blocks, draw, auto, seconds)]
     print(*rows, sep="\n")
     return int(not all(row.is_met for row in rows))
 
@@ -157,15 +160,21 @@ def _as_stated(one: Sample, other: Sample, blocks: Sequence[Hashable], draw: ran
 
 
 def _slower(
-    base: Sample, slowed: dict[float, Sample], blocks: Sequence[Hashable], draw: random.Random, repeat: Repeat
+    base: Sample,
+    slowed: dict[float, Sample],
+    blocks: Sequence[Hashable],
+    draw: random.Random,
+    repeat: Repeat,
+    seconds: float,
 ) -> Iterator[Row]:
-    """Configurations that do differ."""
+    """Configurations that do differ; a block of two takes so many seconds."""
     rule = f"at least {POWER:.0%}"
     for slower, other in slowed.items():
         tries = [_auto(base, other, _shuffled(blocks, draw), repeat) for _ in range(TRIES)]
         share = Share(sum(seen for seen, _ in tries), TRIES)
-        used = f"{median(used for _, used in tries):.0f} of at most {repeat.max} blocks"
-        name = f"slower by {slower:.0%}, repeat=auto ({used})"
+        used = median(used for _, used in tries)
+        took = f"{used:.0f} of at most {repeat.max} blocks, {used * seconds:.0f} s"
+        name = f"slower by {slower:.0%}, repeat=auto ({took})"
         is_asked = slower > repeat.tied_within  # else it may be called tied
         yield Row(name, share, rule if is_asked else "", not is_asked or share.point >= POWER)
 
@@ -233,6 +242,13 @@ def _whole_blocks(samples: Sequence[Sample]) -> Sequence[Hashable]:
     return sorted(numbered)
 
 
+def _seconds_a_run(sweep: Path) -> float:
+    """From the start of one to that of the next; 0 where records do not say."""
+    began = sorted(str(run["started"]) for run in store.read_results(sweep) if run.get("started"))
+    times = [datetime.fromisoformat(one).timestamp() for one in began]
+    return median(after - before for before, after in pairwise(times)) if len(times) > 1 else 0.0
+
+
 def _by_slowness(sweep: Path) -> tuple[list[Sample], dict[float, Sample]]:
     """The runs of the identical configurations, and of the others by how much they are slowed."""
     found = alternatives.group(store.read_results(sweep))
@@ -261,7 +277,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=120)
     parser.add_argument("--identical", type=int, default=10, help="configurations that differ in name alone")
-    parser.add_argument("--steps", type=int, default=40, help="of a run")
+    parser.add_argument("--steps", type=int, default=20, help="of a run, as of repeat=auto")
     parser.add_argument("--max", type=int, default=AUTO.max, help="repeat.max")
     parser.add_argument("--sweep", type=Path, help="judge the runs of an earlier call")
     parser.add_argument("--picture", type=Path, help="draw the runs")

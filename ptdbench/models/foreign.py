@@ -38,8 +38,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import hydra
 import torch
@@ -228,7 +229,8 @@ class Adapted(nn.Module):
         return attribute if inspect.ismethod(attribute) else None
 
 
-class Flops(NamedTuple):
+@dataclass(frozen=True)
+class Flops:
     """FLOPs of forward and backward for one sample.
 
     Attributes:

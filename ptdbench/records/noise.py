@@ -25,7 +25,7 @@ _KIND = "noise"
 #: Fewer degrees of freedom say too little: two alternatives with three runs each have four.
 _LEAST_FREEDOM = 4
 
-#: Of each size the latest sweeps are known, by their directories.
+#: Of each size the latest sweeps are known, by the names of their directories, which are the same from everywhere.
 _SWEEPS = 8
 
 
@@ -68,7 +68,7 @@ def keep(found: Sequence[Alternative]) -> None:
         if len(one.sample) >= LEAST:
             groups.setdefault(json.dumps(_key(one.typical), sort_keys=True), []).append(one)
     for group in groups.values():
-        key, sweep = _key(group[0].typical), str(sweep_of(group[0].typical))
+        key, sweep = _key(group[0].typical), sweep_of(group[0].typical).name
         noise = variation.noise([one.sample for one in group])
         if noise.unpaired.freedom >= _LEAST_FREEDOM and noise.unpaired.squares:
             earlier = {name: one for name, one in _sweeps(key).items() if name != sweep}
@@ -88,7 +88,7 @@ def look_up(runs: Iterable[Mapping[str, Any]]) -> Noise | None:
     """
     runs = [run for run in runs if run["status"] == "ok"]
     keys = {json.dumps(key := _key(run), sort_keys=True): key for run in runs}
-    own = {str(sweep_of(run)) for run in runs}  # what they say themselves is known
+    own = {sweep_of(run).name for run in runs}  # what they say themselves is known
     found = [[noise for sweep, noise in _sweeps(key).items() if sweep not in own] for key in keys.values()]
     if not all(found):
         return None

@@ -87,6 +87,12 @@ def test_a_sweep_with_too_little_is_one_line(judge, tmp_path, blocks, slownesses
     assert str(caught.value) == f"{tmp_path}{said}"
 
 
+def test_a_run_takes_from_its_start_to_the_next(tmp_path):
+    for second, one in zip((30, 0, 4, 8), repeated("ddp", [1.0] * 4, fingerprint="f", workload="train"), strict=True):
+        store.append_result(tmp_path, {**one, "started": f"2026-01-01T00:00:{second:02d}+00:00"})
+    assert compare_truth._seconds_a_run(tmp_path) == 4
+
+
 def test_blocks_are_in_the_order_in_which_they_ran():
     sample = {("sweep", block): 1.0 for block in random.Random(0).sample(range(20), 20)}
     assert compare_truth._whole_blocks([sample, sample]) == [("sweep", block) for block in range(20)]

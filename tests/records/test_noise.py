@@ -79,6 +79,7 @@ def test_a_sweep_is_not_judged_by_itself():
     """It would count twice, and its table would be another one when it is shown again."""
     keep(sweep())
     assert noise.look_up(sweep()) is None
+    assert noise.look_up(elsewhere(sweep(), f"/home/me/{EARLIER}")) is None
     keep(elsewhere(sweep(), "outputs/another"))
     assert noise.look_up(sweep()).unpaired.freedom == 4
     assert noise.look_up([on(MACHINE, run())]).unpaired.freedom == 8
@@ -199,7 +200,7 @@ def test_figures_that_cannot_be_are_none(tmp_path, kind, worse):
     keep(sweep())
     (path,) = tmp_path.rglob("*.json")
     kept = json.loads(path.read_text())
-    kept["sweeps"][EARLIER][kind] |= worse
+    kept["sweeps"]["earlier"][kind] |= worse
     path.write_text(json.dumps(kept))
     assert noise.look_up([on(MACHINE, run())]) is None
 
