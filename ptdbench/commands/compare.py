@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="3%",
         help="exit status 1 only for what is slower by at least so much, and 3 where that cannot be ruled out",
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for other tools")
     parser.epilog = (
         "Exit status 0: nothing is seen to be slower. 1: a configuration is slower, or fails; with --fail-if-slower "
         "also one whose losses are others. 3: too few runs to tell; try repeat=5 or more. 2: the input cannot be "
@@ -60,6 +61,7 @@ def _share(text: str) -> float:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; the exit status is that of the gate, see :func:`ptdbench.report.versus.status`."""
+    from ptdbench.records import files
     from ptdbench.records.store import Damaged
     from ptdbench.report import text, versus
 
@@ -79,6 +81,9 @@ def main(arguments: argparse.Namespace) -> int:
     except OSError as error:
         say(f"{error.filename}: cannot be read: {error.strerror}" if error.filename else str(error), sys.stderr)
         return UNUSABLE
+    if arguments.json:
+        say(files.as_text(versus.as_json(found, arguments.fail_if_slower)))
+        return versus.status(found, arguments.fail_if_slower)
     titles = tuple(arguments.checkout) or ("before", "after")
     text.show(versus.render(found, titles, shutil.get_terminal_size((110, 24)).columns))
     if arguments.fail_if_slower and (other := [pair.label for pair in found.pairs if pair.losses]):

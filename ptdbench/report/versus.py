@@ -276,6 +276,40 @@ def render(found: Versus, titles: tuple[str, str], width: int) -> str:
     return "\n".join([table, *(wrap(line, width) for line in remarks)])
 
 
+def as_json(found: Versus, threshold: float | None) -> dict[str, Any]:
+    """The comparison as ``compare --json`` prints it; docs/results.md says what each key means."""
+    return {
+        "status": status(found, threshold),
+        "unit": _unit(found.pairs),
+        "pairs": [_as_json(pair) for pair in found.pairs],
+        "remarks": [*_failures(found.pairs), *_left_out(found.pairs), *found.remarks, *_environments(found.pairs)],
+    }
+
+
+def _as_json(pair: Pair) -> dict[str, Any]:
+    known = pair.known
+    sides = {
+        word: {
+            "per_second": variation.geometric_mean(side.sample),
+            "runs": len(side.sample),
+            "failed": len(_failed(side)),
+            "interrupted": len(_interrupted(side)),
+            "directories": [str(run["directory"]) for run in side.runs],
+        }
+        for word, side in pair.sides
+    }
+    return {
+        "configuration": pair.label,
+        "verdict": pair.verdict,
+        "ratio": known and known.ratio,
+        "interval": known and [known.low, known.high],
+        "detectable": known and known.detectable,
+        "paired": known and known.is_paired,
+        "losses": pair.losses,
+        **sides,
+    }
+
+
 def _unit(pairs: Sequence[Pair]) -> str:
     metrics = [run.get("metrics") or {} for pair in pairs for _, side in pair.sides for run in side.runs]
     return "tokens" if any(one.get("tokens_per_second") for one in metrics) else "samples"

@@ -71,6 +71,21 @@ class TestStatus:
         assert re.search(r"^ddp .* no difference seen$", out, re.MULTILINE)
         assert re.search(r"^fsdp .* 0\.800 .* slower$", out, re.MULTILINE)
 
+    def test_as_json(self, compare, sides):
+        status, out, err = compare(*sides, "--json", "--fail-if-slower", "5%")
+        told = json.loads(out)
+        assert (status, told["status"], err) == (1, 1, [])
+        assert told["unit"] == "tokens"
+        ddp, fsdp = told["pairs"]
+        assert [(pair["configuration"], pair["verdict"]) for pair in (ddp, fsdp)] == [
+            ("ddp", "no difference seen"), ("fsdp", "slower"),
+        ]  # fmt: skip
+        assert fsdp["ratio"] == pytest.approx(0.8)
+        assert fsdp["interval"][0] < 0.8 < fsdp["interval"][1] < 1
+        assert fsdp["after"]["per_second"] == pytest.approx(0.8 * fsdp["before"]["per_second"])
+        assert (ddp["losses"], ddp["before"]["runs"], ddp["before"]["failed"]) == (None, 5, 0)
+        assert len(ddp["after"]["directories"]) == 5
+
     def test_nothing_is_slower(self, compare, sides):
         before, after = sides
         assert compare(after, before)[0] == 0
