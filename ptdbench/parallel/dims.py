@@ -88,9 +88,17 @@ class Degrees(Generic[T]):
     @classmethod
     def order(cls, *divides: str) -> tuple[str, ...]:
         """The dimensions of the mesh, outermost first; with words those that divide any of these."""
-        rows = {name: row for name, row in cls.rows().items() if row.place is not None}
-        chosen = [name for name, row in rows.items() if not divides or {*divides} & {*row.divides}]
-        return tuple(sorted(chosen, key=lambda name: rows[name].place))  # type: ignore[arg-type, return-value]
+        places = {
+            name: row.place
+            for name, row in cls.rows().items()
+            if row.place is not None and (not divides or {*divides} & {*row.divides})
+        }
+        return tuple(sorted(places, key=lambda name: places[name]))
+
+    @classmethod
+    def copied(cls) -> tuple[str, ...]:
+        """The dimensions of the mesh along which weights are copies, whether they are sharded along others or not."""
+        return tuple(name for name in cls.order("samples", "positions") if name not in cls.order("weights"))
 
     def degrees(self) -> dict[str, T]:
         """The value for each degree."""
@@ -119,6 +127,11 @@ class Dims(Degrees[int]):
     def shards(self) -> int:
         """Ranks over which weights are sharded, if they are."""
         return self.ways("weights")
+
+    @property
+    def copies(self) -> int:
+        """Copies of the model, sharded or not."""
+        return math.prod(getattr(self, name) for name in self.copied())
 
     def stage(self, rank: int) -> int:
         """The position of a rank in its pipeline, by the order of the mesh."""

@@ -34,7 +34,7 @@ class Mesh:
         # One of the two dimensions of the batch always exists, even with a single rank. Copies of DTensors are kept
         # equal by FSDP, which asks for the ranks that it shards over, if only one.
         always = {"replicate"} if dims.batch == 1 else set()
-        if dims.tensor > 1 and dims.replicate * dims.context > 1:
+        if dims.tensor > 1 and dims.copies * dims.context > 1:
             always.add("shard")
         names = tuple(name for name in dims.order() if getattr(dims, name) > 1 or name in always)
         grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)
@@ -48,9 +48,10 @@ class Mesh:
         self.copies = flat(*dims.order("samples", "positions"))
         self.shard = self.batch
         if {*dims.order("weights")} & {*names}:
-            self.shard = flat(*dims.order("weights"))
-            if dims.replicate > 1:
-                self.shard = grid["replicate", "_".join(self.shard.mesh_dim_names or ())]
+            parts = [flat(*dims.copied())] if dims.copies > 1 else []
+            parts.append(flat(*dims.order("weights")))
+            both = tuple("_".join(part.mesh_dim_names or ()) for part in parts)
+            self.shard = grid[both] if len(both) > 1 else parts[0]
         self.refolds = {}
         for name, row in dims.rows().items():
             if row.refolds and (size := getattr(dims, name)) > 1:

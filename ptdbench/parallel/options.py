@@ -46,11 +46,11 @@ class Options(Degrees[Size]):
 
     def shards(self, dims: Dims) -> bool:
         """Whether FSDP2 keeps the shards, or the copies: DDP knows no DTensors, which tensor parallelism makes."""
-        return self.applies("shard", dims) or (dims.tensor > 1 and dims.context * dims.replicate > 1)
+        return self.applies("shard", dims) or (dims.tensor > 1 and dims.context * dims.copies > 1)
 
     def replicates(self, dims: Dims) -> bool:
         """Whether DDP averages the gradients of whole weights, also those of ranks that share a sequence."""
-        return not self.shards(dims) and (self.applies("replicate", dims) or dims.context > 1)
+        return not self.shards(dims) and (self.applies("replicate", dims) or dims.ways("samples", "positions") > 1)
 
     @property
     def sent(self) -> Literal["fp32", "bf16", "fp16", "powersgd"]:

@@ -144,7 +144,7 @@ def _of_shards(work: Work) -> dict[str, float]:
     return {
         "all_gather": 0.0 if shards == 1 else gathered,
         "reduce_scatter": 0.0 if shards == 1 else reduced,
-        "all_reduce": reduced / shards if dims.replicate > 1 else 0.0,
+        "all_reduce": reduced / shards if dims.copies > 1 else 0.0,
     }
 
 

@@ -131,6 +131,8 @@ def test_a_row_of_the_table_is_a_factor_of_the_ranks_and_of_what_it_divides():
     assert (dims.replicate, dims.world_size, dims.batch, dims.shards) == (2, 8, 4, 1)
     assert dims.order() == ("branch", "replicate", "pipeline", "shard", "context", "tensor")
     assert dims.order("samples") == ("branch", "replicate", "shard")
+    assert dims.copied() == ("branch", "replicate")
+    assert dims.copies == 4
 
 
 @pytest.mark.parametrize(("asked", "found"), [(1, 1), (2, 2), (4, 4), ("auto", 4)])

@@ -29,6 +29,7 @@ def in_rank() -> dict[str, Any]:
         "groups": list(plain.groups()),
         "more": {name: ranks(more[name]) for name in WithTwoMore.rows()},
         "batch": ranks(more.batch),
+        "shard": ranks(more.shard),
         "folds": ranks(more.refolds["expert"]),
         "alone": (ranks(alone["expert"]), alone.refolds),
     }
@@ -52,6 +53,7 @@ def test_a_further_factor_is_a_dimension_of_its_own(of_ranks):
     of_three = of_ranks[3]
     assert of_three["more"]["branch"] == [3, 7]
     assert of_three["batch"] == [1, 3, 5, 7]  # branches and shards have different samples
+    assert of_three["shard"] == [[1, 3], [5, 7]]  # of each branch
 
 
 def test_a_refold_divides_the_ranks_of_others_anew(of_ranks):
