@@ -68,5 +68,3 @@ def start(environ: dict[str, str]) -> Start:
         return {**json.loads(out.splitlines()[-1]), "errors": errors}
 
     return run
-
-
