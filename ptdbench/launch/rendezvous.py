@@ -137,7 +137,7 @@ def process_group(
 
 
 def _without_peers(backend: str) -> str:
-    """Backends that need none: messages of the host go nowhere by torch itself, those of a virtual GPU by its library."""
+    """Backends that need none: torch itself lets the host's messages go nowhere, and a virtual GPU its own."""
     if "gloo" not in backend:
         return backend
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 # registers it

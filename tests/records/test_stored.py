@@ -42,7 +42,7 @@ def without_unwritten(told: Any, written: Any) -> Any:
 def test_the_types_lose_nothing_of_what_is_written(kind):
     written = dict(STORED[kind])
     own = {name: written.pop(name) for name in Findings.__struct_fields__ if name in written}
-    assert list(written) == list(Record.__struct_fields__)
+    assert list(written) == list(Record.__struct_fields__)[: len(written)]  # later versions append fields
     for value, of in ((written, Record), (own, Findings)):
         assert without_unwritten(to_builtins(convert(value, of)), value) == value
 
