@@ -77,7 +77,9 @@ def pieces() -> dict[str, int]:
     """Physical memory apart from addresses, as expandable segments have it."""
     start, address, handle = free_bytes(), c_void_p(), c_void_p()
     property_of = (c_int * 8)(1, 0, 1, 0)  # CUmemAllocationProp: pinned, no handle type, location: device 0
-    reserved = cuda.cuMemAddressReserve(byref(address), c_size_t(100 * GIB), c_size_t(0), c_void_p(0), ctypes.c_ulonglong(0))
+    reserved = cuda.cuMemAddressReserve(
+        byref(address), c_size_t(100 * GIB), c_size_t(0), c_void_p(0), ctypes.c_ulonglong(0)
+    )
     after_reserving = free_bytes()
     made = cuda.cuMemCreate(byref(handle), c_size_t(20 * MIB), property_of, ctypes.c_ulonglong(0))
     after_making = free_bytes()
@@ -93,7 +95,7 @@ def pieces() -> dict[str, int]:
 
 
 def clocks() -> dict[str, Any]:
-    """Milliseconds between events around work whose durations are known, on one stream and through an event on another."""
+    """Milliseconds between events around work whose durations are known, on one stream and over an event."""
     one, other, events = c_void_p(), c_void_p(), [c_void_p() for _ in range(4)]
     _, device = pointer(8 * GIB)
     for stream in (one, other):

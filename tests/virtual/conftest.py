@@ -41,7 +41,7 @@ Start = Callable[..., list[dict[str, Any]]]
 
 @pytest.fixture(scope="session")
 def start(environ: dict[str, str]) -> Start:
-    """Run ``python -m tests.virtual.PROGRAM RANK`` once for each rank; what each has printed, as JSON, and its errors."""
+    """Run ``python -m tests.virtual.PROGRAM RANK`` for each rank; what each has printed as JSON, and its errors."""
     if shutil.which("cc") is None:
         pytest.skip("left out: a virtual GPU needs a C compiler")
     if torch.version.cuda is None or sys.platform != "linux":
@@ -68,5 +68,3 @@ def start(environ: dict[str, str]) -> Start:
         return {**json.loads(out.splitlines()[-1]), "errors": errors}
 
     return run
-
-
