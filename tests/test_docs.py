@@ -34,10 +34,10 @@ TEXTS = [page.read_text() for page in PAGES]
 REFUSED = [refusal for text in TEXTS for refusal in refusals(text)]
 
 #: Commands that are not run here: those that submit, download, or need the reader's own files; help; and what other
-#: tests run: experiments (test_train_for_real.py), searches (test_search.py), the check and matrix products
-#: (workloads/), long at any size.
+#: tests run: experiments (test_train_for_real.py), searches (test_search.py), virtual GPUs (virtual/), the
+#: check and matrix products (workloads/), long at any size.
 ELSEWHERE = re.compile(
-    r"cluster=|launcher=|my_package|/data/|download=|--help|--cfg|experiment=|sweeper=|\bcheck\b|matmul"
+    r"cluster=|launcher=|virtual=|my_package|/data/|download=|--help|--cfg|experiment=|sweeper=|\bcheck\b|matmul"
 )
 TO_RUN = sorted({command for text in TEXTS for command in commands(text) if not ELSEWHERE.search(command)})
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -230,12 +230,27 @@ def _check_virtual(config: Config, world: World | None) -> None:
     name = config.call("virtual").name
     if config.resolved.get("device") == "cpu":
         require(Problem("device", "cpu", f"virtual={name} is a GPU", "try auto, or virtual=none"))
+    if (ranks := config.call("virtual").options.get("ranks")) is not None:
+        require(*_of_all_ranks(config, ranks))
     if isinstance(config.cluster, Slurm):
         rule = f"virtual={name} is carried out on this machine, whatever its nodes"
         require(Problem("cluster", config.cluster.name, rule, "omit cluster"))
     if world and not world.started_by.has_parent:
         rule = f"ranks with virtual GPUs are started by ptdbench, and {world.launcher} has started these"
         require(Problem("virtual", name, rule, f"run it without {world.launcher}"))
+
+
+def _of_all_ranks(config: Config, ranks: object) -> Iterator[Problem]:
+    """Problems with what some ranks of a run cannot do without the others."""
+    general = config.general
+    if config.checkpoint.every_steps or general.resume:
+        remedy = "try null, or omit checkpoint.every_steps and resume"
+        yield Problem("virtual.ranks", ranks, "a checkpoint is of all ranks", remedy)
+    if config.eval.every:
+        yield Problem("virtual.ranks", ranks, "an evaluation is of all ranks", "try null, or omit eval.every")
+    if general.check or config.call("workload").name != "train":
+        rule = "only training is carried out by some ranks without the others"
+        yield Problem("virtual.ranks", ranks, rule, "try null, workload=train and check=false")
 
 
 def _device_type(config: Config, gpus: int) -> str:

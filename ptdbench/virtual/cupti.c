@@ -135,12 +135,13 @@ static uint32_t last_id;
 
 void record_work(const struct work *work, cudaStream_t stream, double begin, double end) {
     static const int callbacks[] = {211, 41, 51}; /* cupti_runtime_cbid.h: cudaLaunchKernel, cudaMemcpyAsync, cudaMemsetAsync */
-    enum { CALL = 4000 };                         /* nanoseconds that a call takes: a guess */
+    enum { CALL = 4000, AT_ONCE = 1000 };         /* nanoseconds that a call takes, and work where the device takes no time: guesses */
     if (!enabled[CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL] && !enabled[CUPTI_ACTIVITY_KIND_RUNTIME]) return;
     pthread_mutex_lock(&lock);
     double rate = ticks(), time = now();
-    if (!real_time()) begin = time, end = time + CALL; /* a device that nobody waits for falls behind, and torch drops what is after the profile */
-    uint64_t called = torch_now(), from = called + (begin - time) * rate, to = called + (end - time) * rate;
+    /* torch drops what ends after it stopped looking: where the device's clock is ahead of the host's, work is shown when it is called for */
+    double after = real_time() ? begin - time : 0, takes = real_time() ? end - begin : AT_ONCE;
+    uint64_t called = torch_now(), from = called + after * rate, to = from + takes * rate;
     if (make_room()) {
         uint32_t id = ++last_id;
         write_call(id, callbacks[work->kind], called, called + CALL * rate);

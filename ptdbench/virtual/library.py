@@ -185,17 +185,22 @@ def _computed(folder: Path, variables: Mapping[str, str]) -> str:
     kept = folder / "computed.json"
     with FileLock(folder.parent / f"{folder.name}.lock", fallback_to_soft=False):
         if not kept.exists():
-            kinds = [*selftest.CHECKS]
-            found, _ = _try(kinds, variables)
-            if found is None:  # one of them ended it: each by itself
-                answers = [_try([kind], variables) for kind in kinds]
-                if all(right is None for right, _ in answers):
-                    raise _problem("virtual", folder.name, f"torch does not start on the virtual GPU: {answers[0][1]}")
-                found = [kind for right, _ in answers for kind in right or ()]
             partial = folder / "computed.tmp"
-            partial.write_text(json.dumps(found))
+            partial.write_text(json.dumps(_right(variables)))
             partial.replace(kept)
         return ",".join(json.loads(kept.read_text()))
+
+
+def _right(variables: Mapping[str, str]) -> list[str]:
+    """Try all kinds in one process, or each in its own if one of them ended that; ConfigError if none can be tried."""
+    kinds = [*selftest.CHECKS]
+    found, words = _try(kinds, variables)
+    if found is not None:
+        return found
+    answers = [_try([kind], variables)[0] for kind in kinds]
+    if all(answer is None for answer in answers):
+        raise _problem("virtual", None, f"torch does not start on the virtual GPU: {words}")
+    return [kind for answer in answers for kind in answer or ()]
 
 
 def _try(kinds: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str] | None, str]:

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from ptdbench.launch.world import LAUNCHERS, World, discover, local_environments
+from ptdbench.launch.world import LAUNCHERS, Place, World, discover, local_environments
 from ptdbench.problems import ConfigError
 
 TORCHRUN = {
@@ -237,6 +237,24 @@ def test_local_ranks_find_their_place_as_under_torchrun():
     assert (second["MASTER_ADDR"], second["MASTER_PORT"], second["ROLE_RANK"]) == ("127.0.0.1", "1234", "1")
     assert (second["OMP_NUM_THREADS"], second["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("3", "1")
     assert "PATH" not in second
+
+
+def test_ranks_may_take_themselves_to_be_on_several_nodes_and_some_be_absent():
+    where = Place(nodes=32, present=[0, 131, 255], environ={"LD_PRELOAD": "a.so", "OTHER": "1"})
+    places = list(local_environments(256, "127.0.0.1", 1234, {}, where))
+    worlds = [discover(place) for place in places]
+    assert worlds == [
+        World(rank, 256, rank % 8, 8, "torchrun", nodes=32, present=(0, 131, 255)) for rank in (0, 131, 255)
+    ]
+    assert [world.is_first for world in worlds] == [True, False, False]
+    assert [place["GROUP_RANK"] for place in places] == ["0", "16", "31"]
+    assert [place["OTHER"] for place in places] == ["1"] * 3
+    assert where.loading == {"LD_PRELOAD": "a.so"}
+
+
+def test_the_first_rank_that_is_there_speaks_for_all():
+    assert World(5, 8, 5, 8, "local", present=(5, 7)).is_first
+    assert not World(0, 8, 0, 8, "local", present=(5, 7)).is_first
 
 
 @pytest.mark.parametrize("chosen", ["0", "3"])

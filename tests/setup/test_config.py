@@ -52,7 +52,8 @@ def test_a_name_is_a_text(group, value, said):
 
 @pytest.mark.parametrize("group", config.CALLS)
 def test_what_makes_a_choice_what_it_is_is_not_passed_on(group):
-    assert not {"name", "_target_", "_partial_"} & set(config.read(composed()).call(group).options)
+    chosen = ["virtual=h100"] if group == "virtual" else []  # else the configuration has no such group
+    assert not {"name", "_target_", "_partial_"} & set(config.read(composed(*chosen)).call(group).options)
 
 
 def test_overrides_arrive_with_their_types():

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from ptdbench.launch.world import World
+from ptdbench.launch.world import THIS_MACHINE, World
+from ptdbench.measure import hardware
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
-from ptdbench.setup import config, run_spec
+from ptdbench.setup import choices, config, run_spec
 from tests.conftest import composed
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -310,3 +311,90 @@ class Mute(nn.Module):
 class Moody(nn.Module):
     def __init__(self) -> None:
         raise RuntimeError("not today")
+
+
+class TestVirtual:
+    """GPUs that are not there: what is refused, and how many there are."""
+
+    def made(self, *overrides: str, world: World | None = None) -> run_spec.RunSpec:
+        return run_spec.specify(config.read(composed(*overrides)), world)
+
+    def refused(self, *overrides: str, world: World | None = None) -> str:
+        with pytest.raises(ConfigError) as caught:
+            self.made(*overrides, world=world)
+        return str(caught.value)
+
+    def test_there_are_as_many_as_are_asked_for_and_else_two(self):
+        made = self.made("virtual=h100")
+        assert (made.device_type, made.backend, made.world_size) == ("cuda", "nccl", 2)
+        made = self.made("virtual=h100", "cluster.nodes=4", "cluster.ranks_per_node=8", "train.global_batch=32")
+        assert (made.world_size, made.summary.fields["kind"]) == (32, "virtual")
+        assert self.made("parallel=single", "virtual=a100").world_size == 1
+
+    def test_a_run_on_real_devices_has_nothing_of_it_in_its_configuration(self):
+        made = make("virtual=none")
+        assert made.virtual is None
+        assert "virtual" not in made.config.resolved
+        assert "kind" not in made.summary.fields
+
+    def test_the_environment_of_ranks_is_none_for_real_devices(self):
+        assert run_spec.place(config.read(composed("virtual=none")), 2) == THIS_MACHINE
+
+    @pytest.mark.parametrize(
+        ("overrides", "expected"),
+        [
+            (("device=cpu",), "device=cpu: virtual=h100 is a GPU; try auto, or virtual=none"),
+            (
+                ("virtual.ranks=[0,2]",),
+                "virtual.ranks=[0, 2]: must be different ranks of the run, which has 2 ranks; try numbers from 0 "
+                "to 1, or null for all",
+            ),
+            (
+                ("virtual.ranks=[]",),
+                "virtual.ranks=[]: must be different ranks of the run, which has 2 ranks; try numbers from 0 to "
+                "1, or null for all",
+            ),
+            (
+                ("checkpoint.every_steps=1", "virtual.ranks=[0]"),
+                "virtual.ranks=[0]: a checkpoint is of all ranks; try null, or omit checkpoint.every_steps and resume",
+            ),
+            (
+                ("eval.every=1", "virtual.ranks=[0]"),
+                "virtual.ranks=[0]: an evaluation is of all ranks; try null, or omit eval.every",
+            ),
+        ],
+    )
+    def test_what_cannot_be_is_said_in_one_line(self, overrides, expected):
+        assert self.refused("virtual=h100", *overrides) == expected
+
+    def test_formats_are_those_of_the_gpu(self):
+        assert self.refused("virtual=v100", "precision=bf16") == (
+            "precision=bf16: virtual Tesla V100-SXM2-32GB (compute capability 7.0) has no BF16 units, and torch "
+            "emulates it slowly; try fp16"
+        )
+        assert self.made("virtual=a100", "precision=bf16").virtual.capability == (8, 0)
+
+    def test_its_memory_is_that_of_the_gpu(self):
+        read = config.read(composed("model=gpt_13b", "parallel=single", "virtual=a100"))
+        with pytest.raises(ConfigError, match=r"its GPU has 79\.2 GiB for it \(virtual NVIDIA A100-SXM4-80GB\)"):
+            run_spec.summarize(read, None)
+
+    def test_its_ranks_are_started_by_nobody_else(self):
+        assert self.refused("virtual=h100", world=rank_of(2)) == (
+            "virtual=h100: ranks with virtual GPUs are started by ptdbench, and torchrun has started these; run it "
+            "without torchrun"
+        )
+        assert self.made("virtual=h100", world=replace(rank_of(2), launcher="local")).world_size == 2
+
+    def test_it_is_no_cluster(self):
+        assert self.refused("virtual=h100", "cluster=slurm") == (
+            "cluster=slurm: virtual=h100 is carried out on this machine, whatever its nodes; omit cluster"
+        )
+
+
+@pytest.mark.parametrize("name", ["a100", "b200", "h100", "h200", "v100"])
+def test_the_peaks_of_a_virtual_gpu_are_those_on_record(name):
+    gpu = choices.virtual(config.read(composed(f"virtual={name}"))).gpu
+    assert dict(gpu.peaks) == {
+        dtype: pytest.approx(1e12 * peak) for dtype, peak in hardware.DENSE_PEAKS[gpu.name].items()
+    }

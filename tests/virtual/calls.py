@@ -95,7 +95,7 @@ def pieces() -> dict[str, int]:
 
 
 def clocks() -> dict[str, Any]:
-    """Milliseconds between events around work whose durations are known, on one stream and through an event on another."""
+    """Milliseconds between events around work whose durations are known, on one stream and over an event."""
     one, other, events = c_void_p(), c_void_p(), [c_void_p() for _ in range(4)]
     _, device = pointer(8 * GIB)
     for stream in (one, other):

@@ -40,8 +40,8 @@ Start = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
-def start(environ: dict[str, str]) -> Start:
-    """Run ``python -m tests.virtual.PROGRAM RANK`` once for each rank; what each has printed, as JSON, and its errors."""
+def start(environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Run ``python -m tests.virtual.PROGRAM RANK`` for each rank; what each has printed as JSON, and its errors."""
     if shutil.which("cc") is None:
         pytest.skip("left out: a virtual GPU needs a C compiler")
     if torch.version.cuda is None or sys.platform != "linux":
@@ -50,7 +50,8 @@ def start(environ: dict[str, str]) -> Start:
     def run(program: str, ranks: int = 1, **options: bool) -> list[dict[str, Any]]:
         variables = library.environment(DEVICE, 2, **options)
         command = [sys.executable, "-m", f"tests.virtual.{program}"]
-        env = {**environ, **variables, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0,1"}
+        meeting = tmp_path_factory.mktemp("meeting") / "store"
+        env = {**environ, **variables, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0,1", "MEETING": str(meeting)}
         started = [
             subprocess.Popen(
                 [*command, str(rank)], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

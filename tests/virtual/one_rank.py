@@ -1,0 +1,115 @@
+"""torch on one virtual GPU: prints answers as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from tests.virtual.calls import resident
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def device() -> dict[str, Any]:
+    """What torch says of it."""
+    found = torch.cuda.get_device_properties(0)
+    return {
+        "name": found.name,
+        "capability": torch.cuda.get_device_capability(),
+        "multiprocessors": found.multi_processor_count,
+        "memory": found.total_memory,
+        "count": torch.cuda.device_count(),
+    }
+
+
+def allocator() -> dict[str, int]:
+    """Bytes that torch's allocator counts, and those that the device has left."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.mem_get_info()[0]
+    held = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
+    found = {"allocated": torch.cuda.memory_allocated(), "taken": start - torch.cuda.mem_get_info()[0]}
+    other = torch.empty(50 * MIB, dtype=torch.uint8, device="cuda")
+    del held, other
+    torch.cuda.empty_cache()
+    found["peak"] = torch.cuda.max_memory_allocated()
+    return {**found, "left": start - torch.cuda.mem_get_info()[0]}
+
+
+def expandable() -> dict[str, Any]:
+    """The same with segments that grow."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    start = torch.cuda.mem_get_info()[0]
+    held = [torch.empty(30 * MIB, dtype=torch.uint8, device="cuda") for _ in range(3)]
+    expandable = [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()]
+    found = {"segments": sum(expandable), "taken": start - torch.cuda.mem_get_info()[0]}
+    del held
+    torch.cuda.empty_cache()
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    return {**found, "left": start - torch.cuda.mem_get_info()[0]}
+
+
+def out_of_memory() -> str:
+    """What torch says of 30 GiB."""
+    try:
+        torch.empty(30 * GIB, dtype=torch.uint8, device="cuda")
+    except torch.OutOfMemoryError as error:
+        return str(error)
+    return ""
+
+
+def steps() -> dict[str, Any]:
+    """Bytes that a step of a small module leaves: parameters, gradients and state; and whether its loss is a number."""
+    before = torch.cuda.memory_allocated()
+    layer = nn.Linear(512, 1024, bias=False, device="cuda")
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    losses = []
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            loss = layer(torch.ones(8, 512, device="cuda")).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(isinstance(loss.item(), float))
+        del loss
+    torch._C._cuda_clearCublasWorkspaces()
+    return {"bytes": torch.cuda.memory_allocated() - before, "losses": losses}
+
+
+def garbage() -> dict[str, Any]:
+    """Decisions by what no kernel has computed: counts are 0, and showing a large tensor costs nothing."""
+    before = resident()
+    tensor = torch.empty(2 * GIB, device="cuda").normal_()
+    shown = repr(tensor)
+    return {
+        "nonzero": tensor.nonzero().shape[0],
+        "masked": tensor[tensor > 0].numel(),
+        "shown": shown.startswith("tensor("),
+        "grown": resident() - before,
+    }
+
+
+def profiled() -> dict[str, Any]:
+    """What torch's profiler sees of a product, and the operation that it belongs to."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        torch.mm(torch.zeros(64, 128, device="cuda"), torch.zeros(128, 32, device="cuda")).sum().item()
+    of_device = [event for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    products = [op.name for op in seen.events() for kernel in op.kernels if "gemm" in kernel.name]
+    return {"kernels": [event.name for event in of_device], "operations": products}
+
+
+def unanswered() -> str:
+    """The error of an operation that nothing answers, a decomposition by cuSOLVER."""
+    try:
+        torch.linalg.eigh(torch.eye(3, device="cuda"))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    asked = (device, allocator, expandable, out_of_memory, steps, garbage, profiled, unanswered)
+    print(json.dumps({ask.__name__: ask() for ask in asked}))

@@ -1,0 +1,32 @@
+from dataclasses import replace
+
+import pytest
+
+from ptdbench.problems import ConfigError
+from tests.virtual.conftest import DEVICE
+
+
+def test_settings_are_what_the_library_reads():
+    settings = DEVICE.settings()
+    assert settings.endswith(";name=virtual NVIDIA Test 20GB")
+    figures = dict(one.split("=") for one in settings.split(";")[:-1])
+    assert (figures["major"], figures["minor"]) == ("9", "0")
+    assert float(figures["bandwidth"]) == 1e12
+    assert float(figures["bf16"]) == 800e12
+    assert int(figures["memory"]) == 20 << 30
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"memory": 0}, "memory=0: must be a whole number of at least 1"),
+        ({"capability": "9"}, 'capability=9: must be two numbers; try "9.0"'),
+        ({"context": 30 << 30}, "context=32212254720: must be less than the memory, 21474836480 bytes"),
+        ({"bandwidth": 0.0}, "bandwidth=0.0: must be above 0"),
+        ({"peaks": {"bf15": 1e12}}, "peaks.bf15=1000000000000.0: no such dtype; try bf16"),
+    ],
+)
+def test_a_figure_that_cannot_be_is_refused(changed, message):
+    with pytest.raises(ConfigError) as raised:
+        replace(DEVICE, **changed)
+    assert message in str(raised.value).splitlines()[0]

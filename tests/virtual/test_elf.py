@@ -1,0 +1,41 @@
+import shutil
+import subprocess
+
+import pytest
+
+from ptdbench.virtual import elf
+
+SOURCE = """
+extern int wanted(void);
+const char *name = "cuLookedUp";
+const char *longer = "not cuLookedUp at all";
+int given(void) { return wanted(); }
+static int hidden(void) { return 1; }
+int (*kept)(void) = hidden;
+"""
+
+
+@pytest.fixture
+def library(tmp_path):
+    if shutil.which("cc") is None:
+        pytest.skip("left out: no C compiler")
+    (tmp_path / "a.c").write_text(SOURCE)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "a.so", tmp_path / "a.c"], check=True)
+    return tmp_path / "a.so"
+
+
+def test_symbols_that_a_library_gives_and_wants(library):
+    assert "wanted" in elf.undefined(library)
+    assert "given" in elf.defined(library)
+    assert not {"given", "hidden"} & elf.undefined(library)
+    assert not {"wanted", "hidden"} & elf.defined(library)
+
+
+def test_only_whole_strings_are_names(library):
+    assert elf.texts(library, rb"cu[A-Z]\w+") == {"cuLookedUp"}
+
+
+def test_what_is_no_library_is_an_error(tmp_path):
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(ValueError, match="is no 64-bit ELF library"):
+        elf.defined(tmp_path / "text")

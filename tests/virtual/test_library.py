@@ -1,0 +1,124 @@
+"""What the library is built of and for, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ptdbench.problems import ConfigError
+from ptdbench.virtual import elf, library
+from tests.virtual.conftest import DEVICE, Start
+
+CUDA = pytest.mark.skipif(torch.version.cuda is None, reason="left out: torch is no build for CUDA")
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def torch_of(monkeypatch: pytest.MonkeyPatch, folder: Path, version: str) -> None:
+    """Let a torch lie there that is nothing but the file with its version."""
+    (folder / "torch").mkdir()
+    (folder / "torch/version.py").write_text(version)
+    spec = SimpleNamespace(origin=str(folder / "torch/__init__.py"))
+    monkeypatch.setattr(library, "find_spec", lambda name: spec)
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        (
+            "__version__ = '2.14.1+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n",
+            "torch=2.14.1+cpu: a virtual GPU runs torch's build for CUDA, and this one is for the CPU",
+        ),
+        (
+            "__version__ = '2.14.1+rocm7.0'\ncuda: Optional[str] = None\nhip: Optional[str] = '7.0.2'\n",
+            "torch=2.14.1+rocm7.0: a virtual GPU runs torch's build for CUDA, and this one is for ROCm",
+        ),
+    ],
+    ids=["cpu", "rocm"],
+)
+def test_other_builds_of_torch_are_refused(monkeypatch, tmp_path, version, message):
+    torch_of(monkeypatch, tmp_path, version)
+    with pytest.raises(ConfigError) as raised:
+        library.build()
+    assert str(raised.value) == message
+
+
+def test_no_torch_is_refused(monkeypatch):
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="torch=null: no torch is installed"):
+        library.build()
+
+
+@pytest.mark.parametrize(("system", "machine"), [("darwin", "arm64"), ("linux", "riscv64")])
+def test_other_platforms_are_refused(monkeypatch, system, machine):
+    monkeypatch.setattr(library.sys, "platform", system)
+    monkeypatch.setattr(library.platform, "machine", lambda: machine)
+    with pytest.raises(ConfigError, match="needs Linux on x86-64 or aarch64"):
+        library.build()
+
+
+@CUDA
+def test_without_a_compiler_one_line_says_so(monkeypatch, tmp_path, cache):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError) as raised:
+        library.build()
+    assert str(raised.value) == "cc=null: a virtual GPU needs a C compiler; install gcc or clang"
+    assert [path.suffix for path in (cache / "ptdbench/virtual").iterdir()] == [".lock"], "nothing half built is left"
+
+
+@CUDA
+def test_the_first_error_of_a_compiler_is_told(monkeypatch, tmp_path, cache):
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho 'warning: w' >&2\necho 'memory.c:7: error: no such thing' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(ConfigError, match=r"cannot be compiled: memory.c:7: error: no such thing$"):
+        library.build()
+
+
+def test_a_folder_that_cannot_be_written_is_named(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(library, "_key", lambda torch: "key")
+    monkeypatch.setattr(library, "_installed", lambda: None)
+    with pytest.raises(ConfigError, match=rf"virtual={tmp_path}/file/.*cannot be kept there"):
+        library.build()
+
+
+def test_every_call_that_torch_may_make_is_answered_or_says_that_it_is_not(start: Start):
+    found = library._installed()
+    folder = library.build()
+    assert library.build() == folder
+    assert library.wanted(found) <= elf.defined(folder / "libptdbench_virtual.so")
+    stubs = (folder / "stubs.c").read_text()
+    assert 'cublasDtrsm_v2(void) { return unanswered("cublasDtrsm_v2", 15); }' in stubs
+    assert 'cudaGraphLaunch(void) { return unanswered("cudaGraphLaunch", 801); }' in stubs
+    assert not re.search(r"\b(cudaMalloc|ncclAllReduce|cudnnGetVersion)\(", stubs)
+
+
+def test_a_process_is_started_with_the_library_before_all_others(start: Start, monkeypatch, tmp_path):
+    monkeypatch.setenv("LD_PRELOAD", "libother.so")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
+    folder = library.build()
+    variables = library.environment(DEVICE, 3, alone=True, log=tmp_path / "log")
+    assert variables["LD_PRELOAD"] == f"{folder}/libptdbench_virtual.so:libother.so"
+    assert variables["LD_LIBRARY_PATH"] == f"{folder}:/somewhere"
+    own = {name.removeprefix("PTDBENCH_VIRTUAL_"): value for name, value in variables.items()}
+    assert (own["COUNT"], own["ALONE"], own["LOG"]) == ("3", "1", str(tmp_path / "log"))
+    assert "REAL_TIME" not in own
+    assert own["COMPUTED"].split(",") == ["fill", "cast", "strided", "compare", "add", "sum", "all", "max", "nonzero"]
+
+
+def test_a_program_that_has_no_gpu_runs_as_ever(start: Start):
+    environ = {**library.environment(DEVICE, 1), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["sh", "-c", "echo all right"], env=environ, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("all right\n", "")

@@ -1,0 +1,73 @@
+"""torch's unchanged build for CUDA on one virtual GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from tests.virtual.conftest import DEVICE, GIB, Start
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def answers(start: Start) -> dict[str, Any]:
+    return start("one_rank")[0]
+
+
+def test_the_device_is_as_its_figures_say_and_called_virtual(answers):
+    assert answers["device"] == {
+        "name": f"virtual {DEVICE.name}",
+        "capability": [9, 0],
+        "multiprocessors": DEVICE.multiprocessors,
+        "memory": DEVICE.memory,
+        "count": 2,
+    }
+
+
+def test_torchs_allocator_counts_as_on_a_device(answers):
+    assert answers["allocator"] == {"allocated": 100 * MIB, "taken": 100 * MIB, "peak": 150 * MIB, "left": 0}
+
+
+def test_expandable_segments_take_what_is_in_them(answers):
+    # three tensors of 30 MiB in one segment, which grows by pages of 20 MiB
+    assert answers["expandable"] == {"segments": 1, "taken": 100 * MIB, "left": 0}
+
+
+def test_the_end_of_memory_is_torchs_own_error(answers):
+    assert "Tried to allocate 30.00 GiB. GPU 0 has a total capacity of 20.00 GiB" in answers["out_of_memory"]
+
+
+def test_a_step_leaves_parameters_gradients_and_state(answers):
+    weights = 512 * 1024 * 4
+    counters = 512  # AdamW's count of steps, in the smallest block
+    assert answers["steps"]["bytes"] == 4 * weights + counters
+    assert answers["steps"]["losses"] == [True, True]
+
+
+def test_nothing_is_decided_by_what_no_kernel_computed(answers):
+    garbage = answers["garbage"]
+    assert (garbage["nonzero"], garbage["masked"], garbage["shown"]) == (0, 0, True)
+    assert garbage["grown"] < GIB, "of a tensor of 8 GiB"
+
+
+def test_the_profiler_sees_kernels_and_what_launched_them(answers):
+    kernels = answers["profiled"]["kernels"]
+    assert any("gemm" in name and "m32 n64 k128" in name for name in kernels), "cuBLAS counts columns first"
+    assert any("reduce_kernel" in name for name in kernels)
+    assert any(name.startswith("Memcpy DtoH") for name in kernels)
+    assert answers["profiled"]["operations"] == ["aten::mm"]
+
+
+def test_an_operation_that_nothing_answers_is_an_error_that_names_the_call(answers):
+    assert "cusolver" in answers["unanswered"]
+    assert "virtual GPU: nothing answers cusolverDnCreate" in answers["errors"]
+
+
+@pytest.mark.thorough
+def test_compiled_functions_run_through_triton_and_ptxas(start):
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("left out: Triton is not installed")
+    assert start("compiled")[0]["kernels"] == ["triton_poi_fused_add_mul_relu_0"]

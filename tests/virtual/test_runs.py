@@ -1,0 +1,147 @@
+"""Runs on virtual GPUs through the product's own launcher: what their records hold, and what they do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ptdbench
+from ptdbench.report import table, virtual
+from tests.conftest import ROOT, outputs
+from tests.virtual.conftest import Start
+
+pytestmark = pytest.mark.ranks
+
+SMALL = (
+    "model=gpt_tiny", "model.layers=2", "model.width=64", "model.heads=2", "model.sequence_length=32",
+    "data=synthetic_tokens", "train.global_batch=8", "train.steps=2", "train.warmup_steps=0", "profile.steps=1",
+)  # fmt: skip
+
+
+def train(environ: dict[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """What a person types in a shell."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *words],
+        cwd=folder,
+        env={**environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    (sweep,) = outputs(folder)
+    return [json.loads(path.read_text()) for path in sorted(sweep.glob("*/record.json"))]
+
+
+@pytest.fixture(scope="module")
+def swept(start: Start, environ: dict[str, str], tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """A sweep of layouts on GPUs of three models, in one start."""
+    folder = tmp_path_factory.mktemp("swept")
+    words = ("parallel=ddp,fsdp,tp,pdp", "virtual=h200,a100,v100", "precision=bf16")
+    return folder, train(environ, folder, "-m", *SMALL, *words)
+
+
+def test_every_layout_comes_to_its_end_on_every_gpu_that_has_its_format(swept):
+    folder, done = swept
+    records = records_of(folder)
+    devices = {record["parallel"]: set() for record in records}
+    for record in records:
+        if record["config"]["virtual"]["name"] == "v100":
+            assert record["error"]["message"].startswith("precision=bf16: virtual Tesla V100-SXM2-32GB")
+            continue
+        assert (record["status"], record["kind"]) == ("ok", "virtual"), record["error"]
+        devices[record["parallel"]].add(record["virtual"]["device"])
+    assert devices == {
+        layout: {"virtual NVIDIA H200", "virtual NVIDIA A100-SXM4-80GB"} for layout in ("ddp", "fsdp", "tp", "pdp")
+    }
+    assert done.returncode == 1  # as four were refused
+
+
+def test_a_virtual_run_has_memory_kernels_and_messages_and_no_times(swept):
+    for record in records_of(swept[0]):
+        if record["status"] != "ok":
+            continue
+        found, metrics = record["virtual"], record["metrics"]
+        assert found["ranks"] == [0, 1]
+        assert found["reason"] is None
+        assert metrics["peak_memory_bytes"] == max(found["allocated_bytes"])
+        assert metrics["peak_reserved_bytes"] == max(found["reserved_bytes"])
+        assert all(one <= kept for one, kept in zip(found["allocated_bytes"], found["reserved_bytes"], strict=True))
+        parts = zip(*record["memory"]["ranks"].values(), strict=True)
+        assert [sum(kinds) for kinds in parts] <= found["allocated_bytes"]
+        assert min(found["kernels"]["product"]) > 0
+        assert min(found["kernels"]["communication"]) > 0
+        rates = [name for name in metrics if "second" in name and "first" not in name and "startup" not in name]
+        assert [metrics[name] for name in (*rates, "mfu", "share_of_ceiling")] == [None] * (len(rates) + 2)
+        assert (record["final_loss"], record["phases"], record["hardware"]) == (None, None, None)
+        for operation, sent in found["messages"].items():
+            if record["parallel"] in ("ddp", "fsdp") and operation != "broadcast":
+                assert sent["bytes"] == pytest.approx(sent["formula_bytes"], rel=1e-3)
+
+
+def test_a_table_says_that_they_are_virtual_and_ranks_none(swept):
+    runs = records_of(swept[0])
+    shown = table.render(runs, 160)
+    rows = [line for line in shown.splitlines() if "virtual ok" in line]
+    assert len(rows) == 8
+    assert all(row.startswith("-") for row in rows)
+    assert "tokens/s" not in shown
+    assert "nothing is computed" in shown
+
+
+def test_the_report_of_one_has_a_row_for_each_rank(swept):
+    record = next(run for run in records_of(swept[0]) if run["parallel"] == "fsdp" and run["status"] == "ok")
+    lines = virtual.explained(record, "fsdp", 120).splitlines()
+    assert lines[0] == "fsdp on virtual NVIDIA H200, all 2 ranks"
+    assert [line.split()[0] for line in lines if line.lstrip()[:1].isdigit()][:2] == ["0", "1"]
+    assert any(line.startswith("all_gather") for line in lines)
+
+
+def test_nothing_is_kept_for_runs_on_real_devices(swept, environ):
+    kept = Path(environ["XDG_CACHE_HOME"], "ptdbench")
+    found = [path for kind in ("ceilings", "noise", "links") for path in kept.glob(f"{kind}/*")]
+    assert not [path for path in found if "virtual" in path.read_text()]
+
+
+def test_ranks_alone_take_what_they_take_among_all(start: Start, environ, tmp_path):
+    """Two of four ranks of a pipeline of tensor-parallel pairs: bytes and calls as with the other two."""
+    words = ("parallel=3d", "parallel.tensor=2", "parallel.pipeline=2", "cluster.ranks_per_node=4", "virtual=h100")
+    done = train(environ, tmp_path, "-m", *SMALL, *words, "model.layers=4", "virtual.ranks=null,[0,3]")
+    assert done.returncode == 0, done.stderr
+    every, some = (record["virtual"] for record in records_of(tmp_path))
+    assert some["ranks"] == [0, 3]
+    for name in ("allocated_bytes", "reserved_bytes", "communicators"):
+        assert some[name] == [every[name][0], every[name][3]]
+    for kind, counts in some["kernels"].items():
+        assert counts == [every["kernels"][kind][0], every["kernels"][kind][3]]
+
+
+def test_shards_that_are_offloaded_stay_on_the_host(start: Start, environ, tmp_path):
+    """Materializing the rest of a model moved those of its layers back to the GPU."""
+    words = ("parallel=fsdp", "offload=optimizer_and_weights", "virtual=h100", "virtual.ranks=[1]", "profile.steps=0")
+    done = train(environ, tmp_path, *SMALL, *words, "cluster.ranks_per_node=4")
+    assert done.returncode == 0, done.stderr
+    assert "virtual ok" in done.stdout
+
+
+def test_without_a_compiler_one_line_says_so(start: Start, environ, tmp_path):
+    (tmp_path / "bin").mkdir()
+    alone = {**environ, "PATH": str(tmp_path / "bin"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = train(alone, tmp_path, *SMALL, "virtual=h100")
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines() == ["cc=null: a virtual GPU needs a C compiler; install gcc or clang"]
+    assert not os.path.exists(tmp_path / "outputs")
+
+
+def test_records_are_read_as_any(swept):
+    (sweep,) = outputs(swept[0])
+    assert {run["kind"] for run in ptdbench.load(sweep) if run["status"] == "ok"} == {"virtual"}
