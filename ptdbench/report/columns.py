@@ -177,11 +177,11 @@ COLUMNS = (
            "reserved", spared=(1, 1)),
     Column("mfu", "MFU", _percent("mfu"), _metric("mfu"), "percent", most=True),
     Column("mfu_causal", "MFU causal", None, _metric("mfu_causal"), "percent", most=True),
-    Column("of_ceiling", "of ceiling", _percent("share_of_ceiling"), _metric("share_of_ceiling"), "percent", most=True,
+    Column("of_ceiling", "% of GEMM", _percent("share_of_ceiling"), _metric("share_of_ceiling"), "percent", most=True,
            spared=(0, 0)),
     Column("joules", "J/sample", None, _joules, "digits"),
     Column("loss", "loss", lambda row: text(row.run.get("final_loss"), ".3f"), _field("final_loss"), "fixed"),
-    Column("held_out", "held out", evaluation, lambda row: _last_evaluation(row)[1], "told", spared=(4, 4)),
+    Column("held_out", "val", evaluation, lambda row: _last_evaluation(row)[1], "told", spared=(4, 4)),
     Column("status", "status", lambda row: statuses(row.runs), lambda row: statuses(row.runs), words=True, kept=True),
     Column("sweep", "sweep", None, lambda row: str(sweep_of(row.run)), words=True),
 )  # fmt: skip

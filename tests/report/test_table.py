@@ -41,7 +41,7 @@ def test_the_figures_of_a_row():
 )
 def test_what_an_evaluation_found_last_stands_beside_the_loss(judged, shown):
     text = render([run(evaluations=[{"top1": 0.1, "bits_per_byte": 9.9, "loss": 9.9}, judged]), run("pdp", 10.0)])
-    assert "loss  held out  status" in re.sub(r" {2,}", "  ", text)
+    assert "loss  val  status" in re.sub(r" {2,}", "  ", text)
     assert [row[-2:] for row in cells(text)] == [[shown, "ok"], ["-", "ok"]]
 
 
@@ -325,9 +325,9 @@ def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
 def test_the_share_of_the_ceiling_is_a_column_where_any_run_has_one():
     known = run("fsdp", 500.0)
     known["metrics"] = {**known["metrics"], "share_of_ceiling": 0.5249}
-    assert "of ceiling" not in render([run("ddp")])
+    assert "% of GEMM" not in render([run("ddp")])
     text = render([run("ddp", 1000.0), known], 120)
-    assert "MFU  of ceiling   loss" in text
+    assert "MFU  % of GEMM   loss" in text
     assert [row[8:10] for row in cells(text)] == [["41.9%", "-"], ["41.9%", "52.5%"]]
 
 
