@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from ptdbench.terminal import plural, say
 
@@ -73,16 +73,15 @@ def _ranked(runs: Sequence[Run]) -> Iterator[tuple[list[Place], bool]]:
     And whether anything is known of that order.
     """
     from ptdbench.records import noise
-    from ptdbench.records.alternatives import Alternative
+    from ptdbench.records.alternatives import Alternative, of_sweeps
     from ptdbench.report import phases, ranking
-    from ptdbench.report.sweeps import alternatives_of
 
     models: dict[str, list[Run]] = {}
     for run in runs:
         if run.get("model"):
             models.setdefault(run["model"], []).append(run)
     for of_model in models.values():
-        found = ranking.rank(alternatives_of(of_model), noise.look_up(of_model))
+        found = ranking.rank(of_sweeps(of_model), noise.look_up(of_model))
         phased = [[run for run in place.alternative.runs if not phases.missing(run)] for place in found.places]
         places = [
             replace(place, alternative=Alternative(kept, {}))
@@ -104,10 +103,10 @@ def _side_by_side(places: Sequence[Place], is_known: bool, width: int) -> str:
 
     Of repeats the typical one is shown.
     """
-    from ptdbench.report import breakdown, memory
+    from ptdbench.report import breakdown, labels, memory
     from ptdbench.report.reason import wrap
 
-    names = _called([cast("Run", place.alternative.typical) for place in places])
+    names = labels.names([place.alternative.typical for place in places])
     named = dict(zip(names, places, strict=True))
     called = {name: place.alternative.typical for name, place in named.items()}
     (reference, first), *others = called.items()
@@ -135,7 +134,7 @@ def _why(named: Mapping[str, Place], is_known: bool) -> list[str]:
 
 def _pair(directory: Path, other: Path, width: int) -> str:
     """One run against another."""
-    from ptdbench.report import breakdown, memory, phases, why
+    from ptdbench.report import breakdown, labels, memory, phases, why
     from ptdbench.report.reason import wrap
 
     run, against = _single(directory), _single(other)
@@ -145,7 +144,7 @@ def _pair(directory: Path, other: Path, width: int) -> str:
         raise _Refused(f"{directory} and {other}: {rule}")
     if directory.resolve() == other.resolve():
         raise _Refused(f"{directory} and {other}: they are the same run; give two")
-    called, reference = _called([run, against])
+    called, reference = labels.names([run, against])
     table = breakdown.of_runs({called: run, reference: against}, width)
     lines = [why.compare(run, against, called, reference), *memory.compare(run, against, called, reference)]
     shown = "\n".join(wrap(line, width) for line in lines)
@@ -172,14 +171,3 @@ def _require_phases(*runs: Run) -> None:
 
     if reasons := [f"{run.directory}: {reason}" for run in runs if (reason := phases.missing(run))]:
         raise _Refused("\n".join(reasons))
-
-
-def _called(runs: Sequence[Run]) -> list[str]:
-    """What runs of one model are called; where that does not tell them apart, with their directories."""
-    from ptdbench.report import labels
-
-    called = labels.names(runs)
-    return [
-        f"{name.removesuffix(f' [{run.directory.name}]')} [{run.directory}]" if called.count(name) > 1 else name
-        for name, run in zip(called, runs, strict=True)
-    ]
