@@ -133,17 +133,15 @@ def exchange(model: Model, module: nn.Module, mesh: DeviceMesh, method: Method) 
         if name in names and role.kind == "positions":
             names[name].register_forward_pre_hook(partial(_number, positions))
         if name in names and role.kind == "attention":
-            wrap_forward(names[name], partial(_of_heads if method == "ulysses" else _in_ring, mesh))
+            wrap_forward(
+                names[name], partial(_of_heads, mesh) if method == "ulysses" else lambda _: ring.attention(mesh)
+            )
 
 
 def _number(positions: Positions, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Positions in the whole sequence, from those in a rank's share."""
     local, *others = arguments
     return positions.numbers(local), *others
-
-
-def _in_ring(mesh: DeviceMesh, _mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return ring.attention(mesh)
 
 
 def _of_heads(mesh: DeviceMesh, mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
