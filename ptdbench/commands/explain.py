@@ -104,7 +104,7 @@ def _found(directory: Path, other: Path | None) -> _Found:
     if not isinstance(loaded, list):
         if not imitated:
             _require_phases(loaded)
-            (called,) = _called([loaded])
+            (called,) = labels.names([loaded])
             found.groups.append(_Group(called, {called: loaded}, [1], []))
         return found
     measured = [run for run in runs if run.get("kind") != "virtual"]
@@ -159,16 +159,15 @@ def _ranked(runs: Sequence[Run]) -> Iterator[tuple[list[Place], bool]]:
     And whether anything is known of that order.
     """
     from ptdbench.records import noise
-    from ptdbench.records.alternatives import Alternative
+    from ptdbench.records.alternatives import Alternative, of_sweeps
     from ptdbench.report import phases, ranking
-    from ptdbench.report.sweeps import alternatives_of
 
     models: dict[str, list[Run]] = {}
     for run in runs:
         if run.get("model"):
             models.setdefault(run["model"], []).append(run)
     for of_model in models.values():
-        found = ranking.rank(alternatives_of(of_model), noise.look_up(of_model))
+        found = ranking.rank(of_sweeps(of_model), noise.look_up(of_model))
         phased = [[run for run in place.alternative.runs if not phases.missing(run)] for place in found.places]
         places = [
             replace(place, alternative=Alternative(kept, {}))
@@ -190,10 +189,10 @@ def _side_by_side(places: Sequence[Place], is_known: bool) -> _Group:
 
     Of repeats the typical one is shown.
     """
-    from ptdbench.report import memory
+    from ptdbench.report import labels, memory
 
     runs = [cast("Run", place.alternative.typical) for place in places]
-    named = dict(zip(_called(runs), places, strict=True))
+    named = dict(zip(labels.names(runs), places, strict=True))
     called = dict(zip(named, runs, strict=True))
     (reference, first), *others = called.items()
     lines = _why(named, is_known)
@@ -220,7 +219,7 @@ def _why(named: Mapping[str, Place], is_known: bool) -> list[str]:
 
 def _pair(directory: Path, other: Path) -> _Group:
     """One run against another."""
-    from ptdbench.report import memory, phases, why
+    from ptdbench.report import labels, memory, phases, why
 
     run, against = _single(directory), _single(other)
     _require_phases(run, against)
@@ -229,7 +228,7 @@ def _pair(directory: Path, other: Path) -> _Group:
         raise _Refused(f"{directory} and {other}: {rule}")
     if directory.resolve() == other.resolve():
         raise _Refused(f"{directory} and {other}: they are the same run; give two")
-    called, reference = _called([run, against])
+    called, reference = labels.names([run, against])
     lines = [why.compare(run, against, called, reference), *memory.compare(run, against, called, reference)]
     return _Group(reference, {called: run, reference: against}, [1, 1], lines)
 
@@ -254,14 +253,3 @@ def _require_phases(*runs: Run) -> None:
 
     if reasons := [f"{run.directory}: {reason}" for run in runs if (reason := phases.missing(run))]:
         raise _Refused("\n".join(reasons))
-
-
-def _called(runs: Sequence[Run]) -> list[str]:
-    """What runs of one model are called; where that does not tell them apart, with their directories."""
-    from ptdbench.report import labels
-
-    called = labels.names(runs)
-    return [
-        f"{name.removesuffix(f' [{run.directory.name}]')} [{run.directory}]" if called.count(name) > 1 else name
-        for name, run in zip(called, runs, strict=True)
-    ]

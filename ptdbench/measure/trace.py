@@ -31,9 +31,6 @@ STEP = "ProfilerStep#"
 #: The other labels in a trace: the parts of a step, and waiting for communication.
 DATA, GRADIENTS, UPDATE, WAITING = (f"ptdbench::{name}" for name in ("data", "gradients", "update", "waiting"))
 
-#: The phase of each part of a step that has one.
-_PHASES = {DATA: "data", UPDATE: "optimizer"}
-
 #: What a backward pass is in, by the beginnings of names.
 BACKWARD = ("autograd::engine::evaluate_function", "torch::distributed::reducer", "torch.distributed.ddp.reducer")
 #: FSDP's root reduces what gradients are left after the last operation of autograd.

@@ -9,6 +9,7 @@ averaged over them as over replicas.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,6 @@ from ptdbench.parallel import ring
 from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.engine import Engine, Scale
 from ptdbench.parallel.options import Method
-from ptdbench.parallel.positions import Positions
 from ptdbench.parallel.roles import roles_of, undivided
 from ptdbench.problems import Problem, try_these
 
@@ -32,6 +32,52 @@ _POSITIONS = 1
 
 #: The dimensions of ``[batch, heads, length, head width]``.
 _HEADS, _LENGTH = 1, 2
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The positions of a sequence in equal pieces, and those of one rank.
+
+    Attributes:
+        ranks: How many share a sequence.
+        rank: This one.
+        paired: Whether each has two pieces, one from each end: ``[0, 7]``, ``[1, 6]``, ... Under a causal mask all have
+            the same number of pairs of positions then. Else each has one piece.
+    """
+
+    ranks: int
+    rank: int
+    paired: bool
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a sequence."""
+        return self.ranks * (1 + self.paired)
+
+    def own(self, tensor: Tensor, dimension: int) -> Tensor:
+        """This rank's share of a whole sequence, whose length is a multiple of :attr:`pieces`."""
+        assert tensor.shape[dimension] % self.pieces == 0  # refused before
+        pieces = tensor.tensor_split(self.pieces, dimension)
+        return torch.cat([pieces[number] for number in self._of(self.rank)], dimension)
+
+    def numbers(self, local: Tensor) -> Tensor:
+        """The positions in the whole sequence of those in this rank's share, ``[length of the share]``."""
+        own = self._of(self.rank)
+        size = len(local) // len(own)
+        shifts = [size * (number - place) for place, number in enumerate(own)]
+        return torch.cat([piece + shift for piece, shift in zip(local.tensor_split(len(own)), shifts, strict=True)])
+
+    def whole(self, shares: Sequence[Tensor], dimension: int) -> Tensor:
+        """The whole sequence from the shares of all ranks, in their order."""
+        pieces: dict[int, Tensor] = {}
+        for rank, share in enumerate(shares):
+            own = self._of(rank)
+            pieces |= zip(own, share.tensor_split(len(own), dimension), strict=True)
+        return torch.cat([pieces[number] for number in range(self.pieces)], dimension)
+
+    def _of(self, rank: int) -> list[int]:
+        """The pieces of a rank, in order."""
+        return [rank, self.pieces - 1 - rank] if self.paired else [rank]
 
 
 def problems(model: Model, ranks: int, tensor: int, method: Method) -> Iterator[Problem]:
@@ -87,17 +133,15 @@ def exchange(model: Model, module: nn.Module, mesh: DeviceMesh, method: Method) 
         if name in names and role.kind == "positions":
             names[name].register_forward_pre_hook(partial(_number, positions))
         if name in names and role.kind == "attention":
-            wrap_forward(names[name], partial(_of_heads if method == "ulysses" else _in_ring, mesh))
+            wrap_forward(
+                names[name], partial(_of_heads, mesh) if method == "ulysses" else lambda _: ring.attention(mesh)
+            )
 
 
 def _number(positions: Positions, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Positions in the whole sequence, from those in a rank's share."""
     local, *others = arguments
     return positions.numbers(local), *others
-
-
-def _in_ring(mesh: DeviceMesh, _mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return ring.attention(mesh)
 
 
 def _of_heads(mesh: DeviceMesh, mix: Callable[..., Tensor]) -> Callable[..., Tensor]:

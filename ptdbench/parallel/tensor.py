@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ptdbench.models.linear_cross_entropy import LinearCrossEntropy, VocabularyShare
 from ptdbench.models.protocol import Model, Role, module_of
 from ptdbench.parallel.activations import wrap_forward
-from ptdbench.parallel.reading import read_as
+from ptdbench.parallel.precision import read_as
 from ptdbench.parallel.roles import roles_of, undivided
 from ptdbench.problems import Problem, try_these
 

@@ -38,6 +38,18 @@ def group(records: Iterable[Record]) -> list[Alternative]:
     return list(by_identity(records).values())
 
 
+def of_sweeps(runs: Iterable[Record]) -> list[Alternative]:
+    """Those of each sweep, and of each side of a comparison, by itself: later, or there, it may be another program.
+
+    Args:
+        runs: Runs that train; their fields ``directory`` say where they are now.
+    """
+    sweeps: dict[Path, list[Record]] = {}
+    for run in runs:
+        sweeps.setdefault(sweep_of(run), []).append(run)
+    return [one for sweep in sweeps.values() for one in group(sweep)]
+
+
 def by_identity(
     records: Iterable[Record], ignored: Collection[str] = (), others: Iterable[Record] = ()
 ) -> dict[Hashable, Alternative]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -121,6 +122,14 @@ def how_started(record: Mapping[str, Any]) -> str:
     launcher, cluster = record.get("launcher"), (record.get("config") or {}).get("cluster")
     by_hand = launcher not in (None, "local") and not (isinstance(cluster, Mapping) and "submit" in cluster)
     return under(str(launcher)) if by_hand else command()
+
+
+def retyped(record: Mapping[str, Any]) -> str | None:
+    """What to type for such a run, wherever and however often it began; ``None`` where that is not on record."""
+    if record.get("overrides") is None:
+        return None
+    words = [word for word in record["overrides"] if not bears(word.lstrip("+").partition("=")[0], "start")]
+    return f"{how_started(record)} {shlex.join(words)}".rstrip()
 
 
 def requeued(record: Mapping[str, Any], number: int, limit: int) -> dict[str, Any]:

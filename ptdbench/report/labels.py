@@ -23,15 +23,13 @@ def labels(records: Sequence[Record]) -> list[str]:
 
     ``pdp 2x4 1f1b`` is 2 replicas of 4 stages, ``hsdp 2x8`` 2 replicas in 8 shards each.
     """
-    details = (_nodes, _precision, _microbatches, _accumulation, None, _sweep, _directory, _path)
     shown = [(record.get("world_size"), record.get("global_batch")) for record in records]
-    return _told_apart(records, [_parallel(record) for record in records], details, shown)
+    return _told_apart(records, [_parallel(record) for record in records], [*_DETAILS, *_PLACES], shown)
 
 
 def names(records: Sequence[Record]) -> list[str]:
     """The labels of runs of one model for lines of text, which have no columns for the ranks and the global batch."""
-    details = (_ranks, _batch, _nodes, _precision, _microbatches, _accumulation, None, _sweep, _directory, _path)
-    return _told_apart(records, [_parallel(record) for record in records], details, [()] * len(records))
+    return _told_apart(records, [_parallel(record) for record in records], [*_DETAILS, *_PLACES], [()] * len(records))
 
 
 def titles(records: Sequence[Record]) -> list[str]:
@@ -40,8 +38,7 @@ def titles(records: Sequence[Record]) -> list[str]:
     Model and preset, or the workload of a run without a model, then what differs between runs of the same name.
     Records of runs that have not begun will do.
     """
-    details = (_schedule, _ranks, _degrees, _batch, _nodes, _precision, _microbatches, _accumulation, None)
-    return _told_apart(records, [name(record) for record in records], details, [()] * len(records))
+    return _told_apart(records, [name(record) for record in records], _DETAILS, [()] * len(records))
 
 
 def _told_apart(
@@ -95,40 +92,28 @@ def _schedule(record: Record) -> str:
     return Path(option(record.get("config"), "parallel.schedule", str) or "").name
 
 
-def _ranks(record: Record) -> str:
-    size = record.get("world_size")
-    return plural(size, "rank") if size else ""
-
-
-def _batch(record: Record) -> str:
-    return f"b{record['global_batch']}" if record.get("global_batch") else ""
-
-
 def _nodes(record: Record) -> str:
     """How many there were, or else should have been; nothing where neither is known."""
     nodes = len(record.get("nodes") or []) or option(record.get("config"), "cluster.nodes", int)
     return plural(nodes, "node") if nodes else ""
 
 
-def _precision(record: Record) -> str:
-    return str(record.get("precision"))
+#: What tells runs apart, the first one first; what a name says already tells none apart.
+_DETAILS: tuple[_Detail, ...] = (
+    _schedule,
+    lambda record: plural(record["world_size"], "rank") if record.get("world_size") else "",
+    _degrees,
+    lambda record: f"b{record['global_batch']}" if record.get("global_batch") else "",
+    _nodes,
+    lambda record: str(record.get("precision")),
+    lambda record: f"m{(record.get('layout') or {}).get('microbatches', 1)}",
+    lambda record: f"acc{(record.get('layout') or {}).get('accumulation', 1)}",
+    None,
+)
 
-
-def _microbatches(record: Record) -> str:
-    return f"m{(record.get('layout') or {}).get('microbatches', 1)}"
-
-
-def _accumulation(record: Record) -> str:
-    return f"acc{(record.get('layout') or {}).get('accumulation', 1)}"
-
-
-def _sweep(record: Record) -> str:
-    return f"[{sweep_of(record).name}]"
-
-
-def _directory(record: Record) -> str:
-    return f"[{Path(record['directory']).name}]"
-
-
-def _path(record: Record) -> str:
-    return f"[{record['directory']}]"
+#: The same for runs of several sweeps.
+_PLACES: tuple[_Detail, ...] = (
+    lambda record: f"[{sweep_of(record).name}]",
+    lambda record: f"[{Path(record['directory']).name}]",
+    lambda record: f"[{record['directory']}]",
+)

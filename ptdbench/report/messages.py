@@ -135,15 +135,15 @@ def _fits(fits: Sequence[Mapping[str, Any]], width: int) -> str:
     headings = ["operation", "alpha µs", "±", "1/beta GB/s", "R2", "worst", "sizes"]
     rows = []
     for fit in fits:
-        line = three_digits(1e6 * fit["alpha"]), three_digits(1e6 * fit["alpha_error"]), _rate(_inverse(fit["beta"]))
+        line = (
+            three_digits(1e6 * fit["alpha"]),
+            three_digits(1e6 * fit["alpha_error"]),
+            _rate(1 / beta if (beta := fit["beta"]) > 0 else None),
+        )
         doubts = f"{fit['r2']:.3f}", f"{100 * fit['max_relative_error']:.0f}%", str(fit["points"])
         rows.append([_name(fit), *line, *doubts])
     shown = drawn(headings, rows, width, words=["operation"])
     return f"fitted: time = alpha + beta * bytes; worst: how far the line was off at one size\n{shown}"
-
-
-def _inverse(beta: float) -> float | None:
-    return 1 / beta if beta > 0 else None
 
 
 def _definitions(collectives: Mapping[str, Any], width: int) -> Iterator[str]:

@@ -41,7 +41,8 @@ def _figures(check: Mapping[str, Any]) -> Iterator[str]:
     if pairs:
         slowest, fastest = (choose(pairs, key=lambda pair: pair["bandwidth"]) for choose in (min, max))
         lines.append(
-            f"links         {fastest['bandwidth'] / 1e9:.3g} GB/s at most, {_named(slowest)} least with "
+            f"links         {fastest['bandwidth'] / 1e9:.3g} GB/s at most, rank {slowest['source']} to rank "
+            f"{slowest['target']} least with "
             f"{slowest['bandwidth'] / 1e9:.3g} GB/s; latency {min(pair['latency'] for pair in pairs) * 1e6:,.0f} to "
             f"{max(pair['latency'] for pair in pairs) * 1e6:,.0f} us"
         )
@@ -50,10 +51,6 @@ def _figures(check: Mapping[str, Any]) -> Iterator[str]:
         lines.append(f"{row['op']:<13} {size}: {seconds * 1e6:,.0f} us, its result checked")
     if lines:
         yield "\n".join(lines)
-
-
-def _named(pair: Mapping[str, Any]) -> str:
-    return f"rank {pair['source']} to rank {pair['target']}"
 
 
 def _versions(versions: Mapping[str, Any], width: int) -> list[str]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from ptdbench.parallel import ring
-from ptdbench.parallel.positions import Positions
+from ptdbench.parallel.context import Positions
 from tests.parallel.ranks import on_ranks
 
 RANKS, LENGTH = 4, 16

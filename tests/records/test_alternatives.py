@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ptdbench.records import alternatives
+from ptdbench.records.alternatives import of_sweeps
 from ptdbench.records.bearing import leaves
+from ptdbench.records.load import Run
+from ptdbench.report.labels import names
+from ptdbench.report.ranking import rank
 from tests.report.made import failed, repeated, run
 
 
@@ -112,3 +118,23 @@ def test_of_failed_runs_the_first_is_the_typical_one_and_of_others_none():
 def test_samples_count_where_they_are_not_tokens():
     assert alternatives.throughput(run("ddp", None)) == 250.0
     assert alternatives.throughput(run("ddp", metrics=None)) is None
+
+
+def test_each_sweep_has_its_own_alternatives():
+    runs = [Run(one, Path(one["directory"])) for name in "ab" for one in repeated("ddp", [1.0, 2.0], sweep=name)]
+    assert [len(one.runs) for one in of_sweeps(runs)] == [2, 2]
+
+
+def test_each_side_of_a_comparison_has_its_own_alternatives_with_all_its_blocks():
+    """And their runs are compared block by block, as ``compare`` does."""
+    runs = []
+    for side, factor in (("before", 1.0), ("after", 0.9)):
+        for block, one in enumerate(repeated("ddp", [factor * rate for rate in (10.0, 20.0, 40.0, 41.0)])):
+            directory = Path("outputs/compare", side, str(block), "0_ddp")
+            repeat = {"block": block, "series": "compare"}
+            config = {**one["config"], "repeat": repeat}
+            runs.append(Run({**one, "config": config, "directory": str(directory)}, directory))
+    found = of_sweeps(runs)
+    assert [len(one.runs) for one in found] == [4, 4]
+    assert names([one.typical for one in found]) == ["ddp [before]", "ddp [after]"]
+    assert [place.rank for place in rank(found).places] == [(1, 1), (2, 2)]

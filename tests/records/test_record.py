@@ -9,6 +9,7 @@ import math
 import pytest
 
 from ptdbench.records import record, schema, store
+from tests.report.made import run
 from tests.sweep.made import CONFIG
 
 
@@ -55,3 +56,19 @@ def test_an_option_is_there_and_of_its_type_or_it_is_none():
     for name in ("repeat.block", "train.steps", "repeat.series.more", "nothing"):
         assert record.option(config, name, int) is None
     assert record.option(None, "repeat.block", int) is None
+
+
+def test_what_is_typed_has_no_repeats_and_is_quoted():
+    of_start = ["repeat.block=3", "+repeat.runs=5", "resume=a", "sweep.resume=b"]
+    typed = record.retyped(run(overrides=["model=a b", *of_start, "+x='1'"]))
+    assert typed.endswith(" 'model=a b' '+x='\"'\"'1'\"'\"''")
+    assert record.retyped(run(overrides=[])) == record.retyped(run(overrides=["repeat.runs=5"]))
+
+
+def test_under_a_launcher_it_begins_with_that():
+    assert record.retyped(run(overrides=["a=1"], launcher="torchrun")).startswith("torchrun ... ")
+
+
+def test_what_was_typed_may_be_unknown():
+    assert record.retyped(run(overrides=None)) is None
+    assert record.retyped(run()) is None

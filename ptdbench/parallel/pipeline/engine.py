@@ -19,10 +19,13 @@ from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine, Part, Scale, norm_of
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline import lone, shared
-from ptdbench.parallel.pipeline.handover import receive, send
 from ptdbench.parallel.pipeline.schedules import Schedule
 from ptdbench.parallel.pipeline.stage import Cut, Stage, cut
 from ptdbench.parallel.precision import DTYPES
+
+#: The dtypes that a stage may send, encoded by their index.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+_MOST_DIMENSIONS = 8
 
 
 def pipelined(model: Model, setting: Setting, how: Options) -> Engine:
@@ -221,3 +224,30 @@ class _Linked(PipelineStage):
         """The messages by which torch 2.11 opens the links between stages; gloo cannot send one to its own rank."""
         messages = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
         return [message for message in messages if message.peer != dist.get_rank()]
+
+
+def send(tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
+    """Send a tensor of an evaluation, preceded by its shape and dtype.
+
+    By hand: ``PipelineStage``, which training uses, infers shapes too, but once, in its first pass, and receives into
+    buffers of these shapes from then on. The last batch of an evaluation is smaller.
+
+    Args:
+        tensor: Of at most eight dimensions.
+        group: A group of both ranks.
+        to: The receiver's rank in the group.
+    """
+    header = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    header += [0] * (2 + _MOST_DIMENSIONS - len(header))
+    dist.send(torch.tensor(header, device=tensor.device), group=group, group_dst=to)
+    dist.send(tensor.contiguous(), group=group, group_dst=to)
+
+
+def receive(group: dist.ProcessGroup, origin: int, device: torch.device) -> Tensor:
+    """Receive the tensor that rank ``origin`` of the group sends, on ``device``."""
+    header = torch.empty(2 + _MOST_DIMENSIONS, dtype=torch.int64, device=device)
+    dist.recv(header, group=group, group_src=origin)
+    dtype, dimensions, *shape = header.tolist()
+    tensor = torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=device)
+    dist.recv(tensor, group=group, group_src=origin)
+    return tensor

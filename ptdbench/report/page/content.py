@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ptdbench.records.alternatives import throughput
+from ptdbench.records.alternatives import of_sweeps, throughput
 from ptdbench.records.load import Run
-from ptdbench.records.record import option
+from ptdbench.records.record import option, retyped
 from ptdbench.report import block, columns, memory, phases, table
 from ptdbench.report.block import Block
 from ptdbench.report.differences import by_option, varying
@@ -17,7 +17,6 @@ from ptdbench.report.labels import titles
 from ptdbench.report.page import curves, findings, scaling
 from ptdbench.report.ranking import Place
 from ptdbench.report.reason import reason
-from ptdbench.report.sweeps import alternatives_of, command
 
 #: A row of the page: an alternative with figures of its runs, in the units of records.
 Cells = dict[str, Any]
@@ -39,7 +38,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
         are in tokens or samples a second, times in seconds, sizes in bytes.
     """
     trained = [run for run in runs if run.get("model")]
-    blocks = block.blocks(alternatives_of(trained))
+    blocks = block.blocks(of_sweeps(trained))
     typical = [place.alternative.typical for one in blocks for place in one.ranking.places]
     values = by_option(typical)
     differing = varying(values)
@@ -110,7 +109,7 @@ def _row(row: columns.Row, environments: Environments) -> Cells:
         "held_out_text": columns.evaluation(row),
         "phases": None if phases.missing(record) else [phases.step(record).phases[phase] for phase in phases.PHASES],
         "kinds": (kinds := memory.of_largest(record)) and list(kinds.values()),
-        "command": command(record),
+        "command": retyped(record),
         "runs": [_run(run, environments) for run in row.runs],
     }
 
@@ -133,6 +132,6 @@ def _other(run: Run, title: str, environments: Environments) -> dict[str, Any]:
         "title": title,
         "text": table.of_workload(run, _WIDTH),
         "curves": findings.curves(run),
-        "command": command(run),
+        "command": retyped(run),
         "runs": [_run(run, environments)],
     }

@@ -100,7 +100,9 @@ def _training(number: int, options: Mapping[str, Sequence[str | None]]) -> Hasha
 def _agreement(group: Sequence[int], rows: Mapping[int, Mapping[str, Any]], called: Mapping[int, str]) -> Iterator[str]:
     """How far the losses of the same training lie from those of its first row, as far as both have come."""
     losses = {number: found for number in group if len(found := _series(rows[number], "losses"))}
-    broken = {number: int(np.argmin(np.isfinite(found))) for number, found in losses.items() if not _is_finite(found)}
+    broken = {
+        number: int(np.argmin(np.isfinite(found))) for number, found in losses.items() if not np.isfinite(found).all()
+    }
     whole = [number for number in losses if number not in broken]
     if len(whole) > 1:
         first, *others = whole
@@ -111,10 +113,6 @@ def _agreement(group: Sequence[int], rows: Mapping[int, Mapping[str, Any]], call
     if broken:
         named = listed([f"{called[number]} from step {step + 1}" for number, step in broken.items()])
         yield f"losses not finite or not on record: {named}"
-
-
-def _is_finite(losses: np.ndarray) -> bool:
-    return bool(np.isfinite(losses).all())
 
 
 def _apart(one: np.ndarray, other: np.ndarray) -> float:

@@ -22,19 +22,17 @@ def curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | None]]) -> 
         ``efficiency``: for each the throughput of a rank over that of a rank of the first one. Of each kind the curve
         with the highest throughput comes first.
     """
+    kept = [name for name in options if not _is_of_size(name)]
     known = [row for row in rows if row["rate"] and row["ranks"] and row["batch"]]
     found = []
     for kind, size in (("strong", lambda row: row["batch"]), ("weak", lambda row: row["batch"] / row["ranks"])):
-        alike = _grouped(known, lambda row, size=size: (size(row), row["parallel"], *_kept(row, options)))
+        alike = _grouped(
+            known, lambda row, size=size: (size(row), row["parallel"], *(options[name][row["number"]] for name in kept))
+        )
         curves = [curve for group in alike for curve in _apart(group, options)]
         curves = sorted((one for one in curves if len(one) > 1), key=lambda one: -max(row["rate"] for row in one))
         found += [_curve(kind, curve, size(curve[0]), options) for curve in curves]
     return found
-
-
-def _kept(row: Row, options: Mapping[str, Sequence[str | None]]) -> list[str | None]:
-    """The values of options that have nothing to do with the number of ranks."""
-    return [texts[row["number"]] for name, texts in options.items() if not _is_of_size(name)]
 
 
 def _is_of_size(option: str) -> bool:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptdbench.parallel.pipeline.handover import receive, send
+from ptdbench.parallel.pipeline.engine import receive, send
 from tests.parallel.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ptdbench.parallel.positions import Positions
+from ptdbench.parallel.context import Positions
 
 
 def of_ranks(ranks: int, paired: bool) -> list[Positions]:
