@@ -115,10 +115,6 @@ class Sleepers(nn.Module):
         """All cost the same."""
         return dict.fromkeys(self.parts(), 1.0)
 
-    def masked_flops(self) -> float:
-        """None."""
-        return 0.0
-
     def tied(self) -> list[tuple[str, str]]:
         """None."""
         return []

@@ -70,7 +70,7 @@ class GPT(Decoder):
         ========================  ===============  ============================
 
         Backward costs twice the forward. Attention is counted in full, as PaLM, nanoGPT and torchtitan do; what others
-        leave out is :meth:`masked_flops`. The embedding, a look-up, costs nothing.
+        leave out is :meth:`~ptdbench.models.decoder.Decoder.masked_flops`. The embedding, a look-up, costs nothing.
         """
         T, D, V = self.sequence_length, self.width, self.vocabulary
         block = 3.0 * T * (24 * D * D + 4 * T * D)

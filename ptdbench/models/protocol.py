@@ -88,14 +88,6 @@ class Model(Protocol):
         """
         ...
 
-    def masked_flops(self) -> float | None:
-        """Of :meth:`train_flops`, those for what causal attention masks: half of its scores and of mixing its values.
-
-        With a window of W positions that is ``W² / 2`` of the ``T · W`` pairs that :meth:`train_flops` counts. Without
-        such attention it is 0; ``None`` if unknown.
-        """
-        ...
-
     def tied(self) -> list[tuple[str, str]]:
         """Pairs of full parameter names in different parts that are one weight; the first gives the value."""
         ...
@@ -137,6 +129,16 @@ class Piece(nn.Module):
 def members(name: str, part: nn.Module) -> Mapping[str, nn.Module]:
     """The submodules of a part, by their full names: of most parts, itself."""
     return part.members if isinstance(part, Piece) else {name: part}
+
+
+def masked_flops(model: Model) -> float | None:
+    """Of ``train_flops()``, those for what causal attention masks: half of its scores and of the mixing of values.
+
+    With a window of W positions that is ``W² / 2`` of the ``T · W`` pairs that are counted. A model may say so in a
+    method of this name; 0 means that it has no such attention, ``None`` that it is unknown.
+    """
+    stated = getattr(model, "masked_flops", None)
+    return None if stated is None else stated()
 
 
 def module_of(model: Model) -> nn.Module:

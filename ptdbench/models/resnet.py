@@ -114,7 +114,7 @@ class ResNet(torchvision.models.ResNet):
         return flops
 
     def masked_flops(self) -> float:
-        """There is no attention."""
+        """See :func:`ptdbench.models.protocol.masked_flops`: there is no attention."""
         return 0.0
 
     def tied(self) -> list[tuple[str, str]]:

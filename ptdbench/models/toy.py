@@ -69,7 +69,7 @@ class Toy(nn.Module):
         return {f"chain.{i}": (4.0 if i == 0 else 6.0) * count for i, count in enumerate(weights)}
 
     def masked_flops(self) -> float:
-        """There is no attention."""
+        """See :func:`ptdbench.models.protocol.masked_flops`: there is no attention."""
         return 0.0
 
     def tied(self) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ptdbench.data.protocol import Data
 from ptdbench.models import foreign
 from ptdbench.models.materialize import parameter_count
-from ptdbench.models.protocol import FlopsUnknown, Model, module_of
+from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, module_of
 from ptdbench.optim.groups import DECAYED, in_groups
 from ptdbench.optim.muon import Muon
 from ptdbench.optim.schedules import Schedule
@@ -172,7 +172,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
         tied=model.tied(),
         parameters=parameter_count(module_of(model)),
         flops_per_sample=flops,
-        masked_flops_per_sample=None if flops is None else model.masked_flops(),
+        masked_flops_per_sample=None if flops is None else masked_flops(model),
         flops_reason=reason,
     )
 

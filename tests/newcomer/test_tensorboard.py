@@ -111,7 +111,8 @@ def scalars(run: ptdbench.Run) -> dict[str, dict[int, float]]:
         "ok": 1.0,
         "throughput": metrics["tokens_per_second"],
         **{
-            name: metrics[name] for name in ("model_flops_per_second", "mfu", "peak_memory_bytes", "first_step_seconds")
+            name: metrics[name]
+            for name in ("model_flops_per_second", "mfu", "mfu_causal", "peak_memory_bytes", "first_step_seconds")
         },
         "step_seconds_median": metrics["step_seconds"]["median"],
         "last_loss": run["final_loss"],

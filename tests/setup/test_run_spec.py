@@ -11,6 +11,7 @@ from torch import nn
 
 from ptdbench.launch.world import THIS_MACHINE, World
 from ptdbench.measure import hardware
+from ptdbench.models.toy import Toy
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
 from ptdbench.setup import choices, config, run_spec
@@ -55,6 +56,11 @@ class TestSound:
         made = make("model=toy", "model.inputs=6", "model.width=5", "model.outputs=4", "model.layers=3")
         assert made.training.flops_per_sample == 4 * 6 * 5 + 6 * 5 * 5 + 6 * 5 * 4
         assert made.training.flops_reason is None
+        assert made.training.masked_flops_per_sample == 0.0
+
+    def test_a_model_need_not_say_what_is_masked(self, monkeypatch):
+        monkeypatch.delattr(Toy, "masked_flops")
+        assert make("model=toy").training.masked_flops_per_sample is None
 
     def test_flops_that_nobody_knows_have_a_reason(self):
         made = make(

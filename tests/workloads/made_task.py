@@ -105,9 +105,6 @@ class Net(nn.Module):
     def train_flops(self) -> dict[str, float]:
         raise FlopsUnknown("not counted")
 
-    def masked_flops(self) -> float | None:
-        return None
-
     def tied(self) -> list[tuple[str, str]]:
         return []
 
