@@ -1,9 +1,9 @@
-"""Whether every layout runs on a GPU that is not there: in each precision, compiled or not, whatever becomes of activations.
+"""Whether every layout runs on a GPU that is not there, in each precision, compiled or not.
 
     python benchmarks/virtual_matrix.py
     python benchmarks/virtual_matrix.py --rows tp,gpipe --columns fp32,bf16
 
-A cell is a run of three steps through the product's own launcher on virtual GPUs, with its evaluation and both passes
+A cell is a run of three steps through the product's own launcher on virtual GPUs, with the passes
 that look at a step. It is ok with the peak of what was reserved, refused with the reason that a GPU would get, or
 wrong. The whole result is written to virtual/matrix.json beside this file and, as a table, to docs/virtual.md; a part
 of the table prints only.

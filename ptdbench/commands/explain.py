@@ -58,7 +58,8 @@ def _all(directory: Path, width: int) -> str:
     if not isinstance(found, list):
         (called,) = labels.names([found])
         if virtual.is_ok(found):
-            return virtual.explained(found, called, width)
+            lines = [virtual.explained(found, called, width)]
+            return "\n\n".join([*lines, *([] if phases.missing(found) else [breakdown.of_ranks(found, called, width)])])
         _require_phases(found)
         return f"{breakdown.title(found)}\n{breakdown.of_ranks(found, called, width)}"
     imitated = [run for run in found if virtual.is_ok(run)]
