@@ -121,7 +121,7 @@ def test_every_file_of_conf_and_of_pages_is_in_it(programs):
     assert (shipped / "py.typed").is_file()
     assert shipped.with_name("hydra_plugins").joinpath("ptdbench_launcher.py").is_file()
     assert json.loads((shipped / "record.schema.json").read_text())["$ref"] == "#/$defs/Record"
-    for kind in ("py", "html", "css", "js"):
+    for kind in ("py", "html", "css", "js", "c", "h"):
         made = {path.relative_to(ROOT / "ptdbench") for path in (ROOT / "ptdbench").glob(f"**/*.{kind}")}
         assert made
         assert made <= {path.relative_to(shipped) for path in shipped.glob(f"**/*.{kind}")}

@@ -82,3 +82,11 @@ API cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsig
                                         enum cudaDriverEntryPointQueryResult *found) {
     return cudaGetDriverEntryPointByVersion(name, function, CUDART_VERSION, flags, found);
 }
+
+/* NVIDIA's own libraries ask for tables of functions that no header describes; the real NVRTC, which compiles torch's kernels of special
+ * functions, does without. */
+API CUresult cuGetExportTable(const void **table, const CUuuid *id) {
+    (void)id;
+    *table = NULL;
+    return CUDA_ERROR_NOT_FOUND;
+}

@@ -196,5 +196,18 @@ API int nvmlDeviceGetCpuAffinity(nvml_device handle, unsigned words, unsigned lo
     return SUCCESS;
 }
 
-/* No fabric that spans machines; torch asks for it in symmetric memory. */
-API int nvmlDeviceGetGpuFabricInfoV(nvml_device handle, void *info) { return (void)handle, (void)info, NOT_SUPPORTED; }
+struct fabric { /* nvmlGpuFabricInfoV_t, as far as its versions agree */
+    unsigned version;
+    unsigned char cluster[16];
+    int status;
+    unsigned clique;
+    unsigned char state; /* 0: not supported */
+};
+
+/* No fabric spans machines; torch asks where it maps memory of peers. */
+API int nvmlDeviceGetGpuFabricInfoV(nvml_device handle, struct fabric *fabric) {
+    (void)handle;
+    memset(fabric->cluster, 0, sizeof fabric->cluster);
+    fabric->status = NOT_SUPPORTED, fabric->clique = 0, fabric->state = 0;
+    return SUCCESS;
+}

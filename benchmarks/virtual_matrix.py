@@ -1,0 +1,140 @@
+"""Whether every layout runs on a GPU that is not there, in each precision, compiled or not.
+
+    python benchmarks/virtual_matrix.py
+    python benchmarks/virtual_matrix.py --rows tp,gpipe --columns fp32,bf16
+
+A cell is a run of three steps through the product's own launcher on virtual GPUs, with the passes
+that look at a step. It is ok with the peak of what was reserved, refused with the reason that a GPU would get, or
+wrong. The whole result is written to virtual/matrix.json beside this file and, as a table, to docs/virtual.md; a part
+of the table prints only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from parity_matrix import COMMON as OF_GPT
+from parity_matrix import PIPELINES, ROOT, ROWS
+
+from ptdbench.problems import ConfigError
+from ptdbench.records import store
+from ptdbench.run import run
+from ptdbench.setup import config, run_spec
+from ptdbench.setup.compose import compose_all
+
+RESULT, PAGE = ROOT / "benchmarks/virtual/matrix.json", ROOT / "docs/virtual.md"
+
+#: Where the table stands in the page.
+BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
+
+#: What all cells share.
+COMMON = (
+    *(word for word in OF_GPT if not word.startswith(("device=", "train.steps=", "cluster."))),
+    "virtual=h100", "data=synthetic_tokens", "train.steps=3", "train.warmup_steps=0", "profile.steps=1",
+)  # fmt: skip
+
+#: The options of each column.
+COLUMNS: dict[str, str] = {
+    "fp32": "",
+    "tf32": "precision=tf32",
+    "bf16": "precision=bf16",
+    "fp16": "precision=fp16 train.clip_norm=1",
+    "bf16 recompute": "precision=bf16 activations=recompute",
+    "bf16 selective": "precision=bf16 activations=selective",
+    "bf16 offload": "precision=bf16 activations=offload",
+    "host": "precision=bf16 offload=optimizer_and_weights",
+    "accumulated": "precision=bf16 train.micro_batch=1 parallel.microbatches=4",
+    "compiled": "precision=bf16 compile=layers",
+    "compiled recompute": "precision=bf16 compile=layers activations=recompute",
+    "compiled selective": "precision=bf16 compile=layers activations=selective",
+}
+
+Table = Mapping[str, Mapping[str, str]]
+
+
+def main(options: argparse.Namespace) -> int:
+    """Fill the table; 1 if a cell is wrong."""
+    rows = options.rows.split(",") if options.rows else list(ROWS)
+    columns = options.columns.split(",") if options.columns else list(COLUMNS)
+    started = time.monotonic()
+    table: dict[str, dict[str, str]] = {}
+    for row in rows:
+        for column in columns:
+            said = cell(typed(row, column))
+            table.setdefault(row, {})[column] = said
+            print(f"  {row:<24} {column:<20} {said}", flush=True)
+    text = page(table, torch.__version__)
+    print(f"\n{text}\n{time.monotonic() - started:.0f} s")
+    if not (options.rows or options.columns):
+        RESULT.parent.mkdir(exist_ok=True)
+        RESULT.write_text(json.dumps({"torch": torch.__version__, "cells": table}, indent=1) + "\n")
+        PAGE.write_text(with_table(PAGE.read_text(), text))
+    return int(any(said.startswith("wrong") for cells in table.values() for said in cells.values()))
+
+
+def typed(row: str, column: str) -> list[str]:
+    """The options of a cell."""
+    ranks, layout = ROWS[row]
+    levers = COLUMNS[column].split()
+    if not any(name in layout for name in PIPELINES):
+        levers = [option for option in levers if not option.startswith("parallel.microbatches")]
+    return [*COMMON, *layout.split(), *levers, f"cluster.ranks_per_node={ranks}"]
+
+
+def cell(words: list[str]) -> str:
+    """Carry out the run of a cell; what came of it."""
+    read = config.read(compose_all(words).jobs[0])
+    try:
+        summary = run_spec.summarize(read, None)
+    except ConfigError as error:
+        problem = error.problems[0]
+        return f"refused: {problem.option}={str(problem.value).lower()}: {problem.rule}"
+    with TemporaryDirectory() as folder:
+        run(Path(folder), read, summary)
+        record = store.load_record(Path(folder))
+    if record["status"] != "ok":
+        return f"wrong: {record['status']}: {record['error']['message'].partition(chr(10))[0]}"
+    if reason := record["virtual"]["reason"] or record["memory"]["reason"]:
+        return f"wrong: {reason}"
+    return f"ok {max(record['virtual']['reserved_bytes']) / 2**20:.0f} MiB"
+
+
+def page(table: Table, version: str) -> str:
+    """The table with its reasons."""
+    columns = list(next(iter(table.values())))
+    reasons: dict[str, int] = {}
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    for row, cells in table.items():
+        shown = [
+            said if said.startswith("ok") else f"({reasons.setdefault(said, len(reasons) + 1)})"
+            for said in cells.values()
+        ]
+        lines.append(f"| {row} | {' | '.join(shown)} |")
+    count = sum(len(cells) for cells in table.values())
+    fine = sum(said.startswith("ok") for cells in table.values() for said in cells.values())
+    head = f"{count} cells with torch {version}: {fine} are *ok*, with the peak of what was reserved on a rank; "
+    head += "a number in parentheses is a refusal, with the reason that a GPU would get."
+    numbered = [f"{number}. {said}" for said, number in reasons.items()]
+    options = [f"- *{name}*: `{COLUMNS[name] or 'no other option'}`" for name in columns]
+    return "\n".join([head, "", *lines, "", *numbered, "", *options])
+
+
+def with_table(text: str, table: str) -> str:
+    """The page with another table."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", help="some of them, by comma")
+    parser.add_argument("--columns", help="some of them, by comma")
+    sys.exit(main(parser.parse_args()))
