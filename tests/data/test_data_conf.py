@@ -8,14 +8,7 @@ from omegaconf import OmegaConf
 
 CONF = Path(__file__).parents[2] / "conf" / "data"
 
-MODEL = {
-    "sequence_length": 32,
-    "vocabulary": 300,
-    "image_size": 8,
-    "classes": 5,
-    "inputs": 6,
-    "outputs": 4,
-}
+MODEL = {"sequence_length": 32, "vocabulary": 300, "image_size": 8, "classes": 5, "inputs": 6, "outputs": 4}
 
 
 #: What each gives to :data:`MODEL`; where the images are what they are, the model is made for them.
