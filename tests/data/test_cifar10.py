@@ -1,5 +1,4 @@
 import http.server
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -7,7 +6,6 @@ import threading
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torchvision
@@ -16,6 +14,7 @@ from torchvision.datasets import utils
 from ptdbench.data.cifar10 import Cifar10
 from ptdbench.problems import ConfigError
 from tests.data import small_cifar10
+from tests.data.made import at_once, problem_of, problems_of
 from tests.data.small_cifar10 import ARCHIVE, FOLDER, SmallCifar10
 
 MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)
@@ -47,19 +46,6 @@ def prepared(root, **options):
     return data
 
 
-def refusals(**options):
-    with pytest.raises(ConfigError) as caught:
-        Cifar10(**{"seed": 0} | options)
-    return caught.value.problems
-
-
-def refused_at_prepare(data):
-    with pytest.raises(ConfigError) as caught:
-        data.prepare()
-    (problem,) = caught.value.problems
-    return problem
-
-
 def pixels(images):
     """Back to bytes."""
     values = (images * STD + MEAN) * 255
@@ -80,18 +66,18 @@ class TestSamples:
         assert torch.equal(red, (10 * labels).to(torch.uint8).view(-1, 1, 1).expand(-1, 32, 32))
         assert sorted(blue[:, 0, 0].tolist()) == sorted([*range(40)] * 5)
         assert len(green.flatten(1).unique(dim=0)) == 200
+        later = pixels(prepared(root, padding=0, flip=False).samples(200, 400)[0])
+        assert not torch.equal(later, pixels(images))  # each image comes once an epoch
+        assert torch.equal(later.flatten(1).unique(dim=0), pixels(images).flatten(1).unique(dim=0))
 
-    def test_rows_are_rows(self, root):
+    def test_what_is_held_out_is_the_test_images_in_their_order_as_they_are(self, root):
         """The format has red row by row, then green, then blue."""
         stored = pickle.loads(small_cifar10.batches(40, 20)["test_batch"])["data"]
-        images, _ = prepared(root).held_out.samples(0, 20)
+        held_out = prepared(root).held_out
+        images, labels = held_out.samples(0, 20)
+        assert len(held_out) == 20
+        assert labels.tolist() == [n % 10 for n in range(20)]
         assert (pixels(images).numpy() == stored.reshape(20, 3, 32, 32)).all()
-
-    def test_each_image_comes_once_an_epoch(self, root):
-        data = prepared(root, padding=0, flip=False)
-        epochs = [pixels(data.samples(start, start + 200)[0]).flatten(1) for start in (0, 200)]
-        assert not torch.equal(*epochs)
-        assert torch.equal(*(epoch.unique(dim=0) for epoch in epochs))
 
     def test_are_moved_and_mirrored_as_they_are_asked_to_be(self, root):
         plain = prepared(root, padding=0, flip=False).samples(0, 200)[0]
@@ -108,28 +94,18 @@ class TestSamples:
         assert not torch.equal(both, moved)
 
 
-class TestHeldOut:
-    def test_is_the_test_images_in_their_order_as_they_are(self, root):
-        held_out = prepared(root).held_out
-        assert len(held_out) == 20
-        images, labels = held_out.samples(5, 20)
-        assert labels.tolist() == [n % 10 for n in range(5, 20)]
-        assert pixels(images)[:, 2, 0, 0].tolist() == list(range(5, 20))
-        assert torch.equal(images, small(root, seed=9).held_out.samples(5, 20)[0])
-
-
 class TestOptions:
     def test_the_reader_is_torchvisions_own(self, root):
         assert Cifar10(seed=0, root=str(root)).reader() is torchvision.datasets.CIFAR10
 
     def test_all_bad_ones_are_reported_at_once(self):
-        problems = refusals(seed=-1, padding=-1, classes=1000, image_size=224)
+        problems = problems_of(Cifar10, seed=-1, padding=-1, classes=1000, image_size=224)
         assert [p.option for p in problems] == ["seed", "padding", "root", "classes", "image_size"]
         assert [p.remedy for p in problems[3:]] == ["try model.classes=10", "try model.image_size=32"]
 
     @pytest.mark.parametrize("root", [None, "nowhere/at/all", __file__])
     def test_without_a_folder_it_says_what_to_do(self, root):
-        (problem,) = refusals(root=root)
+        problem = problem_of(Cifar10, seed=0, root=root)
         assert (problem.option, problem.value) == ("root", root)
         assert "data.root=FOLDER" in problem.remedy
         assert "data.download=true" in problem.remedy
@@ -142,7 +118,9 @@ class TestOptions:
 
 class TestPreparing:
     def test_unpacks_the_archive(self, root):
-        prepared(root)
+        (root / FOLDER).mkdir()  # where a killed process left off
+        (root / FOLDER / "data_batch_1").write_bytes(b"half")
+        prepared(root).samples(0, 1)
         assert names(root) == {ARCHIVE, FOLDER, LOCK}
         assert names(root / FOLDER) == {*(f"data_batch_{n}" for n in range(1, 6)), "test_batch", "batches.meta"}
 
@@ -174,50 +152,27 @@ class TestPreparing:
             (root / FOLDER / "data_batch_1").unlink()
         spoil(root / ARCHIVE)
         before = names(root)
-        problem = refused_at_prepare(small(root))
+        problem = problem_of(small(root).prepare)
         assert (problem.option, problem.value) == ("root", root)
         assert f"neither {FOLDER} nor {ARCHIVE} in it is complete" in problem.rule
         assert "data.download=true" in problem.remedy
         assert names(root) == before
 
-    def test_goes_on_where_a_killed_process_left_off(self, root):
-        (root / FOLDER).mkdir()
-        (root / FOLDER / "data_batch_1").write_bytes(b"half")
-        prepared(root).samples(0, 1)
-
     def test_blames_the_root_for_what_the_operating_system_refuses(self, root):
         (root / LOCK).mkdir()  # a mode of 555 would not stop root, whom CI often runs as
-        problem = refused_at_prepare(small(root))
+        problem = problem_of(small(root).prepare)
         assert problem.option == "root"
         assert "Is a directory" in problem.rule
         assert "download" not in str(problem)
 
 
-def unpack(root, together, log):
-    extract = utils.extract_archive
-
-    def logged(*arguments, **options):
-        with log.open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        threading.Event().wait(1)  # keep the other at the lock for a while
-        return extract(*arguments, **options)
-
-    utils.extract_archive = logged
-    together.wait(60)
-    prepared(root)
-
-
 def test_of_two_processes_that_come_at_once_one_unpacks_and_the_other_waits(root, tmp_path):
-    context = multiprocessing.get_context("fork")  # others import torch anew, and what is done here needs none of it
-    log = tmp_path / "log"
-    arguments = (root, context.Barrier(2), log)
-    processes = [context.Process(target=unpack, args=arguments) for _ in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0]
-    assert len(log.read_text().splitlines()) == 1
+    def unpack(note):
+        extract = utils.extract_archive
+        utils.extract_archive = lambda *arguments, **options: (note(), extract(*arguments, **options))
+        prepared(root)
+
+    assert at_once(2, unpack, tmp_path / "log") == 1
     small(root).samples(0, 1)
 
 
@@ -275,28 +230,23 @@ class TestDownload:
         shutil.move(archive, folder / ARCHIVE)
         return tmp_path / "new", folder / ARCHIVE
 
-    def test_brings_the_archive_and_unpacks_it(self, tmp_path, server):
-        root, _ = self.shown(tmp_path, server)
+    def test_brings_the_archive_and_unpacks_it_where_it_is_asked_for(self, tmp_path, server):
+        root, shown = self.shown(tmp_path, server)
+        problem_of(small(root).prepare)
+        assert names(root) == set()
         prepared(root, download=True).samples(0, 1)
         assert names(root) == {ARCHIVE, FOLDER, LOCK}
-
-    def test_is_not_done_unless_it_is_asked_for(self, tmp_path, server):
-        root, _ = self.shown(tmp_path, server)
-        refused_at_prepare(small(root))
-        assert names(root) == set()
+        shutil.rmtree(root / FOLDER)
+        (root / ARCHIVE).write_bytes(shown.read_bytes()[:1000])  # one that is truncated is replaced
+        prepared(root, download=True).samples(0, 1)
 
     def test_is_not_done_where_there_is_an_archive(self, root):
         prepared(root, download=True)  # from an address at which nobody listens
 
-    def test_replaces_an_archive_that_is_truncated(self, tmp_path, server):
-        root, shown = self.shown(tmp_path, server)
-        (root / ARCHIVE).write_bytes(shown.read_bytes()[:1000])
-        prepared(root, download=True).samples(0, 1)
-
     def test_of_a_changed_file_unpacks_nothing(self, tmp_path, server):
         root, shown = self.shown(tmp_path, server)
         shown.write_bytes(shown.read_bytes()[:-1])
-        problem = refused_at_prepare(small(root, download=True))
+        problem = problem_of(small(root, download=True).prepare)
         assert problem.option == "root"
         assert "corrupted" in problem.rule
         assert FOLDER not in names(root)
@@ -304,12 +254,12 @@ class TestDownload:
     def test_that_fails_says_why(self, tmp_path, server):
         root, shown = self.shown(tmp_path, server)
         shown.unlink()
-        problem = refused_at_prepare(small(root, download=True))
+        problem = problem_of(small(root, download=True).prepare)
         assert (problem.option, problem.value) == ("root", root)
         assert f"{ARCHIVE} could not be downloaded or unpacked: HTTP Error 404" in problem.rule
         assert "needs no download" in problem.remedy
 
-    def test_makes_the_folder_that_it_goes_to(self, tmp_path, server, monkeypatch):
+    def test_makes_the_folder_that_it_goes_to_and_a_file_is_refused(self, tmp_path, server, monkeypatch):
         root, _ = self.shown(tmp_path, server)
         reader = small(root).reader()
         monkeypatch.setattr(Cifar10, "reader", lambda self: reader)
@@ -317,15 +267,5 @@ class TestDownload:
         data.prepare()
         assert names(tmp_path / "xdg" / "ptdbench" / "cifar-10") == {ARCHIVE, FOLDER, LOCK}
         assert len(data.held_out) == 20
-
-    def test_into_a_file_is_refused(self, tmp_path, root, monkeypatch):
         (tmp_path / "file").touch()
-        reader = small(root).reader()
-        monkeypatch.setattr(Cifar10, "reader", lambda self: reader)
-        assert refused_at_prepare(Cifar10(seed=0, root=str(tmp_path / "file"), download=True)).option == "root"
-
-
-def test_the_small_archive_is_the_same_each_time(tmp_path):
-    contents = [small_cifar10.write(tmp_path / name).read_bytes() for name in ("a", "b")]
-    assert contents[0] == contents[1]
-    assert np.frombuffer(contents[0][:2], np.uint8).tolist() == [0x1F, 0x8B]
+        assert problem_of(Cifar10(seed=0, root=str(tmp_path / "file"), download=True).prepare).option == "root"

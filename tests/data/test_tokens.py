@@ -2,13 +2,13 @@
 
 import hashlib
 import multiprocessing
-import os
 import signal
 
 import numpy as np
 import pytest
 
 from ptdbench.data.tokens import HEADER_BYTES, Piece, cached_tokens, read_tokens, write_tokens
+from tests.data.made import at_once
 
 TEXT = np.frombuffer(b"the quick brown fox", np.uint8)
 
@@ -54,25 +54,19 @@ def test_tokens_that_do_not_fit_the_dtype_are_refused(path):
     assert not path.exists()
 
 
-def test_no_file_is_no_tokens(path):
-    assert read_tokens(path, np.uint8, "id") is None
-
-
 @pytest.mark.parametrize(
     "damage",
     [
-        pytest.param(lambda content: content[:-1], id="last token missing"),
-        pytest.param(lambda content: content + b"x", id="one token too many"),
-        pytest.param(lambda content: content[:HEADER_BYTES], id="header only"),
-        pytest.param(lambda content: content[:100], id="half a header"),
-        pytest.param(lambda content: b"", id="empty"),
-        pytest.param(lambda content: bytes(HEADER_BYTES) + content[HEADER_BYTES:], id="header never written"),
-        pytest.param(lambda content: content.replace(b"tokens 2", b"tokens 1"), id="another version"),
-        pytest.param(
-            lambda content: content.replace(b'"bytes": 57', b'"bytes": 057'), id="bytes as nobody writes them"
-        ),
-        pytest.param(lambda content: content.replace(b'"bytes": 57', b'"bytes": ??'), id="no bytes"),
-        pytest.param(lambda content: content.replace(b'"digest": "', b'"digest": "x'), id="no digest"),
+        lambda content: content[:-1],
+        lambda content: content + b"x",
+        lambda content: content[:HEADER_BYTES],
+        lambda content: content[:100],
+        lambda content: b"",
+        lambda content: bytes(HEADER_BYTES) + content[HEADER_BYTES:],  # the header was never written
+        lambda content: content.replace(b"tokens 2", b"tokens 1"),
+        lambda content: content.replace(b'"bytes": 57', b'"bytes": 057'),
+        lambda content: content.replace(b'"bytes": 57', b'"bytes": ??'),
+        lambda content: content.replace(b'"digest": "', b'"digest": "x'),
     ],
 )
 def test_a_damaged_file_is_not_trusted_and_is_rebuilt(path, damage):
@@ -80,13 +74,13 @@ def test_a_damaged_file_is_not_trusted_and_is_rebuilt(path, damage):
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
     assert path.read_bytes() != whole
-
     assert read_tokens(path, np.uint8, "id") is None
     assert cached_tokens(path, np.uint8, "id", one_piece).tokens.tobytes() == TEXT.tobytes()
     assert path.read_bytes() == whole
 
 
-def test_a_file_of_another_source_or_dtype_is_not_trusted(path):
+def test_no_file_and_a_file_of_another_source_or_dtype_are_not_trusted(path):
+    assert read_tokens(path, np.uint8, "id") is None
     cached_tokens(path, np.uint8, "id", lambda: [piece(TEXT[:4])])
     assert read_tokens(path, np.uint8, "id") is not None
     assert read_tokens(path, np.uint8, "other") is None
@@ -153,25 +147,9 @@ def test_a_killed_writer_leaves_nothing_trusted_and_no_lock_held(path):
     assert not partial.exists()
 
 
-def build(path, together, log, held):
-    def pieces():
-        with log.open("a") as file:
-            file.write(f"{os.getpid()}\n")
-        held.wait(1)  # keep the others at the lock for a while; never set
-        return one_piece()
-
-    together.wait(60)
-    assert cached_tokens(path, np.uint8, "id", pieces).tokens.tobytes() == TEXT.tobytes()
-
-
 def test_of_processes_that_come_at_once_one_writes_and_the_others_wait(path, tmp_path):
-    context = multiprocessing.get_context("fork")  # others import torch anew
-    log = tmp_path / "log"
-    arguments = (path, context.Barrier(3), log, context.Event())
-    processes = [context.Process(target=build, args=arguments) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert len(log.read_text().splitlines()) == 1
+    def build(note):
+        tokens = cached_tokens(path, np.uint8, "id", lambda: note() or one_piece()).tokens
+        assert tokens.tobytes() == TEXT.tobytes()
+
+    assert at_once(3, build, tmp_path / "log") == 1

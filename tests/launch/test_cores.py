@@ -12,48 +12,35 @@ import pytest
 from ptdbench.launch import cores
 from tests.conftest import ROOT
 
-FOUR = frozenset({0, 1, 2, 3})
+FOUR, ODD = frozenset({0, 1, 2, 3}), frozenset({9, 1, 5, 13})
+SOCKETS = [frozenset({0, 1}), frozenset({2, 3}), frozenset({0, 1}), frozenset({2, 3})]
+OVERLAPPING = [frozenset({0, 1, 2, 3}), frozenset({2, 3, 4, 5})]
 
 
-def shares(of_ranks, wanted):
-    """What each rank of a node gets."""
-    return [cores.share(of_ranks, rank, wanted) for rank in range(len(of_ranks))]
-
-
-class TestShare:
-    def test_ranks_that_are_free_divide_the_threads_and_stay_free(self):
-        assert shares([FOUR, FOUR], "auto") == [(2, None)] * 2
-
-    def test_ranks_that_are_free_get_cores_of_their_own_where_a_number_is_asked_for(self):
-        assert shares([FOUR, FOUR], 2) == [(2, {0, 1}), (2, {2, 3})]
-        assert shares([FOUR, FOUR], 1) == [(1, {0}), (1, {1})]
-
-    def test_cores_need_not_follow_each_other(self):
-        odd = frozenset({9, 1, 5, 13})
-        assert shares([odd, odd], 2) == [(2, {1, 5}), (2, {9, 13})]
-
-    def test_ranks_that_their_launcher_has_bound_keep_to_their_cores(self):
-        bound = [frozenset({0, 1, 2}), frozenset({4, 5, 6})]
-        assert shares(bound, "auto") == [(3, None)] * 2
-        assert shares(bound, 2) == [(2, {0, 1}), (2, {4, 5})]
-
-    def test_pairs_of_ranks_that_share_a_socket(self):
-        sockets = [frozenset({0, 1}), frozenset({2, 3}), frozenset({0, 1}), frozenset({2, 3})]
-        assert shares(sockets, "auto") == [(1, None)] * 4
-        assert shares(sockets, 1) == [(1, {0}), (1, {2}), (1, {1}), (1, {3})]
-
-    def test_where_cores_overlap_in_part_nobody_is_bound(self):
-        """Two ranks might be bound to the same core, each counting in its own set."""
-        overlapping = [frozenset({0, 1, 2, 3}), frozenset({2, 3, 4, 5})]
-        assert shares(overlapping, "auto") == [(2, None)] * 2
-        assert shares(overlapping, 2) == [(2, None)] * 2
-
-    def test_where_there_are_too_few_cores_the_threads_are_as_asked_and_nobody_is_bound(self):
-        assert shares([FOUR, FOUR, FOUR], 2) == [(2, None)] * 3
-        assert shares([frozenset({0})], 4) == [(4, None)]
-
-    def test_a_rank_has_one_thread_at_least(self):
-        assert shares([frozenset({7})] * 3, "auto") == [(1, None)] * 3
+@pytest.mark.parametrize(
+    ("of_ranks", "wanted", "found"),
+    [
+        # Ranks that are free divide the threads and stay free, but for a number that is asked for.
+        ([FOUR, FOUR], "auto", [(2, None)] * 2),
+        ([FOUR, FOUR], 2, [(2, {0, 1}), (2, {2, 3})]),
+        ([FOUR, FOUR], 1, [(1, {0}), (1, {1})]),
+        ([ODD, ODD], 2, [(2, {1, 5}), (2, {9, 13})]),
+        # Ranks that their launcher has bound keep to their cores; here pairs share a socket.
+        ([frozenset({0, 1, 2}), frozenset({4, 5, 6})], "auto", [(3, None)] * 2),
+        ([frozenset({0, 1, 2}), frozenset({4, 5, 6})], 2, [(2, {0, 1}), (2, {4, 5})]),
+        (SOCKETS, "auto", [(1, None)] * 4),
+        (SOCKETS, 1, [(1, {0}), (1, {2}), (1, {1}), (1, {3})]),
+        # Where cores overlap in part two ranks might be bound to the same core, each counting in its own set.
+        (OVERLAPPING, "auto", [(2, None)] * 2),
+        (OVERLAPPING, 2, [(2, None)] * 2),
+        # Where there are too few nobody is bound, and a rank has one thread at least.
+        ([FOUR, FOUR, FOUR], 2, [(2, None)] * 3),
+        ([frozenset({0})], 4, [(4, None)]),
+        ([frozenset({7})] * 3, "auto", [(1, None)] * 3),
+    ],
+)
+def test_each_rank_of_a_node_gets_its_share(of_ranks, wanted, found):
+    assert [cores.share(of_ranks, rank, wanted) for rank in range(len(of_ranks))] == found
 
 
 #: Binds itself while a thread of its own runs, and tells where each thread may run then.

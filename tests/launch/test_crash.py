@@ -17,20 +17,19 @@ import ctypes, faulthandler, os, signal, sys
 from pathlib import Path
 from ptdbench.launch import crash
 
-def hit():
-    ctypes.string_at(0)
+hit = lambda: ctypes.string_at(0)
 
 """
 
 
-def ended(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """A process that has the path of a file in ``sys.argv[1]``."""
-    words = [sys.executable, "-c", HEAD + code, str(directory / "failures" / "start" / "crash.txt")]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-
-
 def file(directory: Path) -> Path:
     return directory / "failures" / "start" / "crash.txt"
+
+
+def ended(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """A process that has the path of a file in ``sys.argv[1]``."""
+    words = [sys.executable, "-c", HEAD + code, str(file(directory))]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize(
@@ -38,9 +37,7 @@ def file(directory: Path) -> Path:
     [
         ("hit()", "SIGSEGV"),
         ("os.abort()", "SIGABRT"),
-        ("signal.raise_signal(signal.SIGBUS)", "SIGBUS"),
-        ("signal.raise_signal(signal.SIGFPE)", "SIGFPE"),
-        ("signal.raise_signal(signal.SIGILL)", "SIGILL"),
+        *((f"signal.raise_signal(signal.{name})", name) for name in ("SIGBUS", "SIGFPE", "SIGILL")),
     ],
 )
 def test_the_stacks_of_a_crash_are_kept(tmp_path, how, name):
@@ -50,7 +47,7 @@ def test_the_stacks_of_a_crash_are_kept(tmp_path, how, name):
     found = crash.read(file(tmp_path).read_text())
     assert found
     assert found.signal == name
-    assert ("<string>", 9, "work") in found.calls
+    assert ("<string>", 8, "work") in found.calls
     assert found.calls[-1][2] == "<module>"
 
 
@@ -113,9 +110,7 @@ def test_of_all_threads_the_one_that_was_hit_is_told():
     assert found.calls == [("/home/ada/my models.py", 13, "forward"), ("/ptdbench/run.py", 205, "_work")]
     assert "threading.py" not in found.stack
     assert "Extension modules" not in found.stack
-
-
-def test_a_thread_of_native_code_leaves_where_the_main_thread_was_and_all_stacks():
+    # A thread of native code leaves where the main thread was, and all stacks.
     found = crash.read(OF_THREADS.format(hit="Thread", more=""))
     assert found
     assert found.calls[0] == ("/home/ada/my models.py", 13, "forward")
@@ -132,12 +127,7 @@ def test_the_stack_of_native_code_that_newer_versions_of_python_add_holds_no_cal
     assert "libc.so.6" in found.stack
 
 
-@pytest.mark.parametrize("text", ["", "some words\n"])
-def test_a_file_without_a_crash_tells_none(text):
-    assert crash.read(text) is None
-
-
-def test_what_could_not_be_written_whole_is_told_as_far_as_it_goes():
-    assert crash.read("Fatal Python error: Segmentation fault\n\nCur") == crash.Crash(
-        "SIGSEGV", "Fatal Python error: Segmentation fault\n\nCur\n", []
-    )
+def test_a_file_is_told_as_far_as_it_goes():
+    assert crash.read("") is crash.read("some words\n") is None
+    half = "Fatal Python error: Segmentation fault\n\nCur"
+    assert crash.read(half) == crash.Crash("SIGSEGV", f"{half}\n", [])

@@ -38,7 +38,7 @@ def test_ranks_that_find_the_same_kind_are_accepted(monkeypatch):
     assert not refused(monkeypatch, on("n1", 0, 1, gpus=0) + on("n2", 2, 3, gpus=0))
 
 
-def test_the_ranks_of_a_node_whose_driver_is_broken_are_named(monkeypatch):
+def test_ranks_that_alone_have_no_gpu_or_one_are_named(monkeypatch):
     found = on("n1", 0, 1, gpus=2) + on("n2", 2, gpus=0, reason="CUDA driver error: unknown")
     assert refused(monkeypatch, found) == (
         "device=auto: rank 2 on n2 finds no GPU (CUDA driver error: unknown), and ranks 0, 1 on n1 find 2 GPUs: all "
@@ -46,9 +46,6 @@ def test_the_ranks_of_a_node_whose_driver_is_broken_are_named(monkeypatch):
     )
     assert refused(monkeypatch, found, device="cuda").startswith("device=cuda: rank 2 on n2 finds no GPU")
     assert not refused(monkeypatch, found, device="cpu")
-
-
-def test_a_rank_is_named_that_alone_has_a_gpu(monkeypatch):
     found = on("n1", 0, 1, gpus=0) + on("n2", 2, gpus=1)
     assert refused(monkeypatch, found).startswith("device=auto: rank 2 on n2 finds 1 GPU, and ranks 0, 1 on n1 find no")
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import arbitrary_address
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,7 +74,7 @@ def leave_behind(environ: dict[str, str], folder: Path) -> None:
             time.sleep(3600)
         os._exit(0)
     os.wait()
-    while not (folder / "pid").exists() or not (folder / "pid").read_text():
+    while not read(folder / "pid"):
         time.sleep(0.01)
 
 
@@ -98,16 +98,11 @@ def test_an_address_space_that_torch_does_not_fit_into_is_refused(monkeypatch):
     local.check_address_space()
 
 
-def test_the_death_of_a_rank_ends_its_peers_and_says_which_and_how():
+def test_the_death_of_a_rank_ends_its_peers_and_says_which_and_how_and_signals_are_handled_as_before():
+    before = [signal.getsignal(getattr(signal, name)) for name in local.STOP_SIGNALS]
     with pytest.raises(local.RankDied, match="rank 1 ended with exit status 7") as caught:
         local.start(fail_with, 2, 7)
     assert caught.value.exit_codes == {1: 7}
-
-
-def test_handlers_of_signals_are_what_they_were_before():
-    before = [signal.getsignal(getattr(signal, name)) for name in local.STOP_SIGNALS]
-    with pytest.raises(local.RankDied):
-        local.start(fail_with, 2, 1)
     assert [signal.getsignal(getattr(signal, name)) for name in local.STOP_SIGNALS] == before
 
 
@@ -116,15 +111,14 @@ def leave_a_stopped_peer(environ: dict[str, str], folder: Path) -> None:
     if os.environ["RANK"] == "0":
         (folder / "stopped").write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
-    while not (folder / "stopped").exists() or psutil_status(folder / "stopped") != psutil.STATUS_STOPPED:
+    while not (text := read(folder / "stopped")) or psutil.Process(int(text)).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
     os._exit(7)
 
 
-def psutil_status(pid_file: Path) -> str:
-    """How the process is whose number the file holds; empty while it is being written."""
-    text = pid_file.read_text()
-    return psutil.Process(int(text)).status() if text else ""
+def read(file: Path) -> str:
+    """Empty while it is not there."""
+    return file.read_text() if file.exists() else ""
 
 
 def test_a_stopped_peer_of_a_rank_that_failed_is_killed(tmp_path, monkeypatch):
@@ -155,52 +149,41 @@ def be_asked_to_stop(environ: dict[str, str], folder: Path, parent: int, name: s
     (folder / f"{rank}.heard").write_text(str([signal.Signals(number).name for number in heard]))
 
 
-def assert_no_rank_lives(folder: Path) -> None:
-    pids = [int(path.read_text()) for path in folder.glob("*.pid")]
-    assert len(pids) == 2
-    assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
 class TestGrace:
+    def ask(self, folder: Path, name: str, times: int, how: str, grace: float) -> None:
+        with pytest.raises(local.Stopped, match=name):
+            local.start(be_asked_to_stop, 2, folder, os.getpid(), name, times, how, grace=grace)
+        pids = [int(path.read_text()) for path in folder.glob("*.pid")]
+        assert len(pids) == 2
+        assert not any(psutil.pid_exists(pid) for pid in pids)
+
     @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR2"])
     def test_ranks_hear_the_signal_once_and_end_by_themselves(self, tmp_path, name):
-        with pytest.raises(local.Stopped, match=name):
-            local.start(be_asked_to_stop, 2, tmp_path, os.getpid(), name, 2, "end", grace=3600)
+        self.ask(tmp_path, name, 2, "end", 3600)
         assert [path.read_text() for path in tmp_path.glob("*.heard")] == [str([name])] * 2
-        assert_no_rank_lives(tmp_path)
 
-    def test_ranks_that_need_longer_are_killed(self, tmp_path):
-        with pytest.raises(local.Stopped, match="SIGTERM"):
-            local.start(be_asked_to_stop, 2, tmp_path, os.getpid(), "SIGTERM", 1, "ignore", grace=0.5)
-        assert_no_rank_lives(tmp_path)
-
-    def test_the_third_ctrl_c_kills_at_once(self, tmp_path):
-        with pytest.raises(local.Stopped, match="SIGINT"):
-            local.start(be_asked_to_stop, 2, tmp_path, os.getpid(), "SIGINT", 20, "ignore", grace=3600)
-        assert_no_rank_lives(tmp_path)
-
-    def test_a_rank_that_fails_meanwhile_does_not_hide_that_we_were_asked(self, tmp_path):
-        with pytest.raises(local.Stopped, match="SIGTERM"):
-            local.start(be_asked_to_stop, 2, tmp_path, os.getpid(), "SIGTERM", 1, "die", grace=3600)
-        assert_no_rank_lives(tmp_path)
-
-    def test_without_it_ranks_that_do_not_obey_are_killed(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(local, "END_SECONDS", 0.5)
-        with pytest.raises(local.Stopped, match="SIGUSR2"):
-            local.start(be_asked_to_stop, 2, tmp_path, os.getpid(), "SIGUSR2", 1, "ignore")
-        assert_no_rank_lives(tmp_path)
+    @pytest.mark.parametrize(
+        ("name", "times", "how", "grace"),
+        [
+            ("SIGTERM", 1, "ignore", 0.5),  # ranks that need longer are killed
+            ("SIGINT", 20, "ignore", 3600),  # as the third Ctrl-C does at once
+            ("SIGTERM", 1, "die", 3600),  # a rank that fails meanwhile does not hide that we were asked
+            ("SIGUSR2", 1, "ignore", 0.0),
+        ],
+    )
+    def test_ranks_that_do_not_end_by_themselves_are_killed(self, tmp_path, monkeypatch, name, times, how, grace):
+        monkeypatch.setattr(local, "END_SECONDS", 5.0 if grace else 0.5)
+        self.ask(tmp_path, name, times, how, grace)
 
     @pytest.mark.thorough
     def test_the_ranks_go_with_a_parent_that_is_killed_in_it(self, tmp_path):
-        mark = uuid.uuid4().hex
         code = (
             "import os, pathlib; from ptdbench.launch import local; from tests.launch.test_local import *; "
             f"local.start(be_asked_to_stop, 2, pathlib.Path({str(tmp_path)!r}), os.getpid(), 'SIGTERM', 1, 'ignore', "
             "grace=3600)"
         )
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PTDBENCH_TEST_MARK": mark}
-        )
+        environ = {**os.environ, "PTDBENCH_TEST_MARK": (mark := uuid.uuid4().hex)}
+        process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environ)
         try:
             while len(list(tmp_path.glob("*.noted"))) < 2:
                 assert process.poll() is None
@@ -240,29 +223,18 @@ class ThreadCount(torch.nn.Module):
 
 
 @pytest.fixture
-def endless(tmp_path: Path) -> Iterator[Callable[[], tuple[subprocess.Popen[str], str]]]:
-    """Starts ``train.py`` on a run without end, waits until it trains, and returns it with a mark of its processes."""
-    started = []
-
-    def start() -> tuple[subprocess.Popen[str], str]:
-        mark = uuid.uuid4().hex
-        process = subprocess.Popen(
-            [
-                sys.executable, str(ROOT / "train.py"), "model=toy", "train.steps=1000000", "train.max_minutes=null",
-                f"hydra.run.dir={tmp_path}/run",
-            ],
-            env={**os.environ, "PTDBENCH_TEST_MARK": mark},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )  # fmt: skip
-        started.append(process)
+def endless(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """``train.py`` on a run without end, which trains already, and a mark of its processes."""
+    words = ("model=toy", "train.steps=1000000", "train.max_minutes=null", f"hydra.run.dir={tmp_path}/run")
+    environ = {**os.environ, "PTDBENCH_TEST_MARK": (mark := uuid.uuid4().hex)}
+    pipe = subprocess.PIPE
+    command = [sys.executable, str(ROOT / "train.py"), *words]
+    process = subprocess.Popen(command, env=environ, stdout=pipe, stderr=pipe, text=True)
+    try:
         assert process.stderr is not None
-        assert any("  step " in line for line in process.stderr)  # a rank trains
-        return process, mark
-
-    yield start
-    for process in started:
+        assert any("  step " in line for line in process.stderr)
+        yield process, mark
+    finally:
         process.kill()
 
 
@@ -280,21 +252,17 @@ def carrying(mark: str) -> list[psutil.Process]:
 
 @pytest.mark.parametrize(
     ("name", "status", "kind"),
-    [
-        ("SIGTERM", "preempted", "Stopped"),  # tests/test_resume.py sends the others
-        ("SIGKILL", "failed", "Unfinished"),
-    ],
+    [("SIGTERM", "preempted", "Stopped"), ("SIGKILL", "failed", "Unfinished")],  # tests/test_resume.py sends the others
 )
 def test_a_signal_to_train_py_leaves_no_process_and_a_record(endless, tmp_path, name, status, kind):
-    process, mark = endless()
+    process, mark = endless
     assert len(carrying(mark)) >= 4  # itself, the fork server and two ranks
     process.send_signal(signal.Signals[name])
     assert process.wait(60) == (-9 if name == "SIGKILL" else 128 + signal.Signals[name])
     _, alive = psutil.wait_procs(carrying(mark), timeout=30)
     assert not alive
     record = json.loads((tmp_path / "run" / "record.json").read_text())
-    assert (record["status"], record["error"]["type"]) == (status, kind)
-    assert record["world_size"] == 2
+    assert (record["status"], record["error"]["type"], record["world_size"]) == (status, kind, 2)
 
 
 def server_pid() -> int:

@@ -57,16 +57,10 @@ PATIENCE = 120.0
 def srun(job: str, rank: int) -> dict[str, str]:
     """The environment of one of two tasks on two nodes, of which the first is this machine."""
     return {
-        "SLURM_JOB_ID": job,
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_LOCALID": "0",
-        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-        "SLURM_NODEID": str(rank),
-        "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_STEP_NODELIST": "localhost,elsewhere",
-    }
+        "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": str(rank),
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "localhost,elsewhere",
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -95,15 +89,13 @@ def told(process: subprocess.Popen[str]) -> list[dict[str, str]]:
     return sorted((json.loads(line) for line in out.splitlines()), key=lambda line: int(line["RANK"]))
 
 
-def check_two_nodes(ranks: list[dict[str, str]], sizes: tuple[int, int]) -> None:
-    """Ranks of two nodes have met on the first, and each knows its place."""
-    places = [(str(local), str(size)) for size in sizes for local in range(size)]
-    assert [(rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"]) for rank in ranks] == places
+def check_places(ranks: list[dict[str, str]], sizes: tuple[int, ...], host: str, said: str = "") -> None:
+    """Ranks of nodes of these sizes have met on the host, and each knows its place."""
     count = sum(sizes)
-    common = {"said": ranks[0]["said"], "total": count * (count + 1) // 2, "WORLD_SIZE": str(count)}
-    common |= {"MASTER_ADDR": "n1", "MASTER_PORT": ranks[0]["MASTER_PORT"]}
-    for number, rank in enumerate(ranks):
-        assert rank == rank | common | {"RANK": str(number)}
+    common = {"said": said or ranks[0]["said"], "total": count * (count + 1) // 2, "WORLD_SIZE": str(count)}
+    common |= {"MASTER_ADDR": host, "MASTER_PORT": ranks[0]["MASTER_PORT"]}
+    places = [{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(size)} for size in sizes for local in range(size)]
+    assert ranks == [common | place | {"RANK": str(rank)} for rank, place in enumerate(places)]
 
 
 def refused(process: subprocess.Popen[str]) -> str:
@@ -144,51 +136,39 @@ def free() -> str:
 
 def test_tasks_of_srun_meet(started, job):
     stale = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "5"}
-    with (
-        started(srun(job, 0) | stale, "env://") as first,
-        started(srun(job, 1) | stale, "env://") as second,
-    ):
-        (zero,), (one,) = told(first), told(second)
-    common = {"said": f"from {first.pid}", "total": 3, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    meeting_point = {"MASTER_ADDR": "localhost", "MASTER_PORT": zero["MASTER_PORT"]}
-    assert zero == common | meeting_point | {"RANK": "0"}
-    assert one == common | meeting_point | {"RANK": "1"}
+    with started(srun(job, 0) | stale, "env://") as first, started(srun(job, 1) | stale, "env://") as second:
+        check_places(told(first) + told(second), (1, 1), "localhost", f"from {first.pid}")
 
 
 @pytest.mark.thorough
 def test_ranks_of_torchrun_meet_where_it_says(started, free):
     common = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     common |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free}
-    with (
-        started(common | {"RANK": "0", "LOCAL_RANK": "0"}) as first,
-        started(common | {"RANK": "1", "LOCAL_RANK": "1"}) as second,
-    ):
-        (zero,), (one,) = told(first), told(second)
-    assert zero["said"] == one["said"] == f"from {first.pid}"
-    assert zero["MASTER_PORT"] == one["MASTER_PORT"] == free
+    one, other = (common | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01")
+    with started(one) as first, started(other) as second:
+        ranks = told(first) + told(second)
+    check_places(ranks, (2,), "localhost", f"from {first.pid}")
+    assert ranks[0]["MASTER_PORT"] == free
 
 
 def test_ranks_of_mpirun_meet(started, mpirun):
     with started({}, prefix=[*mpirun, "-np", "2"]) as both:
-        zero, one = told(both)
-    common = {"said": zero["said"], "total": 3, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    common |= {"MASTER_ADDR": "localhost", "MASTER_PORT": zero["MASTER_PORT"]}
-    assert zero == common | {"RANK": "0", "LOCAL_RANK": "0"}
-    assert one == common | {"RANK": "1", "LOCAL_RANK": "1"}
-    assert 10000 <= int(zero["MASTER_PORT"]) < 65536
+        ranks = told(both)
+    check_places(ranks, (2,), "localhost")
+    assert 10000 <= int(ranks[0]["MASTER_PORT"]) < 65536
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1)], ids=str)
 def test_ranks_of_two_nodes_meet_on_the_first(started, slurm, sizes):
     with started(slurm, prefix=["srun", "-N2", f"-n{sum(sizes)}", "--ntasks-per-node=2"]) as step:
-        check_two_nodes(told(step), sizes)
+        check_places(told(step), sizes, "n1")
 
 
 @pytest.mark.thorough
 def test_ranks_of_mpirun_in_an_allocation_meet_on_its_first_node(started, slurm, mpirun):
     with started(slurm, prefix=["salloc", "-N2", "--ntasks-per-node=2", *mpirun]) as allocation:
-        check_two_nodes(told(allocation), (2, 2))
+        check_places(told(allocation), (2, 2), "n1")
 
 
 def test_a_port_that_is_taken(started, job, taken):
@@ -202,9 +182,9 @@ def test_a_port_that_is_taken(started, job, taken):
 @cases("rank", [0, 1], daily=[1])
 def test_a_name_that_does_not_resolve(started, job, rank):
     with started(srun(job, rank) | {"MASTER_ADDR": "nowhere.invalid"}) as process:
-        refused = process.communicate(timeout=PATIENCE)[1]
-    assert refused.startswith(f"refused: MASTER_ADDR=nowhere.invalid: rank {rank} cannot resolve this name: ")
-    assert refused.endswith("; set MASTER_ADDR to a name or an address of rank 0's host that all nodes know\n")
+        said = refused(process)
+    assert said.startswith(f"refused: MASTER_ADDR=nowhere.invalid: rank {rank} cannot resolve this name: ")
+    assert said.endswith("; set MASTER_ADDR to a name or an address of rank 0's host that all nodes know\n")
 
 
 @pytest.mark.thorough
@@ -220,18 +200,14 @@ def test_a_launch_is_called_by_one_name_in_all_its_ranks_and_by_another_after_a_
 
 
 @pytest.mark.thorough
-def test_somebody_else_at_the_port_who_says_nothing(started, job, taken):
-    with started(srun(job, 1) | {"MASTER_PORT": taken}, arrival=1) as process:
+@pytest.mark.parametrize("port", ["taken", "free"])
+def test_nobody_at_the_port_or_somebody_else_who_says_nothing(started, job, port, request):
+    port = request.getfixturevalue(port)
+    with started(srun(job, 1) | {"MASTER_PORT": port}, arrival=1) as process:
         assert refused(process) == (
-            f"refused: MASTER_ADDR=localhost: no rank 0 answers at localhost:{taken} within 1 s; set MASTER_ADDR "
+            f"refused: MASTER_ADDR=localhost: no rank 0 answers at localhost:{port} within 1 s; set MASTER_ADDR "
             "to an address of rank 0's host that all nodes reach, or see why other ranks have ended\n"
         )
-
-
-@pytest.mark.thorough
-def test_nobody_at_the_port(started, job, free):
-    with started(srun(job, 1) | {"MASTER_PORT": free}, arrival=1) as process:
-        assert f"MASTER_ADDR=localhost: no rank 0 answers at localhost:{free} within 1 s; " in refused(process)
 
 
 @pytest.mark.thorough
@@ -251,13 +227,10 @@ def test_another_launch_at_the_same_port(started, job, free):
             assert told(first)[0]["said"] == told(second)[0]["said"]
 
 
-def test_export_changes_nothing_under_torchrun():
+def test_export_changes_nothing_under_torchrun_and_leads_to_the_same_place_elsewhere(job):
     environ = {"RANK": "1", "MASTER_ADDR": "n1"}
     rendezvous.export(World(0, 2, 0, 1, "torchrun"), environ)
     assert environ == {"RANK": "1", "MASTER_ADDR": "n1"}
-
-
-def test_export_of_what_was_derived_leads_to_the_same_place(job):
     environ = srun(job, 1)
     world = discover(environ)
     rendezvous.export(world, environ)

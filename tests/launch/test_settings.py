@@ -28,33 +28,23 @@ def test_nothing_that_is_secret_or_of_somebodys_home_is_told():
     assert settings(environ) == {"NCCL_TOPO_FILE": "…/topo.xml", "TORCHINDUCTOR_CACHE_DIR": "…/cache"}
 
 
-class TestSegments:
-    @pytest.fixture(autouse=True)
-    def _gpu(self, monkeypatch):
-        monkeypatch.setattr("sys.platform", "linux")
-        monkeypatch.setattr(torch.version, "hip", None)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-
-    def test_they_grow_on_a_gpu(self):
-        environ: dict[str, str] = {}
+def test_segments_grow_where_they_can_and_nobody_has_said_otherwise(monkeypatch):
+    def grown(environ: dict[str, str]) -> dict[str, str]:
         let_segments_grow(environ)
-        assert environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+        return environ
 
-    @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-    def test_what_a_person_has_set_stays(self, name):
-        environ = {name: "max_split_size_mb:64"}
-        let_segments_grow(environ)
-        assert environ == {name: "max_split_size_mb:64"}
-
-    def test_not_where_they_cannot(self, monkeypatch):
-        environ: dict[str, str] = {}
-        for owner, name, value in (
-            (torch.cuda, "device_count", lambda: 0), (torch.version, "hip", "7.0"), (sys, "platform", "win32"),
-        ):  # fmt: skip
-            with monkeypatch.context() as patched:
-                patched.setattr(owner, name, value)
-                let_segments_grow(environ)
-        assert environ == {}
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert grown({}) == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        assert grown({name: "max_split_size_mb:64"}) == {name: "max_split_size_mb:64"}
+    for owner, name, value in (
+        (torch.cuda, "device_count", lambda: 0), (torch.version, "hip", "7.0"), (sys, "platform", "win32"),
+    ):  # fmt: skip
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, value)
+            assert grown({}) == {}
 
 
 @pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="this torch does not tell")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -11,29 +10,17 @@ import torch.distributed as dist
 from ptdbench.launch import stacks
 
 
-def here() -> FrameType:
-    """The frame of this call."""
-    return sys._getframe()
-
-
-def test_a_function_of_ones_own_does_not_wait_and_is_named_with_its_line():
-    frame = here()
-    place = stacks.place(frame)
-    assert not place.waits
-    assert str(place) == f"here (test_stacks.py:{frame.f_lineno})"
-
-
-def test_torch_code_that_waits_for_others_is_named_without_its_line():
+def test_torch_code_waits_and_ones_own_is_named_with_its_line():
     frames = []
 
     def square(value):
-        frames.append(sys._getframe(1))
+        frames.extend([sys._getframe(1), sys._getframe()])
         return value**2
 
     torch.autograd.functional.jacobian(square, torch.ones(1))
-    place = stacks.place(frames[0])
-    assert place.waits
-    assert str(place) == "jacobian"
+    theirs, own = map(stacks.place, frames)
+    assert (str(theirs), theirs.waits) == ("jacobian", True)
+    assert (str(own), own.waits) == (f"square (test_stacks.py:{frames[1].f_lineno})", False)
 
 
 def test_decorators_of_torch_say_nothing():

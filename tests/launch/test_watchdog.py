@@ -29,7 +29,8 @@ LIMIT = 2.5
 #: What is too long for a step and not for what else takes its time.
 LONG = 1.5 * LIMIT
 
-BUSY = State(step=12, patience=-0.1, place="spin (model.py:33)")
+SPIN = "spin (model.py:33)"
+BUSY = State(step=12, patience=-0.1, place=SPIN)
 WAITS = State(step=12, patience=-0.1, place="all_reduce", waits=True)
 ELSEWHERE = replace(WAITS, place="broadcast")
 LEFT = State(step=13, left=True)
@@ -39,95 +40,62 @@ ALONE = replace(WAITS, step=None, phase=JOINED, place="init_process_group")
 LEAVES = replace(BUSY, phase=watchdog.LEFT)
 
 
+#: How messages of most cases go on after the rank.
+STUCK = "finished step 12 for 60 s:"
+PEERS = "peers wait in all_reduce"
+
+
 @pytest.mark.parametrize(
     ("heard", "rank", "message"),
     [
+        ({0: WAITS, 1: None}, 1, f"rank 1 has not {STUCK} stopped, or its machine is gone (its {PEERS})"),
         (
-            {0: WAITS, 1: None},
-            1,
-            "rank 1 has not finished step 12 for 60 s: stopped, or its machine is gone (its peers wait in all_reduce); "
-            "stacks in failures/",
+            {0: None, 1: WAITS, 2: None, 3: ELSEWHERE, 4: BUSY}, 0,
+            f"ranks 0, 2 have not {STUCK} stopped, or their machines are gone (their {PEERS}, broadcast)",
+        ),
+        ({0: WAITS, 1: BUSY, 2: LEFT}, 1, f"rank 1 has not {STUCK} is in {SPIN} (its {PEERS})"),
+        ({0: WAITS, 1: BUSY, 2: BUSY}, 1, f"ranks 1, 2 have not {STUCK} are in {SPIN} (their {PEERS})"),
+        (
+            {0: BUSY, 1: replace(BUSY, place="sleep (model.py:34)")}, 0,
+            f"no rank has {STUCK} rank 0 is in {SPIN}, rank 1 is in sleep (model.py:34)",
+        ),
+        ({0: BUSY}, 0, f"rank 0 has not {STUCK} is in {SPIN}"),
+        (
+            {0: WAITS, 1: ELSEWHERE, 2: WAITS}, 0,
+            f"no rank has {STUCK} ranks 0, 2 wait in all_reduce, rank 1 waits in broadcast",
         ),
         (
-            {0: None, 1: WAITS, 2: None, 3: ELSEWHERE, 4: BUSY},
-            0,
-            "ranks 0, 2 have not finished step 12 for 60 s: stopped, or their machines are gone (their peers wait in "
-            "all_reduce, broadcast); stacks in failures/",
+            {0: replace(WAITS, step=None), 1: replace(WAITS, step=1)}, 0,
+            "no rank has finished the first step for 60 s: all wait in all_reduce",
         ),
         (
-            {0: WAITS, 1: BUSY, 2: LEFT},
-            1,
-            "rank 1 has not finished step 12 for 60 s: is in spin (model.py:33) (its peers wait in all_reduce); "
-            "stacks in failures/",
+            {0: AHEAD, 1: BEHIND, 2: replace(AHEAD, begun=14)}, 1,
+            f"rank 1 has not {STUCK} is in {SPIN} (its peers are in step 15)",
         ),
         (
-            {0: WAITS, 1: BUSY, 2: BUSY},
-            1,
-            "ranks 1, 2 have not finished step 12 for 60 s: are in spin (model.py:33) (their peers wait in "
-            "all_reduce); stacks in failures/",
+            {0: AHEAD, 1: BEHIND, 2: replace(WAITS, begun=15, place="synchronize")}, 1,
+            f"rank 1 has not {STUCK} is in {SPIN} (its peers wait in synchronize)",
         ),
         (
-            {0: BUSY, 1: replace(BUSY, place="sleep (model.py:34)")},
-            0,
-            "no rank has finished step 12 for 60 s: rank 0 is in spin (model.py:33), rank 1 is in sleep (model.py:34); "
-            "stacks in failures/",
-        ),
-        ({0: BUSY}, 0, "rank 0 has not finished step 12 for 60 s: is in spin (model.py:33); stacks in failures/"),
-        (
-            {0: WAITS, 1: ELSEWHERE, 2: WAITS},
-            0,
-            "no rank has finished step 12 for 60 s: ranks 0, 2 wait in all_reduce, rank 1 waits in broadcast; "
-            "stacks in failures/",
+            {0: replace(AHEAD, step=13), 1: replace(AHEAD, step=13), 2: AHEAD}, 2,
+            f"rank 2 has not {STUCK} is in zeros_like (loss.py:7) (its peers are in step 15)",
         ),
         (
-            {0: replace(WAITS, step=None), 1: replace(WAITS, step=1)},
-            0,
-            "no rank has finished the first step for 60 s: all wait in all_reduce; stacks in failures/",
-        ),
-        (
-            {0: AHEAD, 1: BEHIND, 2: replace(AHEAD, begun=14)},
-            1,
-            "rank 1 has not finished step 12 for 60 s: is in spin (model.py:33) (its peers are in step 15); "
-            "stacks in failures/",
-        ),
-        (
-            {0: AHEAD, 1: BEHIND, 2: replace(WAITS, begun=15, place="synchronize")},
-            1,
-            "rank 1 has not finished step 12 for 60 s: is in spin (model.py:33) (its peers wait in synchronize); "
-            "stacks in failures/",
-        ),
-        (
-            {0: replace(AHEAD, step=13), 1: replace(AHEAD, step=13), 2: AHEAD},
-            2,
-            "rank 2 has not finished step 12 for 60 s: is in zeros_like (loss.py:7) (its peers are in step 15); "
-            "stacks in failures/",
-        ),
-        (
-            {0: ALONE, 1: None, 2: ALONE},
-            1,
+            {0: ALONE, 1: None, 2: ALONE}, 1,
             "rank 1 has not joined the others for 60 s: never came, stopped, or its machine is gone (its peers wait in "
-            "init_process_group); stacks in failures/",
+            "init_process_group)",
         ),
+        ({0: ALONE, 1: ALONE}, 0, "no rank has joined the others for 60 s: all wait in init_process_group"),
+        ({0: LEFT, 1: LEAVES}, 1, f"rank 1 has not left the process group for 60 s: is in {SPIN}"),
         (
-            {0: ALONE, 1: ALONE},
-            0,
-            "no rank has joined the others for 60 s: all wait in init_process_group; stacks in failures/",
-        ),
-        (
-            {0: LEFT, 1: LEAVES},
-            1,
-            "rank 1 has not left the process group for 60 s: is in spin (model.py:33); stacks in failures/",
-        ),
-        (
-            dict.fromkeys(range(100)) | {100: WAITS},
-            0,
-            "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more have not finished step 12 for 60 s: stopped, or their "
-            "machines are gone (their peers wait in all_reduce); stacks in failures/",
+            dict.fromkeys(range(100)) | {100: WAITS}, 0,
+            f"ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more have not {STUCK} stopped, or their machines are gone (their "
+            f"{PEERS})",
         ),
     ],
-)
+)  # fmt: skip
 def test_the_rank_to_blame(heard, rank, message):
-    assert verdict(heard, 60.0) == (rank, message)
+    assert verdict(heard, 60.0) == (rank, f"{message}; stacks in failures/")
 
 
 def work(environ: dict[str, str], folder: Path, how: str, culprit: int, server: tuple[str, int] | None) -> None:
@@ -190,7 +158,7 @@ def misbehave(how: str) -> None:
 
 
 def ended(folder: Path, how: str, culprit: int, server: tuple[str, int] | None = None) -> dict[int, list]:
-    """Let three ranks work until the watchdog ends them; what each rank reported. None of them lives on."""
+    """Let three ranks work until the watchdog ends them; what those report that do. None of them lives on."""
     with pytest.raises(local.RankDied) as caught:
         local.start(work, 3, folder, how, culprit, server)
     assert set(caught.value.exit_codes.values()) - {0} == {1}
@@ -198,7 +166,9 @@ def ended(folder: Path, how: str, culprit: int, server: tuple[str, int] | None =
     pids = [int(path.read_text()) for path in folder.glob("*.pid")]
     assert len(pids) == 3
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    return {rank: json.loads(path.read_text()) for rank in range(3) if (path := folder / f"{rank}.json").exists()}
+    reports = {rank: json.loads(path.read_text()) for rank in range(3) if (path := folder / f"{rank}.json").exists()}
+    assert reports
+    return reports
 
 
 def stacks(folder: Path) -> dict[int, str]:
@@ -216,10 +186,8 @@ class TestStuck:
     @cases("culprit", [0, 2], daily=[0])
     def test_a_stopped_rank_is_named_and_killed(self, tmp_path, culprit):
         reports = ended(tmp_path, "stop", culprit)
-        others = sorted({0, 1, 2} - {culprit})
-        assert list(stacks(tmp_path)) == others
+        assert list(stacks(tmp_path)) == sorted({0, 1, 2} - {culprit})
         assert all("all_reduce" in text for text in stacks(tmp_path).values())
-        assert reports
         assert culprit not in reports
         for blamed, message, text in reports.values():
             assert blamed == culprit
@@ -232,7 +200,6 @@ class TestStuck:
     def test_a_rank_that_spins_is_named_with_its_stacks(self, tmp_path):
         reports = ended(tmp_path, "spin", 1)
         assert list(stacks(tmp_path)) == [0, 1, 2]
-        assert reports
         for blamed, message, text in reports.values():
             assert blamed == 1
             assert message.startswith(
@@ -242,42 +209,26 @@ class TestStuck:
             assert "in misbehave" in text
 
     @pytest.mark.thorough
-    def test_ranks_that_wait_for_each_other_are_told_from_one_that_is_late(self, tmp_path):
-        reports = ended(tmp_path, "recv", 0)
-        assert reports
+    @pytest.mark.parametrize(
+        ("how", "culprit", "begin"),
+        [
+            ("recv", 0, f"no rank has finished step 3 for {LIMIT} s: all wait in recv; stacks in failures/"),
+            ("absent", 1, "rank 1 has not joined the others for 10 s: never came, stopped, or its machine"),
+            ("remain", 2, "rank 2 has not left the process group for 2.5 s: is in <lambda> (test_watchdog.py:"),
+            # Hosts run ahead of their devices, of which one is behind.
+            ("ahead", 1, f"rank 1 has not finished step 3 for {LIMIT} s: is in without_collectives (test_"),
+        ],
+    )
+    def test_the_others_are_told_who_holds_them_up(self, tmp_path, how, culprit, begin):
+        reports = ended(tmp_path, how, culprit)
+        assert list(reports) == [2] if how == "remain" else reports
         for blamed, message, _ in reports.values():
-            assert blamed == 0
-            assert message == f"no rank has finished step 3 for {LIMIT} s: all wait in recv; stacks in failures/"
-
-    @pytest.mark.thorough
-    def test_a_rank_that_does_not_come_is_named(self, tmp_path):
-        reports = ended(tmp_path, "absent", 1)
-        assert reports
-        for blamed, message, _ in reports.values():
-            assert blamed == 1
-            assert message.startswith("rank 1 has not joined the others for 10 s: never came, stopped, or its machine")
-
-    @pytest.mark.thorough
-    def test_a_rank_that_does_not_leave_is_named(self, tmp_path):
-        reports = ended(tmp_path, "remain", 2)
-        assert list(reports) == [2]
-        blamed, message, _ = reports[2]
-        assert blamed == 2
-        assert message.startswith("rank 2 has not left the process group for 2.5 s: is in <lambda> (test_watchdog.py:")
-
-    @pytest.mark.thorough
-    def test_where_hosts_run_ahead_the_rank_is_named_whose_device_is_behind(self, tmp_path):
-        reports = ended(tmp_path, "ahead", 1)
-        assert reports
-        for blamed, message, _ in reports.values():
-            assert blamed == 1
-            assert message.startswith(f"rank 1 has not finished step 3 for {LIMIT} s: is in without_collectives (test_")
+            assert blamed == culprit
+            assert message.startswith(begin)
 
     @pytest.mark.thorough
     def test_a_stopped_rank_that_serves_the_store_itself_is_named(self, tmp_path):
-        reports = ended(tmp_path, "stop", 0, ("localhost", free_port()))
-        assert reports
-        for rank, (blamed, message, _) in reports.items():
+        for rank, (blamed, message, _) in ended(tmp_path, "stop", 0, ("localhost", free_port())).items():
             assert blamed == 0
             assert message == (
                 f"rank 0 does not answer: stopped, or its machine is gone (rank {rank} has not finished step 3 for "

@@ -9,54 +9,33 @@ import pytest
 from ptdbench.launch.world import LAUNCHERS, Place, World, discover, local_environments
 from ptdbench.problems import ConfigError
 
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "a1",
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "a1", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "3",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    f"OMPI_COMM_WORLD_{name}": value
+    for name, value in {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items()
 }
 
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "6", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "3"}
 
 #: The last task of ``srun -N4 --ntasks=7`` as Slurm 22.05 shows it.
 SRUN = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "6",
-    "SLURM_STEP_NUM_TASKS": "7",
-    "SLURM_LOCALID": "0",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
-    "SLURM_NODEID": "3",
-    "SLURM_STEP_NUM_NODES": "4",
-}
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "6", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": "3", "SLURM_STEP_NUM_NODES": "4",
+}  # fmt: skip
 
 #: What ``srun --pty bash`` gives a shell, and the steps that are started in it inherit.
 PTY = {"SLURM_PTY_PORT": "40001", "SLURM_PTY_WIN_COL": "80", "SLURM_PTY_WIN_ROW": "24"}
 ONE_TASK = {
-    "SLURM_PROCID": "0",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
-    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_NODEID": "0",
     "SLURM_STEP_NUM_NODES": "1",
-}
+}  # fmt: skip
 
 #: What a batch script itself has: no step, and yet a task's number.
 BATCH = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_NTASKS": "4",
+    "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS": "4",
     "SLURM_TASKS_PER_NODE": "2(x2)",
-}
+}  # fmt: skip
 
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 
@@ -79,74 +58,59 @@ def test_every_launcher_is_tried_here():
     assert list(ALL) == list(LAUNCHERS)
 
 
-@pytest.mark.parametrize("launcher", ALL)
-def test_every_launcher(launcher):
-    environ, world = ALL[launcher]
+def of_task(rank: int, node: int, local_rank: int) -> dict[str, str]:
+    return SRUN | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local_rank)}
+
+
+@pytest.mark.parametrize(
+    ("environ", "world"),
+    [
+        *ALL.values(),
+        # Of two launchers the first of the table wins, and beside any stale variables do not matter.
+        *((ALL[second][0] | ALL[first][0], ALL[first][1]) for first, second in combinations(ALL, 2)),
+        *((BY_HAND | environ, world) for environ, world in ALL.values()),
+        (
+            TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            World(0, 1, 0, 1, "torchrun", nodes=1),
+        ),
+        # torchrun knows better than a division; of openmpi's ranks 2 are here, and 1 or 3 elsewhere.
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "3"}, World(5, 8, 1, 4, "torchrun", nodes=3)),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "5"}, World(3, 5, 1, 2, "openmpi", nodes=None)),
+        # Nodes of srun may have different numbers of tasks.
+        (of_task(0, 0, 0), World(0, 7, 0, 2, "srun", nodes=4)),
+        (of_task(3, 1, 1), World(3, 7, 1, 2, "srun", nodes=4)),
+        # mpirun in an allocation: each rank has the step variables of its node's helper.
+        (
+            SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"} | OPEN_MPI,
+            ALL["openmpi"][1],
+        ),
+        # Steps with PMI are no MPICH's, and those started in a terminal of srun are ranks.
+        (SRUN | {"PMI_RANK": "6", "PMI_SIZE": "7"}, ALL["srun"][1]),
+        (SRUN | PTY, ALL["srun"][1]),
+        (SRUN | ONE_TASK | PTY | OPEN_MPI, ALL["openmpi"][1]),
+    ],
+)
+def test_the_place_that_launchers_describe(environ, world):
     assert discover(environ) == world
-
-
-@pytest.mark.parametrize(("first", "second"), list(combinations(ALL, 2)))
-def test_of_two_launchers_the_first_of_the_table_wins(first, second):
-    assert discover(ALL[second][0] | ALL[first][0]) == ALL[first][1]
-
-
-def test_a_world_of_one():
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    assert discover(TORCHRUN | alone) == World(0, 1, 0, 1, "torchrun", nodes=1)
-
-
-@pytest.mark.parametrize(("rank", "place"), [(0, (0, 2)), (3, (1, 2)), (6, (0, 1))])
-def test_nodes_of_srun_may_have_different_numbers_of_tasks(rank, place):
-    node, local_rank = divmod(rank, 2)
-    task = {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local_rank)}
-    assert discover(SRUN | task) == World(rank, 7, *place, "srun", nodes=4)
-
-
-def test_number_of_nodes():
-    assert discover(TORCHRUN | {"GROUP_WORLD_SIZE": "3"}).nodes == 3  # torchrun knows better than a division
-    assert discover(OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "5"}).nodes is None  # 2 here, and 1 or 3 elsewhere
-
-
-def test_helpers_of_mpirun_are_a_step_too():
-    """Seen: mpirun in an allocation of two nodes; each rank has the step variables of its node's helper."""
-    helper = SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    assert discover(helper | OPEN_MPI) == ALL["openmpi"][1]
-
-
-def test_a_step_with_pmi_is_no_mpich():
-    assert discover(SRUN | {"PMI_RANK": "6", "PMI_SIZE": "7"}) == ALL["srun"][1]
 
 
 @pytest.mark.parametrize(
     "environ",
     [
-        {},
         {"PATH": "/bin", "HOME": "/home/ada"},
         # Left over in a shell, or set for something else: no launcher's mark.
         {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"},
         *({name: value for name, value in BY_HAND.items() if name != missing} for missing in BY_HAND),
         BY_HAND | {"RANK": "0", "WORLD_SIZE": "1"},
-        # A shell under salloc is an allocation, not a rank.
+        # A shell under salloc or srun --pty is an allocation, and a batch script no step.
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
         BATCH,
         SRUN | ONE_TASK | PTY,
         SRUN | ONE_TASK | {"SLURM_STEP_ID": "4294967290"},
     ],
-    ids=[
-        *("empty", "a shell", "stale", *(f"no {name}" for name in BY_HAND), "alone by hand"),
-        *("salloc", "a batch script", "srun --pty", "salloc on the node"),
-    ],
 )
 def test_whom_no_launcher_started_is_no_rank(environ):
     assert discover(environ) is None
-
-
-def test_a_step_started_in_a_terminal_of_srun_is_ranks():
-    assert discover(SRUN | PTY) == ALL["srun"][1]
-
-
-def test_mpirun_in_a_terminal_of_srun():
-    assert discover(SRUN | ONE_TASK | PTY | OPEN_MPI) == ALL["openmpi"][1]
 
 
 @pytest.mark.parametrize(
@@ -183,17 +147,13 @@ def test_numbers_are_numbers(value):
 @pytest.mark.parametrize(
     "contradiction",
     [
-        {"RANK": "8"},
-        {"LOCAL_RANK": "4"},
+        {"RANK": "8"}, {"LOCAL_RANK": "4"}, {"WORLD_SIZE": "0"}, {"LOCAL_WORLD_SIZE": "0"},
         {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},  # fewer in all than on this node
-        {"WORLD_SIZE": "0"},
-        {"LOCAL_WORLD_SIZE": "0"},
     ],
-)
+)  # fmt: skip
 def test_contradictions_are_quoted(contradiction):
     message = refused(TORCHRUN | contradiction)
-    for name in TORCHRUN:
-        assert f"{name}={(TORCHRUN | contradiction)[name]}" in message
+    assert all(f"{name}={value}" in message for name, value in (TORCHRUN | contradiction).items())
 
 
 def test_every_source_is_told():
@@ -209,24 +169,6 @@ def test_a_rank_that_no_launcher_claims_is_refused():
         "left its mark: stale, or set by hand; "
         "unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT, or start the ranks with torchrun"
     )
-
-
-@pytest.mark.parametrize("launcher", ALL)
-def test_beside_a_launcher_stale_variables_do_not_matter(launcher):
-    environ, world = ALL[launcher]
-    assert discover(BY_HAND | environ) == world
-
-
-def test_nothing_but_what_is_in_the_environment_decides(monkeypatch):
-    for count in range(len(TORCHRUN) + 1):
-        for names in combinations(TORCHRUN, count):
-            monkeypatch.setenv("RANK", "3")  # of the real environment, which is not asked
-            environ = {name: TORCHRUN[name] for name in names}
-            complete = set(names) == set(TORCHRUN)
-            if "TORCHELASTIC_RUN_ID" in names and not complete:
-                refused(environ)
-            else:
-                assert discover(environ) == (ALL["torchrun"][1] if complete else None)
 
 
 def test_local_ranks_find_their_place_as_under_torchrun():
@@ -257,8 +199,7 @@ def test_the_first_rank_that_is_there_speaks_for_all():
     assert not World(0, 8, 0, 8, "local", present=(5, 7)).is_first
 
 
-@pytest.mark.parametrize("chosen", ["0", "3"])
-def test_what_a_person_has_chosen_for_nccl_stands(chosen):
-    (place,) = local_environments(1, "127.0.0.1", 1234, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": chosen})
-    assert place["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == chosen
+def test_what_a_person_has_chosen_for_nccl_stands():
+    (place,) = local_environments(1, "127.0.0.1", 1234, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
+    assert place["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert "OMP_NUM_THREADS" not in place

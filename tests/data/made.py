@@ -1,0 +1,49 @@
+"""What tests of several sources ask for: the problems of their options, and processes that come at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptdbench.problems import ConfigError, Problem
+
+
+def problems_of(call: Callable[..., Any], **options: Any) -> list[Problem]:
+    """What a call is refused for."""
+    with pytest.raises(ConfigError) as caught:
+        call(**options)
+    return list(caught.value.problems)
+
+
+def problem_of(call: Callable[..., Any], **options: Any) -> Problem:
+    """The one thing that a call is refused for."""
+    (problem,) = problems_of(call, **options)
+    return problem
+
+
+def at_once(count: int, work: Callable[[Callable[[], None]], None], log: Path) -> int:
+    """Let processes begin ``work(note)`` together; how many of them called ``note``, and held up the others for it."""
+    context = multiprocessing.get_context("fork")  # others import torch anew
+    together, never = context.Barrier(count), context.Event()
+
+    def note() -> None:
+        with log.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        never.wait(1)
+
+    def run() -> None:
+        together.wait(60)
+        work(note)
+
+    processes = [context.Process(target=run) for _ in range(count)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * count
+    return len(log.read_text().splitlines())
