@@ -107,10 +107,7 @@ def test_gloo_reduces_and_scatters_by_an_all_reduce_which_is_called_what_was_ask
 
 
 def test_a_message_knows_its_other_rank(tmp_path):
-    events = [
-        called("send", 1, 2, [10], **{"Concrete Inputs": ["", "", "3", "0"]}),
-        sent("send", 1.5, 3, [10]),
-    ]
+    events = [called("send", 1, 2, [10], **{"Concrete Inputs": ["", "", "3", "0"]}), sent("send", 1.5, 3, [10])]
     (call,) = trace.read(write(tmp_path / "t.json", *step(0, 1, 8, 9), *events)).calls
     assert (call.operation, call.peer) == ("send", 3)
 
