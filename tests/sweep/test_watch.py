@@ -132,13 +132,16 @@ class TestFollowing:
 class TestSettling:
     def test_a_job_of_this_machine_that_left_no_word(self, sweep, capsys):
         path = sweep.begin(0)
-        for _ in range(2):  # one that left a word is left as it is
-            watch.settle(sweep.path, path.name, "logs/1/1_log.err")
+        watch.settle(sweep.path, path.name, "logs/1/1_log.err")
         written = store.load_record(path)
         assert (written["status"], written["error"]["type"]) == ("failed", "Gone")
         assert written["error"]["message"].endswith("its output is in logs/1/1_log.err")
         assert sweep.results() == [written]
-        assert capsys.readouterr().err == "0_toy_ddp: failed\n" * 2
+        sweep.begin(1)
+        ok = sweep.end(1)
+        watch.settle(sweep.path, "1_toy_ddp", "logs/1/1_log.err")  # it did, and is left as it is
+        assert sweep.results() == [written, ok]
+        assert capsys.readouterr().err == "0_toy_ddp: failed\n1_toy_ddp: ok\n"
 
 
 def test_where_not_all_fit_those_that_still_change_are_shown(sweep):
