@@ -69,9 +69,7 @@ class TestRefusals:
         assert [line.partition(":")[0] for line in found] == ["train.global_batch=15", "train.global_batch=17"]
 
     @pytest.mark.parametrize(
-        "arguments",
-        [["--foo"], ["--cfg"], ["--cfg", "nothing"], ["model=toy,gpt_tiny"]],
-        ids=" ".join,
+        "arguments", [["--foo"], ["--cfg"], ["--cfg", "nothing"], ["model=toy,gpt_tiny"]], ids=" ".join
     )
     def test_flags_and_lists(self, arguments, tmp_path):
         assert len(refused(*arguments, cwd=tmp_path)) == 1

@@ -49,13 +49,7 @@ def test_would_do_of_nothing_says_nothing():
 
 
 @pytest.mark.parametrize(
-    ("word", "found"),
-    [
-        ("pddp", ["ddp", "pdp"]),
-        ("DDP", ["ddp", "pdp"]),
-        ("snigle", ["single"]),
-        ("quantum", []),
-    ],
+    ("word", "found"), [("pddp", ["ddp", "pdp"]), ("DDP", ["ddp", "pdp"]), ("snigle", ["single"]), ("quantum", [])]
 )
 def test_nearest_names(word, found):
     assert sorted(nearest(word, ["single", "ddp", "fsdp", "pdp"])) == found

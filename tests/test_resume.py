@@ -78,9 +78,7 @@ def test_the_losses_are_those_of_a_run_that_was_not_interrupted(shared_run, begu
 
 
 @cases(
-    ("first", "then"),
-    CHANGES,
-    daily=[(("ddp", 2), ("fsdp", 2)), (("hsdp", 4), ("pdp", 2)), (("3d", 8), ("single", 1))],
+    ("first", "then"), CHANGES, daily=[(("ddp", 2), ("fsdp", 2)), (("hsdp", 4), ("pdp", 2)), (("3d", 8), ("single", 1))]
 )
 def test_another_strategy_and_another_world_go_on_with_the_same_numbers(shared_run, begun, first, then):
     whole, half = begun(("single", 1), 6), begun(first, 3)

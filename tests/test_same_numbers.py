@@ -15,12 +15,7 @@ from tests.daily import cases
 
 pytestmark = pytest.mark.ranks
 
-COMMON = (
-    "train.steps=6",
-    "train.global_batch=24",
-    "device=cpu",
-    "cluster.cpus_per_rank=1",
-)
+COMMON = ("train.steps=6", "train.global_batch=24", "device=cpu", "cluster.cpus_per_rank=1")
 MODELS = {
     "gpt": ("model=gpt_tiny", "model.width=32", "model.sequence_length=16", "model.vocabulary=300"),
     "toy": ("model=toy", "optimizer.lr=3e-2"),
@@ -136,10 +131,7 @@ def test_products_of_degrees_follow_too_and_clip_alike(shared_run, whole, name):
 @cases("strategy", STRATEGIES, daily=["fsdp", "1f1b"])
 def test_the_scale_of_gradients_is_right_which_adam_would_not_tell(shared_run, single, strategy) -> None:
     plain = (*MODELS["gpt"], "optimizer=sgd", "optimizer.lr=0.5")
-    accumulated = (
-        "train.micro_batch=2",
-        *(("parallel.microbatches=3",) if "pdp" in STRATEGIES[strategy][0] else ()),
-    )
+    accumulated = ("train.micro_batch=2", *(("parallel.microbatches=3",) if "pdp" in STRATEGIES[strategy][0] else ()))
     check(shared_run, single(*plain), 4, 1e-5, *plain, *STRATEGIES[strategy], *accumulated)
 
 
@@ -178,13 +170,7 @@ def test_narrow_formats_stay_near_fp32(shared_run, single, strategy, precision) 
 def test_options_change_the_cost_and_not_the_numbers(shared_run, single, strategy, options) -> None:
     reference = single(*MODELS["gpt"], *(option for option in options if option.startswith("model.")))
     check(
-        shared_run,
-        reference,
-        4 if strategy in PIPELINES else 2,
-        1e-5,
-        *MODELS["gpt"],
-        *STRATEGIES[strategy],
-        *options,
+        shared_run, reference, 4 if strategy in PIPELINES else 2, 1e-5, *MODELS["gpt"], *STRATEGIES[strategy], *options
     )
 
 

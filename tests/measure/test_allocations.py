@@ -31,16 +31,9 @@ def at_peak(found: allocations.Usage) -> dict[str, int]:
 
 
 def test_the_peak_is_the_moment_with_the_most_memory_of_all_kinds():
-    found = allocations.usage(
-        seen(
-            change(110, 1, 50),
-            change(120, 2, 70),
-            change(130, 1, -50),
-            change(140, 3, 40, BACKWARD),
-            change(150, 2, -70),
-        ),
-        {9: ("weights", 1000), 8: ("optimizer", 2000)},
-    )
+    blocks = [change(110, 1, 50), change(120, 2, 70), change(130, 1, -50), change(150, 2, -70)]
+    state = {9: ("weights", 1000), 8: ("optimizer", 2000)}
+    found = allocations.usage(seen(*blocks, change(140, 3, 40, BACKWARD)), state)
     assert at_peak(found) == {"weights": 1000, "optimizer": 2000, "activations": 120}
     assert (found.times[found.peak], found.moments[found.peak]) == (120, "forward")
     assert [sum(one) - 3000 for one in found.bytes] == [0, 50, 120, 70, 110, 40]
@@ -52,9 +45,10 @@ def test_what_was_allocated_in_the_step_before_is_there_until_it_is_freed():
     assert [sum(one) for one in found.bytes] == [30, 0]
 
 
-def test_what_happens_after_the_step_does_not_count():
+def test_what_happens_after_the_step_does_not_count_and_a_step_without_allocations_has_its_state():
     found = allocations.usage(seen(change(150, 1, 10), change(301, 2, 1000)), {})
     assert at_peak(found) == {"activations": 10}
+    assert at_peak(allocations.usage(seen(), {9: ("weights", 1000)})) == {"weights": 1000}
 
 
 def test_a_gradient_is_told_by_its_address_when_the_gradients_are_there():
@@ -66,14 +60,8 @@ def test_a_gradient_is_told_by_its_address_when_the_gradients_are_there():
 
 
 def test_what_is_sent_or_allocated_by_fsdp_is_for_communication():
-    found = allocations.usage(
-        seen(
-            change(110, 1, 5, FSDP),
-            change(120, 2, 7),
-            sent=[Sent(125, 2, 7), Sent(126, 3, 11), Sent(127, 3, 9), Sent(128, 4, 1000)],
-        ),
-        {4: ("weights", 1000)},
-    )
+    sent = [Sent(125, 2, 7), Sent(126, 3, 11), Sent(127, 3, 9), Sent(128, 4, 1000)]
+    found = allocations.usage(seen(change(110, 1, 5, FSDP), change(120, 2, 7), sent=sent), {4: ("weights", 1000)})
     assert at_peak(found) == {"weights": 1000, "communication": 5 + 7 + 11}
 
 
@@ -91,11 +79,6 @@ def test_a_free_that_the_profiler_does_not_see_happened_before_the_address_is_us
 def test_what_was_there_before_and_nobody_knows_is_other_where_all_is_counted():
     found = allocations.usage(seen(change(110, 1, 50, allocated=1450), all_counted=True), {9: ("weights", 1000)})
     assert at_peak(found) == {"weights": 1000, "activations": 50, "other": 400}
-
-
-def test_a_step_without_allocations_has_its_state():
-    found = allocations.usage(seen(), {9: ("weights", 1000)})
-    assert at_peak(found) == {"weights": 1000}
 
 
 class Doubled(torch.autograd.Function):

@@ -15,16 +15,11 @@ def test_algorithm_bandwidth_is_size_over_time():
 
 
 #: The factors of doc/PERFORMANCE.md worked out by hand.
+_PARTS, _WHOLE = {2: 0.5, 3: 2 / 3, 4: 0.75, 8: 0.875}, {2: 1, 3: 1, 4: 1, 8: 1}
 WORKED = {
-    "all_reduce": {2: 1, 3: 4 / 3, 4: 1.5, 8: 1.75},
-    "reduce_scatter": {2: 0.5, 3: 2 / 3, 4: 0.75, 8: 0.875},
-    "all_gather": {2: 0.5, 3: 2 / 3, 4: 0.75, 8: 0.875},
-    "all_to_all": {2: 0.5, 3: 2 / 3, 4: 0.75, 8: 0.875},
-    "scatter": {2: 0.5, 3: 2 / 3, 4: 0.75, 8: 0.875},
-    "gather": {2: 0.5, 3: 2 / 3, 4: 0.75, 8: 0.875},
-    "broadcast": {2: 1, 3: 1, 4: 1, 8: 1},
-    "reduce": {2: 1, 3: 1, 4: 1, 8: 1},
-}
+    "all_reduce": {2: 1, 3: 4 / 3, 4: 1.5, 8: 1.75}, "broadcast": _WHOLE, "reduce": _WHOLE,
+    **dict.fromkeys(("reduce_scatter", "all_gather", "all_to_all", "scatter", "gather"), _PARTS),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("op", "ranks"), [(op, ranks) for op in WORKED for ranks in WORKED[op]])
@@ -80,12 +75,8 @@ def test_what_is_not_a_line_shows():
     assert line.r2 < 0.9
 
 
-@pytest.mark.parametrize("sizes", [[], [8], [8, 16], [8, 8, 16]])
-def test_fewer_than_three_sizes_make_no_line(sizes):
-    assert fit(sizes, [1e-5] * len(sizes)) is None
-
-
-def test_equal_times_have_no_variance_to_explain():
+def test_fewer_than_three_sizes_make_no_line_and_equal_times_have_no_variance_to_explain():
+    assert [fit(sizes, [1e-5] * len(sizes)) for sizes in ([], [8], [8, 16], [8, 8, 16])] == [None] * 4
     line = fit([8, 16, 32], [1e-5] * 3)
     assert line.alpha == pytest.approx(1e-5)
     assert line.max_relative_error < 1e-9

@@ -25,36 +25,30 @@ def load(cores=2, taken=0.0, gpu_ranks=(), on_gpu=False):
     return OtherLoad("n1", cores, taken, list(gpu_ranks), on_gpu)
 
 
-class TestTicks:
-    def test_busy_are_user_nice_system_and_steal(self):
-        assert busy_ticks(STAT, [0]) == {0: (100 + 20 + 30 + 8, 621)}
-
-    def test_only_the_cores_that_are_asked_for(self):
-        assert busy_ticks(STAT, [10, 1, 99]) == {1: (14, 36), 10: (7, 8)}
-
-    def test_kernels_with_fewer_columns(self):
-        assert busy_ticks("cpu0 1 2 3 4\n", [0]) == {0: (6, 10)}
-
-    @pytest.mark.parametrize("text", ["", "\n\n", "nothing of the kind"])
-    def test_no_counters(self, text):
-        assert busy_ticks(text, [0, 1]) == {}
+@pytest.mark.parametrize(
+    ("text", "cores", "expected"),
+    [
+        (STAT, [0], {0: (100 + 20 + 30 + 8, 621)}),  # user, nice, system and steal, of all
+        (STAT, [10, 1, 99], {1: (14, 36), 10: (7, 8)}),
+        ("cpu0 1 2 3 4\n", [0], {0: (6, 10)}),  # kernels with fewer columns
+        ("", [0, 1], {}), ("\n\n", [0, 1], {}), ("nothing of the kind", [0, 1], {}),
+    ],
+)  # fmt: skip
+def test_busy_ticks_of_cores(text, cores, expected):
+    assert busy_ticks(text, cores) == expected
 
 
-class TestTaken:
-    def test_what_the_ranks_did_not_take_themselves(self):
-        ranks = [Spent(10.0, own, {0: 9.0, 1: 10.0}, [0, 1]) for own in (4.0, 4.0)]
-        assert taken(ranks) == (2, pytest.approx(1.1))
-
-    def test_ranks_that_have_cores_of_their_own(self):
-        ranks = [Spent(10.0, 9.0, {0: 9.0}, [0]), Spent(5.0, 2.0, {1: 5.0}, [1])]
-        assert taken(ranks) == (2, pytest.approx(0.6))
-
-    def test_never_less_than_nothing(self):
-        """A rank's own time is exact, and that of a core is counted in ticks."""
-        assert taken([Spent(1.0, 1.01, {0: 1.0}, [0])]) == (1, 0.0)
-
-    def test_cores_without_counters_say_nothing(self):
-        assert taken([Spent(1.0, 1.0, {0: 1.0}, [0, 1])]) == (2, None)
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([Spent(10.0, own, {0: 9.0, 1: 10.0}, [0, 1]) for own in (4.0, 4.0)], (2, pytest.approx(1.1))),
+        ([Spent(10.0, 9.0, {0: 9.0}, [0]), Spent(5.0, 2.0, {1: 5.0}, [1])], (2, pytest.approx(0.6))),  # cores apart
+        ([Spent(1.0, 1.01, {0: 1.0}, [0])], (1, 0.0)),  # a rank's own time is exact, that of a core counted in ticks
+        ([Spent(1.0, 1.0, {0: 1.0}, [0, 1])], (2, None)),  # a core without counters says nothing
+    ],
+)
+def test_taken_is_what_the_ranks_did_not_take_themselves(ranks, expected):
+    assert taken(ranks) == expected
 
 
 class TestBusy:
@@ -103,11 +97,9 @@ class TestWatch:
         found = self.watched(stat, "cpu0 5 0 0 7\ncpu1 0 0 0 0\n", f"cpu0 {5 + ten} 0 0 7\ncpu1 0 0 {ten // 2} {ten}\n")
         assert found == OtherLoad("n1", 2, pytest.approx(1.5), [], False)
 
-    def test_counters_that_stand_still_say_nothing(self, stat):
-        assert self.watched(stat, "cpu0 0 0 0 0\ncpu1 0 0 0 0\n", None).taken is None
-
-    def test_a_system_without_them(self, stat):
-        assert self.watched(stat, None, None).taken is None
+    @pytest.mark.parametrize("counters", ["cpu0 0 0 0 0\ncpu1 0 0 0 0\n", None], ids=["stand still", "none"])
+    def test_without_counters_that_move_nothing_is_said(self, stat, counters):
+        assert self.watched(stat, counters, None).taken is None
 
 
 def test_a_gpu_with_more_processes_than_ranks_is_shared():

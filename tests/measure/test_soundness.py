@@ -13,32 +13,25 @@ GPU = {
 }  # fmt: skip
 
 
-def slow(rates, tolerance=0.05, peers=None):
-    return soundness.slow(rates, peers or dict.fromkeys(rates, "all"), tolerance)
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({0: 100.0, 1: 100.0, 2: 94.0, 3: 100.0}, {2: 0.94}),  # below the median of the others
+        ({0: 100.0, 1: 96.0, 2: 95.0, 3: 100.0}, {}),  # within the tolerance
+        ({0: 100.0, 1: 90.0}, {1: 0.9}),
+        ({0: 100.0, 1: 100.0, 2: 300.0}, {}),  # faster than all is no fault
+        ({0: 1.0}, {}),  # one alone has no peers
+    ],
+)
+def test_slow_is_what_is_below_the_median_of_its_peers(rates, expected):
+    assert soundness.slow(rates, dict.fromkeys(rates, "all"), 0.05) == pytest.approx(expected)
 
 
-class TestSlow:
-    def test_below_the_median_of_the_others(self):
-        assert slow({0: 100.0, 1: 100.0, 2: 94.0, 3: 100.0}) == {2: pytest.approx(0.94)}
-
-    def test_within_the_tolerance(self):
-        assert slow({0: 100.0, 1: 96.0, 2: 95.0, 3: 100.0}) == {}
-
-    def test_of_two_the_slower(self):
-        assert slow({0: 100.0, 1: 90.0}) == {1: pytest.approx(0.9)}
-
-    def test_faster_than_all_is_no_fault(self):
-        assert slow({0: 100.0, 1: 100.0, 2: 300.0}) == {}
-
-    def test_one_alone_has_no_peers(self):
-        assert slow({0: 1.0}) == {}
-
-    def test_only_peers_count(self):
-        rates = {"a": 900.0, "b": 890.0, "c": 20.0, "d": 10.0}
-        assert slow(rates, peers={"a": "near", "b": "near", "c": "far", "d": "far"}) == {"d": pytest.approx(0.5)}
-
-    def test_the_tolerance_is_the_callers(self):
-        assert slow({0: 100.0, 1: 90.0}, tolerance=0.2) == {}
+def test_only_peers_count_and_the_tolerance_is_the_callers():
+    rates = {"a": 900.0, "b": 890.0, "c": 20.0, "d": 10.0}
+    peers = {"a": "near", "b": "near", "c": "far", "d": "far"}
+    assert soundness.slow(rates, peers, 0.05) == {"d": pytest.approx(0.5)}
+    assert soundness.slow(rates, peers, 0.6) == {}
 
 
 def test_the_best_of_all_attempts_counts():
@@ -61,20 +54,12 @@ def test_what_other_load_may_have_slowed_is_marked():
     assert [found.beside_load for found in soundness.slow_links(slow_links, 5, {4})] == [False, True, True]
 
 
-class TestVerdict:
-    SLOW, ERROR = soundness.Finding("slow rank", [1], "slow", beside_load=True), soundness.Finding("versions", [1], "")
-
-    def test_nothing_found(self):
-        assert soundness.verdict([]) == "sound"
-
-    def test_nothing_but_what_other_load_may_have_caused(self):
-        assert soundness.verdict([self.SLOW, self.SLOW]) == "busy"
-
-    def test_anything_else_stays_unsound_whatever_the_load(self):
-        assert soundness.verdict([self.SLOW, self.ERROR]) == "unsound"
-
-    def test_a_gpu_that_others_use_is_busy(self):
-        assert soundness.verdict([*soundness.gpu_troubles(0, {**GPU, "processes": 2}, 1, [0])]) == "busy"
+def test_the_verdict():
+    """Busy is what other load may have caused, and nothing else."""
+    slow = soundness.Finding("slow rank", [1], "slow", beside_load=True)
+    shared = [*soundness.gpu_troubles(0, {**GPU, "processes": 2}, 1, [0])]
+    found = ([], [slow, slow], [slow, soundness.Finding("versions", [1], "")], shared)
+    assert [soundness.verdict(one) for one in found] == ["sound", "busy", "unsound", "busy"]
 
 
 def test_versions_that_differ_are_named_with_their_ranks():
@@ -91,28 +76,24 @@ def test_a_version_that_only_some_have_differs():
     assert found.text == "nccl differs: 2.27 on rank 0, None on rank 1"
 
 
-class TestGpu:
-    def found(self, users=1, cores=(2, 3), **changes):
-        return [(finding.kind, finding.text) for finding in soundness.gpu_troubles(4, {**GPU, **changes}, users, cores)]
-
-    def test_a_sound_one_at_its_power_cap(self):
-        assert self.found() == []
-
-    def test_one_that_is_too_hot(self):
-        text = "the GPU of rank 4 is slowed down: too hot (hardware), at 60 °C"
-        assert self.found(clock_reasons=["power cap", "too hot (hardware)"]) == [("throttled", text)]
-
-    def test_one_that_others_use(self):
-        assert self.found(processes=3) == [("busy", "the GPU of rank 4 is used by 2 other processes")]
-        assert self.found(processes=2, users=2) == []
-
-    def test_one_with_a_lower_power_limit(self):
-        text = "the GPU of rank 4 may draw 500 W, and 700 W by default"
-        assert self.found(power_limit_watts=500.0) == [("power limit", text)]
-
-    def test_one_that_is_far_from_its_ranks_cores(self):
-        text = "rank 4 may run on none of the cores that are near its GPU"
-        assert self.found(cores=(8, 9)) == [("far cores", text)]
-
-    def test_one_that_tells_nothing(self):
-        assert self.found(**dict.fromkeys(GPU)) == []
+@pytest.mark.parametrize(
+    ("changes", "users", "cores", "kind", "text"),
+    [
+        (
+            {"clock_reasons": ["power cap", "too hot (hardware)"]}, 1, (2, 3), "throttled",
+            "the GPU of rank 4 is slowed down: too hot (hardware), at 60 °C",
+        ),
+        ({"processes": 3}, 1, (2, 3), "busy", "the GPU of rank 4 is used by 2 other processes"),
+        (
+            {"power_limit_watts": 500.0}, 1, (2, 3), "power limit",
+            "the GPU of rank 4 may draw 500 W, and 700 W by default",
+        ),
+        ({}, 1, (8, 9), "far cores", "rank 4 may run on none of the cores that are near its GPU"),
+        ({}, 1, (2, 3), None, None),  # at its power cap
+        ({"processes": 2}, 2, (2, 3), None, None),
+        (dict.fromkeys(GPU), 1, (2, 3), None, None),
+    ],
+)  # fmt: skip
+def test_troubles_of_a_gpu(changes, users, cores, kind, text):
+    found = [(finding.kind, finding.text) for finding in soundness.gpu_troubles(4, {**GPU, **changes}, users, cores)]
+    assert found == ([(kind, text)] if kind else [])

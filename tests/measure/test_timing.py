@@ -16,12 +16,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("asked", "sizes"),
-    [
-        ((8, 64, 2), [8, 16, 32, 64]),
-        ((8, 100, 4), [8, 32, 100]),
-        ((8, 8, 2), [8]),
-        ((1, 1000, 1000), [1, 1000]),
-    ],
+    [((8, 64, 2), [8, 16, 32, 64]), ((8, 100, 4), [8, 32, 100]), ((8, 8, 2), [8]), ((1, 1000, 1000), [1, 1000])],
 )
 def test_sizes_end_with_the_largest(asked, sizes):
     assert timing.sizes(*asked) == sizes

@@ -56,8 +56,8 @@ def started(folder: Path) -> list[tuple[str, str]]:
     return [(Path(line.split()[0]).name, line.partition("repeat.block=")[2].split()[0]) for line in lines]
 
 
-def test_blocks_are_abba(tmp_path, stubs):
-    alternating.run(stubs(), ["parallel=ddp"], repeat(4), tmp_path / "out")
+def test_blocks_are_abba_and_a_run_that_fails_is_a_result(tmp_path, stubs):
+    alternating.run(stubs(status=1), ["parallel=ddp"], repeat(4), tmp_path / "out")
     seen = started(tmp_path)
     assert [block for _, block in seen] == ["0", "0", "1", "1", "2", "2", "3", "3"]
     for block in (0, 4):
@@ -73,6 +73,11 @@ def test_each_is_a_sweep_of_one_block_that_others_are_paired_with(tmp_path, stub
     own = "repeat.block=1 repeat.series='my out'"
     place = f"hydra.sweep.dir='{tmp_path / 'my out' / side / '1'}'"
     assert line.endswith(f" -m ptdbench train -m parallel=ddp,fsdp seed=1 {own} {place}")
+
+
+def test_with_auto_each_is_one_block_of_so_many_at_most(tmp_path, stubs):
+    alternating.run(stubs(), [], replace(repeat("auto"), max=3), tmp_path / "out")
+    assert " repeat.block=0 repeat.series='out' repeat.runs=auto repeat.max=3 " in (tmp_path / "log").read_text()
 
 
 class TestAuto:
@@ -102,8 +107,9 @@ class TestAuto:
 
         return it
 
-    def test_a_difference_is_seen_at_the_first_look(self, carried_out, capsys):
-        assert len(carried_out(1.05)) == 2 * 4
+    @pytest.mark.parametrize("faster", [1.05, 1.0], ids=["different", "tied"])
+    def test_what_is_settled_is_seen_at_the_first_look(self, carried_out, capsys, faster):
+        assert len(carried_out(faster)) == 2 * 4
         assert capsys.readouterr().err.splitlines()[-1] == "4 blocks of at most 12: settled"
 
     def test_a_run_that_fails_settles_nothing(self, carried_out, capsys):
@@ -111,24 +117,11 @@ class TestAuto:
         said = capsys.readouterr().err.splitlines()
         assert "3 blocks of at most 8: not settled between before and after of ddp" in said
 
-    def test_both_are_tied(self, carried_out):
-        assert len(carried_out(1.0)) == 2 * 4
-
     def test_what_is_neither_goes_on_to_the_most_and_is_named_once_at_each_look(self, carried_out, capsys):
         assert carried_out(1.0, tied_within=0.0)[-1][1] == 11
         said = [line for line in capsys.readouterr().err.splitlines() if "settled" in line]
         open_pair = "not settled between before and after of ddp"
         assert said == [f"4 blocks of at most 12: {open_pair}", f"7 blocks of at most 12: {open_pair}"]
-
-
-def test_with_auto_each_is_one_block_of_so_many_at_most(tmp_path, stubs):
-    alternating.run(stubs(), [], replace(repeat("auto"), max=3), tmp_path / "out")
-    assert " repeat.block=0 repeat.series='out' repeat.runs=auto repeat.max=3 " in (tmp_path / "log").read_text()
-
-
-def test_a_run_that_fails_is_a_result_and_a_refused_one_is_not(tmp_path, stubs):
-    alternating.run(stubs(status=1), [], repeat(2), tmp_path / "out")
-    assert len(started(tmp_path)) == 4
 
 
 @pytest.mark.parametrize(
@@ -240,19 +233,16 @@ class TestCheckouts:
         assert len(self.git(repository, "worktree", "list").splitlines()) == 2
         assert (tmp_path / f"ptdbench-checkout-{socket.gethostname()}-{os.getpid()}-abc_d" / "after" / "code").is_dir()
 
-    def test_each_commit_is_there_and_goes_again(self, repository):
-        with alternating.checkouts(["one", "two"], []) as sides:
+    def test_each_commit_is_there_beside_changes_and_goes_again_whatever_happens(self, repository):
+        path = repository / "code" / "mine.py"
+        path.write_text("three")
+        with pytest.raises(local.Stopped), alternating.checkouts(["one", "two"], []) as sides:  # noqa: PT012
             assert [side.name for side in sides] == ["before", "after"]
             assert [(side.directory / "mine.py").read_text() for side in sides] == ["one", "two"]
             assert {side.python for side in sides} == {sys.executable}
-        assert not sides[0].directory.exists()
+            raise local.Stopped(signal.SIGTERM)
+        assert not sides[0].directory.parents[1].exists()
         assert len(self.git(repository, "worktree", "list").splitlines()) == 1
-
-    def test_changes_that_are_not_committed_stay_as_they_are(self, repository):
-        path = repository / "code" / "mine.py"
-        path.write_text("three")
-        with alternating.checkouts(["one", "one"], []) as sides:
-            assert (sides[1].directory / "mine.py").read_text() == "one"
         assert path.read_text() == "three"
 
     def test_what_is_no_commit(self, repository):
@@ -268,12 +258,6 @@ class TestCheckouts:
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
         with pytest.raises(ConfigError, match="not a git repository"), alternating.checkouts(["one", "two"], []):
             pass
-
-    def test_a_signal_leaves_no_checkout(self, repository):
-        with pytest.raises(local.Stopped), alternating.checkouts(["one", "two"], []) as sides:
-            raise local.Stopped(signal.SIGTERM)
-        assert not sides[0].directory.parents[1].exists()
-        assert len(self.git(repository, "worktree", "list").splitlines()) == 1
 
     def test_without_git(self, tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -292,9 +276,7 @@ class TestCheckouts:
                 assert entries[0] == str(side.directory)
                 assert not any(Path(one).is_relative_to(repository) for one in entries)
 
-    @pytest.mark.parametrize(
-        "value", ["mine.Mine", "torch.nn.Linear,editable.Mine", "choice(editable.Mine,editable.B)"]
-    )
+    @pytest.mark.parametrize("value", ["mine.Mine", "torch.nn.Linear,editable.Mine", "choice(editable.A,editable.B)"])
     def test_a_class_that_both_would_import_from_the_working_tree(self, repository, monkeypatch, tmp_path, value):
         """As an editable install of it does: its path comes after PYTHONPATH, and a commit may lack it."""
         (repository / "lib").mkdir()

@@ -128,10 +128,6 @@ def test_any_value_as_a_whole(value):
         (WHOLE | {"nodes": "none"}, "Expected `array | null`, got `str` - at `$.nodes`"),
         (WHOLE | {"nodes": ["n1", 2]}, "Expected `str`, got `int` - at `$.nodes[1]`"),
         (WHOLE | {"metrics": {"mfu": True}}, "Expected `float | null`, got `bool` - at `$.metrics.mfu`"),
-        (
-            WHOLE | {"metrics": {"startup_seconds": {"import": None}}},
-            "Expected `float`, got `null` - at `$.metrics.startup_seconds[...]`",
-        ),
         (WHOLE | {"error": {"rank": 0}}, "Object missing required field `type` - at `$.error`"),
         (WHOLE | {"world_size": 10**30}, "Expected `int` <= 9223372036854775807 - at `$.world_size`"),
         (WHOLE | {"final_loss": float("nan")}, "NaN is not JSON"),
@@ -141,18 +137,17 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, text, wrong):
     (tmp_path / store.RECORD).write_bytes(text if isinstance(text, bytes) else json.dumps(text).encode())
     with pytest.raises(store.Damaged) as caught:
         store.load_record(tmp_path)
-    assert str(caught.value).startswith(f"{tmp_path / store.RECORD} is damaged: ")
-    assert wrong in str(caught.value)
-    assert "\n" not in str(caught.value)
+    said = str(caught.value)
+    assert (said.startswith(f"{tmp_path / store.RECORD} is damaged: "), wrong in said, "\n" in said) == (
+        True,
+        True,
+        False,
+    )
 
 
 def test_a_record_as_it_is_written_is_not_damaged():
-    msgspec.convert(WHOLE, schema.Record)
+    """Nor its figures, of enough steps that each is known."""
     msgspec.convert(WHOLE | {"something": "of a later version"}, schema.Record)
-
-
-def test_the_figures_of_a_run_are_not_damaged():
-    """Of enough steps that each figure is known."""
     measured = replace(MEASURED, step_seconds=[0.5 + step % 7 for step in range(60)])
     figures = metrics(measured)[1]
     assert figures["step_seconds"]["ci95"]

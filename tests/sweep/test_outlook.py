@@ -45,20 +45,14 @@ def test_a_search_does_not_know_how_many_there_will_be(asked, tmp_path):
 def test_runs_to_come_take_the_mean_of_those_that_ended_well(three):
     outlook = Outlook(three)
     outlook.expect([0, 1, 2])
+    outlook.ended(0, 90.0, {"status": "oom"})
+    assert outlook.heading(0).later_seconds is None
     outlook.ended(0, 20.0, {"status": "ok"})
     assert outlook.heading(1).later_seconds == 20.0
     assert outlook.heading(0).later_seconds == 40.0
     outlook.ended(1, 30.0, {"status": "ok"})
     assert outlook.heading(0).later_seconds == 50.0
     assert outlook.heading(2).later_seconds is None
-
-
-def test_before_a_run_ends_well_nothing_is_said(three):
-    outlook = Outlook(three)
-    outlook.expect([0, 1, 2])
-    assert outlook.heading(0).later_seconds is None
-    outlook.ended(0, 20.0, {"status": "oom"})
-    assert outlook.heading(1).later_seconds is None
 
 
 def test_only_runs_that_will_be_carried_out_count(asked, tmp_path):

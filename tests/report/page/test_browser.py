@@ -25,19 +25,26 @@ RESET = """() => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def written(sweep):
+def made(directory):
+    """The report of the runs in a directory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["ptdbench", "report", str(sweep)])
+        patch.setattr(sys, "argv", ["ptdbench", "report", str(directory)])
         assert command.main() == 0
-    return sweep / "report.html"
+    return directory / "report.html"
 
 
 @pytest.fixture(scope="module")
-def opened(written, browser):
+def opened(sweep, browser):
     """The report of the sweep, and what it complains of."""
     with watched(browser) as (open_it, complaints):
-        yield open_it(written), complaints
+        yield open_it(made(sweep)), complaints
+
+
+def downloaded(page, button):
+    """The file that a button gives."""
+    with page.expect_download() as download:
+        page.click(button)
+    return download.value
 
 
 @pytest.fixture
@@ -94,10 +101,8 @@ class TestFigures:
         for place, phase in enumerate(PHASES.values()):
             found = [trace for trace in traces(report, "phases") if trace["name"] == phase]
             name = list(PHASES)[place]
-            expected = [
-                1e3 * sum(runs[f"0_gpt_tiny_{parallel}"]["phases"]["ranks"][name]) / 2
-                for parallel in ("ddp", "pdp", "fsdp")
-            ]
+            of_ranks = [runs[f"0_gpt_tiny_{one}"]["phases"]["ranks"][name] for one in ("ddp", "pdp", "fsdp")]
+            expected = [1e3 * sum(seconds) / 2 for seconds in of_ranks]
             if name != "other":  # it is what the others leave of the step
                 assert (found[0]["x"] if found else [0.0] * 3) == pytest.approx(expected)
         points = [trace for trace in traces(report, "memory") if trace["name"] in RATES]
@@ -108,8 +113,8 @@ class TestFigures:
         assert losses["pdp 1x2 1f1b"] == [3.0, 2.5, 2.5]
 
     def test_the_table_is_that_of_the_terminal(self, report):
-        first, second, third, last = rows(report)
-        assert [row["#"] for row in (first, second, third, last)] == ["1", "2", "3", "-"]
+        first, second, _, last = found = rows(report)
+        assert [row["#"] for row in found] == ["1", "2", "3", "-"]
         assert (first["configuration"], first["runs"], first["tokens/s"][:5]) == ("ddp", "3", "2,000")
         assert (second["vs best"][:5], last["status"]) == ("0.75x", "failed")
         assert labels(report, 1) == ["ddp"]  # of the other model, which is not compared with these
@@ -177,23 +182,15 @@ class TestControls:
         assert len(labels(report)) == 4
 
     def test_sort(self, report):
+        by_rank = ["ddp", "pdp 1x2 1f1b", "fsdp", "tp"]
         button = report.get_by_role("button", name="memory", exact=True).first
-        button.click()
-        assert labels(report) == ["ddp", "pdp 1x2 1f1b", "fsdp", "tp"]
-        button.click()
-        assert labels(report) == ["fsdp", "ddp", "pdp 1x2 1f1b", "tp"]  # what is not known comes last
-        button.click()
-        assert labels(report) == ["ddp", "pdp 1x2 1f1b", "fsdp", "tp"]
-
-    def test_the_fastest_comes_first_at_the_first_click(self, report):
-        button = report.get_by_role("button", name="tokens/s", exact=True).first
-        shown = []
-        for _ in range(3):
+        for expected in (by_rank, ["fsdp", "ddp", "pdp 1x2 1f1b", "tp"], by_rank):  # what is not known comes last
             button.click()
-            shown.append(
-                (labels(report)[0], report.get_attribute("th[aria-sort]", "aria-sort") if len(shown) < 2 else None)
-            )
-        assert shown == [("ddp", "descending"), ("fsdp", "ascending"), ("ddp", None)]
+            assert labels(report) == expected
+        button = report.get_by_role("button", name="tokens/s", exact=True).first
+        for expected, order in (("ddp", "descending"), ("fsdp", "ascending")):  # the fastest at the first click
+            button.click()
+            assert (labels(report)[0], report.get_attribute("th[aria-sort]", "aria-sort")) == (expected, order)
 
     def test_any_option_is_a_column_that_sorts(self, report):
         report.evaluate("() => (document.querySelector('.columns').open = true)")
@@ -216,11 +213,9 @@ class TestControls:
         report.evaluate("() => (report.options['optimizer.lr'][0] = '0.2')")
         assert found == ["ddp"]
 
-    def test_what_is_typed_filters(self, report):
+    def test_what_is_typed_filters_and_an_error_stays_while_an_earlier_filter_waits(self, report):
         redrawn(report, lambda: report.locator("#filter").press_sequentially("pdp"))
         assert labels(report) == ["pdp 1x2 1f1b"]
-
-    def test_an_error_stays_while_an_earlier_filter_waits(self, report):
         report.fill("#filter", "parallel=ddp")
         report.fill("#filter", "nothing=1")
         report.wait_for_timeout(400)
@@ -245,63 +240,48 @@ class TestControls:
         report.get_by_role("button", name="fsdp", exact=True).first.click()
         assert report.locator("tr.detail").count() == 0
 
-    def test_of_many_rows_some_are_shown_first(self, show, tmp_path, monkeypatch):
+    def test_of_many_rows_some_are_shown_first(self, show, tmp_path):
         for number in range(150):
             config = {"optimizer": {"lr": number / 1000}}
             keep(tmp_path, f"{number}", run(tokens_per_second=1000.0 + number, config=config, workload="train"))
-        monkeypatch.setattr(sys, "argv", ["ptdbench", "report", str(tmp_path)])
-        assert command.main() == 0
-        page = show(tmp_path / "report.html")
+        page = show(made(tmp_path))
         assert len(rows(page)) == 100
         assert "the first 40 of 150 rows in the table's order" in page.inner_text("#throughput")
         page.get_by_role("button", name="show 50 of 50 more rows").click()
         assert len(rows(page)) == 150
 
 
-def test_a_message_without_spaces_makes_no_page_wider(show, tmp_path, monkeypatch):
+def test_a_message_without_spaces_makes_no_page_wider(show, tmp_path):
     keep(tmp_path, "0_gpt_tiny_ddp", run())
     keep(tmp_path, "1_gpt_tiny_tp", failed("tp", "x" * 1000))
     keep(tmp_path, "2_hello", run(model=None, parallel=None, workload="y" * 1000, config={}))
-    monkeypatch.setattr(sys, "argv", ["ptdbench", "report", str(tmp_path)])
-    assert command.main() == 0
-    page = show(tmp_path / "report.html")
+    page = show(made(tmp_path))
     page.get_by_role("button", name="tp", exact=True).first.click()
     assert "x" * 1000 in page.inner_text("tr.detail")
     assert page.evaluate("() => document.documentElement.scrollWidth") <= 1300
 
 
 class TestDownloads:
-    def test_no_cell_is_a_formula(self, show, tmp_path, monkeypatch):
+    def table(self, download):
+        return list(csv.DictReader(io.StringIO(download.path().read_text())))
+
+    def test_the_table_as_csv_has_no_formula(self, show, tmp_path):
         for number, name in enumerate(("=1+1", "-0.5")):
             keep(tmp_path, str(number), run(config={"optimizer": {"extra": name}}))
-        monkeypatch.setattr(sys, "argv", ["ptdbench", "report", str(tmp_path)])
-        assert command.main() == 0
-        page = show(tmp_path / "report.html")
-        with page.expect_download() as download:
-            page.click("[data-model='0'] .below button:has-text('CSV')")
-        found = list(csv.DictReader(io.StringIO(download.value.path().read_text())))
+        found = self.table(downloaded(show(made(tmp_path)), "[data-model='0'] .below button:has-text('CSV')"))
         assert {row["optimizer.extra"] for row in found} == {"'=1+1", "-0.5"}
+        assert all(row["name"].startswith("ddp extra=") for row in found)
 
     def test_data_as_csv(self, report):
-        with report.expect_download() as download:
-            report.click("#throughput button:has-text('CSV')")
-        text = download.value.path().read_text()
-        found = list(csv.DictReader(io.StringIO(text)))
+        download = downloaded(report, "#throughput button:has-text('CSV')")
+        found = self.table(download)
         assert [row["configuration"] for row in found] == ["ddp", "pdp 1x2 1f1b", "fsdp"]
         assert float(found[0]["tokens/s"]) == pytest.approx(stats.gmean(RATES["ddp"]))
-        assert download.value.suggested_filename == "throughput.csv"
-
-    def test_the_table_as_csv(self, report):
-        with report.expect_download() as download:
-            report.click("[data-model='0'] .below button:has-text('CSV')")
-        found = list(csv.DictReader(io.StringIO(download.value.path().read_text())))
-        assert [(row["name"], row["optimizer.lr"]) for row in found][:2] == [("ddp", "0.2"), ("pdp 1x2 1f1b", "0.1")]
+        assert download.suggested_filename == "throughput.csv"
 
     @pytest.mark.parametrize(("form", "begin"), [("SVG", b"<svg"), ("PNG", b"\x89PNG")])
     def test_figures_as_images(self, report, form, begin):
-        with report.expect_download() as download:
-            report.click(f"#phases button:has-text('{form}')")
-        assert download.value.path().read_bytes().startswith(begin)
+        assert downloaded(report, f"#phases button:has-text('{form}')").path().read_bytes().startswith(begin)
 
     def test_the_numbers_of_a_figure_as_a_table(self, report):
         report.click("#losses details summary")
@@ -322,16 +302,14 @@ def test_dark_and_light(report):
     report.emulate_media(media="screen")
 
 
-def test_what_other_workloads_found(show, tmp_path, monkeypatch):
+def test_what_other_workloads_found(show, tmp_path):
     product = {"dtype": "bf16", "shape": "2x4x8", "repetitions": 3, "mean": 1e9, "median": 2e9, "maximum": 3e9}
     copy = {"kind": "within the device", "bytes": 8, "repetitions": 3, "mean": 1e9, "median": 1e9, "maximum": 1e9}
     found = {"ranks": [{"rank": 0, "device": "cpu", "products": [product], "copies": [copy]}]}
     config = {"workload": {"_target_": "nothing.of.the.kind"}}
     record = run(model=None, parallel=None, workload="matmul", matmul=found) | {"config": config}
     keep(tmp_path, "0_matmul", record)
-    monkeypatch.setattr(sys, "argv", ["ptdbench", "report", str(tmp_path)])
-    assert command.main() == 0
-    page = show(tmp_path / "report.html")
+    page = show(made(tmp_path))
     points, roof = traces(page, "other-1-1")
     assert (points["x"], points["y"], points["text"]) == (pytest.approx([128 / 112]), [2.0], ["2x4x8"])
     assert roof["x"] == pytest.approx([0.5, 2.0])  # 1 GB/s, up to 2 GFLOP/s

@@ -64,10 +64,8 @@ def test_a_run_that_failed_has_its_reason_and_no_figure():
 def test_the_best_rows_are_those_that_nothing_is_known_to_beat_if_something_is_beaten():
     steady = [1000.0, 1010.0, 990.0]
     slower = [0.5 * rate * (1 + place / 1000) for place, rate in enumerate(steady)]
-    assert [row["best"] for row in rows(content(runs(*repeated("ddp", steady), *repeated("fsdp", slower))))] == [
-        True,
-        False,
-    ]
+    known = runs(*repeated("ddp", steady), *repeated("fsdp", slower))
+    assert [row["best"] for row in rows(content(known))] == [True, False]
     assert [row["best"] for row in rows(content(runs(run(), run("fsdp"))))] == [False, False]
 
 
@@ -85,16 +83,10 @@ def test_names_in_figures_say_what_has_columns_in_the_table():
 def test_each_environment_once():
     one, other = {"host": "a", "torch": "2.11"}, {"host": "b", "torch": "2.11"}
     found = content(runs(run(environment=one), run("fsdp", environment=other), run("pdp", environment=one), run("tp")))
-    assert found["environments"] == [
-        {"title": "a, torch 2.11", "values": one},
-        {"title": "b, torch 2.11", "values": other},
-    ]
-    assert {row["parallel"]: row["runs"][0]["environment"] for row in rows(found)} == {
-        "ddp": 0,
-        "fsdp": 1,
-        "pdp": 0,
-        "tp": None,
-    }
+    shown = [(environment["title"], environment["values"]) for environment in found["environments"]]
+    assert shown == [("a, torch 2.11", one), ("b, torch 2.11", other)]
+    of_rows = {row["parallel"]: row["runs"][0]["environment"] for row in rows(found)}
+    assert of_rows == {"ddp": 0, "fsdp": 1, "pdp": 0, "tp": None}
 
 
 def test_phases_and_memory_are_those_of_the_record():

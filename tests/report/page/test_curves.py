@@ -44,24 +44,27 @@ def test_of_long_runs_the_extremes_and_the_last_step_stay(trained):
     assert curve["step"] == sorted(set(curve["step"]))
 
 
-def test_the_same_losses(trained):
-    (said,) = trained([3.0, 2.0], [3.0, 2.0])["losses"]
-    assert said == "losses agree with run0 exactly (1 row, 2 steps)"
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([[3.0, 0.0], [3.0, 0.0]], "agree with run0 exactly (1 row, 2 steps)"),
+        ([[3.0, 2.0], [3.0, 2.0], [3.0, 2.0 * (1 + 4e-6)]], "agree with run0 within 4.0e-06 (2 rows, 2 steps)"),
+        ([[3.0, 2.0, 1.0], [3.0, 2.0]], "agree with run0 exactly (1 row, common steps)"),
+        (
+            [[3.0, 2.0], [3.0, 2.2], [3.0, 2.4], [3.0, 2.0]],
+            "differ from run0, relative: run2 0.2, run1 0.1, others within 1e-05 (3 rows, 2 steps)",
+        ),
+    ],
+)
+def test_losses_are_compared_as_far_as_all_came_and_the_farthest_named_first(trained, losses, said):
+    assert trained(*losses)["losses"] == [f"losses {said}"]
 
 
-def test_losses_within_rounding(trained):
-    (said,) = trained([3.0, 2.0], [3.0, 2.0], [3.0, 2.0 * (1 + 4e-6)])["losses"]
-    assert said == "losses agree with run0 within 4.0e-06 (2 rows, 2 steps)"
-
-
-def test_a_loss_of_zero_is_no_difference(trained):
-    (said,) = trained([3.0, 0.0], [3.0, 0.0])["losses"]
-    assert said == "losses agree with run0 exactly (1 row, 2 steps)"
-
-
-def test_other_losses_are_named_the_farthest_first(trained):
-    (said,) = trained([3.0, 2.0], [3.0, 2.2], [3.0, 2.4], [3.0, 2.0])["losses"]
-    assert said == "losses differ from run0, relative: run2 0.2, run1 0.1, others within 1e-05 (3 rows, 2 steps)"
+def test_of_many_rows_the_first_are_drawn_and_all_are_compared(trained):
+    found = trained(*[[1.0]] * 45, [1.5])
+    assert [curve["number"] for curve in found["steps"]] == list(range(found["drawn"]))
+    assert found["drawn"] == 40
+    assert found["losses"] == ["losses differ from run0, relative: run45 0.5, others within 1e-05 (45 rows, 1 step)"]
 
 
 def test_losses_that_are_not_finite_are_named_and_the_others_compared(trained):
@@ -79,22 +82,6 @@ def test_each_training_by_itself_and_a_run_alone_not_at_all(trained):
         "losses agree with run0 exactly (1 row, 1 step)",
         "losses differ from run3, relative: run4 0.1 (1 row, 1 step)",
     ]
-
-
-def test_a_run_that_did_fewer_steps_is_compared_as_far_as_it_came(trained):
-    (said,) = trained([3.0, 2.0, 1.0], [3.0, 2.0])["losses"]
-    assert said == "losses agree with run0 exactly (1 row, common steps)"
-
-
-def test_rows_that_are_not_drawn_are_compared_all_the_same(trained):
-    (said,) = trained(*[[1.0]] * 45, [1.5])["losses"]
-    assert said == "losses differ from run0, relative: run45 0.5, others within 1e-05 (45 rows, 1 step)"
-
-
-def test_of_many_rows_the_first_are_drawn(trained):
-    found = trained(*[[1.0]] * 50)
-    assert [curve["number"] for curve in found["steps"]] == list(range(found["drawn"]))
-    assert found["drawn"] == 40
 
 
 def test_rows_without_their_series_have_no_curves(tmp_path):

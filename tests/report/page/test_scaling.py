@@ -67,18 +67,11 @@ def test_micro_batches_and_nodes_make_curves_of_their_own():
     assert [curve["rows"] for curve in found] == [[0, 1, 2]]
 
 
-def test_of_what_cannot_be_divided_the_faster_row_counts():
+def test_what_has_no_throughput_or_stands_alone_is_no_curve_and_of_the_same_the_faster_counts():
+    assert curves([row(0, 1, None), row(1, 2, 2.0)], {}) == []
+    assert curves([row(0, 1, 1.0), row(1, 2, 2.0)], {"cluster.partition": ["a", "b"]}) == []
     rows = [row(0, 1, 1.0), row(1, 2, 1.5), row(2, 2, 1.8)]
     assert [curve["rows"] for curve in curves(rows, {})] == [[0, 2]]
-
-
-def test_another_part_of_the_cluster_is_another_curve():
-    rows = [row(0, 1, 1.0), row(1, 2, 2.0)]
-    assert curves(rows, {"cluster.partition": ["a", "b"]}) == []
-
-
-def test_what_has_no_throughput_or_stands_alone_is_no_curve():
-    assert curves([row(0, 1, None), row(1, 2, 2.0)], {}) == []
 
 
 def test_the_fastest_curve_comes_first():
