@@ -127,7 +127,7 @@ class Pool:
         return len(sample) >= self._least
 
     def difference(self, one: Sample, other: Sample) -> Difference | None:
-        """Compare two configurations, by their common blocks where they have any.
+        """Compare two configurations, by their common blocks where they have enough.
 
         The variance is that of this pair, and as a prior that of all others: those of quiet configurations are not
         taken for that of a noisy one (P. Games and J. Howell, Journal of Educational Statistics 1, 1976).
@@ -137,7 +137,9 @@ class Pool:
         """
         if not (self.is_enough(one) and self.is_enough(other)):
             return None
-        if common := one.keys() & other.keys():
+        common = one.keys() & other.keys()
+        is_paired = len(common) >= min(LEAST, len(one), len(other))
+        if is_paired:
             apart = _spread([math.log(one[block] / other[block]) for block in common])
             own = Spread(apart.spread.squares / 2, apart.spread.freedom)
             mean, runs, scale = apart.mean, apart.runs, 2 / apart.runs
@@ -150,7 +152,7 @@ class Pool:
             known = self._moderated(_welch(*sides), others, self._earlier.unpaired)
         if not known.freedom:
             return None
-        return Difference(mean, known.deviation * math.sqrt(scale), known.freedom, runs, bool(common))
+        return Difference(mean, known.deviation * math.sqrt(scale), known.freedom, runs, is_paired)
 
     def mean_error(self, sample: Sample) -> tuple[float, float] | None:
         """The standard error of the mean logarithm of a configuration, and its degrees of freedom.

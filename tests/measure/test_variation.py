@@ -75,6 +75,15 @@ def test_blocks_that_one_of_two_lacks_do_not_count():
     assert between(one, other) == pytest.approx(known)
 
 
+def test_two_that_hardly_ever_ran_in_the_same_block_are_compared_by_their_means():
+    """Of five blocks, because others failed: two in common are few, but all where one has no more runs."""
+    random, earlier = RANDOM(7), Noise(Spread(0.01, 8), Spread(0.01, 8))
+    rates = sample(random, 8)
+    one, other = {block: rates[block] for block in range(5)}, {block: rates[block] for block in range(3, 8)}
+    assert not between(one, other).is_paired
+    assert between(one, {block: other[block] for block in (3, 4)}, earlier=earlier).is_paired
+
+
 def test_the_noise_within_blocks_is_the_residual_of_the_two_way_layout():
     table = RANDOM(1).normal(0, 0.1, (4, 5)) + np.linspace(0, 1, 5)
     found = variation.noise([dict(enumerate(np.exp(row).tolist())) for row in table])
