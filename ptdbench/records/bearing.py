@@ -51,7 +51,7 @@ def bearing(on: str) -> tuple[str, ...]:
 def leaves(config: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The options of a configuration with their dotted names; an empty group is one of them."""
     for key, value in config.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
