@@ -4,7 +4,7 @@ The exchange, its order and the merging of partial results are torch's own (Liu 
 torch's ``context_parallel`` applies to DTensors on GPUs. Here they are applied to plain tensors, with the kernels of
 the device, a CPU's too. They are private to torch: :func:`missing` says what this version lacks.
 
-Each rank has two pieces of the positions, one from each end (:class:`ptdbench.parallel.positions.Positions`), so that a
+Each rank has two pieces of the positions, one from each end (:class:`ptdbench.parallel.context.Positions`), so that a
 causal mask leaves all of them the same number of products.
 """
 

@@ -11,7 +11,7 @@ from ptdbench.parallel.dims import Dims
 #: What options bear on besides the work; one that is not here, nor a group of it, bears on the work alone.
 #: ``nothing``: no part of the work. ``start``: where, when and how often a run began. ``layout``: changes no loss.
 #: ``shape``: the ranks, part of what a run is; the ``queue`` is none. ``blocks``: how many repeats there are.
-#: ``degree``, ``ranks``, ``batch``: what differs between runs of one scaling curve.
+#: ``degree``, ``ranks``, ``batch``: what differs between runs of one scaling curve. ``told``: a column says it already.
 _OPTIONS = {
     "resume": ("nothing", "start"),
     "reshape": ("nothing", "start"),
@@ -22,11 +22,14 @@ _OPTIONS = {
     "objective": ("nothing",),
     "logger": ("nothing",),
     "cluster": ("queue", "layout"),
-    **dict.fromkeys(("cluster.nodes", "cluster.ranks_per_node", "cluster.gpus_per_node"), ("shape", "layout", "ranks")),
+    "cluster.nodes": ("shape", "layout", "ranks"),
+    "cluster.ranks_per_node": ("shape", "layout", "ranks", "told"),
+    "cluster.gpus_per_node": ("shape", "layout", "ranks"),
     "cluster.cpus_per_rank": ("shape", "layout"),
-    **dict.fromkeys(("parallel", "activations", "compile", "offload", "profile", "checkpoint"), ("layout",)),
+    "parallel": ("layout", "told"),
+    **dict.fromkeys(("activations", "compile", "offload", "profile", "checkpoint"), ("layout",)),
     **{f"parallel.{degree}": ("layout", "degree") for degree in Dims.rows()},
-    "train.global_batch": ("batch",),
+    "train.global_batch": ("batch", "told"),
     "train.micro_batch": ("batch", "layout"),
 }
 
@@ -51,7 +54,7 @@ def bearing(on: str) -> tuple[str, ...]:
 def leaves(config: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The options of a configuration with their dotted names; an empty group is one of them."""
     for key, value in config.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

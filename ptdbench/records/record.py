@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ptdbench.records import schema, store
-from ptdbench.records.bearing import bears, leaves
+from ptdbench.records.bearing import bearing, bears, leaves
 from ptdbench.records.cause import status_of
 from ptdbench.records.failure import Failure
 from ptdbench.records.files import strict
@@ -165,17 +165,15 @@ def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def work(config: Mapping[str, Any], ignored: Collection[str] = ()) -> str:
     """Sixteen hex digits, equal for two resolved configurations if and only if they describe the same run.
 
+    An emptied group is not told from none, nor a shape that is not given.
+
     Args:
         config: The configuration.
         ignored: Dotted names of options that make no difference, besides those that never do.
     """
-
-    def counts(name: str, value: Any) -> bool:
-        """An emptied group is not told from none, nor a shape that is not given."""
-        unset = value == {} or (value is None and bears(name, "shape"))
-        return not (unset or name in ignored or bears(name, "queue"))
-
-    return fingerprint({name: value for name, value in leaves(config) if counts(name, value)})
+    asked = {name: value for name, value in leaves(config) if not bears(name, "nothing", "queue") and value != {}}
+    unset = {name for name in bearing("shape") if asked.get(name) is None}
+    return _digest({name: value for name, value in asked.items() if name not in unset and name not in ignored})
 
 
 def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -206,6 +204,9 @@ def fingerprint(config: Mapping[str, Any]) -> str:
 
     Options that are no part of the work are ignored, see :mod:`ptdbench.records.bearing`.
     """
-    of_work = strict({name: value for name, value in config.items() if not bears(name, "nothing")}, str)
-    canonical = json.dumps(of_work, sort_keys=True, separators=(",", ":"))
+    return _digest({name: value for name, value in config.items() if not bears(name, "nothing")})
+
+
+def _digest(options: Mapping[str, Any]) -> str:
+    canonical = json.dumps(strict(options, str), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -72,8 +72,8 @@ def slow_all_reduce(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
 
 
 def slow_replicate(original: Callable[..., Any]) -> Callable[..., Any]:
-    def replicated(*arguments: Any) -> Any:
-        part = original(*arguments)
+    def replicated(*arguments: Any, **options: Any) -> Any:
+        part = original(*arguments, **options)
         part.runner.register_comm_hook(None, slow_all_reduce)
         return part
 

@@ -41,9 +41,6 @@ function asNumber(text) {
 
 const textOf = (column, row) => (column.text ? column.text(row) : String(column.of(row)));
 
-// Options that the configuration, the batch and the ranks of a row tell.
-const TOLD = ["parallel", "train.global_batch", "cluster.ranks_per_node"];
-
 /** Columns with a figure, of words that are all alike none, and of a group whose choice differs the choice alone. */
 function usualColumns(model) {
   const differ = (column) => new Set(model.rows.map(column.of)).size > 1;
@@ -55,7 +52,7 @@ function usualColumns(model) {
     if (column.name === "nodes") return model.rows.some((row) => row.nodes > 1);
     if (column.name !== "sweep" && !column.option) return model.rows.some((row) => isKnown(column.of(row)));
     const group = column.name.includes(".") ? column.name.split(".")[0] : null;
-    return differ(column) && !TOLD.includes(column.name) && !chosen.has(group);
+    return differ(column) && !report.told.includes(column.name) && !chosen.has(group);
   });
 }
 

@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from ptdbench.records.alternatives import of_sweeps, throughput
+from ptdbench.records.bearing import bearing
 from ptdbench.records.load import Run
 from ptdbench.records.record import option, retyped
 from ptdbench.report import block, columns, memory, phases, table
@@ -33,9 +34,9 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
 
     Returns:
         ``models``: for each model its title, ``rows``, remarks and curves; ``columns`` of rows; ``options``: the
-        varying ones by their names with a value for each row, as it is typed; ``common``: those that all rows share;
-        ``others``: what other workloads found; ``environments``: each that a run had, by the numbers in ``rows``. Rates
-        are in tokens or samples a second, times in seconds, sizes in bytes.
+        varying ones by their names with a value for each row, as it is typed; ``told``: those that columns say;
+        ``common``: those that all rows share; ``others``: what other workloads found; ``environments``: each that a run
+        had, by the numbers in ``rows``. Rates are in tokens or samples a second, times in seconds, sizes in bytes.
     """
     trained = [run for run in runs if run.get("model")]
     blocks = block.blocks(of_sweeps(trained))
@@ -50,6 +51,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
         "models": models,
         "columns": [column.on_page() for column in columns.COLUMNS],
         "options": differing,
+        "told": bearing("told"),
         "common": {name: texts[0] for name, texts in values.items() if len(set(texts)) == 1},
         "phases": {phase: {"name": name, "color": phases.COLORS[phase]} for phase, name in phases.PHASES.items()},
         "kinds": memory.KINDS,
