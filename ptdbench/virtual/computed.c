@@ -69,25 +69,16 @@ enum shape {
                */
 };
 
+enum variant { PLAIN, EQUAL, EQUAL_CONSTANT, ORDER, ORDER_CONSTANT, ADD_TENSOR, ADD_CONSTANT, AND, OR, GREATEST, LEAST };
+
 struct recipe {
     enum shape shape;
     enum kind kind;
-    enum variant {
-        PLAIN,
-        EQUAL,
-        EQUAL_CONSTANT,
-        ORDER,
-        ORDER_CONSTANT,
-        ADD_TENSOR,
-        ADD_CONSTANT,
-        AND,
-        OR,
-        GREATEST,
-        LEAST
-    } variant;
+    enum variant variant;
     int inputs;
     int type, result; /* NCCL's type that it computes with, and that of its output */
     bool truth;       /* a bool: all but 0 is 1 */
+    int neutral;      /* bytes of the number that a reduction begins with */
     bool elementwise; /* its first argument is the number of elements */
     int bytes;        /* that it reads and writes for each, as far as the name says */
 };
@@ -138,7 +129,7 @@ static void recognise_elementwise(const char *name, struct recipe *r) {
     r->result = UNKNOWN;
     const char *type = recognise_function(name, r);
     r->type = type_named(type);
-    if (r->type == UNKNOWN) return;
+    if (r->type == UNKNOWN || (tensors && atoi(tensors) != r->inputs + 1)) return;
     r->truth = !strncmp(type, "bool", 4);
     if (r->kind == COMPARE)
         r->result = ncclUint8;
@@ -172,7 +163,7 @@ static void recognise_reduction(const char *name, struct recipe *r) {
     }
     if (!of || !pair || !strstr(name, ", unsigned int, ")) return;
     r->type = type_named(scalar), r->result = type_named(of);
-    r->inputs = size_of(type_named(pair)); /* bytes of the neutral element */
+    r->neutral = size_of(type_named(pair));
     if (r->type != UNKNOWN && r->result != UNKNOWN && type_named(pair) != UNKNOWN) r->shape = REDUCING;
 }
 
@@ -194,14 +185,11 @@ const struct recipe *recognise(const char *name) {
 
 /* Bytes that a kernel reads and writes: crude, from its name, number of elements or threads. */
 size_t traffic(const struct recipe *r, void **arguments, dim3 grid, dim3 block) {
-    enum {
-        CHUNK = 65536,
-        BY_THREAD = 16
-    }; /* elements of a block of multi_tensor_apply (MultiTensorApply.cuh); a guess for all others */
+    const size_t chunk = 65536, by_thread = 16; /* elements of a block (MultiTensorApply.cuh); a guess for all others */
     size_t blocks = (size_t)grid.x * grid.y * grid.z;
     if (r && r->elementwise && arguments) return (size_t)*(int *)arguments[0] * r->bytes;
-    if (r && r->bytes) return blocks * CHUNK * r->bytes;
-    return blocks * block.x * block.y * block.z * BY_THREAD;
+    if (r && r->bytes) return blocks * chunk * r->bytes;
+    return blocks * block.x * block.y * block.z * by_thread;
 }
 
 /* ---- where the elements of a kernel's tensors lie ---- */
@@ -361,8 +349,7 @@ static double combine(enum variant variant, double a, double b) {
 }
 
 static void compute_reduction(const struct recipe *r, void **arguments) {
-    size_t neutral = r->inputs,
-           config = 2 * neutral; /* aligned to itself behind the functor, and the configuration to 4 */
+    size_t config = 2 * r->neutral; /* the neutral element is aligned to itself behind the functor, what follows to 4 */
     const char *op = (const char *)arguments[0] + (config + 3) / 4 * 4;
     const struct reduction *x = (const struct reduction *)op;
     size_t pointers = (size_t)(op + sizeof *x - (char *)arguments[0]); /* source and destination follow, aligned to 8 */
