@@ -141,12 +141,14 @@ API cublasStatus_t cublasDgemm_v2(SIZES, const double *alpha, const double *a, i
 API cublasStatus_t cublasSgemmStridedBatched(SIZES, const float *alpha, const float *a, int lda, long long step_a,
                                              const float *b, int ldb, long long step_b, const float *beta, float *c,
                                              int ldc, long long step_c, int count) {
+    product(handle->stream, peak_of(CUDA_R_32F, tf32(handle)), m, n, k, count);
     return CUBLAS_STATUS_SUCCESS;
 }
 
 API cublasStatus_t cublasDgemmStridedBatched(SIZES, const double *alpha, const double *a, int lda, long long step_a,
                                              const double *b, int ldb, long long step_b, const double *beta, double *c,
                                              int ldc, long long step_c, int count) {
+    product(handle->stream, FP64, m, n, k, count);
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -155,6 +157,7 @@ static bool fast(cublasComputeType_t type) { return type == CUBLAS_COMPUTE_32F_F
 API cublasStatus_t cublasGemmEx(SIZES, const void *alpha, const void *a, cudaDataType type_a, int lda, const void *b,
                                 cudaDataType type_b, int ldb, const void *beta, void *c, cudaDataType type_c, int ldc,
                                 cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
+    product(handle->stream, peak_of(type_a, fast(compute) || tf32(handle)), m, n, k, 1);
     return CUBLAS_STATUS_SUCCESS;
 }
 
@@ -163,6 +166,7 @@ API cublasStatus_t cublasGemmStridedBatchedEx(SIZES, const void *alpha, const vo
                                               long long step_b, const void *beta, void *c, cudaDataType type_c, int ldc,
                                               long long step_c, int count, cublasComputeType_t compute,
                                               cublasGemmAlgo_t algorithm) {
+    product(handle->stream, peak_of(type_a, fast(compute) || tf32(handle)), m, n, k, count);
     return CUBLAS_STATUS_SUCCESS;
 }
 
