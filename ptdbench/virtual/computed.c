@@ -119,6 +119,11 @@ static const char *recognise_function(const char *name, struct recipe *r) {
     const char *half = lambda_behind(name, "::float16_copy_kernel_cuda"),
                *bfloat = lambda_behind(name, "::bfloat16_copy_kernel_cuda");
     if (half || bfloat) r->result = half ? ncclFloat16 : ncclBfloat16;
+    const char *from = after(name, "::converting_copy_kernel_cuda<"); /* <from, to>, since torch 2.15 */
+    if (from) {
+        r->result = type_named(after(from, ", "));
+        return from;
+    }
     return half ? half : bfloat ? bfloat : lambda_behind(name, "::direct_copy_kernel_cuda");
 }
 
