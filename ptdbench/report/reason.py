@@ -14,6 +14,9 @@ from ptdbench.records.record import option
 #: Stands in a message before the path of what the run's processes wrote.
 OUTPUT = "; its output is in "
 
+#: What may be behind a failure of a rank that computes nothing.
+_ON_VIRTUAL = "virtual GPUs compute nothing, and what decides by the values of tensors fails there"
+
 #: Characters of a message proper that are shown; the record has all of it.
 _LIMIT = 1000
 
@@ -33,6 +36,8 @@ def reason(record: Mapping[str, Any]) -> str:
     said = OUTPUT.join([f"{record['status']}{where}: {text or 'no reason on record'}", *output])
     if frame := error.get("where"):
         said += f" at {frame}; the whole traceback is in {_below_here(Path(record['directory']) / TRACEBACK)}"
+    if record.get("kind") == "virtual" and record["status"] == "failed" and rank not in (None, -1):
+        said += f"; {_ON_VIRTUAL}"
     remedies = ", ".join(_against_lack_of_memory(record)) if record["status"] == "oom" else ""
     return f"{said}; try {remedies}" if remedies else said
 

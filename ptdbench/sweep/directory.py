@@ -57,4 +57,4 @@ def _begin(composed: Composed, folder: Path, directory: Path) -> None:
     if composed.is_sweep:
         ledger.begin(folder, composed.typed)
         return
-    lease.open_record(folder, record.begin(config.resolve(composed.jobs[0]), directory, {}, composed.typed))
+    lease.open_record(folder, record.begin(config.read(composed.jobs[0]).resolved, directory, {}, composed.typed))

@@ -53,7 +53,8 @@ class Machine:
         Raises:
             ConfigError: There is nothing to build it with, or nothing that it could serve.
         """
-        return library.environment(self.gpu, count, alone=self.ranks is not None, real_time=self.real_time)
+        variables = library.environment(self.gpu, count, alone=self.ranks is not None, real_time=self.real_time)
+        return variables | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}  # not those of real GPUs
 
     def check_ranks(self, size: int) -> None:
         """Refuse ranks that a run of ``size`` does not have; raises ConfigError."""

@@ -24,7 +24,7 @@ def begun(directory: Path, *overrides: str, **fields: object) -> Path:
     """A run whose process was killed as soon as its directory was there."""
     directory.mkdir()
     composed = compose_all([*RUN, *overrides], "cluster=slurm" in overrides)
-    draft = record.begin(config.resolve(composed.jobs[0]), directory, {}, composed.typed)
+    draft = record.begin(config.read(composed.jobs[0]).resolved, directory, {}, composed.typed)
     store.write_record(directory, draft | fields)
     hydra_files.write(hydra_files.of_run(composed.whole[0], None, None), directory)
     return directory

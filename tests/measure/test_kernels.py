@@ -1,5 +1,8 @@
+import json
+
 import pytest
 
+from ptdbench.measure import trace
 from ptdbench.measure.kernels import kind
 
 
@@ -23,3 +26,33 @@ from ptdbench.measure.kernels import kind
 )
 def test_what_a_kernel_is_for(name, expected):
     assert kind(name) == expected
+
+
+def event(name: str, category: str, start: float, duration: float, **facts) -> dict[str, object]:
+    return {"name": name, "cat": category, "ph": "X", "ts": start, "dur": duration, "tid": 1, "args": facts}
+
+
+def test_kernels_count_in_the_step_in_which_the_host_launched_them(tmp_path):
+    """A device that falls behind the host comes to them later."""
+    (tmp_path / "trace.json").write_text(
+        json.dumps(
+            {
+                "traceEvents": [
+                    event("warm-up", "user_annotation", 0, 100),
+                    event("ProfilerStep#5", "user_annotation", 100, 100),
+                    *(event("cudaLaunchKernel", "cuda_runtime", at, 1, correlation=at) for at in (50, 150)),
+                    event("early", "kernel", 120, 5, correlation=50),
+                    event("ncclDevKernel_AllReduce", "kernel", 900, 5, correlation=150),
+                ]
+            }
+        )
+    )
+    assert [one.name for one in trace.launched_in_steps(tmp_path / "trace.json")] == ["ncclDevKernel_AllReduce"]
+
+
+def test_without_kernels_it_says_so(tmp_path):
+    (tmp_path / "trace.json").write_text(
+        json.dumps({"traceEvents": [event("ProfilerStep#5", "user_annotation", 1, 1)]})
+    )
+    with pytest.raises(ValueError, match="holds no kernels"):
+        trace.launched_in_steps(tmp_path / "trace.json")

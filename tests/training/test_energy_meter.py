@@ -99,7 +99,7 @@ class TestOnAGpu:
         config = SimpleNamespace(train=SimpleNamespace(warmup_steps=3))
         training = SimpleNamespace(layout=SimpleNamespace(global_batch=4), data=SimpleNamespace(tokens_per_sample=5))
         of_rank: Any = SimpleNamespace(
-            spec=SimpleNamespace(config=config),
+            spec=SimpleNamespace(config=config, virtual=None),
             world=SimpleNamespace(local_rank=local_rank),
             device=torch.device("cuda", 0),
             training=training,

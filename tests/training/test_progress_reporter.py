@@ -36,7 +36,7 @@ class Rank:
         heading = Heading("toy pdp") if rank == 0 else None
         display = Display(heading, stream=self.err, clock=lambda: wall.now)
         training = SimpleNamespace(data=SimpleNamespace(tokens_per_sample=None), layout=SimpleNamespace(global_batch=4))
-        spec = SimpleNamespace(config=SimpleNamespace(general=SimpleNamespace(compile=False)))
+        spec = SimpleNamespace(config=SimpleNamespace(general=SimpleNamespace(compile=False)), virtual=None)
         world = World(rank, 2, rank, 2, "local")
         job: Any = SimpleNamespace(
             spec=spec, training=training, world=world, store=store, directory=None, display=display

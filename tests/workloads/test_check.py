@@ -200,7 +200,8 @@ def test_it_is_said_at_once_on_rank_0(monkeypatch, capsys):
     for rank, said in ((0, "unsound: rank 1 is slow; torch differs; the run continues\n"), (1, "")):
         job = SimpleNamespace(
             spec=SimpleNamespace(config=SimpleNamespace(general=SimpleNamespace(check=True))),
-            watch=SimpleNamespace(lap=lambda name: None), world=SimpleNamespace(rank=rank), device=torch.device("cpu"),
+            watch=SimpleNamespace(lap=lambda name: None),
+            world=SimpleNamespace(is_first=rank == 0), device=torch.device("cpu"),
         )  # fmt: skip
         assert check.preliminary(job) is UNSOUND
         assert capsys.readouterr().err == said
