@@ -88,6 +88,10 @@ class Cuda:
         monkeypatch.setattr(torch.cuda, "synchronize", refuse)
         monkeypatch.setattr(Tensor, "copy_", copied)
 
+    def pinned(self) -> list[Any]:
+        """What was pinned and released."""
+        return [call for call in self.calls if call[0] in ("pin", "unpin")]
+
 
 class TestOnAGpu:
     def test_the_host_does_not_wait_before_the_copies_are_asked_for(self, monkeypatch):
@@ -110,22 +114,17 @@ class TestOnAGpu:
         stage = Staging()
         stage(some(1.0))
         stage(some(2.0))
-        (pin,) = (call for call in cuda.calls if call[0] == "pin")
         stage.close()
         stage.close()
-        assert [call for call in cuda.calls if call[0] == "unpin"] == [("unpin", pin[1])]
+        pin, unpin = cuda.pinned()
+        assert (pin[0], unpin) == ("pin", ("unpin", pin[1]))
 
-    def test_other_tensors_get_other_memory(self, monkeypatch):
+    def test_other_tensors_get_other_memory_and_none_is_left_pinned_by_a_run_that_failed(self, monkeypatch):
         cuda = Cuda(monkeypatch)
         stage = Staging()
         stage(some())
         stage({"weight": torch.ones(2)})
-        assert [call[0] for call in cuda.calls if call[0] in ("pin", "unpin")] == ["pin", "unpin", "pin"]
-
-    def test_it_is_not_left_pinned_by_a_run_that_failed(self, monkeypatch):
-        cuda = Cuda(monkeypatch)
-        stage = Staging()
-        stage(some())
+        assert [call[0] for call in cuda.pinned()] == ["pin", "unpin", "pin"]
         del stage
         gc.collect()
-        assert [call[0] for call in cuda.calls if call[0] in ("pin", "unpin")] == ["pin", "unpin"]
+        assert [call[0] for call in cuda.pinned()] == ["pin", "unpin"] * 2

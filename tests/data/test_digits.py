@@ -1,3 +1,5 @@
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -5,15 +7,9 @@ from sklearn.datasets import load_digits
 
 from ptdbench.data import arrays
 from ptdbench.data.digits import Digits
-from ptdbench.problems import ConfigError
+from tests.data.made import problem_of, problems_of
 
 EPOCH = 1797 - 360
-
-
-def refusals(**options):
-    with pytest.raises(ConfigError) as caught:
-        Digits(**{"seed": 0} | options)
-    return caught.value.problems
 
 
 def grey(images):
@@ -32,17 +28,16 @@ def test_training_and_held_out_images_are_all_that_scikit_learn_has():
     data = Digits(seed=0, shift=0)
     images, labels = data.samples(0, EPOCH)
     held_images, held_labels = data.held_out.samples(0, 360)
-    original = load_digits()
+    original = known(load_digits().images, load_digits().target)
     assert len(data.held_out) == 360
-    assert known(np.concatenate([grey(images), grey(held_images)]), torch.cat([labels, held_labels])) == known(
-        original.images, original.target
-    )
-
-
-def test_training_images_are_normalized():
-    images, _ = Digits(seed=0, shift=0).samples(0, EPOCH)
+    assert known(np.concatenate([grey(images), grey(held_images)]), torch.cat([labels, held_labels])) == original
     assert abs(images.mean()) < 0.01
     assert abs(images.std() - 1) < 0.01
+    data = Digits(seed=0, held_out=0, shift=0)  # nothing need be held out
+    data.prepare()
+    assert data.held_out is None
+    images, labels = data.samples(0, 1797)
+    assert known(grey(images), labels) == original
 
 
 def test_an_image_is_shifted_anew_in_every_epoch_and_never_mirrored():
@@ -58,32 +53,20 @@ def test_an_image_is_shifted_anew_in_every_epoch_and_never_mirrored():
     assert len(np.unique(grey(images), axis=0)) > EPOCH * 2
 
 
-def test_what_is_held_out_is_the_same_for_every_seed_and_has_its_share_of_each_digit():
-    images, labels = Digits(seed=0).held_out.samples(0, 360)
-    others, other_labels = Digits(seed=1).held_out.samples(0, 360)
-    assert torch.equal(images, others)
-    assert torch.equal(labels, other_labels)
+def test_what_is_held_out_has_its_share_of_each_digit():
     wanted = torch.from_numpy(np.bincount(load_digits().target)) * 360 / 1797
+    labels = Digits(seed=0).held_out.samples(0, 360)[1]
     assert (torch.bincount(labels) - wanted).abs().max() < 1
-    assert not torch.equal(Digits(seed=0).samples(0, 9)[0], Digits(seed=1).samples(0, 9)[0])
+    for least_or_most in (10, 1787):
+        held_out = Digits(seed=0, held_out=least_or_most).held_out
+        assert len(held_out) == least_or_most
+        assert len(held_out.samples(0, least_or_most)[1].unique()) == 10
 
 
-def test_nothing_need_be_held_out():
-    data = Digits(seed=0, held_out=0, shift=0)
-    data.prepare()
-    assert data.held_out is None
-    images, labels = data.samples(0, 1797)
-    assert known(grey(images), labels) == known(load_digits().images, load_digits().target)
-
-
-def test_the_identity_is_that_of_all_images_and_of_the_division():
-    assert Digits(seed=0).identity == Digits(seed=5, shift=0).identity
-    found = {Digits(seed=0, held_out=held_out).identity for held_out in (0, 10, 360)}
-    assert len(found) == 3
-
-
-def test_the_identity_changes_with_a_pixel_or_a_label(monkeypatch):
+def test_the_identity_is_that_of_all_images_and_of_the_division(monkeypatch):
     before = Digits(seed=0).identity
+    assert before == Digits(seed=5, shift=0).identity
+    assert len({before} | {Digits(seed=0, held_out=held_out).identity for held_out in (0, 10, 360)}) == 3
     pixel, label = load_digits(), load_digits()
     pixel.images[5, 3, 3] += 1
     label.target[[5, 6]] = label.target[[6, 5]]  # so that the division stays
@@ -93,48 +76,28 @@ def test_the_identity_changes_with_a_pixel_or_a_label(monkeypatch):
 
 
 def test_all_bad_options_are_reported_at_once():
-    problems = refusals(seed=-1, shift=-1, held_out=-1, classes=1000, image_size=224)
+    problems = problems_of(Digits, seed=-1, shift=-1, held_out=-1, classes=1000, image_size=224)
     assert [p.option for p in problems] == ["seed", "shift", "held_out", "classes", "image_size"]
+    assert [str(problem) for problem in problems[-2:]] == [
+        f"{option}={value}: the model's must be that of these images, {own}; try model.{option}={own}"
+        for option, value, own in (("classes", 1000, 10), ("image_size", 224, 8))
+    ]
 
 
 @pytest.mark.parametrize("held_out", [1, 9, 1788, 1797, 0.2, True])
 def test_every_digit_is_in_both_parts(held_out):
-    (problem,) = refusals(held_out=held_out)
-    assert "10 to 1787 of the 1797" in str(problem)
-
-
-@pytest.mark.parametrize("held_out", [10, 1787])
-def test_the_least_and_the_most_will_do(held_out):
-    data = Digits(seed=0, held_out=held_out)
-    assert len(data.held_out) == held_out
-    assert data.samples(0, 10)[1].unique().numel() <= 10
-    assert sorted(data.held_out.samples(0, held_out)[1].unique().tolist()) == list(range(10))
-
-
-@pytest.mark.parametrize(("option", "value", "own"), [("classes", 1000, 10), ("image_size", 224, 8)])
-def test_the_model_must_be_made_for_them(option, value, own):
-    (problem,) = refusals(**{option: value})
-    assert str(problem) == (
-        f"{option}={value}: the model's must be that of these images, {own}; try model.{option}={own}"
-    )
+    assert "10 to 1787 of the 1797" in str(problem_of(Digits, seed=0, held_out=held_out))
 
 
 def test_the_images_are_read_once(monkeypatch):
-    count = 0
-
-    def counting(real=load_digits):
-        nonlocal count
-        count += 1
-        return real()
-
-    monkeypatch.setattr("sklearn.datasets.load_digits", counting)
-    data = Digits(seed=0)
-    data.example()
-    assert count == 0, "a constructor is light"
-    for start in range(0, 64, 8):
-        data.samples(start, start + 8)
-    _ = data.held_out, data.identity
-    assert count == 1
+    with mock.patch("sklearn.datasets.load_digits", wraps=load_digits) as read:
+        data = Digits(seed=0)
+        data.example()
+        assert read.call_count == 0, "a constructor is light"
+        for start in range(0, 64, 8):
+            data.samples(start, start + 8)
+        _ = data.held_out, data.identity
+        assert read.call_count == 1
 
 
 def test_the_base_class_has_no_images():

@@ -9,7 +9,7 @@ from torchvision.transforms import v2
 
 from ptdbench.data import image_folder
 from ptdbench.data.image_folder import ImageFolder
-from ptdbench.problems import ConfigError
+from tests.data.made import problem_of, problems_of
 
 COLOURS = {"cat": (200, 30, 30), "dog": (30, 200, 30), "eel": (30, 30, 200)}
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
@@ -37,20 +37,19 @@ def root(collection, tmp_path):
 
 
 def images(root, **options):
-    return ImageFolder(**{"root": str(root), "classes": 3, "image_size": 32, "seed": 5} | options)
+    return ImageFolder(**{"root": root and str(root), "classes": 3, "image_size": 32, "seed": 5} | options)
 
 
-def refusals(**options):
-    with pytest.raises(ConfigError) as caught:
-        ImageFolder(**{"classes": 3, "image_size": 32, "seed": 5} | options)
-    return caught.value.problems
+def refused(root, **options):
+    """The problem of an option, or of the images when they are listed."""
+    return problem_of(lambda: images(root, **options).prepare())
 
 
-def refused_at_prepare(data):
-    with pytest.raises(ConfigError) as caught:
-        data.prepare()
-    (problem,) = caught.value.problems
-    return problem
+def transformed(paths, *transforms):
+    """What torchvision makes of files."""
+    form = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN.flatten(), STD.flatten())]
+    transform = v2.Compose([*transforms, *form])
+    return torch.stack([torch.as_tensor(transform(Image.open(path))) for path in paths])
 
 
 def shares(batch):
@@ -65,21 +64,15 @@ class TestSamples:
         assert torch.bincount(labels).tolist() == [6, 6, 6]
         assert torch.equal(shares(batch), labels)
 
-    def test_leave_the_random_numbers_of_others_alone(self, collection):
-        data = images(collection)
-        torch.manual_seed(1)
-        undisturbed = torch.rand(3)
-        torch.manual_seed(1)
-        data.samples(0, 4)
-        assert torch.equal(torch.rand(3), undisturbed)
-
-    def test_never_seed_a_gpu(self, collection, monkeypatch):
+    def test_leave_the_random_numbers_of_others_alone(self, collection, monkeypatch):
         def refuse(*_):
             raise AssertionError("would change what dropout draws in this rank")
 
+        before = torch.get_rng_state()
         monkeypatch.setattr(torch.cuda, "manual_seed_all", refuse)
         monkeypatch.setattr(torch, "manual_seed", refuse)
         images(collection).samples(0, 2)
+        assert torch.equal(torch.get_rng_state(), before)
 
     def test_are_cut_out_anew_in_every_epoch_and_for_every_seed(self, root):
         for name in ("cat", "dog"):
@@ -102,21 +95,12 @@ class TestSamples:
 
     def test_are_what_torchvisions_transforms_make_of_the_file(self, collection):
         data = images(collection)
-        batch, _ = data.samples(7, 8)
         (index,) = data._epochs.indices(7, 8)
         path = sorted((collection / "train").glob("*/*.png"))[index]
         (chance,) = image_folder.draws(5, 7, 8).tolist()
         torch.manual_seed(chance)
-        transform = v2.Compose(
-            [
-                v2.RandomResizedCrop(32),
-                v2.RandomHorizontalFlip(),
-                v2.ToImage(),
-                v2.ToDtype(torch.float32, scale=True),
-                v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-            ]
-        )
-        torch.testing.assert_close(batch[0], torch.as_tensor(transform(Image.open(path))), rtol=0, atol=1e-5)
+        wanted = transformed([path], v2.RandomResizedCrop(32), v2.RandomHorizontalFlip())
+        torch.testing.assert_close(data.samples(7, 8)[0], wanted, rtol=0, atol=1e-5)
 
     def test_come_from_files_of_any_kind_and_depth(self, root):
         folder = root / "train" / "cat" / "more" / "and more"
@@ -128,22 +112,19 @@ class TestSamples:
         _, labels = images(root).samples(0, 21)
         assert torch.bincount(labels).tolist() == [9, 6, 6]
 
-    @pytest.mark.parametrize("content", [b"", b"no image", "truncated"])
+    @pytest.mark.parametrize("content", [b"", b"no image", "truncated", None])
     def test_an_image_that_cannot_be_decoded_is_named(self, root, content):
         file = root / "train" / "dog" / "3.png"
-        if content == "truncated":
-            os.truncate(file, file.stat().st_size // 2)
-        else:
-            file.write_bytes(content)
-        with pytest.raises(ValueError, match=r"train/dog/3\.png cannot be read as an image: \w+"):
-            images(root).samples(0, 18)
-
-    def test_an_image_that_has_vanished_is_named(self, root):
         data = images(root)
         data.prepare()
-        (root / "val" / "eel" / "1.png").unlink()
-        with pytest.raises(ValueError, match=r"val/eel/1\.png cannot be read"):
-            data.held_out.samples(0, 6)
+        if content == "truncated":
+            os.truncate(file, file.stat().st_size // 2)
+        elif content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"train/dog/3\.png cannot be read as an image: .*\w+"):
+            data.samples(0, 18)
 
 
 class TestHeldOut:
@@ -151,57 +132,39 @@ class TestHeldOut:
         held_out = images(collection).held_out
         batch, labels = held_out.samples(0, len(held_out))
         assert labels.tolist() == [0, 0, 1, 1, 2, 2]
-        transform = v2.Compose(
-            [
-                v2.Resize(36),  # 32 * 256 / 224 is 36.6
-                v2.CenterCrop(32),
-                v2.ToImage(),
-                v2.ToDtype(torch.float32, scale=True),
-                v2.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-            ]
-        )
         paths = sorted((collection / "val").glob("*/*.png"))
-        wanted = torch.stack([torch.as_tensor(transform(Image.open(path))) for path in paths])
+        wanted = transformed(paths, v2.Resize(36), v2.CenterCrop(32))  # 32 * 256 / 224 is 36.6
         torch.testing.assert_close(batch, wanted, rtol=0, atol=1e-5)
 
-    def test_is_nothing_without_such_a_folder(self, root):
-        shutil.rmtree(root / "val")
+    def test_may_lie_in_a_folder_of_another_name_and_is_nothing_without_such_a_folder(self, root):
+        (root / "val").rename(root / "test")
+        assert len(images(root, val="test").held_out) == 6
         data = images(root)
         data.prepare()
         assert data.held_out is None
 
-    def test_may_lie_in_a_folder_of_another_name(self, root):
-        (root / "val").rename(root / "test")
-        assert len(images(root, val="test").held_out) == 6
-
 
 class TestOptions:
-    def test_all_bad_ones_are_reported_at_once(self):
-        problems = refusals(root="nowhere", classes=0, image_size=0, seed=-1, workers=-1)
+    def test_all_bad_ones_are_reported_at_once(self, collection):
+        problems = problems_of(images, root="nowhere", classes=0, image_size=0, seed=-1, workers=-1)
         assert [p.option for p in problems] == ["classes", "image_size", "seed", "workers", "root"]
-
-    @pytest.mark.parametrize("workers", ["many", 1.5, True])
-    def test_workers_are_a_number_or_auto(self, collection, workers):
-        (problem,) = refusals(root=str(collection), workers=workers)
-        assert problem.option == "workers"
+        for workers in ("many", 1.5, True):
+            assert problem_of(images, root=collection, workers=workers).option == "workers"
 
     def test_a_root_without_the_folder_is_refused_with_what_would_do(self, tmp_path):
         for root, rule in (
             (None, "must name the folder of the images"),
             (str(tmp_path), "there is no folder train in it"),
         ):
-            (problem,) = refusals(root=root)
+            problem = refused(root)
             assert (problem.option, problem.value) == ("root", root)
             assert rule in problem.rule
             assert problem.remedy == "try data.root=FOLDER with train/CLASS/IMAGE.jpg in it"
 
-    def test_a_constructor_is_light(self, tmp_path):
-        (tmp_path / "train").mkdir()
-        assert images(tmp_path).example()[0].shape == (1, 3, 32, 32)
-
     def test_a_folder_without_classes_is_refused(self, tmp_path):
         (tmp_path / "train").mkdir()
-        problem = refused_at_prepare(images(tmp_path))
+        assert images(tmp_path).example()[0].shape == (1, 3, 32, 32)  # a constructor is light
+        problem = refused(tmp_path)
         assert problem.option == "root"
         assert f"{tmp_path / 'train'}: Couldn't find any class folder" in problem.rule
 
@@ -209,26 +172,21 @@ class TestOptions:
     def test_a_class_without_images_is_refused(self, root, part):
         for file in (root / part / "dog").iterdir():
             file.unlink()
-        problem = refused_at_prepare(images(root))
+        problem = refused(root)
         assert problem.option == "root"
         assert f"{root / part}: Found no valid file for the classes dog" in problem.rule
 
-    @pytest.mark.parametrize("classes", [2, 1000])
-    def test_the_model_must_have_as_many_classes_as_there_are_folders(self, collection, classes):
-        problem = refused_at_prepare(images(collection, classes=classes))
-        assert (problem.option, problem.value) == ("classes", classes)
-        assert f"{collection / 'train'} has 3 folders" in problem.rule
-        assert problem.remedy == "try model.classes=3"
-
-    def test_held_out_classes_must_be_those_that_are_trained(self, root):
+    def test_classes_are_the_folders_of_training_also_of_what_is_held_out(self, root):
+        for classes in (2, 1000):
+            problem = refused(root, classes=classes)
+            assert (problem.option, problem.value, problem.remedy) == ("classes", classes, "try model.classes=3")
+            assert f"{root / 'train'} has 3 folders" in problem.rule
         (root / "val" / "dog").rename(root / "val" / "cod")
-        problem = refused_at_prepare(images(root))
+        problem = refused(root)
         assert problem.option == "root"
         assert "the folders in train and val must be the same: cod is in one of them only" in problem.rule
-
-    def test_held_out_classes_must_not_be_fewer(self, root):
-        shutil.rmtree(root / "val" / "cat")  # 0 would be a dog
-        assert "cat is in one of them only" in refused_at_prepare(images(root)).rule
+        shutil.rmtree(root / "val" / "cod")
+        assert "dog is in one of them only" in refused(root).rule
 
 
 class TestWorkers:
@@ -270,13 +228,12 @@ class TestIdentity:
 
     def test_changes_with_a_name_a_size_or_a_file_in_either_part(self, root):
         seen = {images(root).identity}
-        (root / "train" / "cat" / "0.png").rename(root / "train" / "cat" / "zero.png")
-        seen.add(images(root).identity)
-        with (root / "train" / "dog" / "1.png").open("ab") as file:
-            file.write(b"x")
-        seen.add(images(root).identity)
-        (root / "val" / "eel" / "0.png").unlink()
-        seen.add(images(root).identity)
-        shutil.rmtree(root / "val")
-        seen.add(images(root).identity)
+        for change in (
+            lambda: (root / "train" / "cat" / "0.png").rename(root / "train" / "cat" / "zero.png"),
+            lambda: (root / "train" / "dog" / "1.png").open("ab").write(b"x"),
+            (root / "val" / "eel" / "0.png").unlink,
+            lambda: shutil.rmtree(root / "val"),
+        ):
+            change()
+            seen.add(images(root).identity)
         assert len(seen) == 5

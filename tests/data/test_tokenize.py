@@ -1,5 +1,4 @@
 import io
-import json
 import sys
 
 import numpy as np
@@ -8,8 +7,8 @@ import tokenizers
 
 from ptdbench.data.corpus import Part, files_at
 from ptdbench.data.tokenize import Tokenizer
-from ptdbench.problems import ConfigError
 from tests.data import tiny_tokenizer
+from tests.data.made import problem_of
 
 NUMBERS = {"one": 1, "two": 2, "three": 3}
 RHYME = "Ring-a-ring o' roses,\nA pocket full of pösies,\n\nA-tishoo! A-tishoo!\n  We all fall down.\n" * 5
@@ -34,30 +33,20 @@ def tokens_of(path, documents):
     return np.concatenate([piece.tokens for piece in pieces])
 
 
-def refused(path):
-    with pytest.raises(ConfigError) as caught:
-        Tokenizer(path)
-    (problem,) = caught.value.problems
-    assert problem.option == "tokenizer"
-    return problem
-
-
 @pytest.mark.parametrize("end", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]"])
 def test_words_become_their_numbers_and_every_document_has_an_end(tmp_path, corpus, end):
     path = tiny_tokenizer.words(tmp_path / "t.json", NUMBERS | {end: 9})
     assert tokens_of(path, corpus("two one", "three four")).tolist() == [2, 1, 9, 3, 0, 9]
 
 
-def test_a_tokenizer_without_such_a_token_ends_nothing(tmp_path, corpus):
+def test_a_tokenizer_without_such_a_token_ends_nothing_and_0_is_an_end(tmp_path, corpus):
     path = tiny_tokenizer.words(tmp_path / "t.json", NUMBERS | {"<end>": 9})
+    documents = corpus("two one", "three")
     assert Tokenizer(path).end is None
-    assert tokens_of(path, corpus("two one", "three")).tolist() == [2, 1, 3]
-
-
-def test_an_end_whose_number_is_0_is_an_end(tmp_path, corpus):
+    assert tokens_of(path, documents).tolist() == [2, 1, 3]
     path = tiny_tokenizer.pairs(tmp_path / "t.json", RHYME)
     assert Tokenizer(path).end == 0
-    assert tokens_of(path, corpus("a", "b"))[[1, 3]].tolist() == [0, 0]
+    assert tokens_of(path, documents).tolist().count(0) == 2
 
 
 def test_neither_truncates_nor_pads_nor_adds_though_the_file_asks_for_it(tmp_path, corpus):
@@ -90,13 +79,9 @@ def test_long_documents_arrive_whole_in_whatever_pieces(tmp_path, corpus, monkey
 
 def test_what_fits_a_block_is_tokenized_as_the_library_does_it(tmp_path, corpus):
     path = tiny_tokenizer.pairs(tmp_path / "t.json", RHYME)
-    expected = tokenizers.Tokenizer.from_file(str(path)).encode(RHYME).ids
-    assert tokens_of(path, corpus(RHYME)).tolist() == [*expected, 0]
-
-
-def test_what_is_no_utf8_is_replaced(tmp_path, corpus):
-    path = tiny_tokenizer.words(tmp_path / "t.json", {"\ufffdne": 5, "two": 2})
-    assert tokens_of(path, corpus(b"two \xffne")).tolist() == [2, 5]
+    encode = tokenizers.Tokenizer.from_file(str(path)).encode
+    documents = corpus(RHYME, b"two \xffne")  # what is no UTF-8 is replaced
+    assert tokens_of(path, documents).tolist() == [*encode(RHYME).ids, 0, *encode("two \ufffdne").ids, 0]
 
 
 @pytest.mark.parametrize(("largest", "dtype"), [(65_535, np.uint16), (65_536, np.uint32)])
@@ -110,30 +95,27 @@ def test_size_and_type_follow_the_largest_token_not_how_many_there_are(tmp_path,
 
 
 def test_the_digest_is_that_of_the_file(tmp_path):
-    one = Tokenizer(tiny_tokenizer.words(tmp_path / "1.json", NUMBERS)).digest
-    same = Tokenizer(tiny_tokenizer.words(tmp_path / "2.json", NUMBERS)).digest
-    other = Tokenizer(tiny_tokenizer.words(tmp_path / "3.json", NUMBERS | {"four": 4})).digest
+    files = {"1": NUMBERS, "2": NUMBERS, "3": NUMBERS | {"four": 4}}
+    one, same, other = (Tokenizer(tiny_tokenizer.words(tmp_path / name, words)).digest for name, words in files.items())
     assert one == same != other
 
 
-def test_a_missing_file_is_refused(tmp_path):
-    problem = refused(tmp_path / "gpt2")
+def test_a_missing_file_is_refused_and_for_a_folder_the_file_in_it_is_named(tmp_path):
+    problem = problem_of(Tokenizer, path=tmp_path / "gpt2")
+    assert problem.option == "tokenizer"
     assert "No such file" in problem.rule
     assert "path of a tokenizer.json" in problem.remedy
+    assert problem_of(Tokenizer, path=tmp_path).remedy == ""
+    inside = tiny_tokenizer.words(tmp_path / "tokenizer.json", NUMBERS)
+    problem = problem_of(Tokenizer, path=tmp_path)
+    assert (problem.rule, problem.remedy) == ("is a folder", f"try {inside}")
 
 
-def test_for_a_folder_the_file_in_it_is_named(tmp_path):
-    assert refused(tmp_path).remedy == ""
-    tiny_tokenizer.words(tmp_path / "tokenizer.json", NUMBERS)
-    problem = refused(tmp_path)
-    assert (problem.rule, problem.remedy) == ("is a folder", f"try {tmp_path / 'tokenizer.json'}")
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"no JSON", json.dumps({"model_type": "gpt2"}).encode()])
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"no JSON", b'{"model_type": "gpt2"}'])
 def test_what_is_no_tokenizer_is_refused(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)
-    assert "is not a tokenizer.json" in refused(path).rule
+    assert "is not a tokenizer.json" in problem_of(Tokenizer, path=path).rule
 
 
 class Terminal(io.StringIO):
@@ -148,19 +130,16 @@ class TestTelling:
         documents = corpus("one " * 1000, "two " * 500)  # 6,000 bytes
         return lambda: list(Tokenizer(path).pieces(documents, "numbers"))
 
-    def test_says_nothing_of_a_small_text(self, tokenize, capsys):
+    def test_says_in_two_lines_what_it_does_where_lines_stay_unless_it_is_little(self, tokenize, monkeypatch, capsys):
         tokenize()
         assert capsys.readouterr() == ("", "")
-
-    def test_says_in_two_lines_what_it_does_where_lines_stay(self, tokenize, monkeypatch, capsys):
         monkeypatch.setattr("ptdbench.data.tokenize._WORTH_TELLING", 6000)
         tokenize()
         out, err = capsys.readouterr()
         first, last = err.splitlines()
-        assert first == "tokenizing numbers (0 MB)"
+        assert (out, first) == ("", "tokenizing numbers (0 MB)")
         assert last.startswith("tokenized numbers in ")
         assert "MB/s" in last
-        assert out == ""
 
     def test_says_nothing_of_an_end_that_did_not_come(self, tokenize, monkeypatch, capsys):
         monkeypatch.setattr("ptdbench.data.tokenize._WORTH_TELLING", 0)

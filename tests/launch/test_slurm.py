@@ -154,9 +154,10 @@ class TestHistory:
         assert (tmp_path / "asked").read_text() == "x\n"
 
 
-@pytest.mark.parametrize("state", ["PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"])
-def test_what_may_go_on_is_not_over(state):
-    assert not JobState("1", state, 0, "", "").is_over
+def test_what_has_ended_is_over_and_what_may_go_on_is_not():
+    ended = ["COMPLETED", "TIMEOUT", "NODE_FAIL", "CANCELLED", "PREEMPTED", "OUT_OF_MEMORY"]
+    goes_on = ["PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"]
+    assert [state for state in goes_on + ended if JobState("1", state, 0, "", "").is_over] == ended
 
 
 class TestRealSlurm:

@@ -39,11 +39,8 @@ def test_initial_values_are_those_of_linear_layers():
 
 
 def test_flops_by_hand():
-    assert toy(inputs=6, width=5, outputs=4, layers=3).train_flops() == {
-        "chain.0": 4 * 30,
-        "chain.1": 6 * 25,
-        "chain.2": 6 * 20,
-    }
+    flops = toy(inputs=6, width=5, outputs=4, layers=3).train_flops()
+    assert flops == {"chain.0": 4 * 30, "chain.1": 6 * 25, "chain.2": 6 * 20}
 
 
 def test_all_problems_of_the_options_come_at_once():
