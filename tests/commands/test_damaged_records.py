@@ -15,21 +15,16 @@ import numpy as np
 import pytest
 
 from ptdbench import __main__ as command
+from ptdbench.measure.allocations import KINDS
 from ptdbench.records import series
 from ptdbench.records.store import RECORD, RESULTS
 from tests.report.made import DDP, FSDP, keep
 
 #: A run that has a bit of everything that commands read.
 WHOLE = DDP | {
-    "steps": 3,
-    "nodes": ["n1"],
-    "overrides": ["parallel=ddp"],
-    "started": "2026-01-01T00:00:00+00:00",
+    "steps": 3, "nodes": ["n1"], "overrides": ["parallel=ddp"], "started": "2026-01-01T00:00:00+00:00",
     "memory": {
-        "ranks": {
-            kind: [2**20, 2**21]
-            for kind in ("weights", "gradients", "optimizer", "activations", "communication", "other")
-        },
+        "ranks": {kind: [2**20, 2**21] for kind in KINDS},
         "moments": ["backward", "forward"],
     },
     "hardware": {
@@ -44,16 +39,12 @@ WHOLE = DDP | {
     ],
     "environment": {"host": "n1", "torch": "2.15.0", "devices": [], "settings": {"OMP_NUM_THREADS": "1"}},
     "config": {
-        "model": {"name": "gpt_tiny"},
-        "parallel": {"name": "ddp", "schedule": None},
-        "train": {"steps": 3, "global_batch": 16},
-        "cluster": {"name": "local", "nodes": 1},
-        "profile": {"steps": 5},
-        "activations": {"name": "keep"},
-        "repeat": {"runs": "auto", "max": 20, "block": 0, "series": None},
+        "model": {"name": "gpt_tiny"}, "parallel": {"name": "ddp", "schedule": None},
+        "train": {"steps": 3, "global_batch": 16}, "cluster": {"name": "local", "nodes": 1}, "profile": {"steps": 5},
+        "activations": {"name": "keep"}, "repeat": {"runs": "auto", "max": 20, "block": 0, "series": None},
         "workload": {"name": "train", "_target_": "ptdbench.workloads.train.Train"},
     },
-}
+}  # fmt: skip
 
 VALUES: list[Any] = [
     None, True, "x", "\0", "\ud800\x1b[2J", -1, 0, 3 * 10**9, 10**40, -5.5, 1e308, 5e-324, [], {}, [1], [[None]],

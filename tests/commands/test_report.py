@@ -56,17 +56,11 @@ class TestForms:
         assert float(found[1]["metrics.tokens_per_second"]) == DDP["metrics"]["tokens_per_second"]
         assert found[0]["directory"] == str(sweep / "0_gpt_tiny_fsdp")
 
-    def test_lists_in_a_table_are_json(self, report, tmp_path):
-        keep(tmp_path / "sweep", "0_ddp", run(overrides=["model=toy", "seed='1'"]))
-        assert report(tmp_path / "sweep", "--csv")[0] == 0
-        with (tmp_path / "sweep" / "report.csv").open() as file:
-            (row,) = csv.DictReader(file)
-        assert json.loads(row["overrides"]) == ["model=toy", "seed='1'"]
-
     def test_no_cell_is_a_formula_and_none_has_control_characters(self, report, tmp_path):
         evil = ["=1+1", "+1", "-1+1", "@SUM(A1)", "\x1b[31m", "\t=1"]
         values = {f"v{place}": text for place, text in enumerate(evil)}
-        keep(tmp_path / "sweep", "0_ddp", run(config={**values, "=name": "x", "lr": -0.5}))
+        overrides = ["model=toy", "seed='1'"]
+        keep(tmp_path / "sweep", "0_ddp", run(config={**values, "=name": "x", "lr": -0.5}, overrides=overrides))
         assert report(tmp_path / "sweep", "--csv")[0] == 0
         with (tmp_path / "sweep" / "report.csv").open() as file:
             head, cells = csv.reader(file)
@@ -74,6 +68,7 @@ class TestForms:
             "'=1+1", "'+1", "'-1+1", "'@SUM(A1)", "\\x1b[31m", "'\t=1",
         ]  # fmt: skip
         assert cells[head.index("config.lr")] == "-0.5"
+        assert json.loads(cells[head.index("overrides")]) == overrides  # lists are JSON
 
     def test_a_report_that_cannot_be_written_is_named(self, report, sweep):
         (sweep / "report.html").mkdir()
@@ -87,6 +82,14 @@ class TestForms:
         monkeypatch.setattr(webbrowser, "open", lambda _: False)
         status, _, err = report(sweep, "--open", "--force")
         assert (status, err) == (0, [f"no browser was found to show {sweep / 'report.html'}"])
+
+    def test_one_run_or_results_alone(self, report, sweep, tmp_path):
+        assert report(sweep / "1_gpt_tiny_ddp")[0] == 0
+        assert (sweep / "1_gpt_tiny_ddp" / "report.html").exists()
+        (tmp_path / "mailed").mkdir()
+        (sweep / RESULTS).rename(tmp_path / "mailed" / RESULTS)
+        status, out, _ = report(tmp_path / "mailed" / RESULTS)
+        assert (status, out) == (0, [f"report       {tmp_path / 'mailed' / 'report.html'}"])
 
     def test_several_directories_of_which_none_is_reported_twice(self, report, sweep, tmp_path):
         keep(tmp_path / "more", "0_gpt_tiny_ddp", DDP)
@@ -108,16 +111,6 @@ class TestForms:
         store.point_latest(outputs / "gone")
         assert report("--force")[1] == ["report       outputs/2026-01-02_sweep/report.html"]
 
-    def test_one_run(self, report, sweep):
-        assert report(sweep / "1_gpt_tiny_ddp")[0] == 0
-        assert (sweep / "1_gpt_tiny_ddp" / "report.html").exists()
-
-    def test_results_alone(self, report, sweep, tmp_path):
-        (tmp_path / "mailed").mkdir()
-        (sweep / RESULTS).rename(tmp_path / "mailed" / RESULTS)
-        status, out, _ = report(tmp_path / "mailed" / RESULTS)
-        assert (status, out) == (0, [f"report       {tmp_path / 'mailed' / 'report.html'}"])
-
 
 class TestRefused:
     def test_it_overwrites_nothing_unless_it_is_told_to(self, report, sweep):
@@ -133,11 +126,8 @@ class TestRefused:
 
     def test_another_folder(self, report, sweep, tmp_path):
         missing = tmp_path / "no"
-        assert report(sweep, "--output", missing) == (
-            1,
-            [],
-            [f"--output={missing}: there is no such folder; create it, or give another one"],
-        )
+        told = f"--output={missing}: there is no such folder; create it, or give another one"
+        assert report(sweep, "--output", missing) == (1, [], [told])
         missing.mkdir()
         assert report(sweep, "--output", missing)[0] == 0
         assert (missing / "report.html").exists()
@@ -163,9 +153,7 @@ class TestRefused:
         path = keep(tmp_path / "sweep", "0", run(schema=3, world_size={"another": "form"}))
         status, out, (line,) = report(path)
         assert (status, out) == (1, [])
-        assert line.endswith(
-            "its schema is 3, of a later version of ptdbench than this one, which reads 2; update ptdbench"
-        )
+        assert line.endswith("of a later version of ptdbench than this one, which reads 2; update ptdbench")
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="no permissions: root may write everywhere")
     def test_a_folder_that_cannot_be_written(self, report, sweep):

@@ -40,20 +40,18 @@ def looked(**changes) -> Evaluation:
     return Evaluation(**{**fields, **changes})
 
 
-class TestBetter:
-    def test_by_accuracy_where_there_is_one(self):
-        assert looked(top1=0.9, loss=2.0).better_than(looked(top1=0.8, loss=1.0))
-        assert not looked(top1=0.8, loss=0.5).better_than(looked(top1=0.8, loss=1.0))
-
-    def test_else_by_loss(self):
-        assert looked(loss=0.9).better_than(looked())
-        assert not looked().better_than(looked())
-
-    def test_a_model_that_has_diverged_is_worse_than_any(self):
-        diverged = looked(top1=0.9, loss=None)
-        assert looked(top1=0.1).better_than(diverged)
-        assert not diverged.better_than(looked(top1=0.1))
-        assert not diverged.better_than(diverged)
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ({"top1": 0.9, "loss": 2.0}, {"top1": 0.8, "loss": 1.0}),  # by accuracy where there is one
+        ({"loss": 0.9}, {"loss": 1.0}),
+        ({"top1": 0.1}, {"top1": 0.9, "loss": None}),  # a model that has diverged is worse than any
+    ],
+)
+def test_one_evaluation_is_better_than_another(better, worse):
+    assert looked(**better).better_than(looked(**worse))
+    assert not looked(**worse).better_than(looked(**better))
+    assert not looked(**worse).better_than(looked(**worse))
 
 
 @pytest.fixture(scope="module")

@@ -65,22 +65,17 @@ def test_it_trains_as_a_loop_by_hand_does(micro_batch):
     assert losses[0] > losses[-1] * 1.01  # it learned something, so that wrong steps would show
 
 
-def test_each_step_leaves_a_loss_a_time_and_the_memory_in_use(monkeypatch):
-    read = iter([100, 300, 200])
+def test_each_step_leaves_a_loss_a_time_and_the_memory_in_use_and_no_graph_or_gradients(monkeypatch):
+    read, model = iter([100, 300, 200]), toy()
     monkeypatch.setattr(module.memory, "in_use", lambda device: lambda: next(read))
-    loop = loop_over(toy(), BatchPlan(Dims(), 8, 8))
+    loop = loop_over(model, BatchPlan(Dims(), 8, 8))
     for _ in range(3):
         loop.step()
     assert len(loop.losses) == len(loop.clock.seconds()) == 3
+    assert all(isinstance(loss, Tensor) and loss.grad_fn is None for loss in loop.losses)  # still on the device
     assert all(seconds > 0 for seconds in loop.clock.seconds())
     assert loop.memory_bytes == [100, 300, 200]
-
-
-def test_losses_stay_on_the_device_and_hold_no_graph():
-    loop = loop_over(toy(), BatchPlan(Dims(), 8, 8))
-    loop.step()
-    assert isinstance(loop.losses[0], Tensor)
-    assert loop.losses[0].grad_fn is None
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_each_replica_takes_its_own_rows():
@@ -97,12 +92,6 @@ def test_each_replica_takes_its_own_rows():
         loop.step()
         loop.step()
     assert taken == [(0, 4), (8, 12), (4, 8), (12, 16)]
-
-
-def test_gradients_do_not_live_on_after_a_step():
-    model = toy()
-    loop_over(model, BatchPlan(Dims(), 8, 8)).step()
-    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_garbage_is_collected_between_steps_now_and_then_and_never_inside_one(monkeypatch):

@@ -44,6 +44,7 @@ TINY = (
     "model=gpt_tiny", "model.layers=2", "model.width=16", "model.heads=2", "model.sequence_length=8",
     "train.global_batch=4", "train.steps=3", "train.warmup_steps=1", f"profile.steps={STEPS}",
 )  # fmt: skip
+PIPELINE = ("parallel=pdp", "parallel.pipeline=2", "parallel.microbatches=4", "model.layers=4")
 
 
 def asleep(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,15 +198,10 @@ def test_what_sleeps_on_one_rank_is_found_there_and_the_other_waits_for_it(tmp_p
     assert other.waited(True, COLLECTIVE, last=rank) > MOST * other.waits
 
 
-@cases(
-    ("parallel", "place", "operation"),
-    [
-        ("ddp", "collective", "all_reduce"),
-        ("fsdp", "all_gather", "all_gather"),
-        ("fsdp", "reduce_scatter", "reduce_scatter"),
-    ],
-    daily=[("ddp", "collective", "all_reduce")],
-)
+SLOW = [("ddp", "collective", "all_reduce"), *(("fsdp", name, name) for name in ("all_gather", "reduce_scatter"))]
+
+
+@cases(("parallel", "place", "operation"), SLOW, daily=[("ddp", "collective", "all_reduce")])
 def test_a_slow_link_is_exposed_communication(tmp_path, parallel, place, operation):
     ranks = slowed(tmp_path, f"parallel={parallel}", place=place, ranks=[0, 1])
     both = intersect(ranks[0].slept, ranks[1].slept)  # before that a rank waits for the other to call it
@@ -224,8 +220,9 @@ def test_a_ring_waits_for_its_slowest_rank(tmp_path):
 
 @cases("schedule", ["1f1b", "interleaved1f1b"], daily=["1f1b"])  # of the latter messages are awaited long after
 def test_a_slow_stage_is_a_bubble_on_the_others(tmp_path, schedule):
-    pipeline = ["parallel=pdp", "parallel.pipeline=2", "parallel.microbatches=2", "model.layers=4"]
-    found = slowed(tmp_path, *pipeline, f"parallel.schedule={schedule}", place="stage", ranks=[1])
+    found = slowed(
+        tmp_path, *PIPELINE, "parallel.microbatches=2", f"parallel.schedule={schedule}", place="stage", ranks=[1]
+    )
     assert found[1].share(found[1].phases["forward"]) > 0.99
     assert found[0].waited(True, ["recv", "send"], last=1) > MOST * found[0].waits
 
@@ -240,17 +237,7 @@ def test_every_layout_is_divided_without_rest(shared_run):
         ["parallel=ddp", "parallel.context=2", "parallel.context_method=ring"],
         ["parallel=ddp", "parallel.optimizer=zero1", "train.clip_norm=1"],
         ["parallel=fsdp", "activations=recompute", "train.micro_batch=1"],
-        *(
-            [
-                "parallel=pdp",
-                "parallel.pipeline=2",
-                "parallel.microbatches=4",
-                "model.layers=4",
-                f"parallel.schedule={name}",
-            ]
-            for name, schedule in SCHEDULES.items()
-            if schedule.is_supported
-        ),
+        *([*PIPELINE, f"parallel.schedule={name}"] for name, schedule in SCHEDULES.items() if schedule.is_supported),
     ]
     for layout in layouts:
         record = shared_run(*TINY, *layout)
@@ -305,15 +292,11 @@ def test_the_lines_of_the_collectives_are_applied_to_what_was_sent(shared_run, t
     assert after["fit_seconds"] == pytest.approx(after["calls"] * line["alpha"] + after["bytes"] * line["beta"])
 
 
-def test_no_pass_leaves_no_phases(shared_run):
-    record = shared_run(*TINY, "profile.steps=0")
-    assert record["phases"] is None
-
-
 def test_the_timed_steps_are_the_same_with_a_pass_and_without(shared_run):
     with_pass, without = shared_run(*TINY), shared_run(*TINY, "profile.steps=0")
     assert with_pass["losses"] == without["losses"]
     assert with_pass["steps"] == without["steps"] == 3
+    assert without["phases"] is None
 
 
 def exposed_share(path: Path) -> float:
@@ -361,35 +344,29 @@ def test_as_many_steps_are_profiled_as_fit_into_a_minute(timed, count):
     assert profile._count(5, timed) == count
 
 
-def run_failing(configuration: Any, directory: Path) -> None:
-    """In a rank: a run whose profiling pass fails."""
+def run_broken(configuration: Any, directory: Path, name: str, error: Exception) -> None:
+    """In a rank: a run in whose profiling pass a function raises."""
+
+    def broken(*_: Any) -> None:
+        raise error
+
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(profile, "partition", lambda *_: 1 / 0)
+        patched.setattr(f"ptdbench.{name}", broken)
         carry_out(configuration, directory)
 
 
 def test_a_run_whose_pass_fails_was_ok_before(tmp_path):
     with pytest.raises(Failed):
-        RANKS.call(2, run_failing, composed(*TINY), tmp_path)
+        RANKS.call(2, run_broken, composed(*TINY), tmp_path, "training.profile.partition", ZeroDivisionError())
     record = record_of(tmp_path)
     assert (record["status"], record["steps"], record.get("phases")) == ("ok", 3, None)
     assert record["metrics"]["samples_per_second"] > 0
 
 
-def run_without_room(configuration: Any, directory: Path) -> None:
-    """In a rank: a run on whose disk there is no room for traces."""
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(profile.perfetto, "compress", full)
-        carry_out(configuration, directory)
-
-
 @pytest.mark.thorough
 def test_traces_that_cannot_be_written_cost_nothing_else(tmp_path):
-    RANKS.call(2, run_without_room, composed(*TINY, "profile.trace=true"), tmp_path)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    RANKS.call(2, run_broken, composed(*TINY, "profile.trace=true"), tmp_path, "measure.perfetto.compress", full)
     record = record_of(tmp_path)
     assert (record["status"], record["phases"]["reason"]) == ("ok", None)
     assert record["memory"]["moments"]

@@ -84,21 +84,13 @@ def test_a_run_that_was_cut_short_ends_at_the_new_last_step(wall):
     assert "0:00 left" in line
 
 
-def test_a_loss_that_the_device_has_not_finished_is_not_waited_for(wall):
+def test_a_loss_that_is_not_finished_is_not_waited_for_and_the_last_stays_when_steps_are_drained(wall):
     alone = Rank(wall, dist.HashStore(), steps=4)
     alone.report([3.0], 4)
-    wall.now = 60.0
-    assert last_loss(alone.report([3.0, 2.5], 4, finished=0)) is None
-    wall.now = 120.0
-    assert last_loss(alone.report([3.0, 2.5], 4, finished=1)) == "3.0000"
-
-
-def test_the_last_loss_stays_when_the_steps_are_drained(wall):
-    alone = Rank(wall, dist.HashStore(), steps=4)
-    alone.report([3.0], 4)
-    wall.now = 60.0
-    alone.report([3.0, 2.5], 4)
-    wall.now = 120.0
+    for minute, (finished, expected) in enumerate(((0, None), (1, "3.0000"), (2, "2.5000")), start=1):
+        wall.now = 60.0 * minute
+        assert last_loss(alone.report([3.0, 2.5], 4, finished=finished)) == expected
+    wall.now = 240.0
     assert last_loss(alone.report([], 4, drained=2)) == "2.5000"
 
 
