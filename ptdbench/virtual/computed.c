@@ -1,8 +1,9 @@
-/* The few kernels that are computed, on few elements: what torch decides by, such as the sizes of objects that ranks send each other.
+/* The few kernels that are computed, on few elements: what torch decides by, such as the sizes of objects that ranks
+ * send each other.
  *
- * They are known by their names, and their arguments read by the layouts of ATen's headers, which are private to torch and may change with a
- * version. Each layout is described at the struct that reads it. selftest.py tries each kind with the installed torch;
- * PTDBENCH_VIRTUAL_COMPUTED names those that it found right, and the others are left alone.
+ * They are known by their names, and their arguments read by the layouts of ATen's headers, which are private to torch
+ * and may change with a version. Each layout is described at the struct that reads it. selftest.py tries each kind with
+ * the installed torch; PTDBENCH_VIRTUAL_COMPUTED names those that it found right, and the others are left alone.
  */
 #include "virtual.h"
 
@@ -29,18 +30,24 @@ static int type_named(const char *name) {
     static const struct {
         const char *name;
         int type;
-    } types[] = {{"float", ncclFloat32}, {"double", ncclFloat64}, {"long", ncclInt64}, {"int", ncclInt32}, {"bool", ncclUint8},
-                 {"unsigned char", ncclUint8}, {"signed char", ncclInt8}, {"c10::BFloat16", ncclBfloat16}, {"c10::Half", ncclFloat16}};
+    } types[] = {{"float", ncclFloat32},    {"double", ncclFloat64},
+                 {"long", ncclInt64},       {"int", ncclInt32},
+                 {"bool", ncclUint8},       {"unsigned char", ncclUint8},
+                 {"signed char", ncclInt8}, {"c10::BFloat16", ncclBfloat16},
+                 {"c10::Half", ncclFloat16}};
     for (size_t i = 0; name && i < sizeof types / sizeof *types; i++) {
         size_t length = strlen(types[i].name);
-        if (!strncmp(name, types[i].name, length) && (name[length] == '>' || name[length] == ',' || name[length] == ')')) return types[i].type;
+        if (!strncmp(name, types[i].name, length) &&
+            (name[length] == '>' || name[length] == ',' || name[length] == ')'))
+            return types[i].type;
     }
     return UNKNOWN;
 }
 
 static int type_of_scalar(int scalar_type) {
-    static const int types[] = {ncclUint8, ncclInt8, UNKNOWN, ncclInt32, ncclInt64, ncclFloat16, ncclFloat32, ncclFloat64,
-                                UNKNOWN, UNKNOWN, UNKNOWN, ncclUint8, UNKNOWN, UNKNOWN, UNKNOWN, ncclBfloat16};
+    static const int types[] = {ncclUint8,   ncclInt8,    UNKNOWN, ncclInt32,   ncclInt64, ncclFloat16,
+                                ncclFloat32, ncclFloat64, UNKNOWN, UNKNOWN,     UNKNOWN,   ncclUint8,
+                                UNKNOWN,     UNKNOWN,     UNKNOWN, ncclBfloat16};
     return scalar_type >= 0 && scalar_type < (int)(sizeof types / sizeof *types) ? types[scalar_type] : UNKNOWN;
 }
 
@@ -58,29 +65,34 @@ enum shape {
     CASTING,    /* unrolled_elementwise_kernel with types of the operands beside those that it computes with */
     STRIDING,   /* elementwise_kernel with an offset calculator */
     REDUCING,   /* reduce_kernel */
-    COUNTING,   /* CUB's last step of a sum: the number of elements that nonzero, masked_select and masks as indices find */
+    COUNTING, /* CUB's last step of a sum: the number of elements that nonzero, masked_select and masks as indices find
+               */
 };
+
+enum variant { PLAIN, EQUAL, EQUAL_CONSTANT, ORDER, ORDER_CONSTANT, ADD_TENSOR, ADD_CONSTANT, AND, OR, GREATEST, LEAST };
 
 struct recipe {
     enum shape shape;
     enum kind kind;
-    enum variant { PLAIN, EQUAL, EQUAL_CONSTANT, ORDER, ORDER_CONSTANT, ADD_TENSOR, ADD_CONSTANT, AND, OR, GREATEST, LEAST } variant;
+    enum variant variant;
     int inputs;
-    int type, result;  /* NCCL's type that it computes with, and that of its output */
-    bool truth;        /* a bool: all but 0 is 1 */
-    bool elementwise;  /* its first argument is the number of elements */
-    int bytes;         /* that it reads and writes for each, as far as the name says */
+    int type, result; /* NCCL's type that it computes with, and that of its output */
+    bool truth;       /* a bool: all but 0 is 1 */
+    int neutral;      /* bytes of the number that a reduction begins with */
+    bool elementwise; /* its first argument is the number of elements */
+    int bytes;        /* that it reads and writes for each, as far as the name says */
 };
 
-/* The type of the argument of the innermost lambda behind a text: direct_copy_kernel_cuda(...)::{lambda()#3}::...{lambda(float)#1}. */
+/* The type of the argument of the innermost lambda behind a text:
+ * direct_copy_kernel_cuda(...)::{lambda()#3}::...{lambda(float)#1}. */
 static const char *lambda_behind(const char *name, const char *text) {
     const char *at = after(name, text);
     while (at && (at = after(at, "{lambda(")) && *at == ')');
     return at;
 }
 
-/* What an elementwise kernel computes of each element; its functors are in ATen/native/cuda/{Copy,FillKernel,CompareEQKernel,CompareKernels}.cu
- * and ATen/native/BinaryOps.h. */
+/* What an elementwise kernel computes of each element; its functors are in
+ * ATen/native/cuda/{Copy,FillKernel,CompareEQKernel,CompareKernels}.cu and ATen/native/BinaryOps.h. */
 static const char *recognise_function(const char *name, struct recipe *r) {
     static const struct {
         const char *text;
@@ -104,8 +116,14 @@ static const char *recognise_function(const char *name, struct recipe *r) {
         return type;
     }
     r->kind = CAST, r->variant = PLAIN, r->inputs = 1;
-    const char *half = lambda_behind(name, "::float16_copy_kernel_cuda"), *bfloat = lambda_behind(name, "::bfloat16_copy_kernel_cuda");
+    const char *half = lambda_behind(name, "::float16_copy_kernel_cuda"),
+               *bfloat = lambda_behind(name, "::bfloat16_copy_kernel_cuda");
     if (half || bfloat) r->result = half ? ncclFloat16 : ncclBfloat16;
+    const char *from = after(name, "::converting_copy_kernel_cuda<"); /* <from, to>, since torch 2.15 */
+    if (from) {
+        r->result = type_named(after(from, ", "));
+        return from;
+    }
     return half ? half : bfloat ? bfloat : lambda_behind(name, "::direct_copy_kernel_cuda");
 }
 
@@ -116,17 +134,22 @@ static void recognise_elementwise(const char *name, struct recipe *r) {
     r->result = UNKNOWN;
     const char *type = recognise_function(name, r);
     r->type = type_named(type);
-    if (r->type == UNKNOWN) return;
+    if (r->type == UNKNOWN || (tensors && atoi(tensors) != r->inputs + 1)) return;
     r->truth = !strncmp(type, "bool", 4);
-    if (r->kind == COMPARE) r->result = ncclUint8;
-    else if (r->result == UNKNOWN) r->result = r->type;
-    if (strstr(name, "vectorized_elementwise_kernel<")) r->shape = CONTIGUOUS;
+    if (r->kind == COMPARE)
+        r->result = ncclUint8;
+    else if (r->result == UNKNOWN)
+        r->result = r->type;
+    if (strstr(name, "vectorized_elementwise_kernel<"))
+        r->shape = CONTIGUOUS;
     else if (strstr(name, "unrolled_elementwise_kernel<") && strstr(name, "TrivialOffsetCalculator<"))
         r->shape = strstr(name, "LoadWithCast<") ? CASTING : CONTIGUOUS;
-    else if (strstr(name, "gpu_kernel_impl_nocast<")) r->shape = STRIDING;
+    else if (strstr(name, "gpu_kernel_impl_nocast<"))
+        r->shape = STRIDING;
 }
 
-/* ReduceOp<scalar, func_wrapper_t<result, functor>, index, ...>: functors are empty, and combine two numbers, of a lambda's or a class's type. */
+/* ReduceOp<scalar, func_wrapper_t<result, functor>, index, ...>: functors are empty, and combine two numbers, of a
+ * lambda's or a class's type. */
 static void recognise_reduction(const char *name, struct recipe *r) {
     static const struct {
         const char *text;
@@ -134,8 +157,9 @@ static void recognise_reduction(const char *name, struct recipe *r) {
         enum variant variant;
         bool lambda;
     } functors[] = {
-        {"sum_functor<", SUM, PLAIN, true},       {"::and_kernel_cuda(", ALL, AND, true}, {"::or_kernel_cuda(", ALL, OR, true},
-        {"MaxNanFunctor<", MAX, GREATEST, false}, {"MinNanFunctor<", MAX, LEAST, false},
+        {"sum_functor<", SUM, PLAIN, true},    {"::and_kernel_cuda(", ALL, AND, true},
+        {"::or_kernel_cuda(", ALL, OR, true},  {"MaxNanFunctor<", MAX, GREATEST, false},
+        {"MinNanFunctor<", MAX, LEAST, false},
     };
     const char *scalar = after(name, "ReduceOp<"), *of = after(name, "func_wrapper_t<"), *pair = NULL;
     for (size_t i = 0; !pair && i < sizeof functors / sizeof *functors; i++) {
@@ -144,7 +168,7 @@ static void recognise_reduction(const char *name, struct recipe *r) {
     }
     if (!of || !pair || !strstr(name, ", unsigned int, ")) return;
     r->type = type_named(scalar), r->result = type_named(of);
-    r->inputs = size_of(type_named(pair)); /* bytes of the neutral element */
+    r->neutral = size_of(type_named(pair));
     if (r->type != UNKNOWN && r->result != UNKNOWN && type_named(pair) != UNKNOWN) r->shape = REDUCING;
 }
 
@@ -152,40 +176,45 @@ const struct recipe *recognise(const char *name) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
     pthread_once(&once, read_kinds);
     struct recipe *r = calloc(1, sizeof *r);
-    if (strstr(name, "elementwise_kernel<") && !strstr(name, "index_elementwise")) recognise_elementwise(name, r);
-    else if (strstr(name, "::reduce_kernel<")) recognise_reduction(name, r);
-    else if (strstr(name, "DeviceReduceSingleTileKernel<")) r->shape = COUNTING, r->kind = NONZERO;
-    else if (strstr(name, "multi_tensor_apply")) r->bytes = strstr(name, "Adam") ? 28 : 12; /* of fp32: Adam reads 4 tensors and writes 3 */
+    if (strstr(name, "elementwise_kernel<") && !strstr(name, "index_elementwise"))
+        recognise_elementwise(name, r);
+    else if (strstr(name, "::reduce_kernel<"))
+        recognise_reduction(name, r);
+    else if (strstr(name, "DeviceReduceSingleTileKernel<"))
+        r->shape = COUNTING, r->kind = NONZERO;
+    else if (strstr(name, "multi_tensor_apply"))
+        r->bytes = strstr(name, "Adam") ? 28 : 12; /* of fp32: Adam reads 4 tensors and writes 3 */
     if (!enabled[r->kind] || (r->shape == STRIDING && !enabled[STRIDED])) r->shape = OTHER;
     return r;
 }
 
 /* Bytes that a kernel reads and writes: crude, from its name, number of elements or threads. */
 size_t traffic(const struct recipe *r, void **arguments, dim3 grid, dim3 block) {
-    enum { CHUNK = 65536, BY_THREAD = 16 }; /* elements of a block of multi_tensor_apply (MultiTensorApply.cuh); a guess for all others */
+    const size_t chunk = 65536, by_thread = 16; /* elements of a block (MultiTensorApply.cuh); a guess for all others */
     size_t blocks = (size_t)grid.x * grid.y * grid.z;
-    if (r && r->elementwise && arguments) return (size_t) * (int *)arguments[0] * r->bytes;
-    if (r && r->bytes) return blocks * CHUNK * r->bytes;
-    return blocks * block.x * block.y * block.z * BY_THREAD;
+    if (r && r->elementwise && arguments) return (size_t)*(int *)arguments[0] * r->bytes;
+    if (r && r->bytes) return blocks * chunk * r->bytes;
+    return blocks * block.x * block.y * block.z * by_thread;
 }
 
 /* ---- where the elements of a kernel's tensors lie ---- */
 
-/* ATen/cuda/detail/OffsetCalculator.cuh, with unsigned int as index: dims, of each dimension an IntDivider (divisor, and two numbers with
- * which a device divides), of each dimension the stride in bytes of every tensor. */
+/* ATen/cuda/detail/OffsetCalculator.cuh, with unsigned int as index: dims, of each dimension an IntDivider (divisor,
+ * and two numbers with which a device divides), of each dimension the stride in bytes of every tensor. */
 enum { MAX_DIMS = 25 };
 struct divider {
     uint32_t size, magic, shift;
 };
-#define OFFSET_CALCULATOR(tensors)                 \
-    struct {                                       \
-        int dims;                                  \
-        struct divider sizes[MAX_DIMS];            \
-        uint32_t strides[MAX_DIMS][tensors];       \
+#define OFFSET_CALCULATOR(tensors)           \
+    struct {                                 \
+        int dims;                            \
+        struct divider sizes[MAX_DIMS];      \
+        uint32_t strides[MAX_DIMS][tensors]; \
     }
 
 /* The offset of the index-th element of one tensor. */
-static size_t offset(int dims, const struct divider *sizes, const uint32_t *strides, int tensors, int tensor, size_t index) {
+static size_t offset(int dims, const struct divider *sizes, const uint32_t *strides, int tensors, int tensor,
+                     size_t index) {
     size_t bytes = 0;
     for (int d = 0; d < dims; d++) {
         bytes += index % sizes[d].size * strides[d * tensors + tensor];
@@ -224,7 +253,8 @@ static bool read_tensors(const struct recipe *r, void **arguments, struct tensor
     if (r->shape == STRIDING) {
         /* (int count, closure of gpu_kernel_impl_nocast: offset calculator, std::array<char *, tensors>, functor) */
         char *closure = arguments[1];
-        size_t strides = sizeof(int) + MAX_DIMS * sizeof(struct divider), data = strides + MAX_DIMS * sizeof(uint32_t) * t->count;
+        size_t strides = sizeof(int) + MAX_DIMS * sizeof(struct divider),
+               data = strides + MAX_DIMS * sizeof(uint32_t) * t->count;
         data = (data + sizeof(char *) - 1) / sizeof(char *) * sizeof(char *);
         t->dims = *(int *)closure;
         t->sizes = (struct divider *)(closure + sizeof(int)), t->strides = (uint32_t *)(closure + strides);
@@ -232,11 +262,13 @@ static bool read_tensors(const struct recipe *r, void **arguments, struct tensor
         *functor = closure + data + t->count * sizeof(char *);
         return sane(t->dims, t->sizes);
     }
-    /* (int count, functor, std::array<char *, tensors>, and if unrolled: offset calculators of inputs and output, loader, storer) */
+    /* (int count, functor, std::array<char *, tensors>, and if unrolled: offset calculators of inputs and output,
+     * loader, storer) */
     *functor = arguments[1];
     memcpy(t->data, arguments[2], t->count * sizeof(char *));
     if (r->shape == CASTING) {
-        /* LoadWithCast and StoreWithCast (MemoryAccess.cuh) begin with the c10::ScalarType of each tensor, a byte each */
+        /* LoadWithCast and StoreWithCast (MemoryAccess.cuh) begin with the c10::ScalarType of each tensor, a byte each
+         */
         const int8_t *loader = arguments[5], *storer = arguments[6];
         t->types[0] = type_of_scalar(storer[0]);
         for (int i = 0; i < r->inputs; i++) t->types[i + 1] = type_of_scalar(loader[i]);
@@ -255,24 +287,25 @@ static bool within(const struct tensors *t, size_t count) {
 }
 
 static bool compare(int op, bool equality, double a, double b) {
-    if (equality) return (a == b) != (op == 1); /* EqOpType: EQ, NE */
+    if (equality) return (a == b) != (op == 1);                           /* EqOpType: EQ, NE */
     return op == 0 ? a >= b : op == 1 ? a > b : op == 2 ? a <= b : a < b; /* OpType: GE, GT, LE, LT */
 }
 
-/* out = f(a, b). The functor of a comparison begins with its operation, an enum; behind it, aligned to its size, is the constant if it has
- * one, in the type of the elements. That of an addition holds alpha, or the constant and alpha, in at::opmath_type: float for 16 bits. */
+/* out = f(a, b). The functor of a comparison begins with its operation, an enum; behind it, aligned to its size, is the
+ * constant if it has one, in the type of the elements. That of an addition holds alpha, or the constant and alpha, in
+ * at::opmath_type: float for 16 bits. */
 static double apply(const struct recipe *r, const char *functor, double a, double b) {
     int op = 0, opmath = size_of(r->type) == 2 ? ncclFloat32 : r->type;
     const char *constant = functor + (size_of(r->type) > sizeof op ? size_of(r->type) : sizeof op);
     if (r->kind == COMPARE) memcpy(&op, functor, sizeof op);
     switch (r->variant) {
-        case EQUAL: return compare(op, true, a, b);
-        case EQUAL_CONSTANT: return compare(op, true, a, get_number(constant, 0, r->type));
-        case ORDER: return compare(op, false, a, b);
-        case ORDER_CONSTANT: return compare(op, false, a, get_number(constant, 0, r->type));
-        case ADD_TENSOR: return a + get_number(functor, 0, opmath) * b;
-        case ADD_CONSTANT: return a + get_number(functor, 1, opmath) * get_number(functor, 0, opmath);
-        default: return r->kind == FILL ? get_number(functor, 0, r->type) : a;
+    case EQUAL: return compare(op, true, a, b);
+    case EQUAL_CONSTANT: return compare(op, true, a, get_number(constant, 0, r->type));
+    case ORDER: return compare(op, false, a, b);
+    case ORDER_CONSTANT: return compare(op, false, a, get_number(constant, 0, r->type));
+    case ADD_TENSOR: return a + get_number(functor, 0, opmath) * b;
+    case ADD_CONSTANT: return a + get_number(functor, 1, opmath) * get_number(functor, 0, opmath);
+    default: return r->kind == FILL ? get_number(functor, 0, r->type) : a;
     }
 }
 
@@ -312,16 +345,16 @@ struct reduction {
 
 static double combine(enum variant variant, double a, double b) {
     switch (variant) {
-        case AND: return a && b;
-        case OR: return a || b;
-        case GREATEST: return isnan(b) || b > a ? b : a;
-        case LEAST: return isnan(b) || b < a ? b : a;
-        default: return a + b;
+    case AND: return a && b;
+    case OR: return a || b;
+    case GREATEST: return isnan(b) || b > a ? b : a;
+    case LEAST: return isnan(b) || b < a ? b : a;
+    default: return a + b;
     }
 }
 
 static void compute_reduction(const struct recipe *r, void **arguments) {
-    size_t neutral = r->inputs, config = 2 * neutral;               /* aligned to itself behind the functor, and the configuration to 4 */
+    size_t config = 2 * r->neutral; /* the neutral element is aligned to itself behind the functor, what follows to 4 */
     const char *op = (const char *)arguments[0] + (config + 3) / 4 * 4;
     const struct reduction *x = (const struct reduction *)op;
     size_t pointers = (size_t)(op + sizeof *x - (char *)arguments[0]); /* source and destination follow, aligned to 8 */
@@ -345,7 +378,7 @@ static void compute_reduction(const struct recipe *r, void **arguments) {
     }
 }
 
-/* Makes a count 0, so that torch makes a tensor of no elements and not of as many as lay there: (input, output, ...). */
+/* Makes a count 0, so that torch makes a tensor of no elements, not of as many as lay there: (input, output, ...). */
 static void compute_count(void **arguments) {
     char *count = *(char **)arguments[1];
     if (device_of(count) >= 0) zero(count, sizeof(int));
@@ -353,11 +386,11 @@ static void compute_count(void **arguments) {
 
 void compute(const struct recipe *r, void **arguments) {
     switch (r->shape) {
-        case CONTIGUOUS:
-        case CASTING:
-        case STRIDING: compute_elementwise(r, arguments); break;
-        case REDUCING: compute_reduction(r, arguments); break;
-        case COUNTING: compute_count(arguments); break;
-        case OTHER: break;
+    case CONTIGUOUS:
+    case CASTING:
+    case STRIDING: compute_elementwise(r, arguments); break;
+    case REDUCING: compute_reduction(r, arguments); break;
+    case COUNTING: compute_count(arguments); break;
+    case OTHER: break;
     }
 }

@@ -1,5 +1,6 @@
-/* cuDNN: convolutions and attention by its graphs, batch norms by its older calls. One engine for everything, without workspace; sizes are not
- * read, so times are the same for all (crude). Its version is that of the real library, which is loaded beside this one.
+/* cuDNN: convolutions and attention by its graphs, batch norms by its older calls. One engine for everything, without
+ * workspace; sizes are not read, so times are the same for all (crude). Its version is that of the real library, which
+ * is loaded beside this one.
  */
 #include "virtual.h"
 
@@ -36,7 +37,8 @@ API cudnnStatus_t cudnnGetProperty(libraryPropertyType which, int *value) {
 }
 
 static void run(cudnnHandle_t handle, const char *name, double microseconds) {
-    enqueue(handle->stream, &(struct work){KERNEL, name, microseconds * 1e3, 0, {device()->multiprocessors, 1, 1}, {384, 1, 1}});
+    enqueue(handle->stream,
+            &(struct work){KERNEL, name, microseconds * 1e3, 0, {device()->multiprocessors, 1, 1}, {384, 1, 1}});
 }
 
 /* ---- descriptors: nothing of them is read, so all are one ---- */
@@ -45,7 +47,7 @@ static char only;
 
 #define DESCRIPTOR(create, type)           \
     API cudnnStatus_t create(type *made) { \
-        *made = (type)&only;               \
+        *made = (type) & only;             \
         return CUDNN_STATUS_SUCCESS;       \
     }
 DESCRIPTOR(cudnnCreateTensorDescriptor, cudnnTensorDescriptor_t)
@@ -59,64 +61,63 @@ DESCRIPTOR(cudnnCreateDropoutDescriptor, cudnnDropoutDescriptor_t)
 #define NONE(bytes) (*(bytes) = 0, CUDNN_STATUS_SUCCESS)
 typedef const cudnnTensorDescriptor_t tensor;
 
-API cudnnStatus_t cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(cudnnHandle_t h, cudnnBatchNormMode_t mode, cudnnBatchNormOps_t ops,
-                                                                           tensor x, tensor z, tensor y, tensor scale,
-                                                                           const cudnnActivationDescriptor_t activation, size_t *bytes) {
-    (void)h, (void)mode, (void)ops, (void)x, (void)z, (void)y, (void)scale, (void)activation;
+API cudnnStatus_t cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(cudnnHandle_t h, cudnnBatchNormMode_t mode,
+                                                                           cudnnBatchNormOps_t ops, tensor x, tensor z,
+                                                                           tensor y, tensor scale,
+                                                                           const cudnnActivationDescriptor_t activation,
+                                                                           size_t *bytes) {
     return NONE(bytes);
 }
 
-API cudnnStatus_t cudnnGetBatchNormalizationBackwardExWorkspaceSize(cudnnHandle_t h, cudnnBatchNormMode_t mode, cudnnBatchNormOps_t ops, tensor x,
-                                                                    tensor y, tensor dy, tensor dz, tensor dx, tensor scale,
-                                                                    const cudnnActivationDescriptor_t activation, size_t *bytes) {
-    (void)h, (void)mode, (void)ops, (void)x, (void)y, (void)dy, (void)dz, (void)dx, (void)scale, (void)activation;
+API cudnnStatus_t cudnnGetBatchNormalizationBackwardExWorkspaceSize(cudnnHandle_t h, cudnnBatchNormMode_t mode,
+                                                                    cudnnBatchNormOps_t ops, tensor x, tensor y,
+                                                                    tensor dy, tensor dz, tensor dx, tensor scale,
+                                                                    const cudnnActivationDescriptor_t activation,
+                                                                    size_t *bytes) {
     return NONE(bytes);
 }
 
-API cudnnStatus_t cudnnGetBatchNormalizationTrainingExReserveSpaceSize(cudnnHandle_t h, cudnnBatchNormMode_t mode, cudnnBatchNormOps_t ops,
-                                                                       const cudnnActivationDescriptor_t activation, tensor x, size_t *bytes) {
-    (void)h, (void)mode, (void)ops, (void)activation, (void)x;
+API cudnnStatus_t cudnnGetBatchNormalizationTrainingExReserveSpaceSize(cudnnHandle_t h, cudnnBatchNormMode_t mode,
+                                                                       cudnnBatchNormOps_t ops,
+                                                                       const cudnnActivationDescriptor_t activation,
+                                                                       tensor x, size_t *bytes) {
     return NONE(bytes);
 }
 
 API cudnnStatus_t cudnnBatchNormalizationForwardTrainingEx(
-    cudnnHandle_t h, cudnnBatchNormMode_t mode, cudnnBatchNormOps_t ops, const void *alpha, const void *beta, tensor x, const void *x_data, tensor z,
-    const void *z_data, tensor y, void *y_data, tensor scale, const void *scale_data, const void *bias_data, double factor, void *mean,
-    void *variance, double epsilon, void *saved_mean, void *saved_variance, cudnnActivationDescriptor_t activation, void *workspace,
-    size_t workspace_bytes, void *reserve, size_t reserve_bytes) {
-    (void)mode, (void)ops, (void)alpha, (void)beta, (void)x, (void)x_data, (void)z, (void)z_data, (void)y, (void)y_data, (void)scale;
-    (void)scale_data, (void)bias_data, (void)factor, (void)mean, (void)variance, (void)epsilon, (void)saved_mean, (void)saved_variance;
-    (void)activation, (void)workspace, (void)workspace_bytes, (void)reserve, (void)reserve_bytes;
+    cudnnHandle_t h, cudnnBatchNormMode_t mode, cudnnBatchNormOps_t ops, const void *alpha, const void *beta, tensor x,
+    const void *x_data, tensor z, const void *z_data, tensor y, void *y_data, tensor scale, const void *scale_data,
+    const void *bias_data, double factor, void *mean, void *variance, double epsilon, void *saved_mean,
+    void *saved_variance, cudnnActivationDescriptor_t activation, void *workspace, size_t workspace_bytes,
+    void *reserve, size_t reserve_bytes) {
     run(h, "virtual_cudnn_batch_norm_forward", 20);
     return CUDNN_STATUS_SUCCESS;
 }
 
 API cudnnStatus_t cudnnBatchNormalizationBackwardEx(
-    cudnnHandle_t h, cudnnBatchNormMode_t mode, cudnnBatchNormOps_t ops, const void *alpha, const void *beta, const void *alpha_parameters,
-    const void *beta_parameters, tensor x, const void *x_data, tensor y, const void *y_data, tensor dy, const void *dy_data, tensor dz,
-    void *dz_data, tensor dx, void *dx_data, tensor scale, const void *scale_data, const void *bias_data, void *dscale_data, void *dbias_data,
-    double epsilon, const void *saved_mean, const void *saved_variance, cudnnActivationDescriptor_t activation, void *workspace,
+    cudnnHandle_t h, cudnnBatchNormMode_t mode, cudnnBatchNormOps_t ops, const void *alpha, const void *beta,
+    const void *alpha_parameters, const void *beta_parameters, tensor x, const void *x_data, tensor y,
+    const void *y_data, tensor dy, const void *dy_data, tensor dz, void *dz_data, tensor dx, void *dx_data,
+    tensor scale, const void *scale_data, const void *bias_data, void *dscale_data, void *dbias_data, double epsilon,
+    const void *saved_mean, const void *saved_variance, cudnnActivationDescriptor_t activation, void *workspace,
     size_t workspace_bytes, void *reserve, size_t reserve_bytes) {
-    (void)mode, (void)ops, (void)alpha, (void)beta, (void)alpha_parameters, (void)beta_parameters, (void)x, (void)x_data, (void)y, (void)y_data;
-    (void)dy, (void)dy_data, (void)dz, (void)dz_data, (void)dx, (void)dx_data, (void)scale, (void)scale_data, (void)bias_data;
-    (void)dscale_data, (void)dbias_data, (void)epsilon, (void)saved_mean, (void)saved_variance, (void)activation, (void)workspace;
-    (void)workspace_bytes, (void)reserve, (void)reserve_bytes;
     run(h, "virtual_cudnn_batch_norm_backward", 20);
     return CUDNN_STATUS_SUCCESS;
 }
 
-API cudnnStatus_t cudnnBatchNormalizationForwardInference(cudnnHandle_t h, cudnnBatchNormMode_t mode, const void *alpha, const void *beta, tensor x,
-                                                          const void *x_data, tensor y, void *y_data, tensor scale, const void *scale_data,
-                                                          const void *bias_data, const void *mean, const void *variance, double epsilon) {
-    (void)mode, (void)alpha, (void)beta, (void)x, (void)x_data, (void)y, (void)y_data, (void)scale, (void)scale_data, (void)bias_data;
-    (void)mean, (void)variance, (void)epsilon;
+API cudnnStatus_t cudnnBatchNormalizationForwardInference(cudnnHandle_t h, cudnnBatchNormMode_t mode, const void *alpha,
+                                                          const void *beta, tensor x, const void *x_data, tensor y,
+                                                          void *y_data, tensor scale, const void *scale_data,
+                                                          const void *bias_data, const void *mean, const void *variance,
+                                                          double epsilon) {
     run(h, "virtual_cudnn_batch_norm_inference", 20);
     return CUDNN_STATUS_SUCCESS;
 }
 
 /* ---- graphs (cudnn_graph.h): descriptors are made of descriptors, up to a plan that runs ---- */
 
-/* Of each is kept what its parts compute, so that a plan's kernel has a name. torch makes graphs of convolutions and of attention. */
+/* Of each is kept what its parts compute, so that a plan's kernel has a name. torch makes graphs of convolutions and of
+ * attention. */
 struct part {
     cudnnBackendDescriptorType_t type;
     const char *kernel;
@@ -124,10 +125,10 @@ struct part {
 
 static const char *kernel_of(cudnnBackendDescriptorType_t type) {
     switch (type) {
-        case CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR: return "virtual_cudnn_convolution_forward";
-        case CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR: return "virtual_cudnn_convolution_dgrad";
-        case CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR: return "virtual_cudnn_convolution_wgrad";
-        default: return NULL;
+    case CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR: return "virtual_cudnn_convolution_forward";
+    case CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR: return "virtual_cudnn_convolution_dgrad";
+    case CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR: return "virtual_cudnn_convolution_wgrad";
+    default: return NULL;
     }
 }
 
@@ -143,26 +144,24 @@ API cudnnStatus_t cudnnBackendDestroyDescriptor(cudnnBackendDescriptor_t made) {
     return CUDNN_STATUS_SUCCESS;
 }
 
-API cudnnStatus_t cudnnBackendFinalize(cudnnBackendDescriptor_t made) {
-    (void)made;
-    return CUDNN_STATUS_SUCCESS;
-}
+API cudnnStatus_t cudnnBackendFinalize(cudnnBackendDescriptor_t made) { return CUDNN_STATUS_SUCCESS; }
 
-API cudnnStatus_t cudnnBackendSetAttribute(cudnnBackendDescriptor_t of, cudnnBackendAttributeName_t which, cudnnBackendAttributeType_t type,
-                                           int64_t count, const void *values) {
-    (void)which;
+API cudnnStatus_t cudnnBackendSetAttribute(cudnnBackendDescriptor_t of, cudnnBackendAttributeName_t which,
+                                           cudnnBackendAttributeType_t type, int64_t count, const void *values) {
     struct part *whole = of, *const *parts = values;
     for (int64_t i = 0; type == CUDNN_TYPE_BACKEND_DESCRIPTOR && i < count; i++)
         if (parts[i] && parts[i]->kernel) whole->kernel = parts[i]->kernel;
     return CUDNN_STATUS_SUCCESS;
 }
 
-/* Asked for engines, the answer is one, in the descriptor that the caller has made; numbers are 0, workspace bytes among them; the lists of
- * notes, knobs and choices are empty. */
-API cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t const of, cudnnBackendAttributeName_t which, cudnnBackendAttributeType_t type,
-                                           int64_t room, int64_t *count, void *values) {
-    bool engine = type == CUDNN_TYPE_BACKEND_DESCRIPTOR && (which == CUDNN_ATTR_ENGINEHEUR_RESULTS || which == CUDNN_ATTR_ENGINECFG_ENGINE ||
-                                                            which == CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG);
+/* Asked for engines, the answer is one, in the descriptor that the caller has made; numbers are 0, workspace bytes
+ * among them; the lists of notes, knobs and choices are empty. */
+API cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t const of, cudnnBackendAttributeName_t which,
+                                           cudnnBackendAttributeType_t type, int64_t room, int64_t *count,
+                                           void *values) {
+    bool engine = type == CUDNN_TYPE_BACKEND_DESCRIPTOR &&
+                  (which == CUDNN_ATTR_ENGINEHEUR_RESULTS || which == CUDNN_ATTR_ENGINECFG_ENGINE ||
+                   which == CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG);
     bool number = type == CUDNN_TYPE_INT64 || type == CUDNN_TYPE_INT32;
     if (count) *count = number || engine;
     if (room < 1 || !values) return CUDNN_STATUS_SUCCESS;
@@ -171,8 +170,8 @@ API cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t const of, cu
     return CUDNN_STATUS_SUCCESS;
 }
 
-API cudnnStatus_t cudnnBackendExecute(cudnnHandle_t handle, cudnnBackendDescriptor_t plan, cudnnBackendDescriptor_t pack) {
-    (void)pack;
+API cudnnStatus_t cudnnBackendExecute(cudnnHandle_t handle, cudnnBackendDescriptor_t plan,
+                                      cudnnBackendDescriptor_t pack) {
     const char *kernel = ((const struct part *)plan)->kernel;
     run(handle, kernel ? kernel : "virtual_cudnn_attention", 50);
     return CUDNN_STATUS_SUCCESS;

@@ -1,5 +1,5 @@
-/* CUPTI, as far as torch's profiler asks: a record of each call that starts work or waits, of the work on the device, and the operation of
- * torch's that the call was made for. Records of one piece of work carry one correlation id.
+/* CUPTI, as far as torch's profiler asks: a record of each call that starts work or waits, of the work on the device,
+ * and the operation of torch's that the call was made for. Records of one piece of work carry one correlation id.
  */
 #include "virtual.h"
 
@@ -59,25 +59,25 @@ API CUptiResult cuptiActivityPopExternalCorrelationId(CUpti_ExternalCorrelationK
 /* ---- records ---- */
 
 /* The next record of a kind, empty, behind those in the buffer; its fields come with the caller. */
-#define NEXT(type, name, of_kind)                \
-    type *name = (type *)(buffer + filled);      \
-    memset(name, 0, sizeof *name);               \
-    name->kind = of_kind;                        \
+#define NEXT(type, name, of_kind)           \
+    type *name = (type *)(buffer + filled); \
+    memset(name, 0, sizeof *name);          \
+    name->kind = of_kind;                   \
     filled += sizeof *name
 
 static size_t size_of_record(const CUpti_Activity *record) {
     switch (record->kind) {
-        case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: return sizeof(CUpti_ActivityKernel9);
-        case CUPTI_ACTIVITY_KIND_MEMCPY: return sizeof(CUpti_ActivityMemcpy5);
-        case CUPTI_ACTIVITY_KIND_MEMSET: return sizeof(CUpti_ActivityMemset4);
-        case CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION: return sizeof(CUpti_ActivityExternalCorrelation);
-        default: return sizeof(CUpti_ActivityAPI);
+    case CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL: return sizeof(CUpti_ActivityKernel9);
+    case CUPTI_ACTIVITY_KIND_MEMCPY: return sizeof(CUpti_ActivityMemcpy5);
+    case CUPTI_ACTIVITY_KIND_MEMSET: return sizeof(CUpti_ActivityMemset4);
+    case CUPTI_ACTIVITY_KIND_EXTERNAL_CORRELATION: return sizeof(CUpti_ActivityExternalCorrelation);
+    default: return sizeof(CUpti_ActivityAPI);
     }
 }
 
 /* Where and when work was on the device. */
-#define PLACE(record, id, stream, from, to)                                                                   \
-    record->correlationId = id, record->streamId = stream_id(stream), record->deviceId = current_device(),    \
+#define PLACE(record, id, stream, from, to)                                                                \
+    record->correlationId = id, record->streamId = stream_id(stream), record->deviceId = current_device(), \
     record->contextId = 1, record->start = from, record->end = to
 
 static void write_call(uint32_t id, int callback_id, uint64_t begin, uint64_t end) {
@@ -104,8 +104,10 @@ static void write_copy(uint32_t id, const struct work *work, cudaStream_t stream
     NEXT(CUpti_ActivityMemcpy5, copy, CUPTI_ACTIVITY_KIND_MEMCPY);
     PLACE(copy, id, stream, begin, end);
     bool from = work->name[0] == 'D', to = work->name[3] == 'D'; /* memory.c: HtoD, DtoH, DtoD, HtoH */
-    copy->copyKind = from && to ? CUPTI_ACTIVITY_MEMCPY_KIND_DTOD : to ? CUPTI_ACTIVITY_MEMCPY_KIND_HTOD :
-                     from ? CUPTI_ACTIVITY_MEMCPY_KIND_DTOH : CUPTI_ACTIVITY_MEMCPY_KIND_HTOH;
+    copy->copyKind = from && to ? CUPTI_ACTIVITY_MEMCPY_KIND_DTOD
+                     : to       ? CUPTI_ACTIVITY_MEMCPY_KIND_HTOD
+                     : from     ? CUPTI_ACTIVITY_MEMCPY_KIND_DTOH
+                                : CUPTI_ACTIVITY_MEMCPY_KIND_HTOH;
     copy->srcKind = from ? CUPTI_ACTIVITY_MEMORY_KIND_DEVICE : CUPTI_ACTIVITY_MEMORY_KIND_PINNED;
     copy->dstKind = to ? CUPTI_ACTIVITY_MEMORY_KIND_DEVICE : CUPTI_ACTIVITY_MEMORY_KIND_PINNED;
     copy->bytes = work->bytes;
@@ -134,12 +136,17 @@ static bool make_room(void) {
 static uint32_t last_id;
 
 void record_work(const struct work *work, cudaStream_t stream, double begin, double end) {
-    static const int callbacks[] = {211, 41, 51}; /* cupti_runtime_cbid.h: cudaLaunchKernel, cudaMemcpyAsync, cudaMemsetAsync */
-    enum { CALL = 4000, AT_ONCE = 1000 };         /* nanoseconds that a call takes, and work where the device takes no time: guesses */
+    static const int callbacks[] = {211, 41,
+                                    51}; /* cupti_runtime_cbid.h: cudaLaunchKernel, cudaMemcpyAsync, cudaMemsetAsync */
+    enum {
+        CALL = 4000,
+        AT_ONCE = 1000
+    }; /* nanoseconds that a call takes, and work where the device takes no time: guesses */
     if (!enabled[CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL] && !enabled[CUPTI_ACTIVITY_KIND_RUNTIME]) return;
     pthread_mutex_lock(&lock);
     double rate = ticks(), time = now();
-    /* torch drops what ends after it stopped looking: where the device's clock is ahead of the host's, work is shown when it is called for */
+    /* torch drops what ends after it stopped looking: where the device's clock is ahead of the host's, work is shown
+     * when it is called for */
     double after = real_time() ? begin - time : 0, takes = real_time() ? end - begin : AT_ONCE;
     uint64_t called = torch_now(), from = called + after * rate, to = from + takes * rate;
     if (make_room()) {
@@ -162,7 +169,8 @@ void record_call(int callback_id, double began) {
 
 /* ---- what torch calls ---- */
 
-API CUptiResult cuptiActivityRegisterCallbacks(CUpti_BuffersCallbackRequestFunc requested, CUpti_BuffersCallbackCompleteFunc done) {
+API CUptiResult cuptiActivityRegisterCallbacks(CUpti_BuffersCallbackRequestFunc requested,
+                                               CUpti_BuffersCallbackCompleteFunc done) {
     request = requested, completed = done;
     return CUPTI_SUCCESS;
 }
@@ -184,7 +192,6 @@ API CUptiResult cuptiActivityDisable(CUpti_ActivityKind kind) {
 }
 
 API CUptiResult cuptiActivityFlushAll(uint32_t flag) {
-    (void)flag;
     pthread_mutex_lock(&lock);
     if (buffer) completed(NULL, 0, buffer, room, filled);
     buffer = NULL;
@@ -200,7 +207,6 @@ API CUptiResult cuptiActivityGetNextRecord(uint8_t *first, size_t bytes, CUpti_A
 }
 
 API CUptiResult cuptiActivityGetNumDroppedRecords(CUcontext context, uint32_t stream, size_t *count) {
-    (void)context, (void)stream;
     *count = 0;
     return CUPTI_SUCCESS;
 }
@@ -219,9 +225,9 @@ API CUptiResult cuptiGetCallbackName(CUpti_CallbackDomain domain, uint32_t id, c
     static const struct {
         uint32_t id;
         const char *name;
-    } names[] = {{211, "cudaLaunchKernel_v7000"}, {41, "cudaMemcpyAsync_v3020"}, {51, "cudaMemsetAsync_v3020"},
-                 {131, "cudaStreamSynchronize_v3020"}, {137, "cudaEventSynchronize_v3020"}, {165, "cudaDeviceSynchronize_v3020"}};
-    (void)domain;
+    } names[] = {{211, "cudaLaunchKernel_v7000"},     {41, "cudaMemcpyAsync_v3020"},
+                 {51, "cudaMemsetAsync_v3020"},       {131, "cudaStreamSynchronize_v3020"},
+                 {137, "cudaEventSynchronize_v3020"}, {165, "cudaDeviceSynchronize_v3020"}};
     *name = "cudaOther";
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (names[i].id == id) *name = names[i].name;

@@ -189,36 +189,35 @@ API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int number) {
 static int attribute(enum cudaDeviceAttr which) {
     const struct device *d = device();
     switch (which) {
-        case cudaDevAttrMaxThreadsPerBlock:
-        case cudaDevAttrMaxBlockDimX:
-        case cudaDevAttrMaxBlockDimY: return 1024;
-        case cudaDevAttrMaxBlockDimZ: return 64;
-        case cudaDevAttrMaxGridDimX: return INT32_MAX;
-        case cudaDevAttrMaxGridDimY:
-        case cudaDevAttrMaxGridDimZ: return 65535;
-        case cudaDevAttrMaxSharedMemoryPerBlock: return 48 * KIB;
-        case cudaDevAttrMaxSharedMemoryPerBlockOptin: return d->shared_memory;
-        case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return shared_per_multiprocessor();
-        case cudaDevAttrWarpSize: return 32;
-        case cudaDevAttrMaxRegistersPerBlock:
-        case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
-        case cudaDevAttrClockRate: return d->clock / 1e3;
-        case cudaDevAttrMemoryClockRate: return d->memory_clock / 1e3;
-        case cudaDevAttrGlobalMemoryBusWidth: return d->bus_width;
-        case cudaDevAttrMultiProcessorCount: return d->multiprocessors;
-        case cudaDevAttrL2CacheSize: return d->l2;
-        case cudaDevAttrMaxThreadsPerMultiProcessor: return threads_per_multiprocessor();
-        case cudaDevAttrMaxBlocksPerMultiprocessor: return 32;
-        case cudaDevAttrComputeCapabilityMajor: return d->major;
-        case cudaDevAttrComputeCapabilityMinor: return d->minor;
-        case cudaDevAttrConcurrentKernels:
-        case cudaDevAttrCooperativeLaunch: return 1;
-        default: return (int)which == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED; /* expandable segments */
+    case cudaDevAttrMaxThreadsPerBlock:
+    case cudaDevAttrMaxBlockDimX:
+    case cudaDevAttrMaxBlockDimY: return 1024;
+    case cudaDevAttrMaxBlockDimZ: return 64;
+    case cudaDevAttrMaxGridDimX: return INT32_MAX;
+    case cudaDevAttrMaxGridDimY:
+    case cudaDevAttrMaxGridDimZ: return 65535;
+    case cudaDevAttrMaxSharedMemoryPerBlock: return 48 * KIB;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: return d->shared_memory;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: return shared_per_multiprocessor();
+    case cudaDevAttrWarpSize: return 32;
+    case cudaDevAttrMaxRegistersPerBlock:
+    case cudaDevAttrMaxRegistersPerMultiprocessor: return 65536;
+    case cudaDevAttrClockRate: return d->clock / 1e3;
+    case cudaDevAttrMemoryClockRate: return d->memory_clock / 1e3;
+    case cudaDevAttrGlobalMemoryBusWidth: return d->bus_width;
+    case cudaDevAttrMultiProcessorCount: return d->multiprocessors;
+    case cudaDevAttrL2CacheSize: return d->l2;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: return threads_per_multiprocessor();
+    case cudaDevAttrMaxBlocksPerMultiprocessor: return 32;
+    case cudaDevAttrComputeCapabilityMajor: return d->major;
+    case cudaDevAttrComputeCapabilityMinor: return d->minor;
+    case cudaDevAttrConcurrentKernels:
+    case cudaDevAttrCooperativeLaunch: return 1;
+    default: return (int)which == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED; /* expandable segments */
     }
 }
 
 API cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr which, int number) {
-    (void)number;
     *value = attribute(which);
     return cudaSuccess;
 }
@@ -237,7 +236,8 @@ API cudaError_t cudaDeviceCanAccessPeer(int *can, int from, int to) {
 
 static __thread cudaError_t last;
 
-/* Keeps an error for cudaGetLastError, by which torch asks after each launch; other calls return theirs, and torch asks for no more. */
+/* Keeps an error for cudaGetLastError, by which torch asks after each launch; other calls return theirs, and torch asks
+ * for no more. */
 cudaError_t failed(cudaError_t error) { return last = error; }
 
 API cudaError_t cudaPeekAtLastError(void) { return last; }

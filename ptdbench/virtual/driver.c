@@ -1,12 +1,10 @@
-/* What torch, Triton and NVIDIA's libraries ask of the driver besides memory, streams and kernels: contexts, and its functions by name. */
+/* What torch, Triton and NVIDIA's libraries ask of the driver besides memory, streams and kernels: contexts, and its
+ * functions by name. */
 #include "virtual.h"
 
 #include <dlfcn.h>
 
-API CUresult cuInit(unsigned flags) {
-    (void)flags;
-    return (CUresult)ready();
-}
+API CUresult cuInit(unsigned flags) { return (CUresult)ready(); }
 
 API CUresult cuDriverGetVersion(int *version) { return (CUresult)cudaDriverGetVersion(version); }
 
@@ -37,7 +35,6 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice number) {
 }
 
 API CUresult cuDevicePrimaryCtxGetState(CUdevice number, unsigned *flags, int *active) {
-    (void)number;
     *flags = 0;
     *active = 1;
     return CUDA_SUCCESS;
@@ -59,22 +56,24 @@ API CUresult cuCtxGetDevice(CUdevice *number) {
 }
 
 API CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
-    (void)limit;
     *value = KIB; /* the size of a thread's stack, which CUDA's default is and torch asks for */
     return CUDA_SUCCESS;
 }
 
-/* A function of the driver by its name: here, or one that says that nothing answers it. A name stands for its newest version. */
-API cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags,
+/* A function of the driver by its name: here, or one that says that nothing answers it. A name stands for its newest
+ * version. */
+API cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
+                                                 unsigned long long flags,
                                                  enum cudaDriverEntryPointQueryResult *found) {
-    (void)version, (void)flags;
     char newer[128];
     snprintf(newer, sizeof newer, "%s_v2", name);
     *function = dlsym(RTLD_DEFAULT, newer);
     if (!*function) *function = dlsym(RTLD_DEFAULT, name);
     note("driver entry %s%s\n", name, *function ? "" : " NOT FOUND");
     if (found) *found = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
-    return *function ? cudaSuccess : (cudaError_t)unanswered("cudaGetDriverEntryPoint for a name that torch did not list", cudaErrorSymbolNotFound);
+    return *function ? cudaSuccess
+                     : (cudaError_t)unanswered("cudaGetDriverEntryPoint for a name that torch did not list",
+                                               cudaErrorSymbolNotFound);
 }
 
 #undef cudaGetDriverEntryPoint /* a macro in some versions */
@@ -83,10 +82,9 @@ API cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsig
     return cudaGetDriverEntryPointByVersion(name, function, CUDART_VERSION, flags, found);
 }
 
-/* NVIDIA's own libraries ask for tables of functions that no header describes; the real NVRTC, which compiles torch's kernels of special
- * functions, does without. */
+/* NVIDIA's own libraries ask for tables of functions that no header describes; the real NVRTC, which compiles torch's
+ * kernels of special functions, does without. */
 API CUresult cuGetExportTable(const void **table, const CUuuid *id) {
-    (void)id;
     *table = NULL;
     return CUDA_ERROR_NOT_FOUND;
 }

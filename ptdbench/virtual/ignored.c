@@ -1,7 +1,9 @@
-/* Calls that succeed and do nothing, each with the reason why that is the truth of a device without memory contents and without kernels. */
+/* Calls that succeed and do nothing, each with the reason why that is the truth of a device without memory contents and
+ * without kernels. */
 
 /* Arguments are not looked at, so signatures do not matter, and NVIDIA's headers would object. */
-#define IGNORED(name) __attribute__((visibility("default"))) int name(void) { return 0; }
+#define IGNORED(name) \
+    __attribute__((visibility("default"))) int name(void) { return 0; }
 
 /* Settings of descriptors of which nothing is read afterwards: the products' sizes come with the product. */
 IGNORED(cublasLtMatmulPreferenceSetAttribute)
@@ -14,7 +16,7 @@ IGNORED(cudnnSetTensorNdDescriptor)
 IGNORED(cudnnSetDropoutDescriptor)
 IGNORED(cudnnRestoreDropoutDescriptor)
 
-/* Ends of such descriptors, of some dozen bytes each, which are not given back. */
+/* Ends of descriptors that are all one (cudnn.c, products.c). */
 IGNORED(cublasLtMatmulPreferenceDestroy)
 IGNORED(cudnnDestroyActivationDescriptor)
 IGNORED(cudnnDestroyConvolutionDescriptor)
@@ -26,7 +28,8 @@ IGNORED(cudnnDestroyTensorDescriptor)
 IGNORED(cublasSetWorkspace_v2)
 IGNORED(cublasSetSmCountTarget)
 
-/* Limits and preferences of a kernel or device: the greatest that a device has are checked at the launch, by Triton itself before. */
+/* Limits and preferences of a kernel or device: the greatest that a device has are checked at the launch, by Triton
+ * itself before. */
 IGNORED(cudaFuncSetAttribute)
 IGNORED(cudaKernelSetAttributeForDevice)
 IGNORED(cuFuncSetAttribute)

@@ -1,5 +1,5 @@
-/* Kernels: those that torch's libraries register when they are loaded, and modules that Triton and NVRTC compile. Of each only its name is kept;
- * a launch is noted, takes a crude time, and computes what computed.c can.
+/* Kernels: those that torch's libraries register when they are loaded, and modules that Triton and NVRTC compile. Of
+ * each only its name is kept; a launch is noted, takes a crude time, and computes what computed.c can.
  */
 #include "virtual.h"
 
@@ -9,8 +9,8 @@
 /* ---- names ---- */
 
 struct kernel {
-    const void *host;      /* the function of the host that stands for it */
-    const char *name;      /* as the compiler mangles it, which is how NVIDIA's tools name it */
+    const void *host;            /* the function of the host that stands for it */
+    const char *name;            /* as the compiler mangles it, which is how NVIDIA's tools name it */
     const struct recipe *recipe; /* made at the first launch */
     struct kernel *next;
 };
@@ -45,21 +45,16 @@ static struct kernel *find(const void *host) {
 
 API void **__cudaRegisterFatBinary(void *binary) {
     static void *handle[2];
-    (void)binary;
     return handle;
 }
 
-API void __cudaRegisterFatBinaryEnd(void **handle) { (void)handle; }
-API void __cudaUnregisterFatBinary(void **handle) { (void)handle; }
+API void __cudaRegisterFatBinaryEnd(void **handle) {}
+API void __cudaUnregisterFatBinary(void **handle) {}
 
-API char __cudaInitModule(void **handle) {
-    (void)handle;
-    return 1;
-}
+API char __cudaInitModule(void **handle) { return 1; }
 
-API void __cudaRegisterFunction(void **handle, const char *host, char *function, const char *name, int threads, void *thread, void *block,
-                                void *block_size, void *grid_size, int *warp_size) {
-    (void)handle, (void)function, (void)threads, (void)thread, (void)block, (void)block_size, (void)grid_size, (void)warp_size;
+API void __cudaRegisterFunction(void **handle, const char *host, char *function, const char *name, int threads,
+                                void *thread, void *block, void *block_size, void *grid_size, int *warp_size) {
     struct kernel *new = malloc(sizeof *new);
     pthread_mutex_lock(&lock);
     *new = (struct kernel){host, name, NULL, *bucket_of(host)};
@@ -68,9 +63,8 @@ API void __cudaRegisterFunction(void **handle, const char *host, char *function,
 }
 
 /* Variables of a device: nothing computes with them. */
-API void __cudaRegisterVar(void **handle, char *host, char *address, const char *name, int external, size_t bytes, int constant, int global) {
-    (void)handle, (void)host, (void)address, (void)name, (void)external, (void)bytes, (void)constant, (void)global;
-}
+API void __cudaRegisterVar(void **handle, char *host, char *address, const char *name, int external, size_t bytes,
+                           int constant, int global) {}
 
 static __thread struct {
     dim3 grid, block;
@@ -98,11 +92,12 @@ API cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *host) {
 
 /* Checks of a launch that do not depend on the kernel's code. */
 static bool possible(dim3 grid, dim3 block) {
-    return grid.x && grid.y && grid.z && grid.y <= 65535 && grid.z <= 65535 && block.x && block.y && block.z && block.z <= 64 &&
-           (size_t)block.x * block.y * block.z <= 1024;
+    return grid.x && grid.y && grid.z && grid.y <= 65535 && grid.z <= 65535 && block.x && block.y && block.z &&
+           block.z <= 64 && (size_t)block.x * block.y * block.z <= 1024;
 }
 
-static cudaError_t start(const char *name, const struct recipe *recipe, dim3 grid, dim3 block, void **arguments, cudaStream_t stream) {
+static cudaError_t start(const char *name, const struct recipe *recipe, dim3 grid, dim3 block, void **arguments,
+                         cudaStream_t stream) {
     cudaError_t error = ready();
     if (error) return failed(error);
     if (!possible(grid, block)) return failed(cudaErrorInvalidConfiguration);
@@ -112,17 +107,20 @@ static cudaError_t start(const char *name, const struct recipe *recipe, dim3 gri
     return cudaSuccess;
 }
 
-API cudaError_t cudaLaunchKernel(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
-    (void)shared;
+API cudaError_t cudaLaunchKernel(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared,
+                                 cudaStream_t stream) {
     struct kernel *kernel = find(host);
-    return start(kernel ? kernel->name : "unregistered kernel", kernel ? kernel->recipe : NULL, grid, block, arguments, stream);
+    return start(kernel ? kernel->name : "unregistered kernel", kernel ? kernel->recipe : NULL, grid, block, arguments,
+                 stream);
 }
 
-API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
+API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
+                                   cudaStream_t stream) {
     return cudaLaunchKernel(kernel, grid, block, arguments, shared, stream);
 }
 
-API cudaError_t cudaLaunchCooperativeKernel(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared, cudaStream_t stream) {
+API cudaError_t cudaLaunchCooperativeKernel(const void *host, dim3 grid, dim3 block, void **arguments, size_t shared,
+                                            cudaStream_t stream) {
     return cudaLaunchKernel(host, grid, block, arguments, shared, stream);
 }
 
@@ -132,7 +130,6 @@ API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *hos
 
 /* What a kernel needs of registers and shared memory is in its code, which is not read: a kernel of average size. */
 API cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *host) {
-    (void)host;
     memset(a, 0, sizeof *a);
     a->binaryVersion = a->ptxVersion = device()->major * 10 + device()->minor;
     a->maxThreadsPerBlock = 1024;
@@ -143,15 +140,14 @@ API cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *
 
 #define RESIDENT_BLOCKS 2
 
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *host, int threads, size_t shared) {
-    (void)host, (void)threads, (void)shared;
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const void *host, int threads,
+                                                              size_t shared) {
     *blocks = RESIDENT_BLOCKS;
     return cudaSuccess;
 }
 
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *host, int threads, size_t shared,
-                                                                       unsigned flags) {
-    (void)flags;
+API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *host, int threads,
+                                                                       size_t shared, unsigned flags) {
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, host, threads, shared);
 }
 
@@ -164,65 +160,55 @@ static CUresult load(void **module) {
     return CUDA_SUCCESS;
 }
 
-API CUresult cuModuleLoad(CUmodule *module, const char *path) {
-    (void)path;
-    return load((void **)module);
-}
+API CUresult cuModuleLoad(CUmodule *module, const char *path) { return load((void **)module); }
 
-API CUresult cuModuleLoadData(CUmodule *module, const void *image) {
-    (void)image;
-    return load((void **)module);
-}
+API CUresult cuModuleLoadData(CUmodule *module, const void *image) { return load((void **)module); }
 
-API CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned count, CUjit_option *options, void **values) {
-    (void)image, (void)count, (void)options, (void)values;
+API CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned count, CUjit_option *options,
+                                void **values) {
     return load((void **)module);
 }
 
 API CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
-    (void)module;
     *function = (CUfunction)strdup(name);
     return CUDA_SUCCESS;
 }
 
-API CUresult cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_option *options, void **values, unsigned count,
-                               CUlibraryOption *library_options, void **library_values, unsigned library_count) {
-    (void)code, (void)options, (void)values, (void)count, (void)library_options, (void)library_values, (void)library_count;
+API CUresult cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_option *options, void **values,
+                               unsigned count, CUlibraryOption *library_options, void **library_values,
+                               unsigned library_count) {
     return load((void **)library);
 }
 
 API CUresult cuLibraryGetKernel(CUkernel *kernel, CUlibrary library, const char *name) {
-    (void)library;
     *kernel = (CUkernel)strdup(name);
     return CUDA_SUCCESS;
 }
 
 API CUresult cuFuncGetAttribute(int *value, CUfunction_attribute which, CUfunction function) {
-    (void)function; /* no spills, no static shared memory */
+    /* no spills, no static shared memory */
     *value = which == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : which == CU_FUNC_ATTRIBUTE_NUM_REGS ? 64 : 0;
     return CUDA_SUCCESS;
 }
 
 API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction function, int threads, size_t shared) {
-    (void)function, (void)threads, (void)shared;
     *blocks = RESIDENT_BLOCKS;
     return CUDA_SUCCESS;
 }
 
 API CUresult cuOccupancyMaxActiveClusters(int *clusters, CUfunction function, const CUlaunchConfig *config) {
-    (void)function, (void)config;
     *clusters = device()->multiprocessors / 2;
     return CUDA_SUCCESS;
 }
 
-API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                            unsigned block_z, unsigned shared, CUstream stream, void **arguments, void **extra) {
-    (void)shared, (void)arguments, (void)extra;
+API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                            unsigned block_y, unsigned block_z, unsigned shared, CUstream stream, void **arguments,
+                            void **extra) {
     dim3 grid = {grid_x, grid_y, grid_z}, block = {block_x, block_y, block_z};
     return (CUresult)start((const char *)function, NULL, grid, block, NULL, stream);
 }
 
 API CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction function, void **arguments, void **extra) {
-    return cuLaunchKernel(function, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ, c->sharedMemBytes,
-                          c->hStream, arguments, extra);
+    return cuLaunchKernel(function, c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,
+                          c->sharedMemBytes, c->hStream, arguments, extra);
 }

@@ -11,7 +11,7 @@ so torch itself is unchanged. What is
   link's rate.
 - not there: results. Kernels compute nothing, but for a few on few elements (``computed.c``), by layouts that are
   torch's own: each of these is tried once per version of torch and left out where it fails (``selftest.py``). Copies
-  and messages of more than ``memory.c`` and ``nccl.c`` say arrive as zeros.
+  of more than 1 MiB and messages of more than 64 KiB, 16 KiB from one rank to another, arrive as zeros.
 
 A call that nothing answers is an error that names it. Stubs that say so are made for all names that the installed
 libraries want, so a newer torch needs no list of ours.

@@ -1,7 +1,8 @@
 /* Memory: of each device a stretch of addresses, of which the host backs only what is written.
  *
- * Exact: sizes, pages of 2 MiB, what is free, the end of memory. Not there: contents. What was never written reads as zeros, and so does all
- * that was freed; copies of more than COPIED bytes to or from a device arrive as zeros, and so do all once BACKED bytes are in use.
+ * Exact: sizes, pages of 2 MiB, what is free, the end of memory. Not there: contents. What was never written reads as
+ * zeros, and so does all that was freed; once BACKED bytes are written, more of it stays zeros. Within what torch keeps
+ * for itself, memory holds what was written last, as on a device.
  */
 #include "virtual.h"
 
@@ -9,16 +10,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#define PAGE (2 * MIB)          /* of a device's memory */
-#define HOST_PAGE (4 * KIB)
-#define GRANULE (64 * KIB)      /* in which what the host backs is counted */
-#define COPIED MIB
+#define PAGE (2 * MIB)     /* of a device's memory */
+#define GRANULE (64 * KIB) /* in which what the host backs is counted */
 #define BACKED (512 * MIB)
-#define SPACE ((size_t)64 << 40) /* addresses of all devices: expandable segments take 9/8 of the memory for each pool and stream */
+/* Addresses of all devices: expandable segments take 9/8 of a device's memory for each pool and stream. */
+#define SPACE ((size_t)64 << 40)
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-
-static size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
 /* ---- addresses ---- */
 
@@ -36,7 +34,7 @@ static struct range *gaps[MOST_DEVICES]; /* addresses that nobody has, of each d
 
 static size_t stretch(void) { return SPACE / (machine_count() < 8 ? 8 : machine_count()) / PAGE * PAGE; }
 
-static void *map(void *where, size_t bytes) {
+void *map(void *where, size_t bytes) {
     void *address = mmap(where, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (address == MAP_FAILED) return NULL;
     madvise(address, bytes, MADV_NOHUGEPAGE); /* or one written byte would take 2 MiB */
@@ -67,7 +65,8 @@ int device_of(const void *address) {
     return base && at >= base && at < base + SPACE ? (int)((size_t)(at - base) / stretch()) : -1;
 }
 
-/* The first gap that is large enough. A page stays free behind, so that running over the end is no one else's memory. */
+/* The first gap that is large enough. A page stays free behind, so that running over the end is no one else's memory.
+ */
 char *reserve_addresses(int on, size_t bytes) {
     need_space();
     bytes = round_up(bytes, PAGE) + PAGE;
@@ -117,7 +116,8 @@ bool writable(void *address, size_t bytes) {
     if (!readable(address, bytes)) return false;
     bool may = true;
     pthread_mutex_lock(&lock);
-    for (uint8_t *flag = flag_of(address), *last = flag_of((char *)address + (bytes ? bytes - 1 : 0)); may && flag <= last; flag++) {
+    for (uint8_t *flag = flag_of(address), *last = flag_of((char *)address + (bytes ? bytes - 1 : 0));
+         may && flag <= last; flag++) {
         if (*flag) continue;
         may = backed_bytes + GRANULE <= BACKED;
         if (may) *flag = 1, backed_bytes += GRANULE;
@@ -126,8 +126,9 @@ bool writable(void *address, size_t bytes) {
     return may;
 }
 
-/* Lets the whole pages of a range go, so that they read as zeros and take no memory; what of it lies before and behind is cleared. */
-static void forget(char *address, size_t bytes) {
+/* Lets the whole pages of a range go, so that they read as zeros and take no memory; what of it lies before and behind
+ * is cleared. */
+void forget(char *address, size_t bytes) {
     char *end = address + bytes, *first = (char *)round_up((size_t)address, HOST_PAGE);
     char *last = (char *)((size_t)end / HOST_PAGE * HOST_PAGE);
     if (first >= last) {
@@ -143,8 +144,10 @@ void zero(void *address, size_t bytes) {
     if (!bytes || !readable(address, bytes)) return;
     pthread_mutex_lock(&lock);
     forget(address, bytes);
-    size_t first = round_up((size_t)((char *)address - base), GRANULE) / GRANULE, end = (size_t)((char *)address + bytes - base) / GRANULE;
-    for (uint8_t *at = backed + first; first < end && (at = memchr(at, 1, backed + end - at)); at++) *at = 0, backed_bytes -= GRANULE;
+    size_t first = round_up((size_t)((char *)address - base), GRANULE) / GRANULE,
+           end = (size_t)((char *)address + bytes - base) / GRANULE;
+    for (uint8_t *at = backed + first; first < end && (at = memchr(at, 1, backed + end - at)); at++)
+        *at = 0, backed_bytes -= GRANULE;
     pthread_mutex_unlock(&lock);
 }
 
@@ -183,9 +186,11 @@ API cudaError_t cudaFree(void *address) {
     struct range *found = NULL;
     if (error || !address) return error;
     pthread_mutex_lock(&lock);
-    for (struct range **at = &allocations; *at && !found; )
-        if ((*at)->start == address) found = *at, *at = found->next;
-        else at = &(*at)->next;
+    for (struct range **at = &allocations; *at && !found;)
+        if ((*at)->start == address)
+            found = *at, *at = found->next;
+        else
+            at = &(*at)->next;
     if (found) used[found->device] -= found->bytes;
     pthread_mutex_unlock(&lock);
     if (!found) return cudaErrorInvalidValue;
@@ -206,6 +211,19 @@ API cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
     return cudaSuccess;
 }
 
+API CUresult cuMemGetAddressRange(CUdeviceptr *start, size_t *bytes, CUdeviceptr address) {
+    CUresult error = CUDA_ERROR_NOT_FOUND;
+    pthread_mutex_lock(&lock);
+    for (struct range *at = allocations; at && error; at = at->next) {
+        if ((char *)address < at->start || (char *)address >= at->start + at->bytes) continue;
+        if (start) *start = (CUdeviceptr)at->start;
+        if (bytes) *bytes = at->bytes;
+        error = CUDA_SUCCESS;
+    }
+    pthread_mutex_unlock(&lock);
+    return error;
+}
+
 /* ---- expandable segments: physical memory and addresses come apart ---- */
 
 struct piece { /* what a CUmemGenericAllocationHandle stands for */
@@ -213,14 +231,14 @@ struct piece { /* what a CUmemGenericAllocationHandle stands for */
     int device;
 };
 
-API CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *p, CUmemAllocationGranularity_flags which) {
-    (void)p, (void)which;
+API CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *p,
+                                           CUmemAllocationGranularity_flags which) {
     *bytes = PAGE;
     return CUDA_SUCCESS;
 }
 
-API CUresult cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t alignment, CUdeviceptr hint, unsigned long long flags) {
-    (void)alignment, (void)hint, (void)flags;
+API CUresult cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t alignment, CUdeviceptr hint,
+                                 unsigned long long flags) {
     if (ready()) return CUDA_ERROR_NOT_INITIALIZED;
     pthread_mutex_lock(&lock);
     *address = (CUdeviceptr)reserve_addresses(current_device(), bytes);
@@ -236,9 +254,10 @@ API CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
     return CUDA_SUCCESS;
 }
 
-API CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *p, unsigned long long flags) {
-    (void)flags;
-    int on = p->location.type == CU_MEM_LOCATION_TYPE_DEVICE && p->location.id < visible_count() ? p->location.id : current_device();
+API CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *p,
+                         unsigned long long flags) {
+    int on = p->location.type == CU_MEM_LOCATION_TYPE_DEVICE && p->location.id < visible_count() ? p->location.id
+                                                                                                 : current_device();
     pthread_mutex_lock(&lock);
     bool fits = take(on, bytes);
     pthread_mutex_unlock(&lock);
@@ -264,186 +283,3 @@ API CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
     zero((void *)address, bytes);
     return CUDA_SUCCESS;
 }
-
-/* ---- pinned memory of the host ---- */
-
-static struct range *pinned; /* device -1: registered by its owner, not allocated here */
-
-static struct range *pinned_with(const void *address) {
-    for (struct range *at = pinned; at; at = at->next)
-        if ((const char *)address >= at->start && (const char *)address < at->start + at->bytes) return at;
-    return NULL;
-}
-
-static void pin(void *address, size_t bytes, int on) {
-    struct range *new = malloc(sizeof *new);
-    pthread_mutex_lock(&lock);
-    *new = (struct range){address, bytes, on, pinned};
-    pinned = new;
-    pthread_mutex_unlock(&lock);
-}
-
-static struct range *unpin(const void *address) {
-    struct range *found = NULL;
-    pthread_mutex_lock(&lock);
-    for (struct range **at = &pinned; *at && !found; )
-        if ((*at)->start == address) found = *at, *at = found->next;
-        else at = &(*at)->next;
-    pthread_mutex_unlock(&lock);
-    return found;
-}
-
-/* Whether an address is pinned, and whether it was allocated here. */
-static bool is_pinned(const void *address, bool *ours) {
-    pthread_mutex_lock(&lock);
-    struct range *found = pinned_with(address);
-    *ours = found && found->device >= 0;
-    pthread_mutex_unlock(&lock);
-    return found;
-}
-
-API cudaError_t cudaHostAlloc(void **address, size_t bytes, unsigned flags) {
-    (void)flags;
-    cudaError_t error = ready();
-    if (error) return error;
-    bytes = round_up(bytes ? bytes : 1, HOST_PAGE);
-    *address = map(NULL, bytes);
-    note("hostalloc %zu\n", bytes);
-    if (!*address) return cudaErrorMemoryAllocation;
-    pin(*address, bytes, current_device());
-    return cudaSuccess;
-}
-
-API cudaError_t cudaMallocHost(void **address, size_t bytes) { return cudaHostAlloc(address, bytes, 0); }
-
-API cudaError_t cudaFreeHost(void *address) {
-    if (!address) return cudaSuccess;
-    struct range *found = unpin(address);
-    if (!found) return cudaErrorInvalidValue;
-    munmap(found->start, found->bytes);
-    free(found);
-    return cudaSuccess;
-}
-
-API cudaError_t cudaHostRegister(void *address, size_t bytes, unsigned flags) {
-    (void)flags;
-    bool ours;
-    cudaError_t error = ready();
-    if (error) return error;
-    if (is_pinned(address, &ours)) return cudaErrorHostMemoryAlreadyRegistered;
-    note("hostregister %zu\n", bytes);
-    pin(address, bytes, -1);
-    return cudaSuccess;
-}
-
-API cudaError_t cudaHostUnregister(void *address) {
-    struct range *found = unpin(address);
-    if (!found) return cudaErrorHostMemoryNotRegistered;
-    free(found);
-    return cudaSuccess;
-}
-
-API cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *address) {
-    int on = device_of(address);
-    bool ours, host = on < 0 && is_pinned(address, &ours);
-    memset(a, 0, sizeof *a);
-    a->type = on >= 0 ? cudaMemoryTypeDevice : host ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
-    a->device = on >= 0 ? on : host ? current_device() : cudaInvalidDeviceId;
-    a->devicePointer = on >= 0 || host ? (void *)address : NULL;
-    a->hostPointer = on < 0 ? (void *)address : NULL;
-    return cudaSuccess;
-}
-
-API CUresult cuPointerGetAttribute(void *value, CUpointer_attribute which, CUdeviceptr address) {
-    int on = device_of((void *)address);
-    bool ours;
-    if (on < 0 && !is_pinned((void *)address, &ours)) return CUDA_ERROR_INVALID_VALUE;
-    switch (which) {
-        case CU_POINTER_ATTRIBUTE_DEVICE_POINTER: *(CUdeviceptr *)value = address; return CUDA_SUCCESS;
-        case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: *(int *)value = on < 0 ? current_device() : on; return CUDA_SUCCESS;
-        case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
-            *(CUmemorytype *)value = on < 0 ? CU_MEMORYTYPE_HOST : CU_MEMORYTYPE_DEVICE;
-            return CUDA_SUCCESS;
-        default: return unanswered("cuPointerGetAttribute of this attribute", CUDA_ERROR_NOT_SUPPORTED);
-    }
-}
-
-API CUresult cuMemGetAddressRange(CUdeviceptr *start, size_t *bytes, CUdeviceptr address) {
-    CUresult error = CUDA_ERROR_NOT_FOUND;
-    pthread_mutex_lock(&lock);
-    for (struct range *at = allocations; at && error; at = at->next) {
-        if ((char *)address < at->start || (char *)address >= at->start + at->bytes) continue;
-        if (start) *start = (CUdeviceptr)at->start;
-        if (bytes) *bytes = at->bytes;
-        error = CUDA_SUCCESS;
-    }
-    pthread_mutex_unlock(&lock);
-    return error;
-}
-
-/* ---- copies ---- */
-
-static void move(void *to, const void *from, size_t bytes) {
-    bool on = device_of(to) >= 0, ours;
-    if (!on && device_of(from) < 0) {
-        memmove(to, from, bytes);
-    } else if (bytes <= COPIED) {
-        if (!on || writable(to, bytes)) memmove(to, from, bytes);
-        else zero(to, bytes);
-    } else if (on) {
-        zero(to, bytes);
-    } else if (is_pinned(to, &ours) && ours) {
-        forget(to, bytes);
-    } else {
-        memset(to, 0, bytes);
-    }
-}
-
-/* The host's links: 50 GB/s is near what PCIe of the fifth generation carries. */
-static double copy_time(bool within, size_t bytes) { return 2e3 + (within ? memory_time(2 * bytes) : bytes / 50.0); }
-
-API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    (void)kind; /* addresses say it */
-    cudaError_t error = ready();
-    bool to_device = device_of(to) >= 0, from_device = device_of(from) >= 0, ours;
-    if (error) return error;
-    if ((to_device && !readable(to, bytes)) || (from_device && !readable(from, bytes))) return cudaErrorInvalidValue;
-    bool pageable = to_device != from_device && !is_pinned(to_device ? from : to, &ours);
-    const char *name = from_device && to_device ? "DtoD" : to_device ? "HtoD" : from_device ? "DtoH" : "HtoH";
-    move(to, from, bytes);
-    note("memcpy%s %zu%s\n", name, bytes, pageable ? " pageable" : "");
-    enqueue(stream, &(struct work){COPY, name, copy_time(to_device && from_device, bytes), bytes, {1, 1, 1}, {1, 1, 1}});
-    return pageable ? cudaStreamSynchronize(stream) : cudaSuccess; /* as CUDA does: see "API synchronization behavior" */
-}
-
-API cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
-    cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind, NULL);
-    return error ? error : cudaStreamSynchronize(NULL);
-}
-
-API cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, cudaStream_t stream) {
-    (void)to_device, (void)from_device;
-    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
-}
-
-API cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
-                                  enum cudaMemcpyKind kind, cudaStream_t stream) {
-    (void)kind;
-    cudaError_t error = ready();
-    if (error) return error;
-    for (size_t row = 0; row < height; row++) move((char *)to + row * to_pitch, (const char *)from + row * from_pitch, width);
-    enqueue(stream, &(struct work){COPY, "DtoD", copy_time(true, width * height), width * height, {1, 1, 1}, {1, 1, 1}});
-    return cudaSuccess;
-}
-
-API cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
-    cudaError_t error = ready();
-    if (error) return error;
-    if (!readable(to, bytes)) return cudaErrorInvalidValue;
-    if (value && bytes <= COPIED && writable(to, bytes)) memset(to, value, bytes);
-    else zero(to, bytes);
-    enqueue(stream, &(struct work){SET, "memset", 2e3 + memory_time(bytes), bytes, {1, 1, 1}, {1, 1, 1}});
-    return cudaSuccess;
-}
-
-API cudaError_t cudaMemset(void *to, int value, size_t bytes) { return cudaMemsetAsync(to, value, bytes, NULL); }

@@ -12,9 +12,11 @@ static int place(nvml_device handle) { return (int)(intptr_t)handle - 1; }
 static nvml_device handle_of(int place) { return (nvml_device)(intptr_t)(place + 1); }
 
 API int nvmlInit_v2(void) { return SUCCESS; }
-API int nvmlInitWithFlags(unsigned flags) { return (void)flags, SUCCESS; }
+API int nvmlInitWithFlags(unsigned flags) { return SUCCESS; }
 API int nvmlShutdown(void) { return SUCCESS; }
-API const char *nvmlErrorString(int error) { return error == 3 ? "Not Supported" : error ? "virtual NVML: error" : "The operation was successful"; }
+API const char *nvmlErrorString(int error) {
+    return error == 3 ? "Not Supported" : error ? "virtual NVML: error" : "The operation was successful";
+}
 
 API int nvmlSystemGetDriverVersion(char *version, unsigned size) {
     snprintf(version, size, "virtual");
@@ -46,7 +48,9 @@ API int nvmlDeviceGetHandleByPciBusId_v2(const char *id, nvml_device *handle) {
 }
 
 /* As cudaGetDeviceProperties has it: 15 bytes of 0x11, then the place. */
-static void write_uuid(char *text, size_t size, int index) { snprintf(text, size, "GPU-11111111-1111-1111-1111-1111111111%02x", index); }
+static void write_uuid(char *text, size_t size, int index) {
+    snprintf(text, size, "GPU-11111111-1111-1111-1111-1111111111%02x", index);
+}
 
 API int nvmlDeviceGetUUID(nvml_device handle, char *text, unsigned size) {
     write_uuid(text, size, place(handle));
@@ -65,7 +69,6 @@ API int nvmlDeviceGetHandleByUUID(const char *uuid, nvml_device *handle) {
 }
 
 API int nvmlDeviceGetName(nvml_device handle, char *name, unsigned size) {
-    (void)handle;
     snprintf(name, size, "%s", device()->name);
     return SUCCESS;
 }
@@ -93,12 +96,13 @@ API int nvmlDeviceGetPciInfo_v3(nvml_device handle, struct pci *pci) {
 
 static unsigned milliwatts(void) { return device()->power * 1e3; }
 
-API int nvmlDeviceGetEnforcedPowerLimit(nvml_device handle, unsigned *limit) { return (void)handle, *limit = milliwatts(), SUCCESS; }
-API int nvmlDeviceGetPowerManagementDefaultLimit(nvml_device handle, unsigned *limit) { return (void)handle, *limit = milliwatts(), SUCCESS; }
-API int nvmlDeviceGetPowerUsage(nvml_device handle, unsigned *power) { return (void)handle, *power = milliwatts() / 10, SUCCESS; }
+API int nvmlDeviceGetEnforcedPowerLimit(nvml_device handle, unsigned *limit) { return *limit = milliwatts(), SUCCESS; }
+API int nvmlDeviceGetPowerManagementDefaultLimit(nvml_device handle, unsigned *limit) {
+    return *limit = milliwatts(), SUCCESS;
+}
+API int nvmlDeviceGetPowerUsage(nvml_device handle, unsigned *power) { return *power = milliwatts() / 10, SUCCESS; }
 
 API int nvmlDeviceGetTotalEnergyConsumption(nvml_device handle, unsigned long long *millijoules) {
-    (void)handle;
     *millijoules = now() / 1e9 * milliwatts() / 10;
     return SUCCESS;
 }
@@ -106,7 +110,6 @@ API int nvmlDeviceGetTotalEnergyConsumption(nvml_device handle, unsigned long lo
 enum { MEMORY_CLOCK = 2 }; /* nvmlClockType_t; all others are the processors' */
 
 API int nvmlDeviceGetClockInfo(nvml_device handle, int which, unsigned *megahertz) {
-    (void)handle;
     *megahertz = (which == MEMORY_CLOCK ? device()->memory_clock : device()->clock) / 1e6;
     return SUCCESS;
 }
@@ -115,33 +118,30 @@ API int nvmlDeviceGetMaxClockInfo(nvml_device handle, int which, unsigned *megah
     return nvmlDeviceGetClockInfo(handle, which, megahertz);
 }
 
-API int nvmlDeviceGetTemperature(nvml_device handle, int sensor, unsigned *celsius) { return (void)handle, (void)sensor, *celsius = 30, SUCCESS; }
+API int nvmlDeviceGetTemperature(nvml_device handle, int sensor, unsigned *celsius) { return *celsius = 30, SUCCESS; }
 
 enum { GPU_IDLE = 1 }; /* nvmlClocksEventReasonGpuIdle */
 
 API int nvmlDeviceGetCurrentClocksEventReasons(nvml_device handle, unsigned long long *reasons) {
-    return (void)handle, *reasons = GPU_IDLE, SUCCESS;
+    return *reasons = GPU_IDLE, SUCCESS;
 }
 
 API int nvmlDeviceGetCurrentClocksThrottleReasons(nvml_device handle, unsigned long long *reasons) {
-    return (void)handle, *reasons = GPU_IDLE, SUCCESS;
+    return *reasons = GPU_IDLE, SUCCESS;
 }
 
 /* Since when (in microseconds), and for how many nanoseconds, a limit has held it back. */
 API int nvmlDeviceGetViolationStatus(nvml_device handle, int policy, unsigned long long *status) {
-    (void)handle, (void)policy;
     status[0] = now() / 1e3, status[1] = 0;
     return SUCCESS;
 }
 
 API int nvmlDeviceGetUtilizationRates(nvml_device handle, unsigned *percent) {
-    (void)handle;
     percent[0] = percent[1] = 0;
     return SUCCESS;
 }
 
 API int nvmlDeviceGetComputeRunningProcesses_v3(nvml_device handle, unsigned *count, void *processes) {
-    (void)handle, (void)processes;
     *count = 0; /* other processes' allocations are not seen */
     return SUCCESS;
 }
@@ -155,7 +155,6 @@ struct memory { /* nvmlMemory_t */
 };
 
 API int nvmlDeviceGetMemoryInfo(nvml_device handle, struct memory *m) {
-    (void)handle;
     *m = (struct memory){device()->memory, device()->memory - device()->context, device()->context};
     return SUCCESS;
 }
@@ -165,13 +164,11 @@ API int nvmlDeviceGetMemoryInfo(nvml_device handle, struct memory *m) {
 enum { NVLINKS = 18, TOPOLOGY_SYSTEM = 50, NOT_SUPPORTED = 3 };
 
 API int nvmlDeviceGetNvLinkState(nvml_device handle, unsigned link, int *active) {
-    (void)handle;
     *active = device()->link > 0;
     return link < NVLINKS ? SUCCESS : INVALID_ARGUMENT;
 }
 
 API int nvmlDeviceGetNvLinkRemotePciInfo_v2(nvml_device handle, unsigned link, struct pci *pci) {
-    (void)handle, (void)link;
     if (!device()->link) return NOT_SUPPORTED;
     memset(pci, 0, sizeof *pci);
     snprintf(pci->id, sizeof pci->id, "00000008:00:00.0");
@@ -179,19 +176,16 @@ API int nvmlDeviceGetNvLinkRemotePciInfo_v2(nvml_device handle, unsigned link, s
 }
 
 API int nvmlDeviceGetP2PStatus(nvml_device from, nvml_device to, int which, int *status) {
-    (void)from, (void)to, (void)which;
     *status = 0; /* NVML_P2P_STATUS_OK */
     return SUCCESS;
 }
 
 API int nvmlDeviceGetTopologyCommonAncestor(nvml_device from, nvml_device to, int *level) {
-    (void)from, (void)to;
     *level = TOPOLOGY_SYSTEM;
     return SUCCESS;
 }
 
 API int nvmlDeviceGetCpuAffinity(nvml_device handle, unsigned words, unsigned long *cores) {
-    (void)handle;
     memset(cores, 0xff, words * sizeof *cores);
     return SUCCESS;
 }
@@ -206,7 +200,6 @@ struct fabric { /* nvmlGpuFabricInfoV_t, as far as its versions agree */
 
 /* No fabric spans machines; torch asks where it maps memory of peers. */
 API int nvmlDeviceGetGpuFabricInfoV(nvml_device handle, struct fabric *fabric) {
-    (void)handle;
     memset(fabric->cluster, 0, sizeof fabric->cluster);
     fabric->status = NOT_SUPPORTED, fabric->clique = 0, fabric->state = 0;
     return SUCCESS;

@@ -1,4 +1,5 @@
-/* cuBLAS and cuBLASLt: products take the time that their sizes ask for, and leave their result as it was. Workspaces are the caller's. */
+/* cuBLAS and cuBLASLt: products take the time that their sizes ask for, and leave their result as it was. Workspaces
+ * are the caller's. */
 #include "virtual.h"
 
 #include <cublasLt.h>
@@ -16,16 +17,18 @@ static double rate(enum dtype_peak type) {
 
 static enum dtype_peak peak_of(cudaDataType type, bool tf32) {
     switch (type) {
-        case CUDA_R_64F: return FP64;
-        case CUDA_R_16F: return FP16;
-        case CUDA_R_16BF: return BF16;
-        case CUDA_R_8F_E4M3:
-        case CUDA_R_8F_E5M2: return FP8;
-        default: return tf32 ? TF32 : FP32;
+    case CUDA_R_64F: return FP64;
+    case CUDA_R_16F: return FP16;
+    case CUDA_R_16BF: return BF16;
+    case CUDA_R_8F_E4M3:
+    case CUDA_R_8F_E5M2: return FP8;
+    default: return tf32 ? TF32 : FP32;
     }
 }
 
-static size_t bytes_of(enum dtype_peak type) { return type == FP64 ? 8 : type == FP8 ? 1 : type == BF16 || type == FP16 ? 2 : 4; }
+static size_t bytes_of(enum dtype_peak type) {
+    return type == FP64 ? 8 : type == FP8 ? 1 : type == BF16 || type == FP16 ? 2 : 4;
+}
 
 /* A name that lives as long as the process, once for each text. */
 static const char *kept(const char *text) {
@@ -50,10 +53,14 @@ static void product(cudaStream_t stream, enum dtype_peak type, double m, double 
     char name[128];
     size_t bytes = bytes_of(type) * batch * (m * k + k * n + m * n);
     double arithmetic = 2 * m * n * k * batch / rate(type) * 1e9, memory = memory_time(bytes);
-    snprintf(name, sizeof name, "virtual_gemm_%s m%.0f n%.0f k%.0f b%.0f", (const char *[]){"f64", "f32", "tf32", "bf16", "f16", "f8"}[type], m,
-             n, k, batch);
-    enqueue(stream, &(struct work){KERNEL, kept(name), 2e3 + (arithmetic > memory ? arithmetic : memory), bytes,
-                                   {device()->multiprocessors, 1, 1}, {384, 1, 1}});
+    snprintf(name, sizeof name, "virtual_gemm_%s m%.0f n%.0f k%.0f b%.0f",
+             (const char *[]){"f64", "f32", "tf32", "bf16", "f16", "f8"}[type], m, n, k, batch);
+    enqueue(stream, &(struct work){KERNEL,
+                                   kept(name),
+                                   2e3 + (arithmetic > memory ? arithmetic : memory),
+                                   bytes,
+                                   {device()->multiprocessors, 1, 1},
+                                   {384, 1, 1}});
 }
 
 /* ---- cuBLAS ---- */
@@ -108,62 +115,57 @@ API cublasStatus_t cublasGetPointerMode_v2(cublasHandle_t handle, cublasPointerM
 }
 
 API cublasStatus_t cublasGetVersion_v2(cublasHandle_t handle, int *version) {
-    (void)handle;
     *version = CUBLAS_VERSION;
     return CUBLAS_STATUS_SUCCESS;
 }
 
 API const char *cublasGetStatusString(cublasStatus_t status) { return status ? "virtual cuBLAS: error" : "success"; }
-API const char *cublasGetStatusName(cublasStatus_t status) { return status ? "CUBLAS_STATUS_NOT_SUPPORTED" : "CUBLAS_STATUS_SUCCESS"; }
+API const char *cublasGetStatusName(cublasStatus_t status) {
+    return status ? "CUBLAS_STATUS_NOT_SUPPORTED" : "CUBLAS_STATUS_SUCCESS";
+}
 
 #define SIZES cublasHandle_t handle, cublasOperation_t transa, cublasOperation_t transb, int m, int n, int k
-#define UNUSED(...) ((void)sizeof((const void *[]){__VA_ARGS__}))
-#define UNUSED_SIZES (void)transa, (void)transb
 
-API cublasStatus_t cublasSgemm_v2(SIZES, const float *alpha, const float *a, int lda, const float *b, int ldb, const float *beta, float *c,
-                                  int ldc) {
-    UNUSED(alpha, a, b, beta, c), UNUSED_SIZES, (void)lda, (void)ldb, (void)ldc;
+API cublasStatus_t cublasSgemm_v2(SIZES, const float *alpha, const float *a, int lda, const float *b, int ldb,
+                                  const float *beta, float *c, int ldc) {
     product(handle->stream, peak_of(CUDA_R_32F, tf32(handle)), m, n, k, 1);
     return CUBLAS_STATUS_SUCCESS;
 }
 
-API cublasStatus_t cublasDgemm_v2(SIZES, const double *alpha, const double *a, int lda, const double *b, int ldb, const double *beta,
-                                  double *c, int ldc) {
-    UNUSED(alpha, a, b, beta, c), UNUSED_SIZES, (void)lda, (void)ldb, (void)ldc;
+API cublasStatus_t cublasDgemm_v2(SIZES, const double *alpha, const double *a, int lda, const double *b, int ldb,
+                                  const double *beta, double *c, int ldc) {
     product(handle->stream, FP64, m, n, k, 1);
     return CUBLAS_STATUS_SUCCESS;
 }
 
-API cublasStatus_t cublasSgemmStridedBatched(SIZES, const float *alpha, const float *a, int lda, long long step_a, const float *b, int ldb,
-                                             long long step_b, const float *beta, float *c, int ldc, long long step_c, int count) {
-    UNUSED(alpha, a, b, beta, c), UNUSED_SIZES, (void)lda, (void)ldb, (void)ldc, (void)step_a, (void)step_b, (void)step_c;
+API cublasStatus_t cublasSgemmStridedBatched(SIZES, const float *alpha, const float *a, int lda, long long step_a,
+                                             const float *b, int ldb, long long step_b, const float *beta, float *c,
+                                             int ldc, long long step_c, int count) {
     product(handle->stream, peak_of(CUDA_R_32F, tf32(handle)), m, n, k, count);
     return CUBLAS_STATUS_SUCCESS;
 }
 
-API cublasStatus_t cublasDgemmStridedBatched(SIZES, const double *alpha, const double *a, int lda, long long step_a, const double *b,
-                                             int ldb, long long step_b, const double *beta, double *c, int ldc, long long step_c, int count) {
-    UNUSED(alpha, a, b, beta, c), UNUSED_SIZES, (void)lda, (void)ldb, (void)ldc, (void)step_a, (void)step_b, (void)step_c;
+API cublasStatus_t cublasDgemmStridedBatched(SIZES, const double *alpha, const double *a, int lda, long long step_a,
+                                             const double *b, int ldb, long long step_b, const double *beta, double *c,
+                                             int ldc, long long step_c, int count) {
     product(handle->stream, FP64, m, n, k, count);
     return CUBLAS_STATUS_SUCCESS;
 }
 
 static bool fast(cublasComputeType_t type) { return type == CUBLAS_COMPUTE_32F_FAST_TF32; }
 
-API cublasStatus_t cublasGemmEx(SIZES, const void *alpha, const void *a, cudaDataType type_a, int lda, const void *b, cudaDataType type_b,
-                                int ldb, const void *beta, void *c, cudaDataType type_c, int ldc, cublasComputeType_t compute,
-                                cublasGemmAlgo_t algorithm) {
-    UNUSED(alpha, a, b, beta, c), UNUSED_SIZES, (void)lda, (void)ldb, (void)ldc, (void)type_b, (void)type_c, (void)algorithm;
+API cublasStatus_t cublasGemmEx(SIZES, const void *alpha, const void *a, cudaDataType type_a, int lda, const void *b,
+                                cudaDataType type_b, int ldb, const void *beta, void *c, cudaDataType type_c, int ldc,
+                                cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
     product(handle->stream, peak_of(type_a, fast(compute) || tf32(handle)), m, n, k, 1);
     return CUBLAS_STATUS_SUCCESS;
 }
 
-API cublasStatus_t cublasGemmStridedBatchedEx(SIZES, const void *alpha, const void *a, cudaDataType type_a, int lda, long long step_a,
-                                              const void *b, cudaDataType type_b, int ldb, long long step_b, const void *beta, void *c,
-                                              cudaDataType type_c, int ldc, long long step_c, int count, cublasComputeType_t compute,
+API cublasStatus_t cublasGemmStridedBatchedEx(SIZES, const void *alpha, const void *a, cudaDataType type_a, int lda,
+                                              long long step_a, const void *b, cudaDataType type_b, int ldb,
+                                              long long step_b, const void *beta, void *c, cudaDataType type_c, int ldc,
+                                              long long step_c, int count, cublasComputeType_t compute,
                                               cublasGemmAlgo_t algorithm) {
-    UNUSED(alpha, a, b, beta, c), UNUSED_SIZES, (void)lda, (void)ldb, (void)ldc, (void)step_a, (void)step_b, (void)step_c;
-    (void)type_b, (void)type_c, (void)algorithm;
     product(handle->stream, peak_of(type_a, fast(compute) || tf32(handle)), m, n, k, count);
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -189,8 +191,8 @@ API cublasStatus_t cublasLtCreate(cublasLtHandle_t *handle) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
-API cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *created, cublasComputeType_t compute, cudaDataType_t scale) {
-    (void)scale;
+API cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *created, cublasComputeType_t compute,
+                                            cudaDataType_t scale) {
     struct description *d = calloc(1, sizeof *d);
     d->compute = compute;
     *created = (cublasLtMatmulDesc_t)d;
@@ -202,16 +204,15 @@ API cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
-API cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t which, const void *value,
-                                                  size_t bytes) {
-    (void)bytes; /* scales, bias and epilogue change nothing that is seen */
+API cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t which,
+                                                  const void *value, size_t bytes) {
+    /* scales, bias and epilogue change nothing that is seen */
     if (which == CUBLASLT_MATMUL_DESC_TRANSA) memcpy(&((struct description *)d)->transposed_a, value, sizeof(int32_t));
     return CUBLAS_STATUS_SUCCESS;
 }
 
-API cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *created, cudaDataType type, uint64_t rows, uint64_t columns,
-                                              int64_t leading) {
-    (void)leading;
+API cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *created, cudaDataType type, uint64_t rows,
+                                              uint64_t columns, int64_t leading) {
     struct layout *l = malloc(sizeof *l);
     *l = (struct layout){type, rows, columns, 1};
     *created = (cublasLtMatrixLayout_t)l;
@@ -223,9 +224,8 @@ API cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t l) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
-API cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t l, cublasLtMatrixLayoutAttribute_t which, const void *value,
-                                                    size_t bytes) {
-    (void)bytes;
+API cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t l, cublasLtMatrixLayoutAttribute_t which,
+                                                    const void *value, size_t bytes) {
     if (which == CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT) memcpy(&((struct layout *)l)->batch, value, sizeof(int32_t));
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -237,24 +237,26 @@ API cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *cr
 }
 
 /* One algorithm for all, which needs no workspace: torch allocates what it asks for, whatever is used. */
-API cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t d, cublasLtMatrixLayout_t a,
-                                                  cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t result,
+API cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t d,
+                                                  cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                                  cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t result,
                                                   cublasLtMatmulPreference_t preference, int wanted,
                                                   cublasLtMatmulHeuristicResult_t results[], int *count) {
-    UNUSED(handle, d, a, b, c, result, preference);
     *count = wanted > 0;
     if (wanted > 0) memset(results, 0, sizeof *results);
     return CUBLAS_STATUS_SUCCESS;
 }
 
-API cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t description, const void *alpha, const void *a,
-                                  cublasLtMatrixLayout_t layout_a, const void *b, cublasLtMatrixLayout_t layout_b, const void *beta,
-                                  const void *c, cublasLtMatrixLayout_t layout_c, void *result, cublasLtMatrixLayout_t layout_result,
-                                  const cublasLtMatmulAlgo_t *algorithm, void *workspace, size_t bytes, cudaStream_t stream) {
-    UNUSED(handle, alpha, a, b, layout_b, beta, c, layout_c, result, algorithm, workspace), (void)bytes;
+API cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t description, const void *alpha,
+                                  const void *a, cublasLtMatrixLayout_t layout_a, const void *b,
+                                  cublasLtMatrixLayout_t layout_b, const void *beta, const void *c,
+                                  cublasLtMatrixLayout_t layout_c, void *result, cublasLtMatrixLayout_t layout_result,
+                                  const cublasLtMatmulAlgo_t *algorithm, void *workspace, size_t bytes,
+                                  cudaStream_t stream) {
     const struct description *d = (const struct description *)description;
     const struct layout *left = (const struct layout *)layout_a, *out = (const struct layout *)layout_result;
     uint64_t inner = d->transposed_a == CUBLAS_OP_N ? left->columns : left->rows;
-    product(stream, peak_of(left->type, fast(d->compute)), out->rows, out->columns, inner, out->batch > 0 ? out->batch : 1);
+    product(stream, peak_of(left->type, fast(d->compute)), out->rows, out->columns, inner,
+            out->batch > 0 ? out->batch : 1);
     return CUBLAS_STATUS_SUCCESS;
 }

@@ -1,6 +1,7 @@
-/* Streams and events. Each stream has a clock: the time at which what was put on it ends. Work starts when the host has asked for it and
- * all before it on its stream has ended; waiting for an event moves the clock to the event's. So orders and overlaps are exact, for
- * durations that are crude. In real time, who waits for the device sleeps until its clock; otherwise all is over at once.
+/* Streams and events. Each stream has a clock: the time at which what was put on it ends. Work starts when the host has
+ * asked for it and all before it on its stream has ended; waiting for an event moves the clock to the event's. So
+ * orders and overlaps are exact, for durations that are crude. In real time, who waits for the device sleeps until its
+ * clock; otherwise all is over at once.
  */
 #include "virtual.h"
 
@@ -29,7 +30,7 @@ double now(void) {
 double memory_time(size_t bytes) { return bytes / (device()->bandwidth ? device()->bandwidth : 1e12) * 1e9; }
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct CUstream_st *streams;             /* all but the default ones */
+static struct CUstream_st *streams;               /* all but the default ones */
 static struct CUstream_st defaults[MOST_DEVICES]; /* id 7, as in NVIDIA's traces */
 
 /* The default stream is 0, cudaStreamLegacy or cudaStreamPerThread. */
@@ -52,13 +53,14 @@ void enqueue(cudaStream_t stream, const struct work *work) {
     start_not_before(stream, now());
     double begin = stream_end(stream), end = begin + work->nanoseconds;
     of(stream)->end = end;
-    note("%s %s us %.2f bytes %zu stream %u grid %u,%u,%u\n", kinds[work->kind], work->name, work->nanoseconds / 1e3, work->bytes,
-         stream_id(stream), work->grid.x, work->grid.y, work->grid.z);
+    note("%s %s us %.2f bytes %zu stream %u grid %u,%u,%u\n", kinds[work->kind], work->name, work->nanoseconds / 1e3,
+         work->bytes, stream_id(stream), work->grid.x, work->grid.y, work->grid.z);
     record_work(work, stream, begin, end);
 }
 
 static void wait_until(double time) {
-    for (double left; real_time() && (left = time - now()) > 0; ) usleep(left > 1e9 ? 1000000 : (unsigned)(left / 1e3) + 1);
+    for (double left; real_time() && (left = time - now()) > 0;)
+        usleep(left > 1e9 ? 1000000 : (unsigned)(left / 1e3) + 1);
 }
 
 static bool over(double time) { return !real_time() || time <= now(); }
@@ -66,7 +68,6 @@ static bool over(double time) { return !real_time() || time <= now(); }
 /* ---- streams ---- */
 
 API cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
-    (void)flags;
     static unsigned ids = 7;
     cudaError_t error = ready();
     if (error) return error;
@@ -106,7 +107,9 @@ API cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     return cudaSuccess;
 }
 
-API cudaError_t cudaStreamQuery(cudaStream_t stream) { return over(stream_end(stream)) ? cudaSuccess : cudaErrorNotReady; }
+API cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    return over(stream_end(stream)) ? cudaSuccess : cudaErrorNotReady;
+}
 
 /* Calls that wait, with the numbers that CUPTI has for them (cupti_runtime_cbid.h). */
 enum { STREAM_SYNCHRONIZE = 131, EVENT_SYNCHRONIZE = 137, DEVICE_SYNCHRONIZE = 165 };
@@ -137,13 +140,11 @@ API cudaError_t cudaDeviceSynchronize(void) {
 
 /* Functions of the host run when they are put on a stream: all before them is done by then, but for its time. */
 API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {
-    (void)flags;
     function(stream, cudaSuccess, data);
     return cudaSuccess;
 }
 
 API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *data) {
-    (void)stream;
     function(data);
     return cudaSuccess;
 }
@@ -151,26 +152,23 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, v
 /* ---- capture into graphs, which is never under way: to begin one is refused ---- */
 
 API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-    (void)stream;
     *status = cudaStreamCaptureStatusNone;
     return cudaSuccess;
 }
 
 API CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
-    (void)stream;
     *status = CU_STREAM_CAPTURE_STATUS_NONE;
     return CUDA_SUCCESS;
 }
 
 #if CUDART_VERSION >= 13000
-API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-                                         cudaGraph_t *graph, const cudaGraphNode_t **nodes, const cudaGraphEdgeData **edges,
-                                         size_t *count) {
-    (void)stream, (void)edges;
+API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                         unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
+                                         const cudaGraphEdgeData **edges, size_t *count) {
 #else
-API cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status, unsigned long long *id,
-                                            cudaGraph_t *graph, const cudaGraphNode_t **nodes, size_t *count) {
-    (void)stream;
+API cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
+                                            unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
+                                            size_t *count) {
 #endif
     *status = cudaStreamCaptureStatusNone;
     if (id) *id = 0;
@@ -190,7 +188,6 @@ API cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *
 /* ---- events ---- */
 
 API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
-    (void)flags;
     cudaError_t error = ready();
     if (!error) *event = calloc(1, sizeof **event);
     return error;
@@ -212,12 +209,10 @@ API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 }
 
 API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
-    (void)flags;
     return cudaEventRecord(event, stream);
 }
 
 API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
-    (void)flags;
     start_not_before(stream, event->time);
     note("wait stream %u event %p%s\n", stream_id(stream), (void *)event, event->recorded ? "" : " NEVER RECORDED");
     return cudaSuccess;

@@ -101,6 +101,22 @@ def profiled() -> dict[str, Any]:
     return {"kernels": [event.name for event in of_device], "operations": products}
 
 
+def products() -> list[str]:
+    """The kernels of a product in each way that torch asks cuBLAS for one."""
+
+    def of(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+    eighth, one = of(64, 32, dtype=torch.float8_e4m3fn), torch.ones((), device="cuda")
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+            torch.mm(of(2, 3, dtype=dtype), of(3, 4, dtype=dtype))
+            torch.bmm(of(5, 2, 3, dtype=dtype), of(5, 3, 4, dtype=dtype))
+        torch.addmm(of(4, dtype=torch.bfloat16), of(2, 3, dtype=torch.bfloat16), of(3, 4, dtype=torch.bfloat16))
+        torch._scaled_mm(eighth, eighth.t(), one, one, out_dtype=torch.bfloat16)
+    return [event.name for event in seen.events() if "gemm" in event.name]
+
+
 def unanswered() -> str:
     """The error of an operation that nothing answers, a decomposition by cuSOLVER."""
     try:
@@ -111,5 +127,5 @@ def unanswered() -> str:
 
 
 if __name__ == "__main__":
-    asked = (device, allocator, expandable, out_of_memory, steps, garbage, profiled, unanswered)
+    asked = (device, allocator, expandable, out_of_memory, steps, garbage, profiled, products, unanswered)
     print(json.dumps({ask.__name__: ask() for ask in asked}))

@@ -61,6 +61,12 @@ def test_the_profiler_sees_kernels_and_what_launched_them(answers):
     assert answers["profiled"]["operations"] == ["aten::mm"]
 
 
+def test_products_of_all_types_have_their_sizes(answers):
+    """Columns come first in cuBLAS: m and n are those of the result, in reverse."""
+    plain = [f"virtual_gemm_{dtype} m4 n2 k3 b{batch}" for dtype in ("f32", "f64", "bf16", "f16") for batch in (1, 5)]
+    assert answers["products"] == [*plain, "virtual_gemm_bf16 m4 n2 k3 b1", "virtual_gemm_f8 m64 n64 k32 b1"]
+
+
 def test_an_operation_that_nothing_answers_is_an_error_that_names_the_call(answers):
     assert "cusolver" in answers["unanswered"]
     assert "virtual GPU: nothing answers cusolverDnCreate" in answers["errors"]

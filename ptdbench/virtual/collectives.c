@@ -1,0 +1,213 @@
+/* NCCL's collectives: what ranks post in shared memory, how it is combined, and how long that takes. */
+#include "nccl.h"
+
+static const char *words[] = {"AllReduce", "Reduce", "ReduceScatter", "AllGather", "Broadcast",
+                              "AlltoAll",  "Send",   "Recv",          "Split"};
+
+/* NVIDIA's names of kernels, by which traces are read. */
+#define DEVICE_KERNEL(name) "ncclDevKernel_" name "(ncclDevKernelArgsStorage<4096ul>)"
+static const char *kernels[] = {DEVICE_KERNEL("AllReduce_Sum_f32_RING_LL"),
+                                DEVICE_KERNEL("Reduce_Sum_f32_RING_LL"),
+                                DEVICE_KERNEL("ReduceScatter_Sum_f32_RING_LL"),
+                                DEVICE_KERNEL("AllGather_RING_LL"),
+                                DEVICE_KERNEL("Broadcast_RING_LL"),
+                                DEVICE_KERNEL("SendRecv") /* AlltoAll */};
+
+/* ---- reductions ---- */
+
+API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t *op, void *scalar, ncclDataType_t type,
+                                          ncclScalarResidence_t where, ncclComm_t c) {
+    /* a device's memory is the host's */
+    for (int i = 0; i < MOST_FACTORS; i++) {
+        if (c->factors[i]) continue;
+        double factor = get_number(scalar, 0, type);
+        c->factors[i] = factor ? factor : 5e-324; /* not computed there: anything but free */
+        *op = (ncclRedOp_t)(ncclNumOps + i);
+        return ncclSuccess;
+    }
+    return ncclInvalidUsage;
+}
+
+API ncclResult_t ncclRedOpDestroy(ncclRedOp_t op, ncclComm_t c) {
+    if (op < ncclNumOps || op >= ncclNumOps + MOST_FACTORS) return ncclInvalidArgument;
+    c->factors[op - ncclNumOps] = 0;
+    return ncclSuccess;
+}
+
+static double combine(int op, double a, double b) {
+    switch (op) {
+    case ncclProd: return a * b;
+    case ncclMax: return b > a ? b : a;
+    case ncclMin: return b < a ? b : a;
+    default: return a + b; /* sum, average, and sums of what was multiplied before */
+    }
+}
+
+/* Numbers of the ranks from an index on, combined in their order. */
+static void reduce(ncclComm_t c, int parity, const struct call *call, size_t from, char *result) {
+    for (size_t i = 0; i < call->count; i++) {
+        double value = 0;
+        for (int rank = 0; rank < c->ranks; rank++) {
+            const struct slot *s = &member(c, rank)->slots[parity];
+            double one = get_number(s->data, from + i, call->type) * (call->op >= ncclNumOps ? s->factor : 1);
+            value = rank ? combine(call->op, value, one) : one;
+        }
+        put_number(result, i, call->type, call->op == ncclAvg ? value / c->ranks : value);
+    }
+}
+
+/* ---- collectives ---- */
+
+static bool matches(const struct call *a, const struct call *b) {
+    int op_a = a->op < ncclNumOps ? a->op : ncclNumOps, op_b = b->op < ncclNumOps ? b->op : ncclNumOps;
+    return a->what == b->what && a->type == b->type && op_a == op_b && a->root == b->root && a->count == b->count;
+}
+
+static ncclResult_t check(ncclComm_t c, int parity, const struct call *mine) {
+    for (int rank = 0; rank < c->ranks; rank++) {
+        const struct call *other = &member(c, rank)->slots[parity].call;
+        if (matches(mine, other)) continue;
+        fprintf(stderr,
+                "virtual NCCL: calls do not match: rank %d of %d calls %s (count %zu, type %d, op %d, root %d), rank "
+                "%d calls %s (count %zu, "
+                "type %d, op %d, root %d)\n",
+                c->rank, c->ranks, words[mine->what], mine->count, mine->type, mine->op, mine->root, rank,
+                words[other->what], other->count, other->type, other->op, other->root);
+        return ncclInvalidUsage;
+    }
+    return ncclSuccess;
+}
+
+/* Puts what all have posted where this rank wants it. */
+static void deliver(ncclComm_t c, int parity, const struct call *call, const void *from, char *to) {
+    size_t each = call->count * size_of(call->type);
+    const struct slot *root = &member(c, call->root)->slots[parity];
+    switch (call->what) {
+    case ALL_REDUCE: reduce(c, parity, call, 0, to); break;
+    case REDUCE_SCATTER: reduce(c, parity, call, call->count * c->rank, to); break;
+    case REDUCE:
+        if (c->rank == call->root) reduce(c, parity, call, 0, to);
+        break;
+    case BROADCAST:
+        if (c->rank != call->root || from != to) memcpy(to, root->data, each);
+        break;
+    case ALL_TO_ALL:
+        for (int rank = 0; rank < c->ranks; rank++)
+            memcpy(to + rank * each, member(c, rank)->slots[parity].data + c->rank * each, each);
+        break;
+    default: /* gathered */
+        for (int rank = 0; rank < c->ranks; rank++) memcpy(to + rank * each, member(c, rank)->slots[parity].data, each);
+    }
+}
+
+static size_t sent_bytes(ncclComm_t c, const struct call *call) {
+    return call->count * size_of(call->type) *
+           (call->what == REDUCE_SCATTER || call->what == ALL_TO_ALL ? c->ranks : 1);
+}
+
+static size_t received_bytes(ncclComm_t c, const struct call *call) {
+    return call->count * size_of(call->type) * (call->what == ALL_GATHER || call->what == ALL_TO_ALL ? c->ranks : 1);
+}
+
+/* A rank without the others: what it would get is what it sends, or zeros. */
+static void answer_alone(ncclComm_t c, const struct call *call, const char *from, char *to) {
+    size_t each = call->count * size_of(call->type), copies = call->what == ALL_GATHER ? c->ranks : 1;
+    if (to == from || !to) return;
+    if (each > COMPUTED || copies * each > MIB || !writable(to, copies * each))
+        zero(to, received_bytes(c, call));
+    else
+        for (size_t i = 0; i < copies; i++) memmove(to + i * each, from, each);
+}
+
+/* Carries out one call of all ranks; `start` becomes when the last of their streams is ready for it. */
+ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, char *to, double *start) {
+    if (!c->shared) {
+        answer_alone(c, call, from, to);
+        return ncclSuccess;
+    }
+    uint64_t number = c->calls++;
+    int parity = number & 1;
+    struct member *me = member(c, c->rank);
+    struct slot *mine = &me->slots[parity];
+    size_t bytes = sent_bytes(c, call);
+    bool computed = bytes <= COMPUTED;
+    ncclResult_t error = ncclSuccess;
+    unsigned round = 0;
+    for (int rank = 0; number >= 2 && rank < c->ranks;
+         rank++) /* the slot is free when all have read the call before the last */
+        while (member(c, rank)->done < number - 1)
+            if ((error = wait_once(c, &round))) return error;
+    mine->call = *call, mine->ready = *start;
+    mine->factor = call->op >= ncclNumOps ? c->factors[call->op - ncclNumOps] : 1;
+    if (computed && (call->what != BROADCAST || c->rank == call->root)) memcpy(mine->data, from, bytes);
+    me->posted = number + 1;
+    round = 0;
+    for (int rank = 0; rank < c->ranks; rank++) {
+        while (member(c, rank)->posted < number + 1)
+            if ((error = wait_once(c, &round))) return error;
+        if (member(c, rank)->slots[parity].ready > *start) *start = member(c, rank)->slots[parity].ready;
+    }
+    error = check(c, parity, call);
+    bool kept = call->what == BROADCAST && c->rank == call->root && from == to;
+    bool wanted = to && !kept && (call->what != REDUCE || c->rank == call->root);
+    if (!error && wanted) {
+        bool here = device_of(to) < 0 || writable(to, received_bytes(c, call));
+        if (computed && here)
+            deliver(c, parity, call, from, to);
+        else
+            zero(to, received_bytes(c, call));
+    }
+    me->done = number + 1;
+    return error;
+}
+
+static ncclResult_t collective(enum what what, const void *from, void *to, size_t count, ncclDataType_t type, int op,
+                               int root, ncclComm_t c, cudaStream_t stream) {
+    struct call call = {what, type, op, root, count};
+    double start = ready_time(stream);
+    note("nccl %s count %zu type %d op %d root %d ranks %d stream %u\n", words[what], count, type, op, root, c->ranks,
+         stream_id(stream));
+    ncclResult_t error = exchange(c, &call, from, to, &start);
+    if (error) return error;
+    size_t sent = sent_bytes(c, &call), received = received_bytes(c, &call), bytes = sent > received ? sent : received;
+    /* a ring: (n - 1)/n of all bytes pass each link, twice in an all-reduce */
+    double moved = bytes * (what == ALL_REDUCE ? 2.0 : 1.0) * (c->ranks - 1) / c->ranks;
+    start_not_before(stream, start);
+    enqueue(stream,
+            &(struct work){KERNEL, kernels[what], LATENCY + moved / link_rate() * 1e9, bytes, {16, 1, 1}, {640, 1, 1}});
+    return ncclSuccess;
+}
+
+API ncclResult_t ncclAllReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                               ncclComm_t c, cudaStream_t stream) {
+    return collective(ALL_REDUCE, from, to, count, type, op, 0, c, stream);
+}
+
+API ncclResult_t ncclReduce(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op, int root,
+                            ncclComm_t c, cudaStream_t stream) {
+    return collective(REDUCE, from, to, count, type, op, root, c, stream);
+}
+
+API ncclResult_t ncclReduceScatter(const void *from, void *to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                                   ncclComm_t c, cudaStream_t stream) {
+    return collective(REDUCE_SCATTER, from, to, count, type, op, 0, c, stream);
+}
+
+API ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t c,
+                               cudaStream_t stream) {
+    return collective(ALL_GATHER, from, to, count, type, 0, 0, c, stream);
+}
+
+API ncclResult_t ncclBroadcast(const void *from, void *to, size_t count, ncclDataType_t type, int root, ncclComm_t c,
+                               cudaStream_t stream) {
+    return collective(BROADCAST, from, to, count, type, 0, root, c, stream);
+}
+
+API ncclResult_t ncclBcast(void *data, size_t count, ncclDataType_t type, int root, ncclComm_t c, cudaStream_t stream) {
+    return collective(BROADCAST, data, data, count, type, 0, root, c, stream);
+}
+
+API ncclResult_t ncclAlltoAll(const void *from, void *to, size_t count, ncclDataType_t type, ncclComm_t c,
+                              cudaStream_t stream) {
+    return collective(ALL_TO_ALL, from, to, count, type, 0, 0, c, stream);
+}

@@ -1,0 +1,114 @@
+/* NCCL's sends and receives, which wait for the end of a group and are then carried out together. */
+#include "nccl.h"
+
+static const char kernel[] = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"; /* as NVIDIA names it */
+
+struct transfer {
+    enum what what;
+    void *data;
+    size_t count;
+    int type, peer;
+    ncclComm_t comm;
+    cudaStream_t stream;
+    bool done;
+};
+
+enum { MOST_TRANSFERS = 4096 };
+static __thread struct transfer transfers[MOST_TRANSFERS];
+static __thread int pending, depth;
+
+/* Tries a transfer; `start` becomes when both sides are ready for it. */
+static ncclResult_t try_transfer(struct transfer *t, double *start) {
+    ncclComm_t c = t->comm;
+    size_t bytes = t->count * size_of(t->type);
+    if (!c->shared) {
+        t->done = true;
+        return ncclSuccess;
+    }
+    bool sends = t->what == SEND;
+    struct ring *r = sends ? ring(c, c->rank, t->peer) : ring(c, t->peer, c->rank);
+    if (sends ? r->sent - r->received >= RING : r->sent == r->received) return ncclSuccess;
+    struct message *m = &r->messages[(sends ? r->sent : r->received) % RING];
+    t->done = true;
+    if (sends) {
+        m->type = t->type, m->count = t->count, m->ready = *start;
+        if (bytes <= MESSAGE) memcpy(m->data, t->data, bytes);
+        r->sent++;
+        return ncclSuccess;
+    }
+    bool same = m->type == t->type && m->count == t->count;
+    if (!same)
+        fprintf(stderr,
+                "virtual NCCL: calls do not match: rank %d of %d expects count %zu, type %d from rank %d, which sent "
+                "count %zu, type %d\n",
+                c->rank, c->ranks, t->count, t->type, t->peer, m->count, m->type);
+    else if (bytes <= MESSAGE && (device_of(t->data) < 0 || writable(t->data, bytes)))
+        memcpy(t->data, m->data, bytes);
+    else
+        zero(t->data, bytes);
+    if (m->ready > *start) *start = m->ready;
+    r->received++;
+    return same ? ncclSuccess : ncclInvalidUsage;
+}
+
+/* Sends first, where there is room, and over again until all have arrived. */
+static ncclResult_t carry_out(int count) {
+    double start = ready_time(transfers[0].stream);
+    size_t bytes = 0;
+    unsigned round = 0;
+    for (int left = count; left;) {
+        int before = left;
+        for (int what = SEND; what <= RECEIVE; what++)
+            for (int i = 0; i < count; i++) {
+                struct transfer *t = &transfers[i];
+                if (t->done || (int)t->what != what) continue;
+                ncclResult_t error = try_transfer(t, &start);
+                if (error) return error;
+                left -= t->done;
+            }
+        if (left != before) continue;
+        for (int i = 0; i < count; i++) {
+            ncclResult_t error = transfers[i].done ? ncclSuccess : wait_once(transfers[i].comm, &round);
+            if (error) return error;
+            if (!transfers[i].done) break;
+        }
+    }
+    for (int i = 0; i < count; i++) bytes += transfers[i].count * size_of(transfers[i].type);
+    start_not_before(transfers[0].stream, start);
+    enqueue(transfers[0].stream,
+            &(struct work){KERNEL, kernel, LATENCY + bytes / link_rate() * 1e9, bytes, {2 * count, 1, 1}, {640, 1, 1}});
+    return ncclSuccess;
+}
+
+API ncclResult_t ncclGroupStart(void) {
+    depth++;
+    return ncclSuccess;
+}
+
+API ncclResult_t ncclGroupEnd(void) {
+    if (depth && --depth) return ncclSuccess;
+    int count = pending;
+    pending = 0;
+    return count ? carry_out(count) : ncclSuccess;
+}
+
+static ncclResult_t transfer(enum what what, void *data, size_t count, int type, int peer, ncclComm_t c,
+                             cudaStream_t stream) {
+    note("nccl %s count %zu type %d peer %d ranks %d stream %u\n", what == SEND ? "Send" : "Recv", count, type, peer,
+         c->ranks, stream_id(stream));
+    if (peer < 0 || peer >= c->ranks) return ncclInvalidArgument;
+    if (pending == MOST_TRANSFERS)
+        return (ncclResult_t)unanswered("more than 4,096 transfers in a group", ncclInternalError);
+    ncclGroupStart();
+    transfers[pending++] = (struct transfer){what, data, count, type, peer, c, stream, false};
+    return ncclGroupEnd();
+}
+
+API ncclResult_t ncclSend(const void *data, size_t count, ncclDataType_t type, int peer, ncclComm_t c,
+                          cudaStream_t stream) {
+    return transfer(SEND, (void *)data, count, type, peer, c, stream);
+}
+
+API ncclResult_t ncclRecv(void *data, size_t count, ncclDataType_t type, int peer, ncclComm_t c, cudaStream_t stream) {
+    return transfer(RECEIVE, data, count, type, peer, c, stream);
+}
