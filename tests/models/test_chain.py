@@ -150,9 +150,8 @@ class OfItsOwn(Named):
         return super().forward(x) + 1
 
 
-@pytest.mark.parametrize("build", [Net, Scaled, ByTable, sequential, Named, OfItsOwn])
-def test_the_pieces_one_after_the_other_are_the_module(build):
-    model = adapt(build(), example)
+def check_pieces(model):
+    """The parts of a model, one after the other, compute what it computes."""
     inputs, targets = torch.randn(5, 6), torch.randn(5, 4)
     assert torch.equal(run(model, inputs), model(inputs))
     assert torch.equal(run(model, inputs, targets), model(inputs, targets))
@@ -161,6 +160,11 @@ def test_the_pieces_one_after_the_other_are_the_module(build):
     model.zero_grad()
     run(model, inputs, targets).backward()
     assert all(torch.equal(weight.grad, whole[name]) for name, weight in model.named_parameters())
+
+
+@pytest.mark.parametrize("build", [Net, Scaled, ByTable, sequential, Named, OfItsOwn])
+def test_the_pieces_one_after_the_other_are_the_module(build):
+    check_pieces(adapt(build(), example))
 
 
 @pytest.mark.parametrize("build", [Net, Scaled, sequential, Named])

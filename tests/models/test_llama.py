@@ -38,9 +38,10 @@ def scaled(theta, factor, length):
     ("options", "theta", "factor"),
     [
         ({}, 500000.0, 8.0),
-        ({"tie_weights": True}, 10000.0, 1.0),
-        ({"key_value_heads": 4}, 10000.0, 1.0),
-        ({"key_value_heads": 1}, 10000.0, 1.0),
+        *(
+            (options, 10000.0, 1.0)
+            for options in ({"tie_weights": True}, {"key_value_heads": 4}, {"key_value_heads": 1})
+        ),
     ],
 )
 def test_llama_weights_give_the_logits_of_transformers(options, theta, factor):
@@ -56,12 +57,14 @@ def test_llama_weights_give_the_logits_of_transformers(options, theta, factor):
     with torch.no_grad():
         for parameter in theirs.parameters():  # at the initial values norms would hide mistakes
             parameter.add_(0.2 * torch.randn_like(parameter))
-    ours.load_state_dict(from_llama(theirs.state_dict(), ours.key_value_heads))
+    state = theirs.state_dict()
+    ours.load_state_dict(from_llama(state, ours.key_value_heads))
+    with pytest.raises(KeyError):
+        from_llama({"model.layers.0.self_attn.q_norm.weight": torch.ones(1)}, 1)
     tokens = torch.randint(60, (3, 24))
     expected = theirs(tokens).logits
-    error = (ours(tokens) - expected).abs().max() / expected.abs().max()
     assert expected.std() > 0.1
-    assert error < 1e-5
+    assert (ours(tokens) - expected).abs().max() / expected.abs().max() < 1e-5
     assert parameter_count(ours) == sum(parameter.numel() for parameter in theirs.parameters())
 
 
@@ -83,11 +86,6 @@ def test_angles_are_those_of_transformers_far_from_the_beginning(theta, factor):
     unscaled = Rotary(128, theta, 1.0)(positions)
     assert (angles[-1, -1] / unscaled[-1, -1]).item() == pytest.approx(1 / factor)
     assert angles[-1, 0] == unscaled[-1, 0]
-
-
-def test_weights_may_hold_nothing_unknown():
-    with pytest.raises(KeyError):
-        from_llama({"model.layers.0.self_attn.q_norm.weight": torch.ones(1)}, 1)
 
 
 def test_angles_are_fp32_where_the_arithmetic_is_not():
@@ -113,16 +111,6 @@ def test_attention_depends_on_the_distance_of_positions():
     assert not torch.allclose(attention(x), expected, rtol=1e-2)
 
 
-def test_a_token_sees_only_those_before_it():
-    model = llama()
-    tokens = torch.randint(60, (1, 24))
-    changed = tokens.clone()
-    changed[0, 10] = (tokens[0, 10] + 1) % 60
-    before, after = model(tokens), model(changed)
-    torch.testing.assert_close(after[:, :10], before[:, :10], rtol=0, atol=0)
-    assert (after[:, 10:] - before[:, 10:]).abs().amax(dim=-1).min() > 0
-
-
 def test_initial_values():
     model = llama(layers=8, width=256, vocabulary=1000)
     for name, parameter in model.named_parameters():
@@ -133,13 +121,6 @@ def test_initial_values():
             assert parameter.std().item() == pytest.approx(std, rel=0.05), name
     tokens, targets = torch.randint(1000, (2, 4, 24))
     assert model(tokens, targets).item() == pytest.approx(math.log(1000), rel=0.02)
-
-
-def test_compiles_without_a_graph_break():
-    model = llama()
-    tokens, targets = torch.randint(60, (2, 2, 24))
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(tokens, targets), model(tokens, targets))
 
 
 def test_flops_by_hand():

@@ -50,20 +50,15 @@ def test_a_part_cut_off_from_its_model_is_filled_by_name():
     assert_same(stage["mine"].state_dict(), whole().blocks[1].state_dict())
 
 
-def test_values_depend_on_seed_and_name():
+def test_values_depend_on_seed_and_name_and_not_on_the_global_generator():
+    before = torch.get_rng_state()
     model = whole()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(1)
     assert_same(whole().state_dict(), model.state_dict())
     weight = model.blocks[0].mlp.up.weight
     assert not torch.equal(weight, whole(seed=1).blocks[0].mlp.up.weight)
     assert not torch.equal(weight, model.blocks[1].mlp.up.weight)
-
-
-def test_it_leaves_the_global_generator_alone():
-    torch.manual_seed(3)
-    expected = torch.rand(1)
-    torch.manual_seed(3)
-    whole()
-    assert torch.equal(torch.rand(1), expected)
 
 
 def test_a_second_call_changes_nothing():
@@ -91,14 +86,6 @@ def test_buffers_too():
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     assert model.bn1.num_batches_tracked.dtype == torch.int64
     assert model.bn1.num_batches_tracked == 0
-
-
-def test_gradients_flow_into_what_was_filled():
-    model = whole()
-    tokens = torch.randint(30, (2, 8))
-    model(tokens, tokens).backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    torch.optim.AdamW(model.parameters()).step()
 
 
 def test_shared_parameters_count_once():

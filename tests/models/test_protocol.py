@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -35,16 +34,14 @@ def untied_gpt():
     return gpt(tie_weights=False)
 
 
-def llama():
-    options = {"layers": 3, "heads": 4, "key_value_heads": 2, "width": 16, "hidden": 24, "rope_factor": 8.0}
-    model = filled(Llama, **options, sequence_length=12, vocabulary=40)
+def llama(heads=4, **options):
+    sizes = {"layers": 3, "heads": heads, "key_value_heads": 2, "width": 16, "hidden": 24}
+    model = filled(Llama, **sizes, sequence_length=12, vocabulary=40, **options or {"rope_factor": 8.0})
     return model, torch.randint(40, (3, 12)), torch.randint(40, (3, 12))
 
 
 def tied_llama():
-    options = {"layers": 3, "heads": 2, "key_value_heads": 2, "width": 16, "hidden": 24, "tie_weights": True}
-    model = filled(Llama, **options, sequence_length=12, vocabulary=40)
-    return model, torch.randint(40, (3, 12)), torch.randint(40, (3, 12))
+    return llama(heads=2, tie_weights=True)
 
 
 def resnet():
@@ -75,8 +72,13 @@ def case(request):
     return request.param()
 
 
-def test_it_is_a_model(case):
-    assert isinstance(case[0], Model)
+def test_it_is_a_model_whose_layers_are_modules_of_it_in_order(case):
+    model, *_ = case
+    assert isinstance(model, Model)
+    order = list(model.modules())
+    positions = [order.index(layer) for layer in model.layers()]
+    assert len(positions) >= 3
+    assert positions == sorted(positions)
 
 
 def test_parts_are_submodules_by_name_and_hold_every_tensor_once(case):
@@ -96,6 +98,27 @@ def test_the_chain_of_parts_is_forward(case):
         x = part(x)
     torch.testing.assert_close(last(x, targets), model(inputs, targets), rtol=0, atol=0)
     torch.testing.assert_close(last(x), model(inputs), rtol=0, atol=0)
+
+
+@pytest.fixture(params=[gpt, llama], ids=lambda family: family.__name__)
+def decoder(request):
+    torch.manual_seed(0)
+    return request.param()
+
+
+def test_a_token_of_a_decoder_sees_only_those_before_it(decoder):
+    model, tokens, _ = decoder
+    changed = tokens.clone()
+    changed[0, 5] = (tokens[0, 5] + 1) % 40
+    before, after = model(tokens)[:1], model(changed)[:1]
+    torch.testing.assert_close(after[:, :5], before[:, :5], rtol=0, atol=0)
+    assert (after[:, 5:] - before[:, 5:]).abs().amax(dim=-1).min() > 0
+
+
+def test_a_decoder_compiles_without_a_graph_break(decoder):
+    model, tokens, targets = decoder
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens, targets), model(tokens, targets))
 
 
 def test_every_part_can_begin_a_stage(case):
@@ -159,36 +182,17 @@ def test_flops_are_those_that_pytorch_counts(case):
     assert sum(flops.values()) * len(inputs) == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-def test_layers_are_modules_of_the_model_in_order(case):
-    model, *_ = case
-    order = list(model.modules())
-    positions = [order.index(layer) for layer in model.layers()]
-    assert len(positions) >= 3
-    assert positions == sorted(positions)
-
-
 class TestDefaultLoss:
-    def test_classes_last(self):
-        outputs, targets = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
-        expected = -outputs.log_softmax(-1).gather(-1, targets[..., None]).mean()
-        torch.testing.assert_close(default_loss(outputs, targets), expected)
-
-    def test_classes_second(self):
-        outputs, targets = torch.randn(2, 7, 5), torch.randint(7, (2, 5))
-        expected = -outputs.log_softmax(1).gather(1, targets[:, None]).mean()
+    @pytest.mark.parametrize(("shape", "dim"), [((2, 5, 7), -1), ((2, 7, 5), 1)])
+    def test_classes_last_or_second(self, shape, dim):
+        outputs, targets = torch.randn(shape), torch.randint(7, (2, 5))
+        expected = -outputs.log_softmax(dim).gather(dim, targets.unsqueeze(dim)).mean()
         torch.testing.assert_close(default_loss(outputs, targets), expected)
 
     def test_numbers(self):
-        loss = default_loss(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 2.0]]))
-        assert loss.item() == 2.0
-
-    def test_numbers_of_another_shape_are_refused(self):
+        assert default_loss(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 2.0]])).item() == 2.0
         with pytest.raises(ValueError, match=r"\(2, 1\).*\(2,\)"):
             default_loss(torch.zeros(2, 1), torch.zeros(2))
-
-
-def test_a_plain_module_is_no_model():
-    assert not isinstance(nn.Linear(2, 2), Model)
 
 
 def divided_among_ranks() -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:

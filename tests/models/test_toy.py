@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ptdbench.models.materialize import materialize, parameter_count
 from ptdbench.models.toy import Toy
@@ -25,13 +24,6 @@ def test_it_is_linear_layers_with_relu_between():
     assert parameter_count(model) == (6 * 5 + 5) + (5 * 5 + 5) + (5 * 4 + 4)
 
 
-def test_it_does_regression_and_classification():
-    model, x = toy(inputs=6, outputs=4), torch.randn(7, 6)
-    numbers, classes = torch.randn(7, 4), torch.randint(4, (7,))
-    torch.testing.assert_close(model(x, numbers), F.mse_loss(model(x), numbers))
-    torch.testing.assert_close(model(x, classes), F.cross_entropy(model(x), classes))
-
-
 def test_initial_values_are_those_of_linear_layers():
     for parameter in toy(inputs=64, width=64, outputs=64, layers=3).parameters():
         assert parameter.abs().max() <= 1 / 8
@@ -39,11 +31,8 @@ def test_initial_values_are_those_of_linear_layers():
 
 
 def test_flops_by_hand():
-    assert toy(inputs=6, width=5, outputs=4, layers=3).train_flops() == {
-        "chain.0": 4 * 30,
-        "chain.1": 6 * 25,
-        "chain.2": 6 * 20,
-    }
+    flops = toy(inputs=6, width=5, outputs=4, layers=3).train_flops()
+    assert flops == {"chain.0": 4 * 30, "chain.1": 6 * 25, "chain.2": 6 * 20}
 
 
 def test_all_problems_of_the_options_come_at_once():

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from ptdbench.models.foreign import adapt
 from ptdbench.models.protocol import members
-from tests.models.test_chain import WIDTH, Residual, example, run
+from tests.models.test_chain import WIDTH, Residual, check_pieces, example, run
 
 
 class Plain(nn.Module):
@@ -43,22 +43,11 @@ class ByDefault(Plain):
         return self.third(self.second(x if mask is None else x * mask))
 
 
-BUILDS = [Plain, Residual, Again, ByDefault]
-
-
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("build", [Plain, Residual, Again, ByDefault])
 def test_the_pieces_one_after_the_other_are_the_module(build):
     model = adapt(build(), example)
     model.parts()
-    model.eval()
-    inputs, targets = torch.randn(5, 6), torch.randn(5, 4)
-    assert torch.equal(run(model, inputs), model(inputs))
-    assert torch.equal(run(model, inputs, targets), model(inputs, targets))
-    model(inputs, targets).backward()
-    whole = {name: weight.grad for name, weight in model.named_parameters()}
-    model.zero_grad()
-    run(model, inputs, targets).backward()
-    assert all(torch.equal(weight.grad, whole[name]) for name, weight in model.named_parameters())
+    check_pieces(model.eval())
 
 
 @pytest.mark.parametrize(
