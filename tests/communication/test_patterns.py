@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -14,7 +15,13 @@ ALL = pytest.mark.parametrize(("dtype", "reduction"), list(itertools.product(DTY
 
 
 def contributions(ranks, count, dtype, reduction):
-    return [contributed(s, ranks, count, DTYPES[dtype], REDUCTIONS[reduction], CPU) for s in range(ranks)]
+    """What each rank gives, and what must come of it."""
+    of = (ranks, count, DTYPES[dtype], REDUCTIONS[reduction], CPU)
+    return [contributed(rank, *of) for rank in range(ranks)], reduced(*of)
+
+
+def combined(given, reduction):
+    return functools.reduce(REDUCTIONS[reduction].combine, given)
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -29,13 +36,9 @@ def test_the_limits_of_a_dtype(name):
 @ALL
 @pytest.mark.parametrize("ranks", [2, 3, 8, 40])
 def test_the_result_is_exact_in_any_order(dtype, reduction, ranks):
-    given = contributions(ranks, 600, dtype, reduction)
-    combine = REDUCTIONS[reduction].combine
-    expected = reduced(ranks, 600, DTYPES[dtype], REDUCTIONS[reduction], CPU)
+    given, expected = contributions(ranks, 600, dtype, reduction)
     for order in (given, given[::-1], given[1::2] + given[::2]):
-        result = order[0]
-        for one in order[1:]:
-            result = combine(result, one)
+        result = combined(order, reduction)
         assert result.dtype == DTYPES[dtype].torch
         assert torch.equal(result, expected)
 
@@ -43,30 +46,24 @@ def test_the_result_is_exact_in_any_order(dtype, reduction, ranks):
 @ALL
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_a_rank_that_is_missing_or_stands_for_another_shows(dtype, reduction, ranks):
-    given = contributions(ranks, 150, dtype, reduction)
-    expected = reduced(ranks, 150, DTYPES[dtype], REDUCTIONS[reduction], CPU)
+    given, expected = contributions(ranks, 150, dtype, reduction)
     for wrong in range(ranks):
-        for instead in [None, *(rank for rank in range(ranks) if rank != wrong)]:
-            mixed = [given[rank] for rank in range(ranks) if rank != wrong]
-            mixed += [] if instead is None else [given[instead]]
-            result = mixed[0]
-            for one in mixed[1:]:
-                result = REDUCTIONS[reduction].combine(result, one)
-            assert not torch.equal(result, expected), (wrong, instead)
+        others = given[:wrong] + given[wrong + 1 :]
+        for instead in ([], *([one] for one in others)):
+            assert not torch.equal(combined(others + instead, reduction), expected), (wrong, instead)
 
 
 @pytest.mark.parametrize(("dtype", "reduction"), list(itertools.product(DTYPES, ["sum", "product"])))
 def test_a_rank_that_counts_twice_shows(dtype, reduction):
-    given = contributions(4, 150, dtype, reduction)
-    expected = reduced(4, 150, DTYPES[dtype], REDUCTIONS[reduction], CPU)
-    for rank in range(4):
-        assert not torch.equal(REDUCTIONS[reduction].combine(expected, given[rank]), expected)
+    given, expected = contributions(4, 150, dtype, reduction)
+    for twice in given:
+        assert not torch.equal(combined([expected, twice], reduction), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sources_differ_at_every_element(dtype):
-    shares = [sent(source, 1000, DTYPES[dtype], CPU) for source in range(113)]
-    for one, other in itertools.combinations(shares[::7], 2):
+    shares = [sent(source, 1000, DTYPES[dtype], CPU) for source in range(0, 113, 7)]
+    for one, other in itertools.combinations(shares, 2):
         assert (one != other).all()
 
 

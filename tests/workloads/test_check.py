@@ -114,20 +114,19 @@ def test_without_being_asked_nothing_is_checked(shared_run):
     assert "check" not in record["metrics"]["startup_seconds"]
 
 
-class TestRefused:
-    def problems(self, *overrides: str) -> str:
+@pytest.mark.parametrize(
+    ("option", "values", "rule"),
+    [
+        ("tolerance", ["0", "1", "-0.1", "5"], "must lie between 0 and 1: a share of the median; 0.05 is 5 %"),
+        ("attempts", ["0"], "must be a whole number of at least 1"),
+    ],
+)
+def test_what_is_refused(option, values, rule):
+    for value in values:
+        job = composed("workload=check", "device=cpu", f"workload.{option}={value}")
         with pytest.raises(ConfigError) as found:
-            run_spec.specify(config.read(composed("workload=check", "device=cpu", *overrides)), None)
-        return str(found.value)
-
-    @pytest.mark.parametrize("value", ["0", "1", "-0.1", "5"])
-    def test_a_tolerance_that_is_no_share(self, value):
-        rule = "must lie between 0 and 1: a share of the median; 0.05 is 5 %"
-        assert self.problems(f"workload.tolerance={value}") == f"workload.tolerance={value}: {rule}"
-
-    def test_no_attempt(self):
-        rule = "must be a whole number of at least 1"
-        assert self.problems("workload.attempts=0") == f"workload.attempts=0: {rule}"
+            run_spec.specify(config.read(job), None)
+        assert str(found.value) == f"workload.{option}={value}: {rule}"
 
 
 class TestAttempts:
@@ -161,37 +160,25 @@ UNSOUND = {
 BUSY = {"sound": False, "verdict": "busy", "busy": "others took 1 core", "findings": [{"text": "rank 1 is slow"}]}
 
 
-def test_a_busy_check_is_a_remark_too():
-    fields = check.with_check(Outcome({"remarks": {}}), BUSY).fields
-    assert fields["remarks"]["check"] == "busy: others took 1 core; rank 1 is slow"
+def test_ranks_beside_other_load():
+    facts = ({"node": "n1"}, {"node": "n1"}, {"node": "n2"})
+    quiet, loaded = OtherLoad("n1", 2, 0.0, [], on_gpu=False), OtherLoad("n2", 2, 1.14, [], on_gpu=False)
+    assert check._loaded(facts, [quiet, loaded]) == {2}
+    # On GPUs those whose GPUs are shared.
+    assert check._loaded(facts, [replace(quiet, on_gpu=True, gpu_ranks=[1]), replace(loaded, on_gpu=True)]) == {1}
+    assert check._heaviest([quiet], [replace(quiet, taken=0.5)]) == [replace(quiet, taken=0.5)]
+    text, again = "other processes took 1.1 of 2 cores", "measure again on a quiet machine"
+    assert check._why_busy([loaded]) == f"{text}; {again}"
+    assert check._why_busy([quiet, loaded]) == f"{text} of node n2; {again}"
 
 
-class TestLoad:
-    FACTS = ({"node": "n1"}, {"node": "n1"}, {"node": "n2"})
-    QUIET, LOADED = OtherLoad("n1", 2, 0.0, [], on_gpu=False), OtherLoad("n2", 2, 1.14, [], on_gpu=False)
-
-    def test_every_rank_of_a_busy_node_is_beside_it(self):
-        assert check._loaded(self.FACTS, [self.QUIET, self.LOADED]) == {2}
-
-    def test_on_gpus_the_ranks_whose_gpus_are_shared(self):
-        on_gpu = [replace(self.QUIET, on_gpu=True, gpu_ranks=[1]), replace(self.LOADED, on_gpu=True)]
-        assert check._loaded(self.FACTS, on_gpu) == {1}
-
-    def test_the_heavier_of_two_measurements(self):
-        assert check._heaviest([self.QUIET], [replace(self.QUIET, taken=0.5)]) == [replace(self.QUIET, taken=0.5)]
-
-    def test_why(self):
-        text = "other processes took 1.1 of 2 cores"
-        again = "measure again on a quiet machine"
-        assert check._why_busy([self.LOADED]) == f"{text}; {again}"
-        assert check._why_busy([self.QUIET, self.LOADED]) == f"{text} of node n2; {again}"
-
-
-def test_an_unsound_check_is_a_remark_beside_those_of_the_training():
+def test_an_unsound_check_or_a_busy_one_is_a_remark_beside_those_of_the_training():
     outcome = Outcome({"remarks": {"cut_short": "3 of 5 steps"}, "losses": [1.0]})
     fields = check.with_check(outcome, UNSOUND).fields
     assert fields["remarks"] == {"cut_short": "3 of 5 steps", "check": "unsound: rank 1 is slow; torch differs"}
     assert (fields["losses"], fields["check"]) == ([1.0], UNSOUND)
+    fields = check.with_check(Outcome({"remarks": {}}), BUSY).fields
+    assert fields["remarks"]["check"] == "busy: others took 1 core; rank 1 is slow"
     assert check.with_check(outcome, None) is outcome
 
 

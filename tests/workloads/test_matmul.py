@@ -22,12 +22,6 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def problems(*overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as found:
-        run_spec.specify(config.read(composed("workload=matmul", "device=cpu", *overrides)), None)
-    return str(found.value).splitlines()
-
-
 @pytest.mark.ranks
 class TestRun:
     def test_every_rank_is_in_the_record(self, shared_run):
@@ -68,24 +62,27 @@ class TestRun:
         assert record["matmul"]["kept"].startswith("not kept for later runs: ")
 
 
-class TestRefused:
-    def test_shapes_and_dtypes_that_nobody_knows(self):
-        assert problems("workload.shapes=[64,2x3]", "workload.dtypes=[fp32,fp8]", "workload.seconds=0") == [
-            "workload.shapes=[64,2x3]: must be numbers such as 4096, or MxNxK such as 4096x1024x512, and at least one",
-            "workload.dtypes=[fp32,fp8]: must be dtypes of matrix products; try fp32, tf32, bf16, fp16",
-            "workload.seconds=0: must be greater than 0",
-        ]
-
-    @pytest.mark.parametrize("option", ["shapes", "dtypes"])
-    def test_nothing_at_all(self, option):
-        (line,) = problems(f"workload.{option}=[]")
-        assert line.startswith(f"workload.{option}=[]: must be ")
-
-    def test_tf32_without_a_gpu(self):
-        (line,) = problems("workload.dtypes=[tf32]")
-        assert line == "workload.dtypes=[tf32]: TF32 is a format of GPUs; try fp32, bf16, fp16"
-
-    def test_matrices_that_are_larger_than_the_memory(self):
-        (line,) = problems("workload.shapes=[1000000]")
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (
+            ["shapes=[64,2x3]", "dtypes=[fp32,fp8]", "seconds=0"],
+            [
+                "shapes=[64,2x3]: must be numbers such as 4096, or MxNxK such as 4096x1024x512, and at least one",
+                "dtypes=[fp32,fp8]: must be dtypes of matrix products; try fp32, tf32, bf16, fp16",
+                "seconds=0: must be greater than 0",
+            ],
+        ),
+        (["shapes=[]"], ["shapes=[]: must be "]),
+        (["dtypes=[]"], ["dtypes=[]: must be "]),
+        (["dtypes=[tf32]"], ["dtypes=[tf32]: TF32 is a format of GPUs; try fp32, bf16, fp16"]),
         # Three matrices of 10^12 numbers of 4 bytes, and one more to draw random values in.
-        assert line.startswith("workload.shapes=1000000x1000000x1000000: needs 14,901 GiB for its matrices, and this ")
+        (["shapes=[1000000]"], ["shapes=1000000x1000000x1000000: needs 14,901 GiB for its matrices, and this "]),
+    ],
+)
+def test_what_is_refused(overrides, lines):
+    job = composed("workload=matmul", "device=cpu", *(f"workload.{option}" for option in overrides))
+    with pytest.raises(ConfigError) as found:
+        run_spec.specify(config.read(job), None)
+    for told, line in zip(str(found.value).splitlines(), lines, strict=True):
+        assert told.startswith(f"workload.{line}")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from omegaconf import OmegaConf
 
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
+from ptdbench.workloads.collectives import Collectives
 from ptdbench.workloads.point_to_point import PointToPoint, hidden, ordered_pairs, unordered_pairs
 from tests.conftest import composed
 
@@ -30,17 +30,15 @@ def test_every_pair_is_measured(shared_run, ranks):
         assert pair["bandwidth"] == pair["sizes"][-1]["bandwidth"]
         assert pair["fit"]["points"] == 6
         for size in pair["sizes"]:
-            assert size["one_way"] == pytest.approx(
-                max(size["seconds"]["median"] - pair["latency"], size["seconds"]["median"] / 2)
-            )
+            median = size["seconds"]["median"]
+            assert size["one_way"] == pytest.approx(max(median - pair["latency"], median / 2))
             assert size["bandwidth"] == pytest.approx(size["bytes"] / size["one_way"])
-    assert [pair["ranks"] for pair in found["both"]] == [list(pair) for pair in unordered_pairs(ranks, ring=False)]
+    both = [list(pair) for pair in unordered_pairs(ranks, ring=False)]
+    assert [pair["ranks"] for pair in found["both"]] == both
     for pair in found["both"]:
         for size in pair["sizes"]:
             assert size["bandwidth"] == pytest.approx(2 * size["bytes"] / size["seconds"]["median"])
-    assert [(row["ranks"], row["bytes"]) for row in found["overlap"]] == [
-        (list(pair), 4096) for pair in unordered_pairs(ranks, ring=False)
-    ]
+    assert [(row["ranks"], row["bytes"]) for row in found["overlap"]] == [(pair, 4096) for pair in both]
     assert found["cut"] == []
 
 
@@ -66,8 +64,7 @@ def test_what_takes_too_long_is_left_out_and_said(shared_run):
     assert record["status"] == "ok"
     found = record["p2p"]
     assert [(pair["latency"], pair["bandwidth"], pair["sizes"]) for pair in found["pairs"]] == [(None, None, [])] * 2
-    assert found["overlap"] == []
-    assert len(found["cut"]) == 4
+    assert (found["overlap"], len(found["cut"])) == ([], 4)
 
 
 @pytest.mark.ranks
@@ -101,10 +98,7 @@ def test_gloo_cannot_send_what_is_on_a_gpu():
     PointToPoint().check(2, "cuda", "nccl")
 
 
-def test_the_options_and_their_defaults_are_said_twice_and_alike():
-    options = OmegaConf.to_container(composed("workload=p2p").workload)
-    assert isinstance(options, dict)
-    assert PointToPoint(**{name: value for name, value in options.items() if name not in ("name", "label", "_target_")})
-    assert {name: value for name, value in options.items() if name in PointToPoint.__dataclass_fields__} == (
-        PointToPoint().__dict__
-    )
+@pytest.mark.parametrize(("name", "made"), [("p2p", PointToPoint()), ("collectives", Collectives())])
+def test_the_options_and_their_defaults_are_said_twice_and_alike(name, made):
+    options = composed(f"workload={name}").workload
+    assert type(made)(**{key: options[key] for key in options if key not in ("name", "label", "_target_")}) == made
