@@ -119,32 +119,25 @@ def test_the_example_has_the_form_of_a_sample_and_needs_no_data(make, name, tmp_
     for folder in ("cifar", "texts"):
         (tmp_path / folder).mkdir()
     example = SOURCES[name][0](tmp_path, seed=3).example()
-    for expected, sample, three in zip(example, make().samples(0, 1), make().samples(0, 3), strict=True):
+    batches = (make().samples(*rows) for rows in ((0, 1), (0, 3), (5, 5)))
+    for expected, sample, three, none in zip(example, *batches, strict=True):
         assert expected.is_meta
         assert (expected.shape, expected.dtype) == (sample.shape, sample.dtype)
-        assert three.shape == (3, *expected.shape[1:])
+        assert (three.shape, none.shape) == ((3, *expected.shape[1:]), (0, *expected.shape[1:]))
         if expected.dim() == 4:  # what a model is laid out by
             channels_last = not expected.is_contiguous()
             assert expected.stride() == sample.stride()
             assert three.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
         else:
             assert sample.is_contiguous()
+    are_sequences = "text" in name or "tokens" in name
+    assert make().tokens_per_sample == (example[0].shape[1] if are_sequences else None)
 
 
 def test_channels_come_last_unless_it_is_asked_otherwise(make, name):
     images = make().samples(0, 2)[0]
     if images.dim() == 4 and "synthetic" not in name:
         assert images.is_contiguous() == name.endswith("channel by channel")
-
-
-def test_an_empty_range_is_an_empty_batch(make):
-    for tensor, example in zip(make().samples(5, 5), make().example(), strict=True):
-        assert tensor.shape == (0, *example.shape[1:])
-
-
-def test_tokens_are_counted_where_samples_are_sequences_of_them(make, name):
-    inputs = make().example()[0]
-    assert make().tokens_per_sample == (inputs.shape[1] if "text" in name or "tokens" in name else None)
 
 
 def test_what_is_held_out_is_finite_and_the_same_for_every_seed_and_in_every_split(make, name):

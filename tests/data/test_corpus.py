@@ -168,7 +168,7 @@ def test_hidden_and_empty_files_broken_links_and_pipes_are_left_out(folder):
     (folder / "empty.txt").touch()
     (folder / "broken").symlink_to(folder / "nowhere")
     os.mkfifo(folder / "pipe")
-    assert text_of(files_at(folder)) == b"zed\0bee\0"
+    assert [file.name for file in files_at(folder)] == ["a/z.txt", "b.txt"]
     assert text_of(files_at(folder / ".git")) == b"no\0"  # unless it is asked for
     (folder / "none").mkdir()
     assert files_at(folder / "none") == []

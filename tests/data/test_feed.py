@@ -32,50 +32,43 @@ def in_a_rank(body: Callable[..., Any], *arguments: Any) -> Any:
     return on_ranks(1, body, *arguments)[0]
 
 
-def batches_of(workers: int) -> list[Any]:
+def used(workers: int) -> dict[str, Any]:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
     feed = Feed(Largest(seed=3, workers=workers), rows, CPU)
-    found = [feed(step) for step in range(5)]
+    found: dict[str, Any] = {"steps": [(step, feed(step)) for step in (0, 1, 2, 3, 7, 8)]}  # begun anew at another step
+    found["steps"] += [(20, feed.peek(20)), (9, feed(9))]
     feed.close()
-    return found
+    return found | {"waits": len(feed.wait_seconds), "chance": (before, torch.get_rng_state())}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("workers", [0, 1, 2])
-def test_batches_are_those_of_the_rows_in_their_order(workers):
-    for step, batch in enumerate(in_a_rank(batches_of, workers)):
-        expected = Largest(seed=3).samples(*rows(step))
-        for found, wanted in zip(batch, expected, strict=True):
-            assert torch.equal(found, wanted)
+def test_batches_are_those_of_the_rows_from_any_step_on_and_leave_chance_alone(workers):
+    found = in_a_rank(used, workers)
+    for step, batch in found["steps"]:
+        assert all(map(torch.equal, batch, Largest(seed=3).samples(*rows(step)))), step
+    assert found["waits"] == 7  # a look ahead is no step
+    assert torch.equal(*found["chance"])
 
 
-def makers() -> tuple[int, list[int], list[int]]:
+def makers() -> tuple[int, list[int], list[int], bool]:
     here, there = (Feed(Reveals(seed=0, workers=workers), rows, CPU) for workers in (0, 2))
     found = [[feed(step)[1][0].item() for step in range(4)] for feed in (here, there)]
+    processes = [psutil.Process(pid) for pid in set(found[1])]
+    assert all(maker.is_running() for maker in processes)
     there.close()
-    return os.getpid(), *found
+    ended = all(not maker.is_running() or maker.status() == psutil.STATUS_ZOMBIE for maker in processes)
+    return os.getpid(), *found, ended
 
 
 @pytest.mark.ranks
-def test_workers_make_them_elsewhere_and_without_any_it_is_done_here():
-    rank, here, there = in_a_rank(makers)
+def test_workers_make_them_elsewhere_and_end_with_it_and_without_any_it_is_done_here():
+    rank, here, there, ended = in_a_rank(makers)
     assert set(here) == {rank}
     assert len(set(there)) == 2
     assert rank not in there
-
-
-def from_the_middle(workers: int) -> tuple[list[int], int]:
-    feed = Feed(Reveals(seed=0, workers=workers), rows, CPU)
-    firsts = [feed(7), feed(8), feed.peek(20), feed(9)]
-    feed.close()
-    return [inputs[0].item() for inputs, _ in firsts], len(feed.wait_seconds)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_may_begin_at_any_step_and_look_ahead(workers):
-    firsts, steps = in_a_rank(from_the_middle, workers)
-    assert firsts == [70, 80, 200, 90]
-    assert steps == 3  # a look ahead is no step
+    assert ended
 
 
 def test_waiting_is_counted_for_every_step(monkeypatch):
@@ -84,34 +77,6 @@ def test_waiting_is_counted_for_every_step(monkeypatch):
     batches = Feed(Largest(seed=0), rows, CPU)
     batches(0), batches(1)
     assert batches.wait_seconds == [0.5, 0.25]
-
-
-def chance_before_and_after(workers: int) -> tuple[torch.Tensor, torch.Tensor]:
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    feed = Feed(Largest(seed=0, workers=workers), rows, CPU)
-    feed(0)
-    feed.close()
-    return before, torch.get_rng_state()
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_random_numbers_of_the_rank_stay_where_they_are(workers):
-    assert torch.equal(*in_a_rank(chance_before_and_after, workers))
-
-
-def ends_with_its_feed() -> bool:
-    feed = Feed(Reveals(seed=0, workers=1), rows, CPU)
-    maker = psutil.Process(feed(0)[1][0].item())
-    assert maker.is_running()
-    feed.close()
-    return not maker.is_running() or maker.status() == psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.ranks
-def test_workers_end_with_it():
-    assert in_a_rank(ends_with_its_feed)
 
 
 KILLED = """

@@ -35,19 +35,16 @@ def met(nodes, wanted, folder):
 
 @pytest.mark.ranks
 class TestMeeting:
-    def test_every_rank_learns_the_same_of_every_rank(self, tmp_path):
-        seen = met(["n1", "n1", "n2"], "auto", tmp_path)
+    def test_every_rank_learns_the_same_of_every_rank_and_shares_the_cores_of_its_node(self, tmp_path):
+        here = len(cores.mine())
+        seen = met(["n1", "n2", "n1"], "auto", tmp_path)
         assert seen[0] == seen[1] == seen[2]
-        assert [(peer["rank"], peer["node"]) for peer in seen[0]] == [(0, "n1"), (1, "n1"), (2, "n2")]
+        assert [(peer["rank"], peer["node"]) for peer in seen[0]] == [(0, "n1"), (1, "n2"), (2, "n1")]
+        assert [peer["threads"] for peer in seen[0]] == [max(1, here // 2), here, max(1, here // 2)]
         for peer in seen[0]:
             assert (peer["host"], peer["device"], peer["cores"]) == (socket.gethostname(), "cpu", sorted(cores.mine()))
             assert peer["settings"]["GLOO_SOCKET_IFNAME"] == "lo"
             assert peer["settings"]["OMP_NUM_THREADS"] == str(peer["threads"])
-
-    def test_cores_are_shared_with_the_ranks_of_the_same_node_only(self, tmp_path):
-        here = len(cores.mine())
-        (seen, *_) = met(["n1", "n2", "n1"], "auto", tmp_path)
-        assert [peer["threads"] for peer in seen] == [max(1, here // 2), here, max(1, here // 2)]
 
     @pytest.mark.skipif(len(cores.mine()) < 2, reason="takes two cores")
     def test_ranks_are_bound_before_they_say_which_cores_they_have(self, tmp_path):

@@ -111,16 +111,6 @@ def test_only_cuda_has_wide_products(monkeypatch):
 
 
 @pytest.mark.usefixtures("eight_rows")
-def test_sequences_are_flattened():
-    hidden, weight, targets = case(24)
-    batched = hidden.detach().view(2, 12, -1).requires_grad_()
-    loss, hidden_grad, _ = with_gradients(linear_cross_entropy, batched, weight, targets.view(2, 12))
-    expected, expected_grad, _ = with_gradients(plain, hidden, weight, targets)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(hidden_grad.flatten(0, 1), expected_grad)
-
-
-@pytest.mark.usefixtures("eight_rows")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_casts_of_fp32_weights_give_an_fp32_loss_and_gradients_close_to_it(dtype):
     inputs = case()
@@ -194,24 +184,20 @@ def test_no_tensor_is_larger_than_a_chunk_or_the_weight():
 @pytest.mark.usefixtures("eight_rows")
 def test_nothing_is_computed_for_gradients_that_nobody_wants():
     hidden, weight, targets = case(32)
-    expected = plain(hidden, weight, targets)
+    expected, *gradients = with_gradients(plain, hidden, weight, targets)
     for grad, frozen, products in [(False, (), 1), (True, (hidden,), 2), (True, (weight,), 2)]:
         for tensor in (hidden, weight):
             tensor.requires_grad_(all(tensor is not other for other in frozen))
+            tensor.grad = None
         with Recorder() as recorder, torch.set_grad_enabled(grad):
             loss = linear_cross_entropy(hidden, weight, targets)
         torch.testing.assert_close(loss, expected)
         assert loss.requires_grad == grad
         assert recorder.products == products * 32 // 8
-
-
-@pytest.mark.usefixtures("eight_rows")
-def test_a_frozen_weight_gets_no_gradient():
-    hidden, weight, targets = case()
-    expected = torch.autograd.grad(plain(hidden, weight, targets), hidden)[0]
-    linear_cross_entropy(hidden, weight.requires_grad_(False), targets).backward()
-    torch.testing.assert_close(hidden.grad, expected)
-    assert weight.grad is None
+        if grad:
+            loss.backward()
+            for tensor, gradient in zip((hidden, weight), gradients, strict=True):
+                torch.testing.assert_close(tensor.grad, gradient if tensor.requires_grad else None)
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradients_again():

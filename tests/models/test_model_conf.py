@@ -45,11 +45,6 @@ def on_meta(name):
         return hydra.utils.instantiate(options(name))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_the_header_shows_the_command(path):
-    assert f"#   python train.py model={path.stem}" in path.read_text()
-
-
 @pytest.mark.parametrize("name", RUNNABLE)
 def test_it_is_a_model_that_fits_any_machine(name):
     model = on_meta(name)

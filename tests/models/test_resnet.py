@@ -94,24 +94,13 @@ class TestSmallStem:
             resnet(18, image_size=8)
 
 
-class TestLabelSmoothing:
-    IMAGES, TARGETS = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3])
-
-    def loss_and_logits(self, training: bool, smoothing: float):
-        model = resnet(18, classes=4, image_size=8, stem="small", label_smoothing=smoothing).train(training)
-        return model(self.IMAGES, self.TARGETS), model(self.IMAGES)
-
-    def test_a_share_of_the_target_is_spread_over_all_classes(self):
-        loss, logits = self.loss_and_logits(True, 0.2)
-        log_p = logits.log_softmax(1)
-        wanted = 0.8 * log_p.diagonal() + 0.2 * log_p.mean(1)
-        torch.testing.assert_close(loss, -wanted.mean())
-
-    def test_in_training_only(self):
-        loss, logits = self.loss_and_logits(False, 0.2)
-        torch.testing.assert_close(loss, -logits.log_softmax(1).diagonal().mean())
-
-    @pytest.mark.parametrize("smoothing", [-0.1, 1.0])
-    def test_of_a_share(self, smoothing):
+def test_label_smoothing_spreads_a_share_of_the_target_over_all_classes_in_training_only():
+    images, targets = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+    model = resnet(18, classes=4, image_size=8, stem="small", label_smoothing=0.2)
+    log_p = model(images).log_softmax(1)
+    torch.testing.assert_close(model(images, targets), -(0.8 * log_p.diagonal() + 0.2 * log_p.mean(1)).mean())
+    model.eval()
+    torch.testing.assert_close(model(images, targets), -model(images).log_softmax(1).diagonal().mean())
+    for smoothing in (-0.1, 1.0):
         with pytest.raises(ConfigError, match="label_smoothing"):
             resnet(18, label_smoothing=smoothing)
