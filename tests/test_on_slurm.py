@@ -231,22 +231,16 @@ class TestRefused:
         [
             (f"{CPU} cluster.nodes=3", "cluster.nodes=3: partition debug has 2 nodes; try 2"),
             (f"{CPU} +cluster.extra.foo=bar", "unrecognized option '--foo=bar'"),
-            (
-                "model=toy cluster.submit=detach",
-                "cluster.submit=detach: there is no such option; it belongs to cluster=",
-            ),
+            ("model=toy cluster.submit=detach",
+             "cluster.submit=detach: there is no such option; it belongs to cluster="),
             ("cluster=slurm,local model=toy", "cluster=slurm,local: "),
-            (
-                f"{CPU} hydra.launcher.nodes=2",
-                "hydra.launcher.nodes=2: the resources of a job are given in the group clu",
-            ),
-            (
-                "-m cluster=local hydra/launcher=submitit_slurm model=toy",
-                "submitit_slurm: does not go with cluster=local",
-            ),
+            (f"{CPU} hydra.launcher.nodes=2",
+             "hydra.launcher.nodes=2: the resources of a job are given in the group clu"),
+            ("-m cluster=local hydra/launcher=submitit_slurm model=toy",
+             "submitit_slurm: does not go with cluster=local"),
             ("cluster=slurm hydra/launcher=basic model=toy", "hydra/launcher=basic: does not go with cluster=slurm"),
         ],
-    )
+    )  # fmt: skip
     def test_one_line_and_nothing_submitted(self, arguments, expected, submit, jobs, tmp_path):
         before = jobs()
         done = submit(*arguments.split())
