@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.daily import cases
+from tests.programs import call
 
 pytestmark = pytest.mark.ranks
 
@@ -200,13 +200,10 @@ def test_fsdp_cannot_shard_one_weight_in_two_layers_and_says_so(shared_run, my_p
     )
 
 
-def test_the_real_command_line_finds_it(my_package, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{my_package}:{ROOT}")
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *COMMON, "model._target_=my_package.Protocol", *VECTORS, "parallel=pdp",
-         "hydra.run.dir=${workload.label}"],
-         cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+def test_the_real_command_line_finds_it(my_package, tmp_path, environ):
+    asked = (*COMMON, "model._target_=my_package.Protocol", *VECTORS, "parallel=pdp", "hydra.run.dir=${workload.label}")
+    environ = {**environ, "PYTHONPATH": f"{my_package}:{ROOT}"}
+    done = call(sys.executable, ROOT / "train.py", *asked, cwd=tmp_path, environ=environ)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "Protocol_pdp" / "record.json").read_text())
     assert (record["status"], record["model"], record["parallel"]) == ("ok", "Protocol", "pdp")

@@ -52,10 +52,8 @@ class TestWhatHydraWrote:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         text = "['data.seed=${seed}', model=toy]"
         (tmp_path / name).write_text(text if option == "resume" else f"hydra: {{overrides: {{task: {text}}}}}")
-        assert resume.read([f"{option}={tmp_path}"], multirun=False, world=None).overrides[:2] == [
-            "data.seed=${seed}",
-            "model=toy",
-        ]
+        line = resume.read([f"{option}={tmp_path}"], multirun=False, world=None)
+        assert line.overrides[:2] == ["data.seed=${seed}", "model=toy"]
 
 
 @pytest.fixture

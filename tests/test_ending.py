@@ -28,23 +28,19 @@ def directory(tmp_path, monkeypatch):
     return tmp_path
 
 
-def attempt(directory: Path, launch: str = "this") -> Attempt:
-    return Attempt(directory, launch)
+def attempt(directory: Path) -> Attempt:
+    return Attempt(directory, "this")
 
 
 def world(rank: int) -> World:
     return World(rank=rank, size=2, local_rank=0, local_size=1, launcher="torchrun")
 
 
-def test_a_rank_closes_a_record_that_is_open(directory):
+@pytest.mark.parametrize("earlier", [None, RuntimeError("Connection closed by peer")], ids=["alone", "after another"])
+def test_a_rank_closes_a_record_that_is_open_with_the_cause(directory, earlier):
     store.write_record(directory, OPEN)
-    ending.report(world(0), attempt(directory), ValueError("a bad batch"))
-    assert store.load_record(directory)["error"]["message"] == "a bad batch"
-
-
-def test_an_earlier_failure_of_another_rank_takes_the_place_of_a_later_one(directory):
-    store.write_record(directory, OPEN)
-    ending.report(world(1), attempt(directory), RuntimeError("Connection closed by peer"))
+    if earlier:
+        ending.report(world(1), attempt(directory), earlier)
     ending.report(world(0), attempt(directory), ValueError("a bad batch"))
     assert store.load_record(directory)["error"]["message"] == "a bad batch"
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,13 +21,12 @@ from ptdbench.sweep import carriers, requests
 from ptdbench.sweep.agenda import Agenda
 from tests import forked
 from tests.conftest import ROOT, outputs
+from tests.programs import call
 
 TOY = ("model=toy", "train.steps=4", "device=cpu")
 
 
-def train_py(*arguments: str, cwd: Path, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "train.py"), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False)
+TRAIN = (sys.executable, ROOT / "train.py")
 
 
 def refused(*arguments: str, cwd: Path) -> list[str]:
@@ -57,12 +55,10 @@ class TestRefusals:
 
     def test_misspelled(self, tmp_path):
         found = refused("parralel=ddp", "model=gpt_tyny", "train.stepz=3", cwd=tmp_path)
-        assert len(found) == 3
-        assert all("try " in line for line in found)
-
-    def test_a_value_misspelled_in_the_middle_of_a_sweep(self, tmp_path):
-        (line,) = refused("-m", "model=toy,toyy,gpt_tiny", "parallel=ddp,fsdp", cwd=tmp_path)
-        assert line == "model=toyy: there is no such choice; try toy"
+        assert ["try " in line for line in found] == [True] * 3
+        line = "model=toyy: there is no such choice; try toy"
+        for words in (["-m", "model=toy,toyy,gpt_tiny", "parallel=ddp,fsdp"], ["--help", "model=toyy"]):
+            assert refused(*words, cwd=tmp_path) == [line]
 
     def test_a_sweep_of_which_nothing_can_run(self, tmp_path):
         found = refused("-m", "parallel=ddp,fsdp", "train.global_batch=15,17", cwd=tmp_path)
@@ -91,7 +87,7 @@ class TestHelp:
     def test_help_lists_every_group_and_choice_and_imports_no_torch(self, more, tmp_path, monkeypatch):
         (tmp_path / "torch.py").write_text("raise ImportError('it would cost seconds')")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        done = train_py("--help", *more, cwd=ROOT)
+        done = call(*TRAIN, "--help", *more, cwd=ROOT, environ=os.environ)
         assert (done.returncode, done.stderr) == (0, "")
         for group in (path for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name != "hydra"):
             choices = ", ".join(sorted(path.stem for path in group.iterdir()))
@@ -100,15 +96,15 @@ class TestHelp:
             assert word in done.stdout
         assert "hydra.cc" not in done.stdout  # written for a person, not by the framework
 
-    def test_help_with_a_misspelling_says_so(self, tmp_path):
-        assert refused("--help", "model=toyy", cwd=tmp_path) == ["model=toyy: there is no such choice; try toy"]
-
     def test_the_composed_config_can_be_read_and_has_nothing_of_the_framework(self, tmp_path):
         done = forked.train_py("model=toy", "parallel=pdp", "train.steps=7", "--cfg", "job", cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         assert "  steps: 7\n" in done.stdout
         assert "  schedule: 1f1b\n" in done.stdout
         assert "hydra" not in done.stdout
+        done = forked.train_py("parallel=fsdp", "--cfg", "job", "--package", "parallel", cwd=tmp_path)  # one group
+        assert (done.returncode, "reshard_after_forward: true" in done.stdout) == (0, True)
+        assert "global_batch" not in done.stdout
         assert list(tmp_path.iterdir()) == []
 
     def test_a_configuration_of_ones_own_lies_in_the_current_directory(self, tmp_path):
@@ -118,17 +114,11 @@ class TestHelp:
         assert (done.returncode, done.stderr) == (0, "")
         assert "_target_: mine.Model" in done.stdout
 
-    def test_one_group_of_it(self, tmp_path):
-        done = forked.train_py("parallel=fsdp", "--cfg", "job", "--package", "parallel", cwd=tmp_path)
-        assert done.returncode == 0
-        assert "reshard_after_forward: true" in done.stdout
-        assert "global_batch" not in done.stdout
-
 
 @pytest.mark.ranks
 class TestRuns:
     def test_a_run(self, tmp_path):
-        done = train_py(*TOY, cwd=tmp_path)
+        done = call(*TRAIN, *TOY, cwd=tmp_path, environ=os.environ)
         assert done.returncode == 0, done.stderr
         (directory,) = outputs(tmp_path)
         assert directory.name.endswith("_toy_ddp")

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import subprocess
 import sys
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,6 +17,7 @@ from ptdbench.measure import memory
 from tests import forked
 from tests.conftest import ROOT
 from tests.daily import cases
+from tests.programs import call
 
 pytestmark = pytest.mark.ranks
 
@@ -118,14 +118,10 @@ def test_the_other_runs_of_a_sweep_complete(tmp_path):
 
 
 @pytest.mark.thorough
-def test_a_failing_rank_under_torchrun_is_recorded_too(tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"),
-            *FAULTY, "+model.how=raise", f"hydra.run.dir={tmp_path}/run",
-        ],
-        cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+def test_a_failing_rank_under_torchrun_is_recorded_too(tmp_path, environ):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    asked = (*FAULTY, "+model.how=raise", f"hydra.run.dir={tmp_path}/run")
+    done = call(*torchrun, ROOT / "train.py", *asked, cwd=ROOT, environ=environ)
     assert done.returncode == 1
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert (record["status"], record["error"]["rank"]) == ("failed", 1)

@@ -9,7 +9,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests.conftest import ROOT, outputs, record_of
 from tests.daily import cases
 from tests.forked import train_py
 from tests.ports import free_port
+from tests.programs import until
 
 pytestmark = pytest.mark.ranks
 
@@ -184,22 +184,13 @@ class TestSignals:
     @pytest.mark.thorough
     @pytest.mark.parametrize("how", ["kill", "term"])
     def test_srun_and_the_last_rank(self, tmp_path, slurm, how):
-        command = [
-            "srun",
-            "-N2",
-            "--ntasks-per-node=1",
-            "--kill-on-bad-exit=1",
-            *TRAIN,
-            *self.ALONE,
-            f"+model.how={how}",
-        ]
-        self.blamed(alone(command, tmp_path, slurm), tmp_path, how)
+        srun = ["srun", "-N2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+        self.blamed(alone([*srun, *TRAIN, *self.ALONE, f"+model.how={how}"], tmp_path, slurm), tmp_path, how)
 
     @cases("how", ["kill", "term"], daily=["kill"])
     def test_mpirun_and_the_last_rank(self, tmp_path, mpirun, environ, how):
-        self.blamed(
-            alone([*mpirun, "-np", "2", *TRAIN, *self.ALONE, f"+model.how={how}"], tmp_path, environ), tmp_path, how
-        )
+        command = [*mpirun, "-np", "2", *TRAIN, *self.ALONE, f"+model.how={how}"]
+        self.blamed(alone(command, tmp_path, environ), tmp_path, how)
 
     @cases("how", ["kill", "term"], daily=["term"])
     def test_torchrun_and_the_last_rank(self, tmp_path, environ, how):
@@ -225,11 +216,8 @@ class TestSignals:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**slurm, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         try:
-            until = time.monotonic() + 120
-            while not (tmp_path / "run" / "progress.json").exists():
-                assert running.poll() is None
-                assert time.monotonic() < until
-                time.sleep(0.1)
+            until(lambda: (tmp_path / "run" / "progress.json").exists() or running.poll() is not None)
+            assert running.poll() is None
             job = json.loads((tmp_path / "run" / "record.json").read_text())["owner"]["job"]
             subprocess.run(["scancel", job], env=slurm, timeout=240, check=True)
             running.wait(60)

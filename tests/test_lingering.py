@@ -14,6 +14,7 @@ import pytest
 from tests import forked
 from tests.conftest import ROOT
 from tests.daily import cases
+from tests.programs import call
 
 pytestmark = pytest.mark.ranks
 
@@ -27,10 +28,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def under_torchrun(*words: str, cwd: Path, environ: dict[str, str]) -> Done:
-    environ = {**environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*TORCHRUN, *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=240, check=False
-    )
+    return call(*TORCHRUN, *words, cwd=cwd, environ=environ)
 
 
 def finished(train: Callable[..., Done], cwd: Path, environ: dict[str, str], how: str) -> tuple[Done, dict[str, Any]]:

@@ -10,7 +10,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
@@ -22,11 +21,13 @@ import pytest
 from ptdbench.records import store
 from tests.conftest import ROOT, outputs
 from tests.forked import train_py
+from tests.programs import call, until
 
 TRAIN = (sys.executable, str(ROOT / "train.py"))
 PTDBENCH = (sys.executable, "-m", "ptdbench")
 TOY = ("cluster=slurm", "model=toy", "train.steps=4", "device=cpu")
 HELLO = ("cluster=slurm", "workload=hello", "device=cpu")
+CPU = "cluster=slurm model=toy device=cpu"
 FAULTY = (
     "cluster=slurm", "model=custom", "model._target_=tests.launch.faulty.Faulty", "data=synthetic_vectors",
     "data.inputs=8", "data.outputs=4", "train.steps=4", "device=cpu",
@@ -40,12 +41,7 @@ Run = Callable[..., Done]
 def run(tmp_path: Path, slurm: dict[str, str]) -> Run:
     """Carries out a command in a folder of its own."""
 
-    def it(*command: str, told: str = "") -> Done:
-        return subprocess.run(
-            command, cwd=tmp_path, env=slurm, input=told, capture_output=True, text=True, timeout=240, check=False
-        )
-
-    return it
+    return partial(call, cwd=tmp_path, environ=slurm)
 
 
 @pytest.fixture
@@ -77,14 +73,6 @@ def records(folder: Path) -> list[dict[str, Any]]:
     for record in found:
         assert json.loads((Path(record["directory"]) / "record.json").read_text()) == record
     return found
-
-
-def when(reached: Callable[[], Any]) -> None:
-    """Wait until it is so; the patience only bounds a test that fails."""
-    deadline = time.monotonic() + 200
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.3)
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +145,8 @@ class TestSweep:
         seen = run(*PTDBENCH, "status", str(sweep(folder)))
         assert seen.returncode == 1
         rows = [line.split() for line in seen.stdout.splitlines() if f" {array}_" in line]
-        assert [(row[1], row[2:4], "ok" in row) for row in rows] == [
-            (f"{array}_0", ["Faulty", "ddp"], False),
-            (f"{array}_1", ["Faulty", "ddp"], False),
-            (f"{array}_2", ["Faulty", "ddp"], True),
-        ]
+        assert [(row[1], row[2:4]) for row in rows] == [(f"{array}_{job}", ["Faulty", "ddp"]) for job in range(3)]
+        assert ["ok" in row for row in rows] == [False, False, True]
 
 
 class TestWithoutWaiting:
@@ -178,13 +163,13 @@ class TestWithoutWaiting:
             return run(*PTDBENCH, "status", str(sweep(tmp_path)))
 
         (job,) = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
-        when((sweep(tmp_path) / job["directory"] / "progress.json").exists)
+        until((sweep(tmp_path) / job["directory"] / "progress.json").exists)
         seen = status()
         assert seen.returncode == 0
         assert "RUNNING n" in seen.stdout
         assert "/1000000 " in seen.stdout
         run("scancel", job["id"])
-        when(lambda: status().returncode)
+        until(lambda: status().returncode)
         (record,) = records(tmp_path)
         assert (record["status"], record["error"]["type"]) == ("failed", "CANCELLED")
         assert record["error"]["message"].startswith(f"SLURM ended job {job['id']} on n")
@@ -217,9 +202,9 @@ class TestWithoutWaiting:
         assert run("scontrol", "release", job["id"]).returncode == 0
         assert f"The jobs go on. Look at them with: python -m ptdbench status {sweep(tmp_path)}" in said.splitlines()
         assert "Traceback" not in said
-        when((sweep(tmp_path) / "0_hello" / "record.json").exists)
-        when(lambda: store.load_record(sweep(tmp_path) / "0_hello")["status"] == "ok")
-        when(lambda: " ok " in run(*PTDBENCH, "status", str(sweep(tmp_path))).stdout)
+        until((sweep(tmp_path) / "0_hello" / "record.json").exists)
+        until(lambda: store.load_record(sweep(tmp_path) / "0_hello")["status"] == "ok")
+        until(lambda: " ok " in run(*PTDBENCH, "status", str(sweep(tmp_path))).stdout)
         (record,) = records(tmp_path)
         assert record["status"] == "ok"
 
@@ -230,7 +215,7 @@ def test_a_plain_script_for_sbatch(run, tmp_path):
     submitted = run("sbatch", "--parsable", told=script.stdout)
     assert submitted.returncode == 0, submitted.stderr
     job = submitted.stdout.strip()
-    when(lambda: run("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}").stdout == "COMPLETED\n")
+    until(lambda: run("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}").stdout == "COMPLETED\n")
     log = (tmp_path / f"ptdbench-{job}.log").read_text()
     assert "2 ranks on 2 nodes, started by srun, over gloo at n1:" in log
     (path,) = tmp_path.glob("outputs/*/record.json")
@@ -244,47 +229,21 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("arguments", "expected"),
         [
-            (
-                [*TOY, "cluster.partition=debgu"],
-                "cluster.partition=debgu: there is no such partition; SLURM has debug, short, gpu; try debug",
-            ),
-            ([*TOY, "cluster.nodes=3"], "cluster.nodes=3: partition debug has 2 nodes; try 2"),
-            (
-                [*TOY, "cluster.partition=short", "cluster.time_minutes=6"],
-                "cluster.time_minutes=6: partition short allows 5 minutes; try 5",
-            ),
-            ([*TOY, "+cluster.extra.foo=bar"], "unrecognized option '--foo=bar'"),
-            (
-                [*TOY, "cluster.mem_gb=1", "+cluster.extra.mem-per-cpu=100"],
-                "cluster.extra.mem_per_cpu=100: excludes cluster.mem_gb=1",
-            ),
-            (
-                ["cluster=slurm", "model=toy", "cluster.gpus_per_node=2", "cluster.ranks_per_node=3"],
-                "cluster.ranks_per_node=3: must not exceed the GPUs of a node that are asked for, 2",
-            ),
-            (
-                ["model=toy", "cluster.submit=detach"],
-                "cluster.submit=detach: there is no such option; it belongs to cluster=",
-            ),
-            (["cluster=slurm,local", "model=toy"], "cluster=slurm,local: "),
-            (
-                [*TOY, "hydra.launcher.nodes=2"],
-                "hydra.launcher.nodes=2: the resources of a job are given in the group cluster only",
-            ),
-            (
-                ["-m", "cluster=local", "hydra/launcher=submitit_slurm", "model=toy"],
-                "hydra/launcher=submitit_slurm: does not go with cluster=local",
-            ),
-            (
-                ["cluster=slurm", "hydra/launcher=basic", "model=toy"],
-                "hydra/launcher=basic: does not go with cluster=slurm",
-            ),
+            (f"{CPU} cluster.nodes=3", "cluster.nodes=3: partition debug has 2 nodes; try 2"),
+            (f"{CPU} +cluster.extra.foo=bar", "unrecognized option '--foo=bar'"),
+            ("model=toy cluster.submit=detach",
+             "cluster.submit=detach: there is no such option; it belongs to cluster="),
+            ("cluster=slurm,local model=toy", "cluster=slurm,local: "),
+            (f"{CPU} hydra.launcher.nodes=2",
+             "hydra.launcher.nodes=2: the resources of a job are given in the group clu"),
+            ("-m cluster=local hydra/launcher=submitit_slurm model=toy",
+             "submitit_slurm: does not go with cluster=local"),
+            ("cluster=slurm hydra/launcher=basic model=toy", "hydra/launcher=basic: does not go with cluster=slurm"),
         ],
-        ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
     )  # fmt: skip
     def test_one_line_and_nothing_submitted(self, arguments, expected, submit, jobs, tmp_path):
         before = jobs()
-        done = submit(*arguments)
+        done = submit(*arguments.split())
         assert (done.returncode, done.stdout) == (1, "")
         (line,) = done.stderr.splitlines()
         assert expected in line
@@ -294,47 +253,40 @@ class TestRefused:
         alone = {**environ, "PATH": str(Path(sys.executable).parent)}
         done = train_py(*TOY, cwd=tmp_path, environ=alone)
         assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
-        assert done.stderr.splitlines() == [
-            "cluster=slurm: there is no sbatch on PATH; "
-            "log in to a machine that submits jobs, or omit cluster to run here"
-        ]
+        rule = "log in to a machine that submits jobs, or omit cluster to run here"
+        assert done.stderr.splitlines() == [f"cluster=slurm: there is no sbatch on PATH; {rule}"]
 
 
 class TestCommandLine:
     """What a launcher or a cluster means by itself; none of this needs SLURM, and none of it runs anything."""
 
     FORMS = (
-        ("cluster=slurm",),
-        ("-m", "cluster=slurm"),
-        ("hydra/launcher=submitit_slurm",),
-        ("-m", "hydra/launcher=submitit_slurm"),
-        ("-m", "cluster=slurm", "hydra/launcher=submitit_slurm"),
-    )
+        "cluster=slurm", "-m cluster=slurm", "hydra/launcher=submitit_slurm", "-m hydra/launcher=submitit_slurm",
+        "-m cluster=slurm hydra/launcher=submitit_slurm",
+    )  # fmt: skip
 
     @pytest.fixture
     def shown(self, tmp_path: Path, environ: dict[str, str]) -> Callable[..., str]:
         """What a command that only shows something prints; there is no SLURM on its PATH."""
 
         def it(*arguments: str) -> str:
-            done = train_py(
-                *arguments, cwd=tmp_path, environ={**environ, "PATH": str(Path(sys.executable).parent)}
-            )  # fmt: skip
+            alone = {**environ, "PATH": str(Path(sys.executable).parent)}
+            done = train_py(*arguments, cwd=tmp_path, environ=alone)
             assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])
             return done.stdout
 
         return it
 
     def test_every_way_to_say_it_gives_the_same_config(self, shown):
-        told = {shown(*form, "model=toy", "--cfg", "job") for form in self.FORMS}
+        told = {shown(*form.split(), "model=toy", "--cfg", "job") for form in self.FORMS}
         assert len(told) == 1
         assert "  name: slurm\n" in told.pop()
 
     def test_the_config_of_a_sweep_is_that_of_every_run(self, shown):
         asked = ("hydra/launcher=submitit_slurm", "model=toy", "parallel=ddp,fsdp", "cluster.nodes=1,2")
         documents = shown(*asked, "--cfg", "job").split("---\n")
-        assert [document.partition("\n")[0].partition(":")[0] for document in documents] == [
-            f"# run {number}" for number in range(4)
-        ]
+        heads = [document.partition("\n")[0].partition(":")[0] for document in documents]
+        assert heads == [f"# run {number}" for number in range(4)]
         shapes = [(f"  name: {strategy}\n", f"  nodes: {nodes}\n") for strategy in ("ddp", "fsdp") for nodes in (1, 2)]
         for document, lines in zip(documents, shapes, strict=True):
             assert all(line in document for line in lines)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.programs import call
 
 #: Python reads this when it starts, so also in the fork server: each of its forks says what it began and ended with.
 SITE = """
@@ -39,14 +39,10 @@ def test_a_rank_imports_nothing_but_a_strangers_model(tmp_path, environ):
     (tmp_path / "modules").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
     (tmp_path / "mine.py").write_text("from ptdbench.models.toy import Toy\n\nclass Mine(Toy):\n    pass\n")
-    done = subprocess.run(
-        [
-            sys.executable, str(ROOT / "train.py"), "-m", "model=toy", "model._target_=mine.Mine",
-            "parallel=ddp,fsdp,pdp", "device=cpu", "train.steps=2", "hydra.sweep.dir=sweep",
-        ],
-        cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
-        env={**environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "MODULES": f"{tmp_path}/modules"},
-    )  # fmt: skip
+    asked = ("-m", "model=toy", "model._target_=mine.Mine", "parallel=ddp,fsdp,pdp", "device=cpu", "train.steps=2")
+    environ = {**environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "MODULES": f"{tmp_path}/modules"}
+    train = (sys.executable, ROOT / "train.py", *asked, "hydra.sweep.dir=sweep")
+    done = call(*train, cwd=tmp_path, environ=environ)
     assert done.returncode == 0, done.stderr
     ranks = [json.loads(path.read_text()) for path in (tmp_path / "modules").iterdir()]
     assert len(ranks) == 6

@@ -18,6 +18,7 @@ from torch import nn
 from ptdbench.records import store
 from tests import forked
 from tests.conftest import ROOT
+from tests.programs import call
 
 pytestmark = pytest.mark.ranks
 
@@ -168,10 +169,7 @@ class FailsOnce(nn.Linear):
 @pytest.mark.thorough
 def test_ranks_of_a_launcher_take_the_runs_in_the_same_order(tmp_path, environ):
     asked = ("-m", "model=toy", "parallel=ddp,fsdp", *TOY[2:], "repeat=2")
-    environ = {**environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*TORCHRUN, *asked], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = call(*TORCHRUN, *asked, cwd=tmp_path, environ=environ)
     assert done.returncode == 0, done.stderr
     records = list(runs(tmp_path / "sweep").values())
     assert [(record["status"], record["world_size"], block(record)) for record in records] == [

@@ -5,31 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.conftest import record_of
 from tests.forked import train_py
 from tests.launch.patient import patient
+from tests.programs import call, until
 
 RUN = (
     "cluster=slurm", "train.steps=1000", "train.max_minutes=null", "checkpoint.every_steps=100",
     "hydra.sweep.dir=sweep",
 )  # fmt: skip
 ALONE = ("cluster.ranks_per_node=1", "parallel=single")
-
-
-def until(condition: Callable[[], Any], seconds: float = 200) -> Any:
-    """What ``condition`` comes to; the patience only bounds a test that fails."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    return found
 
 
 def submitted(cwd: Path, env: dict[str, str], *options: str) -> tuple[str, Path]:
@@ -69,10 +58,7 @@ def test_the_signal_ahead_of_the_time_limit_requeues_the_job_and_it_goes_on(tmp_
     assert finished["losses"][:done] == waiting["losses"]
     assert [one["steps"] for one in finished["segments"]] == [done, 1000 - done]
     until((tmp_path / "sweep" / "results.jsonl").exists)
-    status = subprocess.run(
-        [sys.executable, "-m", "ptdbench", "status", "sweep"],
-        cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    status = call(sys.executable, "-m", "ptdbench", "status", "sweep", cwd=tmp_path, environ=slurm)
     assert status.returncode == 0, status.stdout
     assert " ok " in status.stdout
 

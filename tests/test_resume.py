@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -26,6 +25,7 @@ from tests import forked
 from tests.conftest import record_of, run_on_shared_ranks
 from tests.daily import cases
 from tests.launch.patient import patient
+from tests.programs import until
 
 pytestmark = pytest.mark.ranks
 
@@ -109,11 +109,8 @@ def test_the_loss_scale_goes_on_where_it_was(shared_run):
 def started(directory: Path, done: int, *arguments: str) -> Iterator[forked.Started]:
     """A run with a checkpoint of a step after ``done``."""
     with forked.started(*arguments, cwd=directory.parent) as process:
-        deadline = time.monotonic() + 200
-        while saved(directory)[-1] <= done:
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: saved(directory)[-1] > done or process.poll() is not None)
+        assert process.poll() is None, process.communicate()
         yield process
 
 
@@ -217,20 +214,18 @@ class TestRefused:
         done = forked.train_py(*arguments, cwd=cwd)
         assert done.returncode == 1
         assert not (cwd / "outputs").exists()
-        return re_line(done.stderr)
+        (line,) = done.stderr.strip().splitlines()
+        return line
 
     def test_what_is_no_run(self, tmp_path):
         assert "resume=nowhere: there is no run" in self.refused("resume=nowhere", cwd=tmp_path)
 
     def test_another_model_with_the_difference(self, ended, tmp_path):
+        rule = "a run begins with the weights of its model"
         said = self.refused("resume=run", "model.width=7", cwd=tmp_path)
-        assert said == (
-            f"model=toy: resume={ended} holds toy with width=64 (here 7); a run begins with the weights of its model"
-        )
-
-    def test_another_model_in_one_line_however_much_differs(self, ended, tmp_path):
-        said = self.refused("resume=run", "model=gpt_tiny", cwd=tmp_path)
-        assert said == f"model=gpt_tiny: resume={ended} holds toy; a run begins with the weights of its model"
+        assert said == f"model=toy: resume={ended} holds toy with width=64 (here 7); {rule}"
+        said = self.refused("resume=run", "model=gpt_tiny", cwd=tmp_path)  # however much differs
+        assert said == f"model=gpt_tiny: resume={ended} holds toy; {rule}"
 
     def test_a_run_without_checkpoints(self, ended, tmp_path):
         shutil.rmtree(ended / "checkpoints")
@@ -257,6 +252,10 @@ class TestRefused:
 class TestLine:
     """What a command line stands for, without running it."""
 
+    @staticmethod
+    def line(overrides: list[str], world: World | None = None) -> resume.Line:
+        return resume.read(overrides, False, world)
+
     def begun(self, directory: Path, overrides: list[str], **changes: Any) -> Path:
         config = {
             "workload": {"name": "train"}, "model": {"name": "toy"}, "parallel": {"name": "ddp"}, "precision": "fp32",
@@ -276,15 +275,18 @@ class TestLine:
 
     def test_a_run_goes_on_as_it_was_typed_whatever_happened_to_the_files_of_hydra(self, tmp_path):
         run = self.begun(tmp_path / "run", ["model=toy", "+model.how='a b'", "cluster.ranks_per_node=3"])
-        line = resume.read([f"resume={run}", "cluster.ranks_per_node=2"], False, None)
-        assert line == resume.Line(
-            ["model=toy", "+model.how='a b'", "cluster.ranks_per_node=2", f"hydra.run.dir='{run}'"], run
-        )
+        line = self.line([f"resume={run}", "cluster.ranks_per_node=2"])
+        typed = ["model=toy", "+model.how='a b'", "cluster.ranks_per_node=2", f"hydra.run.dir='{run}'"]
+        assert line == resume.Line(typed, run)
 
     @pytest.mark.parametrize("extra", ["+cluster.extra.nice=5", "++cluster.extra.nice=5", "cluster=site_gpu"])
     def test_what_was_said_of_the_cluster_does_not_travel(self, tmp_path, extra):
+        """Nor is the shape known of one on record that is no group."""
         run = self.begun(tmp_path / "run", ["model=toy", extra])
-        assert resume.read([f"resume={run}"], False, None).overrides == ["model=toy", f"hydra.run.dir='{run}'"]
+        for _ in range(2):
+            assert self.line([f"resume={run}"]).overrides == ["model=toy", f"hydra.run.dir='{run}'"]
+            written = store.load_record(run)
+            store.write_record(run, {**written, "config": {**written["config"], "cluster": 7}})
 
     @pytest.mark.parametrize(
         ("more", "world", "shape"),
@@ -301,7 +303,7 @@ class TestLine:
     def test_its_shape_is_kept_unless_it_is_typed_anew(self, tmp_path, more, world, shape):
         was = {"name": "site", "nodes": 1, "ranks_per_node": 4, "cpus_per_rank": 12, "gpus_per_node": 4}
         run = self.begun(tmp_path / "run", ["model=toy", "cluster=site"], config={"cluster": was})
-        line = resume.read([f"resume={run}", *more], False, world)
+        line = self.line([f"resume={run}", *more], world)
         kept = [f"cluster.{name}={value}" for name, value in shape.items()]
         assert line.overrides[:-1] == ["model=toy", *kept, *more]
 
@@ -310,26 +312,22 @@ class TestLine:
         (run / ".hydra").mkdir()
         (run / ".hydra" / "overrides.yaml").write_text("- model=toy\n- cluster.ranks_per_node=4\n- cluster=site\n")
         (run / "record.json").write_text("{")
-        line = resume.read([f"resume={run}"], False, None)
+        line = self.line([f"resume={run}"])
         assert line.overrides == ["model=toy", "cluster.ranks_per_node=4", f"hydra.run.dir='{run}'"]
 
     def test_another_shape_is_asked_for_each_time(self, tmp_path):
         run = self.begun(tmp_path / "run", ["model=toy", "reshape=true"])
         for more in ([], ["reshape=true"]):
-            line = resume.read([f"resume={run}", *more], False, None)
+            line = self.line([f"resume={run}", *more])
             assert line == resume.Line(["model=toy", *more, f"hydra.run.dir='{run}'"], run)
         self.submitted(tmp_path, "reshape=true")
         for more in ([], ["reshape=true"]):
-            line = resume.read([f"sweep.resume={tmp_path / 'sweep'}", *more], False, None)
+            line = self.line([f"sweep.resume={tmp_path / 'sweep'}", *more])
             assert line.overrides[:-2] == ["cluster=slurm", "model=toy", *more]
-
-    def test_a_cluster_on_record_that_is_no_group_says_nothing_of_the_shape(self, tmp_path):
-        run = self.begun(tmp_path / "run", ["model=toy"], config={"cluster": 7})
-        assert resume.read([f"resume={run}"], False, None).overrides == ["model=toy", f"hydra.run.dir='{run}'"]
 
     def test_a_run_of_a_job_is_submitted_again_in_its_sweep(self, tmp_path):
         run = self.submitted(tmp_path, "parallel=ddp,fsdp", "cluster.time_minutes=5")
-        line = resume.read([f"resume={run}", "cluster.time_minutes=60"], False, None)
+        line = self.line([f"resume={run}", "cluster.time_minutes=60"])
         assert (line.goes_on, line.only) == (tmp_path / "sweep", "0_toy_ddp")
         assert line.overrides == [
             "cluster=slurm", "model=toy", "parallel=ddp,fsdp", "cluster.time_minutes=60", "hydra.mode=MULTIRUN",
@@ -338,64 +336,59 @@ class TestLine:
 
     def test_inside_of_a_job_it_goes_on_in_this_job(self, tmp_path):
         run = self.submitted(tmp_path)
-        line = resume.read([f"resume={run}"], False, World(0, 2, 0, 2, "srun", 1))
+        line = self.line([f"resume={run}"], World(0, 2, 0, 2, "srun", 1))
         assert (line.goes_on, line.only) == (run, None)
         assert "cluster=slurm" not in line.overrides
 
     @pytest.mark.parametrize("place", ["cluster=slurm", "cluster=site_gpu", "hydra/launcher=submitit_slurm"])
     def test_on_another_cluster_it_is_a_run_of_its_own_that_begins_there(self, tmp_path, place):
         run = self.begun(tmp_path / "run", ["model=toy"])
-        line = resume.read([f"resume={run}", place], False, None)
+        line = self.line([f"resume={run}", place])
         assert line == resume.Line(["model=toy", place, f"resume='{run}'"], None)
 
     @pytest.mark.parametrize(("launcher", "nodes"), [("srun", None), ("srun", ["n1"]), ("torchrun", ["n1", "n2"])])
     def test_a_run_of_a_launcher_does_not_become_processes_of_a_login_node(self, tmp_path, launcher, nodes):
         run = self.begun(tmp_path / "run", ["model=toy"], launcher=launcher, nodes=nodes)
         with pytest.raises(ConfigError, match=f"its ranks were started by {launcher}"):
-            resume.read([f"resume={run}"], False, None)
+            self.line([f"resume={run}"])
 
     def test_a_sweep_may_get_more_time_and_nothing_else(self, tmp_path):
         self.submitted(tmp_path, "cluster.nodes=1,2", "cluster.mem_gb=1,2")
         sweep = tmp_path / "sweep"
-        line = resume.read([f"sweep.resume={sweep}", "cluster.time_minutes=60", "+cluster.extra.nice=5"], False, None)
+        line = self.line([f"sweep.resume={sweep}", "cluster.time_minutes=60", "+cluster.extra.nice=5"])
         assert line.overrides[-4:-2] == ["cluster.time_minutes=60", "+cluster.extra.nice=5"]
         for wrong in ("cluster.nodes=4", "cluster.mem_gb=8", "model=gpt_tiny", "cluster=local"):
             with pytest.raises(ConfigError, match=f"goes on with the sweep as it was, and {wrong} would change it"):
-                resume.read([f"sweep.resume={sweep}", wrong], False, None)
+                self.line([f"sweep.resume={sweep}", wrong])
 
     def test_a_repeat_goes_on_in_its_block_and_alone(self, tmp_path):
         typed = ["model=toy", "repeat.runs=auto", "repeat.max=9", "repeat.tied_within=0.1", "repeat.block=1"]
         run = self.begun(tmp_path / "run", typed)
         in_place = ["model=toy", "repeat.block=1", f"hydra.run.dir='{run}'"]
-        assert resume.read([f"resume={run}"], False, None) == resume.Line(in_place, run)
-        another = resume.read([f"resume={run}", "train.steps=20"], False, None)
+        assert self.line([f"resume={run}"]) == resume.Line(in_place, run)
+        another = self.line([f"resume={run}", "train.steps=20"])
         assert another.overrides == ["model=toy", "train.steps=20", f"resume='{run}'"]
         (run / "record.json").write_text("{")  # what was typed stands in Hydra's own file, too
         (run / ".hydra").mkdir()
         (run / ".hydra" / "overrides.yaml").write_text("".join(f"- {word}\n" for word in typed))
-        assert resume.read([f"resume={run}"], False, None) == resume.Line(in_place, run)
+        assert self.line([f"resume={run}"]) == resume.Line(in_place, run)
 
     def test_a_sweep_may_get_more_blocks_of_repeats_in_the_same_order(self, tmp_path):
         self.submitted(tmp_path, "repeat.runs=2", "repeat.seed=3")
         sweep = tmp_path / "sweep"
         for more in (["repeat.runs=3"], ["repeat.runs=auto", "repeat.max=9", "repeat.tied_within=0.1"]):
-            line = resume.read([f"sweep.resume={sweep}", *more], False, None)
+            line = self.line([f"sweep.resume={sweep}", *more])
             kept = ["cluster=slurm", "model=toy", "repeat.seed=3", *more]
             assert line.overrides == [*kept, "hydra.mode=MULTIRUN", f"hydra.sweep.dir='{sweep}'"]
         with pytest.raises(ConfigError, match=r"repeat\.seed=4 would change it"):
-            resume.read([f"sweep.resume={sweep}", "repeat.seed=4"], False, None)
+            self.line([f"sweep.resume={sweep}", "repeat.seed=4"])
 
     def test_a_damaged_list_of_jobs_is_refused(self, tmp_path):
         run = self.submitted(tmp_path)
         (tmp_path / "sweep" / "sweep.json").write_text("{")
         for words in ([f"resume={run}"], [f"sweep.resume={tmp_path / 'sweep'}"]):
             with pytest.raises(ConfigError, match=r"sweep\.json is damaged: .*; see with squeue that none of its jobs"):
-                resume.read(words, False, None)
-
-
-def re_line(text: str) -> str:
-    (line,) = text.strip().splitlines()
-    return line
+                self.line(words)
 
 
 class TestSweep:
@@ -427,10 +420,7 @@ class TestSweep:
     def test_two_sweeps_cannot_share_a_directory(self, tmp_path):
         arguments = (*TOY, "train.max_minutes=null", "hydra.sweep.dir=sweep")
         with forked.started("-m", *arguments, "train.steps=1000000", cwd=tmp_path):
-            deadline = time.monotonic() + 200
-            while not list(tmp_path.glob("sweep/*/record.json")):
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            until(lambda: list(tmp_path.glob("sweep/*/record.json")))
             second = forked.train_py("-m", *arguments, "train.steps=2", cwd=tmp_path)
             assert second.returncode == 1
             assert second.stderr.strip() == (

@@ -119,25 +119,25 @@ class TestRefused:
             hydra_options.check(composed, config.read(composed.jobs[0]).cluster, world, goes_on)
         return str(error.value)
 
-    def test_ranks_that_would_each_search_by_themselves(self):
-        said = self.found("model=toy", "seed=1,2", world=World(1, 2, 1, 2, "torchrun"))
-        assert said == (
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ("cluster=slurm cluster.submit=detach", "of its jobs before it can choose the next ones; try wait"),
+            (
+                "cluster=slurm sweep.same_nodes=true",
+                "sweep.same_nodes=true: hydra/sweeper=optuna chooses runs by the results of others, and those of one "
+                "job are chosen at once; omit it",
+            ),
+        ],
+    )
+    def test_jobs_whose_results_come_too_late(self, words, said):
+        assert self.found(*words.split(), "seed=1,2").endswith(said)
+
+    def test_ranks_that_would_each_search_by_themselves_or_draw_other_values(self, tmp_path):
+        assert self.found("model=toy", "seed=1,2", world=World(1, 2, 1, 2, "torchrun")) == (
             "hydra/sweeper=optuna: each of the 2 ranks that torchrun started would search by itself; "
             "start it with plain python, here or with cluster=slurm"
         )
-
-    def test_jobs_whose_results_nobody_waits_for(self):
-        assert self.found("cluster=slurm", "cluster.submit=detach", "seed=1,2").endswith(
-            "needs the results of its jobs before it can choose the next ones; try wait"
-        )
-
-    def test_runs_that_would_have_to_be_chosen_before_their_job_begins(self):
-        assert self.found("cluster=slurm", "sweep.same_nodes=true", "seed=1,2") == (
-            "sweep.same_nodes=true: hydra/sweeper=optuna chooses runs by the results of others, and those of one job "
-            "are chosen at once; omit it"
-        )
-
-    def test_to_go_on_where_other_values_would_be_drawn(self, tmp_path):
         assert self.found("model=toy", "seed=1,2", goes_on=tmp_path).endswith(
             "its values were drawn without a seed, and optuna would draw others now; "
             "start another sweep; one that can go on has hydra.sweeper.sampler.seed"
@@ -152,17 +152,15 @@ RECORD = {
 
 
 class TestObjective:
-    def test_it_is_one_figure_of_the_record(self):
-        assert objective.value(RECORD, "throughput") == 8.0
+    def test_it_is_one_figure_of_the_record_if_that_is_ok_and_has_it(self):
         tokens = {**RECORD, "metrics": {"tokens_per_second": 128.0, "samples_per_second": 8.0}}
-        assert objective.value(tokens, "throughput") == 128.0
-        assert objective.value(RECORD, "held_out_loss") == 2.0
-        assert objective.value(RECORD, "held_out_accuracy") == 0.75
-
-    def test_there_is_none_of_a_run_that_is_not_ok_or_never_evaluated(self):
-        assert objective.value({**RECORD, "status": "failed"}, "throughput") is None
-        assert objective.value({**RECORD, "evaluations": []}, "held_out_loss") is None
-        assert objective.value({"status": "ok", "metrics": None}, "throughput") is None
+        for record, name, expected in (
+            (RECORD, "throughput", 8.0), (tokens, "throughput", 128.0), (RECORD, "held_out_loss", 2.0),
+            (RECORD, "held_out_accuracy", 0.75), ({**RECORD, "status": "failed"}, "throughput", None),
+            ({**RECORD, "evaluations": []}, "held_out_loss", None),
+            ({"status": "ok", "metrics": None}, "throughput", None),
+        ):  # fmt: skip
+            assert objective.value(record, name) == expected
 
     def test_what_a_sweeper_is_set_to_where_nobody_did(self):
         def overrides(*typed):

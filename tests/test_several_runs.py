@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.programs import call
 
 pytestmark = pytest.mark.ranks
 
@@ -23,14 +22,7 @@ SWEEP = (
 @pytest.mark.parametrize("overrides", [("parallel=ddp,fsdp,pdp",), ("parallel=ddp,fsdp", "compile=layers")], ids=str)
 def test_the_model_of_a_run_is_gone_before_the_next_one_has_weights(tmp_path, environ, overrides):
     """The model looks itself: activation checkpointing and the compiler let it refer to itself."""
-    done = subprocess.run(
-        [*SWEEP, *overrides],
-        cwd=tmp_path, env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=480,
-        check=False,
-    )  # fmt: skip
+    done = call(*SWEEP, *overrides, cwd=tmp_path, environ=environ, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {record["status"] for record in _records(tmp_path / "sweep")} == {"ok"}
-
-
-def _records(sweep: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
+    results = (tmp_path / "sweep" / "results.jsonl").read_text().splitlines()
+    assert {json.loads(line)["status"] for line in results} == {"ok"}

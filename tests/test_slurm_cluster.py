@@ -6,18 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import slurm_cluster
 from tests.conftest import ROOT
+from tests.programs import call, until
 
 
 def run(environ: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=240, check=False)
+    return call(*command, cwd=ROOT, environ=environ)
 
 
 def said(environ: dict[str, str], *command: str) -> str:
@@ -25,13 +24,6 @@ def said(environ: dict[str, str], *command: str) -> str:
     done = run(environ, *command)
     assert done.returncode == 0, done.stderr
     return done.stdout
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "it did not come true in a minute"
-        time.sleep(0.2)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +38,7 @@ def test_what_is_over_a_limit_waits_for_ever(slurm, options, reason):
     """As by SLURM's default: only who asks before submitting learns it."""
     job = said(slurm, "sbatch", "--parsable", "--output=/dev/null", *options, "--wrap=true").strip()
     queued = ("squeue", "--noheader", f"--jobs={job}", "--format=%T %r")
-    wait_until(lambda: said(slurm, *queued).strip() == f"PENDING {reason}")
+    until(lambda: said(slurm, *queued).strip() == f"PENDING {reason}")
 
 
 def test_partitions(slurm):
@@ -95,13 +87,13 @@ def test_a_cluster_of_its_own_from_start_to_end(slurm, beside):
     assert slurm_cluster.processes(beside) == daemons  # the running one was used
 
     os.kill(int((beside / "run" / "n2.pid").read_text()), signal.SIGKILL)
-    wait_until(lambda: slurm_cluster.node_states(beside) == {"n1": "idle", "n2": "dead"})
+    until(lambda: slurm_cluster.node_states(beside) == {"n1": "idle", "n2": "dead"})
     slurm_cluster.up(beside)
     assert slurm_cluster.node_states(beside) == {"n1": "idle", "n2": "idle"}
 
     own = {**slurm, "SLURM_CONF": str(conf)}
     said(own, "sbatch", "-N2", "--output=/dev/null", "--wrap=srun sleep 600")
-    wait_until(lambda: said(own, "squeue", "--noheader", "--steps", "--format=%i").count(".0") == 1)
+    until(lambda: said(own, "squeue", "--noheader", "--steps", "--format=%i").count(".0") == 1)
     before = slurm_cluster.processes(beside)
     slurm_cluster.down(beside)
     assert len(before) > len(daemons)

@@ -10,8 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from ptdbench.records import store
 from tests.conftest import ROOT
 from tests.forked import train_py
 from tests.launch.patient import patient
+from tests.programs import call, until
 
 STATUS = (sys.executable, "-m", "ptdbench", "status")
 #: Two shapes; the jobs stay in the queue.
@@ -49,20 +50,12 @@ def sbatch(tmp_path: Path, slurm: dict[str, str]) -> Callable[[str], dict[str, s
 
 @pytest.fixture
 def run(tmp_path: Path, slurm: dict[str, str]) -> Run:
-    def it(*command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=240, check=False
-        )
-
-    return it
+    return partial(call, cwd=tmp_path, environ=slurm)
 
 
 @pytest.fixture
 def submit(tmp_path: Path, slurm: dict[str, str]) -> Run:
-    def it(*arguments: str, environ: Mapping[str, str] = slurm) -> subprocess.CompletedProcess[str]:
-        return train_py(*arguments, cwd=tmp_path, environ=environ)
-
-    return it
+    return partial(train_py, cwd=tmp_path, environ=slurm)
 
 
 @pytest.fixture
@@ -149,19 +142,10 @@ def test_a_record_that_is_moved_away_while_the_sweep_is_followed(run, slurm, tmp
     )  # fmt: skip
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "thesis.txt").write_text("mine")
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *command],
-        cwd=tmp_path,
-        env=slurm,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    train, pipe = [sys.executable, str(ROOT / "train.py"), *command], subprocess.PIPE
+    process = subprocess.Popen(train, cwd=tmp_path, env=slurm, stdout=pipe, stderr=pipe, text=True)
     record = tmp_path / "sweep" / "0_Patient_single" / "record.json"
-    deadline = time.monotonic() + 200
-    while not record.with_name("progress.json").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(record.with_name("progress.json").exists)
     record.rename(record.with_name("moved.json"))
     waits.unlink()
     said, errors = process.communicate(timeout=240)

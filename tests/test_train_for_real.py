@@ -61,24 +61,19 @@ class TestBadInput:
 
         return refused
 
-    def test_no_archive(self, refusal, tmp_path):
+    @pytest.mark.parametrize("truncated", [False, True], ids=["no archive", "a truncated one"])
+    def test_no_data(self, refusal, tmp_path, truncated):
         (tmp_path / "cifar").mkdir()
-        said = refusal("experiment=cifar10_resnet18", "data.root={folder}/cifar")
-        assert said.startswith(
-            f"data.root={tmp_path}/cifar: neither cifar-10-batches-py nor cifar-10-python.tar.gz in it"
-        )
+        if truncated:
+            archive = small_cifar10.write(tmp_path / "cifar")
+            archive.write_bytes(archive.read_bytes()[:-100])
+        there = list((tmp_path / "cifar").iterdir())
+        small = ["data._target_=tests.data.small_cifar10.SmallCifar10"] * truncated
+        said = refusal("experiment=cifar10_resnet18", *small, "data.root={folder}/cifar")
+        rule = "neither cifar-10-batches-py nor cifar-10-python.tar.gz in it"
+        assert said.startswith(f"data.root={tmp_path}/cifar: {rule}")
         assert "data.download=true" in said
-        assert not list((tmp_path / "cifar").iterdir())
-
-    def test_an_archive_that_is_truncated(self, refusal, tmp_path):
-        archive = small_cifar10.write(tmp_path / "cifar")
-        archive.write_bytes(archive.read_bytes()[:-100])
-        small = "data._target_=tests.data.small_cifar10.SmallCifar10"
-        said = refusal("experiment=cifar10_resnet18", small, "data.root={folder}/cifar")
-        assert said.startswith(
-            f"data.root={tmp_path}/cifar: neither cifar-10-batches-py nor cifar-10-python.tar.gz in it"
-        )
-        assert not (tmp_path / "cifar" / small_cifar10.FOLDER).exists()
+        assert list((tmp_path / "cifar").iterdir()) == there
 
     def test_a_folder_without_images(self, refusal, tmp_path):
         for kind in ("cats", "dogs"):

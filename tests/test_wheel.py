@@ -34,15 +34,8 @@ class Model(nn.Sequential):
         super().__init__(nn.Linear(8, width), nn.Linear(width, 4))
 """
 CHOICE = "name: mine\n_target_: mine.Model\nwidth: 8\n"
-MINE = (
-    "--config-dir",
-    "choices",
-    "model=mine",
-    "data=synthetic_vectors",
-    "data.inputs=8",
-    "data.outputs=4",
-    "device=cpu",
-)
+VECTORS = ("data=synthetic_vectors", "data.inputs=8", "data.outputs=4")
+MINE = ("--config-dir", "choices", "model=mine", *VECTORS, "device=cpu")
 
 Done = subprocess.CompletedProcess[str]
 
@@ -167,10 +160,8 @@ def test_a_run(shell, tmp_path):
 def test_a_sweep_over_a_model_and_a_choice_of_ones_own(shell, home):
     done = call("ptdbench", "train", "-m", *MINE, "train.steps=2,3", cwd=home, env=shell)
     assert done.returncode == 0, done.stderr
-    assert [(record["model"], record["status"], record["steps"]) for record in records(home)] == [
-        ("mine", "ok", 2),
-        ("mine", "ok", 3),
-    ]
+    found = [(record["model"], record["status"], record["steps"]) for record in records(home)]
+    assert found == [("mine", "ok", 2), ("mine", "ok", 3)]
 
 
 @pytest.mark.thorough

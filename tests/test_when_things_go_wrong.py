@@ -6,11 +6,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -19,21 +17,13 @@ from ptdbench.records.store import load_record
 from tests.conftest import ROOT, record_of
 from tests.forked import Started, started, train_py
 from tests.launch.patient import patient
+from tests.programs import until
 
 pytestmark = pytest.mark.ranks
 
 LONG = ("model=toy", "device=cpu", "parallel=ddp", "train.steps=1000000", "train.max_minutes=null")
 #: Not so long: half a minute, or until a file is gone.
 PATIENT = ("parallel=ddp", "train.steps=300", "train.max_minutes=null")
-
-
-def until(condition: Callable[[], Any], seconds: float = 200) -> Any:
-    """What ``condition`` comes to; the patience only bounds a test that fails."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
 
 
 def ranks_of(process: Started) -> dict[int, psutil.Process]:

@@ -20,6 +20,7 @@ from ptdbench import load
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records.store import RECORD, RESULTS, append_result, write_record
 from tests.conftest import ROOT
+from tests.programs import call
 from tests.report.made import DDP, failed, repeated, run
 
 STEADY = [1000.0, 1010.0, 990.0, 1005.0, 995.0]
@@ -217,11 +218,8 @@ def test_its_help_says_what_the_exit_statuses_mean(compare):
 def test_it_answers_at_once(sides, environ):
     """It imports no torch: that would cost seconds each time somebody looks."""
     (sides[0].parent / "torch.py").write_text("raise ImportError('it would cost seconds')")
-    done = subprocess.run(
-        [sys.executable, "-m", "ptdbench", "compare", *map(str, sides)],
-        cwd=ROOT, env={**environ, "PYTHONPATH": str(sides[0].parent)}, capture_output=True, text=True,
-        timeout=240, check=False,
-    )  # fmt: skip
+    command, blocked = (sys.executable, "-m", "ptdbench", "compare"), {**environ, "PYTHONPATH": str(sides[0].parent)}
+    done = call(*command, *sides, cwd=ROOT, environ=blocked)
     assert (done.returncode, done.stderr) == (1, "")
     assert "slower" in done.stdout
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from ptdbench.problems import ConfigError
 from ptdbench.records import record, store
 from ptdbench.setup import config, hydra_files, resume
 from ptdbench.setup.compose import compose_all
-from tests.conftest import ROOT
+from tests.programs import call
 
 RUN = ("model=toy", "device=cpu", "parallel=ddp", "train.steps=4", "train.clip_norm=inf", "profile.steps=0")
 
@@ -41,10 +40,8 @@ class TestCarriedOut:
     def test_two_of_them_with_their_own_environment_and_what_json_has_no_number_for(self, tmp_path, environ):
         first = begun(tmp_path / "first", "+hydra.job.env_set.TORCH_NCCL_TRACE=7")
         second = begun(tmp_path / "second")
-        done = subprocess.run(
-            [sys.executable, "-m", "ptdbench", "run", "first", "second"], cwd=tmp_path,
-            env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False, timeout=240,
-        )  # fmt: skip
+        command = (sys.executable, "-m", "ptdbench", "run", "first", "second")
+        done = call(*command, cwd=tmp_path, environ=environ)
         assert done.returncode == 0, done.stderr
         records = [json.loads((path / "record.json").read_text()) for path in (first, second)]
         assert [(one["status"], one["steps"], one["world_size"]) for one in records] == [("ok", 4, 2)] * 2
@@ -58,10 +55,7 @@ class TestCarriedOut:
     def test_as_ranks_of_torchrun(self, tmp_path, environ):
         run = begun(tmp_path / "run")
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
-        done = subprocess.run(
-            [*torchrun, "-m", "ptdbench", "run", str(run)], cwd=tmp_path, env={**environ, "PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True, check=False, timeout=240,
-        )  # fmt: skip
+        done = call(*torchrun, "-m", "ptdbench", "run", run, cwd=tmp_path, environ=environ)
         written = json.loads((run / "record.json").read_text())
         assert (done.returncode, written["status"]) == (1, "failed")
         assert written["error"]["message"].startswith(

@@ -20,9 +20,11 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def test_what_is_kept_is_found_again():
+def test_what_is_kept_is_found_again_in_the_users_cache_folder(tmp_path):
     assert ceiling.look_up(GPU) is None
-    ceiling.keep(GPU, FOUND)
+    path = ceiling.keep(GPU, FOUND)
+    assert [entry for entry in tmp_path.rglob("*") if entry.is_file()] == [path]
+    assert path.parent == tmp_path / "ptdbench" / "ceilings"
     assert ceiling.look_up(GPU) == FOUND
     ceiling.keep(GPU, Measured(7.6e14, "4096x4096x4096", beside_load=True))
     assert ceiling.look_up(GPU) == Measured(7.6e14, "4096x4096x4096", beside_load=True)
@@ -45,23 +47,15 @@ def test_any_difference_makes_it_another(change):
     assert ceiling.look_up(replace(GPU, **change)) is None
 
 
-def test_it_lies_in_the_users_cache_folder_and_nothing_else_does(tmp_path):
-    path = ceiling.keep(GPU, FOUND)
-    assert [entry for entry in tmp_path.rglob("*") if entry.is_file()] == [path]
-    assert path.parent == tmp_path / "ptdbench" / "ceilings"
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"flops_per_second": null}'])
 def test_a_broken_file_is_no_ceiling(text):
     ceiling.keep(GPU, FOUND).write_text(text)
     assert ceiling.look_up(GPU) is None
 
 
-def test_threads_matter_to_a_cpu_and_the_driver_to_a_gpu():
-    assert ceiling.key(ENVIRONMENT, None, "fp32", 8) == Key("AMD EPYC", None, "2.15.0", "fp32", 8)
+def test_threads_matter_to_a_cpu_and_the_driver_to_a_gpu_and_people_can_read_it():
+    cpu = ceiling.key(ENVIRONMENT, None, "fp32", 8)
+    assert cpu == Key("AMD EPYC", None, "2.15.0", "fp32", 8)
+    assert str(cpu) == "AMD EPYC, torch 2.15.0, fp32, 8 threads"
     assert ceiling.key(ENVIRONMENT, "NVIDIA H200", "bf16", 8) == GPU
-
-
-def test_for_people():
     assert str(GPU) == "NVIDIA H200, driver 550.54, torch 2.15.0, bf16"
-    assert str(Key("AMD EPYC", None, "2.15.0", "fp32", 2)) == "AMD EPYC, torch 2.15.0, fp32, 2 threads"

@@ -2,6 +2,7 @@ import resource
 import sys
 import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -40,23 +41,15 @@ def test_cpu_memory_in_use_rises_and_falls():
     assert in_use() < before + 50 * MIB
 
 
-def test_cpu_memory_in_use_without_proc_is_the_peak(monkeypatch):
-    def missing(path: str, *_: object, **__: object) -> str:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr("builtins.open", missing)
-    in_use = memory.in_use(CPU)
-    monkeypatch.undo()
+def test_without_proc_memory_in_use_is_the_peak_and_the_peak_that_of_getrusage(monkeypatch):
+    missing = mock.Mock(side_effect=FileNotFoundError("/proc"))
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.open", missing)
+        in_use = memory.in_use(CPU)
     block = bytearray(b"x") * (200 * MIB)
     del block
     before = memory.peak_bytes(CPU)
     assert before <= in_use() <= memory.peak_bytes(CPU)
-
-
-def test_without_proc_the_peak_is_that_of_getrusage(monkeypatch):
-    def missing(path: Path) -> str:
-        raise FileNotFoundError(path)
-
     monkeypatch.setattr(memory.Path, "read_text", missing)
     monkeypatch.setattr(sys, "platform", "linux")
     assert memory.peak_bytes(CPU) == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -30,12 +30,11 @@ def test_all_ranks_are_on_the_clock_of_rank_0(tmp_path):
 
 
 def test_a_rank_whose_trace_begins_at_another_time_is_moved(tmp_path):
-    first = write(tmp_path / "0.json", event("a", 5, 6))
-    second = tmp_path / "1.json"
-    second.write_text(json.dumps({"baseTimeNanoseconds": (EPOCH + 1) * 10**9, "traceEvents": [event("b", 5, 6)]}))
-    for rank, path in enumerate((first, second)):
-        perfetto.compress(path, tmp_path / f"rank{rank}.json.gz", {})
-    perfetto.merge([tmp_path / "rank0.json.gz", tmp_path / "rank1.json.gz"], "ab", (0, 0), tmp_path / "t.json.gz")
+    for rank, name in enumerate("ab"):
+        made = {"baseTimeNanoseconds": (EPOCH + rank) * 10**9, "traceEvents": [event(name, 5, 6)]}
+        (tmp_path / f"{rank}.json").write_text(json.dumps(made))
+        perfetto.compress(tmp_path / f"{rank}.json", tmp_path / f"{rank}.json.gz", {})
+    perfetto.merge([tmp_path / "0.json.gz", tmp_path / "1.json.gz"], "ab", (0, 0), tmp_path / "t.json.gz")
     events = json.loads(gzip.decompress((tmp_path / "t.json.gz").read_bytes()))["traceEvents"]
     times = {event["name"]: event["ts"] for event in events if event["ph"] == "X"}
     assert times["b"] - times["a"] == 1e6

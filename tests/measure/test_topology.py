@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -19,12 +20,7 @@ class Nvml:
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
     NVML_NVLINK_MAX_LINKS, NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK = 4, 2, 0
-    _ends = (
-        {0: "bus1", 1: "bus1"},
-        {0: "bus0", 1: "bus0"},
-        dict.fromkeys(range(3), "sw"),
-        dict.fromkeys(range(3), "sw"),
-    )
+    _ends = ({0: "bus1", 1: "bus1"}, {0: "bus0", 1: "bus0"}, *[dict.fromkeys(range(3), "sw")] * 2)
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -119,18 +115,11 @@ def test_nvml_is_shut_down_whatever_happens():
     assert whole.calls == broken.calls == ["init", "shutdown"]
 
 
-def test_a_node_without_a_driver_says_so():
+def test_a_node_without_a_driver_or_the_package_says_so(monkeypatch):
     nvml = Nvml()
-
-    def refuse():
-        raise NotSupported("NVML Shared Library Not Found")
-
-    nvml.nvmlInit = refuse  # type: ignore[method-assign]
-    found = topology.inspect(nvml)
-    assert found == {"gpus": [], "links": [], "reason": "NVML does not answer: NVML Shared Library Not Found"}
-
-
-def test_without_the_package_it_says_so(monkeypatch):
+    monkeypatch.setattr(nvml, "nvmlInit", mock.Mock(side_effect=NotSupported("NVML Shared Library Not Found")))
+    expected = {"gpus": [], "links": [], "reason": "NVML does not answer: NVML Shared Library Not Found"}
+    assert topology.inspect(nvml) == expected
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert topology.inspect()["reason"] == "the package nvidia-ml-py is not installed"
 

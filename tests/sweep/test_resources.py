@@ -149,50 +149,34 @@ class TestCheck:
     @pytest.mark.parametrize(
         ("options", "problem"),
         [
-            (
-                {"partition": "gpus", "gpus_per_node": 0},
-                "cluster.partition=gpus: there is no such partition; SLURM has debug, short, gpu, mixed, cpu; try gpu",
-            ),
+            ({"partition": "gpus", "gpus_per_node": 0},
+             "cluster.partition=gpus: there is no such partition; SLURM has debug, short, gpu, mixed, cpu; try gpu"),
             ({"nodes": 3}, "cluster.nodes=3: partition debug has 2 nodes; try 2"),
             ({"partition": "short"}, "cluster.time_minutes=60: partition short allows 5 minutes; try 5"),
             ({"gpus_per_node": 4}, "cluster.gpus_per_node=4: a node of partition debug has 2 GPUs; try auto, 2"),
             ({"gres": "gpu:a100:4"}, "cluster.gres=gpu:a100:4: a node of partition debug has 2 GPUs; try null"),
-            (
-                {"ranks_per_node": 4},
-                "cluster.ranks_per_node=4: a node of partition debug has 2 GPUs: one rank, one GPU; "
-                "try auto, 2, or device=cpu",
-            ),
-            (
-                {"ranks_per_node": 2, "gpus_per_node": 1},
-                "cluster.ranks_per_node=2: must not exceed the GPUs of a node that are asked for, 1: one rank, one "
-                "GPU; try auto, 1, or cluster.gpus_per_node=0 for ranks without GPUs",
-            ),
-            (
-                {"gpus_per_node": 1, "gres": "gpu:volta:2", "ranks_per_node": 1},
-                "cluster.gpus_per_node=1: cluster.gres=gpu:volta:2 asks for 2 GPUs a node; try auto, 2",
-            ),
-            (
-                {"mem_gb": 8.0, "extra": {"mem-per-cpu": "2G"}},
-                "cluster.extra.mem_per_cpu=2G: excludes cluster.mem_gb=8.0: SLURM takes memory per node, per CPU or "
-                "per GPU; omit one of them",
-            ),
-            (
-                {"extra": {"mem_per_gpu": "9G", "mem_per_cpu": "2G"}},
-                "cluster.extra.mem_per_gpu=9G: excludes cluster.extra.mem_per_cpu=2G: SLURM takes memory per node, per "
-                "CPU or per GPU; omit one of them",
-            ),
+            ({"ranks_per_node": 4},
+             "cluster.ranks_per_node=4: a node of partition debug has 2 GPUs: one rank, one GPU; "
+             "try auto, 2, or device=cpu"),
+            ({"ranks_per_node": 2, "gpus_per_node": 1},
+             "cluster.ranks_per_node=2: must not exceed the GPUs of a node that are asked for, 1: one rank, one "
+             "GPU; try auto, 1, or cluster.gpus_per_node=0 for ranks without GPUs"),
+            ({"gpus_per_node": 1, "gres": "gpu:volta:2", "ranks_per_node": 1},
+             "cluster.gpus_per_node=1: cluster.gres=gpu:volta:2 asks for 2 GPUs a node; try auto, 2"),
+            ({"mem_gb": 8.0, "extra": {"mem-per-cpu": "2G"}},
+             "cluster.extra.mem_per_cpu=2G: excludes cluster.mem_gb=8.0: SLURM takes memory per node, per CPU or "
+             "per GPU; omit one of them"),
+            ({"extra": {"mem_per_gpu": "9G", "mem_per_cpu": "2G"}},
+             "cluster.extra.mem_per_gpu=9G: excludes cluster.extra.mem_per_cpu=2G: SLURM takes memory per node, per "
+             "CPU or per GPU; omit one of them"),
             ({"mem_gb": -1}, "cluster.mem_gb=-1: must be at least 0, and 0 is all that a node has"),
-            (
-                {"cpus_per_rank": 3},
-                "cluster.cpus_per_rank=3: 2 ranks a node need 6 cores, and a node of partition debug has 4; "
-                "try auto, 2",
-            ),
-            (
-                {"gpus_per_node": 0, "ranks_per_node": 8},
-                "cluster.ranks_per_node=8: 8 ranks a node need 8 cores, and a node of partition debug has 4; try 4",
-            ),
+            ({"cpus_per_rank": 3},
+             "cluster.cpus_per_rank=3: 2 ranks a node need 6 cores, and a node of partition debug has 4; "
+             "try auto, 2"),
+            ({"gpus_per_node": 0, "ranks_per_node": 8},
+             "cluster.ranks_per_node=8: 8 ranks a node need 8 cores, and a node of partition debug has 4; try 4"),
         ],
-    )
+    )  # fmt: skip
     def test_what_cannot_be_had_is_refused_once(self, options, problem):
         assert problems(**options) == [problem]
 

@@ -1,0 +1,31 @@
+"""Programs that tests start as a person does, and what tests wait for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+def call(
+    *command: str | Path, cwd: Path, environ: Mapping[str, str], timeout: float = 240, told: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """What a command that can import this project says, and its exit status."""
+    env = {**environ, "PYTHONPATH": os.pathsep.join([*filter(None, [environ.get("PYTHONPATH")]), str(ROOT)])}
+    return subprocess.run(
+        command, cwd=cwd, env=env, input=told, capture_output=True, text=True, timeout=timeout, check=False
+    )
+
+
+def until(condition: Callable[[], Any], seconds: float = 200) -> Any:
+    """What ``condition`` comes to; the patience only bounds a test that fails."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.05)
+    return found
