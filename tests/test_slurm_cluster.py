@@ -136,6 +136,7 @@ def test_why_it_cannot_be_had(monkeypatch, tmp_path, user, there, packages, reas
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(os, "access", lambda path, mode: True)
     monkeypatch.setattr(slurm_cluster, "_PATH", str(tmp_path))
+    monkeypatch.setattr(slurm_cluster, "OF_CLUSTER", ("slurm-wlm", "munge"))
     assert slurm_cluster.missing(*packages) == reason
 
 

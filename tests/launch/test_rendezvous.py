@@ -247,6 +247,7 @@ def test_only_groups_of_nccl_are_bound_to_a_device(monkeypatch, backend, bound):
     monkeypatch.setattr(rendezvous, "own_store", lambda key: None)
     monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda *_, **given: options.update(given))
     monkeypatch.setattr(rendezvous.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(rendezvous.dist, "new_group", lambda **_: rendezvous.dist.ProcessGroup(1, 2))
     with rendezvous.process_group(World(1, 2, 1, 2, "local"), backend, torch.device("cuda", 1), "key"):
         pass
     assert options["device_id"] == (bound and torch.device(bound))

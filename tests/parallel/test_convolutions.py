@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,7 +30,7 @@ def test_algorithms_are_timed_for_a_model_with_convolutions_and_for_the_next_onl
     # What lays the model out is not needed, and would want a GPU.
     monkeypatch.setattr(strategy, "apply", lambda *_: found.append(torch.backends.cudnn.benchmark))
     monkeypatch.setattr(strategy, "Accumulating", lambda *_, **__: None)
-    mesh = SimpleNamespace(tensor=None, context=None)
+    mesh = {"tensor": None, "context": None}
     for model in models:
         layout = BatchPlan(Dims(), 4, 4)
         strategy.Strategy()(model, Setting(mesh=mesh, layout=layout, device=GPU))  # type: ignore[arg-type]
