@@ -44,8 +44,8 @@ def compare(record: Record, against: Record, called: str, reference: str) -> str
     both = f"{called} {three_digits(1e3 * ours)} ms vs {reference} {three_digits(1e3 * theirs)} ms"
     if abs(ours - theirs) < _NOISE * max(ours, theirs):
         return f"{both}: within {_NOISE:.0%}"
-    if abs(ours - theirs) < (spread := _spread(record, against)):
-        return f"{both}: within ±{three_digits(1e3 * spread)} ms (95%)"
+    if abs(_median(record) - _median(against)) < (spread := _spread(record, against)):
+        return f"{both}: medians within ±{three_digits(1e3 * spread)} ms (95%)"
     return _explained(record, against, called, reference)
 
 
@@ -179,6 +179,11 @@ def _straggler(found: Mapping[str, Any]) -> Iterator[str]:
         rank = waited.index(longest)
         often = f", longest in {most.count(rank)} of {len(most)} steps" if len(most) > 1 else ""
         yield f"straggler {phases.rank_name(found, rank)}, {three_digits(1e3 * longest)} ms a step{often}"
+
+
+def _median(record: Record) -> float:
+    """Seconds of the median step; of the mean one where that is not on record."""
+    return ((record.get("metrics") or {}).get("step_seconds") or {}).get("median") or _takes(record)
 
 
 def _spread(*records: Record) -> float:

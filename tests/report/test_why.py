@@ -56,7 +56,7 @@ class TestTwoRuns:
             (76, [None, None], "a 76.0 ms vs b 76.0 ms: within 2%"),
             (77.5, [None, None], "a 77.5 ms vs b 76.0 ms: within 2%"),  # of the longer step
             (77.7, [None, None], None),
-            (83, [[0.073, 0.079], [0.075, 0.091]], "a 83.0 ms vs b 76.0 ms: within ±8.54 ms (95%)"),
+            (83, [[0.073, 0.079], [0.075, 0.091]], "a 83.0 ms vs b 76.0 ms: medians within ±8.54 ms (95%)"),
             (83, [[0.073, 0.079], None], None),
             (83, [[0.075, 0.077], [0.082, 0.084]], None),
         ],
@@ -69,6 +69,17 @@ class TestTwoRuns:
         ]
         expected = text or f"a +{step - 76:.1f} ms vs b: "
         assert compare(*pair, "a", "b").startswith(expected)
+
+    def test_the_interval_of_medians_is_for_their_difference(self):
+        """A few long steps make the means differ, and say nothing of the others."""
+        pair = [
+            phased("ddp", mean, {"forward": [mean, mean], "backward": [0, 0]})
+            | {"metrics": {"step_seconds": {"median": median, "ci95": [median - 0.002, median + 0.002]}}}
+            for mean, median in ((90, 0.0761), (76, 0.076))
+        ]
+        assert compare(*pair, "a", "b") == "a 90.0 ms vs b 76.0 ms: medians within ±2.83 ms (95%)"
+        apart = pair[0] | {"metrics": {"step_seconds": {"median": 0.082, "ci95": [0.08, 0.084]}}}
+        assert compare(apart, pair[1], "a", "b").startswith("a +14 ms vs b: ")
 
     def test_waiting_for_no_call_that_was_seen_is_named_so(self):
         ranks = {"forward": [24, 24], "backward": [39, 39], "communication": [30, 30]}
