@@ -178,9 +178,9 @@ def test_the_last_lines_tell_what_was_left_out(environ):
         "import sys, pytest\n"
         "from tests import slurm_cluster\n"
         "slurm_cluster.missing = lambda *packages: 'none is wanted here'\n"
-        "tests = 'tests/test_slurm_cluster.py::test_'\n"
-        "names = ('partitions', 'open_mpi_uses_both_nodes_of_an_allocation')\n"
-        "sys.exit(pytest.main(['-p', 'no:cacheprovider', *(tests + name for name in names)]))\n"
+        "tests = ('test_slurm_cluster.py::test_partitions', 'test_launchers.py::TestTraining::test_mpirun')\n"
+        "words = ['-p', 'no:cacheprovider', '-m', '', *('tests/' + test for test in tests)]\n"
+        "sys.exit(pytest.main(words))\n"
     )
     done = run(environ, sys.executable, "-c", script)
     *_, first, why, test, second, other_why, other_test, end = done.stdout.splitlines()
@@ -188,6 +188,6 @@ def test_the_last_lines_tell_what_was_left_out(environ):
     assert (why, test) == ("no SLURM: none is wanted here", "  tests/test_slurm_cluster.py::test_partitions")
     assert "left out 1 test, for want of Open MPI" in second
     assert other_why == "no Open MPI: none is wanted here"
-    assert other_test == "  tests/test_slurm_cluster.py::test_open_mpi_uses_both_nodes_of_an_allocation"
+    assert other_test == "  tests/test_launchers.py::TestTraining::test_mpirun"
     assert "2 skipped" in end
     assert done.returncode == 0
