@@ -89,11 +89,14 @@ def folders(config: Config, outputs: Path | None) -> list[Path]:
     """
     if not (isinstance(config.cluster, Slurm) and config.cluster.container.image):
         return []
+    from submitit.core.utils import JobPaths  # which other starts need not wait for
+
     user_cache().mkdir(parents=True, exist_ok=True)  # what is mounted must exist
     data = config.resolved.get("data")
     named = [*(data.values() if isinstance(data, Mapping) else []), config.resolved.get("resume")]
     paths = [Path(text).expanduser() for text in named if isinstance(text, str) and "/" in text]
-    written = [Path(config.cluster.log).expanduser().parent] if config.cluster.log else []
+    log = config.cluster.log and JobPaths.get_first_id_independent_folder(Path(config.cluster.log).expanduser())
+    written = [log] if log else []
     if not _is_installed():
         written.append(PACKAGE.parent)
     here = [*written, Path.cwd(), *([outputs] if outputs else []), user_cache(), *filter(Path.exists, paths)]

@@ -92,6 +92,9 @@ class TestFolders:
     def test_what_lies_in_another_is_mounted_with_it(self, read, tmp_path):
         assert tmp_path / "outputs" / "x" not in container.folders(read(), tmp_path / "outputs" / "x")
 
+    def test_of_a_log_what_does_not_depend_on_the_job(self, read):
+        assert Path("/elsewhere") in container.folders(read("cluster.log=/elsewhere/%j/logs"), None)
+
     def test_data_of_the_users_own(self, read, tmp_path):
         books = tmp_path.parent / f"{tmp_path.name}-books"
         books.mkdir()
