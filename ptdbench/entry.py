@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from ptdbench.launch import leaving, local, settings, slurm
 from ptdbench.launch.world import Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import alternatives, noise, store
+from ptdbench.records import alternatives, noise, schema, store
 from ptdbench.report import table, text
 from ptdbench.setup import blocks, commandline, compose, config, hydra_options, resume, show
 from ptdbench.setup.config import Config, Slurm
@@ -323,5 +323,4 @@ def _goes_on(directory: Path, is_sweep: bool, records: Sequence[Mapping[str, Any
     if is_sweep or not records:
         return is_sweep
     (only,) = records
-    said = "resume=" in str((only.get("error") or {}).get("message"))
-    return not said and shelf.glance(directory) is not None
+    return "resume=" not in schema.error(only).message and shelf.glance(directory) is not None

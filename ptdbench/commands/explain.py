@@ -131,6 +131,8 @@ def _text(group: _Group, width: int) -> str:
 
 def _as_json(group: _Group) -> dict[str, Any]:
     """The group as ``--json`` prints it; docs/results.md says what each key means."""
+    from msgspec import to_builtins
+
     from ptdbench.report import memory, phases, why
 
     reference = group.runs[group.reference]
@@ -143,7 +145,7 @@ def _as_json(group: _Group) -> dict[str, Any]:
             "runs": repeats,
             "step_seconds": step.seconds,
             "phases": step.phases,
-            "communication": step.operations,
+            "communication": to_builtins(step.operations),
             "slower_by": None if run is reference else why.parts_of_difference(run, reference),
             "memory": memory.of_largest(run),
             "remarks": list(why.remarks(run, called)),

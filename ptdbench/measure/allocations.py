@@ -23,10 +23,8 @@ from typing import Any, NamedTuple
 from torch._C._profiler import _EventType, _TensorMetadata
 from torch.autograd.profiler import profile
 
+from ptdbench.measure.parts import KINDS
 from ptdbench.measure.trace import BACKWARD, DATA, GRADIENTS, STEP, UPDATE
-
-#: What memory is for, in the order in which it is shown.
-KINDS = ("weights", "gradients", "optimizer", "activations", "communication", "other")
 
 #: The label under which the tensors of the training state were looked up.
 INVENTORY = "ptdbench::inventory"

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ptdbench.measure.intervals import Interval, length, union
+from ptdbench.measure.parts import PHASES
 from ptdbench.measure.trace import POINT_TO_POINT, Trace
-
-#: In the order in which they are shown.
-PHASES = ("data", "forward", "backward", "communication", "stragglers", "bubble", "optimizer", "other")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial, wraps
 from typing import Any, Literal
 
@@ -13,17 +13,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from ptdbench.measure import tf32
+from ptdbench.measure import products, tf32
 from ptdbench.parallel.activations import wrap_forward
 
 Name = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
 
 #: Dtype of activations. ``tf32``: fp32 tensors whose products and convolutions run in TF32. ``fp8``: bf16 tensors that
 #: large linear layers cast once more.
-DTYPES: dict[Name, torch.dtype] = {
-    "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-    "fp8": torch.bfloat16,
-}  # fmt: skip
+DTYPES: Mapping[str, torch.dtype] = products.DTYPES | {"fp8": torch.bfloat16}
 
 
 def arithmetic(precision: Name, device_type: str) -> str:

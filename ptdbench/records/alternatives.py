@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Alternative:
     runs: list[Record]
     sample: dict[Hashable, float]
 
-    @property
+    @cached_property
     def typical(self) -> Record:
         """The run with the median throughput, of two the slower one; the first one where none is ok."""
         ranked = sorted((run for run in self.runs if throughput(run)), key=lambda run: throughput(run) or 0.0)
@@ -63,7 +64,7 @@ def by_identity(
 
     def identity(run: Record) -> Hashable:
         """Equal for two runs if and only if they asked for the same work and the same shape, which may be ``auto``."""
-        return run.get("workload"), record.work(run.get("config") or {}, ignored)
+        return run.get("workload"), record.work(run.get("config"), ignored)
 
     found: dict[Hashable, Alternative] = {}
     runs = [(identity(run), run) for run in records]
@@ -93,12 +94,12 @@ def sweep_of(run: Record) -> Path:
     There each block of a side is a sweep of its own.
     """
     parent = Path(run["directory"]).parent
-    return parent.parent if record.option(run.get("config"), "repeat.series", str) else parent
+    return parent.parent if record.option(run, "repeat.series", str) else parent
 
 
 def _block(run: Record) -> Hashable:
     """Runs of the same block of one series are compared with each other; one without a block has a key of its own."""
-    block = record.option(run.get("config"), "repeat.block", int)
+    block = record.option(run, "repeat.block", int)
     if block is None:
         return str(Path(run["directory"]))
-    return record.option(run.get("config"), "repeat.series", str) or str(sweep_of(run)), block
+    return record.option(run, "repeat.series", str) or str(sweep_of(run)), block

@@ -18,6 +18,7 @@ from ptdbench.measure import variation
 from ptdbench.measure.variation import LEAST, Difference, Noise, Pool, Spread
 from ptdbench.records.alternatives import Alternative, sweep_of
 from ptdbench.records.record import option
+from ptdbench.records.schema import Environment, part
 
 #: The folder of such measurements in the cache.
 _KIND = "noise"
@@ -114,9 +115,9 @@ def _is_sound(spread: Spread) -> bool:
 
 def _key(run: Mapping[str, Any]) -> dict[str, Any]:
     """The machine and the size of a run that is ok."""
-    environment = run.get("environment") or {}
+    environment = part(run, Environment)
     return {
         **{name: run.get(name) for name in ("nodes", "model", "world_size", "global_batch", "precision")},
-        **{name: environment.get(name) for name in ("cpu", "cores", "devices")},
-        "steps": option(run.get("config"), "train.steps", int),
+        **{name: getattr(environment, name) for name in ("cpu", "cores", "devices")},
+        "steps": option(run, "train.steps", int),
     }

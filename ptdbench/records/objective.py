@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from ptdbench.records.schema import Metrics, part
+
 Objective = Literal["throughput", "held_out_loss", "held_out_accuracy"]
 
 #: In which direction each objective is better.
@@ -26,8 +28,8 @@ def value(record: Mapping[str, Any], objective: Objective) -> float | None:
     if record["status"] != "ok":
         return None
     if objective == "throughput":
-        metrics = record.get("metrics") or {}
-        return metrics.get("tokens_per_second") or metrics.get("samples_per_second")
+        metrics = part(record, Metrics)
+        return metrics.tokens_per_second or metrics.samples_per_second
     name = {"held_out_loss": "loss", "held_out_accuracy": "top1"}[objective]
     found = [figure for one in record.get("evaluations") or [] if (figure := one.get(name)) is not None]
     best = max if DIRECTIONS[objective] == "maximize" else min

@@ -49,15 +49,15 @@ def begin(
         overrides: The overrides typed for the run, for :mod:`ptdbench.setup.resume`; ``None`` if unknown.
         owner: The process that starts the run; ``None`` if it waits to be started.
     """
-    record: dict[str, Any] = dict.fromkeys(FIELDS)
-    record |= {
+    record: dict[str, Any] = dict.fromkeys(FIELDS) | {"config": strict(config, str)}
+    return record | {
         "status": "failed",
         "schema": schema.SCHEMA,
-        "workload": option(config, "workload.name", str) or "-",
-        "model": option(config, "model.name", str),
-        "parallel": option(config, "parallel.name", str),
-        "global_batch": option(config, "train.global_batch", schema.Degree),
-        "precision": option(config, "precision", str),
+        "workload": option(record, "workload.name", str) or "-",
+        "model": option(record, "model.name", str),
+        "parallel": option(record, "parallel.name", str),
+        "global_batch": option(record, "train.global_batch", schema.Degree),
+        "precision": option(record, "precision", str),
         "fingerprint": fingerprint(config),
         "overrides": None if overrides is None else list(overrides),
         "started": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
@@ -65,7 +65,6 @@ def begin(
         "owner": msgspec.to_builtins(owner),
         "remarks": {},
         "environment": dict(environment),
-        "config": strict(config, str),
         "error": {
             "rank": -1,
             "type": UNFINISHED,
@@ -73,20 +72,19 @@ def begin(
             "traceback": "",
         },
     }
-    return record
 
 
-def option(config: Mapping[str, Any] | None, name: str, kind: Any) -> Any:
+def option(record: Mapping[str, Any], name: str, kind: Any) -> Any:
     """An option of the configuration on record; ``None`` unless it is there and of this type.
 
     What was refused is on record as it was typed, and a record may come from anybody.
 
     Args:
-        config: The ``config`` of a record.
+        record: The record, of which only ``config`` is looked at.
         name: Its dotted name.
         kind: Its type.
     """
-    found: Any = config
+    found: Any = record.get("config")
     for key in name.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
     try:
@@ -105,7 +103,7 @@ def going_on(draft: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, 
     """The draft of a resumed run, with the results of its earlier starts."""
     kept = {name: earlier[name] for name in _FOUND if earlier.get(name) is not None}
     overrides = draft.get("overrides") if draft.get("overrides") is not None else earlier.get("overrides")
-    goes_on = same_work(earlier.get("config") or {}, draft["config"])
+    goes_on = same_work(earlier.get("config"), draft["config"])
     return {**draft, "overrides": overrides, **(kept if goes_on else {})}
 
 
@@ -119,8 +117,8 @@ def stopped(record: Mapping[str, Any], why: str, saved: bool = True) -> dict[str
 
 def how_started(record: Mapping[str, Any]) -> str:
     """How to start a run again, ahead of its overrides: this resubmits a job, but cannot start the ranks of srun."""
-    launcher, cluster = record.get("launcher"), (record.get("config") or {}).get("cluster")
-    by_hand = launcher not in (None, "local") and not (isinstance(cluster, Mapping) and "submit" in cluster)
+    launcher = record.get("launcher")
+    by_hand = launcher not in (None, "local") and "submit" not in (option(record, "cluster", dict) or ())
     return under(str(launcher)) if by_hand else command()
 
 
@@ -141,7 +139,7 @@ def requeued(record: Mapping[str, Any], number: int, limit: int) -> dict[str, An
 
 def is_open(record: Mapping[str, Any]) -> bool:
     """Whether the end of the run has not been recorded yet."""
-    return (record.get("error") or {}).get("type") == UNFINISHED
+    return schema.error(record).type == UNFINISHED
 
 
 def is_settled(record: Mapping[str, Any]) -> bool:
@@ -150,11 +148,11 @@ def is_settled(record: Mapping[str, Any]) -> bool:
     A rank on a lost node may live on for a while and must not overwrite it. Neither may a failure of a rank during
     shutdown, after the run was ok.
     """
-    error = record.get("error") or {}
-    return record["status"] == "ok" or (error.get("rank") == -1 and not is_open(record))
+    error = schema.error(record)
+    return record["status"] == "ok" or (error.rank == -1 and error.type not in ("", UNFINISHED))
 
 
-def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def same_work(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
     """Whether two resolved configurations describe the same run, possibly with other cluster resources.
 
     For example, a run that reached its time limit may be given more time.
@@ -162,13 +160,13 @@ def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return work(one) == work(other)
 
 
-def work(config: Mapping[str, Any], ignored: Collection[str] = ()) -> str:
+def work(config: Mapping[str, Any] | None, ignored: Collection[str] = ()) -> str:
     """Sixteen hex digits, equal for two resolved configurations if and only if they describe the same run.
 
     An emptied group is not told from none, nor a shape that is not given.
 
     Args:
-        config: The configuration.
+        config: The configuration; ``None`` where none is on record.
         ignored: Dotted names of options that make no difference, besides those that never do.
     """
     asked = {name: value for name, value in leaves(config) if not bears(name, "nothing", "queue") and value != {}}
@@ -196,7 +194,7 @@ def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
         found = store.load_record(directory)
     except (FileNotFoundError, store.Damaged):
         return False
-    return found["status"] == "ok" and same_work(found.get("config") or {}, config)
+    return found["status"] == "ok" and same_work(found.get("config"), config)
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
@@ -18,6 +19,7 @@ from msgspec import Meta, Struct
 from ptdbench.parallel.dims import Dims
 
 T = TypeVar("T")
+S = TypeVar("S", bound=Struct)
 
 #: The schema version that this version writes.
 SCHEMA = 2
@@ -552,6 +554,19 @@ def record(text: bytes) -> dict[str, Any]:
     if not is_path(msgspec.convert(value, Record).directory):
         raise ValueError("directory is no path")
     return value
+
+
+_NO_ERROR = {"rank": -1, "type": "", "message": "", "traceback": ""}
+
+
+def part(record: Mapping[str, Any], kind: type[S]) -> S:
+    """Return a group of a record's fields, such as :class:`Metrics`; all are ``None`` where the record has none."""
+    return msgspec.convert(record.get(kind.__name__.lower()) or {}, kind)
+
+
+def error(record: Mapping[str, Any]) -> Error:
+    """Return why a run did not end well; of one that did an error without a type."""
+    return msgspec.convert(_NO_ERROR | (record.get("error") or {}), Error)
 
 
 def parse(text: bytes) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ptdbench.records import noise
 from ptdbench.records.alternatives import Alternative, throughput
+from ptdbench.records.schema import Hardware, Metrics, Remarks, part
 from ptdbench.report import losses, ranking, virtual, why
 from ptdbench.report.columns import COLUMNS, MISSING, Column, Row, text
 from ptdbench.report.labels import labels, names
@@ -74,7 +75,7 @@ def blocks(found: Sequence[Alternative]) -> list[Block]:
 
 def unit(records: Iterable[Mapping[str, Any]]) -> str:
     """What throughput counts: ``tokens``, or ``samples`` where these are no sequences of them."""
-    return "tokens" if any(_figure(record, "tokens_per_second") for record in records) else "samples"
+    return "tokens" if any(part(record, Metrics).tokens_per_second for record in records) else "samples"
 
 
 def _block(alternatives: Sequence[Alternative]) -> Block:
@@ -116,7 +117,7 @@ def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
 
 
 def _mfu_remarks(records: Iterable[Mapping[str, Any]]) -> list[str]:
-    reasons = dict.fromkeys(_figure(record, "mfu_reason") for record in records)
+    reasons = dict.fromkeys(part(record, Metrics).mfu_reason for record in records)
     return [f"no MFU: {reason}" for reason in reasons if reason]
 
 
@@ -124,30 +125,30 @@ def _ceiling_remarks(records: Sequence[_Named]) -> Iterator[str]:
     """Runs, by their names, that passed their ceiling, and ceilings that may be too low."""
     loaded: dict[str, None] = {}
     for label, record in records:
-        rate, share = _figure(record, "ceiling_flops_per_second"), _figure(record, "share_of_ceiling")
-        if remark := (record.get("remarks") or {}).get("ceiling"):
+        metrics = part(record, Metrics)
+        rate, share = metrics.ceiling_flops_per_second, metrics.share_of_ceiling
+        if remark := part(record, Remarks).ceiling:
             yield f"{label}: {remark}"
         elif share and rate and share > 1:
-            why = "it is re-measured after a run that finishes"
-            yield f"{label}: ceiling passed: was {flops_text(rate)}; {why}"
-        elif share and rate and _figure(record, "ceiling_beside_load"):
+            yield f"{label}: ceiling passed: was {flops_text(rate)}; it is re-measured after a run that finishes"
+        elif share and rate and metrics.ceiling_beside_load:
             loaded[flops_text(rate)] = None
-    for rate in loaded:
-        yield f"ceiling of {rate}: taken beside other load, and perhaps too low"
+    for too_low in loaded:
+        yield f"ceiling of {too_low}: taken beside other load, and perhaps too low"
 
 
 def _data_remarks(records: Sequence[_Named]) -> Iterator[str]:
     """Runs, by their names, whose steps waited for their data."""
     for label, record in records:
-        if (share := _figure(record, "data_wait_share")) and share >= _WAITED:
+        if (share := part(record, Metrics).data_wait_share) and share >= _WAITED:
             yield f"{label}: {share:.0%} of the steps' time was spent waiting for data"
 
 
 def _clock_remarks(records: Sequence[_Named]) -> Iterator[str]:
     """Runs, by their names, whose GPUs were held back, and the GPU that was the most."""
     for label, record in records:
-        clocks = (record.get("hardware") or {}).get("clocks") or []
-        held = [(share, cause, of["rank"]) for of in clocks for cause, share in (of["held_back"] or {}).items()]
+        clocks = part(record, Hardware).clocks or []
+        held = [(share, cause, of.rank) for of in clocks for cause, share in (of.held_back or {}).items()]
         held = [one for one in held if one[0] > _HELD_BACK]
         if held:
             share, cause, rank = max(held)
@@ -158,7 +159,7 @@ def _clock_remarks(records: Sequence[_Named]) -> Iterator[str]:
 
 def _check_remarks(records: Iterable[Mapping[str, Any]]) -> list[str]:
     """What the checks before the runs found unsound."""
-    found = dict.fromkeys((record.get("remarks") or {}).get("check") for record in records)
+    found = dict.fromkeys(part(record, Remarks).check for record in records)
     return [remark for remark in found if remark]
 
 
@@ -171,7 +172,3 @@ def _why(found: Ranking, named: Sequence[str]) -> list[str]:
     groups = why.in_order(ranked)
     doubts = [doubt for group in groups for name, run in group.items() for doubt in why.doubt(run, name)]
     return [*why.against_first(groups)[:_EXPLAINED], *doubts[:_EXPLAINED]]
-
-
-def _figure(record: Mapping[str, Any], name: str) -> Any:
-    return (record.get("metrics") or {}).get(name)

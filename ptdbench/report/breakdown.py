@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
+from ptdbench.measure.parts import PHASES
+from ptdbench.records.schema import Communication, Phases, part
 from ptdbench.report import memory, phases, why
-from ptdbench.report.phases import PHASES, Record
+from ptdbench.report.phases import Record
 from ptdbench.report.reason import wrap
 from ptdbench.report.text import drawn
 from ptdbench.units import three_digits
@@ -52,7 +53,7 @@ def of_ranks(record: Record, called: str, width: int) -> str:
         called: What it is called.
         width: Columns to fit into, where figures allow.
     """
-    found, step = record["phases"], phases.step(record)
+    found, step = part(record, Phases), phases.step(record)
     rows = {"mean": [step.seconds, *step.phases.values()]}
     for title, rank in phases.shown_ranks(found).items():
         own = phases.of_rank(found, rank)
@@ -104,10 +105,12 @@ def _is_seen(cell: str) -> bool:
 
 def _profiled(records: Iterable[Record], width: int) -> Iterator[str]:
     """How many steps were profiled, and how much slower these were."""
-    found = [record["phases"] for record in records]
-    slower = [one["profiled_step_seconds"] / one["step_seconds"] for one in found if one.get("profiled_step_seconds")]
+    found = [part(record, Phases) for record in records]
+    slower = [
+        one.profiled_step_seconds / one.step_seconds for one in found if one.profiled_step_seconds and one.step_seconds
+    ]
     if slower:
-        steps, times = _range([one["steps"] for one in found], "d"), _range(slower, ".2f")
+        steps, times = _range([one.steps or 0 for one in found], "d"), _range(slower, ".2f")
         yield wrap(f"from {steps} profiled steps, {times} times as long as the timed ones, and scaled to these", width)
 
 
@@ -117,14 +120,14 @@ def _range(values: Sequence[float], form: str) -> str:
 
 
 #: The figures of an operation by heading; ``None`` where one is unknown.
-_FIGURES: dict[str, Callable[[Mapping[str, Any]], float | None]] = {
-    "calls": lambda sent: sent["calls"],
-    "MB": lambda sent: sent["bytes"] / 1e6,
-    "by formula": lambda sent: None if (size := sent.get("formula_bytes")) is None else size / 1e6,
-    "ms": lambda sent: 1e3 * sent["seconds"],
-    "by fit": lambda sent: None if (seconds := sent.get("fit_seconds")) is None else 1e3 * seconds,
-    "exposed ms": lambda sent: 1e3 * sent["exposed_seconds"],
-    "GB/s": lambda sent: sent["bytes"] / sent["seconds"] / 1e9 if sent["seconds"] and sent["bytes"] else None,
+_FIGURES: dict[str, Callable[[Communication], float | None]] = {
+    "calls": lambda sent: sent.calls,
+    "MB": lambda sent: sent.bytes / 1e6,
+    "by formula": lambda sent: None if sent.formula_bytes is None else sent.formula_bytes / 1e6,
+    "ms": lambda sent: 1e3 * sent.seconds,
+    "by fit": lambda sent: None if sent.fit_seconds is None else 1e3 * sent.fit_seconds,
+    "exposed ms": lambda sent: 1e3 * sent.exposed_seconds,
+    "GB/s": lambda sent: sent.bytes / sent.seconds / 1e9 if sent.seconds and sent.bytes else None,
 }
 
 #: Those that have a column only where any run has them, and what they mean.
@@ -139,7 +142,7 @@ def _operations(records: Mapping[str, Record], width: int) -> Iterator[str]:
     rows = [
         (called, why.spoken(name), {heading: figure(sent) for heading, figure in _FIGURES.items()})
         for called, record in records.items()
-        for name, sent in (record["phases"].get("communication") or {}).items()
+        for name, sent in phases.step(record).operations.items()
     ]
     if not rows:
         return

@@ -18,9 +18,8 @@ _WIDE = f"±>{_MOST:.0%}"
 
 def level_of(runs: Iterable[Mapping[str, Any]]) -> float:
     """The level at which runs are judged: smaller where ``repeat=auto`` has looked at them several times."""
-    configs = [run.get("config") for run in runs]
-    looked = [config for config in configs if option(config, "repeat.runs", str) == "auto"]
-    most = [blocks for config in looked if (blocks := option(config, "repeat.max", Degree))]
+    looked = [run for run in runs if option(run, "repeat.runs", str) == "auto"]
+    most = [blocks for run in looked if (blocks := option(run, "repeat.max", Degree))]
     return level_of_look(max(most)) if most else LEVEL
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 from ptdbench.records.alternatives import sweep_of
+from ptdbench.records.schema import Hardware, Metrics, StepSeconds, part
 from ptdbench.report.certainty import interval_text, margin_text
 from ptdbench.report.ranking import Place
 from ptdbench.units import memory_text, three_digits
@@ -39,9 +42,15 @@ class Row:
         """The typical one."""
         return self.place.alternative.typical
 
-    def metric(self, name: str) -> Any:
-        """A figure of the typical run."""
-        return (self.run.get("metrics") or {}).get(name)
+    @cached_property
+    def metrics(self) -> Metrics:
+        """The figures of the typical run."""
+        return part(self.run, Metrics)
+
+    @property
+    def step(self) -> StepSeconds:
+        """Its step times."""
+        return self.metrics.step_seconds or StepSeconds()
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ def statuses(runs: Sequence[Mapping[str, Any]]) -> str:
 
 def _rate(row: Row) -> str:
     """``10,250 ±1.8%``, of a run that was stopped its throughput until then."""
-    rate = row.place.rate or row.metric("tokens_per_second") or row.metric("samples_per_second")
+    rate = row.place.rate or row.metrics.tokens_per_second or row.metrics.samples_per_second
     return f"{text(rate, ',.0f' if (rate or 0) >= 100 else ',.1f')}{margin_text(row.place.margin)}"
 
 
@@ -111,22 +120,22 @@ def _step_time(row: Row) -> str:
 
     It is the mean as throughput is, and as the phases of a step add up to.
     """
-    mean, p5, p95 = ((row.metric("step_seconds") or {}).get(name) for name in ("mean", "p5", "p95"))
+    mean, p5, p95 = row.step.mean, row.step.p5, row.step.p95
     if mean is None or p5 is None or p95 is None:
         return MISSING
     return f"{three_digits(1e3 * mean)} ({three_digits(1e3 * p5)}-{three_digits(1e3 * p95)})"
 
 
 def _size(name: str) -> Callable[[Row], str]:
-    return lambda row: MISSING if (size := row.metric(name)) is None else memory_text(size)
+    return lambda row: MISSING if (size := getattr(row.metrics, name)) is None else memory_text(size)
 
 
 def _percent(name: str) -> Callable[[Row], str]:
-    return lambda row: text((share := row.metric(name)) and 100 * share, ".1f", "%")
+    return lambda row: text((share := getattr(row.metrics, name)) and 100 * share, ".1f", "%")
 
 
 def _metric(name: str) -> Callable[[Row], Any]:
-    return lambda row: row.metric(name)
+    return attrgetter(f"metrics.{name}")
 
 
 def _field(name: str) -> Callable[[Row], Any]:
@@ -135,8 +144,8 @@ def _field(name: str) -> Callable[[Row], Any]:
 
 def _joules(row: Row) -> float | None:
     """Energy of a sample, of the GPUs if there are any and else of the CPUs."""
-    hardware = row.run.get("hardware") or {}
-    energies = ((hardware.get(kind) or {}).get("joules_per_sample") for kind in ("gpu", "cpu"))
+    hardware = part(row.run, Hardware)
+    energies = (one.joules_per_sample for one in (hardware.gpu, hardware.cpu) if one)
     return next((energy for energy in energies if energy is not None), None)
 
 
@@ -169,7 +178,7 @@ COLUMNS = (
     Column("batch", "batch", lambda row: text(row.run.get("global_batch")), _field("global_batch"), moved="batch {}"),
     Column("throughput", "{unit}/s", _rate, lambda row: row.place.rate, "throughput", "rate", most=True),
     Column("ratio", "vs best", _ratio, lambda row: row.place.ratio, "ratio", most=True, spared=(2, 5)),
-    Column("step_ms", "step ms (p5-p95)", _step_time, lambda row: (row.metric("step_seconds") or {}).get("mean"),
+    Column("step_ms", "step ms (p5-p95)", _step_time, lambda row: row.step.mean,
            "step", "step", spared=(None, 2)),
     Column("memory_mib", "memory", _size("peak_memory_bytes"), _metric("peak_memory_bytes"), "bytes", "memory",
            spared=(3, 3)),

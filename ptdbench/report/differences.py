@@ -36,7 +36,7 @@ def differences(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def by_option(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str | None]]:
     """Each option of any of the runs, with its value in each as it is typed; ``None`` in those without it."""
-    configs = [options(record.get("config") or {}) for record in records]
+    configs = [options(record) for record in records]
     names = dict.fromkeys(name for config in configs for name in config)
     return {name: [_typed(config[name]) if name in config else None for config in configs] for name in names}
 
@@ -55,11 +55,11 @@ def varying(values: Mapping[str, list[str | None]]) -> dict[str, list[str | None
     return {name: texts for name, texts in differing.items() if name in kept}
 
 
-def options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves of a configuration by their dotted names, shallow ones first; ``optimizer.name`` is ``optimizer``."""
+def options(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a run by their dotted names, shallow ones first; ``optimizer.name`` is ``optimizer``."""
     kept = [
         (name.removesuffix(".name"), value)
-        for name, value in sorted(leaves(config), key=lambda leaf: leaf[0].count("."))
+        for name, value in sorted(leaves(record.get("config")), key=lambda leaf: leaf[0].count("."))
         if not bears(name, "start", "sweep") and _last(name) not in _REPEATING
     ]
     return dict(kept)

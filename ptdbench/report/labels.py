@@ -9,6 +9,7 @@ from typing import Any
 from ptdbench.parallel.dims import Dims
 from ptdbench.records.alternatives import sweep_of
 from ptdbench.records.record import option
+from ptdbench.records.schema import Layout, part
 from ptdbench.report.differences import differences
 from ptdbench.terminal import plural
 
@@ -77,8 +78,8 @@ def _parallel(record: Record) -> str:
 
 
 def _degrees(record: Record) -> str:
-    layout = record.get("layout") or {}
-    above = {name: degree for name in Dims.rows() if (degree := layout.get(name) or 1) > 1}
+    layout = part(record, Layout)
+    above = {name: degree for name in Dims.rows() if (degree := getattr(layout, name) or 1) > 1}
     if {*above} - {"replicate", "shard", "pipeline"}:  # too many for an order to be known by heart
         return " ".join(f"{Dims.rows()[name].letter}{degree}" for name, degree in above.items())
     if "pipeline" not in above and len(above) < 2:
@@ -87,14 +88,14 @@ def _degrees(record: Record) -> str:
 
 
 def _schedule(record: Record) -> str:
-    if (record.get("layout") or {}).get("pipeline", 1) == 1:
+    if (part(record, Layout).pipeline or 1) == 1:
         return ""
-    return Path(option(record.get("config"), "parallel.schedule", str) or "").name
+    return Path(option(record, "parallel.schedule", str) or "").name
 
 
 def _nodes(record: Record) -> str:
     """How many there were, or else should have been; nothing where neither is known."""
-    nodes = len(record.get("nodes") or []) or option(record.get("config"), "cluster.nodes", int)
+    nodes = len(record.get("nodes") or []) or option(record, "cluster.nodes", int)
     return plural(nodes, "node") if nodes else ""
 
 
@@ -106,8 +107,8 @@ _DETAILS: tuple[_Detail, ...] = (
     lambda record: f"b{record['global_batch']}" if record.get("global_batch") else "",
     _nodes,
     lambda record: str(record.get("precision")),
-    lambda record: f"m{(record.get('layout') or {}).get('microbatches', 1)}",
-    lambda record: f"acc{(record.get('layout') or {}).get('accumulation', 1)}",
+    lambda record: f"m{part(record, Layout).microbatches or 1}",
+    lambda record: f"acc{part(record, Layout).accumulation or 1}",
     None,
 )
 

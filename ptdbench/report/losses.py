@@ -9,6 +9,8 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ptdbench.records.bearing import bears
+from ptdbench.records.record import option
+from ptdbench.records.schema import Environment, part
 from ptdbench.report.differences import options
 from ptdbench.terminal import plural
 
@@ -26,7 +28,7 @@ _NAMED = 5
 
 def training(run: Record) -> Hashable:
     """Equal for two runs if and only if their losses should be: the same training on the same data, equally long."""
-    found = options(run.get("config") or {})
+    found = options(run)
     kept = {name: value for name, value in found.items() if not bears(name, "layout")}
     return run.get("steps"), _python_that_is_read(run), json.dumps(kept, sort_keys=True, default=str)
 
@@ -82,9 +84,8 @@ def listed(words: Sequence[str]) -> str:
 
 def _python_that_is_read(run: Record) -> str | None:
     """The version of Python whose library a run was trained on, if it was."""
-    data = (run.get("config") or {}).get("data")
-    reads = isinstance(data, Mapping) and data.get("path", "") is None
-    return (run.get("environment") or {}).get("python") if reads else None
+    data = option(run, "data", dict) or {}
+    return part(run, Environment).python if data.get("path", "") is None else None
 
 
 def _range_text(losses: Sequence[float]) -> str:

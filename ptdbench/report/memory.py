@@ -6,20 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ptdbench.measure.parts import KINDS
+from ptdbench.records.schema import Memory, Phases, part
 from ptdbench.report import phases
 from ptdbench.report.phases import Record
 from ptdbench.report.reason import wrap
 from ptdbench.report.text import difference, drawn
-
-#: What memory is for, as :mod:`ptdbench.measure.allocations` tells it apart, and what the report calls it.
-KINDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "activations": "activations",
-    "communication": "buffers of communication",
-    "other": "other memory",
-}
 
 _MEANT = (
     "MiB that torch has allocated when a step takes the most; activations: what else the forward and the backward pass "
@@ -49,7 +41,7 @@ def of_ranks(record: Record, width: int) -> list[str]:
     shown = dict.fromkeys(
         range(len(peaks)) if len(peaks) <= phases.MOST_RANKS else (peaks.index(max(peaks)), peaks.index(min(peaks)))
     )
-    return _table("rank", {phases.rank_name(record["phases"], rank): (record, rank) for rank in shown}, width)
+    return _table("rank", {phases.rank_name(part(record, Phases), rank): (record, rank) for rank in shown}, width)
 
 
 def compare(record: Record, against: Record, called: str, reference: str) -> Iterator[str]:
@@ -80,10 +72,9 @@ def of_largest(record: Record) -> dict[str, int] | None:
 
 def _found(record: Record) -> Mapping[str, Any] | None:
     """The memory of a record with phases, if it is whole, and of the same ranks."""
-    found = record.get("memory") or {}
-    ranks, moments = found.get("ranks") or {}, found.get("moments") or []
-    count = len(phases.compute_seconds(record["phases"]))
-    return found if len(moments) == count and all(len(ranks.get(kind) or []) == count for kind in KINDS) else None
+    found, count = part(record, Memory), len(phases.compute_seconds(part(record, Phases)))
+    lists = [found.moments, *((found.ranks or {}).get(kind) for kind in KINDS)]
+    return record["memory"] if all(len(one or []) == count for one in lists) else None
 
 
 def _peaks(found: Mapping[str, Any]) -> list[int]:

@@ -7,22 +7,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
 
-from ptdbench.records.record import is_open
+from ptdbench.measure.parts import PHASES
+from ptdbench.records.record import is_open, option
+from ptdbench.records.schema import Communication, Environment, Phases, part
 
 Record = Mapping[str, Any]
 _Run = TypeVar("_Run", bound=Record)
-
-#: The phases in the order of a step, and what the report calls them.
-PHASES = {
-    "data": "waiting for data",
-    "forward": "forward",
-    "backward": "backward",
-    "communication": "exposed communication",
-    "stragglers": "waiting for slower ranks",
-    "bubble": "pipeline bubble",
-    "optimizer": "optimizer",
-    "other": "other",
-}
 
 #: Computing in blue and green, waiting in warm colors: Okabe and Ito's palette, made for color-blind people too.
 COLORS = {
@@ -55,11 +45,11 @@ class Step:
 
     seconds: float
     phases: Mapping[str, float]
-    operations: Mapping[str, Mapping[str, Any]]
+    operations: Mapping[str, Communication]
 
     def parts(self) -> dict[str, float]:
         """The phases, with the exposed part of each operation instead of ``communication``; they add up to the step."""
-        exposed = {name: found["exposed_seconds"] for name, found in self.operations.items()}
+        exposed = {name: found.exposed_seconds for name, found in self.operations.items()}
         found: dict[str, float] = {}
         for phase, seconds in self.phases.items():
             found |= exposed if phase == "communication" else {phase: seconds}
@@ -68,24 +58,26 @@ class Step:
 
 def step(record: Record) -> Step:
     """The mean timed step of a run with phases."""
-    found = record["phases"]
-    seconds = found["step_seconds"]
-    means = {phase: fmean(found["ranks"].get(phase) or [0.0]) for phase in PHASES}
+    found = part(record, Phases)
+    seconds, ranks = found.step_seconds or 0.0, found.ranks or {}
+    means = {phase: fmean(ranks.get(phase) or [0.0]) for phase in PHASES}
     means["other"] = seconds - sum(mean for phase, mean in means.items() if phase != "other")
-    return Step(seconds, means, found.get("communication") or {})
+    return Step(seconds, means, found.communication or {})
 
 
-def compute_seconds(phases: Mapping[str, Any]) -> list[float]:
+def compute_seconds(phases: Phases) -> list[float]:
     """What each rank took in forward and backward."""
-    return [forward + backward for forward, backward in zip(*(phases["ranks"][p] for p in COMPUTE), strict=True)]
+    ranks = phases.ranks or {}
+    return [forward + backward for forward, backward in zip(*(ranks[phase] for phase in COMPUTE), strict=True)]
 
 
-def of_rank(phases: Mapping[str, Any], rank: int) -> list[float]:
+def of_rank(phases: Phases, rank: int) -> list[float]:
     """What one rank took for each of :data:`PHASES`."""
-    return [phases["ranks"][phase][rank] if phase in phases["ranks"] else 0.0 for phase in PHASES]
+    ranks = phases.ranks or {}
+    return [ranks[phase][rank] if phase in ranks else 0.0 for phase in PHASES]
 
 
-def shown_ranks(phases: Mapping[str, Any]) -> dict[str, int]:
+def shown_ranks(phases: Phases) -> dict[str, int]:
     """The ranks to show, by their titles: all, or of many the slowest and the fastest in forward and backward."""
     seconds = compute_seconds(phases)
     if len(seconds) <= MOST_RANKS:
@@ -94,22 +86,22 @@ def shown_ranks(phases: Mapping[str, Any]) -> dict[str, int]:
     return {f"{end}: {rank_name(phases, rank)}": rank for end, rank in ends.items()}
 
 
-def rank_name(phases: Mapping[str, Any], rank: int) -> str:
+def rank_name(phases: Phases, rank: int) -> str:
     """``rank 3``; in a pipeline ``rank 3 (stage 3)``, ``rank 0 (stages 0, 3)``."""
-    stages = (phases.get("stages") or {rank: []})[rank]
+    stages = phases.stages[rank] if phases.stages else []
     named = f" (stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))})" if stages else ""
     return f"rank {rank}{named}"
 
 
 def missing(record: Record) -> str | None:
     """Why a record has no phases to show, and what to do; ``None`` if it has."""
-    phases = record.get("phases")
+    phases = part(record, Phases)
     if not record.get("model"):
         return f"workload={record.get('workload')} does not train, so it has no phases; give a run of workload=train"
-    if phases and phases.get("steps"):
+    if phases.steps:
         wrong = _fault(phases)
         return f"its phases are damaged: {wrong}; run it again" if wrong else None
-    return f"no phases: {(phases or {}).get('reason') or _reason(record)}"
+    return f"no phases: {phases.reason or _reason(record)}"
 
 
 def _reason(record: Record) -> str:
@@ -118,24 +110,24 @@ def _reason(record: Record) -> str:
         return "the run has not ended"
     if record["status"] != "ok":
         return f"the run did not finish ({record['status']}), and they are taken after the last step"
-    profile = (record.get("config") or {}).get("profile")
-    if not isinstance(profile, Mapping):
-        version = (record.get("environment") or {}).get("ptdbench")
+    profile = option(record, "profile", dict)
+    if profile is None:
+        version = part(record, Environment).ptdbench
         return f"written by an earlier version{f' ({version})' if version else ''}; run it again"
     if steps := profile.get("steps"):
         return f"the {steps} profiled steps after the timed ones failed or were interrupted; run it again"
     return "profile.steps=0; run it again with profile.steps=5"
 
 
-def _fault(phases: Mapping[str, Any]) -> str | None:
+def _fault(phases: Phases) -> str | None:
     """What the schema cannot see: fields that are not there, and lists that do not belong together."""
-    ranks, seconds = phases.get("ranks") or {}, phases.get("step_seconds")
-    if not seconds or seconds < 0:
+    ranks = phases.ranks or {}
+    if not phases.step_seconds:
         return "step_seconds must be above 0"
     if absent := [phase for phase in COMPUTE if not ranks.get(phase)]:
         return f"ranks.{absent[0]} is missing"
     lengths = {len(numbers) for numbers in ranks.values()}
-    lengths |= {len(phases[name]) for name in ("stages", "waited_for") if phases.get(name)}
+    lengths |= {len(of_ranks) for of_ranks in (phases.stages, phases.waited_for) if of_ranks}
     if len(lengths) > 1:
         return f"lists for {' and '.join(map(str, sorted(lengths)))} ranks"
     return None

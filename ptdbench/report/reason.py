@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ptdbench.records import schema
 from ptdbench.records.failure import TRACEBACK
 from ptdbench.records.record import option
+from ptdbench.records.schema import Layout, part
 
 #: Stands in a message before the path of what the run's processes wrote.
 OUTPUT = "; its output is in "
@@ -27,16 +29,15 @@ def reason(record: Mapping[str, Any]) -> str:
     A long message is cut, but never a refusal, which ends with its remedy, nor what comes behind the message: the path
     behind :data:`OUTPUT`, where in the user's code it was, and what to try.
     """
-    error = record.get("error") or {}
-    rank = error.get("rank")  # negative: the process that starts the ranks
-    where = f" on rank {rank}" if rank is not None and rank >= 0 else ""
-    message, *output = (error.get("message") or "").split(OUTPUT)
-    kind = error.get("type")
+    error = schema.error(record)
+    where = f" on rank {error.rank}" if error.rank >= 0 else ""  # negative: the process that starts the ranks
+    message, *output = error.message.split(OUTPUT)
+    kind = error.type
     text = ": ".join(filter(None, (kind, " ".join(message.split()) if kind == "ConfigError" else _cut(message))))
     said = OUTPUT.join([f"{record['status']}{where}: {text or 'no reason on record'}", *output])
-    if frame := error.get("where"):
+    if frame := error.where:
         said += f" at {frame}; the whole traceback is in {_below_here(Path(record['directory']) / TRACEBACK)}"
-    if record.get("kind") == "virtual" and record["status"] == "failed" and rank not in (None, -1):
+    if record.get("kind") == "virtual" and record["status"] == "failed" and error.rank != -1:
         said += f"; {_ON_VIRTUAL}"
     remedies = ", ".join(_against_lack_of_memory(record)) if record["status"] == "oom" else ""
     return f"{said}; try {remedies}" if remedies else said
@@ -46,12 +47,12 @@ def _against_lack_of_memory(record: Mapping[str, Any]) -> Iterator[str]:
     """Options that need less memory than those of a run that trains."""
     if not record.get("model"):
         return
-    micro_batch = (record.get("layout") or {}).get("micro_batch") or 1
+    micro_batch = part(record, Layout).micro_batch or 1
     if micro_batch > 1:
         yield f"train.micro_batch={micro_batch // 2}"
     if record.get("parallel") in ("single", "ddp"):
         yield "parallel=fsdp"
-    if option(record.get("config") or {}, "activations.name", str) == "keep":
+    if option(record, "activations.name", str) == "keep":
         yield "activations=recompute"
     if record.get("precision") == "fp32":
         yield "precision=bf16"

@@ -102,7 +102,7 @@ def of_workload(record: Mapping[str, Any], width: int, typed: Collection[str] = 
 def _shown_by_workload(record: Mapping[str, Any], width: int, typed: Collection[str]) -> Iterator[str]:
     """What the workload's class makes of what it left in the record's field of its name."""
     if found := record.get(str(record.get("workload"))):
-        target = option(record.get("config"), "workload._target_", str) or ""
+        target = option(record, "workload._target_", str) or ""
         shows = get_object(target) if target in typed else _own_workload(target)
         yield shows.show(found, width) if shows else _as_it_is(found)
 

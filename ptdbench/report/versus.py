@@ -10,10 +10,12 @@ from typing import Any, Literal
 from ptdbench.measure import comparison, variation
 from ptdbench.measure.comparison import Comparison
 from ptdbench.measure.variation import LEAST
-from ptdbench.records import alternatives, noise, record
+from ptdbench.records import alternatives, noise, record, schema
 from ptdbench.records.alternatives import Alternative
 from ptdbench.records.bearing import bears, leaves
+from ptdbench.records.schema import Environment, part
 from ptdbench.report import losses
+from ptdbench.report.block import unit
 from ptdbench.report.certainty import detectable_text, interval_text, level_of, margin_text
 from ptdbench.report.labels import names
 from ptdbench.report.phases import other_work
@@ -115,11 +117,11 @@ def _new_options(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[st
     """
     versions, values = [], []
     for runs in (before, after):
-        environments = [run.get("environment") or {} for run in runs]
-        versions.append({(one.get("ptdbench"), one.get("git_commit")) for one in environments})
+        environments = [part(run, Environment) for run in runs]
+        versions.append({(one.ptdbench, one.git_commit) for one in environments})
         of_side: dict[str, set[str]] = {}
         for run in runs:
-            for name, value in leaves(run.get("config") or {}):
+            for name, value in leaves(run.get("config")):
                 of_side.setdefault(name, set()).add(repr(value))
         values.append(of_side)
     if versions[0] == versions[1]:
@@ -188,7 +190,7 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
 
 def _took_turns(run: Mapping[str, Any]) -> bool:
     """Whether it is one of both sides of a comparison, and not of a sweep that looked at its own runs only."""
-    return bool(record.option(run.get("config"), "repeat.series", str))
+    return bool(record.option(run, "repeat.series", str))
 
 
 def _failing(before: Alternative, after: Alternative, level: float) -> Verdict | None:
@@ -221,7 +223,7 @@ def _interruption(run: Mapping[str, Any]) -> str | None:
     """How a run was ended from outside, or that it goes on, which says nothing of the program; ``None`` if it ended."""
     if record.is_open(run):
         return "unfinished"
-    if (run.get("error") or {}).get("type") == "CANCELLED":  # by scancel
+    if schema.error(run).type == "CANCELLED":  # by scancel
         return "cancelled"
     return "preempted" if run["status"] == "preempted" else None
 
@@ -264,7 +266,7 @@ def render(found: Versus, titles: tuple[str, str], width: int) -> str:
         titles: What the two sides are called.
         width: Columns.
     """
-    headings = [f"{title} {_unit(found.pairs)}/s" for title in titles]
+    headings = [f"{title} {_unit(found)}/s" for title in titles]
     headings = ["configuration", "runs", *headings, "ratio (95%)", "verdict"]
     rows = []
     for pair in found.pairs:
@@ -280,7 +282,7 @@ def as_json(found: Versus, threshold: float | None) -> dict[str, Any]:
     """The comparison as ``compare --json`` prints it; docs/results.md says what each key means."""
     return {
         "status": status(found, threshold),
-        "unit": _unit(found.pairs),
+        "unit": _unit(found),
         "pairs": [_as_json(pair) for pair in found.pairs],
         "remarks": [*_failures(found.pairs), *_left_out(found.pairs), *found.remarks, *_environments(found.pairs)],
     }
@@ -310,9 +312,8 @@ def _as_json(pair: Pair) -> dict[str, Any]:
     }
 
 
-def _unit(pairs: Sequence[Pair]) -> str:
-    metrics = [run.get("metrics") or {} for pair in pairs for _, side in pair.sides for run in side.runs]
-    return "tokens" if any(one.get("tokens_per_second") for one in metrics) else "samples"
+def _unit(found: Versus) -> str:
+    return unit(run for pair in found.pairs for _, side in pair.sides for run in side.runs)
 
 
 def _rate(one: Alternative) -> str:
@@ -378,7 +379,7 @@ def _environments(pairs: Sequence[Pair]) -> list[str]:
     found = []
     for name in _ENVIRONMENT:
         values = [
-            ", ".join(dict.fromkeys(str((run.get("environment") or {}).get(name)) for run in side)) for side in sides
+            ", ".join(dict.fromkeys(str(getattr(part(run, Environment), name)) for run in side)) for side in sides
         ]
         if values[0] != values[1]:
             found.append(f"{name} {values[0]} → {values[1]}")

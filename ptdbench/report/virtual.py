@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ptdbench.records.schema import Memory, Virtual, part
 from ptdbench.report.reason import wrap
 from ptdbench.report.text import drawn
 from ptdbench.units import size_text
@@ -23,7 +24,7 @@ def is_ok(record: Mapping[str, Any]) -> bool:
 
 def remarks(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """What to know of the virtual runs of a table."""
-    names = [name for record in records if (name := (record.get("virtual") or {}).get("device"))]
+    names = [name for record in records if (name := part(record, Virtual).device)]
     if names:
         devices = ", ".join(dict.fromkeys(names))
         yield f"{devices}: nothing is computed: memory and messages are exact, and there are no times"
@@ -55,7 +56,7 @@ def _ranks(ranks: list[int], size: int | None) -> str:
 
 def _memory(record: Mapping[str, Any], width: int) -> Iterator[str]:
     """A row for each rank: its peaks, and what the memory is for."""
-    found, kinds = record["virtual"], (record.get("memory") or {}).get("ranks") or {}
+    found, kinds = record["virtual"], part(record, Memory).ranks or {}
     names = ["allocated", "reserved", *kinds]
     rows = []
     for place, rank in enumerate(found["ranks"]):

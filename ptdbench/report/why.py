@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any
 
+from ptdbench.measure.parts import PHASES
+from ptdbench.records.schema import Communication, Metrics, Phases, StepSeconds, part
 from ptdbench.report import phases
 from ptdbench.report.phases import Record
 from ptdbench.report.ranking import Place
@@ -58,10 +59,10 @@ def _explained(record: Record, against: Record, called: str, reference: str) -> 
     run, other = phases.step(record), phases.step(against)
     parts = {_named(part): 1e3 * seconds for part, seconds in parts_of_difference(record, against).items()}
     notes = {"bubble": _bubble(record)}
-    for part in {**run.operations, **other.operations}:
-        sent, before = (_traffic(step.operations.get(part)) for step in (run, other))
+    for name in {**run.operations, **other.operations}:
+        sent, before = (_traffic(step.operations.get(name)) for step in (run, other))
         if sent or before:
-            notes[_named(part)] = "; ".join(filter(None, [sent, before and f"{reference} {before}"]))
+            notes[_named(name)] = "; ".join(filter(None, [sent, before and f"{reference} {before}"]))
     return difference(called, reference, "ms", parts, notes, digits=2)
 
 
@@ -91,12 +92,12 @@ def shares(record: Record, called: str) -> str:
 
 def remarks(record: Record, called: str) -> Iterator[str]:
     """Yield what stands out in a run: traffic unlike its formula, the bubble, uneven ranks, a straggler."""
-    found = record["phases"]
+    found = part(record, Phases)
     yield from doubt(record, called)
-    for name, sent in (found.get("communication") or {}).items():
-        formula = sent.get("formula_bytes")
-        if formula is not None and abs(sent["bytes"] - formula) > max(_AS_FORMULA * formula, _SINGLE_NUMBERS):
-            yield f"{called}: {spoken(name)} {bytes_text(sent['bytes'])} a step, {bytes_text(formula)} by formula"
+    for name, sent in (found.communication or {}).items():
+        formula = sent.formula_bytes
+        if formula is not None and abs(sent.bytes - formula) > max(_AS_FORMULA * formula, _SINGLE_NUMBERS):
+            yield f"{called}: {spoken(name)} {bytes_text(sent.bytes)} a step, {bytes_text(formula)} by formula"
     if bubble := _bubble(record):
         yield f"{called}: bubble {bubble}"
     if ranks := "; ".join([*_uneven(found), *_straggler(found)]):
@@ -105,7 +106,8 @@ def remarks(record: Record, called: str) -> Iterator[str]:
 
 def doubt(record: Record, called: str) -> Iterator[str]:
     """Yield that the phases of a run may not be those of its timed steps, if the profiled ones were shorter."""
-    ratio = record["phases"].get("profiled_step_seconds", math.inf) / record["phases"]["step_seconds"]
+    found = part(record, Phases)
+    ratio = (found.profiled_step_seconds or math.inf) / (found.step_seconds or 1.0)
     if ratio < _SHORTER:
         yield f"{called}: profiled steps {1 - ratio:.0%} shorter than the timed ones, phases uncertain"
 
@@ -147,13 +149,13 @@ def against_first(groups: Sequence[Mapping[str, Record]]) -> list[str]:
 
 def _bubble(record: Record) -> str:
     """``21% of the step, 20% by formula``; empty where no formula is known."""
-    if (formula := record["phases"].get("bubble_formula")) is None:
+    if (formula := part(record, Phases).bubble_formula) is None:
         return ""
     step = phases.step(record)
     return f"{step.phases['bubble'] / step.seconds:.0%} of the step, {formula:.0%} by formula"
 
 
-def _uneven(found: Mapping[str, Any]) -> Iterator[str]:
+def _uneven(found: Phases) -> Iterator[str]:
     """``forward + backward +9% on rank 1, -9% on rank 0``: the slowest and the fastest rank, where one differs."""
     seconds = phases.compute_seconds(found)
     mean = fmean(seconds)
@@ -164,18 +166,18 @@ def _uneven(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"forward + backward {', '.join(said)}"
 
 
-def _with_parts(found: Mapping[str, Any], rank: int) -> str:
+def _with_parts(found: Phases, rank: int) -> str:
     """A rank's name with what its stages hold besides repeated layers: ``rank 3 (stage 3) with head``."""
-    stages, parts = (found.get("stages") or {rank: []})[rank], found.get("stage_parts") or {}
+    stages, parts = found.stages[rank] if found.stages else [], found.stage_parts or []
     held = [name for stage in stages if stage < len(parts) for name in parts[stage]]
     return phases.rank_name(found, rank) + (f" with {' and '.join(held)}" if held else "")
 
 
-def _straggler(found: Mapping[str, Any]) -> Iterator[str]:
+def _straggler(found: Phases) -> Iterator[str]:
     """``straggler rank 1, 2.42 ms a step, longest in 4 of 5 steps``: the rank that the others wait for, if they do."""
-    waited, most = found.get("waited_for") or [0.0], found.get("waited_for_most") or []
+    waited, most = found.waited_for or [0.0], found.waited_for_most or []
     longest = max(waited)
-    if longest >= _WAITED * found["step_seconds"]:
+    if longest >= _WAITED * (found.step_seconds or 0.0):
         rank = waited.index(longest)
         often = f", longest in {most.count(rank)} of {len(most)} steps" if len(most) > 1 else ""
         yield f"straggler {phases.rank_name(found, rank)}, {three_digits(1e3 * longest)} ms a step{often}"
@@ -183,19 +185,18 @@ def _straggler(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _median(record: Record) -> float:
     """Seconds of the median step; of the mean one where that is not on record."""
-    return ((record.get("metrics") or {}).get("step_seconds") or {}).get("median") or _takes(record)
+    return (part(record, Metrics).step_seconds or StepSeconds()).median or _takes(record)
 
 
 def _spread(*records: Record) -> float:
     """Half the 95 % interval of the difference between the medians of two runs; 0 where neither has an interval."""
-    statistics = [(record.get("metrics") or {}).get("step_seconds") or {} for record in records]
-    intervals = [found["ci95"] for found in statistics if len(found.get("ci95") or []) == 2]
-    return math.hypot(*((high - low) / 2 for low, high in intervals))
+    statistics = [part(record, Metrics).step_seconds or StepSeconds() for record in records]
+    return math.hypot(*((one.ci95[1] - one.ci95[0]) / 2 for one in statistics if one.ci95 and len(one.ci95) == 2))
 
 
 def _named(part: str) -> str:
     """A phase by its name; an operation as what of it is exposed."""
-    return part if part in phases.PHASES else f"exposed {spoken(part)}"
+    return part if part in PHASES else f"exposed {spoken(part)}"
 
 
 def spoken(operation: str) -> str:
@@ -203,11 +204,11 @@ def spoken(operation: str) -> str:
     return "unknown communication" if operation == "unknown" else operation.replace("_", "-")
 
 
-def _traffic(found: Mapping[str, Any] | None) -> str:
+def _traffic(found: Communication | None) -> str:
     """``49.0 MB, 1.60 GB/s, 30.6 ms, 21.0 by fit``: what an operation sends in a step; no times without a fit."""
-    if not found or not found["bytes"]:
+    if not found or not found.bytes:
         return ""
-    size, seconds, fit = found["bytes"], found["seconds"], found.get("fit_seconds")
+    size, seconds, fit = found.bytes, found.seconds, found.fit_seconds
     rate = [f"{bytes_text(size / seconds)}/s"] if seconds else []
     times = [f"{three_digits(1e3 * seconds)} ms", f"{three_digits(1e3 * fit)} by fit"] if seconds and fit else []
     return ", ".join([bytes_text(size), *rate, *times])

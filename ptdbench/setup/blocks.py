@@ -47,10 +47,10 @@ def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
     """Whether the runs of a sweep that goes on lie in the directories of others."""
     for path in sorted(sweep.glob(f"**/{store.RECORD}")):
         try:
-            config = store.load_record(path.parent).get("config")
+            written = store.load_record(path.parent)
         except (OSError, store.Damaged):
             continue
-        was = record.option(config, "repeat.runs", int | str) not in (None, 1)
+        was = record.option(written, "repeat.runs", int | str) not in (None, 1)
         if was == (repeat.runs != 1):
             return None
         rule = f"was begun {'with' if was else 'without'} repeats, and its runs would have another order now"

@@ -182,8 +182,7 @@ def _shape(directory: Path, written: Mapping[str, Any], others: Iterable[str], w
 
     Of ranks and nodes that a launcher has started only what holds: it is them that the run goes on with.
     """
-    was = (written.get("config") or {}).get("cluster")
-    if not isinstance(was, Mapping):
+    if (was := record.option(written, "cluster", dict)) is None:
         return [override for override in _typed(directory, written) if bears(option(override), "shape")]
     typed = [override.partition("=")[2] for override in others if option(override) == "cluster"]
     if typed and typed[-1] != was.get("name"):
@@ -199,7 +198,7 @@ def _shape(directory: Path, written: Mapping[str, Any], others: Iterable[str], w
 def _moves(override: str, written: Mapping[str, Any]) -> bool:
     """Whether an override takes a run to another cluster than it was on."""
     name, value = option(override), override.partition("=")[2]
-    was = record.option(written.get("config"), "cluster.name", str)
+    was = record.option(written, "cluster.name", str)
     return (name == "cluster" and value != was) or (name == "hydra/launcher" and value.startswith("submitit"))
 
 
@@ -226,8 +225,7 @@ def startable(directory: Path, world: World | None) -> Config:
         raise ConfigError([Problem("run", directory, rule, "give the directory of a run below outputs")]) from None
     _refuse_complete(directory, written, "run")
     if world is None:
-        cluster = (written.get("config") or {}).get("cluster")
-        if isinstance(cluster, Mapping) and "submit" in cluster:
+        if "submit" in (cluster := record.option(written, "cluster", dict) or {}):
             rule = f"cluster={cluster.get('name')} carries it out as a job"
             raise ConfigError([Problem("run", directory, rule, f"try {terminal.command()} {RUN}={directory}")])
         _refuse_elsewhere(directory, written)
@@ -249,7 +247,7 @@ def _refuse_elsewhere(directory: Path, written: Mapping[str, Any]) -> None:
 
 
 def _refuse_complete(directory: Path, written: Mapping[str, Any], asked: str = RUN) -> None:
-    done, wanted = written.get("steps") or 0, record.option(written.get("config"), "train.steps", int)
+    done, wanted = written.get("steps") or 0, record.option(written, "train.steps", int)
     if written.get("status") == "ok" and done == wanted:
         rule = f"is complete, with {done} of {wanted} steps"
         more = (

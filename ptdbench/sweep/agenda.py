@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -184,8 +184,8 @@ class Agenda:
         again, earlier = (directory / store.RECORD).exists(), store.earlier_record(directory)
         if not appear(directory, lambda folder, _: write_json(folder / store.RECORD, draft)):
             lease.open_record(directory, draft)
-        trained = ((earlier or {}).get("config") or {}).get("model")
-        if other := isinstance(trained, Mapping) and record.other_model(trained, draft["config"]["model"]):
+        trained = record.option(earlier or {}, "model", dict)
+        if other := trained and record.other_model(trained, draft["config"]["model"]):
             say(f"{directory.name}: was done with another model, {other}; done again", sys.stderr)
         had_ended = again and not (earlier and record.is_open(earlier))
         if request.refused or had_ended:  # done once more: its earlier result counts no longer

@@ -283,7 +283,7 @@ def _is_final(result: Mapping[str, Any] | None) -> bool:
 
 def _was_signaled(written: Mapping[str, Any]) -> bool:
     """Whether a run was asked to end, and cannot know why: a time limit and ``scancel`` send what preemption sends."""
-    return written["status"] == "preempted" and (written.get("error") or {}).get("type") not in slurm.OVER
+    return written["status"] == "preempted" and schema.error(written).type not in slurm.OVER
 
 
 def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, str]:
@@ -317,13 +317,13 @@ def _reached_its_limit(written: Mapping[str, Any], state: JobState | None) -> bo
     """
     minutes = _time_minutes(written)
     seconds = math.inf if minutes is None else 60 * minutes
-    was_warned = WARNING in (written.get("error") or {}).get("message", "")
+    was_warned = WARNING in schema.error(written).message
     return was_warned and state is not None and (state.elapsed or 0) >= 0.9 * seconds - 60
 
 
 def _saved(written: Mapping[str, Any]) -> str:
     """What a run that has saved says of how to go on."""
-    message = (written.get("error") or {}).get("message", "")
+    message = schema.error(written).message
     return f"; {message}" if "it has saved" in message else ""
 
 
@@ -333,8 +333,7 @@ def _out_of_time(job: ledger.Job, written: Mapping[str, Any]) -> str:
 
 
 def _time_minutes(written: Mapping[str, Any]) -> float | None:
-    minutes: float | None = option(written.get("config"), "cluster.time_minutes", float)
-    return minutes
+    return option(written, "cluster.time_minutes", float)  # type: ignore[no-any-return]
 
 
 def _number(run: Run) -> tuple[int, str]:

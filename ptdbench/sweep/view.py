@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.records.record import option
-from ptdbench.records.schema import Metrics, Record
+from ptdbench.records.schema import Metrics, Record, part
 from ptdbench.report import text as table
 from ptdbench.report.labels import name
 from ptdbench.report.reason import reason, wrap
@@ -58,8 +58,8 @@ def as_json(sweep: Sweep) -> dict[str, Any]:
 
 def _as_json(run: Run, number: int) -> dict[str, Any]:
     record, job, going_on = run.record, run.job, None if run.is_over else run.progress
-    metrics = record.get("metrics") or {}
-    rates = {f"{unit}_per_second": metrics.get(f"{unit}_per_second") for unit in ("samples", "tokens")}
+    metrics = part(record, Metrics)
+    rates = {"samples_per_second": metrics.samples_per_second, "tokens_per_second": metrics.tokens_per_second}
     if going_on:
         rates[f"{going_on.unit}_per_second"] = going_on.per_second
     return {
@@ -73,9 +73,9 @@ def _as_json(run: Run, number: int) -> dict[str, Any]:
         "status": record["status"],
         "is_over": run.is_over,
         "step": going_on.step if going_on else record.get("steps"),
-        "steps": going_on.steps if going_on else option(record.get("config"), "train.steps", int),
+        "steps": going_on.steps if going_on else option(record, "train.steps", int),
         **rates,
-        "startup_seconds": metrics.get("startup_seconds"),
+        "startup_seconds": metrics.startup_seconds,
         "error": record.get("error"),
     }
 
@@ -127,9 +127,8 @@ def state(run: Run) -> str:
 
 
 def _label(run: Run) -> str:
-    record, (*sweep, _) = run.typed, Path(run.directory).parts
-    named = name(run.record)
-    of_block = option(record.config, "repeat.series", str)
+    (*sweep, _), named = Path(run.directory).parts, name(run.record)
+    of_block = option(run.record, "repeat.series", str)
     return f"{named} [{'/'.join(sweep)}]" if of_block and sweep else named
 
 

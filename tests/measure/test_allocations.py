@@ -7,7 +7,8 @@ import torch
 from torch.autograd.profiler import record_function
 
 from ptdbench.measure import allocations, trace
-from ptdbench.measure.allocations import KINDS, Change, Seen, Sent, Surroundings
+from ptdbench.measure.allocations import Change, Seen, Sent, Surroundings
+from ptdbench.measure.parts import KINDS
 from ptdbench.measure.profiler import profiled
 
 FORWARD = Surroundings("forward", "activations")

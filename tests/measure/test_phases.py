@@ -1,6 +1,7 @@
 import pytest
 
-from ptdbench.measure.phases import PHASES, Ready, partition
+from ptdbench.measure.parts import PHASES
+from ptdbench.measure.phases import Ready, partition
 from ptdbench.measure.trace import Call, Trace
 
 

@@ -51,11 +51,11 @@ def test_what_is_refused_leaves_a_record_that_can_be_read(tmp_path, option, valu
 
 
 def test_an_option_is_there_and_of_its_type_or_it_is_none():
-    config = {"repeat": {"block": [1], "series": "a"}, "train": None}
-    assert record.option(config, "repeat.series", str) == "a"
+    written = {"config": {"repeat": {"block": [1], "series": "a"}, "train": None}}
+    assert record.option(written, "repeat.series", str) == "a"
     for name in ("repeat.block", "train.steps", "repeat.series.more", "nothing"):
-        assert record.option(config, name, int) is None
-    assert record.option(None, "repeat.block", int) is None
+        assert record.option(written, name, int) is None
+    assert record.option({"config": None}, "repeat.block", int) is None
 
 
 def test_what_is_typed_has_no_repeats_and_is_quoted():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ptdbench.measure.parts import PHASES
 from ptdbench.records.store import append_result, write_record
-from ptdbench.report.phases import PHASES
 
 
 def run(parallel="ddp", tokens_per_second=1000.0, **changes):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ptdbench.measure import allocations
+from ptdbench.measure.parts import KINDS
 from ptdbench.report import memory
 from tests.report.made import DDP, FSDP, phased
 
@@ -11,7 +11,7 @@ MIB = 2**20
 
 def taking(record, moments=("backward", "backward"), **kinds):
     """The record with the memory of two ranks, in MiB by kind; what is not given is zero."""
-    ranks = {kind: [int(one * MIB) for one in kinds.get(kind, (0, 0))] for kind in memory.KINDS}
+    ranks = {kind: [int(one * MIB) for one in kinds.get(kind, (0, 0))] for kind in KINDS}
     return {**record, "memory": {"ranks": ranks, "moments": list(moments), "pass_seconds": 0.5}}
 
 
@@ -39,7 +39,7 @@ def test_a_row_a_rank():
 
 def test_of_many_ranks_the_ends_are_shown():
     many = phased("ddp", 10, {"forward": [5] * 20})
-    kinds = {kind: [MIB] * 20 for kind in memory.KINDS}
+    kinds = {kind: [MIB] * 20 for kind in KINDS}
     kinds["activations"] = [(rank + 1) * MIB for rank in range(20)]
     many["memory"] = {"ranks": kinds, "moments": ["forward"] * 20}
     table, _ = memory.of_ranks(many, 120)
@@ -56,12 +56,8 @@ def test_equal_peaks_are_called_equal():
     assert list(memory.compare(close, LARGE, "fsdp", "ddp")) == ["memory: fsdp 112 MiB vs ddp 112 MiB: within 1%"]
 
 
-def test_kinds_are_those_that_are_told_apart():
-    assert tuple(memory.KINDS) == allocations.KINDS
-
-
 def test_memory_of_other_ranks_than_the_phases_is_not_shown():
-    kinds = {kind: [MIB] * 3 for kind in memory.KINDS}
+    kinds = {kind: [MIB] * 3 for kind in KINDS}
     other = {**SMALL, "memory": {"ranks": kinds, "moments": ["forward"] * 3}}
     assert memory.of_ranks(other, 100) == []
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ptdbench.measure import trace
-from ptdbench.measure.allocations import KINDS
+from ptdbench.measure.parts import KINDS
 from ptdbench.records import schema
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.training_spec import TrainingSpec

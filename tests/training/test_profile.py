@@ -19,7 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from ptdbench.data.feed import Feed
 from ptdbench.measure import trace
 from ptdbench.measure.intervals import Interval, intersect, length, union
-from ptdbench.measure.phases import PHASES, Partition, Ready, divided, partition
+from ptdbench.measure.parts import PHASES
+from ptdbench.measure.phases import Partition, Ready, divided, partition
 from ptdbench.models.decoder import Decoder
 from ptdbench.parallel import apply, ring
 from ptdbench.parallel.pipeline.schedules import SCHEDULES

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from ptdbench.measure.parts import KINDS, PHASES
 from ptdbench.records.alternatives import of_sweeps, throughput
 from ptdbench.records.bearing import bearing
 from ptdbench.records.load import Run
@@ -53,8 +54,8 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
         "options": differing,
         "told": bearing("told"),
         "common": {name: texts[0] for name, texts in values.items() if len(set(texts)) == 1},
-        "phases": {phase: {"name": name, "color": phases.COLORS[phase]} for phase, name in phases.PHASES.items()},
-        "kinds": memory.KINDS,
+        "phases": {phase: {"name": name, "color": phases.COLORS[phase]} for phase, name in PHASES.items()},
+        "kinds": KINDS,
         "others": [_other(run, title, environments) for run, title in zip(others, titles(others), strict=True)],
         "environments": [
             {"title": title, "values": values}
@@ -97,7 +98,7 @@ def _is_best(place: Place, ranked: int) -> bool:
 
 def _row(row: columns.Row, environments: Environments) -> Cells:
     """The figures of all columns, and what else is drawn."""
-    place, record, step = row.place, row.run, row.metric("step_seconds") or {}
+    place, record = row.place, row.run
     against, known = place.against_best, place.rate is not None and place.margin is not None
     return {
         **{one.field or one.name: one.value(row) for one in columns.COLUMNS if one.value},
@@ -106,10 +107,10 @@ def _row(row: columns.Row, environments: Environments) -> Cells:
         "high": place.rate * (1 + place.margin) if known else None,  # type: ignore[operator]
         "ratio_low": against and against.low,
         "ratio_high": against and against.high,
-        "step_p5": step.get("p5"),
-        "step_p95": step.get("p95"),
+        "step_p5": row.step.p5,
+        "step_p95": row.step.p95,
         "held_out_text": columns.evaluation(row),
-        "phases": None if phases.missing(record) else [phases.step(record).phases[phase] for phase in phases.PHASES],
+        "phases": None if phases.missing(record) else [phases.step(record).phases[phase] for phase in PHASES],
         "kinds": (kinds := memory.of_largest(record)) and list(kinds.values()),
         "command": retyped(record),
         "runs": [_run(run, environments) for run in row.runs],
@@ -121,7 +122,7 @@ def _run(run: Mapping[str, Any], environments: Environments) -> dict[str, Any]:
         "directory": run["directory"],
         "status": run["status"],
         "started": run.get("started"),
-        "block": option(run.get("config"), "repeat.block", int),
+        "block": option(run, "repeat.block", int),
         "rate": throughput(run),
         "reason": None if run["status"] == "ok" else reason(run),
         "environment": environments.number(run),

@@ -12,8 +12,8 @@ from scipy import stats
 import ptdbench
 from ptdbench import __main__ as command
 from ptdbench.measure import comparison
+from ptdbench.measure.parts import PHASES
 from ptdbench.measure.variation import Pool
-from ptdbench.report.phases import PHASES
 from tests.report.made import failed, keep, run
 from tests.report.page.conftest import EVIL, RATES, drawn, traces, watched
 

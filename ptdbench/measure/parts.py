@@ -1,0 +1,23 @@
+"""What the time and the memory of a step are divided into, in order, and what reports call each part."""
+
+#: The phases of a step.
+PHASES = {
+    "data": "waiting for data",
+    "forward": "forward",
+    "backward": "backward",
+    "communication": "exposed communication",
+    "stragglers": "waiting for slower ranks",
+    "bubble": "pipeline bubble",
+    "optimizer": "optimizer",
+    "other": "other",
+}
+
+#: What memory is for.
+KINDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "communication": "buffers of communication",
+    "other": "other memory",
+}
