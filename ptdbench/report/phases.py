@@ -20,6 +20,7 @@ PHASES = {
     "communication": "exposed communication",
     "stragglers": "waiting for slower ranks",
     "bubble": "pipeline bubble",
+    "host": "waiting for the host",
     "optimizer": "optimizer",
     "other": "other",
 }
@@ -32,6 +33,7 @@ COLORS = {
     "communication": "#d55e00",
     "stragglers": "#e69f00",
     "bubble": "#f0e442",
+    "host": "#000000",
     "optimizer": "#009e73",
     "other": "#999999",
 }

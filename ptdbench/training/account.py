@@ -19,9 +19,6 @@ from ptdbench.measure import kernels, memory, trace
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
 
-#: What messages that are sent together are called, of which a trace tells no sizes.
-_TOGETHER = "send_recv"
-
 
 @dataclass(frozen=True)
 class _Own:
@@ -82,9 +79,7 @@ def account(job: Job, loop: StepLoop, volume: Mapping[str, float | None]) -> dic
         "messages": {
             operation: {
                 "calls": fmean(one.messages.get(operation, (0.0, 0.0))[0] for one in owns),
-                "bytes": None
-                if _TOGETHER in operations and operation in trace.POINT_TO_POINT
-                else fmean(one.messages.get(operation, (0.0, 0.0))[1] for one in owns),
+                "bytes": fmean(one.messages.get(operation, (0.0, 0.0))[1] for one in owns) or None,
                 "formula_bytes": volume.get(operation),
             }
             for operation in operations
@@ -108,13 +103,13 @@ def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
         path = Path(scratch) / "trace.json"
         try:
             profile.run(job, loop, 1).export_chrome_trace(str(path))
-            launched = trace.launched_in_steps(path)
+            launched, called = trace.launched_in_steps(path)
         except (OSError, RuntimeError, ValueError) as error:
             reason = f"the trace cannot be written and read: {error}"
             return _Own(allocated, reserved, len(groups), seconds, {}, {}, reason)
     counted = Counter(kernels.kind(kernel.name) for kernel in launched)
     calls, size = Counter[str](), Counter[str]()
-    for call in (trace.nccl_call(kernel) for kernel in launched if kernels.kind(kernel.name) == kernels.COMMUNICATION):
+    for call in called:
         calls[call.operation] += 1
         size[call.operation] += call.bytes
     messages = {name: (float(calls[name]), float(size[name])) for name in calls}
