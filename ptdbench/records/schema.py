@@ -193,6 +193,10 @@ class Phases(Struct):
     null without a pipeline."""
     pass_seconds: Amount | None = None
     """What profiling took, from the first profiled step to the last figure."""
+    stage_links: str | None = None
+    """How messages between stages go: ``directions``: through one NCCL communicator for activations and one for
+    gradients. ``one``: through one, in the order of its calls, as torch before 2.14 has no other. ``messages``: each by
+    itself, over gloo. Null without a pipeline."""
 
 
 class Memory(Struct):

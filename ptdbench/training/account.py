@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ptdbench.job import Job
 from ptdbench.launch.together import gather
@@ -94,8 +95,7 @@ def present(job: Job) -> list[int]:
 
 
 def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
-    assert loop.mesh
-    groups = {group.group_name for group in loop.mesh.groups().values() if group.size() > 1}
+    groups = {group for group in dist.distributed_c10d._world.pg_map if _has_communicator(group)}
     seconds = _host_seconds(job, loop)
     if not job.spec.config.profile.steps:
         return _Own(allocated, reserved, len(groups), seconds, {}, {}, "profile.steps=0")
@@ -114,6 +114,10 @@ def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
         size[call.operation] += call.bytes
     messages = {name: (float(calls[name]), float(size[name])) for name in calls}
     return _Own(allocated, reserved, len(groups), seconds, dict(counted.most_common()), messages)
+
+
+def _has_communicator(group: dist.ProcessGroup) -> bool:
+    return group.size() > 1 and "nccl" in dist.get_backend_config(group)
 
 
 def _host_seconds(job: Job, loop: StepLoop) -> float:

@@ -94,6 +94,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
     if not job.world.is_first:
         return None
     fields = {**_fields(of_ranks, timed), **_pipeline(job), "stage_parts": expected.parts}
+    fields["stage_links"] = getattr(loop.engine, "links", None)
     for operation, sent in fields["communication"].items():
         sent["formula_bytes"] = expected.volume.get(operation)
         sent["fit_seconds"] = _fit_seconds(job, operation, sent["calls"], sent["bytes"])
