@@ -225,9 +225,10 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
     device = _prepared_device(spec, world)
     key = str(attempt.directory)
     own_store = rendezvous.own_store(key)
+    patience = rendezvous.patience_for(spec.config.general.timeout_minutes)
     with (
         ending.watchdog(spec.config, world, own_store, attempt) as dog,
-        rendezvous.process_group(world, spec.backends, device, key, dog.limited),
+        rendezvous.process_group(world, spec.backends, device, key, dog.limited, patience),
     ):
         with dog.limited(JOINED):
             met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)

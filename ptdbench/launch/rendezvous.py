@@ -19,12 +19,16 @@ import torch.distributed as dist
 from ptdbench.launch import address
 from ptdbench.launch.absent import Answers, Some
 from ptdbench.launch.together import All, Circle, through
-from ptdbench.launch.watchdog import JOINED, LEFT
+from ptdbench.launch.watchdog import FIRST_STEP, JOINED, LEFT
 from ptdbench.launch.world import World, discover, torchrun_variables
 from ptdbench.problems import ConfigError, Problem
 
-#: How long a rank waits for its peers in every collective, and under torchrun at the rendezvous.
+#: How long a rank waits for its peers in every collective beyond what the watchdog lets a step take, and under torchrun
+#: at the rendezvous.
 PATIENCE = timedelta(minutes=30)
+
+#: The same where the watchdog lets a step take any time.
+ENDLESS = timedelta(days=1)
 
 #: How long it waits for its peers to come. srun and mpirun start all ranks within seconds, but hundreds that import
 #: torch from one cold file system do not get it at the same time. Who waits longer waits for somebody who has died or
@@ -104,6 +108,7 @@ def process_group(
     device: torch.device,
     key: str,
     limited: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    patience: timedelta = PATIENCE,
 ) -> Iterator[dist.Store]:
     """The default process group for the time of one run; yields a store that belongs to the run alone.
 
@@ -113,6 +118,7 @@ def process_group(
         device: This rank's device.
         key: See :func:`own_store`.
         limited: A context for what ranks do together here and may wait in, :meth:`Watchdog.limited`.
+        patience: How long a rank waits for its peers in a collective, see :func:`patience_for`.
     """
     own = own_store(key)
     meeting = own
@@ -125,15 +131,32 @@ def process_group(
             store=meeting,
             rank=world.rank,
             world_size=world.size,
-            timeout=PATIENCE,
+            timeout=patience,
             # Not to gloo: torch 2.11 would split its groups, which only NCCL's can be.
             device_id=device if "nccl" in backend else None,
         )
-    with through(_circle(world, backend, own)):
+    with through(_circle(world, backend, own, patience)):
         yield own
     # Only after success: a group whose peer has died may wait for it for ever.
     with limited(LEFT):
         dist.destroy_process_group()
+
+
+def patience_for(step_minutes: float | None) -> timedelta:
+    """How long ranks wait for each other in a collective: longer than the watchdog, which can say who is missing.
+
+    Args:
+        step_minutes: What the watchdog lets a step take; ``None``: any time.
+    """
+    return ENDLESS if step_minutes is None else FIRST_STEP * timedelta(minutes=step_minutes) + PATIENCE
+
+
+def be_patient(patience: timedelta) -> None:
+    """Let every group of this rank wait so long for its peers: torch gives those of a mesh 10 minutes with NCCL."""
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before torch 2.14
+    for group, (backend, _) in list(dist.distributed_c10d._world.pg_map.items()):
+        if "fake" not in backend:
+            set_timeout(patience, group)
 
 
 def _without_peers(backend: str) -> str:
@@ -145,13 +168,13 @@ def _without_peers(backend: str) -> str:
     return backend.replace("gloo", "fake")
 
 
-def _circle(world: World, backend: str, own: dist.Store) -> Circle:
+def _circle(world: World, backend: str, own: dist.Store, patience: timedelta) -> Circle:
     """How the ranks reach each other beside their work: not through device memory."""
     if world.present:
         return Some(world.present, world.rank, world.size, own)
     if "nccl" not in backend:
         return All()
-    beside = dist.new_group(backend="gloo", timeout=PATIENCE)
+    beside = dist.new_group(backend="gloo", timeout=patience)
     assert isinstance(beside, dist.ProcessGroup)  # every rank is in it
     return All(beside)
 

@@ -20,6 +20,9 @@ class Clock(Protocol):
     def over(self, step: int) -> bool:
         """Whether the device has finished the step; never blocks."""
 
+    def follow(self, step: int) -> None:
+        """Let what comes next on the device wait for the end of the step, which is no wait if it is over."""
+
     def finished(self) -> int:
         """How many of the steps that are not forgotten the device has finished; never blocks, and in any thread."""
 
@@ -49,6 +52,9 @@ class HostClock:
         """Whether the step is timed, and so finished on a synchronous device."""
         return step < len(self._seconds)
 
+    def follow(self, step: int) -> None:
+        """Nothing: a synchronous device is through with it."""
+
     def finished(self) -> int:
         """How many steps are timed."""
         return len(self._seconds)
@@ -62,38 +68,63 @@ class HostClock:
         self._seconds.clear()
 
 
+class DeviceCount:
+    """How far the device has come in its stream: it writes that to the host's memory itself.
+
+    Reading it is no call of CUDA: torch keeps Python's lock in ``cudaEventQuery``, which may hang while another thread
+    waits for the device (pytorch/pytorch#130844), and with it every thread of the rank.
+    """
+
+    def __init__(self) -> None:
+        self._own = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        self._read = self._host.numpy()
+
+    def mark(self, number: int) -> None:
+        """Let the device say so when it has come here."""
+        self._own.fill_(number)
+        self._host.copy_(self._own, non_blocking=True)
+
+    def number(self) -> int:
+        """What the device said last."""
+        return int(self._read[0])
+
+
 class DeviceClock:
     """Time between CUDA events in the GPU's stream, so that timing does not synchronize."""
 
     def __init__(self) -> None:
-        self._begin = torch.cuda.Event(enable_timing=True)
+        self._begin: torch.cuda.Event | None = None
         self._steps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._passed = self._steps, 0
+        self._count: DeviceCount | None = None
+        self._forgotten = 0
 
     def start(self) -> None:
         """A step begins."""
+        self._count = self._count or DeviceCount()
         self._begin = torch.cuda.Event(enable_timing=True)
         self._begin.record()
 
     def stop(self) -> None:
         """The step's work has been queued."""
+        assert self._begin
+        assert self._count
         end = torch.cuda.Event(enable_timing=True)
         end.record()
-        self._steps.append((self._begin, end))  # not before it is recorded: an event that is not counts as passed
+        self._steps.append((self._begin, end))
+        self._count.mark(self._forgotten + len(self._steps))
 
     def over(self, step: int) -> bool:
         """Whether the device has passed the end of the step."""
-        return step < len(self._steps) and self._steps[step][1].query()
+        return step < self.finished()
+
+    def follow(self, step: int) -> None:
+        """Let the current stream wait for the end of the step."""
+        torch.cuda.current_stream().wait_event(self._steps[step][1])
 
     def finished(self) -> int:
         """How many steps the device has passed the end of, in the order of its stream."""
-        steps = self._steps
-        of, passed = self._passed
-        passed = passed if of is steps else 0
-        while passed < len(steps) and steps[passed][1].query():
-            passed += 1
-        self._passed = steps, passed
-        return passed
+        return max(0, self._count.number() - self._forgotten) if self._count else 0
 
     def seconds(self) -> list[float]:
         """Seconds of every step that is not forgotten; waits for the device."""
@@ -102,6 +133,7 @@ class DeviceClock:
 
     def forget(self) -> None:
         """Forget the steps so far."""
+        self._forgotten += len(self._steps)
         self._steps = []
 
 

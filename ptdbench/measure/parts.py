@@ -8,6 +8,7 @@ PHASES = {
     "communication": "exposed communication",
     "stragglers": "waiting for slower ranks",
     "bubble": "pipeline bubble",
+    "host": "waiting for the host",
     "optimizer": "optimizer",
     "other": "other",
 }

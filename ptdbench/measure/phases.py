@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ptdbench.measure.events import POINT_TO_POINT
 from ptdbench.measure.intervals import Interval, length, union
 from ptdbench.measure.parts import PHASES
-from ptdbench.measure.trace import POINT_TO_POINT, Trace
+from ptdbench.measure.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Ready:
     Attributes:
         since: When the last of its ranks had called it, in seconds since the epoch by this rank's clock.
         last: That rank; -1 if unknown.
-        done: When a message of gloo was done, see :attr:`ptdbench.measure.trace.Call.held`; ``None`` if unknown, as
+        done: When a message of gloo was done, see :attr:`ptdbench.measure.events.Call.held`; ``None`` if unknown, as
             neither of its ranks awaited it yet when it could begin.
     """
 

@@ -4,26 +4,32 @@ On a CPU the thread that runs the steps computes, except while it waits for comm
 its own (``gloo:*``). It waits where it says so (:data:`WAITING`), in operations that start or await communication, and
 in C++ where DDP awaits its last bucket: there, between a backward pass and what follows, lies the end of an all-reduce.
 
-On a GPU kernels compute and NCCL's kernels communicate. A moment without a kernel counts for the phase of the next
-kernel: the device waited for it to be launched.
+On a GPU kernels compute and NCCL's kernels communicate. A moment before the last of them without any is spent waiting
+for the host: for its batch, or to launch the next kernel.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
 
+from ptdbench.measure import nccl
+from ptdbench.measure.events import (
+    BYTES,
+    POINT_TO_POINT,
+    Call,
+    Event,
+    checked,
+    events_of,
+    launches_of,
+    operation_of,
+)
 from ptdbench.measure.intervals import Interval, intersect, subtract, union
-
-T = TypeVar("T")
 
 #: How the label of a step begins, before its number: as torch's own profiler marks steps, which other tools know.
 STEP = "ProfilerStep#"
@@ -41,68 +47,6 @@ _ON_HOST = ("user_annotation", "cpu_op")
 
 _AWAIT = "_c10d_functional::wait_tensor"
 
-#: torch's names of operations, without decoration: ``_allgather_base_`` is an ``allgather``.
-_OPERATIONS = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "sendrecv": "send_recv",
-    "send": "send",
-    "recv": "recv",
-    "barrier": "barrier",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-}
-
-_BYTES = {"double": 8, "long": 8, "int64": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2, "char": 1, "bool": 1}
-
-#: Larger traces are not read: as objects of Python they take several times as much memory, in each rank of a node.
-MOST_BYTES = 2**29
-
-#: Messages between two ranks.
-POINT_TO_POINT = ("send", "recv", "send_recv")
-
-
-@dataclass(frozen=True)
-class Call:
-    """One operation of communication on this rank.
-
-    Attributes:
-        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``send``, ...
-        bytes: Size of its largest tensor.
-        start: When it was called, in seconds since the epoch.
-        end: When it was done.
-        within: Names of what called it, the innermost last.
-        peer: The other rank of a message, by its number in the group.
-        ranks: The ranks that take part, where the trace says so.
-        group: The name of their group, where the trace says so.
-        held: When the rank called it and, last, when it awaited it; only of a message of gloo, whose end is noted when
-            it is awaited, however long it has been done.
-    """
-
-    operation: str
-    bytes: int
-    start: float
-    end: float
-    within: tuple[str, ...] = ()
-    peer: int | None = None
-    ranks: tuple[int, ...] | None = None
-    group: str | None = None
-    held: tuple[Interval, ...] | None = None
-
-    @property
-    def awaited(self) -> float:
-        """When the rank began to await a message of gloo; infinite if it did not."""
-        return self.held[1][0] if self.held and len(self.held) > 1 else math.inf
-
-    def holds(self, moment: float) -> bool:
-        """Whether a rank that waits at that moment may wait for this call."""
-        return any(start <= moment < end for start, end in self.held or [(self.start, self.end)])
-
 
 @dataclass(frozen=True)
 class Trace:
@@ -110,7 +54,8 @@ class Trace:
 
     Attributes:
         steps: When each step ran.
-        phases: When ``data``, ``forward``, ``backward`` and ``optimizer`` ran: disjoint, and without the waits.
+        phases: When ``data``, ``forward``, ``backward`` and ``optimizer`` ran, and a GPU waited for its ``host``:
+            disjoint, and without the waits.
         waits: When the rank computed nothing because it waited for communication; disjoint, and inside of the steps.
         calls: The operations of communication, in the order of their start; also those outside of the steps.
     """
@@ -119,23 +64,6 @@ class Trace:
     phases: Mapping[str, Sequence[Interval]]
     waits: Sequence[Interval]
     calls: Sequence[Call]
-
-
-@dataclass(frozen=True)
-class Event:
-    """An event of a trace; times are in seconds since the epoch."""
-
-    name: str
-    kind: str
-    start: float
-    end: float
-    thread: Any
-    facts: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def interval(self) -> Interval:
-        """When it began and ended."""
-        return self.start, self.end
 
 
 def read(path: Path, device_type: str = "cpu") -> Trace:
@@ -148,21 +76,11 @@ def read(path: Path, device_type: str = "cpu") -> Trace:
     Raises:
         ValueError: It is damaged or too large, holds no profiled step, or does not show what a GPU did.
     """
-    return _checked(path, lambda trace: _read(trace, device_type))
-
-
-def _checked(path: Path, reading: Callable[[Path], T]) -> T:
-    """What is read of a trace, if it is one and not too large; raises ValueError."""
-    if (size := path.stat().st_size) > MOST_BYTES:
-        raise ValueError(f"{path} has {size} bytes, and at most {MOST_BYTES} are read; try profile.steps=1")
-    try:
-        return reading(path)
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no trace of torch's profiler ({type(error).__name__}: {error})") from None
+    return checked(path, lambda trace: _read(trace, device_type))
 
 
 def _read(path: Path, device_type: str) -> Trace:
-    events = _events(path)
+    events = events_of(path)
     steps = [event for event in events if event.name.startswith(STEP) and event.kind == "user_annotation"]
     if not steps:
         raise ValueError(f"{path} holds no profiled step")
@@ -180,52 +98,25 @@ def _read(path: Path, device_type: str) -> Trace:
     return _of_device(whole, parts, events, on_device)
 
 
-def launched_in_steps(path: Path) -> list[Event]:
-    """The kernels that the host launched in profiled steps, whenever the device came to them.
+def launched_in_steps(path: Path) -> tuple[list[Event], list[Call]]:
+    """The kernels that the host launched in profiled steps, whenever the device came to them, and what NCCL's send.
 
     Raises:
         ValueError: As :func:`read`.
     """
-    events = _checked(path, _events)
-    launches = _launches(events)
+    events = checked(path, events_of)
+    launches = launches_of(events)
     steps = union(event.interval for event in events if event.name.startswith(STEP))
     kernels = [event for event in events if event.kind == "kernel"]
     if not steps or not kernels:
         raise ValueError(f"{path} holds {'no kernels' if steps else 'no profiled step'}")
     moments = [launches.get(event.facts.get("correlation"), event.start) for event in kernels]
-    return [
+    inside = [
         event
         for event, moment in zip(kernels, moments, strict=True)
         if any(begin <= moment < end for begin, end in steps)
     ]
-
-
-def _events(path: Path) -> list[Event]:
-    """Those of a trace with a duration, in the order of their start."""
-    written = json.loads(path.read_bytes(), strict=False)
-    base = written.get("baseTimeNanoseconds", 0) / 1e9
-    events = [
-        Event(
-            event["name"],
-            event.get("cat", ""),
-            base + event["ts"] / 1e6,
-            base + (event["ts"] + event["dur"]) / 1e6,
-            event["tid"],
-            event.get("args", {}),
-        )
-        for event in written["traceEvents"]
-        if event.get("ph") == "X"
-    ]
-    return sorted(events, key=lambda event: (event.start, -event.end))
-
-
-def _launches(events: Sequence[Event]) -> dict[Any, float]:
-    """When the host made each call of CUDA, by its correlation."""
-    return {
-        event.facts["correlation"]: event.start
-        for event in events
-        if event.kind in ("cuda_runtime", "cuda_driver") and "correlation" in event.facts
-    }
+    return inside, nccl.calls(events, (event for event in inside if nccl.is_of(event)))
 
 
 def _of_host(
@@ -326,7 +217,7 @@ def _calls(own: Sequence[Event], sent: Sequence[Event]) -> list[Call]:
             event, within = started[first]
         found.append(
             Call(
-                operation=_operation(event.name),
+                operation=operation_of(event.name),
                 bytes=max(_sizes(event) | _sizes(transfer)) * _item_bytes(transfer),
                 start=min(event.start, transfer.start),
                 end=transfer.end,
@@ -346,14 +237,8 @@ def _around(moment: float, times: Sequence[Interval]) -> Sequence[Interval]:
 
 def _kind(event: Event) -> str:
     """What tells apart what starts communication: a message, which is sent as it is called, or anything else."""
-    operation = _operation(event.name)
+    operation = operation_of(event.name)
     return operation if operation in POINT_TO_POINT else ""
-
-
-def _operation(name: str) -> str:
-    plain = re.sub(r"^(c10d::|gloo:|nccl:)_?", "", name).lower()
-    joined = plain.replace("all_", "all")
-    return next((known for begins, known in _OPERATIONS.items() if joined.startswith(begins)), plain)
 
 
 def _sizes(event: Event) -> set[int]:
@@ -369,12 +254,12 @@ def _sizes(event: Event) -> set[int]:
 def _item_bytes(event: Event) -> int:
     """Size of an element, by torch's name of its type, such as ``c10::BFloat16``."""
     name = next(iter(event.facts.get("Input type", [])), "").lower().removeprefix("c10::").removesuffix(" int")
-    return _BYTES.get(name, 1)
+    return BYTES.get(name, 1)
 
 
 def _peer(event: Event) -> int | None:
     """The other rank of ``c10d::send(tensors, group, rank, tag)``."""
-    if _operation(event.name) not in POINT_TO_POINT:
+    if operation_of(event.name) not in POINT_TO_POINT:
         return None
     inputs = event.facts.get("Concrete Inputs", [])
     return int(inputs[2]) if len(inputs) > 2 and str(inputs[2]).isdecimal() else None
@@ -395,21 +280,28 @@ def _of_device(
         "forward": subtract(union(parts[GRADIENTS]), backward),
         "optimizer": union(parts[UPDATE]),
     }
-    launches = _launches(events)
-    is_sent = {id(event) for event in on_device if event.name.startswith("nccl")}
-    computed = [event for event in on_device if id(event) not in is_sent]
-    phases: dict[str, list[Interval]] = {name: [] for name in ("data", "forward", "backward", "optimizer")}
+    launches, inside = launches_of(events), union(steps)
+    computed = [event for event in on_device if not nccl.is_of(event)]
+    calls = nccl.calls(events, (event for event in on_device if nccl.is_of(event)))
+    phases: dict[str, list[Interval]] = {name: [] for name in by_phase}
     busy = union(event.interval for event in computed)
-    calls = [nccl_call(event) for event in on_device if id(event) in is_sent]
-    waits = subtract(union((call.start, call.end) for call in calls), busy)
-    begins = [begin for begin, _ in steps]
-    end = begins[0]
-    for event in computed:  # with the moments of its step before it, in which nothing was computed
-        end = max(end, begins[max(0, bisect_right(begins, event.start) - 1)])
+    sent = union((call.start, call.end) for call in calls)
+    end = -math.inf
+    for event in computed:
         phase = _phase_at(launches.get(event.facts.get("correlation"), event.start), by_phase)
-        phases[phase].append((end, max(event.end, end)))
-        end = max(end, event.end)
-    return _trace(steps, phases, waits, calls)
+        if event.end > end:
+            phases[phase].append((max(event.start, end), event.end))
+            end = event.end
+    idle = subtract(inside, union([*busy, *sent, *_after_the_last([*busy, *sent], steps)]))
+    phases["data"] += intersect(idle, by_phase["data"])
+    phases["host"] = subtract(idle, by_phase["data"])
+    return _trace(steps, phases, subtract(sent, busy), calls)
+
+
+def _after_the_last(times: Sequence[Interval], steps: Sequence[Interval]) -> Iterator[Interval]:
+    """Of each step what is left of it after the last of these times in it."""
+    for begin, end in steps:
+        yield max((stop for _, stop in intersect(union(times), [(begin, end)])), default=begin), end
 
 
 def _phase_at(moment: float, by_phase: Mapping[str, Sequence[Interval]]) -> str:
@@ -418,24 +310,3 @@ def _phase_at(moment: float, by_phase: Mapping[str, Sequence[Interval]]) -> str:
         if place >= 0 and moment < times[place][1]:
             return name
     return "forward"
-
-
-def nccl_call(event: Event) -> Call:
-    """The operation that a kernel of NCCL carries out."""
-    facts = event.facts
-    elements = max(int(facts.get("In msg nelems", 0)), int(facts.get("Out msg nelems", 0)))
-    item = _BYTES.get(str(facts.get("dtype", "")).lower(), 1)
-    named = str(facts.get("Collective name") or re.sub(r"ncclDevKernel_|nccl(Dev)?Kernel_?", "", event.name))
-    listed = str(facts.get("Process Group Ranks", ""))
-    ranks = tuple(map(int, re.findall(r"\d+", listed))) if "..." not in listed else ()
-    operation = _operation(named.lstrip("_"))
-    other = facts.get({"send": "Dst Rank", "recv": "Src Rank"}.get(operation, ""))
-    return Call(
-        operation=operation,
-        bytes=elements * item,
-        start=event.start,
-        end=event.end,
-        peer=ranks.index(int(other)) if other is not None and int(other) in ranks else None,
-        ranks=ranks or None,
-        group=facts.get("Process Group Name"),
-    )

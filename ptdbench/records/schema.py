@@ -177,7 +177,8 @@ class Phases(Struct):
     for the batch. ``forward``, ``backward``: these passes without the waiting below; recomputation is part of
     ``backward``. ``communication``: exposed, the rank computed nothing meanwhile. ``stragglers``: waiting until the
     last rank of a collective operation had called it. ``bubble``: waiting until another stage of the pipeline had
-    called its side of a message. ``optimizer``: clipping, the optimizer, loss scaling. ``other``: all else."""
+    called its side of a message. ``host``: a GPU waited for its host to launch the next kernel. ``optimizer``:
+    clipping, the optimizer, loss scaling. ``other``: all else."""
     communication: dict[str, Communication] | None = None
     """The operations of communication."""
     waited_for: list[Amount] | None = None
@@ -194,6 +195,10 @@ class Phases(Struct):
     null without a pipeline."""
     pass_seconds: Amount | None = None
     """What profiling took, from the first profiled step to the last figure."""
+    stage_links: str | None = None
+    """How messages between stages go: ``directions``: through one NCCL communicator for activations and one for
+    gradients. ``one``: through one, in the order of its calls, as torch before 2.14 has no other. ``messages``: each by
+    itself, over gloo. Null without a pipeline."""
 
 
 class Memory(Struct):
@@ -225,8 +230,7 @@ class Messages(Struct):
     calls: Amount
     """How often it calls the operation."""
     bytes: Amount | None = None
-    """Size of what it hands over, or receives where that is larger; null where a trace does not tell all sizes, as of
-    messages that are sent together."""
+    """Size of what it hands over, or receives where that is larger; null where the trace does not tell."""
     formula_bytes: Amount | None = None
     """What ``bytes`` should be for this layout; null if no exact formula is known."""
 

@@ -21,6 +21,7 @@ _RARE = {
     "exposed": "communication not overlapped with compute",
     "stragglers": "waiting for slower ranks",
     "bubble": "waiting for other stages",
+    "host": "the GPU waiting for its host to launch the next kernel",
 }
 
 

@@ -22,6 +22,7 @@ COLORS = {
     "communication": "#d55e00",
     "stragglers": "#e69f00",
     "bubble": "#f0e442",
+    "host": "#000000",
     "optimizer": "#009e73",
     "other": "#999999",
 }

@@ -12,15 +12,13 @@ from statistics import fmean
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ptdbench.job import Job
 from ptdbench.launch.together import gather
 from ptdbench.measure import kernels, memory, trace
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
-
-#: What messages that are sent together are called, of which a trace tells no sizes.
-_TOGETHER = "send_recv"
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,7 @@ def account(job: Job, loop: StepLoop, volume: Mapping[str, float | None]) -> dic
         "messages": {
             operation: {
                 "calls": fmean(one.messages.get(operation, (0.0, 0.0))[0] for one in owns),
-                "bytes": None
-                if _TOGETHER in operations and operation in trace.POINT_TO_POINT
-                else fmean(one.messages.get(operation, (0.0, 0.0))[1] for one in owns),
+                "bytes": fmean(one.messages.get(operation, (0.0, 0.0))[1] for one in owns) or None,
                 "formula_bytes": volume.get(operation),
             }
             for operation in operations
@@ -99,8 +95,7 @@ def present(job: Job) -> list[int]:
 
 
 def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
-    assert loop.mesh
-    groups = {group.group_name for group in loop.mesh.groups().values() if group.size() > 1}
+    groups = {group for group in dist.distributed_c10d._world.pg_map if _has_communicator(group)}
     seconds = _host_seconds(job, loop)
     if not job.spec.config.profile.steps:
         return _Own(allocated, reserved, len(groups), seconds, {}, {}, "profile.steps=0")
@@ -108,17 +103,21 @@ def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
         path = Path(scratch) / "trace.json"
         try:
             profile.run(job, loop, 1).export_chrome_trace(str(path))
-            launched = trace.launched_in_steps(path)
+            launched, called = trace.launched_in_steps(path)
         except (OSError, RuntimeError, ValueError) as error:
             reason = f"the trace cannot be written and read: {error}"
             return _Own(allocated, reserved, len(groups), seconds, {}, {}, reason)
     counted = Counter(kernels.kind(kernel.name) for kernel in launched)
     calls, size = Counter[str](), Counter[str]()
-    for call in (trace.nccl_call(kernel) for kernel in launched if kernels.kind(kernel.name) == kernels.COMMUNICATION):
+    for call in called:
         calls[call.operation] += 1
         size[call.operation] += call.bytes
     messages = {name: (float(calls[name]), float(size[name])) for name in calls}
     return _Own(allocated, reserved, len(groups), seconds, dict(counted.most_common()), messages)
+
+
+def _has_communicator(group: dist.ProcessGroup) -> bool:
+    return group.size() > 1 and "nccl" in dist.get_backend_config(group)
 
 
 def _host_seconds(job: Job, loop: StepLoop) -> float:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from torch.autograd.profiler import profile, record_function
 from ptdbench.job import Job
 from ptdbench.launch import clock_offset
 from ptdbench.launch.together import gather
-from ptdbench.measure import links, perfetto, trace
+from ptdbench.measure import events, links, perfetto, trace
 from ptdbench.measure.parts import PHASES
 from ptdbench.measure.phases import Partition, partition
 from ptdbench.measure.profiler import operations, profiled
@@ -82,20 +82,21 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
         taken = run(job, loop, steps)
         with job.watchdog.paused():
             found = _read(taken, Path(scratch) / _TRACE, job.device.type)
+            ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
+            if keep:  # also where no phases can be read from it
+                write = partial(_write, job, taken, Path(scratch) / _TRACE)
+                traces.keep(job, TRACES, write, rank_names(job), ahead, perfetto.NAME)
             if reasons := [one for one in gather(found if isinstance(found, str) else None) if one]:
                 return {"steps": 0, "reason": reasons[0]}
             assert isinstance(found, trace.Trace)
             assert loop.mesh
             groups = loop.mesh.groups()
-            ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
             divided = partition(found, traffic.ready(found.calls, groups, ahead))
             of_ranks: list[Partition] = gather(divided)
-            if keep:
-                write = partial(_write, job, taken, Path(scratch) / _TRACE)
-                traces.keep(job, TRACES, write, rank_names(job), ahead, perfetto.NAME)
     if not job.world.is_first:
         return None
     fields = {**_fields(of_ranks, timed), **_pipeline(job), "stage_parts": expected.parts}
+    fields["stage_links"] = getattr(loop.engine, "links", None)
     for operation, sent in fields["communication"].items():
         sent["formula_bytes"] = expected.volume.get(operation)
         sent["fit_seconds"] = _fit_seconds(job, operation, sent["calls"], sent["bytes"])
@@ -156,7 +157,7 @@ def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:
         taken.export_chrome_trace(str(path))
         found = trace.read(path, device_type)
         if device_type != "cpu" and any(
-            call.operation in trace.POINT_TO_POINT and call.peer is None for call in found.calls
+            call.operation in events.POINT_TO_POINT and call.peer is None for call in found.calls
         ):
             return "NCCL's trace does not say between which stages a message went: waiting would pass for communication"
         return found
@@ -187,8 +188,9 @@ def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any
     """The partitions of all ranks, scaled to the timed step."""
     durations = [one.duration / one.steps for one in of_ranks]
     step_seconds = timed or max(durations)
+    of_ranks = [_without_profiler(one, step_seconds) for one in of_ranks]
     #: From seconds of all steps of a rank to seconds of one timed step.
-    scales = [step_seconds / duration / one.steps for one, duration in zip(of_ranks, durations, strict=True)]
+    scales = [step_seconds / one.duration for one in of_ranks]
     waited_for = [
         traffic.waited_for(
             [
@@ -211,6 +213,13 @@ def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any
         "waited_for": [sum(of_steps) for of_steps in zip(*waited_for, strict=True)],
         "waited_for_most": [one.index(max(one)) if max(one) > 0 else None for one in waited_for],
     }
+
+
+def _without_profiler(one: Partition, step_seconds: float) -> Partition:
+    """The same steps without what the profiler took of a host that a GPU waited for: it slows down no kernel."""
+    host = min(one.seconds["host"], max(0.0, one.duration - one.steps * step_seconds))
+    left = one.seconds | {"host": one.seconds["host"] - host}
+    return replace(one, duration=one.duration - host, seconds=left)
 
 
 def _communication(of_ranks: Sequence[Partition], scales: Sequence[float]) -> dict[str, dict[str, float]]:

@@ -102,4 +102,5 @@ def _finished(loop: StepLoop) -> float | None:
     loss = loop.losses[known]
     # On the stream of the steps the copy would wait for them.
     with torch.cuda.stream(torch.cuda.Stream(loss.device)) if loss.is_cuda else nullcontext():
+        loop.clock.follow(known)  # so that a sanitizer sees their order, too
         return loss.item()

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch.distributed as dist
 
 from ptdbench.launch.together import gather
+from ptdbench.measure.events import POINT_TO_POINT, Call
 from ptdbench.measure.phases import Ready
-from ptdbench.measure.trace import POINT_TO_POINT, UPDATE, Call
+from ptdbench.measure.trace import UPDATE
 from ptdbench.parallel.ring import RingAttention
 
 #: A call without its time: what it is, and which of its kind.
@@ -29,8 +30,9 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
         return next(
             (name for name, group in groups.items() if dist.get_process_group_ranks(group) == [*call.ranks]), None
         )
-    if call.group is not None:  # NCCL shortens a long list of ranks
-        return next((name for name, group in groups.items() if group.group_name == call.group), None)
+    named = [name for name, group in groups.items() if group.group_name == call.group]
+    if named or (call.group is not None and call.operation not in POINT_TO_POINT):
+        return next(iter(named), None)  # NCCL shortens a long list of ranks
     if call.operation in POINT_TO_POINT:
         name = "pipeline"
     elif call.operation == "all_to_all" or any(caller.startswith(RingAttention.__name__) for caller in call.within):
@@ -70,7 +72,18 @@ def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: fl
             others = _others(key, calls[number], dist.get_rank(group), called)
             if others:
                 found[number] = _ready(_times(calls[number], ahead), others, ranks, ahead)
-    return found
+    return together(calls, found)
+
+
+def together(calls: Sequence[Call], found: Sequence[Ready]) -> list[Ready]:
+    """Let the messages that one kernel of NCCL carries out begin with the last of them, as it waits for all."""
+    latest: dict[tuple[float, float], Ready] = {}
+    for call, one in zip(calls, found, strict=True):
+        latest[call.start, call.end] = max(latest.get((call.start, call.end), one), one, key=lambda ready: ready.since)
+    return [
+        one if call.held is not None or call.operation not in POINT_TO_POINT else latest[call.start, call.end]
+        for call, one in zip(calls, found, strict=True)
+    ]
 
 
 def _times(call: Call, ahead: float) -> _Times:
@@ -88,13 +101,13 @@ def _ready(mine: _Times, others: Mapping[int, _Times], ranks: Sequence[int], ahe
 def _keys(calls: Sequence[Call], rank: int) -> Iterator[_Key]:
     """A name for each call that its counterparts on other ranks have, too: collective operations come in one order.
 
-    A message is named by what sends it: the rank is in the name, as the order between one pair of ranks is fixed.
+    A message is named by what sends it, and by its communicator, as the order between a pair of ranks is fixed in each.
     """
     counts = Counter[tuple[str, int]]()
     for call in calls:
         if call.operation in POINT_TO_POINT and call.peer is not None:
             sender, receiver = (rank, call.peer) if call.operation == "send" else (call.peer, rank)
-            kind = (f"{sender} to {receiver}", 0)
+            kind = (f"{call.group or ''} {sender} to {receiver}", 0)
         else:
             kind = (call.operation, call.bytes)
         counts[kind] += 1

@@ -13,6 +13,7 @@ import torch
 
 from ptdbench.data.feed import Feed
 from ptdbench.job import Job, Outcome
+from ptdbench.launch import rendezvous
 from ptdbench.launch.stop_signal import StopSignal
 from ptdbench.launch.together import barrier, most
 from ptdbench.measure import memory
@@ -169,6 +170,7 @@ def assemble(job: Job) -> StepLoop:
     mesh = Mesh(training.layout.dims, job.spec.device_type)
     engine = training.engine(mesh, job.device)
     engine.module.train()
+    rendezvous.be_patient(rendezvous.patience_for(job.spec.config.general.timeout_minutes))
     update = Update(
         engine,
         engine.optimizer(training.optimizer),

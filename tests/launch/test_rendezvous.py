@@ -240,6 +240,11 @@ def test_export_changes_nothing_under_torchrun_and_leads_to_the_same_place_elsew
     assert discover(environ) == world
 
 
+@pytest.mark.parametrize(("minutes", "waits"), [(None, 24 * 60), (10, 60), (60, 210)])
+def test_ranks_wait_longer_for_each_other_than_the_watchdog_waits_for_them(minutes, waits):
+    assert rendezvous.patience_for(minutes).total_seconds() == 60 * waits
+
+
 @pytest.mark.parametrize(("backend", "bound"), [("gloo", None), ("nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cuda:1")])
 def test_only_groups_of_nccl_are_bound_to_a_device(monkeypatch, backend, bound):
     """Groups of gloo that are bound to a GPU cannot be split, and torch 2.11 tries to."""

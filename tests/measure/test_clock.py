@@ -69,20 +69,37 @@ class Event:
         Event.device_now += 250  # milliseconds of work queued since the last event
         self.queued_at = Event.device_now
 
-    def query(self) -> bool:
-        return self.queued_at is not None and self.queued_at <= Event.reached
-
     def elapsed_time(self, end: Event) -> float:
         assert self.queued_at is not None
         assert end.queued_at is not None
         return end.queued_at - self.queued_at
 
 
-def test_a_gpu_is_asked_without_waiting_and_answers_in_seconds(monkeypatch):
-    waited = []
+class Count:
+    """Stands for the count that a GPU writes: what was marked up to where it is."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[float, int]] = []
+
+    def mark(self, number: int) -> None:
+        self.marks.append((Event.device_now, number))
+
+    def number(self) -> int:
+        return max((number for at, number in self.marks if at <= Event.reached), default=0)
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> clock.DeviceClock:
+    """A clock of a GPU that a test moves."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(clock, "DeviceCount", Count)
+    Event.device_now, Event.reached = 0.0, 0.0
+    return clock.DeviceClock()
+
+
+def test_a_gpu_is_asked_without_waiting_and_answers_in_seconds(monkeypatch, gpu):
+    waited, device = [], gpu
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
-    device, Event.device_now, Event.reached = clock.DeviceClock(), 0.0, 0.0
     for _ in range(2):
         device.start()
         device.stop()
@@ -95,31 +112,16 @@ def test_a_gpu_is_asked_without_waiting_and_answers_in_seconds(monkeypatch):
     assert waited
 
 
-def test_a_step_that_is_under_way_is_not_finished(monkeypatch):
-    """Although CUDA says of an event that was never recorded that it is passed."""
-
-    class Unrecorded(Event):
-        def query(self) -> bool:
-            return self.queued_at is None or super().query()
-
-    monkeypatch.setattr(torch.cuda, "Event", Unrecorded)
-    device, Event.device_now, Event.reached = clock.DeviceClock(), 0.0, 1e9
-    device.start()
-    assert (device.over(0), device.finished()) == (False, 0)
-    device.stop()
-    assert (device.over(0), device.finished()) == (True, 1)
-
-
-def test_finished_steps_are_counted_anew_when_they_are_forgotten(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    device, Event.device_now, Event.reached = clock.DeviceClock(), 0.0, 1e9
-    for _ in range(3):
+def test_finished_steps_are_counted_anew_when_they_are_forgotten(gpu):
+    device, Event.reached = gpu, 1e9
+    for done in range(3):
         device.start()
+        assert (device.over(done), device.finished()) == (False, done), "a step that is under way"
         device.stop()
     assert device.finished() == 3
     device.forget()
     assert device.finished() == 0
-    Event.reached = 0.0
+    Event.reached = Event.device_now
     device.start()
     device.stop()
     assert device.finished() == 0

@@ -1,8 +1,9 @@
 import pytest
 
+from ptdbench.measure.events import Call
 from ptdbench.measure.parts import PHASES
 from ptdbench.measure.phases import Ready, partition
-from ptdbench.measure.trace import Call, Trace
+from ptdbench.measure.trace import Trace
 
 
 def made(waits, calls, phases=None, steps=((0.0, 10.0),)):
@@ -14,8 +15,8 @@ def test_the_phases_add_up_to_the_step():
     found = partition(made([(6.0, 8.0)], [Call("all_reduce", 8, 5.0, 7.5)], phases), [Ready(5.0)])
     assert list(found.seconds) == list(PHASES)
     assert found.seconds == {
-        "data": 1, "forward": 2, "backward": 3, "communication": 2, "stragglers": 0, "bubble": 0, "optimizer": 1,
-        "other": 1,
+        "data": 1, "forward": 2, "backward": 3, "communication": 2, "stragglers": 0, "bubble": 0, "host": 0,
+        "optimizer": 1, "other": 1,
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 import pytest
 
+from ptdbench.measure import events as of_traces
 from ptdbench.measure import trace
 from tests.measure.made_trace import EPOCH, called, event, label, milliseconds, sent, step, write
 
@@ -119,10 +120,43 @@ def test_on_a_gpu_kernels_belong_to_the_phase_that_launched_them(read):
         kernel("ncclDevKernel_AllGather_RING_LL(...)", 3, 5, 4, **collective),
     ]  # fmt: skip
     found = read(*step(0, 1, 3, 10), *events, device="cuda")
-    assert phases(found) == {"data": [], "forward": [(0, 4)], "backward": [(5, 8)], "optimizer": [(8, 9)]}
+    assert phases(found) == {
+        "data": [(0, 1)], "forward": [(2, 4)], "backward": [(6, 8)], "optimizer": [(8.5, 9)],
+        "host": [(1, 2), (5, 6), (8, 8.5)],
+    }  # fmt: skip
     assert milliseconds(found.waits) == [(4, 5)]
     (call,) = found.calls
     assert (call.operation, call.bytes, call.ranks) == ("all_gather", 20, (0, 1))
+
+
+def test_each_of_the_messages_that_nccl_sends_together_is_seen(read):
+    """Their kernel starts when their group ends, and has no facts: torch wrote them on the host before."""
+
+    def recorded(name, start, end, **facts):
+        known = {"Collective name": name, "dtype": "Float", "In msg nelems": 6, "Process Group Ranks": "[2, 3, 5]"}
+        return event("record_param_comms", start, end, **known, **facts)
+
+    def grouped(name, start, end):
+        return event(name, start, end, "user_annotation")
+
+    def kernel(start, end, number, **facts):
+        return event("ncclDevKernel_SendRecv(...)", start, end, "kernel", 5, correlation=number, **facts)
+
+    alone = {"Collective name": "send", "In msg nelems": 3, "Process Group Ranks": "[2, 3, 5]", "Dst Rank": 3}
+    happened = [
+        event("gemm", 1, 2, "kernel", 5),
+        recorded("send", 1, 1.5, **{"Dst Rank": 3}), grouped("nccl:send 0->1", 1.1, 1.4),
+        event("cudaLaunchKernel", 1.2, 1.3, "cuda_runtime", correlation=1), kernel(2, 3, 1, **alone),
+        recorded("wait", 1.6, 1.7),
+        recorded("send", 2, 2.1, **{"Dst Rank": 5}), recorded("recv", 2.2, 2.3, **{"Src Rank": 2}),
+        grouped("nccl:coalesced", 2.4, 2.8),
+        event("cudaLaunchKernel", 2.5, 2.6, "cuda_runtime", correlation=2), kernel(4, 6, 2),
+    ]  # fmt: skip
+    found = [
+        (call.operation, call.bytes, call.peer, *milliseconds([(call.start, call.end)]))
+        for call in read(*step(0, 1, 8, 10), *happened, device="cuda").calls
+    ]
+    assert found == [("send", 3, 1, (2, 3)), ("send", 24, 2, (4, 6)), ("recv", 24, 0, (4, 6))]
 
 
 def test_what_follows_the_backward_pass_is_no_wait(read):
@@ -173,7 +207,7 @@ def test_a_trace_that_shows_no_phases_is_refused(read, events, device, message):
 
 
 def test_a_trace_that_is_too_large_is_not_read(read, monkeypatch):
-    monkeypatch.setattr(trace, "MOST_BYTES", 100)
+    monkeypatch.setattr(of_traces, "MOST_BYTES", 100)
     with pytest.raises(ValueError, match=r"at most 100 are read; try profile\.steps=1"):
         read(*step(0, 1, 3, 10))
 

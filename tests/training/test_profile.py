@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from ptdbench.data.feed import Feed
 from ptdbench.measure import trace
+from ptdbench.measure.events import Call
 from ptdbench.measure.intervals import Interval, intersect, length, union
 from ptdbench.measure.parts import PHASES
 from ptdbench.measure.phases import Partition, Ready, divided, partition
@@ -26,7 +27,7 @@ from ptdbench.parallel import apply, ring
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.pipeline.stage import Stage
 from ptdbench.records import schema
-from ptdbench.training import profile
+from ptdbench.training import profile, traffic
 from ptdbench.training.update import Update
 from tests.conftest import composed, record_of
 from tests.daily import cases
@@ -343,6 +344,20 @@ def test_the_trace_shows_the_same_exposed_communication_to_another_reader(tmp_pa
 @pytest.mark.parametrize(("timed", "count"), [(0.1, 5), (None, 5), (25.0, 2), (100.0, 1)])
 def test_as_many_steps_are_profiled_as_fit_into_a_minute(timed, count):
     assert profile._count(5, timed) == count
+
+
+@pytest.mark.parametrize(("timed", "host", "duration"), [(9.0, 4, 18), (5.0, 0, 14), (11.0, 6, 20)])
+def test_what_the_profiler_takes_is_the_hosts_that_a_gpu_waits_for(timed, host, duration):
+    """Two steps of 10 s, of which the GPU waited 6 s: no kernel was slower than in a timed step."""
+    of_rank = Partition(2, 20.0, {"forward": 14.0, "host": 6.0}, {}, [])
+    left = profile._without_profiler(of_rank, timed)
+    assert (left.duration, left.seconds) == (duration, {"forward": 14.0, "host": host})
+
+
+def test_messages_of_one_kernel_of_nccl_begin_with_the_last_of_them():
+    calls = [Call("send", 8, 1.0, 6.0, peer=0), Call("recv", 8, 1.0, 6.0, peer=2), Call("send", 8, 7.0, 8.0, peer=0)]
+    of_each = [Ready(1.0), Ready(5.0, last=2), Ready(7.0)]
+    assert traffic.together(calls, of_each) == [Ready(5.0, last=2), Ready(5.0, last=2), Ready(7.0)]
 
 
 def run_broken(configuration: Any, directory: Path, name: str, error: Exception) -> None:

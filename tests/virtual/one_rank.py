@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from ptdbench.measure import clock
 from tests.virtual.calls import resident
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -117,6 +118,22 @@ def products() -> list[str]:
     return [event.name for event in seen.events() if "gemm" in event.name]
 
 
+def counted() -> list[int]:
+    """Steps that a clock takes for finished, without a question to CUDA."""
+    steps, found = clock.for_device(torch.device("cuda")), []
+    for _ in range(3):
+        steps.start()
+        torch.ones(100, device="cuda").sum()
+        steps.stop()
+    torch.cuda.synchronize()
+    asked, torch.cuda.Event.query = torch.cuda.Event.query, None
+    found.append(steps.finished())
+    steps.forget()
+    found.append(steps.finished())
+    torch.cuda.Event.query = asked
+    return found
+
+
 def unanswered() -> str:
     """The error of an operation that nothing answers, a decomposition by cuSOLVER."""
     try:
@@ -127,5 +144,5 @@ def unanswered() -> str:
 
 
 if __name__ == "__main__":
-    asked = (device, allocator, expandable, out_of_memory, steps, garbage, profiled, products, unanswered)
+    asked = (device, allocator, expandable, out_of_memory, steps, garbage, profiled, products, counted, unanswered)
     print(json.dumps({ask.__name__: ask() for ask in asked}))

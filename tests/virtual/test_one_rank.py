@@ -67,6 +67,10 @@ def test_products_of_all_types_have_their_sizes(answers):
     assert answers["products"] == [*plain, "virtual_gemm_bf16 m4 n2 k3 b1", "virtual_gemm_f8 m64 n64 k32 b1"]
 
 
+def test_the_device_counts_its_steps_without_being_asked(answers):
+    assert answers["counted"] == [3, 0]
+
+
 def test_an_operation_that_nothing_answers_is_an_error_that_names_the_call(answers):
     assert "cusolver" in answers["unanswered"]
     assert "virtual GPU: nothing answers cusolverDnCreate" in answers["errors"]

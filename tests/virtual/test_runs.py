@@ -123,6 +123,22 @@ def test_ranks_alone_take_what_they_take_among_all(start: Start, environ, tmp_pa
         assert counts == [every["kernels"][kind][0], every["kernels"][kind][3]]
 
 
+def test_a_pipeline_has_phases_and_messages_as_by_formula(start: Start, environ, tmp_path):
+    """1f1b sends and receives together, as tied weights are: NCCL's kernel says of neither what it was."""
+    words = ("parallel=pdp", "model.layers=4", "virtual=h100", "virtual.real_time=true", "profile.trace=true")
+    done = train(environ, tmp_path, *SMALL, *words, "parallel.pipeline=2", "cluster.ranks_per_node=4")
+    assert done.returncode == 0, done.stderr
+    (path,) = outputs(tmp_path)
+    record = json.loads((path / "record.json").read_text())
+    assert record["phases"]["reason"] is None
+    for sent in (record["virtual"]["messages"], record["phases"]["communication"]):
+        assert {"send", "recv", "all_reduce"} == {*sent}
+        assert all(one["bytes"] == one["formula_bytes"] > 0 for one in sent.values())
+    assert min(record["phases"]["ranks"]["host"]) > 0
+    assert (path / "trace.json.gz").exists()
+    assert "Warning" not in done.stderr
+
+
 @pytest.mark.thorough
 def test_layouts_run_in_other_formats(start: Start, environ, tmp_path):
     done = train(environ, tmp_path, "-m", *SMALL, "parallel=tp,pdp", "virtual=h100", "precision=fp16,tf32")

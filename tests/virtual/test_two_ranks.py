@@ -36,5 +36,10 @@ def test_fsdp_holds_shards_of_parameters_and_gradients(answers):
     assert [rank["sharded"] for rank in answers] == [2 * halves, 2 * halves]
 
 
+def test_all_groups_are_as_patient_as_the_watchdog_and_more(answers):
+    """Three times 20 minutes for a first step, and half an hour: torch gives groups of a mesh 10 minutes."""
+    assert [rank["patience"] for rank in answers] == [[10, 90, 90]] * 2
+
+
 def test_nothing_is_said_on_the_way(answers):
     assert [line for rank in answers for line in rank["errors"].splitlines() if "virtual" in line] == []

@@ -15,8 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+from ptdbench.launch import rendezvous
 
 
 def held() -> int:
@@ -74,13 +77,26 @@ def sharded(rank: int) -> int:
     return held() - before
 
 
+def patience(rank: int) -> list[float]:
+    """Minutes that a group waits: one of a mesh as torch makes it, the default one and that of the mesh afterwards."""
+    mesh = init_device_mesh("cuda", (1, 2), mesh_dim_names=("one", "both"))["one"].get_group()
+
+    def minutes(group: dist.ProcessGroup | None) -> float:
+        chosen = group or dist.distributed_c10d._get_default_group()
+        return chosen._get_backend(torch.device("cuda")).options._timeout.total_seconds() / 60  # type: ignore[attr-defined]
+
+    found = [minutes(mesh)]
+    rendezvous.be_patient(rendezvous.patience_for(20))
+    return [*found, minutes(None), minutes(mesh)]
+
+
 def main(rank: int, meeting: Path) -> None:
     """Meet the other rank over a file, and ask."""
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl", init_method=meeting.as_uri(), rank=rank, world_size=2, device_id=torch.device("cuda", rank)
     )
-    answers = {ask.__name__: ask(rank) for ask in (objects, numbers, sharded, replicated)}
+    answers = {ask.__name__: ask(rank) for ask in (objects, numbers, sharded, replicated, patience)}
     dist.destroy_process_group()
     print(json.dumps(answers))
 

@@ -19,6 +19,7 @@ from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine, Part, Scale, norm_of
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline import lone, shared
+from ptdbench.parallel.pipeline.links import open_links
 from ptdbench.parallel.pipeline.schedules import Schedule
 from ptdbench.parallel.pipeline.stage import Cut, Stage, cut
 from ptdbench.parallel.precision import DTYPES
@@ -86,6 +87,7 @@ class Pipelined(Engine):
     Attributes:
         before: What arrives at a stage of this number for the inputs of a micro-batch, where the stage before it is not
             there to say it.
+        links: What messages between stages go through, see :func:`ptdbench.parallel.pipeline.links.open_links`.
     """
 
     before: Callable[[int, Tensor], Tensor] | None = None
@@ -123,6 +125,7 @@ class Pipelined(Engine):
         self._layout = layout
         self._group = group
         self._device = device
+        self.links = open_links(group, device)
         self._stages = {
             number: (_Linked if together.are_all_there() else lone.LoneStage)(
                 part.module, number, len(where.stages), device, group=group
