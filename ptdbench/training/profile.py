@@ -216,7 +216,7 @@ def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any
 def _without_profiler(one: Partition, step_seconds: float) -> Partition:
     """The same steps without what the profiler took of a host that a GPU waited for: it slows down no kernel."""
     host = min(one.seconds["host"], max(0.0, one.duration - one.steps * step_seconds))
-    left = one.seconds | {"host": one.seconds["host"] - host}
+    left = {**one.seconds, "host": one.seconds["host"] - host}
     return replace(one, duration=one.duration - host, seconds=left)
 
 
