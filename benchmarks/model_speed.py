@@ -28,7 +28,7 @@ import yaml
 from rivals import RIVALS
 from torch import Tensor
 
-from ptdbench.measure.memory import peak_bytes
+from ptdbench.measure.memory import peak_bytes, release
 from ptdbench.measure.statistics import median_interval
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.setup import config, run_spec
@@ -70,7 +70,9 @@ def main() -> None:
         )
     found = {}
     for mode in options.modes:
-        found[mode] = _times(options, mode) | _memory(options, mode)
+        # Memory first: a fresh process needs all of a GPU that two models in this one would have taken.
+        found[mode] = _memory(options, mode) | _times(options, mode)
+        release(options.device)
         if not options.json:
             print(_shown(mode, options.against, found[mode]), flush=True)
     if options.json:

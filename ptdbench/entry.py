@@ -54,6 +54,8 @@ def guarded(work: Callable[[], int]) -> NoReturn:
     """Do work that carries out runs, and end with its exit status, or with that of the signal or the error it met."""
     try:
         local.stop_on_signals()
+        if discover(os.environ) is None:
+            settings.leave_sanitizer_to_ranks(os.environ)
         sys.exit(work())
     except ConfigError as error:
         if is_first_rank(os.environ) or type(error) is not ConfigError:  # what only this rank may know

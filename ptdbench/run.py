@@ -90,6 +90,7 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
     world = discover(os.environ)
     if world:
         settings.let_segments_grow(os.environ)
+        settings.log_errors_only(os.environ)
     attempt = Attempt(directory, rendezvous.launch_name(world) if world else uuid.uuid4().hex)
     watch = Stopwatch(time.time() if world is None or _RUNS else psutil.Process().create_time())
     _RUNS.append(directory)
@@ -171,6 +172,8 @@ def _as_rank(
         signal.signal(getattr(signal, number), signal.SIG_DFL)
     os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
     settings.let_segments_grow(os.environ)
+    settings.log_errors_only(os.environ)
+    settings.enable_sanitizer(os.environ)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody but these ranks has to reach them
     world = discover(os.environ)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
-from pathlib import PurePosixPath
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
 
 #: How their names begin: of torch and its compiler, of the libraries below it, of communication
 #: and threads, and the container.
@@ -23,6 +24,12 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 #: The variables that torch reads the allocator's options from, in this order in torch 2.11 to 2.15, when it first
 #: allocates. The second is that of ROCm.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+#: What torch reads when it is imported, and what stands for it until a rank is there.
+_SANITIZER, _HIDDEN = "TORCH_CUDA_SANITIZER", "PTDBENCH_CUDA_SANITIZER"
+
+#: The number of errors for torch's C++, as glog counts.
+_ERROR = 2
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
@@ -47,6 +54,41 @@ def let_segments_grow(environ: MutableMapping[str, str]) -> None:
     supported = sys.platform == "linux" and torch.version.hip is None and torch.cuda.device_count() > 0
     if supported and not any(name in environ for name in _ALLOCATOR):
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def leave_sanitizer_to_ranks(environ: MutableMapping[str, str]) -> None:
+    """Hide that torch's sanitizer is asked for: with it every operation, also on the CPU, uses CUDA.
+
+    The process that starts ranks has no business there, nor has the fork server, whose forks could not use CUDA then.
+    Call this before torch is imported.
+    """
+    if _SANITIZER in environ:
+        environ[_HIDDEN] = environ.pop(_SANITIZER)
+
+
+def enable_sanitizer(environ: MutableMapping[str, str]) -> None:
+    """Look for races on the device, if a person asks for it, as torch does when it is imported."""
+    if _HIDDEN not in environ:
+        return
+    environ[_SANITIZER] = environ.pop(_HIDDEN)
+    from torch.cuda._sanitizer import enable_cuda_sanitizer
+
+    enable_cuda_sanitizer()
+
+
+def log_errors_only(environ: Mapping[str, str]) -> None:
+    """Let torch's C++ log errors only, where a person has not set ``TORCH_CPP_LOG_LEVEL``.
+
+    What it warns of is no news, and stands in the middle of what is shown live: that messages between two stages keep
+    their order, that memory is at its end, that a block is older than the profiler.
+    """
+    import torch
+
+    if "TORCH_CPP_LOG_LEVEL" in environ:
+        return
+    with suppress(OSError, ValueError):  # another platform, or another name in another version: then it warns
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
+        ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = _ERROR
 
 
 def here() -> dict[str, str]:

@@ -220,10 +220,7 @@ class Watchdog:
 
     def _finished(self) -> int | None:
         """The steps that are over; asks the device from the first one on."""
-        if self._step is not None and self._device:
-            with suppress(RuntimeError):  # the device has failed, which the main thread will see
-                return self._device()
-        return self._step
+        return self._device() if self._step is not None and self._device else self._step
 
     def _allowed(self) -> float:
         if self._seen_phase:

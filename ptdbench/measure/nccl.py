@@ -15,6 +15,10 @@ from typing import Any
 
 from ptdbench.measure.events import BYTES, Call, Event, launches_of, operation_of
 
+#: Bytes of a GPU that the buffers of a communicator take, an estimate: ``NCCL_BUFFSIZE`` is 4 MiB by NCCL's
+#: documentation, for each neighbor and channel; a ring has two neighbors, and up to 32 channels over NVLink.
+NCCL_BUFFERS = 2 * 32 * (4 << 20)
+
 _NAME = "Collective name"
 _RECORDED, _TOGETHER = "record_param_comms", "nccl:coalesced"
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +15,6 @@ from ptdbench.measure.trace import WAITING
 
 #: Above the level of errors, one of which is that a machine without a GPU has none.
 _SILENT = "99"
-
-#: glog's number of errors.
-_ERROR = 2
 
 #: Operations in the table.
 _ROWS = 40
@@ -38,26 +33,10 @@ def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     on_gpu = "cuda" if device.type == "cuda" else None
     watching = profile(use_device=on_gpu, record_shapes=True, use_kineto=True, profile_memory=memory)
-    with labelled_waits(), _without_warnings() if memory else nullcontext(), watching as taken:
+    with labelled_waits(), watching as taken:
         yield taken
         if on_gpu:
             torch.cuda.synchronize(device)
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Let C++ log errors only: torch warns of blocks that are older than the profiler and are freed now."""
-    try:
-        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
-        level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
-    except (OSError, ValueError):  # another platform, or another name in another version: then it warns
-        yield
-        return
-    before, level.value = level.value, max(level.value, _ERROR)
-    try:
-        yield
-    finally:
-        level.value = before
 
 
 def operations(taken: profile) -> str:

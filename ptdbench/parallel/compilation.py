@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
@@ -16,6 +17,9 @@ from ptdbench.problems import ConfigError, Problem
 #: ``layers``: a graph for each layer, and for each other part of a model that is a chain. ``whole``: one graph for the
 #: model, or for each stage of a pipeline. ``autotune``: as ``layers``, with kernels chosen by timing.
 Compile = Literal[False, "layers", "whole", "autotune"]
+
+#: What a person sets to have a number of processes that compile.
+_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 #: Graphs that a run may need of one kind of part: training and evaluation, a smaller last batch, and outputs without a
 #: loss, each with inputs that need a gradient or not.
@@ -37,6 +41,10 @@ def start_afresh(how: Compile) -> None:
         config.recompile_limit = VARIANTS
         # Under DDP torch would cut each graph again where a bucket of gradients is full. Parts are the boundaries.
         config.optimize_ddp = False
+        if _THREADS not in os.environ:  # torch takes all cores of the node in each of its ranks
+            from torch._inductor import config as of_inductor
+
+            of_inductor.compile_threads = min(32, torch.get_num_threads())
 
 
 def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module], how: Compile) -> None:

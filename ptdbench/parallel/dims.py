@@ -133,6 +133,13 @@ class Dims(Degrees[int]):
         """Copies of the model, sharded or not."""
         return math.prod(getattr(self, name) for name in self.copied())
 
+    @property
+    def communicators(self) -> int:
+        """NCCL's communicators of a rank: of all ranks, of each degree that is not all of them, two between stages."""
+        sizes = [getattr(self, name) for name in self.order()]
+        between_stages = 2 * (self.pipeline > 1)
+        return (self.world_size > 1) + sum(1 < size < self.world_size for size in sizes) + between_stages
+
     def stage(self, rank: int) -> int:
         """The position of a rank in its pipeline, by the order of the mesh."""
         order = self.order()

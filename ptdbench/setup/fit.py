@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ptdbench.measure.host_memory import host_memory
+from ptdbench.measure.nccl import NCCL_BUFFERS
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel.dims import Dims
@@ -60,15 +61,30 @@ def on_host(ranks: int, reserve: float, running: bool) -> Room:
     return Room(max(size - kept, 0), ranks, "this machine", "such machines", origin)
 
 
-def on_gpu(device: torch.device) -> Room:
-    """The memory of a rank's GPU; initializes CUDA."""
-    properties = torch.cuda.get_device_properties(device)
-    return Room(properties.total_memory, 1, "its GPU", "such GPUs", properties.name)
+def on_gpu(device: torch.device, reserve: float, communicators: int) -> Room:
+    """The memory of a rank's GPU; initializes CUDA, whose context is what is not free then.
+
+    Args:
+        device: The GPU.
+        reserve: The part of its memory that is left.
+        communicators: NCCL's, see :attr:`ptdbench.parallel.dims.Dims.communicators`.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device)  # by the run before, which makes room for this one
+    return _on_gpu(free, total, reserve, communicators, torch.cuda.get_device_properties(device).name)
 
 
-def on_virtual(gpu: Device) -> Room:
+def on_virtual(gpu: Device, reserve: float, communicators: int) -> Room:
     """The memory of a rank's GPU that is not there."""
-    return Room(gpu.memory, 1, "its GPU", "such GPUs", f"virtual {gpu.name}")
+    return _on_gpu(gpu.memory - gpu.context, gpu.memory, reserve, communicators, f"virtual {gpu.name}")
+
+
+def _on_gpu(free: int, total: int, reserve: float, communicators: int, name: str) -> Room:
+    kept, buffers = int(reserve * total), communicators * NCCL_BUFFERS
+    taken = [f"of {gib_text(total)} {gib_text(free)} are free"]
+    taken += [f"NCCL takes about {gib_text(buffers)}"] if buffers else []
+    origin = f"{name}: {', '.join([*taken, f'memory_reserve={reserve:g} keeps {gib_text(kept)}'])}"
+    return Room(max(0, free - kept - buffers), 1, "its GPU", "such GPUs", origin)
 
 
 def in_job(cluster: Slurm, ranks: int) -> Room | None:

@@ -213,9 +213,9 @@ def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False)
     elif on_host:
         room = fit.on_host(ranks, reserve, running=world is not None)
     elif spec.virtual:
-        room = fit.on_virtual(spec.virtual.gpu)
+        room = fit.on_virtual(spec.virtual.gpu, reserve, spec.training.layout.dims.communicators)
     elif world:
-        room = fit.on_gpu(spec.device(world.local_rank))
+        room = fit.on_gpu(spec.device(world.local_rank), reserve, spec.training.layout.dims.communicators)
     return fit.check(spec.training, room) if room else None
 
 

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from ptdbench.launch.settings import let_segments_grow, settings
+from ptdbench.launch.settings import (
+    leave_sanitizer_to_ranks,
+    let_segments_grow,
+    log_errors_only,
+    settings,
+)
 
 
 def test_what_changes_results_or_speed_is_told():
@@ -45,6 +52,27 @@ def test_segments_grow_where_they_can_and_nobody_has_said_otherwise(monkeypatch)
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, value)
             assert grown({}) == {}
+
+
+def test_the_sanitizer_is_for_ranks_and_not_for_what_starts_them():
+    environ = {"TORCH_CUDA_SANITIZER": "1"}
+    leave_sanitizer_to_ranks(environ)
+    assert "TORCH_CUDA_SANITIZER" not in environ
+    assert list(environ.values()) == ["1"]
+
+
+def test_torchs_cpp_warns_only_where_a_person_asks_for_it():
+    level = ctypes.c_int.in_dll(
+        ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so")), "FLAGS_caffe2_log_level"
+    )
+    before, level.value = level.value, 1
+    try:
+        log_errors_only({"TORCH_CPP_LOG_LEVEL": "WARNING"})
+        assert level.value == 1
+        log_errors_only({})
+        assert level.value == 2
+    finally:
+        level.value = before
 
 
 @pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="this torch does not tell")

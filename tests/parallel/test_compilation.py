@@ -71,6 +71,21 @@ def compiled(model: Any, how: Compile = "layers") -> Any:
     return model
 
 
+def test_as_many_processes_compile_as_the_rank_has_threads(monkeypatch):
+    """Not as many as the node has cores, once more for each of its ranks."""
+    from torch._inductor import config
+
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.setattr(config, "compile_threads", 7)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    start_afresh("layers")
+    assert config.compile_threads == 3
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    start_afresh("layers")
+    assert config.compile_threads == 3
+
+
 def tokens(batch: int = 2) -> Tensor:
     return torch.arange(batch * 6).reshape(batch, 6) % 20
 

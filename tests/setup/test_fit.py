@@ -9,6 +9,7 @@ import torch
 
 from ptdbench.launch.world import World
 from ptdbench.measure.host_memory import HostMemory
+from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, fit, run_spec
 from tests.conftest import composed
@@ -138,13 +139,31 @@ def test_what_is_offloaded_is_compared_with_the_memory_of_the_machine(host):
 
 
 def test_a_gpu_is_asked_for_its_memory(monkeypatch):
-    properties = SimpleNamespace(name="NVIDIA L4", total_memory=GIB)
+    properties = SimpleNamespace(name="NVIDIA L4", total_memory=2 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 2 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB // 2)
     spec = run_spec.specify(config.read(composed(*SMALL)), World(0, 2, 0, 2, "torchrun"))
     assert spec.training
     with pytest.raises(ConfigError) as caught:
-        fit.check(spec.training, fit.on_gpu(torch.device("cuda", 0)))
+        fit.check(spec.training, fit.on_gpu(torch.device("cuda", 0), 0.1, communicators=2))
     assert str(caught.value) == (
-        "model=gpt_small: weights, gradients and optimizer state take 1.9 GiB a rank, and its GPU has 1.0 GiB for it "
-        "(NVIDIA L4); try parallel=fsdp on at least 2 such GPUs"
+        "model=gpt_small: weights, gradients and optimizer state take 1.9 GiB a rank, and its GPU has 0.8 GiB for it "
+        "(NVIDIA L4: of 2.0 GiB 1.5 GiB are free, NCCL takes about 0.5 GiB, memory_reserve=0.1 keeps 0.2 GiB); "
+        "try parallel=fsdp on at least 3 such GPUs"
     )
+
+
+@pytest.mark.parametrize(
+    ("degrees", "communicators"),
+    [({}, 0), ({"replicate": 8}, 1), ({"replicate": 2, "shard": 4}, 3), ({"pipeline": 4}, 3)],
+)
+def test_communicators_are_those_of_all_ranks_of_degrees_and_between_stages(degrees, communicators):
+    assert Dims(**degrees).communicators == communicators
+
+
+def test_a_virtual_gpu_lacks_what_a_real_one_would():
+    spec = run_spec.specify(config.read(composed(*SMALL[:2], "virtual=h100", "cluster.ranks_per_node=1")), None)
+    assert spec.virtual
+    gpu = spec.virtual.gpu
+    assert fit.on_virtual(gpu, 0.25, 0).size == gpu.memory - gpu.context - gpu.memory // 4

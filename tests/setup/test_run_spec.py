@@ -382,7 +382,7 @@ class TestVirtual:
 
     def test_its_memory_is_that_of_the_gpu(self):
         read = config.read(composed("model=gpt_13b", "parallel=single", "virtual=a100"))
-        with pytest.raises(ConfigError, match=r"its GPU has 79\.2 GiB for it \(virtual NVIDIA A100-SXM4-80GB\)"):
+        with pytest.raises(ConfigError, match=r"its GPU has 70\.9 GiB for it \(virtual NVIDIA A100-SXM4-80GB: of 79"):
             run_spec.summarize(read, None)
 
     def test_its_ranks_are_started_by_nobody_else(self):

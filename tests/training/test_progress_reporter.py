@@ -30,7 +30,8 @@ class Rank:
     def __init__(self, wall: SimpleNamespace, store: Any, rank: int = 0, pipeline: int = 1, steps: int = 3) -> None:
         self.losses: list[torch.Tensor] = []
         self.done, self.finished = 0, 0
-        self.clock = SimpleNamespace(over=lambda step: step < self.finished)
+        self.followed: list[int] = []
+        self.clock = SimpleNamespace(over=lambda step: step < self.finished, follow=self.followed.append)
         self.engine, self.replica = SimpleNamespace(owns_loss=rank == pipeline - 1), 0
         self.err = io.StringIO()
         heading = Heading("toy pdp") if rank == 0 else None
@@ -92,6 +93,7 @@ def test_a_loss_that_is_not_finished_is_not_waited_for_and_the_last_stays_when_s
         assert last_loss(alone.report([3.0, 2.5], 4, finished=finished)) == expected
     wall.now = 240.0
     assert last_loss(alone.report([], 4, drained=2)) == "2.5000"
+    assert alone.followed == [0, 1], "the stream that copies a loss is ordered after its step, for sanitizers too"
 
 
 def test_the_loss_of_the_last_stage_is_shown(wall):

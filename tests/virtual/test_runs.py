@@ -136,7 +136,18 @@ def test_a_pipeline_has_phases_and_messages_as_by_formula(start: Start, environ,
         assert all(one["bytes"] == one["formula_bytes"] > 0 for one in sent.values())
     assert min(record["phases"]["ranks"]["host"]) > 0
     assert (path / "trace.json.gz").exists()
+    assert record["phases"]["stage_links"] == "directions"
     assert "Warning" not in done.stderr
+
+
+@pytest.mark.thorough
+def test_torchs_sanitizer_finds_no_races(start: Start, environ, tmp_path):
+    """With its variable torch uses CUDA on import: neither what starts ranks nor their server may have it."""
+    words = ("-m", *SMALL, "parallel=ddp,fsdp", "virtual=h100", "train.clip_norm=1")
+    done = train({**environ, "TORCH_CUDA_SANITIZER": "1"}, tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    for record in records_of(tmp_path):
+        assert record["environment"]["settings"]["TORCH_CUDA_SANITIZER"] == "1"
 
 
 @pytest.mark.thorough
