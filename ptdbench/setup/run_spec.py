@@ -156,10 +156,6 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
 def place(config: Config, size: int) -> Place:
     """Where the local ranks of a run take themselves to be.
 
-    Args:
-        config: Its configuration.
-        size: How many ranks it has.
-
     Raises:
         ConfigError: Virtual GPUs cannot be built here.
     """
