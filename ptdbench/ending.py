@@ -117,7 +117,7 @@ def report(world: World, attempt: Attempt, error: BaseException) -> None:
         cause = _conclude(world, attempt, own)
     if not launcher.has_parent and cause.rank == world.rank:
         say(f"rank {world.rank}: {described.traceback}", sys.stderr)  # rank 0 may not come to tell it
-    if launcher.has_step and world.rank in (cause.rank, _first_to_report(attempt, own)):
+    if launcher.has_step and world.rank in (cause.rank, (failure.read_failures(attempt.failures) or [own])[0].rank):
         # For those whom the loss of a peer does not wake up.
         slurm.end_step(os.environ, after=5 * launcher.linger_seconds)
 
@@ -155,10 +155,6 @@ def _await_reports(world: World, attempt: Attempt, own: failure.Failure) -> None
 
 def _silent(world: World, attempt: Attempt) -> list[int]:
     return sorted(set(range(world.size)) - failure.reporters(attempt.failures))
-
-
-def _first_to_report(attempt: Attempt, own: failure.Failure) -> int:
-    return (failure.read_failures(attempt.failures) or [own])[0].rank
 
 
 def remark(attempt: Attempt, rank: int, message: str) -> None:

@@ -230,12 +230,6 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
 def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | None, runs: Sequence[Request]) -> None:
     """Carry out what was asked for.
 
-    Args:
-        composed: What was asked for.
-        directory: Of the run or the sweep.
-        agenda: That of a sweep; ``None`` for a single run.
-        runs: The runs that were asked for.
-
     Raises:
         ConfigError: The directory cannot be written to, or the sweeper of a search has failed.
     """

@@ -33,6 +33,7 @@ from ptdbench.problems import ConfigError
 from ptdbench.records import failure, lease, ledger, record, store
 from ptdbench.records.cause import root_cause
 from ptdbench.records.owner import Attempt, this_process
+from ptdbench.report import labels
 from ptdbench.report.display import Display
 from ptdbench.report.heading import Heading
 from ptdbench.setup import choices, formats, resume, run_spec, training_spec
@@ -106,7 +107,7 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
             known = spec.summary
         else:
             known = known or run_spec.summarize(config, None)
-        heading = heading or Heading(known.label)
+        heading = heading or Heading(labels.name(record.begin(config.resolved, directory, {}) | dict(known.fields)))
         if known.trains and not world:  # what is wrong with the data shows before anything is started for them
             _prepare_data(config, heading)
     except ConfigError as refused:

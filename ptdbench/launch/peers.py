@@ -41,11 +41,6 @@ class Peer(Struct, frozen=True):
 def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
     """Tell the others who this is, and learn who they are; binds this rank to its share of the node's cores.
 
-    Args:
-        world: This rank's place.
-        device: This rank's device.
-        wanted: Cores of a rank, ``cluster.cpus_per_rank``.
-
     Returns:
         Every rank, in order.
     """

@@ -36,8 +36,8 @@ ENDLESS = timedelta(days=1)
 ARRIVAL = timedelta(minutes=2)
 
 
-#: Those of this process: a thread of NCCL's asks a store until the process ends, and holds none of Python's.
-_MEETINGS: list[dist.Store] = []
+#: Stores of Python's, which torch does not hold, while a thread of NCCL's asks them until the process ends.
+_MEETINGS: list[Answers] = []
 
 
 class NotMet(ConfigError):
@@ -123,8 +123,8 @@ def process_group(
     own = own_store(key)
     meeting = own
     if world.present:
-        meeting, backend = Answers(world.size), _without_peers(backend)
-    _MEETINGS.append(meeting)
+        _MEETINGS.append(Answers(world.size))
+        meeting, backend = _MEETINGS[-1], _without_peers(backend)
     with limited(JOINED):
         dist.init_process_group(
             backend,

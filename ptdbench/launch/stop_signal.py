@@ -53,9 +53,6 @@ class StopSignal:
     def received(self, done: int) -> str | None:
         """Whether to stop now; every rank calls it between two steps and gets the same answer.
 
-        Args:
-            done: Number of finished steps; the same on all ranks.
-
         Returns:
             The name of a signal that some rank received, else ``None``; also if no check is due, which costs one
             comparison of integers.

@@ -194,7 +194,7 @@ class Watchdog:
         while not self._over.wait(self._period):
             now = time.monotonic()
             self._post(now)
-            if self._overdue() and (found := self._judge(now)):
+            if self._mine.patience is not None and self._mine.patience <= 0 and (found := self._judge(now)):
                 self._give_up(*found)
 
     def _post(self, now: float) -> None:
@@ -227,9 +227,6 @@ class Watchdog:
             return TOGETHER
         return self._limit * (FIRST_STEP if self._seen_step is None else 1)
 
-    def _overdue(self) -> bool:
-        return self._mine.patience is not None and self._mine.patience <= 0
-
     def _judge(self, now: float) -> tuple[int, str] | None:
         """Whom to blame and why, or ``None`` while somebody still gets on; asked where this rank does not."""
         if now - self._board.answered > self._quiet:
@@ -241,7 +238,8 @@ class Watchdog:
         for rank, sighting in seen.items():
             state = sighting.state
             gone = state is None or (not state.left and now - sighting.since > self._quiet)
-            if state and not state.left and not gone and _gets_on(state, now - sighting.since):
+            gets_on = state and (state.patience is None or state.patience > now - sighting.since)
+            if state and not state.left and not gone and gets_on:
                 return None
             states[rank] = None if gone else state
         return verdict(states, self._allowed())
@@ -426,10 +424,6 @@ def _doing(peers: Mapping[int, State]) -> str:
 
 def _number(step: int | None) -> int:
     return -1 if step is None else step
-
-
-def _gets_on(state: State, age: float) -> bool:
-    return state.patience is None or state.patience > age
 
 
 def _gone(count: int) -> str:

@@ -217,7 +217,8 @@ def usage(seen: Seen, known: Mapping[int, tuple[str, int]]) -> Usage:
     for block in (block for at in blocks.values() for block in at):
         if block.began < seen.begin <= block.ended:
             present[block.kind] += block.bytes
-        edges += [(time, block, sign) for time, sign in ((block.began, 1), (block.ended, -1)) if _within(time, seen)]
+        ends = ((block.began, 1), (block.ended, -1))
+        edges += [(time, block, sign) for time, sign in ends if seen.begin <= time <= seen.end]
     edges.sort(key=lambda edge: (edge[0], edge[2]))  # a free that nobody saw comes before the next allocation
     if seen.all_counted:
         present["other"] += _unseen(seen, sum(present.values()))
@@ -229,10 +230,6 @@ def usage(seen: Seen, known: Mapping[int, tuple[str, int]]) -> Usage:
         moments.append(moment_at[int(time)])
         amounts.append(tuple(present.values()))
     return Usage(times, moments, amounts)
-
-
-def _within(time: float, seen: Seen) -> bool:
-    return seen.begin <= time <= seen.end
 
 
 def _blocks(changes: Sequence[Change]) -> dict[int, list[_Block]]:

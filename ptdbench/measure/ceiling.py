@@ -83,10 +83,6 @@ class Ceiling(Key, frozen=True):
 def keep(of: Key, found: Measured) -> Path:
     """Store the latest measurement, atomically.
 
-    Args:
-        of: The key of the device.
-        found: The measurement.
-
     Raises:
         OSError: It cannot be written.
     """

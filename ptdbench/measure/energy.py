@@ -54,9 +54,6 @@ class Counter(ABC):
     Attributes:
         source: What is asked.
         least_seconds: Shorter stretches are left out: ten times the interval in which the counter is updated.
-
-    Args:
-        device: The name of the device.
     """
 
     source = ""

@@ -83,9 +83,6 @@ class Spent:
 def watch(device: torch.device) -> Callable[[], list[OtherLoad]]:
     """Begin to observe other load; called in all ranks.
 
-    Args:
-        device: This rank's device.
-
     Returns:
         A function to call in all ranks when the measurement is over: the load of each node, the same in every rank.
     """

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, l
             kinds[f"device to host, {name}"] = (1, bytes_on(own), host)
     flush = Flush(device)
     return {
-        kind: (times * size, repeat(_copy(source, target), flush, device, seconds))
+        kind: (times * size, repeat(partial(target.copy_, source, non_blocking=True), flush, device, seconds))
         for kind, (times, source, target) in kinds.items()
     }
 
@@ -179,10 +180,6 @@ def _bytes(text: str) -> int:
     units = {"K": 2**10, "M": 2**20}
     text = text.strip()
     return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
-
-
-def _copy(source: Tensor, target: Tensor) -> Callable[[], object]:
-    return lambda: target.copy_(source, non_blocking=True)
 
 
 @contextmanager

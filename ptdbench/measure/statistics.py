@@ -42,9 +42,6 @@ def warmup_end(step_seconds: Sequence[float], minimum: int = 0) -> int:
 def summary(step_seconds: Sequence[float]) -> dict[str, Any]:
     """Location and spread of step times.
 
-    Args:
-        step_seconds: Seconds of every timed step.
-
     Returns:
         ``median``, ``mean``, ``p5`` and ``p95`` in seconds (quantiles interpolate linearly; all ``None``
         without steps), and ``ci95``, the 95 % interval of the median as ``[low, high]``

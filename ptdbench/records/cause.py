@@ -55,7 +55,7 @@ def root_cause(failures: Sequence[Failure], world_size: int) -> Failure:
     reported = {failure.rank for failure in reports}
     silent = sorted(set(range(world_size)) - reported)
     for failure in reports:
-        if not _is_consequence(failure):
+        if not (is_stop(failure) or _is_communication(failure)):  # a lost peer, or the launcher's own SIGTERM
             return failure
     for failure in reports:
         if failure.exit_code is not None and failure.unheard:
@@ -99,11 +99,6 @@ def _first_of_each_rank(failures: Iterable[Failure]) -> list[Failure]:
     for failure in sorted(failures, key=lambda f: (f.exit_code is not None, f.time)):
         first.setdefault(failure.rank, failure)
     return list(first.values())
-
-
-def _is_consequence(failure: Failure) -> bool:
-    """Whether another rank's failure may have caused it: a lost peer, or the launcher's own SIGTERM."""
-    return is_stop(failure) or _is_communication(failure)
 
 
 def _is_communication(failure: Failure) -> bool:

@@ -33,9 +33,6 @@ _SWEEPS = 8
 def differences(pairs: Sequence[tuple[Alternative, Alternative]]) -> list[Difference | None]:
     """How far alternatives lie apart, those of each model judged together and by what is known from earlier sweeps.
 
-    Args:
-        pairs: Two of the same model each.
-
     Returns:
         ``None`` for a pair of which one has less than :data:`ptdbench.measure.variation.LEAST` runs.
     """
@@ -60,9 +57,6 @@ def keep(found: Sequence[Alternative]) -> None:
     """Store how much the runs of a sweep differ, for each size of runs of which there are enough.
 
     A full disk is no failure.
-
-    Args:
-        found: The alternatives of the sweep.
     """
     groups: dict[str, list[Alternative]] = {}
     for one in found:

@@ -33,12 +33,7 @@ def title(record: Record) -> str:
 
 
 def of_runs(records: Mapping[str, Record], width: int) -> str:
-    """One row a run, and one for each of its operations of communication.
-
-    Args:
-        records: Runs with phases, by what they are called.
-        width: Columns to fit into, where figures allow.
-    """
+    """One row a run, and one for each of its operations of communication."""
     steps = {called: phases.step(record) for called, record in records.items()}
     rows = {called: [step.seconds, *step.phases.values()] for called, step in steps.items()}
     remarks = [remark for called, record in records.items() for remark in why.remarks(record, called)]
@@ -47,13 +42,7 @@ def of_runs(records: Mapping[str, Record], width: int) -> str:
 
 
 def of_ranks(record: Record, called: str, width: int) -> str:
-    """One row for the mean over ranks and one a rank; of many ranks only the slowest and the fastest.
-
-    Args:
-        record: A run with phases.
-        called: What it is called.
-        width: Columns to fit into, where figures allow.
-    """
+    """One row for the mean over ranks and one a rank; of many ranks only the slowest and the fastest."""
     found, step = part(record, Phases), phases.step(record)
     rows = {"mean": [step.seconds, *step.phases.values()]}
     for title, rank in phases.shown_ranks(found).items():
@@ -91,17 +80,14 @@ def _times(heading: str, unit: str, rows: Mapping[str, Sequence[float]], width: 
     columns = ["step", *_HEADINGS]
     cells = [[f"{1e3 * seconds:,.{decimals}f}" for seconds in row] for row in rows.values()]
     kept = [
-        place for place, name in enumerate(columns) if name not in _RARE or any(_is_seen(row[place]) for row in cells)
+        place
+        for place, name in enumerate(columns)
+        if name not in _RARE or any(row[place].strip("-0.") for row in cells)
     ]
     headings = [heading, *(columns[place] for place in kept)]
     shown = [[title, *(row[place] for place in kept)] for title, row in zip(rows, cells, strict=True)]
     meant = [f"{name}: {text}" for name, text in _RARE.items() if columns.index(name) in kept]
     return [drawn(headings, shown, width, folding=heading), wrap("; ".join([unit, *meant]), width)]
-
-
-def _is_seen(cell: str) -> bool:
-    """Whether a printed number is not zero."""
-    return cell.strip("-0.") != ""
 
 
 def _profiled(records: Iterable[Record], width: int) -> Iterator[str]:

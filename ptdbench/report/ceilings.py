@@ -15,12 +15,7 @@ _FIGURES = ("mean", "median", "maximum", "slowest rank", "repeated")
 
 
 def render(matmul: Mapping[str, Any], width: int) -> str:
-    """What all ranks measured at once, as plain text.
-
-    Args:
-        matmul: The ``matmul`` of a record.
-        width: Columns to fit into, where figures allow.
-    """
+    """What all ranks measured at once, as plain text."""
     ranks = matmul["ranks"]
     names = ", ".join(dict.fromkeys(rank["device"] for rank in ranks))
     count = plural(len(ranks), "rank")

@@ -39,7 +39,7 @@ def interval_text(known: Comparison | None, decimals: int) -> str:
     return f" ({known.low:.{decimals}f}-{known.high:.{decimals}f})"
 
 
-def size_text(share: float) -> str:
+def share_text(share: float) -> str:
     """``3.1%``, or ``2x and more``."""
     return f"{share:.1%}" if share <= _MOST else f"{1 + _MOST:.0f}x and more"
 
@@ -54,4 +54,4 @@ def ratio_text(share: float) -> str:
 
 def detectable_text(detectable: float) -> str:
     """``3.1% detectable (90% power)``."""
-    return f"{size_text(detectable)} detectable ({POWER:.0%} power)"
+    return f"{share_text(detectable)} detectable ({POWER:.0%} power)"

@@ -45,9 +45,6 @@ def varying(values: Mapping[str, list[str | None]]) -> dict[str, list[str | None
     """The options of which runs have different values.
 
     Of those that always differ together and end alike, as ``seed`` and ``data.seed``, the first one.
-
-    Args:
-        values: As from :func:`by_option`.
     """
     differing = {name: texts for name, texts in values.items() if len(set(texts)) > 1}
     unique = {(_last(name), *texts): name for name, texts in reversed(differing.items())}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from ptdbench.records.bearing import leaves
 
 #: What is always named, with a word before it where the value alone says too little.
 _HEAD = {"host": "", "cpu": "", "torch": "torch ", "ptdbench": "ptdbench "}
@@ -34,7 +36,14 @@ class Environments:
 
     def titles(self) -> list[str]:
         """A line for each environment: machine and versions, and whatever else differs."""
-        known = [dict(_flat(one)) for one in self.found]
+        known = [
+            {
+                name.removeprefix("settings."): value if isinstance(value, str) else json.dumps(value)
+                for name, value in leaves(environment)
+                if value not in (None, {})
+            }
+            for environment in self.found
+        ]
         names = dict.fromkeys(name for one in known for name in one if name not in _HEAD)
         differing = [name for name in names if len({one.get(name) for one in known}) > 1]
         return [
@@ -50,12 +59,3 @@ class Environments:
 
 def _text(environment: Mapping[str, Any]) -> str:
     return json.dumps(environment, sort_keys=True)
-
-
-def _flat(environment: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names and values of what is known, variables of the environment by their own names."""
-    for name, value in environment.items():
-        if name == "settings" and isinstance(value, Mapping):
-            yield from ((str(variable), str(text)) for variable, text in value.items())
-        elif value is not None:
-            yield name, value if isinstance(value, str) else json.dumps(value)

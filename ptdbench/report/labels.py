@@ -45,14 +45,7 @@ def titles(records: Sequence[Record]) -> list[str]:
 def _told_apart(
     records: Sequence[Record], names: list[str], details: Sequence[_Detail], shown: Sequence[tuple[Any, ...]]
 ) -> list[str]:
-    """The names, with one detail after the other for runs that look the same without it.
-
-    Args:
-        records: The runs.
-        names: What they are called so far.
-        details: What to add, the first one first.
-        shown: What else is shown of each run.
-    """
+    """The names, with one detail after the other for runs that look the same without it."""
     for detail in details:
         alike: dict[tuple[Any, ...], list[int]] = {}
         for place, looks in enumerate(zip(names, shown, strict=True)):

@@ -181,12 +181,7 @@ class MLflow:
 
 
 class Log:
-    """Sends the curves of a run to a service while it goes on; stops at the first error.
-
-    Args:
-        service: The service.
-        directory: The run's directory.
-    """
+    """Sends the curves of a run to a service while it goes on; stops at the first error."""
 
     def __init__(self, service: Service, directory: Path) -> None:
         self._service = service

@@ -44,10 +44,6 @@ def apart(before: Sequence[Record], after: Sequence[Record]) -> str | None:
 
     Runs of one side may differ as well, where the order of additions is not fixed: what counts is the gap between all
     losses of one side and all of the other.
-
-    Args:
-        before: Its runs on one side.
-        after: Those on the other one.
     """
     sides = [
         [run for run in side if run["status"] == "ok" and run.get("final_loss") is not None] for side in (before, after)

@@ -45,14 +45,7 @@ def of_ranks(record: Record, width: int) -> list[str]:
 
 
 def compare(record: Record, against: Record, called: str, reference: str) -> Iterator[str]:
-    """Yield by how much one run's peak is above or below another's, and for what; nothing if either is not on record.
-
-    Args:
-        record: A run with phases.
-        against: Another one.
-        called: What the first is called.
-        reference: What the other one is called.
-    """
+    """Yield by how much one run's peak is above or below another's, and for what, if both are on record."""
     if not (_found(record) and _found(against)):
         return
     ours, theirs = (_largest(one) for one in (record, against))

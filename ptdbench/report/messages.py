@@ -22,12 +22,7 @@ _SLOWEST = 10
 
 
 def render_p2p(p2p: Mapping[str, Any], width: int) -> str:
-    """Latency and bandwidth by pair, both directions at once, and what hides behind computation.
-
-    Args:
-        p2p: The ``p2p`` of a record.
-        width: Columns to fit into, where figures allow.
-    """
+    """Latency and bandwidth by pair, both directions at once, and what hides behind computation."""
     pairs = p2p["pairs"]
     ranks = 1 + max(max(pair["source"], pair["target"]) for pair in pairs)
     largest = max((size["bytes"] for pair in pairs for size in pair["sizes"]), default=0)
@@ -45,12 +40,7 @@ def render_p2p(p2p: Mapping[str, Any], width: int) -> str:
 
 
 def render_collectives(collectives: Mapping[str, Any], width: int) -> str:
-    """Times and bandwidths by size, the fits, and what the bandwidths mean.
-
-    Args:
-        collectives: The ``collectives`` of a record.
-        width: Columns to fit into, where figures allow.
-    """
+    """Times and bandwidths by size, the fits, and what the bandwidths mean."""
     groups = collectives["groups"]
     title = f"{plural(len(groups), 'group')} of {len(groups[0])} ranks"
     if len(groups) > 1:

@@ -10,7 +10,7 @@ from ptdbench.measure import comparison, variation
 from ptdbench.measure.comparison import LEVEL, Comparison
 from ptdbench.measure.variation import LEAST, Noise, Pool
 from ptdbench.records.alternatives import Alternative
-from ptdbench.report.certainty import level_of, ratio_text, size_text
+from ptdbench.report.certainty import level_of, ratio_text, share_text
 from ptdbench.terminal import plural
 
 
@@ -121,7 +121,7 @@ def remark(ranking: Ranking) -> str | None:
     said = [f"ranks: simultaneous {1 - LEVEL:.0%} confidence"]
     said.append(f"{each} {resolve} {ratio_text(max(one.detectable for one in known))}")
     if min(counts) < LEAST:
-        earlier = ranking.earlier and size_text(math.expm1(min(ranking.earlier.unpaired.deviation, 700)))
+        earlier = ranking.earlier and share_text(math.expm1(min(ranking.earlier.unpaired.deviation, 700)))
         judged = f"judged by earlier runs, which differ by {earlier}" if earlier else "no rank"
         said.append(f"fewer than {LEAST} runs: {judged}" if max(counts) >= LEAST else judged)
     return "; ".join(said)

@@ -10,12 +10,7 @@ from ptdbench.terminal import plural
 
 
 def render(hello: Mapping[str, Any], width: int) -> str:
-    """The ranks of one run as plain text.
-
-    Args:
-        hello: The ``hello`` of a record.
-        width: Columns to fit into, where figures allow.
-    """
+    """The ranks of one run as plain text."""
     ranks = hello["ranks"]
     nodes = len({rank["node"] for rank in ranks})
     title = (

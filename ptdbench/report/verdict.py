@@ -12,12 +12,7 @@ from ptdbench.units import size_text
 
 
 def render(check: Mapping[str, Any], width: int) -> str:
-    """Who was there, what was measured, and last the verdict, as plain text.
-
-    Args:
-        check: The ``check`` of a record.
-        width: Columns to fit into, where figures allow.
-    """
+    """Who was there, what was measured, and last the verdict, as plain text."""
     blocks = [
         roll_call.render(check["hello"], width),
         ceilings.render(check["matmul"], width),

@@ -85,10 +85,6 @@ class Versus:
 def match(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> Versus:
     """Bring together what did the same work, by configurations; one configuration on each side is a pair as well.
 
-    Args:
-        before: Records of runs that train.
-        after: Others.
-
     Raises:
         Incomparable: They have no configuration in common, or did other work.
     """
@@ -259,13 +255,7 @@ def _is_open(pair: Pair, threshold: float | None) -> bool:
 
 
 def render(found: Versus, titles: tuple[str, str], width: int) -> str:
-    """A table with a row for each pair, and what it does not say.
-
-    Args:
-        found: What is compared.
-        titles: What the two sides are called.
-        width: Columns.
-    """
+    """A table with a row for each pair, and what it does not say."""
     headings = [f"{title} {_unit(found)}/s" for title in titles]
     headings = ["configuration", "runs", *headings, "ratio (95%)", "verdict"]
     rows = []
@@ -273,7 +263,8 @@ def render(found: Versus, titles: tuple[str, str], width: int) -> str:
         runs = f"{len(pair.before.sample)}, {len(pair.after.sample)}"
         rows.append([pair.label, runs, _rate(pair.before), _rate(pair.after), _ratio(pair), pair.verdict])
     table = drawn(headings, rows, width, words=["verdict"], folding="configuration")
-    remarks = [*_seen(found.pairs), *_losses(found.pairs), *_failures(found.pairs), *_left_out(found.pairs)]
+    losses = [f"{pair.label}: {pair.losses}" for pair in found.pairs if pair.losses]
+    remarks = [*_seen(found.pairs), *losses, *_failures(found.pairs), *_left_out(found.pairs)]
     remarks += [*found.remarks, *_environments(found.pairs)]
     return "\n".join([table, *(wrap(line, width) for line in remarks)])
 
@@ -343,10 +334,6 @@ def _seen(pairs: Sequence[Pair]) -> list[str]:
             more = f"it takes {LEAST} runs of each that are ok; try repeat=5"
             lines.append(f"{pair.label}: {'no run is ok on either side' if fails else more}")
     return lines
-
-
-def _losses(pairs: Sequence[Pair]) -> list[str]:
-    return [f"{pair.label}: {pair.losses}" for pair in pairs if pair.losses]
 
 
 def _failures(pairs: Sequence[Pair]) -> list[str]:

@@ -34,12 +34,6 @@ def compare(record: Record, against: Record, called: str, reference: str) -> str
     """Return by how much one run's step is longer or shorter than another's, and in which phases.
 
     A difference within the noise is not divided into phases.
-
-    Args:
-        record: A run with phases.
-        against: Another one.
-        called: What the first is called.
-        reference: What the other one is called.
     """
     ours, theirs = _takes(record), _takes(against)
     both = f"{called} {three_digits(1e3 * ours)} ms vs {reference} {three_digits(1e3 * theirs)} ms"
@@ -76,12 +70,7 @@ def parts_of_difference(record: Record, against: Record) -> dict[str, float]:
 
 
 def shares(record: Record, called: str) -> str:
-    """The shares of a step in a line: ``ddp: forward 31%, backward 52%, exposed all-reduce 9%, other 8%``.
-
-    Args:
-        record: A run with phases.
-        called: What it is called.
-    """
+    """The shares of a step in a line: ``ddp: forward 31%, backward 52%, exposed all-reduce 9%, other 8%``."""
     step = phases.step(record)
     percents = {part: round(100 * seconds / step.seconds) for part, seconds in step.parts().items() if part != "other"}
     named = {_named(part): share for part, share in percents.items() if share > 0}

@@ -23,11 +23,6 @@ _DEGREES = (*Dims.order(), *(name for name in Dims.rows() if name not in Dims.or
 def change(checkpoint: Manifest, world_size: int, layout: Mapping[str, Any]) -> str | None:
     """What has changed since a checkpoint: ``2 ranks (shard=2) instead of 4 ranks (replicate=2 shard=2)``.
 
-    Args:
-        checkpoint: The one to go on from.
-        world_size: Ranks that go on.
-        layout: Their layout, in the form of a record.
-
     Returns:
         ``None`` if neither the number of ranks nor a degree has changed.
     """

@@ -32,14 +32,12 @@ class Summary:
     Attributes:
         world_size: How many ranks there are.
         trains: Whether it trains, and its data have to be prepared.
-        label: The run in a word or two, for people.
         fields: What its record gains.
         warning: A remark on its memory, if there is one.
     """
 
     world_size: int
     trains: bool
-    label: str
     fields: Mapping[str, Any]
     warning: str | None = None
 
@@ -65,11 +63,6 @@ class RunSpec:
     virtual: Machine | None = None
 
     @property
-    def label(self) -> str:
-        """The run in a word or two, for people."""
-        return self.training.label if self.training else self.config.call("workload").name
-
-    @property
     def backends(self) -> str:
         """What the ranks communicate with: NCCL has no way to the norm of gradients that are in host memory."""
         offloads = self.config.general.offload != "none"
@@ -87,7 +80,7 @@ class RunSpec:
                 "tokens_per_sample": self.training.data.tokens_per_sample,
                 "layout": self.training.layout.as_dict(),
             }
-        return Summary(self.world_size, trains=self.training is not None, label=self.label, fields=fields)
+        return Summary(self.world_size, trains=self.training is not None, fields=fields)
 
     def device(self, local_rank: int) -> torch.device:
         """The device of a rank: the GPU of its number, or the only one that its launcher lets it see."""
@@ -162,10 +155,6 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
 
 def place(config: Config, size: int) -> Place:
     """Where the local ranks of a run take themselves to be.
-
-    Args:
-        config: Its configuration.
-        size: How many ranks it has.
 
     Raises:
         ConfigError: Virtual GPUs cannot be built here.

@@ -39,7 +39,7 @@ def problems(target: Callable[..., Any], options: Mapping[str, Any], given: Sequ
         if option not in named and not takes_any:
             close = nearest(option, [name for name in named if name not in given])
             found.append(Problem(option, value, "there is no such option", try_these(close)))
-        elif option in hints and not _fits(value, hints[option]):
+        elif option in hints and not any(_fits_one(value, member) for member in _alternatives(hints[option])):
             found.append(Problem(option, value, f"must be {_spelled(hints[option])}"))
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in options and name not in given:
@@ -71,10 +71,6 @@ def _members(hint: Any) -> Iterator[Any]:
         yield from _members(hint.__bound__)
     else:
         yield hint
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    return any(_fits_one(value, member) for member in _alternatives(hint))
 
 
 def _fits_one(value: Any, hint: Any) -> bool:

@@ -65,15 +65,7 @@ class Agenda:
         only: str | None,
         queued: frozenset[str] = frozenset(),
     ) -> Agenda:
-        """The agenda of a command line.
-
-        Args:
-            composed: What it asks for.
-            found: Its runs, without their repeats.
-            directory: See the attribute.
-            only: See the attribute.
-            queued: See the attribute.
-        """
+        """The agenda of a command line."""
         if composed.searches:
             return Agenda(directory, only=only, queued=queued, searches=True)
         repeat = found[0].config.repeat

@@ -82,7 +82,7 @@ def folders(config: Config, outputs: Path | None) -> list[Path]:
 
     Args:
         config: The run's configuration.
-        outputs: The sweep's directory, unless it lies in the current one.
+        outputs: The sweep's directory; ``None`` for a script by itself, whose output is not in ``cluster.log`` either.
 
     Returns:
         Absolute paths; nothing where the run is in no container.
@@ -95,7 +95,11 @@ def folders(config: Config, outputs: Path | None) -> list[Path]:
     data = config.resolved.get("data")
     named = [*(data.values() if isinstance(data, Mapping) else []), config.resolved.get("resume")]
     paths = [Path(text).expanduser() for text in named if isinstance(text, str) and "/" in text]
-    log = config.cluster.log and JobPaths.get_first_id_independent_folder(Path(config.cluster.log).expanduser())
+    log = (
+        outputs
+        and config.cluster.log
+        and JobPaths.get_first_id_independent_folder(Path(config.cluster.log).expanduser())
+    )
     written = [log] if log else []
     if not _is_installed():
         written.append(PACKAGE.parent)

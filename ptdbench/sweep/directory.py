@@ -25,7 +25,7 @@ def claim(composed: Composed, overrides: Sequence[str], world: World | None, goe
     Raises:
         ConfigError: It holds results already, or cannot be made.
     """
-    option = _option(composed.is_sweep)
+    option = "hydra.sweep.dir" if composed.is_sweep else "hydra.run.dir"
     hydra = composed.first.hydra
     wish = Path(hydra.sweep.dir if composed.is_sweep else hydra.run.dir)
 
@@ -46,10 +46,6 @@ def claim(composed: Composed, overrides: Sequence[str], world: World | None, goe
     from ptdbench.launch import rendezvous
 
     return Path(rendezvous.agree("directory", world, make() if world.rank == 0 else None))
-
-
-def _option(is_sweep: bool) -> str:
-    return "hydra.sweep.dir" if is_sweep else "hydra.run.dir"
 
 
 def _begin(composed: Composed, folder: Path, directory: Path) -> None:

@@ -128,13 +128,7 @@ def check(cluster: Slurm, shape: Shape, known: Sequence[Partition]) -> list[Prob
 
 
 def flags(cluster: Slurm, shape: Shape, name: str) -> dict[str, str | int | bool]:
-    """The flags of sbatch, with underscores for hyphens; ``True`` is a flag without a value.
-
-    Args:
-        cluster: What is asked for.
-        shape: The shape that it comes to.
-        name: The job's name.
-    """
+    """The flags of sbatch, with underscores for hyphens; ``True`` is a flag without a value."""
     gres = _gres(cluster, shape)
     wanted = {
         "job_name": name,
@@ -212,7 +206,8 @@ def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], outpu
         output: Where the output of the script goes.
     """
     wanted = options({**flags(cluster, shape, name), "output": output.job, **output.flags})
-    lines = [_srun(cluster, step) for step in steps]
+    srun = ["srun", "--kill-on-bad-exit=1"]
+    lines = [shlex.join([*srun, *step.flags, *cluster.srun_args, *step.command]) for step in steps]
     if len(lines) > 1:
         lines = ["failed=0", *(f"{line} || failed=$?" for line in lines), "exit $failed"]
     return "\n".join([
@@ -226,10 +221,6 @@ def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], outpu
         *lines,
         "",
     ])  # fmt: skip
-
-
-def _srun(cluster: Slurm, step: Step) -> str:
-    return shlex.join(["srun", "--kill-on-bad-exit=1", *step.flags, *cluster.srun_args, *step.command])
 
 
 def _gpus(cluster: Slurm, device: str, known: Sequence[Partition]) -> int:

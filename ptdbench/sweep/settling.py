@@ -69,12 +69,7 @@ class Settling:
     _is_over: bool = False
 
     def __call__(self, directory: Path, blocks: int) -> bool:
-        """Whether no further block is needed.
-
-        Args:
-            directory: Where the results are.
-            blocks: Blocks that have been carried out.
-        """
+        """Whether no further block is needed."""
         if self._is_over or blocks not in comparison.looks(self.repeat.max):
             return self._is_over
         pairs = self.compared(directory, blocks)

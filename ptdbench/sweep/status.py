@@ -192,12 +192,6 @@ def _ask(jobs: Sequence[ledger.Job]) -> tuple[dict[str, ledger.Job], dict[str, J
 def conclude(sweep_directory: Path, subdirectory: str, state: str, message: str) -> dict[str, Any]:
     """Write down the end of a run that could not do so itself.
 
-    Args:
-        sweep_directory: The sweep.
-        subdirectory: The run's directory in it.
-        state: How the job ended, in SLURM's word or another.
-        message: What a person should read.
-
     Returns:
         The record.
     """

@@ -36,6 +36,15 @@ def sweep(tmp_path):
     return tmp_path / "sweep"
 
 
+def keep_repeats(sweep, record, rates):
+    """The run in several blocks, with these throughputs and steps that fit them."""
+    for block, (rate, one) in enumerate(zip(rates, repeated(record["parallel"], rates), strict=True)):
+        metrics = record["metrics"] | {"tokens_per_second": rate}
+        phases = record["phases"] | {"step_seconds": 1 / rate}
+        found = record | {"metrics": metrics, "phases": phases, "config": one["config"]}
+        keep(sweep, f"{block}_{record['parallel']}", found)
+
+
 class TestSweep:
     def test_the_fastest_comes_first_and_the_others_are_compared_with_it(self, explain, sweep):
         status, out, err = explain(sweep)
@@ -49,11 +58,7 @@ class TestSweep:
     def test_the_order_is_that_of_the_table_and_only_a_known_one_is_explained(self, explain, tmp_path):
         """The typical step of fsdp is shorter than that of ddp, whose mean over runs is the faster one."""
         for record, rates in ((DDP, [9.0, 10.0, 30.0]), (FSDP, [11.0, 10.5, 11.5]), (PDP, [1.0, 1.01, 0.99])):
-            for block, (rate, one) in enumerate(zip(rates, repeated(record["parallel"], rates), strict=True)):
-                metrics = record["metrics"] | {"tokens_per_second": rate}
-                phases = record["phases"] | {"step_seconds": 1 / rate}
-                found = record | {"metrics": metrics, "phases": phases, "config": one["config"]}
-                keep(tmp_path / "sweep", f"{block}_{record['parallel']}", found)
+            keep_repeats(tmp_path / "sweep", record, rates)
         _, out, _ = explain(tmp_path / "sweep")
         assert [line.split()[0] for line in out.splitlines()[3:6]] == ["ddp", "fsdp", "pdp"]
         assert "fsdp: no order vs ddp is known, not explained" in out.splitlines()
@@ -61,11 +66,7 @@ class TestSweep:
 
     def test_of_repeats_the_median_run_stands_for_all(self, explain, tmp_path):
         for record, rates in ((FSDP, [30.0, 10.0, 20.0]), (DDP, [60.0, 50.0])):
-            for number, (rate, one) in enumerate(zip(rates, repeated(record["parallel"], rates), strict=True)):
-                metrics = record["metrics"] | {"tokens_per_second": rate}
-                phases = record["phases"] | {"step_seconds": 1 / rate}
-                found = record | {"metrics": metrics, "phases": phases, "config": one["config"]}
-                keep(tmp_path / "sweep", f"{number}_{record['parallel']}", found)
+            keep_repeats(tmp_path / "sweep", record, rates)
         status, out, err = explain(tmp_path / "sweep")
         assert (status, err) == (0, [])
         assert [line.split()[:2] for line in out.splitlines()[3:5]] == [["ddp", "20.0"], ["fsdp", "50.0"]]

@@ -89,6 +89,12 @@ def test_gloo_reduces_and_scatters_by_an_all_reduce_which_is_called_what_was_ask
     assert (call.operation, call.bytes) == ("reduce_scatter", 256)
 
 
+def test_of_two_operations_of_one_size_each_has_its_own_message(read):
+    started = [called("allreduce_", 1, 1.5, [4]), called("allreduce_", 2, 2.5, [4])]
+    found = read(*step(0, 1, 8, 9), *started, sent("all_reduce", 2.6, 3, [4]), sent("all_reduce", 3, 4, [4]))
+    assert milliseconds([(call.start, call.end) for call in found.calls]) == [(1, 3), (2, 4)]
+
+
 def test_a_message_knows_its_other_rank(read):
     events = [called("send", 1, 2, [10], **{"Concrete Inputs": ["", "", "3", "0"]}), sent("send", 1.5, 3, [10])]
     (call,) = read(*step(0, 1, 8, 9), *events).calls

@@ -118,24 +118,9 @@ class TestMisspellings:
         (line,) = refused(override)
         assert re.fullmatch(rf"{override}: there is no such choice; try (\w+, )*{meant}(, \w+)*", line)
 
-    def test_all_choices_are_offered_where_none_is_near(self):
-        assert refused("parallel=quantum") == [
-            "parallel=quantum: there is no such choice; try 3d, ddp, fsdp, hsdp, pdp, single, tp"
-        ]
-
-    def test_an_option_like_none_leads_to_the_list_of_options(self):
-        assert refused("qqqq=1") == ["qqqq=1: there is no such option; see python train.py --cfg job"]
-
     def test_parts_that_a_person_does_not_set_are_not_offered(self):
         for override in ("model.nam=x", "optimizer.partial=true", "parallel.target=x"):
             assert not re.search(r"name\b|_target_|_partial_", refused(override)[0].partition(": ")[2])
-
-    @pytest.mark.parametrize("multirun", [False, True])
-    def test_an_option_of_another_choice_says_whose_it_is(self, multirun):
-        overrides = ("optimizer.momentum=0.5", *(["optimizer=adamw,sgd"] if multirun else []))
-        assert refused(*overrides, multirun=multirun) == [
-            "optimizer.momentum=0.5: there is no such option; it belongs to optimizer=muon,sgd"
-        ]
 
     def test_all_at_once(self):
         found = refused("model=gpt_tyny", "parallel=pddp", "train.stepz=3", "precision=bf16")
@@ -145,28 +130,36 @@ class TestMisspellings:
         found = refused("model=toy,gpt_tyny,gpt_tiny", "parallel=ddp,pdpp", multirun=True)
         assert [line.partition(":")[0] for line in found] == ["model=gpt_tyny", "parallel=pdpp"]
 
-    def test_a_glob_that_matches_nothing(self):
-        assert refused("parallel=glob(x*)", multirun=True) == [
-            "parallel=glob(x*): there is no such choice; try 3d, ddp, fsdp, hsdp, pdp, single, tp"
-        ]
+
+#: What is typed, and the whole answer; ``-m``: of a sweep.
+TOLD = {
+    "parallel=quantum": "parallel=quantum: there is no such choice; try 3d, ddp, fsdp, hsdp, pdp, single, tp",
+    "-m parallel=glob(x*)": "parallel=glob(x*): there is no such choice; try 3d, ddp, fsdp, hsdp, pdp, single, tp",
+    "qqqq=1": "qqqq=1: there is no such option; see python train.py --cfg job",
+    "hydra.job.env_set.FOO=1": "hydra.job.env_set.FOO=1: there is no such option; try +hydra.job.env_set.FOO=1",
+    **dict.fromkeys(
+        ("optimizer.momentum=0.5", "-m optimizer.momentum=0.5 optimizer=adamw,sgd"),
+        "optimizer.momentum=0.5: there is no such option; it belongs to optimizer=muon,sgd",
+    ),
+    "model=toy,gpt_tiny": "model=toy,gpt_tiny: is a list of values, each a run of its own; add -m to sweep",
+    **dict.fromkeys(
+        ("parallel=[ddp,pdp]", "-m parallel=[ddp,pdp]"),
+        "parallel=[ddp,pdp]: is more than one choice in one run; try -m parallel=ddp,pdp",
+    ),
+    **dict.fromkeys(
+        ("train.steps", "train.steps = 3"),
+        "train.steps=(no value): options are written NAME=VALUE, without spaces",
+    ),
+    "hydra.launcher=3": "hydra.launcher=3: is a group of options; try hydra/launcher=...",
+    "hydra.sweeper=3": "hydra.sweeper=3: is a group of options; try hydra/sweeper=...",
+}
 
 
 class TestSyntax:
-    def test_a_list_without_the_flag(self):
-        assert refused("model=toy,gpt_tiny", "train.steps=1,2") == [
-            "model=toy,gpt_tiny: is a list of values, each a run of its own; add -m to sweep",
-            "train.steps=1,2: is a list of values, each a run of its own; add -m to sweep",
-        ]
-
-    @pytest.mark.parametrize("multirun", [False, True])
-    def test_choices_in_brackets(self, multirun):
-        assert refused("parallel=[ddp,pdp]", multirun=multirun) == [
-            "parallel=[ddp,pdp]: is more than one choice in one run; try -m parallel=ddp,pdp"
-        ]
-
-    @pytest.mark.parametrize("words", [["train.steps"], ["train.steps", "=", "3"]])
-    def test_spaces_or_no_value(self, words):
-        assert refused(*words)[0] == "train.steps=(no value): options are written NAME=VALUE, without spaces"
+    @pytest.mark.parametrize("typed", TOLD)
+    def test_what_is_said(self, typed):
+        words = typed.removeprefix("-m ").split()
+        assert refused(*words, multirun=typed.startswith("-m "))[0] == TOLD[typed]
 
     def test_each_override_that_cannot_be_read_is_named(self):
         found = refused("model=[toy", "seed=1", "train.steps={")
@@ -257,10 +250,6 @@ class TestWhatHydraFailsOn:
         assert line.startswith(f"hydra.sweeper.{typed}: cannot be given on the command line")
         assert line.endswith("; give the lists themselves, as in -m optimizer.lr=0.1,0.2")
 
-    @pytest.mark.parametrize("group", ["launcher", "sweeper"])
-    def test_a_value_for_a_plugin(self, group):
-        assert refused(f"hydra.{group}=3") == [f"hydra.{group}=3: is a group of options; try hydra/{group}=..."]
-
     @pytest.mark.parametrize("typed", ["=", "~", "hydra=3", "~hydra"])
     def test_no_option_at_all(self, typed):
         assert refused(typed)[0].endswith("there is no such option; see python train.py --cfg job")
@@ -269,8 +258,3 @@ class TestWhatHydraFailsOn:
     def test_brackets_without_end(self, depth):
         (line,) = refused(f"train.steps={'[' * depth}{']' * depth}")
         assert "nested too deeply" in line or "recursion" in line
-
-
-def test_a_variable_of_the_environment_needs_a_plus():
-    told = "hydra.job.env_set.FOO=1: there is no such option; try +hydra.job.env_set.FOO=1"
-    assert refused("hydra.job.env_set.FOO=1") == [told]

@@ -57,7 +57,7 @@ def begun(tmp_path):
 
 def summary(**degrees: int) -> Summary:
     size = Dims(**degrees).world_size
-    return Summary(size, True, "toy ddp", {"world_size": size, "layout": layout(**degrees)})
+    return Summary(size, True, {"world_size": size, "layout": layout(**degrees)})
 
 
 class TestInPlace:
@@ -80,4 +80,4 @@ class TestInPlace:
         reshaping.require_same(tmp_path, summary(replicate=2), allowed=False)
 
     def test_what_does_not_train_has_no_layout(self, begun):
-        reshaping.require_same(begun, Summary(2, False, "hello", {"world_size": 2}), allowed=False)
+        reshaping.require_same(begun, Summary(2, False, {"world_size": 2}), allowed=False)

@@ -93,7 +93,9 @@ class TestFolders:
         assert tmp_path / "outputs" / "x" not in container.folders(read(), tmp_path / "outputs" / "x")
 
     def test_of_a_log_what_does_not_depend_on_the_job(self, read):
-        assert Path("/elsewhere") in container.folders(read("cluster.log=/elsewhere/%j/logs"), None)
+        logs = read("cluster.log=/elsewhere/%j/logs")
+        assert Path("/elsewhere") in container.folders(logs, Path("/sweeps/today"))
+        assert Path("/elsewhere") not in container.folders(logs, None), "a script by itself has its output here"
 
     def test_data_of_the_users_own(self, read, tmp_path):
         books = tmp_path.parent / f"{tmp_path.name}-books"

@@ -495,7 +495,8 @@ class TestSilence:
         assert [run.is_over for run in status.look(sweep.path).runs] == [True, True, False]
 
 
-def test_a_run_that_is_done_once_more_is_not_over_with_its_earlier_result(sweep):
+@pytest.mark.parametrize("told", [True, False], ids=["told", "killed before it told the sweep"])
+def test_a_run_that_is_done_once_more_is_not_over_with_its_earlier_result(sweep, told):
     """``sweep.resume`` on a cluster: the run that failed waits in the queue again, and then ends well."""
     sweep.submit(1)
     sweep.end(0, status="failed", error=failure())
@@ -505,7 +506,7 @@ def test_a_run_that_is_done_once_more_is_not_over_with_its_earlier_result(sweep)
     store.write_record(path, draft)
     sweep.says(_0="PENDING (Priority)")
     assert not status.look(sweep.path).is_over
-    sweep.end(0)
+    sweep.end(0, told=told)
     sweep.says(_0="COMPLETED")
     looked = status.look(sweep.path)
     assert looked.is_over

@@ -17,7 +17,6 @@ from ptdbench.report.differences import by_option, varying
 from ptdbench.report.environments import Environments
 from ptdbench.report.labels import titles
 from ptdbench.report.page import curves, findings, scaling
-from ptdbench.report.ranking import Place
 from ptdbench.report.reason import reason
 
 #: A row of the page: an alternative with figures of its runs, in the units of records.
@@ -75,7 +74,8 @@ def _model(
         {
             "number": number,
             "name": name,
-            "best": _is_best(place, ranked),
+            # None of the others is known to be faster, and one to be slower.
+            "best": place.rank is not None and place.rank[0] == 1 and place.rank[1] < ranked,
             **_row(columns.Row(place, label), environments),
         }
         for (number, name), label, place in zip(called.items(), found.labels, places.values(), strict=True)
@@ -89,11 +89,6 @@ def _model(
         "scaling": scaling.curves(rows, differing),
         **curves.of_steps(typical, called, differing),
     }
-
-
-def _is_best(place: Place, ranked: int) -> bool:
-    """Whether none of the others is known to be faster, and one to be slower."""
-    return place.rank is not None and place.rank[0] == 1 and place.rank[1] < ranked
 
 
 def _row(row: columns.Row, environments: Environments) -> Cells:
