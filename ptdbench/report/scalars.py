@@ -127,13 +127,13 @@ def _started(record: Written) -> float:
 
 def swept(directory: Path) -> dict[str, str]:
     """The options that a run's sweep gives several values, and what each is called: its last part if that is enough."""
-    for parent in directory.resolve().parents:
-        if (parent / ledger.LEDGER).exists():
-            with suppress(Damaged):
-                asked = (override.lstrip("+").partition("=") for override in ledger.read(parent).overrides)
-                names = [name for name, _, value in asked if "," in value or _SWEEPS.match(value)]
-                lasts = [name.rpartition(".")[2] for name in names]
-                return {name: last if lasts.count(last) == 1 else name for name, last in zip(names, lasts, strict=True)}
+    if (sweep := ledger.sweep_of(directory.resolve())) is None:
+        return {}
+    with suppress(Damaged):
+        asked = (override.lstrip("+").partition("=") for override in ledger.read(sweep).overrides)
+        names = [name for name, _, value in asked if "," in value or _SWEEPS.match(value)]
+        lasts = [name.rpartition(".")[2] for name in names]
+        return {name: last if lasts.count(last) == 1 else name for name, last in zip(names, lasts, strict=True)}
     return {}
 
 

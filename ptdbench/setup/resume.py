@@ -206,10 +206,9 @@ def _moves(override: str, written: Written) -> bool:
 def _submitted_by(directory: Path) -> Path | None:
     """The sweep whose job on SLURM the run in a directory is, if it is one."""
     place = directory.resolve()
-    for parent in place.parents:
-        if (parent / ledger.LEDGER).exists():
-            jobs = _ledger(parent).jobs
-            return parent if str(place.relative_to(parent)) in {job.directory for job in jobs} else None
+    sweep = ledger.sweep_of(place)
+    if sweep and str(place.relative_to(sweep)) in {job.directory for job in _ledger(sweep).jobs}:
+        return sweep
     return None
 
 
