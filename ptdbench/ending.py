@@ -25,6 +25,7 @@ from ptdbench.measure.hardware import environment
 from ptdbench.records import failure, record
 from ptdbench.records.cause import is_stop, root_cause
 from ptdbench.records.owner import Attempt
+from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
 from ptdbench.report import tensorboard
 from ptdbench.setup import config, run_spec
@@ -36,7 +37,7 @@ def close(
 ) -> None:
     """Write what came of the run: the record, and from it what TensorBoard shows."""
 
-    def finish(written: dict[str, Any]) -> Mapping[str, Any]:
+    def finish(written: dict[str, Any]) -> Written:
         done = written | {
             "status": "ok",
             "error": None,
@@ -59,7 +60,7 @@ def close(
         _requeue(attempt, spec.config.cluster, done, outcome.stopped)
 
 
-def _requeue(attempt: Attempt, cluster: config.Cluster, done: Mapping[str, Any], stopped: str) -> None:
+def _requeue(attempt: Attempt, cluster: config.Cluster, done: Written, stopped: str) -> None:
     """Let SLURM start the job of a run that has saved once more, if it may; the run's record then stays open.
 
     Only for the signal that SLURM sends ahead of a time limit: with SIGTERM a person cancels a job, and SLURM requeues
@@ -126,7 +127,7 @@ def _conclude(world: World, attempt: Attempt, own: failure.Failure) -> failure.F
     """Why the run failed, as far as it is known by now; written down, unless who sees more has done so."""
     cause = own
 
-    def change(written: dict[str, Any]) -> Mapping[str, Any] | None:
+    def change(written: dict[str, Any]) -> Written | None:
         nonlocal cause
         cause = root_cause(failure.read_failures(attempt.failures) or [own], world.size)
         if record.is_settled(written):

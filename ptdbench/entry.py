@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,6 +21,7 @@ from ptdbench.launch import leaving, local, settings, slurm
 from ptdbench.launch.world import Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import alternatives, noise, schema, store
+from ptdbench.records.schema import Written
 from ptdbench.report import table, text
 from ptdbench.setup import blocks, commandline, compose, config, hydra_options, resume, show
 from ptdbench.setup.config import Config, Slurm
@@ -266,7 +267,7 @@ def _cluster(composed: compose.Composed) -> config.Cluster:
     return config.read(composed.jobs[0]).cluster
 
 
-def _count_ok(records: Sequence[Mapping[str, Any]]) -> int:
+def _count_ok(records: Sequence[Written]) -> int:
     return sum(record["status"] == "ok" for record in records)
 
 
@@ -312,7 +313,7 @@ def _print_results(directory: Path, jobs: Sequence[DictConfig], is_sweep: bool, 
     return records
 
 
-def _goes_on(directory: Path, is_sweep: bool, records: Sequence[Mapping[str, Any]]) -> bool:
+def _goes_on(directory: Path, is_sweep: bool, records: Sequence[Written]) -> bool:
     """Whether to say how to go on: with what is missing of a sweep, or with a run that no message says it of."""
     from ptdbench.checkpoints import shelf
 

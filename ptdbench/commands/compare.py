@@ -8,12 +8,13 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.records.schema import Written
 from ptdbench.terminal import command, plural, say
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ class _Refused(Exception):
     """A folder that has nothing to compare; the message names it."""
 
 
-def _directories(runs: Sequence[Mapping[str, Any]]) -> set[Path]:
+def _directories(runs: Sequence[Written]) -> set[Path]:
     return {Path(run["directory"]).resolve() for run in runs}
 
 

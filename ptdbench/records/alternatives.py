@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from ptdbench.records import record
 from ptdbench.records.objective import value
-
-Record = Mapping[str, Any]
+from ptdbench.records.schema import Written
 
 
 @dataclass(frozen=True)
@@ -24,35 +22,35 @@ class Alternative:
             not tokens.
     """
 
-    runs: list[Record]
+    runs: list[Written]
     sample: dict[Hashable, float]
 
     @cached_property
-    def typical(self) -> Record:
+    def typical(self) -> Written:
         """The run with the median throughput, of two the slower one; the first one where none is ok."""
         ranked = sorted((run for run in self.runs if throughput(run)), key=lambda run: throughput(run) or 0.0)
         return ranked[(len(ranked) - 1) // 2] if ranked else self.runs[0]
 
 
-def group(records: Iterable[Record]) -> list[Alternative]:
+def group(records: Iterable[Written]) -> list[Alternative]:
     """The alternatives among runs, in the order of their first runs."""
     return list(by_identity(records).values())
 
 
-def of_sweeps(runs: Iterable[Record]) -> list[Alternative]:
+def of_sweeps(runs: Iterable[Written]) -> list[Alternative]:
     """Those of each sweep, and of each side of a comparison, by itself: later, or there, it may be another program.
 
     Args:
         runs: Runs that train; their fields ``directory`` say where they are now.
     """
-    sweeps: dict[Path, list[Record]] = {}
+    sweeps: dict[Path, list[Written]] = {}
     for run in runs:
         sweeps.setdefault(sweep_of(run), []).append(run)
     return [one for sweep in sweeps.values() for one in group(sweep)]
 
 
 def by_identity(
-    records: Iterable[Record], ignored: Collection[str] = (), others: Iterable[Record] = ()
+    records: Iterable[Written], ignored: Collection[str] = (), others: Iterable[Written] = ()
 ) -> dict[Hashable, Alternative]:
     """The alternatives among runs by what their runs have in common and no others have.
 
@@ -62,7 +60,7 @@ def by_identity(
         others: Further runs, with which these will be compared.
     """
 
-    def identity(run: Record) -> Hashable:
+    def identity(run: Written) -> Hashable:
         """Equal for two runs if and only if they asked for the same work and the same shape, which may be ``auto``."""
         return run.get("workload"), record.work(run.get("config"), ignored)
 
@@ -83,12 +81,12 @@ def by_identity(
     return found
 
 
-def throughput(run: Record) -> float | None:
+def throughput(run: Written) -> float | None:
     """Tokens or samples a second; ``None`` for a run that is not ok, or does not train."""
     return value(run, "throughput")
 
 
-def sweep_of(run: Record) -> Path:
+def sweep_of(run: Written) -> Path:
     """The folder of the sweep that a run is part of; of two sides that took turns, that of its side.
 
     There each block of a side is a sweep of its own.
@@ -97,7 +95,7 @@ def sweep_of(run: Record) -> Path:
     return parent.parent if record.option(run, "repeat.series", str) else parent
 
 
-def _block(run: Record) -> Hashable:
+def _block(run: Written) -> Hashable:
     """Runs of the same block of one series are compared with each other; one without a block has a key of its own."""
     block = record.option(run, "repeat.block", int)
     if block is None:

@@ -21,10 +21,11 @@ from ptdbench.launch.slurm import SlurmError
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import record, store
 from ptdbench.records.owner import locked, slurm_job
+from ptdbench.records.schema import Written
 from ptdbench.terminal import say
 
 
-def open_record(directory: Path, draft: Mapping[str, Any]) -> Mapping[str, Any]:
+def open_record(directory: Path, draft: Written) -> Written:
     """Write the first record of a start of a run; results of an earlier start are kept in it.
 
     Args:
@@ -46,7 +47,7 @@ def open_record(directory: Path, draft: Mapping[str, Any]) -> Mapping[str, Any]:
     return draft
 
 
-def _require_ended(directory: Path, earlier: Mapping[str, Any], mine: Mapping[str, Any] | None) -> None:
+def _require_ended(directory: Path, earlier: Written, mine: Mapping[str, Any] | None) -> None:
     owner = earlier.get("owner")
     if not owner or not record.is_open(earlier) or (mine and owner["launch"] == mine["launch"]):
         return

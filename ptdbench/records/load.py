@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 import numpy as np
 
 from ptdbench.records import series, store
+from ptdbench.records.schema import Written
 
 if TYPE_CHECKING:
     import pandas
@@ -38,7 +39,7 @@ class Run(Mapping[str, Any]):
         directory: Where the run is now; its field ``directory`` says where it was when it ran.
     """
 
-    def __init__(self, record: Mapping[str, Any], directory: Path) -> None:
+    def __init__(self, record: Written, directory: Path) -> None:
         self.directory = directory
         self._record = record
 

@@ -18,7 +18,7 @@ from ptdbench.measure import variation
 from ptdbench.measure.variation import LEAST, Difference, Noise, Pool, Spread
 from ptdbench.records.alternatives import Alternative, sweep_of
 from ptdbench.records.record import option
-from ptdbench.records.schema import Environment, part
+from ptdbench.records.schema import Environment, Written, part
 
 #: The folder of such measurements in the cache.
 _KIND = "noise"
@@ -72,7 +72,7 @@ def keep(found: Sequence[Alternative]) -> None:
                 cache.keep(_KIND, key, {"sweeps": {name: asdict(one) for name, one in kept.items()}})
 
 
-def look_up(runs: Iterable[Mapping[str, Any]]) -> Noise | None:
+def look_up(runs: Iterable[Written]) -> Noise | None:
     """What other sweeps found of runs as large as these on their machine.
 
     Args:
@@ -107,7 +107,7 @@ def _is_sound(spread: Spread) -> bool:
     return all(isinstance(figure, int | float) and 0 <= figure < math.inf for figure in figures)
 
 
-def _key(run: Mapping[str, Any]) -> dict[str, Any]:
+def _key(run: Written) -> dict[str, Any]:
     """The machine and the size of a run that is ok."""
     environment = part(run, Environment)
     return {

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from ptdbench.records.schema import Metrics, part
+from ptdbench.records.schema import Metrics, Written, part
 
 Objective = Literal["throughput", "held_out_loss", "held_out_accuracy"]
 
@@ -17,7 +16,7 @@ DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
 }
 
 
-def value(record: Mapping[str, Any], objective: Objective) -> float | None:
+def value(record: Written, objective: Objective) -> float | None:
     """The figure by which a run is judged; ``None`` for a run that is not ok, or has no such figure.
 
     Args:

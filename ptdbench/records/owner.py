@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from ptdbench.records import store
-from ptdbench.records.schema import Owner
+from ptdbench.records.schema import Owner, Written
 from ptdbench.terminal import say
 
 #: Seconds to wait for another process that writes the record: a suspended one must not block the others.
@@ -57,21 +57,19 @@ class Attempt:
 
     directory: Path
     launch: str
-    draft: Mapping[str, Any] | None = None
+    draft: Written | None = None
 
     @property
     def failures(self) -> Path:
         """Folder of the failure reports and stacks of this start; those of an earlier start are kept beside it."""
         return self.directory / "failures" / self.launch
 
-    def owns(self, record: Mapping[str, Any]) -> bool:
+    def owns(self, record: Written) -> bool:
         """Whether this start may write a record: it opened it, or no start has yet."""
         owner = record.get("owner")
         return not owner or owner["launch"] == self.launch
 
-    def amend(
-        self, change: Callable[[dict[str, Any]], Mapping[str, Any] | None], durable: bool = True
-    ) -> Mapping[str, Any] | None:
+    def amend(self, change: Callable[[dict[str, Any]], Written | None], durable: bool = True) -> Written | None:
         """Update the run's record, unless it now belongs to another start, which is reported on stderr.
 
         Args:

@@ -17,7 +17,7 @@ from ptdbench.records.bearing import bearing, bears, leaves
 from ptdbench.records.cause import status_of
 from ptdbench.records.failure import Failure
 from ptdbench.records.files import strict
-from ptdbench.records.schema import Owner
+from ptdbench.records.schema import Owner, Written
 from ptdbench.terminal import command, under
 
 #: The type of error of a record that was opened and not yet closed.
@@ -74,7 +74,7 @@ def begin(
     }
 
 
-def option(record: Mapping[str, Any], name: str, kind: Any) -> Any:
+def option(record: Written, name: str, kind: Any) -> Any:
     """An option of the configuration on record; ``None`` unless it is there and of this type.
 
     What was refused is on record as it was typed, and a record may come from anybody.
@@ -94,12 +94,12 @@ def option(record: Mapping[str, Any], name: str, kind: Any) -> Any:
         return None
 
 
-def failed(record: Mapping[str, Any], failure: Failure) -> dict[str, Any]:
+def failed(record: Written, failure: Failure) -> dict[str, Any]:
     """The record of a run with this failure."""
     return {**record, "status": status_of(failure), "error": failure.as_error()}
 
 
-def going_on(draft: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
+def going_on(draft: Written, earlier: Written) -> dict[str, Any]:
     """The draft of a resumed run, with the results of its earlier starts."""
     kept = {name: earlier[name] for name in _FOUND if earlier.get(name) is not None}
     overrides = draft.get("overrides") if draft.get("overrides") is not None else earlier.get("overrides")
@@ -107,7 +107,7 @@ def going_on(draft: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, 
     return {**draft, "overrides": overrides, **(kept if goes_on else {})}
 
 
-def stopped(record: Mapping[str, Any], why: str, saved: bool = True) -> dict[str, Any]:
+def stopped(record: Written, why: str, saved: bool = True) -> dict[str, Any]:
     """The record of a run that was asked to stop, and has saved a checkpoint to resume from if ``saved``."""
     how = "it has saved" if saved else "no checkpoint (see checkpoint.every_steps), so this begins anew"
     message = f"stopped by {why}; {how}: {how_started(record)} resume={record['directory']}"
@@ -115,14 +115,14 @@ def stopped(record: Mapping[str, Any], why: str, saved: bool = True) -> dict[str
     return {**record, "status": "preempted", "error": error}
 
 
-def how_started(record: Mapping[str, Any]) -> str:
+def how_started(record: Written) -> str:
     """How to start a run again, ahead of its overrides: this resubmits a job, but cannot start the ranks of srun."""
     launcher = record.get("launcher")
     by_hand = launcher not in (None, "local") and "submit" not in (option(record, "cluster", dict) or ())
     return under(str(launcher)) if by_hand else command()
 
 
-def retyped(record: Mapping[str, Any]) -> str | None:
+def retyped(record: Written) -> str | None:
     """What to type for such a run, wherever and however often it began; ``None`` where that is not on record."""
     if record.get("overrides") is None:
         return None
@@ -130,19 +130,19 @@ def retyped(record: Mapping[str, Any]) -> str | None:
     return f"{how_started(record)} {shlex.join(words)}".rstrip()
 
 
-def requeued(record: Mapping[str, Any], number: int, limit: int) -> dict[str, Any]:
+def requeued(record: Written, number: int, limit: int) -> dict[str, Any]:
     """The record of a run whose job was requeued: it stays open."""
     message = f"saved and requeued ({number} of {limit}); it resumes in the same directory"
     error = {"rank": -1, "type": UNFINISHED, "message": message, "traceback": ""}
     return {**record, "status": "preempted", "error": error}
 
 
-def is_open(record: Mapping[str, Any]) -> bool:
+def is_open(record: Written) -> bool:
     """Whether the end of the run has not been recorded yet."""
     return schema.error(record).type == UNFINISHED
 
 
-def is_settled(record: Mapping[str, Any]) -> bool:
+def is_settled(record: Written) -> bool:
     """Whether its end was recorded by the queue or by all ranks together, which know more than one rank.
 
     A rank on a lost node may live on for a while and must not overwrite it. Neither may a failure of a rank during

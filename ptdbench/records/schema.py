@@ -21,6 +21,9 @@ from ptdbench.parallel.dims import Dims
 T = TypeVar("T")
 S = TypeVar("S", bound=Struct)
 
+#: A record as it is written, in JSON's types; :func:`part` reads a group of it by its type.
+Written = Mapping[str, Any]
+
 #: The schema version that this version writes.
 SCHEMA = 2
 
@@ -563,12 +566,12 @@ def record(text: bytes) -> dict[str, Any]:
 _NO_ERROR = {"rank": -1, "type": "", "message": "", "traceback": ""}
 
 
-def part(record: Mapping[str, Any], kind: type[S]) -> S:
+def part(record: Written, kind: type[S]) -> S:
     """Return a group of a record's fields, such as :class:`Metrics`; all are ``None`` where the record has none."""
     return msgspec.convert(record.get(kind.__name__.lower()) or {}, kind)
 
 
-def error(record: Mapping[str, Any]) -> Error:
+def error(record: Written) -> Error:
     """Return why a run did not end well; of one that did an error without a type."""
     return msgspec.convert(_NO_ERROR | (record.get("error") or {}), Error)
 

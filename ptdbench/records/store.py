@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import schema
 from ptdbench.records.files import appear, read_bytes, replace_bytes, strict, write_json
+from ptdbench.records.schema import Written
 from ptdbench.terminal import say
 
 RECORD = "record.json"
@@ -40,7 +41,7 @@ class Damaged(ValueError):
     """A damaged file; the message names it and says in one line what is wrong."""
 
 
-def write_record(directory: Path, record: Mapping[str, Any], durable: bool = True) -> Path:
+def write_record(directory: Path, record: Written, durable: bool = True) -> Path:
     """Write a run's record, atomically and if ``durable`` synced to disk; an older one is replaced.
 
     Returns:
@@ -86,7 +87,7 @@ def earlier_record(directory: Path) -> dict[str, Any] | None:
         return None
 
 
-def append_result(sweep_directory: Path, record: Mapping[str, Any]) -> None:
+def append_result(sweep_directory: Path, record: Written) -> None:
     """Add a record to the results of a sweep, whose runs may end at the same time in several processes.
 
     A run has one line: an older one of it, from before it was resumed, is replaced atomically. A partial line, left by

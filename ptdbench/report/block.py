@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ptdbench.records import noise
 from ptdbench.records.alternatives import Alternative, throughput
-from ptdbench.records.schema import Hardware, Metrics, Remarks, part
+from ptdbench.records.schema import Hardware, Metrics, Remarks, Written, part
 from ptdbench.report import losses, ranking, virtual, why
 from ptdbench.report.columns import COLUMNS, MISSING, Column, Row, text
 from ptdbench.report.labels import labels, names
@@ -28,7 +27,7 @@ _HELD_BACK = 0.01
 
 
 #: A run and its name.
-_Named = tuple[str, Mapping[str, Any]]
+_Named = tuple[str, Written]
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def blocks(found: Sequence[Alternative]) -> list[Block]:
     return [_block(of_model) for of_model in models.values()]
 
 
-def unit(records: Iterable[Mapping[str, Any]]) -> str:
+def unit(records: Iterable[Written]) -> str:
     """What throughput counts: ``tokens``, or ``samples`` where these are no sequences of them."""
     return "tokens" if any(part(record, Metrics).tokens_per_second for record in records) else "samples"
 
@@ -116,7 +115,7 @@ def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
     return [f"{' and '.join(names)}: {said}" for said, names in named.items()]
 
 
-def _mfu_remarks(records: Iterable[Mapping[str, Any]]) -> list[str]:
+def _mfu_remarks(records: Iterable[Written]) -> list[str]:
     reasons = dict.fromkeys(part(record, Metrics).mfu_reason for record in records)
     return [f"no MFU: {reason}" for reason in reasons if reason]
 
@@ -157,7 +156,7 @@ def _clock_remarks(records: Sequence[_Named]) -> Iterator[str]:
             yield f"{label}: rank {rank}'s GPU was held back for {share:.0%} of the time: {cause}{others}"
 
 
-def _check_remarks(records: Iterable[Mapping[str, Any]]) -> list[str]:
+def _check_remarks(records: Iterable[Written]) -> list[str]:
     """What the checks before the runs found unsound."""
     found = dict.fromkeys(part(record, Remarks).check for record in records)
     return [remark for remark in found if remark]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from ptdbench.measure.parts import PHASES
-from ptdbench.records.schema import Communication, Phases, part
+from ptdbench.records.schema import Communication, Phases, Written, part
 from ptdbench.report import memory, phases, why
-from ptdbench.report.phases import Record
 from ptdbench.report.reason import wrap
 from ptdbench.report.text import drawn
 from ptdbench.units import three_digits
@@ -25,14 +24,14 @@ _RARE = {
 }
 
 
-def title(record: Record) -> str:
+def title(record: Written) -> str:
     """What runs that did the same work have in common: ``gpt_tiny · 842,496 parameters · fp32 · batch 16``."""
     size = f"{record['parameters']:,} parameters" if record.get("parameters") else ""
     batch = f"batch {record['global_batch']}" if record.get("global_batch") else ""
     return " · ".join(filter(None, (record["model"], size, record.get("precision"), batch)))
 
 
-def of_runs(records: Mapping[str, Record], width: int) -> str:
+def of_runs(records: Mapping[str, Written], width: int) -> str:
     """One row a run, and one for each of its operations of communication."""
     steps = {called: phases.step(record) for called, record in records.items()}
     rows = {called: [step.seconds, *step.phases.values()] for called, step in steps.items()}
@@ -41,7 +40,7 @@ def of_runs(records: Mapping[str, Record], width: int) -> str:
     return _blocks(times, records, memory.of_runs(records, width), remarks, width)
 
 
-def of_ranks(record: Record, called: str, width: int) -> str:
+def of_ranks(record: Written, called: str, width: int) -> str:
     """One row for the mean over ranks and one a rank; of many ranks only the slowest and the fastest."""
     found, step = part(record, Phases), phases.step(record)
     rows = {"mean": [step.seconds, *step.phases.values()]}
@@ -55,7 +54,7 @@ def of_ranks(record: Record, called: str, width: int) -> str:
 
 def _blocks(
     times: Sequence[str],
-    records: Mapping[str, Record],
+    records: Mapping[str, Written],
     memory: Sequence[str],
     remarks: Iterable[str],
     width: int,
@@ -90,7 +89,7 @@ def _times(heading: str, unit: str, rows: Mapping[str, Sequence[float]], width: 
     return [drawn(headings, shown, width, folding=heading), wrap("; ".join([unit, *meant]), width)]
 
 
-def _profiled(records: Iterable[Record], width: int) -> Iterator[str]:
+def _profiled(records: Iterable[Written], width: int) -> Iterator[str]:
     """How many steps were profiled, and how much slower these were."""
     found = [part(record, Phases) for record in records]
     slower = [
@@ -124,7 +123,7 @@ _BESIDE = {
 }
 
 
-def _operations(records: Mapping[str, Record], width: int) -> Iterator[str]:
+def _operations(records: Mapping[str, Written], width: int) -> Iterator[str]:
     """What each run sends in a step."""
     rows = [
         (called, why.spoken(name), {heading: figure(sent) for heading, figure in _FIGURES.items()})

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from ptdbench.measure.comparison import LEVEL, POWER, Comparison, level_of_look
 from ptdbench.records.record import option
-from ptdbench.records.schema import Degree
+from ptdbench.records.schema import Degree, Written
 
 #: Shares above this are not told in figures.
 _MOST = 1.0
@@ -16,7 +15,7 @@ _MOST = 1.0
 _WIDE = f"±>{_MOST:.0%}"
 
 
-def level_of(runs: Iterable[Mapping[str, Any]]) -> float:
+def level_of(runs: Iterable[Written]) -> float:
     """The level at which runs are judged: smaller where ``repeat=auto`` has looked at them several times."""
     looked = [run for run in runs if option(run, "repeat.runs", str) == "auto"]
     most = [blocks for run in looked if (blocks := option(run, "repeat.max", Degree))]

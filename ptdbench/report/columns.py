@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from ptdbench.records.alternatives import sweep_of
-from ptdbench.records.schema import Hardware, Metrics, StepSeconds, part
+from ptdbench.records.schema import Hardware, Metrics, StepSeconds, Written, part
 from ptdbench.report.certainty import interval_text, margin_text
 from ptdbench.report.ranking import Place
 from ptdbench.units import memory_text, three_digits
@@ -33,12 +33,12 @@ class Row:
     is_alone: bool = False
 
     @property
-    def runs(self) -> Sequence[Mapping[str, Any]]:
+    def runs(self) -> Sequence[Written]:
         """Its runs."""
         return self.place.alternative.runs
 
     @property
-    def run(self) -> Mapping[str, Any]:
+    def run(self) -> Written:
         """The typical one."""
         return self.place.alternative.typical
 
@@ -96,7 +96,7 @@ def text(value: float | None, form: str = "", unit: str = "") -> str:
     return MISSING if value is None else f"{value:{form}}{unit}"
 
 
-def statuses(runs: Sequence[Mapping[str, Any]]) -> str:
+def statuses(runs: Sequence[Written]) -> str:
     """``ok``, or ``4 ok, 1 oom``; ``virtual ok`` of runs that are not measured."""
     counts = Counter(f"{run.get('kind') or ''} {run['status']}".strip() for run in runs)
     return ", ".join(f"{count} {status}" if len(counts) > 1 else status for status, count in counts.items())

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ptdbench.records.bearing import OF_CHOICE, bears, leaves
+from ptdbench.records.schema import Written
 
 #: What says again what the name of a choice says.
 _REPEATING = frozenset(OF_CHOICE) - {"name"}
@@ -15,7 +16,7 @@ _REPEATING = frozenset(OF_CHOICE) - {"name"}
 _LIMIT = 40
 
 
-def differences(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def differences(records: Sequence[Written]) -> list[str]:
     """For each record the options that the others have other values of: ``activations=recompute seed=2``.
 
     An option is called by the last part of its name if no other that differs ends so. Of a group whose choice differs
@@ -34,7 +35,7 @@ def differences(records: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def by_option(records: Sequence[Mapping[str, Any]]) -> dict[str, list[str | None]]:
+def by_option(records: Sequence[Written]) -> dict[str, list[str | None]]:
     """Each option of any of the runs, with its value in each as it is typed; ``None`` in those without it."""
     configs = [options(record) for record in records]
     names = dict.fromkeys(name for config in configs for name in config)
@@ -52,7 +53,7 @@ def varying(values: Mapping[str, list[str | None]]) -> dict[str, list[str | None
     return {name: texts for name, texts in differing.items() if name in kept}
 
 
-def options(record: Mapping[str, Any]) -> dict[str, Any]:
+def options(record: Written) -> dict[str, Any]:
     """The options of a run by their dotted names, shallow ones first; ``optimizer.name`` is ``optimizer``."""
     kept = [
         (name.removesuffix(".name"), value)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ptdbench.records.bearing import leaves
+from ptdbench.records.schema import Written
 
 #: What is always named, with a word before it where the value alone says too little.
 _HEAD = {"host": "", "cpu": "", "torch": "torch ", "ptdbench": "ptdbench "}
@@ -19,7 +20,7 @@ class Environments:
         found: The environments, as records have them.
     """
 
-    def __init__(self, runs: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, runs: Iterable[Written]) -> None:
         self.found: list[Mapping[str, Any]] = []
         self._numbers: dict[str, int] = {}
         for run in runs:
@@ -29,7 +30,7 @@ class Environments:
                     self._numbers[text] = len(self.found)
                     self.found.append(environment)
 
-    def number(self, run: Mapping[str, Any]) -> int | None:
+    def number(self, run: Written) -> int | None:
         """The place of a run's environment among all; ``None`` where it is not on record."""
         environment = run.get("environment")
         return self._numbers[_text(environment)] if environment else None

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ptdbench.parallel.dims import Dims
 from ptdbench.records.alternatives import sweep_of
 from ptdbench.records.record import option
-from ptdbench.records.schema import Layout, part
+from ptdbench.records.schema import Layout, Written, part
 from ptdbench.report.differences import differences
 from ptdbench.terminal import plural
 
-Record = Mapping[str, Any]
-
 #: More words on a run, nothing where they are not known; ``None`` stands for the options that differ.
-_Detail = Callable[[Record], str] | None
+_Detail = Callable[[Written], str] | None
 
 
-def labels(records: Sequence[Record]) -> list[str]:
+def labels(records: Sequence[Written]) -> list[str]:
     """How each run of one model is parallelized, for a table with columns for the ranks and the global batch.
 
     ``pdp 2x4 1f1b`` is 2 replicas of 4 stages, ``hsdp 2x8`` 2 replicas in 8 shards each.
@@ -28,12 +26,12 @@ def labels(records: Sequence[Record]) -> list[str]:
     return _told_apart(records, [_parallel(record) for record in records], [*_DETAILS, *_PLACES], shown)
 
 
-def names(records: Sequence[Record]) -> list[str]:
+def names(records: Sequence[Written]) -> list[str]:
     """The labels of runs of one model for lines of text, which have no columns for the ranks and the global batch."""
     return _told_apart(records, [_parallel(record) for record in records], [*_DETAILS, *_PLACES], [()] * len(records))
 
 
-def titles(records: Sequence[Record]) -> list[str]:
+def titles(records: Sequence[Written]) -> list[str]:
     """What each run is called in the display of its sweep, where it stands alone: ``gpt_tiny pdp gpipe b16``.
 
     Model and preset, or the workload of a run without a model, then what differs between runs of the same name.
@@ -43,7 +41,7 @@ def titles(records: Sequence[Record]) -> list[str]:
 
 
 def _told_apart(
-    records: Sequence[Record], names: list[str], details: Sequence[_Detail], shown: Sequence[tuple[Any, ...]]
+    records: Sequence[Written], names: list[str], details: Sequence[_Detail], shown: Sequence[tuple[Any, ...]]
 ) -> list[str]:
     """The names, with one detail after the other for runs that look the same without it."""
     for detail in details:
@@ -59,18 +57,18 @@ def _told_apart(
     return names
 
 
-def name(record: Record) -> str:
+def name(record: Written) -> str:
     """A run in a word or two: model and preset, or the workload of one without a model."""
     named = " ".join(str(record[part]) for part in ("model", "parallel") if record.get(part))
     return named or str(record.get("workload"))
 
 
-def _parallel(record: Record) -> str:
+def _parallel(record: Written) -> str:
     """The preset, with its degrees if there are several and its schedule if there is one."""
     return " ".join(filter(None, (str(record.get("parallel")), _degrees(record), _schedule(record))))
 
 
-def _degrees(record: Record) -> str:
+def _degrees(record: Written) -> str:
     layout = part(record, Layout)
     above = {name: degree for name in Dims.rows() if (degree := getattr(layout, name) or 1) > 1}
     if {*above} - {"replicate", "shard", "pipeline"}:  # too many for an order to be known by heart
@@ -80,13 +78,13 @@ def _degrees(record: Record) -> str:
     return "x".join(map(str, ({"replicate": 1} | above).values()))
 
 
-def _schedule(record: Record) -> str:
+def _schedule(record: Written) -> str:
     if (part(record, Layout).pipeline or 1) == 1:
         return ""
     return Path(option(record, "parallel.schedule", str) or "").name
 
 
-def _nodes(record: Record) -> str:
+def _nodes(record: Written) -> str:
     """How many there were, or else should have been; nothing where neither is known."""
     nodes = len(record.get("nodes") or []) or option(record, "cluster.nodes", int)
     return plural(nodes, "node") if nodes else ""

@@ -19,6 +19,7 @@ import numpy as np
 
 from ptdbench.problems import said
 from ptdbench.records.ledger import LEDGER
+from ptdbench.records.schema import Written
 from ptdbench.report import scalars
 from ptdbench.report.scalars import Scalar
 from ptdbench.terminal import say
@@ -190,14 +191,12 @@ class Log:
         self._shown = 0
         self._is_open = self._has_failed = False
 
-    def show(
-        self, record: Mapping[str, Any], first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def show(self, record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]) -> None:
         """Send what is new; the arguments are those of :meth:`ptdbench.report.scalars.Curves.advance`."""
         self._try(lambda: self._send(record, self._curves.advance(record, first, rows, evaluations), first))
         self._shown = first + len(rows)
 
-    def finish(self, record: Mapping[str, Any]) -> None:
+    def finish(self, record: Written) -> None:
         """Send what is left of the run that this is the record of, and close it."""
         left = scalars.remaining(self._directory, record, self._shown)
         first = record["segments"][-1]["first_step"] if record.get("segments") else 0
@@ -210,13 +209,13 @@ class Log:
         if self._is_open:
             self._try(lambda: self._service.end(is_ok=False))
 
-    def _send(self, record: Mapping[str, Any], found: Sequence[Scalar], first: int) -> None:
+    def _send(self, record: Written, found: Sequence[Scalar], first: int) -> None:
         if not self._is_open:
             self._open(record, first)
         summary = {tag: value for tag, value in scalars.summary(record).items() if value is not None}
         self._service.send(found, summary, scalars.last_step(record))
 
-    def _open(self, record: Mapping[str, Any], first: int) -> None:
+    def _open(self, record: Written, first: int) -> None:
         path = self._directory / FILE
         known = _read(path).get(self._service.package) if first else None  # the run goes on where it was
         parent = self._directory.absolute().parent

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
 
 from ptdbench.records.bearing import bears
 from ptdbench.records.record import option
-from ptdbench.records.schema import Environment, part
+from ptdbench.records.schema import Environment, Written, part
 from ptdbench.report.differences import options
 from ptdbench.terminal import plural
-
-Record = Mapping[str, Any]
 
 #: By how much of itself rounding may change a loss within ten steps, by precision; other kernels add up otherwise.
 _ROUNDING = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 2e-2, "fp16": 2e-2, "fp8": 5e-2}
@@ -26,20 +23,20 @@ _MOST = 5e-2
 _NAMED = 5
 
 
-def training(run: Record) -> Hashable:
+def training(run: Written) -> Hashable:
     """Equal for two runs if and only if their losses should be: the same training on the same data, equally long."""
     found = options(run)
     kept = {name: value for name, value in found.items() if not bears(name, "layout")}
     return run.get("steps"), _python_that_is_read(run), json.dumps(kept, sort_keys=True, default=str)
 
 
-def rounding(run: Record) -> float:
+def rounding(run: Written) -> float:
     """By how much of itself the last loss of a run may change by rounding."""
     of_ten = _ROUNDING.get(str(run.get("precision")), _MOST)
     return min(of_ten * math.sqrt(max(1.0, (run.get("steps") or 0) / 10)), _MOST)
 
 
-def apart(before: Sequence[Record], after: Sequence[Record]) -> str | None:
+def apart(before: Sequence[Written], after: Sequence[Written]) -> str | None:
     """How far the last losses of one configuration lie apart on two sides; ``None`` where rounding explains it.
 
     Runs of one side may differ as well, where the order of additions is not fixed: what counts is the gap between all
@@ -59,7 +56,7 @@ def apart(before: Sequence[Record], after: Sequence[Record]) -> str | None:
     return f"the last loss is {losses}: {gap / size:.2g} of it apart, where rounding makes {most:.2g} at most"
 
 
-def remarks(named: Sequence[tuple[str, Record]]) -> Iterator[str]:
+def remarks(named: Sequence[tuple[str, Written]]) -> Iterator[str]:
     """Configurations, by their names, whose last loss is not that of the first one of the same training."""
     groups: dict[Hashable, list[tuple[str, float]]] = {}
     most = {name: rounding(run) for name, run in named}
@@ -78,7 +75,7 @@ def listed(words: Sequence[str]) -> str:
     return f"{', '.join(words[:_NAMED])}{most}"
 
 
-def _python_that_is_read(run: Record) -> str | None:
+def _python_that_is_read(run: Written) -> str | None:
     """The version of Python whose library a run was trained on, if it was."""
     data = option(run, "data", dict) or {}
     return part(run, Environment).python if data.get("path", "") is None else None

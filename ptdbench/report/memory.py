@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ptdbench.measure.parts import KINDS
-from ptdbench.records.schema import Memory, Phases, part
+from ptdbench.records.schema import Memory, Phases, Written, part
 from ptdbench.report import phases
-from ptdbench.report.phases import Record
 from ptdbench.report.reason import wrap
 from ptdbench.report.text import difference, drawn
 
@@ -22,7 +21,7 @@ _MEANT = (
 _EQUAL = 0.01
 
 
-def of_runs(records: Mapping[str, Record], width: int) -> list[str]:
+def of_runs(records: Mapping[str, Written], width: int) -> list[str]:
     """A table with one row a run, of the rank that takes the most; empty if no run has its memory on record."""
     rows = {}
     for called, record in records.items():
@@ -32,7 +31,7 @@ def of_runs(records: Mapping[str, Record], width: int) -> list[str]:
     return _table("run", rows, width)
 
 
-def of_ranks(record: Record, width: int) -> list[str]:
+def of_ranks(record: Written, width: int) -> list[str]:
     """A table with one row a rank; of many ranks only those with the highest and the lowest peak."""
     found = _found(record)
     if not found:
@@ -44,7 +43,7 @@ def of_ranks(record: Record, width: int) -> list[str]:
     return _table("rank", {phases.rank_name(part(record, Phases), rank): (record, rank) for rank in shown}, width)
 
 
-def compare(record: Record, against: Record, called: str, reference: str) -> Iterator[str]:
+def compare(record: Written, against: Written, called: str, reference: str) -> Iterator[str]:
     """Yield by how much one run's peak is above or below another's, and for what, if both are on record."""
     if not (_found(record) and _found(against)):
         return
@@ -58,12 +57,12 @@ def compare(record: Record, against: Record, called: str, reference: str) -> Ite
     yield f"memory: {difference(called, reference, 'MiB', parts, {}, digits=3)}"
 
 
-def of_largest(record: Record) -> dict[str, int] | None:
+def of_largest(record: Written) -> dict[str, int] | None:
     """Bytes of each of :data:`KINDS` on the rank that takes the most; ``None`` if they are not on record."""
     return None if phases.missing(record) or not _found(record) else _largest(record)
 
 
-def _found(record: Record) -> Mapping[str, Any] | None:
+def _found(record: Written) -> Mapping[str, Any] | None:
     """The memory of a record with phases, if it is whole, and of the same ranks."""
     found, count = part(record, Memory), len(phases.compute_seconds(part(record, Phases)))
     lists = [found.moments, *((found.ranks or {}).get(kind) for kind in KINDS)]
@@ -74,17 +73,17 @@ def _peaks(found: Mapping[str, Any]) -> list[int]:
     return [sum(amounts) for amounts in zip(*(found["ranks"][kind] for kind in KINDS), strict=True)]
 
 
-def _of_rank(record: Record, rank: int) -> dict[str, int]:
+def _of_rank(record: Written, rank: int) -> dict[str, int]:
     return {kind: record["memory"]["ranks"][kind][rank] for kind in KINDS}
 
 
-def _largest(record: Record) -> dict[str, int]:
+def _largest(record: Written) -> dict[str, int]:
     """The memory of the rank that takes the most, by kind."""
     peaks = _peaks(record["memory"])
     return _of_rank(record, peaks.index(max(peaks)))
 
 
-def _table(heading: str, rows: Mapping[str, tuple[Record, int]], width: int) -> list[str]:
+def _table(heading: str, rows: Mapping[str, tuple[Written, int]], width: int) -> list[str]:
     """One row for each rank of a record."""
     if not rows:
         return []

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ptdbench.measure.parts import PHASES
 from ptdbench.records.record import is_open, option
-from ptdbench.records.schema import Communication, Environment, Phases, part
+from ptdbench.records.schema import Communication, Environment, Phases, Written, part
 
-Record = Mapping[str, Any]
-_Run = TypeVar("_Run", bound=Record)
+_Run = TypeVar("_Run", bound=Written)
 
 #: Computing in blue and green, waiting in warm colors: Okabe and Ito's palette, made for color-blind people too.
 COLORS = {
@@ -57,7 +56,7 @@ class Step:
         return found | {"other": self.seconds - sum(found.values()) + found["other"]}
 
 
-def step(record: Record) -> Step:
+def step(record: Written) -> Step:
     """The mean timed step of a run with phases."""
     found = part(record, Phases)
     seconds, ranks = found.step_seconds or 0.0, found.ranks or {}
@@ -94,7 +93,7 @@ def rank_name(phases: Phases, rank: int) -> str:
     return f"rank {rank}{named}"
 
 
-def missing(record: Record) -> str | None:
+def missing(record: Written) -> str | None:
     """Why a record has no phases to show, and what to do; ``None`` if it has."""
     phases = part(record, Phases)
     if not record.get("model"):
@@ -105,7 +104,7 @@ def missing(record: Record) -> str | None:
     return f"no phases: {phases.reason or _reason(record)}"
 
 
-def _reason(record: Record) -> str:
+def _reason(record: Written) -> str:
     """Why nothing took the phases of a run that trains."""
     if is_open(record):
         return "the run has not ended"
@@ -144,7 +143,7 @@ _WORK = {
 }
 
 
-def other_work(one: Record, other: Record) -> str | None:
+def other_work(one: Written, other: Written) -> str | None:
     """In what two runs did other work, so that their steps cannot be compared; ``None`` if in nothing."""
     for field, form in _WORK.items():
         if one.get(field) != other.get(field):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ptdbench.records import schema
 from ptdbench.records.failure import TRACEBACK
 from ptdbench.records.record import option
-from ptdbench.records.schema import Layout, part
+from ptdbench.records.schema import Layout, Written, part
 
 #: Stands in a message before the path of what the run's processes wrote.
 OUTPUT = "; its output is in "
@@ -23,7 +22,7 @@ _ON_VIRTUAL = "virtual GPUs compute nothing, and what decides by the values of t
 _LIMIT = 1000
 
 
-def reason(record: Mapping[str, Any]) -> str:
+def reason(record: Written) -> str:
     """Status, rank and error in one line: ``failed on rank 1: RuntimeError: ... at mymodels.py:13 in forward``.
 
     A long message is cut, but never a refusal, which ends with its remedy, nor what comes behind the message: the path
@@ -43,7 +42,7 @@ def reason(record: Mapping[str, Any]) -> str:
     return f"{said}; try {remedies}" if remedies else said
 
 
-def _against_lack_of_memory(record: Mapping[str, Any]) -> Iterator[str]:
+def _against_lack_of_memory(record: Written) -> Iterator[str]:
     """Options that need less memory than those of a run that trains."""
     if not record.get("model"):
         return

@@ -17,7 +17,7 @@ import numpy as np
 from ptdbench.problems import as_typed
 from ptdbench.records import ledger, series
 from ptdbench.records.load import SERIES, Run
-from ptdbench.records.schema import Metrics, part
+from ptdbench.records.schema import Metrics, Written, part
 from ptdbench.records.store import Damaged
 from ptdbench.report.differences import options
 
@@ -51,7 +51,7 @@ class Curves:
         self._end: float | None = None
 
     def advance(
-        self, record: Mapping[str, Any], first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]
+        self, record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]
     ) -> list[Scalar]:
         """What is new.
 
@@ -67,7 +67,7 @@ class Curves:
         return found
 
 
-def remaining(directory: Path, record: Mapping[str, Any], shown: int = 0) -> list[Scalar]:
+def remaining(directory: Path, record: Written, shown: int = 0) -> list[Scalar]:
     """The curves of the run's last start, without those before step ``shown`` and their evaluations.
 
     Per step: ``step/loss``, ``step/seconds`` (of the slowest rank), ``step/tokens_per_second`` or
@@ -82,7 +82,7 @@ def remaining(directory: Path, record: Mapping[str, Any], shown: int = 0) -> lis
 
 
 def _curves(
-    record: Mapping[str, Any],
+    record: Written,
     first: int,
     columns: Mapping[str, np.ndarray],
     evaluations: Sequence[Mapping[str, Any]],
@@ -120,24 +120,24 @@ def _curves(
     return found, float(ends[-1]) if len(ends) else begin
 
 
-def _started(record: Mapping[str, Any]) -> float:
+def _started(record: Written) -> float:
     """When a run started, in seconds since the epoch."""
     return datetime.fromisoformat(record["started"]).timestamp()
 
 
 def swept(directory: Path) -> dict[str, str]:
     """The options that a run's sweep gives several values, and what each is called: its last part if that is enough."""
-    for parent in directory.resolve().parents:
-        if (parent / ledger.LEDGER).exists():
-            with suppress(Damaged):
-                asked = (override.lstrip("+").partition("=") for override in ledger.read(parent).overrides)
-                names = [name for name, _, value in asked if "," in value or _SWEEPS.match(value)]
-                lasts = [name.rpartition(".")[2] for name in names]
-                return {name: last if lasts.count(last) == 1 else name for name, last in zip(names, lasts, strict=True)}
+    if (sweep := ledger.sweep_of(directory.resolve())) is None:
+        return {}
+    with suppress(Damaged):
+        asked = (override.lstrip("+").partition("=") for override in ledger.read(sweep).overrides)
+        names = [name for name, _, value in asked if "," in value or _SWEEPS.match(value)]
+        lasts = [name.rpartition(".")[2] for name in names]
+        return {name: last if lasts.count(last) == 1 else name for name, last in zip(names, lasts, strict=True)}
     return {}
 
 
-def hparams(record: Mapping[str, Any], swept: Mapping[str, str]) -> dict[str, str | float]:
+def hparams(record: Written, swept: Mapping[str, str]) -> dict[str, str | float]:
     """What tells the runs of a sweep apart.
 
     Every run of it has all of them, because TensorBoard takes the columns from whichever run it reads first.
@@ -154,7 +154,7 @@ def hparams(record: Mapping[str, Any], swept: Mapping[str, str]) -> dict[str, st
     }
 
 
-def summary(record: Mapping[str, Any]) -> dict[str, float | None]:
+def summary(record: Written) -> dict[str, float | None]:
     """The metrics by tag, for every run the same tags; a failed run has few values."""
     metrics = part(record, Metrics)
     last: Mapping[str, float | None] = next(reversed(record.get("evaluations") or [{}]))
@@ -176,12 +176,12 @@ def summary(record: Mapping[str, Any]) -> dict[str, float | None]:
     }
 
 
-def last_step(record: Mapping[str, Any]) -> int:
+def last_step(record: Written) -> int:
     """The step at which the summary stands."""
     return max((record.get("steps") or 0) - 1, 0)
 
 
-def _throughput_unit(record: Mapping[str, Any]) -> tuple[str, float]:
+def _throughput_unit(record: Written) -> tuple[str, float]:
     """What throughput counts, and how many of it a step makes."""
     batch, tokens = record.get("global_batch") or 0, record.get("tokens_per_sample")
     return ("tokens", batch * tokens) if tokens else ("samples", batch)

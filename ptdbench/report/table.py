@@ -6,7 +6,7 @@ import json
 import os
 import pkgutil
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from hydra.utils import get_object
 from ptdbench.measure import perfetto
 from ptdbench.records import alternatives
 from ptdbench.records.record import option
+from ptdbench.records.schema import Written
 from ptdbench.records.store import RECORD, RESULTS
 from ptdbench.report import block, phases, virtual
 from ptdbench.report.block import Block
@@ -28,7 +29,7 @@ from ptdbench.units import size_text
 _MOST_LINES, _LONGEST = 60, 200
 
 
-def render(records: Sequence[Mapping[str, Any]], width: int = 100, typed: Collection[str] = ()) -> str:
+def render(records: Sequence[Written], width: int = 100, typed: Collection[str] = ()) -> str:
     """The runs of each model, fastest first and those that did not finish last, as plain text.
 
     Columns without a figure are left out. Where there is no room for the others in ``width`` columns, the
@@ -50,7 +51,7 @@ def render(records: Sequence[Mapping[str, Any]], width: int = 100, typed: Collec
 SEARCHED = "optimization_results.yaml"
 
 
-def closing_lines(directory: Path, records: Iterable[Mapping[str, Any]] = ()) -> str:
+def closing_lines(directory: Path, records: Iterable[Written] = ()) -> str:
     """Where the records of a run or a sweep are, and how to look at phases and curves and to send them."""
     shown = shlex.quote(os.path.relpath(directory))
     is_sweep = (directory / RESULTS).exists()
@@ -77,7 +78,7 @@ def closing_lines(directory: Path, records: Iterable[Mapping[str, Any]] = ()) ->
     return "\n".join(lines)
 
 
-def of_workload(record: Mapping[str, Any], width: int, typed: Collection[str] = ()) -> str:
+def of_workload(record: Written, width: int, typed: Collection[str] = ()) -> str:
     """What a workload that does not train found, even if that is no success, and why it is none.
 
     A record is data, perhaps somebody else's: the workloads of ptdbench show their results themselves, and a stranger's
@@ -99,7 +100,7 @@ def of_workload(record: Mapping[str, Any], width: int, typed: Collection[str] = 
     return "\n".join(lines)
 
 
-def _shown_by_workload(record: Mapping[str, Any], width: int, typed: Collection[str]) -> Iterator[str]:
+def _shown_by_workload(record: Written, width: int, typed: Collection[str]) -> Iterator[str]:
     """What the workload's class makes of what it left in the record's field of its name."""
     if found := record.get(str(record.get("workload"))):
         target = option(record, "workload._target_", str) or ""

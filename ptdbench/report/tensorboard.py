@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ptdbench.records.schema import Written
 from ptdbench.report import scalars
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-def write_tensorboard(directory: Path, record: Mapping[str, Any], shown: int = 0) -> None:
+def write_tensorboard(directory: Path, record: Written, shown: int = 0) -> None:
     """Write the event file of the run in ``directory``, which TensorBoard then shows as one run.
 
     :func:`ptdbench.report.scalars.remaining` lists the curves; those before step ``shown`` were written by a
@@ -48,9 +49,7 @@ class Live:
         self._directory = directory
         self._writer: SummaryWriter | None = None
 
-    def show(
-        self, record: Mapping[str, Any], first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def show(self, record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]) -> None:
         """Write what is new; the arguments are those of :meth:`ptdbench.report.scalars.Curves.advance`."""
         from torch.utils.tensorboard import SummaryWriter
 
@@ -87,7 +86,7 @@ def _write(writer: SummaryWriter, found: Sequence[scalars.Scalar]) -> None:
         writer.add_scalar(tag, value, step, walltime=at)
 
 
-def _write_hparams(writer: SummaryWriter, directory: Path, record: Mapping[str, Any]) -> None:
+def _write_hparams(writer: SummaryWriter, directory: Path, record: Written) -> None:
     """What the HPARAMS tab shows of the run, and of a run that was ok that it has ended.
 
     ``SummaryWriter.add_hparams`` would open a second run below this one, and TensorBoard would then show
@@ -110,7 +109,7 @@ def _write_hparams(writer: SummaryWriter, directory: Path, record: Mapping[str, 
         writer.file_writer.add_summary(session_end)
 
 
-def _write_summary(writer: SummaryWriter, record: Mapping[str, Any]) -> None:
+def _write_summary(writer: SummaryWriter, record: Written) -> None:
     """The metrics of the run so far; of each the last one written counts. And that it is none that was measured."""
     if record.get("kind"):
         writer.add_text("kind", str(record["kind"]))

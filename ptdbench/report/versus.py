@@ -13,7 +13,7 @@ from ptdbench.measure.variation import LEAST
 from ptdbench.records import alternatives, noise, record, schema
 from ptdbench.records.alternatives import Alternative
 from ptdbench.records.bearing import bears, leaves
-from ptdbench.records.schema import Environment, part
+from ptdbench.records.schema import Environment, Written, part
 from ptdbench.report import losses
 from ptdbench.report.block import unit
 from ptdbench.report.certainty import detectable_text, interval_text, level_of, margin_text
@@ -82,7 +82,7 @@ class Versus:
     remarks: list[str]
 
 
-def match(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> Versus:
+def match(before: Sequence[Written], after: Sequence[Written]) -> Versus:
     """Bring together what did the same work, by configurations; one configuration on each side is a pair as well.
 
     Raises:
@@ -106,7 +106,7 @@ def match(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
     return Versus(_judged(pairs, is_same), [*alone, *_not_compared(ignored)])
 
 
-def _new_options(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+def _new_options(before: Sequence[Written], after: Sequence[Written]) -> frozenset[str]:
     """Options that one version of this package has and the other one has not.
 
     They cannot tell configurations apart, unless the version that has them was run with several values.
@@ -184,7 +184,7 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
     return found
 
 
-def _took_turns(run: Mapping[str, Any]) -> bool:
+def _took_turns(run: Written) -> bool:
     """Whether it is one of both sides of a comparison, and not of a sweep that looked at its own runs only."""
     return bool(record.option(run, "repeat.series", str))
 
@@ -207,7 +207,7 @@ def _seen_of(known: Comparison | None, sign: int) -> Verdict:
     return {1: "faster", -1: "slower", 0: "no difference seen"}[sign]  # type: ignore[return-value]
 
 
-def _failed(one: Alternative) -> list[Mapping[str, Any]]:
+def _failed(one: Alternative) -> list[Written]:
     return [run for run in one.runs if not alternatives.throughput(run) and not _interruption(run)]
 
 
@@ -215,7 +215,7 @@ def _interrupted(one: Alternative) -> list[str]:
     return [word for run in one.runs if (word := _interruption(run))]
 
 
-def _interruption(run: Mapping[str, Any]) -> str | None:
+def _interruption(run: Written) -> str | None:
     """How a run was ended from outside, or that it goes on, which says nothing of the program; ``None`` if it ended."""
     if record.is_open(run):
         return "unfinished"

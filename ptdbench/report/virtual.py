@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ptdbench.records.schema import Memory, Virtual, part
+from ptdbench.records.schema import Memory, Virtual, Written, part
 from ptdbench.report.reason import wrap
 from ptdbench.report.text import drawn
 from ptdbench.units import size_text
@@ -17,12 +17,12 @@ _RESERVED = (
 )
 
 
-def is_ok(record: Mapping[str, Any]) -> bool:
+def is_ok(record: Written) -> bool:
     """Whether a run on virtual GPUs came to its end."""
     return record.get("kind") == "virtual" and record["status"] == "ok"
 
 
-def remarks(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def remarks(records: Iterable[Written]) -> Iterator[str]:
     """What to know of the virtual runs of a table."""
     names = [name for record in records if (name := part(record, Virtual).device)]
     if names:
@@ -30,7 +30,7 @@ def remarks(records: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{devices}: nothing is computed: memory and messages are exact, and there are no times"
 
 
-def explained(record: Mapping[str, Any], called: str, width: int) -> str:
+def explained(record: Written, called: str, width: int) -> str:
     """Memory, kernels and messages of one run."""
     found = record["virtual"]
     lines = [
@@ -54,7 +54,7 @@ def _ranks(ranks: list[int], size: int | None) -> str:
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} of {size}"
 
 
-def _memory(record: Mapping[str, Any], width: int) -> Iterator[str]:
+def _memory(record: Written, width: int) -> Iterator[str]:
     """A row for each rank: its peaks, and what the memory is for."""
     found, kinds = record["virtual"], part(record, Memory).ranks or {}
     names = ["allocated", "reserved", *kinds]

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from ptdbench.measure.parts import PHASES
-from ptdbench.records.schema import Communication, Metrics, Phases, StepSeconds, part
+from ptdbench.records.schema import Communication, Metrics, Phases, StepSeconds, Written, part
 from ptdbench.report import phases
-from ptdbench.report.phases import Record
 from ptdbench.report.ranking import Place
 from ptdbench.report.text import difference
 from ptdbench.units import bytes_text, three_digits
@@ -30,7 +29,7 @@ _AS_FORMULA, _SINGLE_NUMBERS = 0.01, 100
 _WAITED = 0.02
 
 
-def compare(record: Record, against: Record, called: str, reference: str) -> str:
+def compare(record: Written, against: Written, called: str, reference: str) -> str:
     """Return by how much one run's step is longer or shorter than another's, and in which phases.
 
     A difference within the noise is not divided into phases.
@@ -44,11 +43,11 @@ def compare(record: Record, against: Record, called: str, reference: str) -> str
     return _explained(record, against, called, reference)
 
 
-def _takes(record: Record) -> float:
+def _takes(record: Written) -> float:
     return phases.step(record).seconds
 
 
-def _explained(record: Record, against: Record, called: str, reference: str) -> str:
+def _explained(record: Written, against: Written, called: str, reference: str) -> str:
     """``fsdp +44 ms vs ddp: exposed all-gather +37 (64.0 MB, 1.60 GB/s), optimizer +9, rest -2``."""
     run, other = phases.step(record), phases.step(against)
     parts = {_named(part): 1e3 * seconds for part, seconds in parts_of_difference(record, against).items()}
@@ -60,7 +59,7 @@ def _explained(record: Record, against: Record, called: str, reference: str) -> 
     return difference(called, reference, "ms", parts, notes, digits=2)
 
 
-def parts_of_difference(record: Record, against: Record) -> dict[str, float]:
+def parts_of_difference(record: Written, against: Written) -> dict[str, float]:
     """Seconds by which the parts of one run's step are longer than those of another's.
 
     Parts are phases, and of exposed communication the operations; they add up to the difference of the steps.
@@ -69,7 +68,7 @@ def parts_of_difference(record: Record, against: Record) -> dict[str, float]:
     return {part: ours.get(part, 0.0) - theirs.get(part, 0.0) for part in dict.fromkeys([*ours, *theirs])}
 
 
-def shares(record: Record, called: str) -> str:
+def shares(record: Written, called: str) -> str:
     """The shares of a step in a line: ``ddp: forward 31%, backward 52%, exposed all-reduce 9%, other 8%``."""
     step = phases.step(record)
     percents = {part: round(100 * seconds / step.seconds) for part, seconds in step.parts().items() if part != "other"}
@@ -79,7 +78,7 @@ def shares(record: Record, called: str) -> str:
     return f"{called}: {', '.join([*said, *([f'other {rest}%'] if rest > 0 else [])])}"
 
 
-def remarks(record: Record, called: str) -> Iterator[str]:
+def remarks(record: Written, called: str) -> Iterator[str]:
     """Yield what stands out in a run: traffic unlike its formula, the bubble, uneven ranks, a straggler."""
     found = part(record, Phases)
     yield from doubt(record, called)
@@ -93,7 +92,7 @@ def remarks(record: Record, called: str) -> Iterator[str]:
         yield f"{called}: {ranks}"
 
 
-def doubt(record: Record, called: str) -> Iterator[str]:
+def doubt(record: Written, called: str) -> Iterator[str]:
     """Yield that the phases of a run may not be those of its timed steps, if the profiled ones were shorter."""
     found = part(record, Phases)
     ratio = (found.profiled_step_seconds or math.inf) / (found.step_seconds or 1.0)
@@ -101,7 +100,7 @@ def doubt(record: Record, called: str) -> Iterator[str]:
         yield f"{called}: profiled steps {1 - ratio:.0%} shorter than the timed ones, phases uncertain"
 
 
-def in_order(named: Mapping[str, Place]) -> list[dict[str, Record]]:
+def in_order(named: Mapping[str, Place]) -> list[dict[str, Written]]:
     """Of those that did the same work together the first one, and what is known to be slower, by their typical runs.
 
     What has no phases is left out.
@@ -121,7 +120,7 @@ def in_order(named: Mapping[str, Place]) -> list[dict[str, Record]]:
     return found
 
 
-def against_first(groups: Sequence[Mapping[str, Record]]) -> list[str]:
+def against_first(groups: Sequence[Mapping[str, Written]]) -> list[str]:
     """Each run against the first one of its group, from :func:`in_order`; the shares of one without any other.
 
     One whose steps were as fast, or faster, in these runs is not explained by them.
@@ -136,7 +135,7 @@ def against_first(groups: Sequence[Mapping[str, Record]]) -> list[str]:
     return lines
 
 
-def _bubble(record: Record) -> str:
+def _bubble(record: Written) -> str:
     """``21% of the step, 20% by formula``; empty where no formula is known."""
     if (formula := part(record, Phases).bubble_formula) is None:
         return ""
@@ -172,12 +171,12 @@ def _straggler(found: Phases) -> Iterator[str]:
         yield f"straggler {phases.rank_name(found, rank)}, {three_digits(1e3 * longest)} ms a step{often}"
 
 
-def _median(record: Record) -> float:
+def _median(record: Written) -> float:
     """Seconds of the median step; of the mean one where that is not on record."""
     return (part(record, Metrics).step_seconds or StepSeconds()).median or _takes(record)
 
 
-def _spread(*records: Record) -> float:
+def _spread(*records: Written) -> float:
     """Half the 95 % interval of the difference between the medians of two runs; 0 where neither has an interval."""
     statistics = [part(record, Metrics).step_seconds or StepSeconds() for record in records]
     return math.hypot(*((one.ci95[1] - one.ci95[0]) / 2 for one in statistics if one.ci95 and len(one.ci95) == 2))

@@ -15,6 +15,7 @@ from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import store
 from ptdbench.records.bearing import OF_CHOICE
 from ptdbench.records.objective import Objective
+from ptdbench.records.schema import Written
 from ptdbench.setup import signature
 from ptdbench.terminal import command
 
@@ -293,7 +294,7 @@ def read(composed: DictConfig) -> Config:
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
-def of_record(record: Mapping[str, Any]) -> Config:
+def of_record(record: Written) -> Config:
     """The configuration that a record holds."""
 
     def value_of(written: Any) -> Any:

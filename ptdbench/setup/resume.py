@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from ptdbench.launch.world import KNOWN, World
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, record, store
 from ptdbench.records.bearing import bearing, bears
+from ptdbench.records.schema import Written
 from ptdbench.setup.commandline import is_cluster, option
 from ptdbench.setup.config import Config, of_record
 
@@ -68,7 +69,7 @@ def read(typed: Sequence[str], multirun: bool, world: World | None) -> Line:
 
 def _run(directory: Path, others: list[str], multirun: bool, world: World | None) -> Line:
     """Go on in the run's own directory, where it was; elsewhere or with other options it becomes a run of its own."""
-    written: Mapping[str, Any] = {}
+    written: Written = {}
     # Where it cannot be read, what was typed stands in Hydra's own file too.
     with suppress(FileNotFoundError, NotADirectoryError, store.Damaged):
         written = store.load_record(directory)
@@ -131,12 +132,12 @@ def _ledger(directory: Path) -> ledger.Ledger:
         raise ConfigError([Problem(SWEEP, directory, str(damage), remedy)]) from None
 
 
-def _earlier(directory: Path, written: Mapping[str, Any]) -> list[str]:
+def _earlier(directory: Path, written: Written) -> list[str]:
     """The overrides of the run in a directory, as they were typed; it is one of those that its sweep repeats."""
     return [override for override in _typed(directory, written) if not bears(option(override), "blocks")]
 
 
-def _typed(directory: Path, written: Mapping[str, Any]) -> list[str]:
+def _typed(directory: Path, written: Written) -> list[str]:
     if written.get("overrides") is not None:
         return list(written["overrides"])
     path = directory / ".hydra" / "overrides.yaml"
@@ -177,7 +178,7 @@ def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
     return [override for override in overrides if option(override) not in given]
 
 
-def _shape(directory: Path, written: Mapping[str, Any], others: Iterable[str], world: World | None) -> list[str]:
+def _shape(directory: Path, written: Written, others: Iterable[str], world: World | None) -> list[str]:
     """What made the shape of a run, wherever it was said; another cluster has shapes of its own.
 
     Of ranks and nodes that a launcher has started only what holds: it is them that the run goes on with.
@@ -195,7 +196,7 @@ def _shape(directory: Path, written: Mapping[str, Any], others: Iterable[str], w
     return [f"{name}={value}" for name, value in kept.items() if value not in (None, "auto")]
 
 
-def _moves(override: str, written: Mapping[str, Any]) -> bool:
+def _moves(override: str, written: Written) -> bool:
     """Whether an override takes a run to another cluster than it was on."""
     name, value = option(override), override.partition("=")[2]
     was = record.option(written, "cluster.name", str)
@@ -205,10 +206,9 @@ def _moves(override: str, written: Mapping[str, Any]) -> bool:
 def _submitted_by(directory: Path) -> Path | None:
     """The sweep whose job on SLURM the run in a directory is, if it is one."""
     place = directory.resolve()
-    for parent in place.parents:
-        if (parent / ledger.LEDGER).exists():
-            jobs = _ledger(parent).jobs
-            return parent if str(place.relative_to(parent)) in {job.directory for job in jobs} else None
+    sweep = ledger.sweep_of(place)
+    if sweep and str(place.relative_to(sweep)) in {job.directory for job in _ledger(sweep).jobs}:
+        return sweep
     return None
 
 
@@ -232,7 +232,7 @@ def startable(directory: Path, world: World | None) -> Config:
     return of_record(written)
 
 
-def _refuse_elsewhere(directory: Path, written: Mapping[str, Any]) -> None:
+def _refuse_elsewhere(directory: Path, written: Written) -> None:
     """A run of several machines does not go on as processes of this one, which is perhaps a login node."""
     launcher, nodes = written.get("launcher"), written.get("nodes") or []
     here = {socket.gethostname(), socket.gethostname().partition(".")[0]}
@@ -246,7 +246,7 @@ def _refuse_elsewhere(directory: Path, written: Mapping[str, Any]) -> None:
     raise ConfigError([Problem(RUN, directory, rule, remedy)])
 
 
-def _refuse_complete(directory: Path, written: Mapping[str, Any], asked: str = RUN) -> None:
+def _refuse_complete(directory: Path, written: Written, asked: str = RUN) -> None:
     done, wanted = written.get("steps") or 0, record.option(written, "train.steps", int)
     if written.get("status") == "ok" and done == wanted:
         rule = f"is complete, with {done} of {wanted} steps"

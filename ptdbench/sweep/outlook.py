@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from ptdbench.records import record
+from ptdbench.records.schema import Written
 from ptdbench.report.heading import Heading
 from ptdbench.report.labels import titles
 from ptdbench.sweep.requests import Request
@@ -32,7 +33,7 @@ class Outlook:
         """Note the runs that are to be carried out, in ascending order."""
         self._to_come = numbers
 
-    def ended(self, number: int, seconds: float, written: Mapping[str, Any]) -> None:
+    def ended(self, number: int, seconds: float, written: Written) -> None:
         """Note how long a run took, and its record."""
         if written["status"] == "ok":
             self._seconds[number] = seconds

@@ -21,7 +21,7 @@ from ptdbench.records.cause import root_cause
 from ptdbench.records.failure import Failure, read_failures, write_traceback
 from ptdbench.records.owner import Attempt
 from ptdbench.records.record import failed, is_open, option
-from ptdbench.records.schema import Record
+from ptdbench.records.schema import Record, Written
 from ptdbench.report.progress import Progress, read_progress
 from ptdbench.report.reason import OUTPUT
 from ptdbench.sweep import output
@@ -55,7 +55,7 @@ class Run:
     directory: str
     job: ledger.Job | None
     queue: JobState | None
-    record: Mapping[str, Any]
+    record: Written
     is_over: bool
     progress: Progress | None = None
 
@@ -160,7 +160,7 @@ def _is_below(job: ledger.Job) -> bool:
     return all(map(schema.is_path, (job.directory, job.log))) and not (path.is_absolute() or ".." in path.parts)
 
 
-def written(directory: Path) -> Mapping[str, Any]:
+def written(directory: Path) -> Written:
     """The record of a run; where there is none that can be read, one of status :data:`DAMAGED` that says so."""
     try:
         return store.load_record(directory)
@@ -202,12 +202,12 @@ def conclude(sweep_directory: Path, subdirectory: str, state: str, message: str)
     return done
 
 
-def _write(sweep_directory: Path, subdirectory: str, done: Mapping[str, Any]) -> None:
+def _write(sweep_directory: Path, subdirectory: str, done: Written) -> None:
     store.write_record(sweep_directory / subdirectory, done)
     store.append_result(sweep_directory, done)
 
 
-def _results(directory: Path, tell: Callable[[str], object] = lambda _: None) -> dict[str, Mapping[str, Any]]:
+def _results(directory: Path, tell: Callable[[str], object] = lambda _: None) -> dict[str, Written]:
     """The results of a sweep, by the runs' directories as they are below it; it may have been moved since."""
     return {store.below(directory, record["directory"]): record for record in store.read_results(directory, tell)}
 
@@ -219,7 +219,7 @@ def _of_machine(directory: Path) -> Run:
 
 
 def _submitted(
-    directory: Path, job: ledger.Job, state: JobState | None, result: Mapping[str, Any] | None, has_ended: bool
+    directory: Path, job: ledger.Job, state: JobState | None, result: Written | None, has_ended: bool
 ) -> Run:
     """A run that was submitted; one that is in the queue goes on, whatever it has said before.
 
@@ -258,7 +258,7 @@ def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, Job
             store.append_result(directory, known)  # the job was killed between its record and the sweep's results
 
 
-def _crash(directory: Path, known: Mapping[str, Any]) -> Failure | None:
+def _crash(directory: Path, known: Written) -> Failure | None:
     """What ranks have left that native code ended all at once, so that none could draw the conclusion."""
     owner = known.get("owner")
     reports = read_failures(Attempt(directory, owner["launch"]).failures) if owner else []
@@ -270,12 +270,12 @@ def _is_gone(state: JobState | None) -> bool:
     return state is None or state.is_over
 
 
-def _is_final(result: Mapping[str, Any] | None) -> bool:
+def _is_final(result: Written | None) -> bool:
     """Whether there is nothing that SLURM could add to a result."""
     return result is not None and not is_open(result) and not _was_signaled(result)
 
 
-def _was_signaled(written: Mapping[str, Any]) -> bool:
+def _was_signaled(written: Written) -> bool:
     """Whether a run was asked to end, and cannot know why: a time limit and ``scancel`` send what preemption sends."""
     return written["status"] == "preempted" and schema.error(written).type not in slurm.OVER
 
@@ -303,7 +303,7 @@ def _says_more(state: JobState | None) -> bool:
     return state is not None and state.state not in ("COMPLETED", "FAILED")
 
 
-def _reached_its_limit(written: Mapping[str, Any], state: JobState | None) -> bool:
+def _reached_its_limit(written: Written, state: JobState | None) -> bool:
     """Whether the warning ahead of its time limit ended a run: it ends by itself then, and SLURM only says FAILED.
 
     The warning is asked for at most a tenth of the limit ahead (see :mod:`ptdbench.sweep.launchers`), and comes up to a
@@ -315,18 +315,18 @@ def _reached_its_limit(written: Mapping[str, Any], state: JobState | None) -> bo
     return was_warned and state is not None and (state.elapsed or 0) >= 0.9 * seconds - 60
 
 
-def _saved(written: Mapping[str, Any]) -> str:
+def _saved(written: Written) -> str:
     """What a run that has saved says of how to go on."""
     message = schema.error(written).message
     return f"; {message}" if "it has saved" in message else ""
 
 
-def _out_of_time(job: ledger.Job, written: Mapping[str, Any]) -> str:
+def _out_of_time(job: ledger.Job, written: Written) -> str:
     limit = f"cluster.time_minutes={_time_minutes(written)}"
     return f"job {job.id} was about to reach its limit, {limit}{OUTPUT}{job.log}"
 
 
-def _time_minutes(written: Mapping[str, Any]) -> float | None:
+def _time_minutes(written: Written) -> float | None:
     return option(written, "cluster.time_minutes", float)  # type: ignore[no-any-return]
 
 

@@ -3,9 +3,10 @@ import math
 import pytest
 import torch
 
-from ptdbench.models.gpt import GPT, from_gpt2
+from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize, parameter_count
 from ptdbench.problems import ConfigError
+from tests.models.gpt2_weights import from_gpt2
 
 SIZES = {"layers": 2, "heads": 4, "width": 32, "sequence_length": 24, "vocabulary": 60}
 

@@ -11,6 +11,7 @@ from ptdbench.records.alternatives import of_sweeps, throughput
 from ptdbench.records.bearing import bearing
 from ptdbench.records.load import Run
 from ptdbench.records.record import option, retyped
+from ptdbench.records.schema import Written
 from ptdbench.report import block, columns, memory, phases, table
 from ptdbench.report.block import Block
 from ptdbench.report.differences import by_option, varying
@@ -112,7 +113,7 @@ def _row(row: columns.Row, environments: Environments) -> Cells:
     }
 
 
-def _run(run: Mapping[str, Any], environments: Environments) -> dict[str, Any]:
+def _run(run: Written, environments: Environments) -> dict[str, Any]:
     return {
         "directory": run["directory"],
         "status": run["status"],

@@ -9,6 +9,7 @@ import numpy as np
 
 from ptdbench.records.bearing import bears
 from ptdbench.records.load import MOST_LOST, Run
+from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
 from ptdbench.report.losses import listed
 from ptdbench.terminal import plural
@@ -24,7 +25,7 @@ _EQUAL = 1e-5
 
 
 def of_steps(
-    rows: Mapping[int, Mapping[str, Any]], called: Mapping[int, str], options: Mapping[str, Sequence[str | None]]
+    rows: Mapping[int, Written], called: Mapping[int, str], options: Mapping[str, Sequence[str | None]]
 ) -> dict[str, Any]:
     """The curves of the first rows, and what is said of the losses of all.
 
@@ -48,7 +49,7 @@ def of_steps(
     return {"steps": drawn, "losses": said, "drawn": _ROWS}
 
 
-def _curve(number: int, run: Mapping[str, Any]) -> dict[str, Any] | None:
+def _curve(number: int, run: Written) -> dict[str, Any] | None:
     """``None`` for a run that has done no step, or whose series are gone."""
     losses = _series(run, "losses")
     if not len(losses):
@@ -58,7 +59,7 @@ def _curve(number: int, run: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"number": number, "step": (kept + 1).tolist(), "seconds": _json(seconds[kept]), "loss": _json(losses[kept])}
 
 
-def _series(run: Mapping[str, Any], name: str) -> np.ndarray:
+def _series(run: Written, name: str) -> np.ndarray:
     """Empty where only the results of the sweep were kept, or the file is damaged."""
     try:
         return cast("Run", run).series(name)
@@ -66,7 +67,7 @@ def _series(run: Mapping[str, Any], name: str) -> np.ndarray:
         return np.empty(0)
 
 
-def _damage(run: Mapping[str, Any]) -> str | None:
+def _damage(run: Written) -> str | None:
     """What is wrong with the series of a run that are on record."""
     if (run.get("steps") or 0) <= MOST_LOST:  # nothing can be, and no file is read once more
         return None
@@ -97,7 +98,7 @@ def _training(number: int, options: Mapping[str, Sequence[str | None]]) -> Hasha
     return tuple(values[number] for name, values in options.items() if not bears(name, "layout"))
 
 
-def _agreement(group: Sequence[int], rows: Mapping[int, Mapping[str, Any]], called: Mapping[int, str]) -> Iterator[str]:
+def _agreement(group: Sequence[int], rows: Mapping[int, Written], called: Mapping[int, str]) -> Iterator[str]:
     """How far the losses of the same training lie from those of its first row, as far as both have come."""
     losses = {number: found for number in group if len(found := _series(rows[number], "losses"))}
     broken = {
