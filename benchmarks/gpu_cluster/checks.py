@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ptdbench.parallel.pipeline.schedules import SCHEDULES
+
 from . import processes
 from .launchers import Launcher, local
 from .processes import ROOT
@@ -49,13 +51,17 @@ class Layouts:
         return [" ".join(chosen) for chosen in itertools.product(*choices)]
 
 
+#: Schedules beside the default one that this torch carries out: stages in turns and in the form of a V, whose messages
+#: may wait for each other where one communicator has them all.
+SCHEDULES_TO_TRY = [name for name in ("gpipe", "interleaved1f1b", "zbv", "dualpipev") if SCHEDULES[name].is_supported]
+
 #: Each must follow ``single``.
 LAYOUTS = (
     Layouts(("parallel=ddp,fsdp,pdp,tp",)),
     Layouts(("parallel=hsdp",), ranks=4),
     Layouts(("parallel=3d",), ranks=8),
     Layouts(("parallel=ddp,fsdp", "parallel.context=2", "parallel.context_method=ulysses,ring")),
-    Layouts(("parallel=pdp", "parallel.pipeline=2", "parallel.schedule=gpipe,interleaved1f1b")),
+    Layouts(("parallel=pdp", "parallel.pipeline=2", f"parallel.schedule={','.join(SCHEDULES_TO_TRY)}")),
     Layouts(("parallel=ddp", "parallel.optimizer=zero1")),
 )
 

@@ -160,8 +160,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, length, width]`` to the same."""
-        # [batch, length, 3 * width] -> three of [batch, heads, length, width / heads]
-        q, k, v = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_width)).permute(3, 0, 2, 1, 4).unbind()
+        # [batch, length, 3 * width] -> three of [batch, heads, length, width / heads]; transposed when they are apart,
+        # or their gradients would be stacked and then copied once more
+        apart = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_width)).unbind(-2)
+        q, k, v = (part.transpose(1, 2) for part in apart)
         return self.output(self.mix(q, k, v).transpose(1, 2).flatten(2))
 
 

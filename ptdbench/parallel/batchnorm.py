@@ -1,7 +1,8 @@
 """Batch normalization over the global batch, on any device.
 
-torch's SyncBatchNorm refuses CPU tensors. This module computes the same with differentiable all-reduces, so that a
-ResNet under ddp or fsdp can be compared with a single process on any device.
+torch's SyncBatchNorm refuses CPU tensors, and on a GPU the host waits for the device three times in each of its
+layers, as it looks for ranks without samples. Here every rank has equally many. On a CPU the same is computed with
+differentiable all-reduces, so that a ResNet under ddp or fsdp can be compared with a single process on any device.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
@@ -68,12 +70,59 @@ class HostSyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(variance * count / (count - 1), weight)
 
 
+#: Called otherwise since torch 2.14.
+_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class _OnDevice(SyncBatchNorm):
+    """torch's function, whose backward pass it is, with the kernels of its forward pass and no question to the GPU."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        eps: float,
+        momentum: float,
+        group: dist.ProcessGroup,
+        ranks: int,
+    ) -> Tensor:
+        if not any(input.is_contiguous(memory_format=last) for last in (torch.channels_last, torch.channels_last_3d)):
+            input = input.contiguous()
+        own = torch.cat(torch.batch_norm_stats(input, eps))
+        gathered = own.new_empty(ranks * own.numel())
+        _gather(gathered, own, group)
+        means, inverses = gathered.view(ranks, 2, -1).unbind(1)
+        counts = own.new_full((ranks,), input.numel() // input.size(1))
+        mean, inverse = torch.batch_norm_gather_stats_with_counts(
+            input, means, inverses, running_mean, running_var, momentum, eps, counts
+        )
+        ctx.save_for_backward(input, weight, mean, inverse, counts.to(torch.int32))
+        ctx.process_group = group
+        return torch.batch_norm_elemt(input, weight, bias, mean, inverse, eps)
+
+
+class DeviceSyncBatchNorm(HostSyncBatchNorm):
+    """The same on a GPU, by the kernels of torch's own SyncBatchNorm."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``(N, C, ...)`` to the same in its dtype; statistics are fp32. In eval mode the same as BatchNorm."""
+        ranks = dist.get_world_size(self.group)
+        if not self.training or ranks == 1:
+            return _BatchNorm.forward(self, input)
+        momentum, statistics = self.momentum, (self.running_mean, self.running_var)
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            momentum = 1 / self.num_batches_tracked.item() if momentum is None else momentum
+        return _OnDevice.apply(input, self.weight, self.bias, *statistics, self.eps, momentum or 0.0, self.group, ranks)
+
+
 def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:
     """Let every BatchNorm layer of ``model`` normalize over the ranks of ``group``; names stay as they are."""
-    if device.type == "cuda":
-        nn.SyncBatchNorm.convert_sync_batchnorm(model, group)
-        return
     for module in model.modules():
         if isinstance(module, _BatchNorm):
-            module.__class__ = HostSyncBatchNorm
+            module.__class__ = DeviceSyncBatchNorm if device.type == "cuda" else HostSyncBatchNorm
             cast(HostSyncBatchNorm, module).group = group

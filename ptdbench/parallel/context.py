@@ -146,22 +146,21 @@ def _number(positions: Positions, _module: nn.Module, arguments: tuple[Any, ...]
 
 def _of_heads(mesh: DeviceMesh, mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(*of_positions: Tensor) -> Tensor:
-        of_heads = [_redivide(tensor, mesh, _LENGTH, _HEADS) for tensor in of_positions]
-        return _redivide(mix(*of_heads), mesh, _HEADS, _LENGTH)
+        return _redivide([mix(*_redivide(of_positions, mesh, _LENGTH, _HEADS))], mesh, _HEADS, _LENGTH)[0]
 
     return forward
 
 
-def _redivide(tensor: Tensor, mesh: DeviceMesh, whole: int, divided: int) -> Tensor:
+def _redivide(tensors: Sequence[Tensor], mesh: DeviceMesh, whole: int, divided: int) -> list[Tensor]:
     """From a share of dimension ``whole`` to all of it, and from all of dimension ``divided`` to a share.
 
-    By torch's functional collectives, which have gradients and can be compiled. A DTensor's ``redistribute`` gathers
-    everything where the device is a CPU.
+    All are sent before the first is awaited. By torch's functional collectives, which have gradients and can be
+    compiled. A DTensor's ``redistribute`` gathers everything where the device is a CPU.
     """
-    ranks = mesh.size()
-    parts = torch.stack(tensor.tensor_split(ranks, divided)).contiguous()
-    arrived = all_to_all_single_autograd(parts.flatten(0, 1), None, None, mesh.get_group()).view_as(parts)
-    return torch.cat(arrived.unbind(), whole)
+    stacked = [torch.stack(tensor.tensor_split(mesh.size(), divided)).contiguous() for tensor in tensors]
+    arriving = [all_to_all_single_autograd(parts.flatten(0, 1), None, None, mesh.get_group()) for parts in stacked]
+    arrived = [flat.view_as(parts) for flat, parts in zip(arriving, stacked, strict=True)]
+    return [torch.cat(parts.unbind(), whole) for parts in arrived]
 
 
 class Sliced(Engine):

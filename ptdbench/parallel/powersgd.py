@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +19,42 @@ _EPSILON = 1e-8
 
 #: torch's state by bucket: what was not sent yet, which differs between ranks, and the two factors of the last step.
 _BY_BUCKET = {"error": "error_dict", "p": "p_memory_dict", "q": "q_memory_dict"}
+
+
+class _Done:
+    """A future that is there: what follows runs at once, on the stream of what came before.
+
+    torch's own futures run it on 32 streams in turns, on each of which cuBLAS keeps a workspace of 32 MiB for good.
+    """
+
+    def __init__(self, found: Any) -> None:
+        self._found = found
+
+    def value(self) -> Any:
+        return self._found
+
+    wait = value
+
+    def get_future(self) -> _Done:
+        return self
+
+    def then(self, following: Callable[[_Done], Any]) -> _Done:
+        return _Done(following(self))
+
+
+class _InTurn:
+    """``torch.distributed`` for torch's hook, with all-reduces that are done when the hook goes on."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> _Done:
+        dist.all_reduce(tensor, group=group)
+        return _Done([tensor])
+
+
+#: torch's hook, whose three messages follow each other in the thread and the stream that call it.
+_hook = FunctionType(powerSGD_hook.__code__, {**powerSGD_hook.__globals__, "dist": _InTurn()})
 
 
 class PowerSGD:
@@ -74,10 +111,14 @@ class PowerSGD:
         self._order[bucket.index()] = [self._number[weight] for weight in bucket.parameters()]
         if bucket.is_last():  # there were more before DDP rebuilt them
             self._order = {index: numbers for index, numbers in self._order.items() if index <= bucket.index()}
-        future = powerSGD_hook(self._state, bucket)
-        # A bucket takes three messages, each begun when the one before has arrived. Under gloo that is in threads, and
-        # two ranks would begin those of two buckets in different orders. Under NCCL the hook waits for the GPU anyway.
-        future.wait()
+        # A bucket takes three messages, each begun when the one before has arrived: in gloo's threads two ranks would
+        # begin those of two buckets in different orders. Under NCCL the hook waits for the GPU anyway.
+        found = _hook(self._state, bucket)
+        if not isinstance(found, _Done):  # averaged as it is
+            return found
+        buffer = bucket.buffer()
+        future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else [])
+        future.set_result(found.value())
         return future
 
     def _fits(self, loaded: Mapping[str, Tensor]) -> bool:

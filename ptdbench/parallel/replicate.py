@@ -30,6 +30,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Op
         module,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=mesh.get_group(),
+        broadcast_buffers=False,  # evaluations share those of batch norms, and checkpoints take one replica's
         bucket_cap_mb=bucket_size(module) if how.bucket_mb == "auto" else how.bucket_mb,
         gradient_as_bucket_view=how.gradient_as_bucket_view,
         static_graph=static_graph,

@@ -101,7 +101,7 @@ def _unknown(*operations: str) -> dict[str, float]:
 
 
 def _of_copies(work: Work) -> dict[str, float]:
-    """DDP: each gradient is averaged once a step (Li et al. 2020, arXiv 2006.15704), and buffers are copied once.
+    """DDP: each gradient is averaged once a step (Li et al. 2020, arXiv 2006.15704).
 
     ZeRO-1: replicas send the weights that they have updated, each to all (Rajbhandari et al. 2020, section 5).
     """
@@ -109,10 +109,9 @@ def _of_copies(work: Work) -> dict[str, float]:
     weights = [weight for stage in stages for weight in stage.parameters() if weight.requires_grad]
     sent = _SENT[work.how.sent]
     updated = sum(weight.nbytes for weight in weights) if work.how.optimizer == "zero1" else 0
-    buffers = sum(buffer.nbytes for stage in stages for buffer in stage.buffers())
     return {
         "all_reduce": sent * sum(weight.numel() for weight in weights),
-        "broadcast": updated + (buffers if work.layout.dims.pipeline == 1 or not buffers else math.nan),
+        "broadcast": updated,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptdbench.parallel.batchnorm import HostSyncBatchNorm, synchronize_batchnorm
+from ptdbench.parallel.batchnorm import DeviceSyncBatchNorm, HostSyncBatchNorm, synchronize_batchnorm
 from tests.parallel.ranks import on_ranks
 
 pytestmark = pytest.mark.ranks
@@ -57,25 +58,75 @@ def trained(norm: nn.BatchNorm2d, rows: slice) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def in_rank() -> dict[str, dict[str, Any]]:
+def channels(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """One number a channel, to stand beside images."""
+    return tuple(one.double().view(1, -1, 1, 1) for one in tensors)
+
+
+def kernels() -> dict[str, Callable[..., Any]]:
+    """What torch's kernels for GPUs compute (Ioffe and Szegedy 2015, and section 3 of it for gradients), on the CPU."""
+
+    def stats(x: Tensor, eps: float) -> tuple[Tensor, ...]:
+        x = x.double()
+        return x.mean((0, 2, 3)).float(), (x.var((0, 2, 3), unbiased=False) + eps).rsqrt().float()
+
+    def gather_stats_with_counts(
+        x: Tensor, means: Tensor, inverses: Tensor, mean: Any, var: Any, momentum: float, eps: float, counts: Tensor
+    ) -> tuple[Tensor, ...]:
+        share = counts.double().view(-1, 1) / counts.sum()
+        whole = (share * means).sum(0)
+        variance = (share * (inverses.double() ** -2 - eps + (means - whole) ** 2)).sum(0)
+        for running, new in ((mean, whole), (var, variance * counts.sum() / (counts.sum() - 1))):
+            if running is not None:
+                running.lerp_(new.float(), momentum)
+        return whole.float(), (variance + eps).rsqrt().float()
+
+    def elemt(x: Tensor, weight: Any, bias: Any, mean: Tensor, inverse: Tensor, eps: float) -> Tensor:
+        of_channels = channels(mean, inverse)
+        found = (x - of_channels[0]) * of_channels[1]
+        return (found if weight is None else found * channels(weight)[0] + channels(bias)[0]).float()
+
+    def backward_reduce(
+        grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Any, *_: bool
+    ) -> tuple[Tensor, ...]:
+        total, product = grad.sum((0, 2, 3)), (grad * (x - channels(mean)[0])).sum((0, 2, 3)).float()
+        return total, product, product * inverse, total
+
+    def backward_elemt(
+        grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Any, total: Tensor, product: Tensor, count: Any
+    ) -> Tensor:
+        center, scale, one, other = channels(mean, inverse, total / count.sum(), product / count.sum())
+        found = (grad - one - (x - center) * scale**2 * other) * scale
+        return (found if weight is None else found * channels(weight)[0]).float()
+
+    return {one.__name__: one for one in (stats, gather_stats_with_counts, elemt, backward_reduce, backward_elemt)}
+
+
+def in_rank() -> dict[tuple[str, str], dict[str, Any]]:
     rank, seen = dist.get_rank(), {}
-    for name, options in LAYERS.items():
-        model = nn.Sequential(layer(options))
-        synchronize_batchnorm(model, dist.group.WORLD, torch.device("cpu"))
-        assert isinstance(model[0], HostSyncBatchNorm)
-        seen[name] = trained(model[0], slice(2 * rank, 2 * rank + 2))
+    stands_in = torch.library.Library("aten", "IMPL")
+    for name, computed in kernels().items():
+        stands_in.impl(f"batch_norm_{name}", computed, "CPU")
+    for device in ("cpu", "cuda"):
+        for name, options in LAYERS.items():
+            model = nn.Sequential(layer(options))
+            synchronize_batchnorm(model, dist.group.WORLD, torch.device(device))
+            assert isinstance(model[0], DeviceSyncBatchNorm if device == "cuda" else HostSyncBatchNorm)
+            seen[device, name] = trained(model[0], slice(2 * rank, 2 * rank + 2))
     return seen
 
 
 @cache
-def of_ranks() -> list[dict[str, dict[str, Any]]]:
+def of_ranks() -> list[dict[tuple[str, str], dict[str, Any]]]:
     return on_ranks(2, in_rank)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_it_does_what_one_process_does_with_the_joined_batch(name):
+def test_it_does_what_one_process_does_with_the_joined_batch(name, device):
+    """Where the layer is one for GPUs, torch's kernels for these are stood in for."""
     expected = trained(layer(LAYERS[name]), slice(0, 4))
-    ours = [of_rank[name] for of_rank in of_ranks()]
+    ours = [of_rank[device, name] for of_rank in of_ranks()]
     close = {"rtol": 1e-4, "atol": 1e-4}  # inputs of 100 leave five digits of what lies around them
     for what in ("outputs", "input gradients"):
         joined = [torch.cat(pair) for pair in zip(ours[0][what], ours[1][what], strict=True)]

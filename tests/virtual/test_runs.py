@@ -157,6 +157,25 @@ def test_layouts_run_in_other_formats(start: Start, environ, tmp_path):
     assert done.stdout.count("virtual ok") == 4
 
 
+@pytest.mark.thorough
+def test_powersgd_takes_no_workspaces_of_further_streams(start: Start, environ, tmp_path):
+    """torch's hook multiplied on 32 streams in turns, each of which had one of 32 MiB, for good."""
+    words = ("parallel=ddp", "parallel.gradients=auto,powersgd", "train.steps=8", "virtual=h100")
+    done = train(environ, tmp_path, "-m", *SMALL, *words, "profile.steps=0")
+    assert done.returncode == 0, done.stderr
+    plain, compressed = (record["virtual"]["reserved_bytes"][0] for record in records_of(tmp_path))
+    assert compressed - plain < 32 << 20
+
+
+@pytest.mark.thorough
+def test_batch_norms_over_ranks_ask_the_gpu_nothing(start: Start, environ, tmp_path):
+    """torch's own looks for ranks without samples by a mask, which a virtual GPU cannot answer."""
+    words = ("model=resnet18", "data.image_size=32", "parallel=ddp", "parallel.sync_batchnorm=true", "virtual=h100")
+    done = train(environ, tmp_path, *words, "train.global_batch=4", "train.steps=2", "train.warmup_steps=0")
+    assert done.returncode == 0, done.stderr
+    assert "virtual ok" in done.stdout
+
+
 def test_shards_that_are_offloaded_stay_on_the_host(start: Start, environ, tmp_path):
     """Materializing the rest of a model moved those of its layers back to the GPU."""
     words = ("parallel=fsdp", "offload=optimizer_and_weights", "virtual=h100", "virtual.ranks=[1]", "profile.steps=0")
