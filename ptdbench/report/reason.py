@@ -44,7 +44,7 @@ def reason(record: Mapping[str, Any]) -> str:
 
 def _against_lack_of_memory(record: Mapping[str, Any]) -> Iterator[str]:
     """Options that need less memory than those of a run that trains."""
-    if not record.get("model"):
+    if not record.get("model") or record.get("kind") == "planned":  # whose message says what fits
         return
     micro_batch = (record.get("layout") or {}).get("micro_batch") or 1
     if micro_batch > 1:
