@@ -130,6 +130,35 @@ def carry_out(directories: Sequence[Path]) -> int:
     return int(any(_count_ok(records) < 1 for records in statuses))
 
 
+def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again: bool) -> int:
+    """Plan what a command line asks for, and print it; the exit status is 0 if a layout fits.
+
+    Raises:
+        ConfigError: The command line cannot be used.
+    """
+    from ptdbench.records import files
+    from ptdbench.report import plan as shown
+    from ptdbench.sweep import plans
+
+    _import_from_here()
+    if world := discover(os.environ):
+        rule = f"starts what it needs itself, and {world.launcher} has started this"
+        raise ConfigError([Problem("plan", " ".join(overrides), rule, f"type it without {world.launcher}")])
+    composed = plans.composed(overrides, config_dir)
+    if not plans.are_known(composed, overrides, again):
+        local.check_address_space()
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what does not fit is no news here
+        configs = list(map(config.read, composed.jobs))
+        local.warm_up(_rank_modules(configs), _loading(configs[0]))
+    made = plans.make(composed, overrides, again)
+    if as_json:
+        say(files.as_text(made.records))
+    else:
+        text.show(shown.table(made.records, shutil.get_terminal_size((110, 24)).columns))
+        say(table.closing_lines(made.directory, made.records))
+    return int(all(one["status"] != "ok" for one in made.records))
+
+
 def _import_from_here() -> None:
     """Let a model of the user's own lie in the current directory, however this process was started.
 

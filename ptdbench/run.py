@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -29,6 +30,7 @@ from ptdbench.launch.world import World, discover, is_first_rank
 from ptdbench.measure import memory, tf32
 from ptdbench.measure.hardware import environment
 from ptdbench.measure.stopwatch import Stopwatch
+from ptdbench.planning import micro_batch
 from ptdbench.problems import ConfigError
 from ptdbench.records import failure, lease, ledger, record, store
 from ptdbench.records.cause import root_cause
@@ -119,10 +121,36 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
         attempt = replace(attempt, draft=attempt.amend(lambda written: written | fields))
     if world:
         take_part(lambda: spec, world, attempt, watch, heading)
-    else:
-        if known.warning:
-            say(known.warning, sys.stderr)
-        _start_ranks(config, known.world_size, attempt, watch, heading)
+        return
+    if known.warning:
+        say(known.warning, sys.stderr)
+    if micro_batch.is_sought(config):
+        found = _find_micro_batch(config, attempt, heading)
+        if found is None:
+            return
+        config, known = found.config, found.summary
+    _start_ranks(config, known.world_size, attempt, watch, heading)
+
+
+def _find_micro_batch(config: Config, attempt: Attempt, heading: Heading) -> micro_batch.Found | None:
+    """Find the micro-batch of a run, which goes on as if that had been asked for; ``None`` if the run has failed."""
+
+    def note(field: Mapping[str, Any]) -> None:
+        attempt.amend(lambda written: written | {"micro_batch": field}, durable=False)
+
+    finder = micro_batch.Finder(attempt.directory, config, heading, _run, note)
+    earlier = ((attempt.draft or {}).get("micro_batch") or {}).get("found")
+    try:
+        found = finder.given(earlier) if earlier else finder.find()
+    except (ConfigError, MemoryError, RuntimeError) as error:
+        _fail(attempt, failure.describe(error, rank=-1))
+        return None
+    except local.Stopped as stop:
+        _fail_if_open(attempt, failure.describe(stop, rank=-1))
+        raise
+    fields = dict(found.summary.fields) | ({} if earlier else {"micro_batch": found.field})
+    attempt.amend(lambda written: written | fields)
+    return found
 
 
 def _prepare_data(config: Config, heading: Heading | None) -> None:

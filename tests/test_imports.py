@@ -13,6 +13,7 @@ ROOMS = """
     entry
     sweep
     run
+    planning
     ending
     workloads
     training

@@ -99,7 +99,7 @@ def _found(directory: Path, other: Path | None) -> _Found:
         return _Found([_pair(directory, other)])
     loaded = _load(directory)
     runs = loaded if isinstance(loaded, list) else [loaded]
-    imitated = [run for run in runs if virtual.is_ok(run)]
+    imitated = [run for run in runs if virtual.has_figures(run)]
     found = _Found([], virtual=dict(zip(labels.names(imitated), imitated, strict=True)))
     if not isinstance(loaded, list):
         if not imitated:
@@ -108,9 +108,9 @@ def _found(directory: Path, other: Path | None) -> _Found:
             (called,) = labels.names([loaded])
             found.groups.append(_Group(called, {called: loaded}, [1], []))
         return found
-    measured = [run for run in runs if run.get("kind") != "virtual"]
+    measured = [run for run in runs if not run.get("kind")]
     found.reasons += [f"{run.directory}: {reason}" for run in measured if (reason := phases.missing(run))]
-    if len(found.reasons) == len(runs):
+    if not imitated and len(found.reasons) == len(measured):
         raise _Refused("\n".join(found.reasons))
     ranked = list(_ranked(measured))
     found.groups += [_side_by_side(group, known) for places, known in ranked for group in _of_same_work(places)]

@@ -45,6 +45,16 @@ def peak_reserved_bytes(device: torch.device) -> int:
     return 0
 
 
+def outside_and_size(device: torch.device) -> tuple[int, int]:
+    """Bytes of a GPU that are taken beside torch's allocator, by whatever process, and its memory; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0, 0
+    import torch
+
+    free, size = torch.cuda.mem_get_info(device)
+    return max(size - free - torch.cuda.memory_reserved(device), 0), size
+
+
 def reset_peak(device: torch.device) -> None:
     """Reset the peak to the memory in use now.
 

@@ -27,7 +27,7 @@ UNFINISHED = "Unfinished"
 FIELDS = schema.Record.__struct_fields__
 
 #: Results that a resumed run keeps from its earlier starts.
-_FOUND = ("metrics", "steps", "final_loss", "evaluations", "segments")
+_FOUND = ("metrics", "steps", "final_loss", "evaluations", "segments", "micro_batch")
 
 
 def begin(

@@ -126,6 +126,11 @@ class Metrics(Struct):
     peak_reserved_bytes: Count | None = None
     """Peak of what torch's allocator took from the device, the maximum over ranks: with what it keeps for later, which
     decides whether a run fits; null on a CPU."""
+    outside_memory_bytes: Count | None = None
+    """What was taken of a GPU beside torch's allocator after the last step, the maximum over ranks: the context, the
+    buffers of NCCL, and other processes; null on a CPU."""
+    device_memory_bytes: Count | None = None
+    """Memory of a GPU, the minimum over ranks; null on a CPU."""
     first_step_seconds: Amount | None = None
     """Seconds from "ready to start" to the end of the first step on all ranks."""
     startup_seconds: dict[str, Amount] | None = None
@@ -268,6 +273,87 @@ class Virtual(Struct):
     """The messages of a step by operation."""
     reason: str | None = None
     """Why kernels and messages are not known."""
+
+
+class Try(Struct):
+    """A short run of one micro-batch, to find the one that was asked for."""
+
+    micro_batch: Degree
+    """Samples of one forward and backward pass of a rank."""
+    status: str
+    """How it ended: ``ok``, ``oom``, ..."""
+    needed_bytes: Count | None = None
+    """What it needed of the memory that it must fit into; null if it ended before that was known."""
+    fits: bool | None = None
+    """Whether it ended well and fitted."""
+    seconds: Amount | None = None
+    """What it took."""
+    rates: list[Quantity] | None = None
+    """Under ``train.micro_batch=best``, samples a second of its steps, one number for each repeat."""
+
+
+class MicroBatch(Struct):
+    """How a micro-batch that was not given was found."""
+
+    asked: str | None = None
+    """``max``: the largest that fits; ``best``: the fastest of those that fit."""
+    found: Degree | None = None
+    """The micro-batch of the run; null if none fits."""
+    room_bytes: Count | None = None
+    """The memory that it must fit into: of a GPU without ``memory_margin``, on CPUs that of all ranks of a machine
+    without ``memory_reserve``."""
+    tries: list[Try] | None = None
+    """What was tried, in that order."""
+    remark: str | None = None
+    """What to know of the answer."""
+
+
+class Footprint(Struct):
+    """Bytes of training state on one rank, by formula, exact to the byte."""
+
+    weights: Count
+    """Parameters and buffers."""
+    gradients: Count
+    """Gradients."""
+    optimizer: Count
+    """State of the optimizer."""
+
+
+class Plan(Struct):
+    """What a run will need of memory, by ``ptdbench plan``; nothing of it was measured on its devices."""
+
+    capacity_bytes: Count | None = None
+    """Memory of a GPU, or of this machine for all ranks on it."""
+    capacity_of: str | None = None
+    """Whose memory that is."""
+    room_bytes: Count | None = None
+    """What of it may be used: without ``memory_margin`` of a GPU, without ``memory_reserve`` of a machine."""
+    state: list[Footprint] | None = None
+    """The training state of a rank of each stage of the pipeline; of one without a pipeline that of a rank."""
+    stands_for: list[Count] | None = None
+    """For each of ``virtual.ranks`` how many ranks do the same, itself included."""
+    rank: Count | None = None
+    """The rank that needs most."""
+    allocated_bytes: Count | None = None
+    """Peak of what torch's allocator hands out there."""
+    reserved_bytes: Count | None = None
+    """Peak of what it takes from the device there; null on a CPU."""
+    outside: dict[str, Count] | None = None
+    """Bytes that lie beside torch's allocator by what takes them, as far as they are known."""
+    sources: dict[str, str] | None = None
+    """Where each of these figures comes from."""
+    needed_bytes: Count | None = None
+    """What the rank that needs most takes of its device, on CPUs all ranks of this machine; null if unknown."""
+    fits: bool | None = None
+    """Whether that is at most ``room_bytes``; null if only the training state is known, and it fits."""
+    largest_micro_batch: Count | None = None
+    """The largest micro-batch that fits with this global batch; 0 if none does, null if unknown."""
+    tries: list[Try] | None = None
+    """The micro-batches that were carried out for that."""
+    accumulation: Degree | None = None
+    """Passes of a step whose gradients were accumulated for these figures; the peak of more is the same."""
+    reason: str | None = None
+    """Why there are no more figures than those of the training state."""
 
 
 class Energy(Struct):
@@ -536,9 +622,13 @@ class Record(Identity):
     segments: list[Segment] | None = None
     """One for each start of the run."""
     kind: str | None = None
-    """``virtual``: on GPUs that are not there; null: measured."""
+    """``virtual``: on GPUs that are not there; ``planned``: by ``ptdbench plan``; null: measured."""
     virtual: Virtual | None = None
     """What a run on virtual GPUs tells; null for any other run."""
+    micro_batch: MicroBatch | None = None
+    """How the micro-batch was found; null where it was given."""
+    plan: Plan | None = None
+    """What the run will need; null for a run that was carried out."""
 
 
 #: Mappings and lists within each other: more would be too many for what reads a record.

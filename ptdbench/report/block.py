@@ -108,11 +108,16 @@ def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
     """Why runs are not ok, by their names, each reason once."""
     alike: dict[str, list[str]] = {}
     for label, place in places:
-        failed = [run for run in place.alternative.runs if not throughput(run) and not virtual.is_ok(run)]
+        failed = [run for run in place.alternative.runs if not throughput(run) and not _came_to_its_end(run)]
         for said in dict.fromkeys(map(reason, failed)):
             alike.setdefault(said, []).append(label)
     named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
     return [f"{' and '.join(names)}: {said}" for said, names in named.items()]
+
+
+def _came_to_its_end(run: Written) -> bool:
+    """Of runs without a throughput."""
+    return virtual.is_ok(run) or (run.get("kind") == "planned" and run["status"] == "ok")
 
 
 def _mfu_remarks(records: Iterable[Written]) -> list[str]:

@@ -44,7 +44,7 @@ def reason(record: Written) -> str:
 
 def _against_lack_of_memory(record: Written) -> Iterator[str]:
     """Options that need less memory than those of a run that trains."""
-    if not record.get("model"):
+    if not record.get("model") or record.get("kind") == "planned":  # whose message says what fits
         return
     micro_batch = part(record, Layout).micro_batch or 1
     if micro_batch > 1:

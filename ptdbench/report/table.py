@@ -59,7 +59,7 @@ def closing_lines(directory: Path, records: Iterable[Written] = ()) -> str:
     records = list(records)
     if any(phases.missing(record) is None for record in records):
         lines.append(f"phases       {command('explain')} {shown}")
-    elif any(map(virtual.is_ok, records)):
+    elif any(map(virtual.has_figures, records)):
         lines.append(f"memory       {command('explain')} {shown}")
     if is_sweep:
         lines.append(f"report       {command('report')} {shown}")

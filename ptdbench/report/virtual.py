@@ -22,8 +22,16 @@ def is_ok(record: Written) -> bool:
     return record.get("kind") == "virtual" and record["status"] == "ok"
 
 
+def has_figures(record: Written) -> bool:
+    """Whether a run was carried out on virtual GPUs to its end, for itself or for a plan."""
+    return is_ok(record) or (record.get("kind") == "planned" and bool(record.get("virtual")))
+
+
 def remarks(records: Iterable[Written]) -> Iterator[str]:
-    """What to know of the virtual runs of a table."""
+    """What to know of the virtual runs and the plans of a table."""
+    records = list(records)
+    if any(record.get("kind") == "planned" for record in records):
+        yield "planned: what a run will need, and no run; memory is that of the rank that needs most"
     names = [name for record in records if (name := part(record, Virtual).device)]
     if names:
         devices = ", ".join(dict.fromkeys(names))

@@ -64,7 +64,7 @@ class Train:
     """How much is trained; see ``conf/config.yaml`` for what each option means."""
 
     global_batch: int
-    micro_batch: int | Literal["auto"]
+    micro_batch: int | Literal["auto", "max", "best"]
     steps: int
     warmup_steps: int
     max_minutes: float | None
@@ -184,6 +184,7 @@ class General:
     check: bool
     objective: Objective
     memory_reserve: float | None
+    memory_margin: float = 0.05  # records of earlier versions have none
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,18 @@ class Config:
     """
 
     resolved: Mapping[str, Any]
+
+    def changed(self, options: Mapping[str, Any]) -> Config:
+        """The same with other values; ``options`` has them by dotted names, of options that are there."""
+        resolved = dict(self.resolved)
+        for name, value in options.items():
+            *groups, last = name.split(".")
+            within = resolved
+            for group in groups:
+                within[group] = dict(within[group])
+                within = within[group]
+            within[last] = value
+        return Config(resolved)
 
     @cached_property
     def general(self) -> General:
@@ -369,6 +382,8 @@ def _out_of_range(group: str, options: Mapping[str, Any]) -> list[Problem]:
     if (part := options.get("memory_reserve")) is not None and not 0 <= part < 1:
         rule = "must be at least 0 and less than 1, or null to start a run whatever it needs"
         found.append(Problem("memory_reserve", part, rule, "try 0.1"))
+    if (margin := options.get("memory_margin")) is not None and not 0 <= margin < 1:
+        found.append(Problem("memory_margin", margin, "must be at least 0 and less than 1", "try 0.05"))
     if (share := options.get("tied_within")) is not None and not 0 <= share < 1:
         found.append(Problem("tied_within", share, "must be at least 0 and less than 1", "try 0.02"))
     if (decay := options.get("ema")) is not None and not 0 < decay < 1:

@@ -113,7 +113,7 @@ def check(training: TrainingSpec, room: Room) -> str | None:
     need = max(sum(by_stage[dims.stage(rank)] for rank in range(start, start + room.ranks)) for start in starts)
     if need > room.size:
         rule = f"{_state(by_stage, room, need)}, and {room.owner} has {gib_text(room.size)} for it ({room.origin})"
-        require(Problem("model", model, rule, _remedy(training, room)))
+        require(Problem("model", model, rule, remedy(training, room)))
     if need > _CLOSE * room.size:
         return (
             f"{training.label}: {_state(by_stage, room, need)}, of {gib_text(room.size)} that {room.owner} has for it; "
@@ -129,7 +129,7 @@ def _state(by_stage: list[int], room: Room, need: int) -> str:
     return each if room.ranks == 1 else f"{each}, {gib_text(need)} on {room.ranks} ranks"
 
 
-def _remedy(training: TrainingSpec, room: Room) -> str:
+def remedy(training: TrainingSpec, room: Room) -> str:
     """The least number of such places over which the sharded training state fits."""
     if not room.size:
         return "end other programs"

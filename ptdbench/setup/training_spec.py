@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -135,8 +135,10 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
         assert strategy
         asked, size = config.train, world_size(strategy.ranks)
         dims = under("parallel", lambda: strategy.dims(size))
-        under("train", lambda: batch.share(dims.batch, asked.global_batch, asked.micro_batch))
-        return under("parallel", lambda: strategy.layout(dims, asked.global_batch, asked.micro_batch))
+        # What is sought is not known yet: that comes later, with a layout of its own.
+        micro_batch: int | Literal["auto"] = asked.micro_batch if isinstance(asked.micro_batch, int) else "auto"
+        under("train", lambda: batch.share(dims.batch, asked.global_batch, micro_batch))
+        return under("parallel", lambda: strategy.layout(dims, asked.global_batch, micro_batch))
 
     model = found.of(lambda: _model(config, example))
     if model and data:

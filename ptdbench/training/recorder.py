@@ -159,14 +159,18 @@ class Recorder:
         Returns:
             The fields on rank 0, if its disk has taken all steps so far; else nothing.
         """
-        allocated, reserved = most(*(of(self._job.device) for of in (memory.peak_bytes, memory.peak_reserved_bytes)))
+        peaks = (of(self._job.device) for of in (memory.peak_bytes, memory.peak_reserved_bytes))
+        outside, size = memory.outside_and_size(self._job.device)
+        allocated, reserved, outside, negative = map(int, most(*peaks, outside, -size))
         segments = self.segments()
         started = time.perf_counter()
         if not self._job.world.is_first or self._unwritten or (if_quick and started < self._note_at):
             return {}
         with self._job.watchdog.paused():
             self._ceiling = self._ceiling or ceiling(self._job)
-            fields = figures(self._job, self.path, segments, (int(allocated), int(reserved)), self._ceiling)
+            fields = figures(self._job, self.path, segments, (allocated, reserved), self._ceiling)
+            if fields["metrics"] is not None and size:
+                fields["metrics"] |= {"outside_memory_bytes": outside, "device_memory_bytes": -negative}
         took = time.perf_counter() - started
         self._note_at = started + (took / _SHARE if self._loop.done >= _MANY else 0.0)
         return fields

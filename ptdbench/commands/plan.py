@@ -1,0 +1,28 @@
+"""``ptdbench plan OPTIONS``: what each rank will need of memory, whether that fits, and with which micro-batch.
+
+The options are those of ``train.py``, where a list of values makes a row for each. With ``virtual=h100`` the GPUs need
+not be there: ranks that differ are carried out on virtual ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "does it fit, and with which micro-batch: what each rank of a run will need of memory, before it is run"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what is typed after ``plan``."""
+    parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="as for train.py; lists are compared")
+    parser.add_argument("--config-dir", type=Path, metavar="FOLDER", help="one more folder of configurations")
+    parser.add_argument("--json", action="store_true", help="print the records as JSON instead of a table")
+    parser.add_argument("--again", action="store_true", help="plan anew what is known from an earlier plan")
+    parser.epilog = "Exit status 0: a layout fits. 1: none does, or could be planned. 128 + n: signal n."
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Plan, and print a table; never returns, as what is carried out may keep this process alive."""
+    from ptdbench import entry
+
+    entry.guarded(lambda: entry.plan(arguments.overrides, arguments.config_dir, arguments.json, arguments.again))

@@ -1,0 +1,74 @@
+"""Which ranks of a run differ in what they do: one of each class is carried out, and stands for the others."""
+
+from __future__ import annotations
+
+from ptdbench.models.protocol import module_of
+from ptdbench.parallel.footprint import modules_of_ranks
+from ptdbench.parallel.tensor import cut_dimensions
+from ptdbench.setup.training_spec import TrainingSpec
+
+#: Stages of a pipeline that are all carried out; of longer ones the first two and the last two.
+_ALL_STAGES = 4
+
+
+def classes(training: TrainingSpec) -> dict[int, int]:
+    """For a rank of each class, in ascending order, how many ranks it stands for, itself included.
+
+    Copies of a shard, and ranks that share products, do the same. Each stage differs from the others. Of a long
+    pipeline the second stage stands for those that follow, as none of them has more micro-batches under way, unless one
+    of them has more weights. The last shard of a weight is smaller than the first where it cannot be cut evenly. Where
+    replicas divide the optimizer's state, each of them differs.
+    """
+    dims = training.layout.dims
+    stages = _stages(training)
+    outer = [name for name in dims.order("weights") if getattr(dims, name) > 1]
+    is_sharded = training.strategy.shards(dims)
+    places: list[dict[str, int]] = [{}]
+    if is_sharded and _is_uneven(training):
+        places.append({name: getattr(dims, name) - 1 for name in outer})
+    divided = training.strategy.replicates(dims) and training.strategy.optimizer == "zero1"
+    if divided and dims.ways("samples", "positions") > 1:
+        places = [{"replicate": number} for number in range(dims.replicate)]
+    found = {}
+    for stage, standing in stages.items():
+        of_stage = dims.world_size // dims.pipeline * standing
+        each, rest = divmod(of_stage, len(places))
+        if len(places) == 2 and not divided:  # the last shard of each copy, and all other ranks
+            last = of_stage // dims.shards
+            counts = [of_stage - last, last]
+        else:
+            counts = [each + (number < rest) for number in range(len(places))]
+        for place, count in zip(places, counts, strict=True):
+            found[rank_at(training, {**place, "pipeline": stage})] = count
+    return dict(sorted(found.items()))
+
+
+def rank_at(training: TrainingSpec, place: dict[str, int]) -> int:
+    """The rank at a place of the mesh; it is the first one along a dimension that is not named."""
+    rank = 0
+    for name in training.layout.dims.order():
+        rank = rank * getattr(training.layout.dims, name) + place.get(name, 0)
+    return rank
+
+
+def _stages(training: TrainingSpec) -> dict[int, int]:
+    """The ranks of a pipeline that are carried out, and how many each stands for."""
+    count = training.layout.dims.pipeline
+    if count <= _ALL_STAGES:
+        return dict.fromkeys(range(count), 1)
+    held = modules_of_ranks(training.model, training.strategy.stage_ranks(training.layout.dims))
+    sizes = [sum(weight.numel() for part in of_rank for weight in part.parameters()) for of_rank in held]
+    largest = max(range(1, count - 2), key=lambda stage: (sizes[stage], -stage))
+    middle = {1, largest}
+    return {0: 1, **dict.fromkeys(middle, 1), 1: count - 3 - (len(middle) - 1), count - 2: 1, count - 1: 1}
+
+
+def _is_uneven(training: TrainingSpec) -> bool:
+    """Whether some weight cannot be cut into equal shards."""
+    dims = training.layout.dims
+    dimensions = cut_dimensions(training.model) if dims.tensor > 1 else {}
+    for weight in module_of(training.model).parameters():
+        first = weight.shape[0] if weight.dim() else 1
+        if (first // dims.tensor if dimensions.get(weight) == 0 else first) % dims.shards:
+            return True
+    return False

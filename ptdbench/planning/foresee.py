@@ -1,0 +1,303 @@
+"""What a run will need of memory, and the largest micro-batch that fits, by the product itself on virtual ranks."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.footprint import footprints
+from ptdbench.planning import steps
+from ptdbench.planning.classes import classes
+from ptdbench.planning.merging import merged
+from ptdbench.planning.search import Search, Try
+from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.records import store
+from ptdbench.report.heading import Heading
+from ptdbench.setup import fit, run_spec
+from ptdbench.setup.config import Config
+from ptdbench.setup.run_spec import RunSpec, Summary
+from ptdbench.setup.training_spec import TrainingSpec
+from ptdbench.units import gib_text
+
+#: Carries out the run of a directory: :func:`ptdbench.run.run`.
+CarryOut = Callable[[Path, Config, Summary, Heading], None]
+
+#: Bytes of the GPU on which needs are found out: a run that does not fit should say what it needs.
+_ROOMY = 1 << 40
+
+#: Samples of a batch that every layout can divide, to learn the degrees of one whose batch is not given.
+_ANY_BATCH = 2**10 * 3**2 * 5 * 7
+
+#: How a run is carried out to see what it needs: the optimizer's state is there from the second step on.
+_SHORT = {
+    "train.steps": 2,
+    "train.warmup_steps": 0,
+    "train.max_minutes": None,
+    "eval.every": None,
+    "checkpoint.every_steps": None,
+    "profile.trace": False,
+    "resume": None,
+    "check": False,
+    "memory_reserve": None,
+    "logger": {"name": "none", "_target_": "ptdbench.report.loggers.none"},
+}
+
+
+class Failed(Exception):
+    """A run on virtual ranks failed for another reason than memory.
+
+    Attributes:
+        record: Of that run.
+    """
+
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        super().__init__(str((record.get("error") or {}).get("message")))
+        self.record = record
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A configuration to plan for.
+
+    Attributes:
+        config: The configuration.
+        is_free: Whether nobody gave a global batch, so that ``train.micro_batch=max`` is not bound by one.
+        title: What it is called while it is planned.
+        carry_out: See :data:`CarryOut`.
+    """
+
+    config: Config
+    is_free: bool
+    title: str
+    carry_out: CarryOut
+
+    @property
+    def micro_batch(self) -> Any:
+        """As it was typed."""
+        return self.config.train.micro_batch
+
+    @property
+    def sets_batch(self) -> bool:
+        """Whether the global batch follows from the micro-batch."""
+        return self.is_free and not isinstance(self.micro_batch, int) and self.micro_batch != "auto"
+
+
+def plan(asked: Asked) -> dict[str, Any]:
+    """The fields of the record of a plan.
+
+    Raises:
+        ConfigError: There is no such run.
+        Failed: It fails on virtual GPUs for another reason than memory.
+    """
+    require(_not_trained(asked.config))
+    short = asked.config.changed(_SHORT)
+    spec = run_spec.specify(short.changed({"train.global_batch": _ANY_BATCH}) if asked.sets_batch else short, None)
+    assert spec.training
+    if spec.virtual is None:
+        room = fit.on_host(spec.world_size, asked.config.general.memory_reserve or 0.0, running=False)
+        return _state_only(spec, room, "the rest is known of virtual GPUs, as with virtual=h100")
+    try:
+        run_spec.place(short, spec.world_size)
+    except ConfigError as lack:
+        return _state_only(spec, fit.on_virtual(spec.virtual.gpu), str(lack))
+    return _Virtual(asked, short, spec).fields()
+
+
+def _not_trained(config: Config) -> Problem | None:
+    name = config.call("workload").name
+    return None if name == "train" else Problem("workload", name, "only training is planned", "omit it")
+
+
+def _state(training: TrainingSpec) -> list[dict[str, int]]:
+    return [asdict(footprint) for footprint in training.footprints()]
+
+
+def _state_only(spec: RunSpec, room: fit.Room, reason: str) -> dict[str, Any]:
+    """What is known without carrying anything out."""
+    training = spec.training
+    assert training
+    state = _state(training)
+    stages = [training.layout.dims.stage(rank) for rank in range(min(room.ranks, spec.world_size))]
+    needs = sum(sum(state[stage].values()) for stage in stages) if room.ranks > 1 else max(map(_total, state))
+    found = {
+        "capacity_bytes": room.size,
+        "capacity_of": room.origin,
+        "room_bytes": room.size,
+        "state": state,
+        "needed_bytes": needs,
+        "fits": False if needs > room.size else None,
+        "reason": reason,
+    }
+    fields = {**spec.summary.fields, "kind": "planned", "plan": found}
+    if needs > room.size:
+        rule = (
+            f"weights, gradients and optimizer state take {gib_text(needs)}, and {room.owner} has {gib_text(room.size)}"
+        )
+        return fields | _oom(f"{rule}; {fit.remedy(training, room)}")
+    return fields | {"status": "ok", "error": None}
+
+
+def _total(state: Mapping[str, int]) -> int:
+    return sum(state.values())
+
+
+def _oom(message: str) -> dict[str, Any]:
+    return {"status": "oom", "error": {"rank": -1, "type": "DoesNotFit", "message": message, "traceback": ""}}
+
+
+class _Virtual:
+    """A run that is planned on virtual GPUs."""
+
+    def __init__(self, asked: Asked, short: Config, spec: RunSpec) -> None:
+        assert spec.training and spec.virtual  # noqa: PT018 - one fact
+        self._asked, self._short, self._spec = asked, short, spec
+        self._training, self._gpu = spec.training, spec.virtual.gpu
+        self._classes = dict.fromkeys(spec.virtual.ranks, 1) if spec.virtual.ranks else classes(spec.training)
+        self._room = int(self._gpu.memory * (1 - asked.config.general.memory_margin))
+        self._layouts = steps.layouts(spec.training, is_free=asked.sets_batch)
+        self._records: dict[int, dict[str, Any]] = {}
+
+    def fields(self) -> dict[str, Any]:
+        """Carry out what was asked for, or what is found, and look for the largest micro-batch."""
+        candidates = list(self._layouts)
+        search = Search(candidates, self._room, lambda micro_batch: self._tried(micro_batch, profiled=False))
+        if isinstance(self._asked.micro_batch, int) or self._asked.micro_batch == "auto":
+            shown = self._training.layout.micro_batch
+            search.tries.append(self._tried(shown, profiled=True))
+            search.largest()
+        else:
+            shown = search.largest() or candidates[0]
+        if (self._records.get(shown) or {}).get("virtual") is None:  # more than the roomy one has: by the line
+            return self._beyond(shown, search)
+        if not self._records[shown].get("memory"):
+            self._tried(shown, profiled=True)
+        return self._found(shown, search)
+
+    def _tried(self, micro_batch: int, profiled: bool) -> Try:
+        """Carry the micro-batch out on a GPU with room, and where that leaves doubt on one of the GPU's size."""
+        started = time.monotonic()
+        record = self._run(micro_batch, max(self._gpu.memory, _ROOMY), profiled)
+        self._records[micro_batch] = record
+        if record["status"] == "oom":
+            return Try(micro_batch, "oom", None, False, time.monotonic() - started)
+        allocated, needed = (self._most(record, kind) for kind in ("allocated_bytes", "reserved_bytes"))
+        fits = needed <= self._room
+        if not fits and allocated <= self._room:  # torch gives back what it keeps for later before it gives up
+            close = self._run(micro_batch, self._room, profiled)
+            fits = close["status"] == "ok"
+            if fits:
+                self._records[micro_batch], needed = close, self._most(close, "reserved_bytes")
+        return Try(micro_batch, "ok" if fits else "oom", needed, fits, time.monotonic() - started)
+
+    def _most(self, record: Mapping[str, Any], kind: str) -> int:
+        return int(max(record["virtual"][kind])) + self._gpu.context
+
+    def _run(self, micro_batch: int, memory: int, profiled: bool) -> dict[str, Any]:
+        """The record of one micro-batch on ranks of each class, as many at once as there are cores."""
+        carried = steps.stand_in(self._training, self._layouts[micro_batch])
+        ranks, cores = list(self._classes), len(os.sched_getaffinity(0))
+        found = []
+        for start in range(0, len(ranks), cores):
+            config = self._short.changed(
+                {
+                    "train.micro_batch": micro_batch,
+                    "train.global_batch": carried.global_batch,
+                    "profile.steps": int(profiled),
+                    "virtual.ranks": ranks[start : start + cores],
+                    "virtual.gpu.memory": memory,
+                }
+            )
+            fields = {**self._spec.summary.fields, "layout": carried.as_dict()}
+            summary = replace(self._spec.summary, fields=fields)
+            with tempfile.TemporaryDirectory(prefix="ptdbench-plan-") as folder:
+                heading = Heading(f"{self._asked.title} · micro-batch {micro_batch}")
+                self._asked.carry_out(Path(folder), config, summary, heading)
+                found.append(store.load_record(Path(folder)))
+            if found[-1]["status"] == "oom":
+                return found[-1] | {"virtual": None}
+            if found[-1]["status"] != "ok":
+                raise Failed(found[-1])
+        return merged(found)
+
+    def _found(self, shown: int, search: Search) -> dict[str, Any]:
+        """The fields of a micro-batch that was carried out."""
+        record = self._records[shown]
+        virtual, layout = record["virtual"], self._layouts[shown]
+        most = virtual["reserved_bytes"].index(max(virtual["reserved_bytes"]))
+        needed = self._most(record, "reserved_bytes")
+        fits = next(one.fits for one in reversed(search.tries) if one.micro_batch == shown)
+        found = self._common(search) | {
+            "rank": virtual["ranks"][most],
+            "stands_for": [self._classes[rank] for rank in virtual["ranks"]],
+            "allocated_bytes": virtual["allocated_bytes"][most],
+            "reserved_bytes": virtual["reserved_bytes"][most],
+            "needed_bytes": needed,
+            "fits": fits,
+            "accumulation": steps.stand_in(self._training, layout).accumulation,
+        }
+        names = ("environment", "virtual", "memory", "metrics", "parameters", "tokens_per_sample", "world_size")
+        fields = {name: record.get(name) for name in names}
+        fields |= {"layout": layout.as_dict(), "global_batch": layout.global_batch, "kind": "planned", "plan": found}
+        if not fits:
+            return fields | _oom(self._lack(shown, needed, search))
+        return fields | {"status": "ok", "error": None}
+
+    def _beyond(self, shown: int, search: Search) -> dict[str, Any]:
+        """The fields of one that needs more than any GPU has."""
+        layout = self._layouts[shown]
+        needed = int(search.predicted(shown)) if sum(one.needed_bytes is not None for one in search.tries) > 1 else None
+        found = self._common(search) | {"needed_bytes": needed, "fits": False}
+        fields = {**self._spec.summary.fields, "layout": layout.as_dict(), "global_batch": layout.global_batch}
+        return fields | {"kind": "planned", "plan": found} | _oom(self._lack(shown, needed, search))
+
+    def _common(self, search: Search) -> dict[str, Any]:
+        return {
+            "capacity_bytes": self._gpu.memory,
+            "capacity_of": f"virtual {self._gpu.name}",
+            "room_bytes": self._room,
+            "state": _state(self._training),
+            "outside": {"CUDA context": self._gpu.context},
+            "sources": {
+                "CUDA context": "conf/virtual: an estimate, drivers differ",
+                "NCCL": "its buffers are not known without GPUs; memory_margin has to hold them",
+            },
+            "largest_micro_batch": search.best or 0,
+            "tries": search.as_dicts(),
+        }
+
+    def _lack(self, shown: int, needed: int | None, search: Search) -> str:
+        """What does not fit, and what would."""
+        margin = f"memory_margin={self._asked.config.general.memory_margin:g}"
+        has = f"a GPU has {gib_text(self._gpu.memory)}, {gib_text(self._room)} without {margin}"
+        rule = f"micro-batch {shown} needs {gib_text(needed) if needed else 'more than ' + gib_text(_ROOMY)}, and {has}"
+        if search.best:
+            return f"{rule}; train.micro_batch={search.best} fits"
+        config, training = self._asked.config, self._training
+        average = config.train.ema is not None
+        (whole,) = footprints(training.model, Dims(), training.optimizer, average=average, gradient_copies=1)
+        smallest = min(search.tries, key=lambda one: one.micro_batch)
+        if smallest.needed_bytes is None:
+            return f"{rule}; no micro-batch fits"
+        rest = smallest.needed_bytes - max(map(_total, _state(self._training)))
+        none = f"{rule}; no micro-batch fits"
+        if rest >= self._room:
+            return f"{none}: beside the training state, {smallest.micro_batch} needs {gib_text(rest)}; {_else(config)}"
+        least = math.ceil(whole.total / (self._room - rest))
+        return f"{none}; {smallest.micro_batch} would with its state sharded over about {least:,} GPUs"
+
+
+def _else(config: Config) -> str:
+    """What makes activations smaller."""
+    words = []
+    if config.call("activations").name == "keep":
+        words.append("activations=recompute")
+    if config.general.precision == "fp32":
+        words.append("precision=bf16")
+    return f"try {', '.join([*words, 'parallel.tensor or parallel.context'])}"

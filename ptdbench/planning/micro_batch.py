@@ -1,0 +1,247 @@
+"""``train.micro_batch=max`` and ``best``: found by short runs of all ranks in fresh processes, before the run itself.
+
+A try is a run in a directory of its own below the run's, which may end ``oom`` as any run may: its ranks end together,
+whoever of them was out of memory, and none of them decides anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ptdbench.measure import comparison
+from ptdbench.measure.variation import Pool
+from ptdbench.parallel.batch import BatchPlan
+from ptdbench.planning import steps
+from ptdbench.planning.search import Search, Try
+from ptdbench.problems import ConfigError, Problem
+from ptdbench.records import store
+from ptdbench.report.heading import Heading
+from ptdbench.report.reason import reason
+from ptdbench.setup import fit, run_spec
+from ptdbench.setup.config import Config
+from ptdbench.setup.run_spec import Summary
+from ptdbench.units import gib_text
+
+#: Carries out the run of a directory.
+CarryOut = Callable[[Path, Config, Summary, Heading], None]
+
+#: Where the tries are, in the directory of a run.
+FOLDER = "tries"
+
+#: Short runs at most to find the largest.
+_MOST = 6
+
+#: What is asked for instead of a number.
+SOUGHT = ("max", "best")
+
+#: Endings of a try that tell whether it fits.
+_TELLING = ("ok", "oom", "diverged")
+
+#: Blocks of the largest and the next smaller one at most, the steps of a run in them, and what counts as a tie.
+_BLOCKS, _STEPS, _TIED = 12, 10, 0.02
+
+#: A try: the optimizer's state is there from the second step on, and nothing new after the third.
+_SHORT = {
+    "train.steps": 3,
+    "train.warmup_steps": 0,
+    "train.max_minutes": None,
+    "eval.every": None,
+    "checkpoint.every_steps": None,
+    "profile.steps": 0,
+    "profile.trace": False,
+    "resume": None,
+    "check": False,
+    "logger": {"name": "none", "_target_": "ptdbench.report.loggers.none"},
+}
+
+
+def is_sought(config: Config) -> bool:
+    """Whether the micro-batch is to be found."""
+    train = config.resolved.get("train")
+    return isinstance(train, dict) and train.get("micro_batch") in SOUGHT
+
+
+class NoneFits(MemoryError):
+    """No micro-batch fits."""
+
+
+class Broken(RuntimeError):
+    """A try failed for another reason than memory, and so would the run."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found.
+
+    Attributes:
+        config: That of the run, with the micro-batch.
+        summary: That of the run, with its layout.
+        field: The record's field ``micro_batch``.
+    """
+
+    config: Config
+    summary: Summary
+    field: dict[str, Any]
+
+
+@dataclass
+class Finder:
+    """The search of one run.
+
+    Attributes:
+        directory: The run's directory.
+        config: Its configuration.
+        heading: What it is called.
+        carry_out: Carries a try out.
+        note: Adds the record's field ``micro_batch`` after each try.
+    """
+
+    directory: Path
+    config: Config
+    heading: Heading
+    carry_out: CarryOut
+    note: Callable[[dict[str, Any]], None]
+    _rates: dict[int, dict[Hashable, float]] = field(default_factory=dict)
+    _number: int = 0
+
+    def find(self) -> Found:
+        """Find the micro-batch.
+
+        Raises:
+            ConfigError: There is no such run.
+            NoneFits: Not even the smallest fits.
+            Broken: See there.
+        """
+        self._spec = run_spec.specify(self.config, None)
+        if not self._spec.training:
+            name, asked = self.config.call("workload").name, self.config.train.micro_batch
+            raise ConfigError([Problem("train.micro_batch", asked, f"workload={name} does not train", "try auto")])
+        self._layouts = steps.layouts(self._spec.training)
+        candidates = list(self._layouts)
+        search = self._search = Search(candidates, self._room(None), self._tried, most=_MOST)
+        largest = search.largest()
+        if largest is None:
+            smallest = next(one for one in search.tries if one.micro_batch == candidates[0])
+            needs = "" if smallest.needed_bytes is None else f": it needs {gib_text(smallest.needed_bytes)}"
+            raise NoneFits(f"not even micro-batch {candidates[0]} fits into {gib_text(search.room)}{needs}")
+        if self.config.train.micro_batch == "best":
+            largest = self._fastest([one for one in candidates if one <= largest])
+        return self._with(largest)
+
+    def given(self, micro_batch: int) -> Found:
+        """The same of a micro-batch that an earlier start of the run has found."""
+        self._spec, self._search = run_spec.specify(self.config, None), Search([micro_batch], 0, self._tried)
+        assert self._spec.training
+        self._layouts = steps.layouts(self._spec.training)
+        return self._with(micro_batch)
+
+    def _with(self, micro_batch: int) -> Found:
+        config = self.config.changed({"train.micro_batch": micro_batch})
+        return Found(config, self._summary(self._layouts[micro_batch]), self._field(micro_batch))
+
+    def _field(self, found: int | None, remark: str | None = None) -> dict[str, Any]:
+        tries = [
+            one | {"rates": list(self._rates.get(one["micro_batch"], {}).values()) or None}
+            for one in self._search.as_dicts()
+        ]
+        asked, room = self.config.train.micro_batch, self._search.room
+        return {"asked": asked, "found": found, "room_bytes": room, "tries": tries, "remark": remark}
+
+    def _summary(self, layout: BatchPlan) -> Summary:
+        known = self._spec.summary
+        return replace(known, fields={**known.fields, "layout": layout.as_dict()})
+
+    def _room(self, metrics: dict[str, Any] | None) -> int:
+        """Bytes that the run may take: of this host on all ranks, or of a GPU, whose size the first try tells."""
+        general = self.config.general
+        if self._spec.device_type == "cpu":
+            return fit.on_host(self._spec.world_size, general.memory_reserve or 0.0, running=False).size
+        if self._spec.virtual:
+            size = self._spec.virtual.gpu.memory
+        else:
+            size = (metrics or {}).get("device_memory_bytes") or 1 << 62
+        return int(size * (1 - general.memory_margin))
+
+    def _needed(self, record: dict[str, Any]) -> int | None:
+        """Bytes that a run took: of all ranks of this host, or of the GPU of the rank that took most."""
+        metrics = record.get("metrics") or {}
+        if self._spec.device_type == "cpu":
+            peak = metrics.get("peak_memory_bytes")
+            return None if peak is None else peak * self._spec.world_size
+        reserved = metrics.get("peak_reserved_bytes")
+        return None if reserved is None else reserved + (metrics.get("outside_memory_bytes") or 0)
+
+    def _tried(self, micro_batch: int) -> Try:
+        """One short run."""
+        started = time.monotonic()
+        record = self._carried_out(micro_batch, _SHORT, "")
+        if self._spec.device_type != "cpu" and not self._spec.virtual and record.get("metrics"):
+            self._search.room = self._room(record["metrics"])
+        needed = None if record["status"] == "oom" else self._needed(record)
+        fits = record["status"] != "oom" and (needed or 0) <= self._search.room
+        found = Try(micro_batch, record["status"], needed, fits, time.monotonic() - started)
+        self.note(self._field(None) | {"tries": [*self._field(None)["tries"], {**vars(found), "rates": None}]})
+        return found
+
+    def _carried_out(
+        self, micro_batch: int, options: dict[str, Any], what: str, is_whole: bool = False
+    ) -> dict[str, Any]:
+        """The record of a short run; of whole steps, or of such as stand for them."""
+        assert self._spec.training
+        layout = self._layouts[micro_batch]
+        layout = layout if is_whole else steps.stand_in(self._spec.training, layout)
+        self._number += 1
+        directory = self.directory / FOLDER / f"{self._number}_micro_batch_{micro_batch}"
+        directory.mkdir(parents=True)
+        size = {"train.micro_batch": micro_batch, "train.global_batch": layout.global_batch}
+        config = self.config.changed({**options, **size})
+        heading = replace(self.heading, title=f"{self.heading.title} · trying micro-batch {micro_batch}{what}")
+        self.carry_out(directory, config, self._summary(layout), heading)
+        record = store.load_record(directory)
+        if record["status"] not in _TELLING:
+            raise Broken(f"the try of micro-batch {micro_batch} came to no result: {reason(record)}")
+        return record
+
+    def _fastest(self, fitting: list[int]) -> int:
+        """The fastest, from the largest downward: the first that the next smaller one is known not to beat.
+
+        Both are carried out in turns. A pair is settled when it is known to differ, or to be tied, by the statistics of
+        ``repeat=auto``; a pair that is not settled after the last block counts as tied, and of a tie the larger one is
+        kept.
+        """
+        best, *smaller = reversed(fitting)
+        for other in smaller:
+            if not self._is_slower(best, other):
+                break
+            best = other
+        return best
+
+    def _is_slower(self, best: int, other: int) -> bool:
+        """Whether the larger one is known to be slower than the next smaller one."""
+        level, looks = comparison.level_of_look(_BLOCKS), comparison.looks(_BLOCKS)
+        options = _SHORT | {"train.steps": _STEPS, "train.warmup_steps": 2}
+        for block in range(1, _BLOCKS + 1):
+            for size in (best, other) if block % 2 else (other, best):
+                rates = self._rates.setdefault(size, {})
+                if block not in rates:
+                    metrics = self._carried_out(size, options, f" ({block})", is_whole=True).get("metrics") or {}
+                    rates[block] = metrics.get("samples_per_second") or 0.0
+            self.note(self._field(None))
+            one, two = self._rates[best], self._rates[other]
+            if not (all(one.values()) and all(two.values())):  # ended out of memory after all, or has no times
+                return not all(one.values())
+            if block not in looks:
+                continue
+            apart = Pool([one, two]).difference(one, two)
+            (sign,) = comparison.differing([apart], level)
+            if sign:
+                return sign < 0
+            if apart:
+                known = comparison.compare(apart, level)
+                if max(known.high, 1 / known.low) <= 1 + _TIED:
+                    return False
+        return False

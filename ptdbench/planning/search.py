@@ -1,0 +1,98 @@
+"""The search for the largest micro-batch that fits: a line through what was tried proposes, and a try decides.
+
+Nothing here knows what a try is: a run on virtual GPUs, or one of all ranks in fresh processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+#: A proposal that the line puts further above the room than this share of it is not tried: nobody doubts the answer.
+_CLEAR = 0.1
+
+
+@dataclass(frozen=True)
+class Try:
+    """What came of a micro-batch.
+
+    Attributes:
+        micro_batch: Samples of one forward and backward pass of a rank.
+        status: How the run of it ended.
+        needed_bytes: What it needed of the memory that it must fit into; ``None`` if it ended before that was known.
+        fits: Whether it ended well and fitted.
+        seconds: What the try took.
+    """
+
+    micro_batch: int
+    status: str
+    needed_bytes: int | None
+    fits: bool
+    seconds: float = 0.0
+
+
+@dataclass
+class Search:
+    """The largest of several micro-batches that fits.
+
+    Attributes:
+        candidates: The micro-batches that the layout can run, in ascending order; at least one.
+        room: Bytes that there are.
+        attempt: Tries one of them.
+        most: Tries at most; a search that runs out of them keeps the largest that has fitted.
+        tries: What was tried, in that order.
+    """
+
+    candidates: Sequence[int]
+    room: int
+    attempt: Callable[[int], Try]
+    most: int = 12
+    tries: list[Try] = field(default_factory=list)
+
+    def largest(self) -> int | None:
+        """The largest micro-batch that fits, itself tried; ``None`` if none does.
+
+        The next larger candidate has been tried and did not fit, or is far too large by the line through the two
+        largest tries whose need is known.
+        """
+        while (proposal := self.proposal()) is not None and len(self.tries) < self.most:
+            self.tries.append(self.attempt(proposal))
+        return self.best
+
+    @property
+    def best(self) -> int | None:
+        """The largest that has fitted so far."""
+        return max((one.micro_batch for one in self.tries if one.fits), default=None)
+
+    def proposal(self) -> int | None:
+        """The micro-batch to try next; ``None`` if the answer is known."""
+        tried = {one.micro_batch for one in self.tries}
+        above = min((one.micro_batch for one in self.tries if not one.fits), default=None)
+        open_ = [m for m in self.candidates if m > (self.best or 0) and (above is None or m < above) and m not in tried]
+        if not open_:
+            return None
+        if sum(one.needed_bytes is not None for one in self.tries) < 2:
+            return open_[0]  # from below, as a try that is too large may tell nothing
+        fitting = [m for m in open_ if self.predicted(m) <= self.room]
+        if fitting:
+            return fitting[len(fitting) // 2 if self._is_misled else -1]
+        return open_[0] if self.predicted(open_[0]) <= (1 + _CLEAR) * self.room else None
+
+    @property
+    def _is_misled(self) -> bool:
+        """Whether the last try did not fit where the line had seen room, and tells nothing for a better one."""
+        last = self.tries[-1]
+        return not last.fits and last.needed_bytes is None
+
+    def predicted(self, micro_batch: int) -> float:
+        """Bytes that a micro-batch needs, by the line through the two largest tries whose need is known."""
+        known = sorted((one.micro_batch, one.needed_bytes) for one in self.tries if one.needed_bytes is not None)
+        if len(known) < 2:
+            return float(known[0][1]) if known else 0.0
+        (x, below), (y, above) = known[-2:]
+        return above + (above - below) / (y - x) * (micro_batch - y)
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """The tries as a record has them."""
+        return [asdict(one) for one in self.tries]

@@ -1,0 +1,66 @@
+"""The search for the largest micro-batch, by needs that are known here."""
+
+from collections.abc import Callable
+
+import pytest
+
+from ptdbench.planning.search import Search, Try
+
+POWERS = [2**power for power in range(12)]
+
+
+def searched(
+    room: int, need: Callable[[int], int], candidates: list[int] = POWERS, *, tells: bool = True, most: int = 12
+) -> Search:
+    def attempt(size: int) -> Try:
+        fits = need(size) <= room
+        return Try(size, "ok" if fits else "oom", need(size) if fits or tells else None, fits)
+
+    search = Search(candidates, room, attempt, most)
+    search.largest()
+    return search
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["tells", "ends"])
+@pytest.mark.parametrize("room", [9, 10, 11, 37, 100, 1000, 4105, 100_000])
+def test_the_largest_that_fits_is_found_and_was_tried(room: int, tells: bool) -> None:
+    def need(size: int) -> int:
+        return 8 + 2 * size
+
+    search = searched(room, need, tells=tells)
+    fitting = [size for size in POWERS if need(size) <= room]
+    assert search.best == (fitting[-1] if fitting else None)
+    assert {one.micro_batch for one in search.tries} >= {*fitting[-1:]}
+    assert len(search.tries) <= 4
+
+
+@pytest.mark.parametrize("room", [1 << power for power in range(10, 20)])
+def test_with_a_line_the_first_proposal_is_right(room: int) -> None:
+    search = searched(room, lambda size: 500 + 37 * size)
+    proposed = [one.micro_batch for one in search.tries[2:]]
+    assert proposed[:1] in ([], [search.best])
+
+
+@pytest.mark.parametrize("room", range(30, 4000, 123))
+@pytest.mark.parametrize("tells", [True, False], ids=["tells", "ends"])
+def test_needs_that_are_no_line_cost_more_tries_and_give_the_same_answer(room: int, tells: bool) -> None:
+    def need(size: int) -> int:  # nothing grows at first, as other moments of the step need more
+        return max(40, 7 * size + (13 if size % 3 else 0))
+
+    candidates = [1, 2, 3, 4, 6, 8, 12, 16, 24, 48, 96, 192]
+    search = searched(room, need, candidates, tells=tells)
+    assert search.best == max((size for size in candidates if need(size) <= room), default=None)
+    assert len({one.micro_batch for one in search.tries}) == len(search.tries)
+
+
+def test_a_search_that_runs_out_of_tries_keeps_the_largest_that_has_fitted() -> None:
+    search = searched(1000, lambda size: 10 + size, list(range(1, 2000)), tells=False, most=3)
+    assert [one.micro_batch for one in search.tries] == [1, 2, 990]
+    assert search.best == 990
+
+
+def test_the_next_larger_one_is_tried_unless_it_is_far_too_large() -> None:
+    close = searched(1000, lambda size: 9 * size, [50, 100, 111, 112])
+    far = searched(1000, lambda size: 9 * size, [50, 100, 111, 222])
+    assert [one.micro_batch for one in close.tries] == [50, 100, 111, 112]
+    assert [one.micro_batch for one in far.tries] == [50, 100, 111]
