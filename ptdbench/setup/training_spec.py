@@ -134,7 +134,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
     def layout() -> BatchPlan:
         assert strategy
         asked, size = config.train, world_size(strategy.ranks)
-        dims = under("parallel", lambda: strategy.dims(size))
+        dims = under("parallel", lambda: strategy.dims(size, model))
         under("train", lambda: batch.share(dims.batch, asked.global_batch, asked.micro_batch))
         return under("parallel", lambda: strategy.layout(dims, asked.global_batch, asked.micro_batch))
 
