@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +60,7 @@ class Llama(Decoder):
         require(
             *at_least(1, layers=layers, hidden=hidden, sequence_length=sequence_length),
             *at_least(2, vocabulary=vocabulary),
-            *_problems_of_heads(heads, key_value_heads, width),
+            *problems_of_heads(heads, key_value_heads, width),
             None if rope_theta > 1 else Problem("rope_theta", rope_theta, "must be greater than 1"),
             None if rope_factor >= 1 else Problem("rope_factor", rope_factor, "must be at least 1 (no scaling)"),
         )
@@ -150,7 +151,7 @@ class Embedding(nn.Module):
 class Block(nn.Module):
     """Attention, then an MLP, each computed from the normalized stream and added to it."""
 
-    def __init__(self, attention: Attention, mlp: SwiGLU, width: int, norm_epsilon: float) -> None:
+    def __init__(self, attention: nn.Module, mlp: SwiGLU, width: int, norm_epsilon: float) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(width, norm_epsilon)
         self.attention = attention
@@ -212,21 +213,32 @@ class Attention(nn.Module):
     module computes ``1/n`` of the groups.
     """
 
-    def __init__(self, width: int, heads: int, key_value_heads: int, rotary: Rotary) -> None:
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        key_value_heads: int,
+        rotary: Rotary,
+        norms: Sequence[nn.Module] | None = None,
+    ) -> None:
         super().__init__()
-        self.head_width = width // heads
+        self.head_width = rotary.head_width
         self.queries = heads // key_value_heads
         self.query_key_value = nn.Linear(width, (heads + 2 * key_value_heads) * self.head_width, bias=False)
+        self.norms = nn.ModuleList(norms) if norms else None  # of the queries and the keys of each head
         self.rotary = rotary
         self.mix = CausalMix()
-        self.output = nn.Linear(width, width, bias=False)
+        self.output = nn.Linear(heads * self.head_width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, length, width]`` to the same."""
         # [batch, groups, queries, key and value, length, head_width]
         groups = self.query_key_value(x).unflatten(-1, (-1, self.queries + 2, self.head_width)).permute(0, 2, 3, 1, 4)
         angles = self.rotary(torch.arange(groups.shape[-2], device=x.device))
-        turned, v = turn(groups[:, :, :-1], angles), groups[:, :, -1]
+        pairs, v = groups[:, :, :-1], groups[:, :, -1]
+        if self.norms:
+            pairs = torch.cat([self.norms[0](pairs[:, :, :-1]), self.norms[1](pairs[:, :, -1:])], dim=2)
+        turned = turn(pairs, angles)
         q, k = turned[:, :, :-1].flatten(1, 2), turned[:, :, -1]
         return self.output(self.mix(q, k, v).transpose(1, 2).flatten(2))
 
@@ -287,14 +299,19 @@ def from_llama(state: Mapping[str, Tensor], key_value_heads: int) -> dict[str, T
     return weights
 
 
-def _problems_of_heads(heads: int, key_value_heads: int, width: int) -> list[Problem]:
+def problems_of_heads(
+    heads: int, key_value_heads: int, width: int, head_width: int | Literal["auto"] = "auto"
+) -> list[Problem]:
+    """What is wrong with the heads of attention; ``head_width``: features of one, if it is no share of ``width``."""
     found = at_least(1, heads=heads, key_value_heads=key_value_heads, width=width)
     if found:
         return found
-    if width % (2 * heads):
+    if head_width == "auto" and width % (2 * heads):
         fitting = [number for number in range(1, width + 1) if width % (2 * number) == 0]
         rule = f"must divide width={width} into heads of an even number of features, which are turned in pairs"
         found.append(Problem("heads", heads, rule, try_these(nearest_numbers(heads, fitting))))
+    if head_width != "auto" and (head_width < 2 or head_width % 2):
+        found.append(Problem("head_width", head_width, "must be even and at least 2: features are turned in pairs"))
     if heads % key_value_heads:
         divisors = [number for number in range(1, heads + 1) if heads % number == 0]
         remedy = try_these(nearest_numbers(key_value_heads, divisors))

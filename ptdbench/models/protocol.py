@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 #: What a module can be to ranks that share the work of one sample, see :class:`Role`.
-Kind = Literal["outputs", "inputs", "vocabulary", "loss", "entry", "stream", "positions", "attention"]
+Kind = Literal[
+    "outputs", "inputs", "vocabulary", "loss", "entry", "stream", "each", "tokens", "experts", "positions", "attention"
+]
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a module is to ranks that share the work of one sample, under tensor or context parallelism.
+    """What a module is to ranks that share the work of one sample, under tensor, context or expert parallelism.
 
     Attributes:
         kind: Under tensor parallelism: ``outputs``: a linear layer of which each rank computes some of the outputs,
@@ -24,7 +26,12 @@ class Role:
             has some tokens. ``loss``: a ``ptdbench.models.linear_cross_entropy.LinearCrossEntropy`` over a cut
             vocabulary. ``entry``: a module whose output goes only to cut layers and to a loss; if the ranks share the
             positions of a sequence outside of cut layers, it works on a rank's share of ``[batch, length, ...]``.
-            ``stream``: a module whose output, of that form, begins what is shared so.
+            ``stream``: a module whose output, of that form, begins what is shared so. ``each``: a module that is
+            applied to each of the units that a cut layer computes. ``tokens``: a module from ``[batch, length, ...]``
+            to the same that is not cut: ranks share its positions, whether they share them elsewhere or not.
+
+            Under expert parallelism: ``experts``: a module that is called with tokens ``[tokens, ...]`` in the order of
+            their experts and the number of each expert's, ``[units]``, and whose parameters are stacked by expert.
 
             Under context parallelism: ``positions``: a module that is called with the positions of tokens in their
             sequence, ``[length]`` in int64. ``attention``: a module that is called with queries, keys and values,

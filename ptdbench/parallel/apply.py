@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import nn
 
+from ptdbench.models.experts import Router
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model
-from ptdbench.parallel import context, fp8, tensor
+from ptdbench.parallel import context, experts, fp8, tensor
 from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.batchnorm import synchronize_batchnorm
@@ -74,7 +76,10 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> Pa
         fp8.convert(layers)
     if ranks := setting.mesh["context"]:
         context.exchange(model, module, ranks, how.context_method)
-    # Before what wraps or reads the weights: it replaces them.
+    # Before what wraps or reads the weights: both replace them, and the second what the first has left.
+    shared = experts.modules(model, module) if dims.expert > 1 else []
+    if ranks := setting.mesh["expert"]:
+        experts.divide(shared, ranks)
     if ranks := setting.mesh["tensor"]:
         tensor.parallelize(model, module, ranks, sequence=how.sequence)
     # Inside of recomputation and compilation: the first casts again instead of keeping casts, the second fuses them.
@@ -88,8 +93,10 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> Pa
         setting.activations(layers)
     # Gathers weights in the dtype of the arithmetic. Shards have to be contiguous.
     if is_sharded:
-        offload = setting.offload != "none"
-        return shard(module, layers, setting.mesh.shard, how, dims, fill, precision=setting.precision, offload=offload)
+        of_experts = shared, setting.mesh.experts
+        formats = {"precision": setting.precision, "offload": setting.offload != "none"}
+        part = shard(module, layers, setting.mesh.shard, how, dims, fill, of_experts, **formats)  # type: ignore[arg-type]
+        return _completed(part, shared, setting)
     fill(module)
     # Kernels have the memory format of the images, or their gradients would have another one than DDP's buckets.
     # The messages of a pipeline are contiguous, and so are the matrices of PowerSGD.
@@ -97,7 +104,25 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> Pa
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
     if is_replicated:
-        return replicate(module, setting.mesh.copies, device, how, static_graph=how.has_static_graph(setting.layout))
-    if how.sequence:
-        return Part(module, module, settle=partial(tensor.add_up_partial, list(module.parameters())))
-    return Part(module, module)
+        part = replicate(module, setting.mesh.copies, device, how, static_graph=how.has_static_graph(setting.layout))
+        return _completed(part, shared, setting)
+    return _completed(Part(module, module), shared, setting)
+
+
+def _completed(part: Part, shared: Sequence[nn.Module], setting: Setting) -> Part:
+    """With what completes the gradients of a step where FSDP and DDP do not."""
+    dims, routing = setting.layout.dims, None
+    settles: list[Callable[[], None]] = []
+    if dims.tensor > 1:
+        settles.append(partial(tensor.add_up_partial, list(part.module.parameters())))
+    if any(isinstance(inner, Router) for inner in part.module.modules()):
+        routing = experts.Routing(part.module, shared, setting.mesh, setting.layout)
+        settles.append(routing.settle)
+    if not settles:
+        return part
+
+    def settle() -> None:
+        for one in settles:
+            one()
+
+    return replace(part, settle=settle, routing=routing, begin=routing.begin if routing else part.begin)

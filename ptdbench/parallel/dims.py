@@ -79,6 +79,9 @@ class Degrees(Generic[T]):
         "Ranks that share the layers of a copy.", "p", divides=("layers",), place=1, derived=0, preset="parallel=pdp",
         options=("schedule", "stages_per_rank", "microbatches"),
     )  # fmt: skip
+    expert: T = degree(
+        "Ranks that share the experts of a layer.", "e", preset="parallel=ep", refolds=("shard", "context", "tensor")
+    )
 
     @classmethod
     def rows(cls) -> dict[str, Degree]:
@@ -147,17 +150,23 @@ class Dims(Degrees[int]):
         return rank // inside % self.pipeline
 
 
-def derive(world_size: int, wanted: Mapping[str, Size], kind: type[D] = Dims) -> D:  # type: ignore[assignment]
+def derive(
+    world_size: int,
+    wanted: Mapping[str, Size],
+    kind: type[D] = Dims,  # type: ignore[assignment]
+    units: Mapping[str, int] | None = None,
+) -> D:
     """Derive the degrees of a run.
 
     Of several degrees that are ``auto``, in the order pipeline, tensor, shard, replicate, each but the last is the
     smallest divisor above 1 of what is left, and the last one is all that is left. One that refolds others is all of
-    their ranks.
+    their ranks, as far as they divide its units.
 
     Args:
         world_size: Ranks in all.
         wanted: Each degree, or ``auto``.
         kind: The table.
+        units: What ranks divide among them by degrees that refold others: how many.
 
     Raises:
         ConfigError: The degrees do not multiply to the world size, with the equation and values that fit; or one that
@@ -177,8 +186,8 @@ def derive(world_size: int, wanted: Mapping[str, Size], kind: type[D] = Dims) ->
     dims = kind(**found)
     folds = {name: [getattr(dims, other) for other in row.refolds] for name, row in rows.items() if row.refolds}
     for name, fold in folds.items():
-        size = wanted[name]
-        found[name] = math.prod(fold) if size == "auto" else size
+        size = wanted.get(name, 1)
+        found[name] = math.gcd(math.prod(fold), (units or {}).get(name, 0)) if size == "auto" else size
         require(_unfit(name, found[name], rows[name], fold))
     return kind(**found)
 

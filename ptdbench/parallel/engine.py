@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import get_total_norm
 
+from ptdbench.parallel.experts import Routing
 from ptdbench.parallel.powersgd import PowerSGD
 from ptdbench.parallel.zero import Division
 
@@ -29,6 +30,10 @@ def _nothing() -> None:
     """Nothing to do."""
 
 
+def _ignored(_: Tensor) -> None:
+    """Nothing to do with it."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A model, or one stage of it, as :func:`ptdbench.parallel.apply.apply` lays it out.
@@ -40,7 +45,9 @@ class Part:
         average: Averages the replicas' gradients after backward passes in which the module ran and not the runner.
         settles_after: Backward passes after which all further ones run the same operations in the same order.
         release: Frees the weights gathered by a forward pass without a backward pass.
+        begin: Told before a step what the loss of a micro-batch is multiplied by before its backward pass.
         settle: Completes the gradients after the last backward pass of a step.
+        routing: Of a model with experts: what they have been given.
         division: How the optimizer's state is divided among the replicas, if it is.
         compressor: Averages the gradients by approximations, if they are not averaged as they are.
     """
@@ -51,7 +58,9 @@ class Part:
     average: Callable[[], None] = _nothing
     settles_after: int = 0
     release: Callable[[], None] = _nothing
+    begin: Callable[[Tensor], None] = _ignored
     settle: Callable[[], None] = _nothing
+    routing: Routing | None = None
     division: Division | None = None
     compressor: PowerSGD | None = None
 
@@ -178,6 +187,7 @@ class Accumulating(Engine):
         """See :meth:`Engine.gradients`."""
         pieces = list(zip(inputs.split(self._micro_batch), targets.split(self._micro_batch), strict=True))
         total = torch.zeros((), device=inputs.device)
+        self._part.begin(scale(torch.ones((), device=inputs.device) / len(pieces)))
         for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
             with nullcontext() if number == len(pieces) else self._part.deferred():
                 loss = self._part.runner(some_inputs, some_targets) / len(pieces)

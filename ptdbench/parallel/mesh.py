@@ -23,6 +23,7 @@ class Mesh:
         shard: Those over which weights are sharded; with several copies the first of two dimensions is the copies.
         refolds: For each degree above 1 that refolds others the ranks of these in two dimensions: those with the same
             share, ``<name>_copies``, and those that share, ``<name>``.
+        experts: As ``shard``, of the experts that a rank shares with others.
 
     Args:
         dims: The degrees.
@@ -34,7 +35,7 @@ class Mesh:
         # One of the two dimensions of the batch always exists, even with a single rank. Copies of DTensors are kept
         # equal by FSDP, which asks for the ranks that it shards over, if only one.
         always = {"replicate"} if dims.batch == 1 else set()
-        if dims.tensor > 1 and dims.copies * dims.context > 1:
+        if dims.expert > 1 or (dims.tensor > 1 and dims.copies * dims.context > 1):
             always.add("shard")
         names = tuple(name for name in dims.order() if getattr(dims, name) > 1 or name in always)
         grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)
@@ -57,6 +58,12 @@ class Mesh:
             if row.refolds and (size := getattr(dims, name)) > 1:
                 ranks = flat(*(other for other in dims.order() if other in row.refolds))
                 self.refolds[name] = ranks._unflatten(0, (ranks.size() // size, size), (f"{name}_copies", name))
+        # Those over which experts are sharded that ranks share, in the form of ``shard``.
+        self.experts = self.shard
+        if fold := self.refolds.get("expert"):
+            parts = [grid["replicate"]] if dims.replicate > 1 else []
+            parts.append(fold["expert_copies"])
+            self.experts = DeviceMesh._concatenate(parts) if len(parts) > 1 else parts[0]
         self._views = {name: grid[name] for name in names} | {name: fold[name] for name, fold in self.refolds.items()}
         self._degrees = dims.rows()
 

@@ -45,8 +45,8 @@ class Options(Degrees[Size]):
         return getattr(dims, degree) > 1 or (dims.world_size == 1 and waiting(self.degrees())[:1] == [degree])
 
     def shards(self, dims: Dims) -> bool:
-        """Whether FSDP2 keeps the shards, or the copies: DDP knows no DTensors, which tensor parallelism makes."""
-        return self.applies("shard", dims) or (dims.tensor > 1 and dims.context * dims.copies > 1)
+        """Whether FSDP2 keeps the shards, or the copies: DDP knows no DTensors, which others make."""
+        return self.applies("shard", dims) or dims.expert > 1 or (dims.tensor > 1 and dims.context * dims.copies > 1)
 
     def replicates(self, dims: Dims) -> bool:
         """Whether DDP averages the gradients of whole weights, also those of ranks that share a sequence."""

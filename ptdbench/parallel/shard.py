@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Part
+from ptdbench.parallel.experts import SHARDED
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.precision import DTYPES, Name
 
@@ -25,6 +27,7 @@ def shard(
     how: Options,
     dims: Dims,
     fill: Callable[[nn.Module, str], None],
+    experts: tuple[Collection[nn.Module], DeviceMesh],
     *,
     precision: Name = "fp32",
     offload: bool = False,
@@ -38,6 +41,7 @@ def shard(
         how: The options.
         dims: The degrees.
         fill: Materializes a module, given the prefix of its names in ``module``.
+        experts: Modules of experts that ranks share, and the ranks over which each of them is sharded.
         precision: Dtype of the arithmetic.
         offload: Whether weights, gradients and optimizer state are kept in host memory.
     """
@@ -56,11 +60,26 @@ def shard(
         for norm in part.modules() if narrow else ():
             if isinstance(norm, _BatchNorm) and not isinstance(norm, FSDPModule) and norm is not part:
                 group(norm, of_norms, reshard_after_forward)
+        # Experts over the ranks that have copies of them: evenly, and not by expert, as few are here.
+        for inner in part.modules():
+            if inner in experts[0] and not isinstance(inner, FSDPModule):
+                group(inner, policy, bool(reshard_after_forward), experts[1], lambda _: Shard(SHARDED))
         return part if isinstance(part, FSDPModule) else group(part, policy, reshard_after_forward)
 
-    def group(part: nn.Module, policy: MixedPrecisionPolicy, reshard_after_forward: bool | int) -> FSDPModule:
+    def group(
+        part: nn.Module,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | int,
+        over: DeviceMesh = mesh,
+        along: Callable[[nn.Parameter], Shard | None] | None = None,
+    ) -> FSDPModule:
         return fully_shard(
-            part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward, offload_policy=where
+            part,
+            mesh=over,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=where,
+            shard_placement_fn=along,
         )
 
     names = {part: name for name, part in module.named_modules()}

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 
 from ptdbench.models.protocol import Model, module_of
-from ptdbench.parallel import conflicts, context, tensor
+from ptdbench.parallel import conflicts, context, experts, tensor
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.compilation import start_afresh
@@ -49,13 +49,14 @@ class Strategy(Options):
         fixed = Dims(**{name: degree for name, degree in self.degrees().items() if degree != "auto"}).world_size
         return max(available // fixed, 1) * fixed if waiting(self.degrees()) else fixed
 
-    def dims(self, world_size: int) -> Dims:
-        """The degrees on so many ranks.
+    def dims(self, world_size: int, model: Model | None = None) -> Dims:
+        """The degrees on so many ranks; ``model``: with the experts that ranks share.
 
         Raises:
             ConfigError: They do not multiply to the world size.
         """
-        return derive(world_size, self.degrees())
+        units = experts.units(model) if model else None
+        return derive(world_size, self.degrees(), units={"expert": units} if units else None)
 
     def layout(self, dims: Dims, global_batch: int, micro_batch: int | Literal["auto"]) -> BatchPlan:
         """Divide a global batch among the ranks.
@@ -86,6 +87,8 @@ class Strategy(Options):
             require(*tensor.problems(model, dims.tensor, dims.context, sequence=self.sequence))
         if self.applies("context", dims):
             require(*context.problems(model, dims.context, dims.tensor, self.context_method))
+        if dims.expert > 1:
+            require(*experts.problems(model, dims))
         if self.shards(dims) and (names := shared_between_layers(model)):
             rule = f"{names[0]} and {names[1]} are one weight, and fully_shard wants it in one layer"
             require(Problem("shard", self.shard, rule, try_these(["parallel=ddp"])))

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from ptdbench.models.experts import Router
 from ptdbench.models.linear_cross_entropy import LinearCrossEntropy, VocabularyShare
 from ptdbench.models.protocol import Model, Role, module_of
 from ptdbench.parallel.activations import wrap_forward
@@ -27,7 +28,7 @@ from ptdbench.parallel.roles import roles_of, undivided
 from ptdbench.problems import Problem, try_these
 
 #: The kinds of roles that count here.
-KINDS = ("outputs", "inputs", "vocabulary", "loss", "entry", "stream")
+KINDS = ("outputs", "inputs", "vocabulary", "loss", "entry", "stream", "each", "tokens")
 
 #: The dimension of ``[batch, length, ...]`` that ranks share outside of cut layers.
 POSITIONS = 1
@@ -56,9 +57,10 @@ def problems(model: Model, ranks: int, context: int, *, sequence: bool) -> Itera
     elif not any(role.kind == "stream" for role in roles.values()):
         rule = "needs a model whose roles() name the module where its stream begins"
         yield Problem("sequence", True, rule, try_these(["false"]))
-    positions = [(role.units, role.unit) for role in roles.values() if role.kind == "stream"]
+    of_positions = ("stream", "tokens")
+    positions = [(role.units, role.unit) for role in roles.values() if role.kind in of_positions]
     yield from undivided("tensor", ranks, positions, context)
-    units = [_units(model, name, role) for name, role in roles.items() if role.kind != "stream"]
+    units = [_units(model, name, role) for name, role in roles.items() if role.kind not in of_positions]
     yield from undivided("tensor", ranks, units)
 
 
@@ -97,7 +99,7 @@ def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: 
     plan = {name: _style(role, names[name], sequence) for name, role in roles.items()}
     parallelize_module(module, mesh, plan, src_data_rank=None)
     for part in module.modules():
-        _spread(part, mesh, Replicate(), Replicate())
+        spread(part, mesh, Replicate(), Replicate())
     _tie(module, same)
 
 
@@ -131,6 +133,8 @@ def _style(role: Role, module: nn.Module, sequence: bool) -> ParallelStyle:
         "loss": _OfLoss(),
         "entry": _Entry(sequence),
         "stream": _Stream(sequence),
+        "each": _Each(),
+        "tokens": _Tokens(sequence),
     }
     return styles[role.kind]
 
@@ -144,7 +148,7 @@ class _Entry(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # From some of the positions a rank gets a summand of the gradient of the module's own weights.
         for part in module.modules():
-            _spread(part, device_mesh, Replicate(), Partial() if self._sequence else Replicate())
+            spread(part, device_mesh, Replicate(), Partial() if self._sequence else Replicate())
         module.register_forward_hook(partial(self._hand_over, device_mesh))
         return module
 
@@ -171,6 +175,48 @@ class _Stream(ParallelStyle):
         return whole.redistribute(mesh, [Shard(POSITIONS)]).to_local()
 
 
+class _Each(ParallelStyle):
+    """The module is applied to a rank's share of what cut layers compute: its weights' gradients are summands."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for part in module.modules():
+            spread(part, device_mesh, Replicate(), Partial())
+        return module
+
+
+class _Tokens(_Each):
+    """The module is applied to a rank's share of the positions, which ranks that do not share them divide for it."""
+
+    def __init__(self, sequence: bool) -> None:
+        self._sequence = sequence
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for router in (part for part in module.modules() if isinstance(part, Router)):
+            # Before what context parallelism does with the positions of all these ranks.
+            router.positions.register_forward_pre_hook(partial(self._of_all, device_mesh), prepend=True)
+            router.positions.register_forward_hook(partial(self._own, device_mesh))
+        if not self._sequence:
+            wrap_forward(module, partial(self._of_share, device_mesh))
+        return super()._apply(module, device_mesh)
+
+    @staticmethod
+    def _of_all(mesh: DeviceMesh, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (torch.arange(len(arguments[0]) * mesh.size()),)
+
+    @staticmethod
+    def _own(mesh: DeviceMesh, _module: nn.Module, _inputs: Any, positions: Tensor) -> Tensor:
+        return positions.tensor_split(mesh.size())[mesh.get_local_rank()]
+
+    @staticmethod
+    def _of_share(mesh: DeviceMesh, run: Callable[[Tensor], Tensor]) -> Any:
+        def forward(x: Tensor) -> Tensor:
+            share = DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(POSITIONS)])
+            found = DTensor.from_local(run(share.to_local()), mesh, [Shard(POSITIONS)], run_check=False)
+            return found.redistribute(mesh, [Replicate()]).to_local()
+
+        return forward
+
+
 class _Embedding(ParallelStyle):
     """Each rank looks up the tokens of its rows.
 
@@ -178,7 +224,7 @@ class _Embedding(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _spread(module, device_mesh, Shard(0), Shard(0))
+        spread(module, device_mesh, Shard(0), Shard(0))
         wrap_forward(module, partial(self._of_own_rows, module, device_mesh))
         return module
 
@@ -222,7 +268,7 @@ def _over_ranks(tensor: Tensor, mesh: DeviceMesh, how: str) -> Tensor:
     return DTensor.from_local(tensor, mesh, [Partial(how)], run_check=False).full_tensor()
 
 
-def _spread(part: nn.Module, mesh: DeviceMesh, placement: Placement, of_gradient: Placement) -> None:
+def spread(part: nn.Module, mesh: DeviceMesh, placement: Placement, of_gradient: Placement) -> None:
     """Place a module's own parameters, but those that are DTensors already, and let it read them as plain tensors."""
     plain = {name: weight for name, weight in part.named_parameters(recurse=False) if not isinstance(weight, DTensor)}
     for name, weight in plain.items():

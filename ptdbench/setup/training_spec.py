@@ -134,7 +134,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
     def layout() -> BatchPlan:
         assert strategy
         asked, size = config.train, world_size(strategy.ranks)
-        dims = under("parallel", lambda: strategy.dims(size))
+        dims = under("parallel", lambda: strategy.dims(size, model))
         # What is sought is not known yet: that comes later, with a layout of its own.
         micro_batch: int | Literal["auto"] = asked.micro_batch if isinstance(asked.micro_batch, int) else "auto"
         under("train", lambda: batch.share(dims.batch, asked.global_batch, micro_batch))

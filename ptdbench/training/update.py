@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_
 
 from ptdbench.optim.averaging import WeightAverage
@@ -93,5 +94,9 @@ class Update:
         """Clip by the norm over all ranks: clipping each rank by its own norm would change the direction."""
         self._scaler.unscale_(self.optimizer)
         norm = self._engine.gradient_norm()
-        clip_grads_with_norm_(self._engine.module.parameters(), most, norm)
+        alike: dict[DeviceMesh | None, list[nn.Parameter]] = {}  # torch multiplies those of one mesh at once
+        for weight in self._engine.module.parameters():
+            alike.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
+        for weights in alike.values():
+            clip_grads_with_norm_(weights, most, norm)
         self.gradient_norms.append(norm)

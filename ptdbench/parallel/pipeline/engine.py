@@ -144,6 +144,8 @@ class Pipelined(Engine):
         total = torch.zeros((), device=inputs.device)
         size = self._layout.micro_batch * self._layout.microbatches
         pieces = list(zip(inputs.split(size), targets.split(size), strict=True))
+        for part in self._parts.values():
+            part.begin(scale(torch.ones((), device=inputs.device) / (self._layout.microbatches * len(pieces))))
         for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
             self._shares.clear()
             self._pass(some_inputs, some_targets, last=number == len(pieces))

@@ -1,0 +1,253 @@
+"""A mixture of experts: a router that chooses a few experts for each token, the experts, and what the layer adds up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ptdbench.problems import Problem, require, try_these
+
+#: What keeps the experts equally busy, see :class:`Routing`.
+Balance = Literal["none", "loss", "micro_batch_loss", "bias", "forced"]
+
+#: How experts compute: one kernel for all, or one product after the other.
+Product = Literal["grouped", "loop"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How tokens choose experts: softmax over all of them in fp32, of which the largest are taken.
+
+    Attributes:
+        balance: ``loss``: the auxiliary loss of Switch (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6) over the
+            global batch, its fractions of tokens from the step before, so that it is equal under every layout.
+            ``micro_batch_loss``: its fractions from a rank's micro-batch, which depends on the layout. ``bias``: a bias
+            on the choice alone, moved once a step against the load (Wang et al. 2024, arXiv 2408.15664). ``forced``:
+            experts in turn by position, for benchmarks. ``none``: nothing.
+        coefficient: Weight of the auxiliary loss beside the cross entropy; the reported loss is without it.
+        bias_rate: How far a step moves a bias.
+        normalize: Whether the weights of the chosen experts are scaled to a sum of 1.
+
+    Raises:
+        ConfigError: With every invalid option.
+    """
+
+    balance: Balance = "loss"
+    coefficient: float = 0.01
+    bias_rate: float = 0.001
+    normalize: bool = True
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Routing:
+        """From the options of a configuration."""
+        names = [one.name for one in fields(cls)]
+        require(
+            *(
+                Problem(f"router.{name}", options[name], "there is no such option", try_these(names))
+                for name in options
+                if name not in names
+            )
+        )
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        rule = f"must be {', '.join(get_args(Balance))}"
+        require(
+            None if self.balance in get_args(Balance) else Problem("router.balance", self.balance, rule),
+            *(
+                None
+                if isinstance(value, int | float) and value >= 0
+                else Problem(f"router.{name}", value, "must be a number of at least 0")
+                for name, value in (("coefficient", self.coefficient), ("bias_rate", self.bias_rate))
+            ),
+            None if isinstance(self.normalize, bool) else Problem("router.normalize", self.normalize, "true or false"),
+        )
+
+
+class Router(nn.Module):
+    """Chooses ``active`` experts for each token, and counts what it has chosen.
+
+    What it keeps from step to step is the same on all ranks: whoever lays a model out adds up :attr:`counts` over them,
+    calls :meth:`balance` once a step, and says in :attr:`share` what the loss of a micro-batch is multiplied by.
+
+    Attributes:
+        load: Each expert's fraction of the choices of the step before, ``[experts]`` in fp32.
+        bias: What is added to scores for the choice, ``[experts]`` in fp32.
+        counts: Of each backward pass, which recomputation does not repeat, how often each expert was chosen, and how
+            many of these choices were dropped: ``[experts + 1]`` in fp32. Whoever takes them clears the list.
+        share: Weight of a micro-batch's auxiliary loss in the gradients of a step.
+        forced: Whether experts are taken in turn, which the host knows without asking the device.
+
+    Args:
+        width: Features of a token.
+        experts: Number of experts.
+        active: How many are chosen for each token.
+        capacity: Most tokens that an expert takes of a micro-batch, as a multiple of its fair share.
+        routing: How they are chosen.
+    """
+
+    load: Tensor
+    bias: Tensor
+
+    def __init__(self, width: int, experts: int, active: int, capacity: float | None, routing: Routing) -> None:
+        super().__init__()
+        self.experts = experts
+        self.active = active
+        self.capacity = capacity
+        self.routing = routing
+        self.weight = nn.Parameter(torch.empty(experts, width))
+        self.positions = nn.Identity()
+        self.register_buffer("load", torch.empty(experts))
+        self.register_buffer("bias", torch.empty(experts))
+        self.counts: list[Tensor] = []
+        self.share: Tensor | float = 1.0
+        self.forced = routing.balance == "forced"
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Choose experts.
+
+        Args:
+            tokens: ``[batch, length, width]``.
+
+        Returns:
+            The weights of the choices, ``[tokens, active]`` in fp32; the numbers of the choices, ``token * active +
+            place``, in the order of their experts, without those that were dropped; and how many each expert got,
+            ``[experts]`` in int64, on the CPU where the host knows it.
+        """
+        scores = F.linear(tokens.flatten(0, 1).float(), self.weight.float()).softmax(dim=-1)
+        chosen = self._choose(scores.detach(), *tokens.shape[:2])
+        order, counts, kept = self._sort(chosen)
+        scores = _Counted.apply(scores, self, counts, kept)
+        weights = scores.gather(1, chosen.to(scores.device))
+        if self.routing.normalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights, order.to(scores.device), kept
+
+    def _choose(self, scores: Tensor, batch: int, length: int) -> Tensor:
+        """The experts of each token, ``[tokens, active]``."""
+        if self.forced:
+            turns = self.positions(torch.arange(length))[:, None] * self.active + torch.arange(self.active)
+            return (turns % self.experts).repeat(batch, 1)
+        return (scores + self.bias if self.routing.balance == "bias" else scores).topk(self.active, dim=-1).indices
+
+    def _sort(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Choices in the order of their experts, how many of each expert there were, and how many are kept."""
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        counts = F.one_hot(flat, self.experts).sum(dim=0)
+        if self.capacity is None:
+            return order, counts, counts
+        most = math.ceil(self.capacity * len(flat) / self.experts)
+        within = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
+        return order[within < most], counts, counts.clamp(max=most)
+
+    def pull(self, counts: Tensor) -> Tensor | None:
+        """The gradient of the auxiliary loss for the scores of each of the tokens that made these choices."""
+        kind = self.routing.balance
+        if kind not in ("loss", "micro_batch_loss"):
+            return None
+        load = self.load if kind == "loss" else counts / counts.sum()
+        return self.routing.coefficient * self.experts * self.active / counts.sum() * self.share * load
+
+    @torch.no_grad()
+    def balance(self, counts: Tensor) -> None:
+        """Go by how often each expert was chosen in a step, ``[experts]`` over all ranks."""
+        self.load.copy_(counts / counts.sum())
+        if self.routing.balance == "bias":
+            self.bias.add_((1 / self.experts - self.load).sign(), alpha=self.routing.bias_rate)
+
+
+class _Counted(torch.autograd.Function):
+    """Scores as they are; the backward pass counts the choices, and adds the gradient of the auxiliary loss."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, router: Router, counts: Tensor, kept: Tensor) -> Tensor:
+        """See above."""
+        ctx.router, ctx.counts, ctx.kept = router, counts, kept
+        return scores.view_as(scores)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        """See above."""
+        router, counts = ctx.router, ctx.counts.to(gradient)
+        dropped = counts.sum(0, keepdim=True) - ctx.kept.sum(0, keepdim=True).to(gradient)
+        router.counts.append(torch.cat([counts, dropped]))
+        pull = router.pull(counts)
+        return gradient if pull is None else gradient + pull, None, None, None
+
+
+class Experts(nn.Module):
+    """SwiGLU experts (Shazeer 2020), their matrices stacked.
+
+    With the first ``n`` of a stack's matrices it computes the first ``n`` experts.
+    """
+
+    def __init__(self, experts: int, width: int, hidden: int, product: Product) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(experts, hidden, width))
+        self.up = nn.Parameter(torch.empty(experts, hidden, width))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+        self.product = product
+
+    def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """Let each expert compute its tokens.
+
+        Args:
+            tokens: ``[tokens, width]``, those of the first expert first.
+            counts: How many each expert has, ``[experts]``, int64.
+
+        Returns:
+            ``[tokens, width]``, in the same order.
+        """
+        if self.product == "loop":
+            matrices = zip(self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
+            return torch.cat(
+                [
+                    F.linear(F.silu(F.linear(some, gate)) * F.linear(some, up), down)
+                    for some, (gate, up, down) in zip(tokens.split(counts.tolist()), matrices, strict=True)
+                ]
+            )
+        if not len(tokens):  # the kernel has no gradient of no tokens: a row of zeros for the last expert
+            tokens, ends = F.pad(tokens, (0, 0, 0, 1)), (torch.arange(len(counts)) == len(counts) - 1).int()
+            return self._grouped(tokens, ends.to(tokens.device))[:0]
+        return self._grouped(tokens, counts.cumsum(0).to(tokens.device, torch.int32))
+
+    def _grouped(self, tokens: Tensor, ends: Tensor) -> Tensor:
+        """One kernel for all experts; ``ends``: where the tokens of each end."""
+        gate, up, down = (matrix.transpose(-2, -1) for matrix in (self.gate, self.up, self.down))
+        hidden = F.silu(F.grouped_mm(tokens, gate, offs=ends)) * F.grouped_mm(tokens, up, offs=ends)
+        return F.grouped_mm(hidden, down, offs=ends)
+
+
+class Mixture(nn.Module):
+    """Norm, router, experts, and what a token's experts give by their weights; with shared experts for every token."""
+
+    def __init__(self, norm: nn.Module, router: Router, experts: Experts, shared: nn.Module | None) -> None:
+        super().__init__()
+        self.norm = norm
+        self.router = router
+        self.experts = experts
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, length, width]`` to the same."""
+        x = self.norm(x)
+        mixed = self.routed(x)
+        return mixed if self.shared is None else mixed + self.shared(x)
+
+    @torch.compiler.disable  # how many tokens an expert gets is in the data
+    def routed(self, x: Tensor) -> Tensor:
+        """What the chosen experts make of ``x``."""
+        if x.is_meta:  # it has no values to choose by
+            return torch.empty_like(x)
+        weights, order, counts = self.router(x)
+        active = weights.shape[1]
+        computed = self.experts(x.flatten(0, 1)[order // active], counts)
+        of_choices = x.new_zeros(weights.numel(), x.shape[-1]).index_copy(0, order, computed)
+        return (of_choices.unflatten(0, (-1, active)) * weights.to(x.dtype).unsqueeze(-1)).sum(dim=1).view_as(x)

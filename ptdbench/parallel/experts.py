@@ -1,0 +1,165 @@
+"""Expert parallelism: the ranks of a group share the experts of a layer, and send each other the tokens of these.
+
+The group is one of neighbors in shard, context and tensor, whose ranks it divides in its own way, as torchtitan's. Each
+rank keeps some of the experts whole, and gets all their tokens (Lepikhin et al. 2020, arXiv 2006.16668): none is
+dropped, as ranks tell each other how many will come. Of each expert there are copies in the other groups, over which
+FSDP shards it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from ptdbench.local_part import local_part
+from ptdbench.models.experts import Router
+from ptdbench.models.protocol import Model, module_of
+from ptdbench.parallel.activations import wrap_forward
+from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import Dims, divisors
+from ptdbench.parallel.mesh import Mesh
+from ptdbench.parallel.roles import roles_of, undivided
+from ptdbench.parallel.tensor import spread
+from ptdbench.problems import Problem, try_these
+
+#: The dimension of stacked matrices along which FSDP shards what a rank keeps of them.
+SHARDED = 1
+
+
+def units(model: Model) -> int | None:
+    """What the degree must divide: the experts of each layer; ``None`` if it has none."""
+    found = [role.units for role in roles_of(model).values() if role.kind == "experts"]
+    return math.gcd(*found) if found else None
+
+
+def problems(model: Model, dims: Dims) -> Iterator[Problem]:
+    """Why so many ranks cannot share the experts of a model; nothing if they can."""
+    ranks, roles = dims.expert, [role for role in roles_of(model).values() if role.kind == "experts"]
+    if not roles:
+        rule = "needs a model with experts"
+        yield Problem("expert", ranks, rule, try_these([1, "parallel=fsdp", "or model=moe_tiny"]))
+        return
+    yield from undivided("expert", ranks, [(role.units, role.unit) for role in roles])
+    copies = dims.shard * dims.context * dims.tensor // ranks
+    for rows in {weight.shape[SHARDED] for module in modules(model) for weight in module.parameters()}:
+        if rows % copies:
+            rule = f"leaves {copies} copies of each expert, which must divide the {rows} rows of its matrices"
+            whole, shared = ranks * copies, math.gcd(*(role.units for role in roles))
+            fits = [size for size in divisors(whole) if shared % size == rows % (whole // size) == 0]
+            yield Problem("expert", ranks, rule, try_these([*fits, "another number of ranks", "or parallel=fsdp"]))
+            return
+
+
+def modules(model: Model, inside: nn.Module | None = None) -> list[nn.Module]:
+    """The modules of experts of a model, or of a part of it."""
+    here = set((inside or module_of(model)).modules())
+    named = [name for name, role in roles_of(model).items() if role.kind == "experts"]
+    return [module for module in map(module_of(model).get_submodule, named) if module in here]
+
+
+def divide(layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+    """Give each rank of ``mesh`` its part of the experts, and let it compute the tokens of all ranks for these.
+
+    Args:
+        layers: Modules of experts, on the meta device.
+        mesh: The ranks, one dimension.
+    """
+    for layer in layers:
+        spread(layer, mesh, Shard(0), Shard(0))
+        wrap_forward(layer, partial(_of_all_ranks, mesh))
+
+
+def _of_all_ranks(mesh: DeviceMesh, compute: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    group, ranks = mesh.get_group(), mesh.size()
+
+    def forward(tokens: Tensor, counts: Tensor) -> Tensor:
+        leaving = counts.unflatten(0, (ranks, -1))
+        arriving = _tell(leaving, mesh, tokens.device)  # from each rank for each expert here
+        sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
+        dispatched = all_to_all_single_autograd(tokens, received, sent, group)
+        # From the order of ranks and their experts to that of experts.
+        expert = torch.arange(arriving.shape[1], device=arriving.device).repeat(ranks)
+        order = expert.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
+        order = order.to(tokens.device)
+        computed = compute(dispatched[order], arriving.sum(0))
+        combined = torch.empty_like(computed).index_copy(0, order, computed)
+        return all_to_all_single_autograd(combined, sent, received, group)
+
+    return forward
+
+
+def _tell(leaving: Tensor, mesh: DeviceMesh, device: torch.device) -> Tensor:
+    """How many tokens will come from each rank for each expert that is here, where ``leaving`` is what each will get.
+
+    Where the host knows what leaves without asking the device, it says so; a device that is not there answers nothing,
+    and the others are taken to send what this rank does.
+    """
+    if leaving.is_cpu and device.type != "cpu":
+        return leaving[mesh.get_local_rank()].expand_as(leaving)
+    arriving = all_to_all_single(leaving.contiguous(), None, None, mesh.get_group())
+    return arriving.wait() if hasattr(arriving, "wait") else arriving
+
+
+class Routing:
+    """What the routers of a model or a stage keep equal on all ranks, and what they have counted.
+
+    Attributes:
+        totals: How often each expert of each router was chosen in the steps so far, and how many of these choices were
+            dropped, ``[routers, experts + 1]``.
+
+    Args:
+        module: The model, or a stage.
+        experts: Its modules of experts that ranks share.
+        mesh: The ranks.
+        layout: How the batch is divided among the ranks.
+    """
+
+    def __init__(self, module: nn.Module, experts: Sequence[nn.Module], mesh: Mesh, layout: BatchPlan) -> None:
+        dims = layout.dims
+        self._routers = {name: part for name, part in module.named_modules() if isinstance(part, Router)}
+        self._experts = experts
+        self._groups = [ranks.get_group() for ranks in (mesh.copies, mesh["tensor"]) if ranks and ranks.size() > 1]
+        self._passes = layout.accumulation * layout.microbatches
+        self._tensor = dims.tensor
+        # FSDP has the mean over the copies of an expert, each with the tokens of its group; but a loss is a mean over
+        # the ranks of all groups, except that tensor-parallel ranks have shares of one.
+        self._scale = dims.tensor / dims.expert
+        self.totals: dict[str, Tensor] = {}
+
+    def begin(self, share: Tensor) -> None:
+        """Before a step: what the loss of a micro-batch is multiplied by before its backward pass."""
+        for router in self._routers.values():
+            router.share = share / self._tensor
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """After the last backward pass of a step: complete the gradients of experts, and balance what they do."""
+        for weight in (weight for layer in self._experts for weight in layer.parameters()):
+            if weight.grad is not None:
+                local_part(weight.grad).mul_(self._scale)
+        # The first pass of a pipeline begins with torch's shape inference on uninitialized memory.
+        counted = {
+            name: torch.stack(router.counts[-self._passes :]).sum(0)
+            for name, router in self._routers.items()
+            if router.counts
+        }
+        if not counted:
+            return
+        flat = torch.cat(list(counted.values()))
+        for group in self._groups:
+            dist.all_reduce(flat, group=group)
+        for (name, counts), own in zip(
+            counted.items(), flat.split([len(one) for one in counted.values()]), strict=True
+        ):
+            router = self._routers[name]
+            router.balance(own[:-1])
+            router.counts.clear()
+            self.totals[name] = self.totals.get(name, torch.zeros_like(counts, dtype=torch.float64)) + own

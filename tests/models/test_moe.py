@@ -1,0 +1,172 @@
+"""A decoder with experts, against transformers, by hand and by its own slower product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ptdbench.models.experts import Experts, Router, Routing
+from ptdbench.models.materialize import materialize, parameter_count
+from ptdbench.models.moe import MoE, from_transformers
+from ptdbench.problems import ConfigError
+
+SIZES = {
+    "layers": 2, "heads": 4, "key_value_heads": 2, "width": 32, "experts": 6, "active": 2, "expert_hidden": 24,
+    "sequence_length": 24, "vocabulary": 60,
+}  # fmt: skip
+#: What transformers calls the same.
+THEIRS = {
+    "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+MIXTRAL = ("Mixtral", {}, {"intermediate_size": 24, "num_local_experts": 6})
+QWEN = (
+    "Qwen3Moe",
+    {"head_width": 12, "head_norm": True, "router": {"normalize": False}},
+    {"moe_intermediate_size": 24, "num_experts": 6, "head_dim": 12, "norm_topk_prob": False},
+)
+
+
+def moe(**options):
+    with torch.device("meta"):
+        model = MoE(**SIZES | options)
+    materialize(model, model, device="cpu", seed=0)
+    return model
+
+
+@pytest.mark.parametrize("product", ["grouped", "loop"])
+@pytest.mark.parametrize(("kind", "options", "config"), [MIXTRAL, QWEN], ids=["mixtral", "qwen3"])
+def test_the_weights_of_transformers_give_their_logits(kind, options, config, product):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    configured = getattr(transformers, f"{kind}Config")(**THEIRS, **config)
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(configured).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():  # at the initial values norms would hide mistakes
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    ours = moe(product=product, rope_theta=configured.rope_parameters["rope_theta"], **options)
+    missing, unexpected = ours.load_state_dict(from_transformers(theirs.state_dict(), 2), strict=False)
+    assert {name.rpartition(".")[2] for name in missing} == {"load", "bias"}
+    assert not unexpected
+    tokens = torch.randint(60, (3, 24))
+    expected = theirs(tokens).logits
+    assert expected.std() > 0.1
+    assert (ours(tokens) - expected).abs().max() / expected.abs().max() < 1e-5
+    assert parameter_count(ours) == parameter_count(theirs)
+
+
+def test_parameters_and_flops_by_hand():
+    """Per block: attention 32 · 64 + 32 · 32, router 6 · 32, an expert 3 · 32 · 24, shared ones 2 of these, an MLP."""
+    model = moe(layers=3, dense_layers=1, hidden=40, shared_experts=2)
+    attention, router, expert, mlp, ends = 3072, 192, 2304, 3840, 2 * 60 * 32
+    norms = 7 * 32
+    total = ends + norms + 3 * attention + mlp + 2 * (router + (6 + 2) * expert)
+    assert parameter_count(model) == total
+    assert model.active_parameters() == total - 2 * 4 * expert
+    pairs = 3 * 4 * 24 * 24 * 32  # scores and mixing, three passes
+    sparse = 6 * 24 * (attention + router + (2 + 2) * expert) + pairs
+    dense = 6 * 24 * (attention + mlp) + pairs
+    head = 6 * 24 * 32 * 60
+    assert model.train_flops() == {
+        "embedding": 0, "blocks.0": dense, "blocks.1": sparse, "blocks.2": sparse, "head": head
+    }  # fmt: skip
+    assert model.masked_flops() == 3 * pairs / 2
+
+
+@pytest.mark.parametrize("latent", [{}, {"latent_width": 16, "rotary_width": 4, "head_width": 8}])
+def test_no_token_sees_those_after_it(latent):
+    model = moe(**latent)
+    tokens = torch.randint(60, (1, 24), generator=torch.Generator().manual_seed(1))
+    changed = torch.cat([tokens[:, :12], 59 - tokens[:, 12:]], dim=1)
+    one, other = model(tokens), model(changed)
+    torch.testing.assert_close(one[:, :12], other[:, :12])
+    assert not torch.allclose(one[:, 12:], other[:, 12:])
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 5], [0, 0, 0], [0, 8, 0]])
+def test_both_products_have_equal_outputs_and_gradients(sizes):
+    found = []
+    for product in ("grouped", "loop"):
+        torch.manual_seed(0)
+        experts = Experts(3, 8, 16, product)
+        for weight in experts.parameters():
+            nn.init.normal_(weight)
+        tokens = torch.randn(sum(sizes), 8, requires_grad=True)
+        outputs = experts(tokens, torch.tensor(sizes))
+        (outputs * torch.arange(8)).sum().backward()
+        found.append([outputs.detach(), tokens.grad, *(weight.grad for weight in experts.parameters())])
+    torch.testing.assert_close(*found)
+    assert all(gradient.abs().sum() > 0 for gradient in found[0][1:] if gradient.numel()) == (sum(sizes) > 0)
+
+
+def router(capacity=None, tokens=40, **options):
+    """A router with random weights, and what it says of some tokens."""
+    torch.manual_seed(3)
+    found = Router(8, 4, 2, capacity, Routing(**options))
+    nn.init.normal_(found.weight)
+    nn.init.constant_(found.load, 0.25)
+    nn.init.zeros_(found.bias)
+    return found, torch.randn(2, tokens // 2, 8, requires_grad=True)
+
+
+def test_choices_come_in_the_order_of_their_experts_and_are_counted_once():
+    chooses, tokens = router()
+    weights, order, counts = chooses(tokens)
+    scores = (tokens.flatten(0, 1) @ chooses.weight.T).softmax(-1)
+    best = scores.topk(2)
+    torch.testing.assert_close(weights, best.values / best.values.sum(-1, keepdim=True))
+    experts = best.indices.flatten()[order]
+    assert experts.tolist() == sorted(experts.tolist())
+    assert counts.tolist() == [(experts == expert).sum().item() for expert in range(4)]
+    assert not chooses.counts  # nothing has been trained by it yet
+    (weights**2).sum().backward()
+    assert [one.tolist() for one in chooses.counts] == [[*counts.tolist(), 0]]
+
+
+def test_capacity_drops_the_last_choices_of_an_expert():
+    chooses, tokens = router(capacity=1.0)
+    weights, order, counts = chooses(tokens)
+    everything = router()[0](tokens)
+    assert counts.tolist() == [min(count, 20) for count in everything[2].tolist()]  # 40 · 2 / 4
+    assert set(order.tolist()) < set(everything[1].tolist())
+    (weights**2).sum().backward()
+    assert chooses.counts[0].tolist() == [*everything[2].tolist(), 80 - counts.sum().item()]
+
+
+def test_the_auxiliary_loss_is_that_of_switch_with_the_loads_of_the_step_before():
+    load, coefficient = torch.tensor([0.4, 0.3, 0.2, 0.1]), 0.5
+    chooses, tokens = router(coefficient=coefficient)
+    chooses.load.copy_(load)
+    chooses.share = 2.0
+    (chooses(tokens)[0] * 0).sum().backward()
+    other, same = router()
+    scores = (same.flatten(0, 1) @ other.weight.T).softmax(-1)
+    (2 * coefficient * 4 * (load * scores.mean(0)).sum()).backward()
+    torch.testing.assert_close(chooses.weight.grad, other.weight.grad)
+    torch.testing.assert_close(tokens.grad, same.grad)
+
+
+def test_a_bias_moves_against_the_load_and_changes_no_weight():
+    chooses, tokens = router(balance="bias", bias_rate=0.1)
+    before = chooses(tokens)[0]
+    chooses.balance(torch.tensor([40.0, 20.0, 10.0, 10.0]))
+    torch.testing.assert_close(chooses.bias, torch.tensor([-0.1, 0.0, 0.1, 0.1]))
+    chooses.bias.copy_(torch.tensor([1e-6, 0.0, 0.0, 0.0]))
+    torch.testing.assert_close(chooses(tokens)[0], before)
+    chooses.bias.copy_(torch.tensor([5.0, 5.0, 0.0, 0.0]))
+    assert chooses(tokens)[2].tolist() == [40, 40, 0, 0]
+
+
+def test_forced_experts_take_turns():
+    chooses, tokens = router(balance="forced")
+    _, _, counts = chooses(tokens)
+    assert counts.tolist() == [20, 20, 20, 20]
+
+
+def test_all_problems_of_the_options_come_at_once():
+    with pytest.raises(ConfigError) as error:
+        moe(active=7, dense_layers=2, capacity=0)
+    assert [problem.option for problem in error.value.problems] == ["hidden", "active", "dense_layers", "capacity"]
+    with pytest.raises(ConfigError, match="must be none, loss, micro_batch_loss, bias, forced"):
+        moe(router={"balance": "lost"})

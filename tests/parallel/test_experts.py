@@ -1,0 +1,123 @@
+"""Experts that ranks share: the numbers of one rank, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.utils import get_total_norm
+
+from ptdbench.models.experts import Router
+from ptdbench.models.materialize import materialize
+from ptdbench.models.moe import MoE
+from ptdbench.parallel.apply import Setting
+from ptdbench.parallel.strategy import Strategy
+from ptdbench.problems import ConfigError
+from tests.parallel.ranks import each, mesh_of, on_ranks
+from tests.parallel.ten_steps import SAMPLES, STEPS, tokens
+
+#: By name: the options of a layout on four ranks.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "shards": {"shard": 4, "expert": 2},
+    "replicas": {"replicate": 2, "shard": 2, "expert": 2},
+    "context": {"context": 2, "shard": 2, "expert": 4},
+    "tensor": {"tensor": 2, "shard": 2, "expert": 4, "sequence": True},
+    "tensor without FSDP": {"tensor": 4, "expert": 1},
+    "pipeline": {"pipeline": 2, "shard": 2, "expert": 2},
+}
+KINDS = ("loss", "bias", "forced")
+
+
+def model(balance: str = "loss") -> MoE:
+    """On the meta device."""
+    with torch.device("meta"):
+        return MoE(
+            layers=2, heads=4, key_value_heads=4, width=16, hidden=24, dense_layers=0, experts=4, active=2,
+            expert_hidden=8, shared_experts=1, sequence_length=8, vocabulary=20,
+            router={"balance": balance, "coefficient": 0.5, "bias_rate": 0.05},
+        )  # fmt: skip
+
+
+def sgd(weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD((weight for _, weight in weights), lr=0.1, momentum=0.9)
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[samples, 8]``."""
+    return tuple(torch.cat([tokens(SAMPLES, step + k), tokens(SAMPLES, step + k + 3)], 1)[:, :8] for k in (0, 7))
+
+
+def by_hand(balance: str) -> list[list[float]]:
+    """Losses and norms of gradients without any of what lays a model out."""
+    found, whole = [], model(balance)
+    materialize(whole, whole, device="cpu", seed=0)
+    routers = [part for part in whole.modules() if isinstance(part, Router)]
+    optimizer = sgd(whole.named_parameters())
+    for step in range(STEPS):
+        loss = whole(*batch(step))
+        loss.backward()
+        found.append([loss.item(), get_total_norm([weight.grad for weight in whole.parameters()]).item()])
+        for router in routers:
+            (counts,) = router.counts
+            router.balance(counts[:-1])
+            router.counts.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert abs(found[-1][0] / found[0][0] - 1) > 1e-2
+    return found
+
+
+def laid_out(layout: str, balance: str) -> list[list[float]]:
+    """In each of four ranks: the same under a layout."""
+    strategy = Strategy(**LAYOUTS[layout])
+    dims = strategy.dims(dist.get_world_size())
+    plan, mesh = strategy.layout(dims, SAMPLES, "auto"), mesh_of(dims)
+    engine = strategy(model(balance), Setting(mesh, plan, torch.device("cpu")))
+    optimizer = sgd(engine.module.named_parameters())
+    share = SAMPLES // dims.batch
+    rows = slice(mesh.batch.get_local_rank() * share, (mesh.batch.get_local_rank() + 1) * share)
+    found = []
+    for step in range(STEPS):
+        inputs, targets = batch(step)
+        loss = engine.gradients(inputs[rows], targets[rows], lambda loss: loss)
+        dist.all_reduce(loss)
+        found.append([loss.item() / dims.batch, engine.gradient_norm().item()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.ranks
+def test_every_layout_has_the_losses_and_norms_of_one_rank():
+    cases = [(layout, "loss") for layout in LAYOUTS] + [("context", "forced"), ("tensor", "forced"), ("shards", "bias")]
+    (of_first, *_) = on_ranks(4, each, laid_out, cases)
+    expected = {balance: by_hand(balance) for balance in KINDS}
+    assert len({losses[-1][0] for losses in expected.values()}) == len(KINDS)
+    for (layout, balance), numbers in of_first.items():
+        assert numbers == [pytest.approx(step, rel=1e-5) for step in expected[balance]], (layout, balance)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard": 8, "expert": 8}, "expert=8: must divide the 4 experts of the model; try 2, 4"),
+        (
+            {"shard": 6, "expert": 2},
+            "expert=2: leaves 3 copies of each expert, which must divide the 8 rows of its matrices; "
+            "try another number of ranks, or parallel=fsdp",
+        ),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_refused(options, message):
+    strategy = Strategy(**options)
+    layout = strategy.layout(strategy.dims(options["shard"]), 48, "auto")
+    with pytest.raises(ConfigError) as error:
+        strategy.check(model(), layout)
+    assert str(error.value) == message
+
+
+def test_a_degree_that_is_derived_divides_the_experts():
+    found = [Strategy(shard="auto", expert="auto").dims(ranks, model()).expert for ranks in (1, 2, 4, 6, 16)]
+    assert found == [1, 2, 4, 2, 4]
