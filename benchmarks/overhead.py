@@ -82,7 +82,7 @@ def _take_turns(environ: Mapping[str, str], composed: DictConfig, directory: str
     """One rank: all three sides by turns; rank 0 leaves everybody's seconds in ``directory``."""
     with (
         joined(environ, composed, directory) as job,
-        Display(Heading(job.spec.label) if job.world.rank == 0 else None, stays=False) as display,
+        Display(Heading("overhead") if job.world.rank == 0 else None, stays=False) as display,
     ):
         sides = {
             "product": _product(replace(job, display=display)),

@@ -27,9 +27,8 @@ from typing import Any
 import numpy as np
 
 from ptdbench.measure.hardware import environment
+from ptdbench.measure.parts import KINDS, PHASES
 from ptdbench.records import record, series, store
-from ptdbench.report.memory import KINDS
-from ptdbench.report.phases import PHASES
 from ptdbench.setup import config
 from ptdbench.setup.compose import compose_all
 from ptdbench.terminal import plural

@@ -177,6 +177,13 @@ def pytest_xdist_auto_num_workers() -> int:
     return max(1, min(len(cores.mine()) + 1, by_memory))
 
 
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """ptdbench's folder in a user cache of one test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "ptdbench"
+
+
 @pytest.fixture(scope="session")
 def environ() -> dict[str, str]:
     """The environment of a person's fresh shell, for programs that a test starts: no launcher's, and not pytest's."""

@@ -657,7 +657,10 @@ _NO_ERROR = {"rank": -1, "type": "", "message": "", "traceback": ""}
 
 
 def part(record: Written, kind: type[S]) -> S:
-    """Return a group of a record's fields, such as :class:`Metrics`; all are ``None`` where the record has none."""
+    """Return a group of a record's fields, such as :class:`Metrics`; all are ``None`` where the record has none.
+
+    Of a record as it is read: what a run has in hand may be numbers of NumPy, or none of JSON's.
+    """
     return msgspec.convert(record.get(kind.__name__.lower()) or {}, kind)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from ptdbench.problems import as_typed
 from ptdbench.records import ledger, series
 from ptdbench.records.load import SERIES, Run
-from ptdbench.records.schema import Metrics, Written, part
+from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
 from ptdbench.report.differences import options
 
@@ -156,7 +156,7 @@ def hparams(record: Written, swept: Mapping[str, str]) -> dict[str, str | float]
 
 def summary(record: Written) -> dict[str, float | None]:
     """The metrics by tag, for every run the same tags; a failed run has few values."""
-    metrics = part(record, Metrics)
+    metrics = record.get("metrics") or {}  # also of a run that ends, whose figures are not JSON's yet
     last: Mapping[str, float | None] = next(reversed(record.get("evaluations") or [{}]))
     names: Sequence[str] = (
         "model_flops_per_second",
@@ -168,9 +168,9 @@ def summary(record: Written) -> dict[str, float | None]:
     )
     return {
         "summary/ok": float(record["status"] == "ok"),  # no hparam: these are written before a run ends
-        "summary/throughput": getattr(metrics, f"{_throughput_unit(record)[0]}_per_second"),  # one for any kind of data
-        **{f"summary/{name}": getattr(metrics, name) for name in names},
-        "summary/step_seconds_median": metrics.step_seconds and metrics.step_seconds.median,
+        "summary/throughput": metrics.get(f"{_throughput_unit(record)[0]}_per_second"),  # one for any kind of data
+        **{f"summary/{name}": metrics.get(name) for name in names},
+        "summary/step_seconds_median": (metrics.get("step_seconds") or {}).get("median"),
         "summary/last_loss": record.get("final_loss"),
         **{f"summary/{name}": last.get(name) for name in ("top1", "bits_per_byte")},
     }

@@ -26,7 +26,6 @@ from ptdbench.measure import events, links, perfetto, trace
 from ptdbench.measure.parts import PHASES
 from ptdbench.measure.phases import Partition, partition
 from ptdbench.measure.profiler import operations, profiled
-from ptdbench.records.schema import Metrics, StepSeconds, part
 from ptdbench.training import traces, traffic
 from ptdbench.training.loop import StepLoop
 
@@ -75,7 +74,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
     """
     asked = job.spec.config.profile.steps
     started = time.perf_counter()
-    timed = gather((part({"metrics": metrics}, Metrics).step_seconds or StepSeconds()).mean)[0]
+    timed = gather(((metrics or {}).get("step_seconds") or {}).get("mean"))[0]
     steps = _count(asked, timed)
     keep = job.spec.config.profile.trace
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:

@@ -22,11 +22,7 @@ STD = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
 LOCK = f"{FOLDER}.lock"
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """No test may reach the cache of whoever runs it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    return tmp_path / "xdg" / "ptdbench"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
@@ -265,7 +261,7 @@ class TestDownload:
         monkeypatch.setattr(Cifar10, "reader", lambda self: reader)
         data = Cifar10(seed=0, download=True)
         data.prepare()
-        assert names(tmp_path / "xdg" / "ptdbench" / "cifar-10") == {ARCHIVE, FOLDER, LOCK}
+        assert names(tmp_path / "cache" / "ptdbench" / "cifar-10") == {ARCHIVE, FOLDER, LOCK}
         assert len(data.held_out) == 20
         (tmp_path / "file").touch()
         assert problem_of(Cifar10(seed=0, root=str(tmp_path / "file"), download=True).prepare).option == "root"

@@ -16,11 +16,7 @@ from tests.data.made import problem_of, problems_of
 CONTENT = bytes(range(1, 256)) * 3  # every byte but the separator; position p holds 1 + p % 255
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """No test may reach the cache of whoever runs it."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    return tmp_path / "xdg" / "ptdbench"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

@@ -15,16 +15,14 @@ FOUND = Measured(7.5e14, "8192x8192x8192", beside_load=False)
 ENVIRONMENT = {"cpu": "AMD EPYC", "driver": "550.54", "torch": "2.15.0"}
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
-def test_what_is_kept_is_found_again_in_the_users_cache_folder(tmp_path):
+def test_what_is_kept_is_found_again_in_the_users_cache_folder(cache):
     assert ceiling.look_up(GPU) is None
     path = ceiling.keep(GPU, FOUND)
-    assert [entry for entry in tmp_path.rglob("*") if entry.is_file()] == [path]
-    assert path.parent == tmp_path / "ptdbench" / "ceilings"
+    assert [entry for entry in cache.rglob("*") if entry.is_file()] == [path]
+    assert path.parent == cache / "ceilings"
     assert ceiling.look_up(GPU) == FOUND
     ceiling.keep(GPU, Measured(7.6e14, "4096x4096x4096", beside_load=True))
     assert ceiling.look_up(GPU) == Measured(7.6e14, "4096x4096x4096", beside_load=True)

@@ -13,10 +13,7 @@ from ptdbench.measure.other_load import OtherLoad
 from ptdbench.measure.products import Shape
 from ptdbench.problems import ConfigError
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def rank(number: int, medians: dict[str, float], **key: object) -> dict:

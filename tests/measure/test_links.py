@@ -21,9 +21,7 @@ def peer(rank: int, host: str = "a", device: str = "cpu") -> Peer:
 KEY = links.key("gloo", [peer(0), peer(1)])
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def fitted(operation: str, dtype: str = "fp32", calls: float = 2, size: float = 1e6, of: Any = KEY) -> float | None:

@@ -23,9 +23,7 @@ EARLIER = "outputs/earlier"
 RATES = [math.exp(0.1 * step) for step in (-1, 0, 1)]
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def sweep(blocks=3, names=("ddp", "fsdp")):

@@ -17,9 +17,7 @@ SHORT = (
 TOY = ("model=toy", "train.steps=3", "device=cpu", "parallel=ddp", "cluster.ranks_per_node=2")
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.mark.ranks
