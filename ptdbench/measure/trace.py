@@ -174,14 +174,14 @@ def _backward(top: Sequence[Event]) -> list[Interval]:
 
 
 def _silent_waits(top: Sequence[Event], calls: Sequence[Call]) -> Iterator[Interval]:
-    """Waits of DDP in C++, after a backward pass and for buffers: gaps in which communication ends, until it does.
+    """Waits of DDP in C++ after a backward pass: gaps in which communication ends, until it does.
 
     What waits may go on before the thread that communicated has noted its end: what was under way when the gap began
     may end as long after the gap as the gap is.
     """
     ended = sorted((call.end, call.start) for call in calls)
     for before, after in pairwise(top):
-        if _is_backward(before) or before.name == "c10d::broadcast_":
+        if _is_backward(before):
             first, beyond = (bisect_right(ended, (moment, math.inf)) for moment in (before.end, after.start))
             latest = bisect_right(ended, (2 * after.start - before.end, -math.inf))
             if any(start <= before.end for _, start in ended[beyond:latest]):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +20,11 @@ from ptdbench.parallel.zero import Division
 #: Communication hooks that average a bucket in a narrower dtype than its own.
 _NARROW = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 
+#: Each replica keeps its statistics of batch norms: evaluations share them, and checkpoints take those of one. torch
+#: would send the first one's before each forward pass. Since 2.14 it has a name of its own for that.
+_HAS_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NAME else "broadcast_buffers": False}
+
 
 def replicate(module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Options, *, static_graph: bool) -> Part:
     """Wrap a module that has its weights: DDP verifies their shapes between replicas, and groups them into buckets.
@@ -30,7 +37,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Op
         module,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=mesh.get_group(),
-        broadcast_buffers=False,  # evaluations share those of batch norms, and checkpoints take one replica's
+        **_OWN_BUFFERS,
         bucket_cap_mb=bucket_size(module) if how.bucket_mb == "auto" else how.bucket_mb,
         gradient_as_bucket_view=how.gradient_as_bucket_view,
         static_graph=static_graph,
