@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+#: The second try is so many times the first one at most: steps that are too much alike give no line.
+_SECOND = 8
+
 #: A proposal that the line puts further above the room than this share of it is not tried: nobody doubts the answer.
 _CLEAR = 0.1
 
@@ -40,6 +43,8 @@ class Search:
         candidates: The micro-batches that the layout can run, in ascending order; at least one.
         room: Bytes that there are.
         attempt: Tries one of them.
+        stride: So many times the largest try, and no more, is proposed by a line: where needs are measured, and a try
+            that needs far too much harms others. 0: any.
         most: Tries at most; a search that runs out of them keeps the largest that has fitted.
         tries: What was tried, in that order.
     """
@@ -48,6 +53,7 @@ class Search:
     room: int
     attempt: Callable[[int], Try]
     most: int = 12
+    stride: int = 0
     tries: list[Try] = field(default_factory=list)
 
     def largest(self) -> int | None:
@@ -73,8 +79,11 @@ class Search:
         if not open_:
             return None
         if sum(one.needed_bytes is not None for one in self.tries) < 2:
-            return open_[0]  # from below, as a try that is too large may tell nothing
-        fitting = [m for m in open_ if self.predicted(m) <= self.room]
+            smallest = self.candidates[0]  # from below, as a try that is too large may tell nothing
+            near = [size for size in open_ if size <= _SECOND * smallest]
+            return near[-1] if near and smallest in tried else open_[0]
+        farthest = self.stride * max(tried) if self.stride else max(open_)
+        fitting = [m for m in open_ if self.predicted(m) <= self.room and m <= farthest]
         if fitting:
             return fitting[len(fitting) // 2 if self._is_misled else -1]
         return open_[0] if self.predicted(open_[0]) <= (1 + _CLEAR) * self.room else None
