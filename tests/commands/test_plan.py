@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,11 @@ from typing import Any
 
 import pytest
 
+from ptdbench.planning import foresee
+from ptdbench.problems import ConfigError
 from ptdbench.records import store
+from ptdbench.setup import config
+from ptdbench.sweep import plans
 from tests.conftest import ROOT, outputs
 
 SMALL = (
@@ -91,12 +96,33 @@ def test_without_virtual_gpus_the_training_state_is_known(environ, tmp_path):
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("workload=hello", "workload=hello: only training is planned; omit it"),
         ("cluster=slurm", "cluster=slurm: a plan is made on this machine; omit it, and give cluster.nodes"),
-        ("memory_margin=1", "memory_margin=1: must be at least 0 and less than 1; try 0.05"),
+        ("model.heads=interval(1,2)", "model.heads=interval(1,2): is a range of numbers"),
     ],
 )
-def test_what_is_no_plan_is_one_line(environ, tmp_path, word, said):
-    done = plan(environ, tmp_path, *SMALL, "virtual=h100", word)
-    assert done.returncode == 1
-    assert said in done.stderr + done.stdout
+def test_a_command_line_that_is_no_plan_is_one_line(word, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        plans.composed([*SMALL, "virtual=h100", word], None)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("workload=hello", "workload=hello: only training is planned; omit it"),
+        ("memory_margin=1", "memory_margin=1: must be at least 0 and less than 1; try 0.05"),
+        ("parallel.tensor=3", "parallel.tensor=3: "),
+        ("train.micro_batch=3", "train.micro_batch=3: must divide a replica's share of the batch, 8; try 1, 2, 4"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_one_line(word, said):
+    (job,) = plans.composed(
+        [*SMALL, "virtual=h100", "parallel=tp" if "tensor" in word else "parallel=fsdp", word], None
+    ).jobs
+
+    def carry_out(*_: object) -> None:
+        raise AssertionError("nothing is to be carried out")
+
+    with pytest.raises(ConfigError) as refused:
+        foresee.plan(foresee.Asked(config.read(job), False, "toy", carry_out))
+    (problem,) = refused.value.problems
+    assert str(problem).startswith(said)
