@@ -9,9 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-#: The second try is so many times the first one at most: steps that are too much alike give no line.
-_SECOND = 8
-
 #: A proposal that the line puts further above the room than this share of it is not tried: nobody doubts the answer.
 _CLEAR = 0.1
 
@@ -45,6 +42,8 @@ class Search:
         attempt: Tries one of them.
         stride: So many times the largest try, and no more, is proposed by a line: where needs are measured, and a try
             that needs far too much harms others. 0: any.
+        points: The tries after the first one are at most so many times as large, before a line proposes: steps that
+            are too much alike give none, and needs may grow less from some size on.
         most: Tries at most; a search that runs out of them keeps the largest that has fitted.
         tries: What was tried, in that order.
     """
@@ -54,13 +53,13 @@ class Search:
     attempt: Callable[[int], Try]
     most: int = 12
     stride: int = 0
+    points: Sequence[int] = (8,)
     tries: list[Try] = field(default_factory=list)
 
     def largest(self) -> int | None:
         """The largest micro-batch that fits, itself tried; ``None`` if none does.
 
-        The next larger candidate has been tried and did not fit, or is far too large by the line through the two
-        largest tries whose need is known.
+        The next larger candidate has been tried and did not fit, or is far too large by :meth:`predicted`.
         """
         while (proposal := self.proposal()) is not None and len(self.tries) < self.most:
             self.tries.append(self.attempt(proposal))
@@ -80,8 +79,12 @@ class Search:
             return None
         if sum(one.needed_bytes is not None for one in self.tries) < 2:
             smallest = self.candidates[0]  # from below, as a try that is too large may tell nothing
-            near = [size for size in open_ if size <= _SECOND * smallest]
+            near = [size for size in open_ if size <= self.points[0] * smallest]
             return near[-1] if near and smallest in tried else open_[0]
+        for times in self.points[1:]:
+            near = [size for size in open_ if max(tried) < size <= times * self.candidates[0]]
+            if near:
+                return near[-1]
         farthest = self.stride * max(tried) if self.stride else max(open_)
         fitting = [m for m in open_ if self.predicted(m) <= self.room and m <= farthest]
         if fitting:
@@ -95,11 +98,15 @@ class Search:
         return not last.fits and last.needed_bytes is None
 
     def predicted(self, micro_batch: int) -> float:
-        """Bytes that a micro-batch needs, by the line through the two largest tries whose need is known."""
+        """Bytes that a micro-batch needs, by the line through its two neighbors among the tries whose need is known.
+
+        Beyond the largest of them it is the line through the two largest.
+        """
         known = sorted((one.micro_batch, one.needed_bytes) for one in self.tries if one.needed_bytes is not None)
         if len(known) < 2:
             return float(known[0][1]) if known else 0.0
-        (x, below), (y, above) = known[-2:]
+        last = next((place for place, (size, _) in enumerate(known) if size >= micro_batch and place), len(known) - 1)
+        (x, below), (y, above) = known[last - 1 : last + 1]
         return above + (above - below) / (y - x) * (micro_batch - y)
 
     def as_dicts(self) -> list[dict[str, Any]]:
