@@ -35,6 +35,9 @@ _ROOMY = 1 << 40
 #: Samples of a batch that every layout can divide, to learn the degrees of one whose batch is not given.
 _ANY_BATCH = 2**10 * 3**2 * 5 * 7
 
+#: Micro-batches before a line proposes one, as multiples of the smallest: what does not fit tells its need here, too.
+_POINTS = (8, 32)
+
 #: How a run is carried out to see what it needs: the optimizer's state is there from the second step on.
 _SHORT = {
     "train.steps": 2,
@@ -167,7 +170,7 @@ class _Virtual:
     def fields(self) -> dict[str, Any]:
         """Carry out what was asked for, or what is found, and look for the largest micro-batch."""
         candidates = list(self._layouts)
-        search = Search(candidates, self._room, lambda micro_batch: self._tried(micro_batch, profiled=False))
+        search = Search(candidates, self._room, lambda size: self._tried(size, profiled=False), points=_POINTS)
         if isinstance(self._asked.micro_batch, int) or self._asked.micro_batch == "auto":
             shown = self._training.layout.micro_batch
             search.tries.append(self._tried(shown, profiled=True))

@@ -29,6 +29,9 @@ from ptdbench.units import gib_text
 #: Carries out the run of a directory.
 CarryOut = Callable[[Path, Config, Summary, Heading], None]
 
+#: How far a line is trusted beyond the largest try: resident memory is no exact figure.
+_STRIDE = 64
+
 #: Where the tries are, in the directory of a run.
 FOLDER = "tries"
 
@@ -63,10 +66,6 @@ def is_sought(config: Config) -> bool:
     """Whether the micro-batch is to be found."""
     train = config.resolved.get("train")
     return isinstance(train, dict) and train.get("micro_batch") in SOUGHT
-
-
-class NoneFits(MemoryError):
-    """No micro-batch fits."""
 
 
 class Broken(RuntimeError):
@@ -113,7 +112,7 @@ class Finder:
 
         Raises:
             ConfigError: There is no such run.
-            NoneFits: Not even the smallest fits.
+            MemoryError: Not even the smallest fits.
             Broken: See there.
         """
         self._spec = run_spec.specify(self.config, None)
@@ -122,12 +121,12 @@ class Finder:
             raise ConfigError([Problem("train.micro_batch", asked, f"workload={name} does not train", "try auto")])
         self._layouts = steps.layouts(self._spec.training)
         candidates = list(self._layouts)
-        search = self._search = Search(candidates, self._room(None), self._tried, most=_MOST)
+        search = self._search = Search(candidates, self._room(None), self._tried, most=_MOST, stride=_STRIDE)
         largest = search.largest()
         if largest is None:
             smallest = next(one for one in search.tries if one.micro_batch == candidates[0])
             needs = "" if smallest.needed_bytes is None else f": it needs {gib_text(smallest.needed_bytes)}"
-            raise NoneFits(f"not even micro-batch {candidates[0]} fits into {gib_text(search.room)}{needs}")
+            raise MemoryError(f"not even micro-batch {candidates[0]} fits into {gib_text(search.room)}{needs}")
         if self.config.train.micro_batch == "best":
             largest = self._fastest([one for one in candidates if one <= largest])
         return self._with(largest)
@@ -144,10 +143,11 @@ class Finder:
         return Found(config, self._summary(self._layouts[micro_batch]), self._field(micro_batch))
 
     def _field(self, found: int | None, remark: str | None = None) -> dict[str, Any]:
-        tries = [
-            one | {"rates": list(self._rates.get(one["micro_batch"], {}).values()) or None}
-            for one in self._search.as_dicts()
-        ]
+        tried = {one["micro_batch"]: one | {"rates": None} for one in self._search.as_dicts()}
+        for size, rates in self._rates.items():  # of best, some of which nobody had to try before
+            known = {"micro_batch": size, "status": "ok", "needed_bytes": None, "fits": True, "seconds": None}
+            tried[size] = tried.get(size, known) | {"rates": list(rates.values())}
+        tries = list(tried.values())
         asked, room = self.config.train.micro_batch, self._search.room
         return {"asked": asked, "found": found, "room_bytes": room, "tries": tries, "remark": remark}
 

@@ -40,6 +40,10 @@ class Search:
         candidates: The micro-batches that the layout can run, in ascending order; at least one.
         room: Bytes that there are.
         attempt: Tries one of them.
+        stride: So many times the largest try, and no more, is proposed by a line: where needs are measured, and a try
+            that needs far too much harms others. 0: any.
+        points: The tries after the first one are at most so many times as large, before a line proposes: steps that
+            are too much alike give none, and needs may grow less from some size on.
         most: Tries at most; a search that runs out of them keeps the largest that has fitted.
         tries: What was tried, in that order.
     """
@@ -48,13 +52,14 @@ class Search:
     room: int
     attempt: Callable[[int], Try]
     most: int = 12
+    stride: int = 0
+    points: Sequence[int] = (8,)
     tries: list[Try] = field(default_factory=list)
 
     def largest(self) -> int | None:
         """The largest micro-batch that fits, itself tried; ``None`` if none does.
 
-        The next larger candidate has been tried and did not fit, or is far too large by the line through the two
-        largest tries whose need is known.
+        The next larger candidate has been tried and did not fit, or is far too large by :meth:`predicted`.
         """
         while (proposal := self.proposal()) is not None and len(self.tries) < self.most:
             self.tries.append(self.attempt(proposal))
@@ -73,8 +78,15 @@ class Search:
         if not open_:
             return None
         if sum(one.needed_bytes is not None for one in self.tries) < 2:
-            return open_[0]  # from below, as a try that is too large may tell nothing
-        fitting = [m for m in open_ if self.predicted(m) <= self.room]
+            smallest = self.candidates[0]  # from below, as a try that is too large may tell nothing
+            near = [size for size in open_ if size <= self.points[0] * smallest]
+            return near[-1] if near and smallest in tried else open_[0]
+        for times in self.points[1:]:
+            near = [size for size in open_ if max(tried) < size <= times * self.candidates[0]]
+            if near:
+                return near[-1]
+        farthest = self.stride * max(tried) if self.stride else max(open_)
+        fitting = [m for m in open_ if self.predicted(m) <= self.room and m <= farthest]
         if fitting:
             return fitting[len(fitting) // 2 if self._is_misled else -1]
         return open_[0] if self.predicted(open_[0]) <= (1 + _CLEAR) * self.room else None
@@ -86,11 +98,15 @@ class Search:
         return not last.fits and last.needed_bytes is None
 
     def predicted(self, micro_batch: int) -> float:
-        """Bytes that a micro-batch needs, by the line through the two largest tries whose need is known."""
+        """Bytes that a micro-batch needs, by the line through its two neighbors among the tries whose need is known.
+
+        Beyond the largest of them it is the line through the two largest.
+        """
         known = sorted((one.micro_batch, one.needed_bytes) for one in self.tries if one.needed_bytes is not None)
         if len(known) < 2:
             return float(known[0][1]) if known else 0.0
-        (x, below), (y, above) = known[-2:]
+        last = next((place for place, (size, _) in enumerate(known) if size >= micro_batch and place), len(known) - 1)
+        (x, below), (y, above) = known[last - 1 : last + 1]
         return above + (above - below) / (y - x) * (micro_batch - y)
 
     def as_dicts(self) -> list[dict[str, Any]]:

@@ -49,6 +49,8 @@ def _against_lack_of_memory(record: Written) -> Iterator[str]:
     micro_batch = part(record, Layout).micro_batch or 1
     if micro_batch > 1:
         yield f"train.micro_batch={micro_batch // 2}"
+        if record.get("launcher") == "local":
+            yield "train.micro_batch=max, which finds what fits"
     if record.get("parallel") in ("single", "ddp"):
         yield "parallel=fsdp"
     if option(record, "activations.name", str) == "keep":

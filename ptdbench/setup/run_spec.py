@@ -21,7 +21,7 @@ from ptdbench.problems import Findings, Problem, require
 from ptdbench.setup import choices, fit, formats, training_spec
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
-from ptdbench.terminal import plural
+from ptdbench.terminal import command, plural
 from ptdbench.virtual.machine import Machine
 
 
@@ -132,6 +132,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     found.of(lambda: _check_logger(config, trains))
     trained = found.of(lambda: training_spec.specify(config, world_size)) if trains else None
     size = trained.layout.dims.world_size if trained else found.of(lambda: world_size(lambda available: available))
+    found.of(lambda: _check_sought(config, world))
     if trained:
         found.of(lambda: _check_classified(config, trained))
         found.of(lambda: _check_fp8(config, trained))
@@ -282,6 +283,14 @@ def _check_logger(config: Config, trains: bool) -> None:
     if importlib.util.find_spec(logger.package) is None:
         rule = f"needs the package {logger.package}, which is not installed"
         require(Problem("logger", name, rule, f"try pip install 'ptdbench[{logger.extra}]'"))
+
+
+def _check_sought(config: Config, world: World | None) -> None:
+    """A micro-batch is found by starting the ranks several times, which a launcher does once."""
+    asked = config.train.micro_batch
+    if asked in ("max", "best") and world and not world.started_by.has_parent:
+        rule = f"is found by short runs that ptdbench starts itself, and {world.launcher} starts these ranks"
+        require(Problem("train.micro_batch", asked, rule, f"give the number that {command('plan')} finds"))
 
 
 def _check_requeue(config: Config) -> None:

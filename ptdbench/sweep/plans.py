@@ -20,11 +20,10 @@ from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.bearing import bears
 from ptdbench.records.files import strict, write_json
-from ptdbench.setup import commandline, compose, config
+from ptdbench.setup import commandline, compose, config, hydra_files
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.sweep import directory as output
-from ptdbench.sweep.requests import Request
 from ptdbench.terminal import say
 
 #: The folder of plans in the cache.
@@ -97,12 +96,10 @@ def make(of: Composed, overrides: Sequence[str], again: bool) -> Planned:
     is_free = _is_free(overrides)
     directory = output.claim(of, overrides, None, None)
     records = []
-    wholes = of.whole or [b""] * len(of.jobs)
-    for number, (whole, job, words) in enumerate(zip(wholes, of.jobs, of.overrides, strict=True)):
+    for number, (whole, job, words) in enumerate(zip(of.whole, of.jobs, of.overrides, strict=True)):
         read = config.read(job)
-        request = Request(whole, read, words, None, None, None)
-        title = f"[{number + 1}/{len(of.jobs)}] {request.label}"
-        own = directory / request.subdirectory(number)
+        title = f"[{number + 1}/{len(of.jobs)}] {read.resolved['workload'].get('label', 'run')}"
+        own = directory / str(hydra_files.of_run(whole, directory, number).hydra.sweep.subdir)
         draft = record.begin(read.resolved, own, {}, words)
         made = draft | {"kind": "planned", **_fields(read, is_free, title, again), "directory": str(own)}
         own.mkdir(parents=True, exist_ok=True)

@@ -82,7 +82,7 @@ def test_overrides_arrive_with_their_types():
         ("profile", "profile.steps=-1", "profile.steps=-1: must be at least 0"),
         ("train", "train.steps=0", "train.steps=0: must be at least 1"),
         ("train", "train.global_batch=-8", "train.global_batch=-8: must be at least 1"),
-        ("train", "train.micro_batch=half", "train.micro_batch=half: must be a whole number or auto"),
+        ("train", "train.micro_batch=half", "train.micro_batch=half: must be a whole number, auto, max or best"),
         ("train", "train.warmup_steps=-1", "train.warmup_steps=-1: must be at least 0"),
         ("train", "train.max_minutes=0", "train.max_minutes=0: must be greater than 0, or null for no limit"),
         ("train", "train.max_minutes=soon", "train.max_minutes=soon: must be a number or null"),

@@ -1,0 +1,128 @@
+"""``ptdbench plan`` as it is typed: on virtual GPUs, and where there are none."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptdbench.planning import foresee
+from ptdbench.problems import ConfigError
+from ptdbench.records import store
+from ptdbench.setup import config
+from ptdbench.sweep import plans
+from tests.conftest import ROOT, outputs
+
+SMALL = (
+    "model=gpt_tiny", "model.layers=2", "model.width=64", "model.heads=2", "model.sequence_length=32",
+    "data=synthetic_tokens", "cluster.ranks_per_node=2",
+)  # fmt: skip
+#: An H100 of so little memory that of these models some micro-batches do not fit.
+TIGHT = ("virtual=h100", "virtual.gpu.context=1048576")
+
+
+def plan(environ: dict[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """What a person types in a shell."""
+    return subprocess.run(
+        [sys.executable, "-m", "ptdbench", "plan", *words],
+        cwd=folder,
+        env={**environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    (directory,) = outputs(folder)
+    return store.read_results(directory)
+
+
+@pytest.mark.ranks
+def test_what_fits_what_does_not_and_what_cannot_be(environ, tmp_path):
+    words = (*SMALL, *TIGHT, "virtual.gpu.memory=150000000", "train.micro_batch=max", "train.global_batch=256")
+    done = plan(environ, tmp_path, *words, "parallel=fsdp", "parallel.shard=2,3")
+    assert done.returncode == 0, done.stderr
+    fits, *refused = records_of(tmp_path)
+    assert {one["status"] for one in refused} == {"failed"}
+    found = fits["plan"]
+    assert fits["kind"] == "planned"
+    assert fits["layout"]["micro_batch"] == found["largest_micro_batch"]
+    assert fits["layout"]["global_batch"] == 256
+    by_size = {one["micro_batch"]: one for one in found["tries"]}
+    assert by_size[found["largest_micro_batch"]]["fits"]
+    assert found["needed_bytes"] <= found["room_bytes"] == int(0.95 * 150_000_000)
+    assert found["needed_bytes"] == found["reserved_bytes"] + 1048576
+    assert found["stands_for"] == [2]
+    kinds = {kind: sizes[0] for kind, sizes in fits["memory"]["ranks"].items()}
+    assert kinds["weights"] == found["state"][0]["weights"]
+    assert f" {found['largest_micro_batch']}\n" in done.stdout
+
+    again = plan(environ, tmp_path, *words, "parallel=fsdp", "parallel.shard=2", "--json")
+    (known,) = json.loads(again.stdout)
+    assert known["plan"] == found
+    assert "step" not in again.stderr  # nothing was carried out
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_one_that_fits_nowhere_says_from_how_many_gpus_on(environ, tmp_path):
+    words = (*SMALL, *TIGHT, "virtual.gpu.memory=24000000", "parallel=ddp", "model.width=512", "train.micro_batch=1")
+    done = plan(environ, tmp_path, *words)
+    assert done.returncode == 1
+    (record,) = records_of(tmp_path)
+    assert record["status"] == "oom"
+    assert "no micro-batch fits; 1 would with its state sharded over about" in record["error"]["message"]
+
+
+def test_without_virtual_gpus_the_training_state_is_known(environ, tmp_path):
+    done = plan(environ, tmp_path, *SMALL, "device=cpu", "parallel=ddp,fsdp")
+    assert done.returncode == 0, done.stderr
+    ddp, fsdp = records_of(tmp_path)
+    (whole,), (half,) = ddp["plan"]["state"], fsdp["plan"]["state"]
+    assert whole["weights"] == 4 * ddp["parameters"]
+    assert whole["weights"] == 2 * half["weights"]
+    assert ddp["plan"]["needed_bytes"] == 2 * sum(whole.values())
+    assert (ddp["status"], ddp["plan"]["fits"]) == ("ok", None)
+    assert "only the training state is known" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("cluster=slurm", "cluster=slurm: a plan is made on this machine; omit it, and give cluster.nodes"),
+        ("model.heads=interval(1,2)", "model.heads=interval(1,2): is a range of numbers"),
+    ],
+)
+def test_a_command_line_that_is_no_plan_is_one_line(word, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        plans.composed([*SMALL, "virtual=h100", word], None)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("workload=hello", "workload=hello: only training is planned; omit it"),
+        ("memory_margin=1", "memory_margin=1: must be at least 0 and less than 1; try 0.05"),
+        ("parallel.tensor=3", "parallel.tensor=3: "),
+        ("train.micro_batch=3", "train.micro_batch=3: must divide a replica's share of the batch, 8; try 1, 2, 4"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_one_line(word, said):
+    (job,) = plans.composed(
+        [*SMALL, "virtual=h100", "parallel=tp" if "tensor" in word else "parallel=fsdp", word], None
+    ).jobs
+
+    def carry_out(*_: object) -> None:
+        raise AssertionError("nothing is to be carried out")
+
+    with pytest.raises(ConfigError) as refused:
+        foresee.plan(foresee.Asked(config.read(job), False, "toy", carry_out))
+    (problem,) = refused.value.problems
+    assert str(problem).startswith(said)

@@ -1,0 +1,33 @@
+"""One record of ranks that were carried out a few at a time."""
+
+from typing import Any
+
+from ptdbench.planning.merging import merged
+
+
+def part(ranks: list[int], messages: dict[str, Any], kinds: dict[str, list[int]]) -> dict[str, Any]:
+    of_each = {name: [10 * rank for rank in ranks] for name in ("allocated_bytes", "reserved_bytes", "communicators")}
+    return {
+        "status": "ok",
+        "virtual": {
+            "ranks": ranks, **of_each, "host_seconds": [0.1 for _ in ranks], "reason": None, "messages": messages,
+            "kernels": {"product": list(ranks)},
+        },
+        "memory": {"reason": None, "ranks": kinds, "moments": ["forward" for _ in ranks], "pass_seconds": 1.0},
+        "metrics": {"peak_memory_bytes": max(ranks), "peak_reserved_bytes": 2 * max(ranks)},
+    }  # fmt: skip
+
+
+def test_lists_go_on_and_means_are_over_all_ranks() -> None:
+    send = {"send": {"calls": 3.0, "bytes": 30.0, "formula_bytes": 40.0}}
+    both = send | {"recv": {"calls": 1.0, "bytes": None, "formula_bytes": None}}
+    found = merged([part([0, 1], send, {"weights": [5, 6]}), part([2], both, {"weights": [7], "other": [8]})])
+    assert found["virtual"]["ranks"] == [0, 1, 2]
+    assert found["virtual"]["reserved_bytes"] == [0, 10, 20]
+    assert found["virtual"]["kernels"] == {"product": [0, 1, 2]}
+    assert found["virtual"]["messages"] == {
+        "send": {"calls": 3.0, "bytes": 30.0, "formula_bytes": 40.0},
+        "recv": {"calls": 1 / 3, "bytes": None, "formula_bytes": None},
+    }
+    assert found["memory"]["ranks"] == {"weights": [5, 6, 7], "other": [0, 0, 8]}
+    assert found["metrics"] == {"peak_memory_bytes": 2, "peak_reserved_bytes": 4}

@@ -1,0 +1,116 @@
+"""``train.micro_batch=max`` and ``best``: by runs that are made up here, and on real ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptdbench.measure import host_memory
+from ptdbench.planning.micro_batch import Broken, Finder, Found
+from ptdbench.records import record, store
+from ptdbench.report.heading import Heading
+from ptdbench.run import run
+from ptdbench.setup import config
+from ptdbench.setup.compose import compose_all
+from ptdbench.setup.config import Config
+from ptdbench.setup.run_spec import Summary
+
+TOY = (
+    "model=toy", "device=cpu", "parallel=ddp", "cluster.ranks_per_node=2", "train.steps=4", "profile.steps=0",
+    "memory_reserve=0",
+)  # fmt: skip
+
+MIB = 2**20
+
+
+@pytest.fixture
+def room(monkeypatch) -> int:
+    """1000 MiB, of which nothing is kept for others."""
+    monkeypatch.setattr("ptdbench.setup.fit.host_memory", lambda: host_memory.HostMemory(2000 * MIB, 1000 * MIB))
+    return 1000 * MIB
+
+
+def found(
+    directory: Path, made: Callable[[int, int], Mapping[str, Any]], *words: str, notes: list[Any] | None = None
+) -> Found:
+    """What is found where a run of a micro-batch, the first, second, ... of all, leaves a record with ``made``."""
+    count = 0
+
+    def carry_out(where: Path, read: Config, known: Summary, _: Heading) -> None:
+        nonlocal count
+        count += 1
+        left = record.begin(read.resolved, where, {}) | {"error": None, **known.fields}
+        store.write_record(where, left | made(read.train.micro_batch, count))
+
+    read = config.read(compose_all([*TOY, *words]).jobs[0])
+    return Finder(directory, read, Heading("toy"), carry_out, (notes if notes is not None else []).append).find()
+
+
+def of_memory(mib: Callable[[int], int]) -> Callable[[int, int], dict[str, Any]]:
+    return lambda size, _: {"status": "ok", "metrics": {"peak_memory_bytes": mib(size) * MIB}}
+
+
+def test_the_memory_of_all_ranks_of_the_machine_counts(tmp_path, room):
+    notes: list[Any] = []
+    made = found(tmp_path, of_memory(lambda size: 100 + 3 * size), "train.global_batch=4096", "train.micro_batch=max",
+                 notes=notes)  # fmt: skip
+    assert made.config.train.micro_batch == 128  # twice 484 MiB; of 256, twice 868 MiB
+    assert made.summary.fields["layout"]["accumulation"] == 4096 // 2 // 128
+    assert made.field["room_bytes"] == room
+    assert [one["micro_batch"] for one in made.field["tries"]] == [1, 8, 128]
+    assert [len(note["tries"]) for note in notes] == [1, 2, 3]
+    written = [json.loads(path.read_text()) for path in tmp_path.glob("tries/*/record.json")]
+    assert {one["layout"]["accumulation"] for one in written} == {2}
+    assert {one["config"]["train"]["steps"] for one in written} == {3}
+
+
+def test_a_rank_that_is_out_of_memory_ends_a_try_and_no_search(tmp_path, room):
+    def made(size: int, _: int) -> dict[str, Any]:
+        if size > 8:
+            return {"status": "oom"}
+        return {"status": "ok", "metrics": {"peak_memory_bytes": (100 + size) * MIB}}
+
+    search = found(tmp_path, made, "train.global_batch=128", "train.micro_batch=max")
+    assert search.config.train.micro_batch == 8
+    assert [one["status"] for one in search.field["tries"]].count("oom") >= 1
+
+
+def test_none_fits(tmp_path, room):
+    with pytest.raises(MemoryError, match=r"not even micro-batch 1 fits into 1\.0 GiB: it needs 1\.2 GiB"):
+        found(tmp_path, of_memory(lambda size: 600 + size), "train.micro_batch=max")
+
+
+def test_what_fails_for_another_reason_is_no_matter_of_memory(tmp_path, room):
+    error = {"rank": 1, "type": "ValueError", "message": "no such layer", "traceback": ""}
+    with pytest.raises(Broken, match="the try of micro-batch 1 came to no result: failed on rank 1: ValueError: no"):
+        found(tmp_path, lambda *_: {"status": "failed", "error": error}, "train.micro_batch=max")
+
+
+@pytest.mark.parametrize(("fastest", "expected"), [(8, 8), (4, 4), (2, 2)])
+def test_the_fastest_is_looked_for_from_the_largest_downward(tmp_path, room, fastest, expected):
+    def made(size: int, number: int) -> dict[str, Any]:
+        rate = 1000 / (1 + abs(size - fastest) / 4) * (1 + (number % 3) / 1000)
+        return {"status": "ok", "metrics": {"peak_memory_bytes": MIB, "samples_per_second": rate}}
+
+    search = found(tmp_path, made, "train.global_batch=16", "train.micro_batch=best")
+    assert search.config.train.micro_batch == expected
+    measured = [one["micro_batch"] for one in search.field["tries"] if one["rates"]]
+    assert set(measured) == {8: {8, 4}, 4: {8, 4, 2}, 2: {8, 4, 2, 1}}[expected]
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+@pytest.mark.parametrize("asked", ["max", "best"])
+def test_the_run_goes_on_with_what_was_found(tmp_path, asked):
+    words = [*TOY, "train.global_batch=64", f"train.micro_batch={asked}"]
+    run(tmp_path, config.read(compose_all(words).jobs[0]))
+    written = store.load_record(tmp_path)
+    assert written["status"] == "ok", written["error"]
+    assert written["config"]["train"]["micro_batch"] == asked
+    assert written["micro_batch"]["asked"] == asked
+    assert written["layout"]["micro_batch"] == written["micro_batch"]["found"]
+    assert written["steps"] == 4

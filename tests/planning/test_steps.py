@@ -1,0 +1,39 @@
+"""Steps of other micro-batches, and steps that stand for longer ones."""
+
+from ptdbench.planning.steps import layouts, stand_in
+from ptdbench.setup import config, run_spec
+from ptdbench.setup.compose import compose_all
+from ptdbench.setup.training_spec import TrainingSpec
+
+
+def training(*words: str) -> TrainingSpec:
+    found = run_spec.specify(config.read(compose_all(["device=cpu", "cluster.ranks_per_node=2", *words]).jobs[0]), None)
+    assert found.training
+    return found.training
+
+
+def test_micro_batches_divide_a_replicas_share() -> None:
+    found = layouts(training("parallel=fsdp", "train.global_batch=24"))
+    assert {size: layout.accumulation for size, layout in found.items()} == {1: 12, 2: 6, 3: 4, 4: 3, 6: 2, 12: 1}
+
+
+def test_a_pipeline_has_as_many_as_it_has_stages() -> None:
+    found = layouts(training("parallel=pdp", "train.global_batch=12"))
+    assert {size: layout.microbatches for size, layout in found.items()} == {1: 12, 2: 6, 3: 4, 4: 3, 6: 2}
+
+
+def test_a_batch_that_is_free_grows_with_the_micro_batch() -> None:
+    found = layouts(training("parallel=pdp"), is_free=True)
+    assert [found[size].global_batch for size in (1, 4)] == [2, 8]
+
+
+def test_what_the_schedule_cannot_run_is_left_out() -> None:
+    assert [*layouts(training("parallel=pdp", "parallel.microbatches=4", "train.global_batch=16"))] == [1, 2, 4]
+
+
+def test_two_passes_stand_for_more() -> None:
+    made = training("parallel=fsdp", "train.global_batch=24")
+    shorter = [stand_in(made, layout) for layout in layouts(made).values()]
+    assert [(one.global_batch, one.accumulation) for one in shorter] == [
+        (4, 2), (8, 2), (12, 2), (16, 2), (24, 2), (24, 1)
+    ]  # fmt: skip
