@@ -45,7 +45,6 @@ _AWAIT = "_c10d_functional::wait_tensor"
 _OPERATIONS = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
     "reducescatter": "reduce_scatter",
     "alltoall": "all_to_all",
     "broadcast": "broadcast",
@@ -352,7 +351,7 @@ def _kind(event: Event) -> str:
 
 def _operation(name: str) -> str:
     plain = re.sub(r"^(c10d::|gloo:|nccl:)_?", "", name).lower()
-    joined = plain.replace("all_", "all")
+    joined = plain.replace("_", "")
     return next((known for begins, known in _OPERATIONS.items() if joined.startswith(begins)), plain)
 
 
