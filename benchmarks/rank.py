@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,7 +26,8 @@ def joined(environ: Mapping[str, str], composed: DictConfig, directory: str) -> 
     """In a rank: its part in a run, in whose process group it is meanwhile."""
     os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
     world = discover(os.environ)
-    assert world is not None  # local.start has just said who this is
+    assert world is not None  # local.start has just said who this is, in torchrun's words
+    world = replace(world, launcher="local")
     spec = run_spec.specify(config.read(composed), world)
     device = spec.device(world.local_rank)
     if device.type == "cuda":

@@ -5,8 +5,8 @@
 
 A cell is a run of three steps through the product's own launcher on virtual GPUs, with the passes
 that look at a step. It is ok with the peak of what was reserved, refused with the reason that a GPU would get, or
-wrong. The whole result is written to virtual/matrix.json beside this file and, as a table, to docs/virtual.md; a part
-of the table prints only.
+wrong. The whole result is written to virtual/matrix.json beside this file, cell by cell, and as a table to
+docs/virtual.md; a part of the table prints only. With ``--resume`` cells that are in the file and not wrong are kept.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 
 RESULT, PAGE = ROOT / "benchmarks/virtual/matrix.json", ROOT / "docs/virtual.md"
-
-#: Where the table stands in the page.
-BEGIN, END = "<!-- matrix -->", "<!-- end of matrix -->"
 
 #: What all cells share.
 COMMON = (
@@ -63,20 +60,34 @@ def main(options: argparse.Namespace) -> int:
     """Fill the table; 1 if a cell is wrong."""
     rows = options.rows.split(",") if options.rows else list(ROWS)
     columns = options.columns.split(",") if options.columns else list(COLUMNS)
+    before = _before() if options.resume else {}
     started = time.monotonic()
     table: dict[str, dict[str, str]] = {}
     for row in rows:
         for column in columns:
-            said = cell(typed(row, column))
+            known = before.get(row, {}).get(column, "wrong")
+            said = cell(typed(row, column)) if known.startswith("wrong") else known
             table.setdefault(row, {})[column] = said
             print(f"  {row:<24} {column:<20} {said}", flush=True)
+            if not (options.rows or options.columns):
+                _write(table)
     text = page(table, torch.__version__)
     print(f"\n{text}\n{time.monotonic() - started:.0f} s")
     if not (options.rows or options.columns):
-        RESULT.parent.mkdir(exist_ok=True)
-        RESULT.write_text(json.dumps({"torch": torch.__version__, "cells": table}, indent=1) + "\n")
-        PAGE.write_text(with_table(PAGE.read_text(), text))
+        PAGE.write_text(inserted(PAGE.read_text(), "matrix", text))
     return int(any(said.startswith("wrong") for cells in table.values() for said in cells.values()))
+
+
+def _before() -> Table:
+    """The cells of an earlier start with this torch."""
+    found = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    cells: Table = found["cells"] if found.get("torch") == torch.__version__ else {}
+    return cells
+
+
+def _write(table: Table) -> None:
+    RESULT.parent.mkdir(exist_ok=True)
+    RESULT.write_text(json.dumps({"torch": torch.__version__, "cells": table}, indent=1) + "\n")
 
 
 def typed(row: str, column: str) -> list[str]:
@@ -126,15 +137,17 @@ def page(table: Table, version: str) -> str:
     return "\n".join([head, "", *lines, "", *numbered, "", *options])
 
 
-def with_table(text: str, table: str) -> str:
-    """The page with another table."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+def inserted(text: str, name: str, table: str) -> str:
+    """The page with another table between its comments of this name."""
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", help="some of them, by comma")
     parser.add_argument("--columns", help="some of them, by comma")
+    parser.add_argument("--resume", action="store_true", help="keep the cells that an earlier start has written")
     sys.exit(main(parser.parse_args()))

@@ -98,7 +98,7 @@ def _main() -> int:
 
     cluster, world = _cluster(composed), discover(os.environ)
     hydra_options.check(composed, cluster, world, line.goes_on)
-    blocks.check(composed, cluster, world, line.goes_on)
+    blocks.check(composed, world, line.goes_on)
     return _on_cluster(composed, line) if isinstance(cluster, Slurm) else _here(composed, world, line)
 
 

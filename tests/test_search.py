@@ -128,9 +128,14 @@ class TestRefused:
                 "sweep.same_nodes=true: hydra/sweeper=optuna chooses runs by the results of others, and those of one "
                 "job are chosen at once; omit it",
             ),
+            (
+                "virtual=h100",
+                "virtual=h100: a virtual GPU computes nothing and takes no time, so that hydra/sweeper=optuna would "
+                "have nothing to go by; try a sweep of lists, or virtual=none",
+            ),
         ],
     )
-    def test_jobs_whose_results_come_too_late(self, words, said):
+    def test_results_that_come_too_late_or_tell_nothing(self, words, said):
         assert self.found(*words.split(), "seed=1,2").endswith(said)
 
     def test_ranks_that_would_each_search_by_themselves_or_draw_other_values(self, tmp_path):

@@ -18,7 +18,6 @@ T = TypeVar("T")
 _OPERATIONS = {
     "allreduce": "all_reduce",
     "allgather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
     "reducescatter": "reduce_scatter",
     "alltoall": "all_to_all",
     "broadcast": "broadcast",
@@ -140,5 +139,5 @@ def launches_of(events: Sequence[Event]) -> dict[Any, float]:
 def operation_of(name: str) -> str:
     """Return what an operation is called here, such as ``all_gather`` for ``c10d::_allgather_base_``."""
     plain = re.sub(r"^(c10d::|gloo:|nccl:)_?", "", name).lower()
-    joined = plain.replace("all_", "all")
+    joined = plain.replace("_", "")
     return next((known for begins, known in _OPERATIONS.items() if joined.startswith(begins)), plain)

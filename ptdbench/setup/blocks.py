@@ -12,22 +12,23 @@ from ptdbench.problems import Problem, as_typed, require
 from ptdbench.records import record, store
 from ptdbench.setup.commandline import SWEEPER
 from ptdbench.setup.compose import Composed
-from ptdbench.setup.config import Cluster, Repeat, Slurm, read
+from ptdbench.setup.config import Config, Repeat, Slurm, read
 from ptdbench.terminal import command
 
 #: What differs between the repeats of a run, as the template of their directories may name it.
 _TELL_APART = ("job.num", "job.override_dirname", "repeat.block")
 
 
-def check(composed: Composed, cluster: Cluster, world: World | None, goes_on: Path | None) -> None:
+def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
     """Refuse repeats that differ within a sweep, that cannot be had, or that would give its runs another order."""
     require(*_swept(composed))
-    repeat = read(composed.jobs[0]).repeat
+    first = read(composed.jobs[0])
+    repeat = first.repeat
     if goes_on and composed.is_sweep:
         require(_reordered(goes_on, repeat))
     if repeat.runs != 1:
         decides = repeat.runs == "auto" and repeat.block is None
-        require(_unfit(composed, repeat), _undecided(cluster, world) if decides else None)
+        require(_unfit(composed, repeat), _undecided(first, world) if decides else None)
 
 
 def _swept(composed: Composed) -> Iterator[Problem]:
@@ -77,12 +78,17 @@ def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
     return None
 
 
-def _undecided(cluster: Cluster, world: World | None) -> Problem | None:
+def _undecided(config: Config, world: World | None) -> Problem | None:
     """What keeps repeats from ending when the order is settled."""
+    if "virtual" in config.resolved:
+        rule = (
+            f"runs with virtual={config.call('virtual').name} take no time, so that no order of theirs is ever settled"
+        )
+        return Problem("repeat.runs", "auto", rule, "omit it")
     if world and world.size > 1:
         rule = f"each of the {world.size} ranks that {world.launcher} started would decide by itself when to stop"
         return Problem("repeat.runs", "auto", rule, "give a number, or start it with plain python")
-    if isinstance(cluster, Slurm) and cluster.submit == "detach":
+    if isinstance(config.cluster, Slurm) and config.cluster.submit == "detach":
         rule = "repeat.runs=auto needs the results of a block before it can submit the next one"
         return Problem("cluster.submit", "detach", rule, "try wait, or a number of repeats")
     return None

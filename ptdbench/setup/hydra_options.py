@@ -124,7 +124,11 @@ def _unfit_for_search(
     if isinstance(cluster, Slurm) and cluster.submit == "detach":
         rule = f"{SWEEPER}={name} needs the results of its jobs before it can choose the next ones"
         yield Problem("cluster.submit", "detach", rule, "try wait")
-    if read(composed.jobs[0]).sweep.same_nodes:
+    first = read(composed.jobs[0])
+    if "virtual" in first.resolved:
+        rule = f"a virtual GPU computes nothing and takes no time, so that {SWEEPER}={name} would have nothing to go by"
+        yield Problem("virtual", first.call("virtual").name, rule, "try a sweep of lists, or virtual=none")
+    if first.sweep.same_nodes:
         rule = f"{SWEEPER}={name} chooses runs by the results of others, and those of one job are chosen at once"
         yield Problem("sweep.same_nodes", as_typed(True), rule, "omit it")
     if goes_on and not _seeds(composed.first.hydra.sweeper):

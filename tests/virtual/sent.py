@@ -1,0 +1,72 @@
+"""What each rank of a step sends, on virtual GPUs with NCCL and on CPUs with gloo: prints it as JSON.
+
+An argument is a number of ranks and the options of a layout, as one word.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from benchmarks.rank import joined
+from ptdbench.launch import local, peers
+from ptdbench.measure import kernels, trace
+from ptdbench.setup import config, run_spec
+from ptdbench.setup.compose import compose_all
+from ptdbench.training import profile, traffic
+from ptdbench.workloads.train import assemble
+
+SMALL = (
+    "model=llama_tiny", "model.layers=2", "model.width=64", "model.heads=4", "model.key_value_heads=4",
+    "model.hidden=128", "model.sequence_length=32", "data=synthetic_tokens", "train.global_batch=12",
+)  # fmt: skip
+
+DEVICES = {"virtual": ("virtual=h100",), "gloo": ("device=cpu",)}
+
+
+def sent(words: str, device: str) -> list[Any]:
+    """The messages of each rank in their order: operation, bytes and the ranks of the group."""
+    ranks, *layout = words.split()
+    composed = compose_all([*SMALL, *layout, *DEVICES[device], f"cluster.ranks_per_node={ranks}"]).jobs[0]
+    with TemporaryDirectory() as directory:
+        where = run_spec.place(config.read(composed), int(ranks))
+        local.start(_in_rank, int(ranks), composed, directory, where=where)
+        found: list[Any] = json.loads(Path(directory, "found").read_text())
+        return found
+
+
+def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str) -> None:
+    torch.set_num_threads(1)
+    with joined(environ, composed, directory) as job:
+        loop = assemble(job)
+        loop.rehearse()
+        path = Path(directory, f"trace-{job.world.rank}.json")
+        profile.run(job, loop, 1).export_chrome_trace(str(path))
+        assert loop.mesh
+        groups = loop.mesh.groups()
+        of = {None: None, **{name: dist.get_process_group_ranks(group) for name, group in groups.items()}}
+        told = [(call.operation, call.bytes, of[traffic.group_of(call, groups)]) for call in _calls(path, job)]
+        of_ranks = peers.gather(told)
+        if job.world.is_first:
+            Path(directory, "found").write_text(json.dumps(of_ranks))
+
+
+def _calls(path: Path, job: Any) -> Iterator[trace.Call]:
+    if job.device.type == "cuda":
+        launched = trace.launched_in_steps(path)
+        yield from (trace.nccl_call(one) for one in launched if kernels.kind(one.name) == kernels.COMMUNICATION)
+        return
+    found = trace.read(path, "cpu")
+    yield from (call for call in found.calls if any(begin <= call.start < end for begin, end in found.steps))
+
+
+if __name__ == "__main__":
+    print(json.dumps({words: {device: sent(words, device) for device in DEVICES} for words in sys.argv[1:]}))
