@@ -20,7 +20,7 @@ endef
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix virtual-matrix virtual-truth phases-truth memory-truth compare-truth ranks-truth split attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix parity-experts virtual-matrix virtual-truth phases-truth memory-truth compare-truth ranks-truth split attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -103,6 +103,9 @@ bubbles: install  ## how long each pipeline schedule idles, against its formula
 
 parity-matrix: install  ## does every layout compute the same numbers under every lever; the table of docs/parity.md
 	$(BIN)/python benchmarks/parity_matrix.py $(ARGS)
+
+parity-experts: install  ## the same of a model with experts, with norms of gradients; the table of docs/experts.md
+	$(BIN)/python benchmarks/parity_experts.py $(ARGS)
 
 virtual-matrix: install  ## does every layout run on virtual GPUs, in each precision; the table of docs/virtual.md
 	$(BIN)/python benchmarks/virtual_matrix.py $(ARGS)

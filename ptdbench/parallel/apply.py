@@ -39,6 +39,7 @@ class Setting:
         seed: Seed of the weights.
         channels_last: Whether images are channels-last in memory.
         offload: What is kept in host memory between its uses.
+        virtual: Whether the devices are not there, and compute nothing.
     """
 
     mesh: Mesh
@@ -50,6 +51,7 @@ class Setting:
     seed: int = 0
     channels_last: bool = False
     offload: Offload = "none"
+    virtual: bool = False
 
     @property
     def owns_loss(self) -> bool:
@@ -79,7 +81,9 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> Pa
     # Before what wraps or reads the weights: both replace them, and the second what the first has left.
     shared = experts.modules(model, module) if dims.expert > 1 else []
     if ranks := setting.mesh["expert"]:
-        experts.divide(shared, ranks)
+        experts.divide(shared, ranks, virtual=setting.virtual)
+    if setting.virtual:
+        experts.force(module)
     if ranks := setting.mesh["tensor"]:
         tensor.parallelize(model, module, ranks, sequence=how.sequence)
     # Inside of recomputation and compilation: the first casts again instead of keeping casts, the second fuses them.

@@ -98,6 +98,9 @@ def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> li
              f"try false, or {_1F1B}"),
         ],
         "activations": [
+            (isinstance(value, Selective) and dims.expert > 1, "activations",
+             "keeps results in the order of a layer's operations, which gathering the experts of a layer changes",
+             "try recompute, keep"),
             (isinstance(value, Selective) and splits, "activations",
              f"has what it keeps for one backward pass, and {how.schedule} takes two",
              f"try recompute, keep, or {_1F1B}"),

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from ptdbench.local_part import local_part
-from ptdbench.models.experts import Router
+from ptdbench.models.experts import Experts, Router
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.batch import BatchPlan
@@ -65,25 +65,53 @@ def modules(model: Model, inside: nn.Module | None = None) -> list[nn.Module]:
     return [module for module in map(module_of(model).get_submodule, named) if module in here]
 
 
-def divide(layers: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+def parts(model: Model, dims: Dims) -> dict[nn.Parameter, Tensor]:
+    """What a rank keeps of each weight of the experts that ranks share, on the meta device."""
+    copies, found = dims.shard * dims.context * dims.tensor // dims.expert, {}
+    for weight in (weight for module in modules(model) for weight in module.parameters() if dims.expert > 1):
+        first, second, *rest = weight.shape
+        shape = first // dims.expert, second // copies, *rest
+        found[weight] = torch.empty(shape, dtype=weight.dtype, device="meta")
+    return found
+
+
+def divide(layers: Sequence[nn.Module], mesh: DeviceMesh, *, virtual: bool = False) -> None:
     """Give each rank of ``mesh`` its part of the experts, and let it compute the tokens of all ranks for these.
 
     Args:
         layers: Modules of experts, on the meta device.
         mesh: The ranks, one dimension.
+        virtual: Whether their devices answer nothing: the others are taken to send what this rank does.
     """
     for layer in layers:
         spread(layer, mesh, Shard(0), Shard(0))
-        wrap_forward(layer, partial(_of_all_ranks, mesh))
+        received: list[int] = []
+        layer.received = received  # type: ignore[assignment]
+        wrap_forward(layer, partial(_of_all_ranks, mesh, virtual, received))
 
 
-def _of_all_ranks(mesh: DeviceMesh, compute: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+def force(module: nn.Module) -> None:
+    """Let experts take turns where devices compute nothing to choose by."""
+    for part in module.modules():
+        if isinstance(part, Router):
+            part.forced = True
+        if isinstance(part, Experts):
+            part.product = "loop"  # the kernel for all of them wants to be told by a device where its matrices are
+
+
+Forward = Callable[[Tensor, Tensor], Tensor]
+
+
+def _of_all_ranks(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: Forward) -> Forward:
     group, ranks = mesh.get_group(), mesh.size()
 
     def forward(tokens: Tensor, counts: Tensor) -> Tensor:
         leaving = counts.unflatten(0, (ranks, -1))
-        arriving = _tell(leaving, mesh, tokens.device)  # from each rank for each expert here
+        # From each rank for each expert here.
+        arriving = leaving[mesh.get_local_rank()].expand_as(leaving) if virtual else _exchange(leaving, mesh, tokens)
         sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
+        if torch.is_grad_enabled():
+            noted.append(sum(received))
         dispatched = all_to_all_single_autograd(tokens, received, sent, group)
         # From the order of ranks and their experts to that of experts.
         expert = torch.arange(arriving.shape[1], device=arriving.device).repeat(ranks)
@@ -96,16 +124,10 @@ def _of_all_ranks(mesh: DeviceMesh, compute: Callable[[Tensor, Tensor], Tensor])
     return forward
 
 
-def _tell(leaving: Tensor, mesh: DeviceMesh, device: torch.device) -> Tensor:
-    """How many tokens will come from each rank for each expert that is here, where ``leaving`` is what each will get.
-
-    Where the host knows what leaves without asking the device, it says so; a device that is not there answers nothing,
-    and the others are taken to send what this rank does.
-    """
-    if leaving.is_cpu and device.type != "cpu":
-        return leaving[mesh.get_local_rank()].expand_as(leaving)
-    arriving = all_to_all_single(leaving.contiguous(), None, None, mesh.get_group())
-    return arriving.wait() if hasattr(arriving, "wait") else arriving
+def _exchange(leaving: Tensor, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
+    """How many tokens come from each rank for each expert, by ranks that say how many leave: by a group of tokens'."""
+    counts = leaving.to(tokens.device).contiguous()
+    return all_to_all_single(counts, None, None, mesh.get_group()).to(leaving.device)
 
 
 class Routing:
@@ -113,7 +135,10 @@ class Routing:
 
     Attributes:
         totals: How often each expert of each router was chosen in the steps so far, and how many of these choices were
-            dropped, ``[routers, experts + 1]``.
+            dropped, ``[experts + 1]`` by the name of its router.
+        steps: Number of these steps.
+        fullest: The sum over steps of what the fullest rank computed, in tokens over those of the mean rank, the mean
+            over layers; ``None`` where no ranks share experts.
 
     Args:
         module: The model, or a stage.
@@ -133,6 +158,11 @@ class Routing:
         # the ranks of all groups, except that tensor-parallel ranks have shares of one.
         self._scale = dims.tensor / dims.expert
         self.totals: dict[str, Tensor] = {}
+        self.steps = 0
+        self.fullest: Tensor | None = None
+        inner = mesh["tensor"]
+        self._ranks = mesh.copies.size() * dims.tensor
+        self._place = mesh.copies.get_local_rank() * dims.tensor + (inner.get_local_rank() if inner else 0)
 
     def begin(self, share: Tensor) -> None:
         """Before a step: what the loss of a micro-batch is multiplied by before its backward pass."""
@@ -153,13 +183,26 @@ class Routing:
         }
         if not counted:
             return
-        flat = torch.cat(list(counted.values()))
+        flat = torch.cat([*counted.values(), self._taken(next(iter(counted.values())))])
         for group in self._groups:
             dist.all_reduce(flat, group=group)
-        for (name, counts), own in zip(
-            counted.items(), flat.split([len(one) for one in counted.values()]), strict=True
-        ):
+        *by_router, taken = flat.split([*(len(one) for one in counted.values()), self._ranks * len(self._experts)])
+        self.steps += 1
+        if len(taken):
+            of_layers = taken.view(len(self._experts), -1)
+            fullest = (of_layers.amax(1) / of_layers.mean(1)).mean()
+            self.fullest = fullest if self.fullest is None else self.fullest + fullest
+        for (name, counts), own in zip(counted.items(), by_router, strict=True):
             router = self._routers[name]
             router.balance(own[:-1])
             router.counts.clear()
             self.totals[name] = self.totals.get(name, torch.zeros_like(counts, dtype=torch.float64)) + own
+
+    def _taken(self, like: Tensor) -> Tensor:
+        """Tokens that each rank has computed for each module of experts, ``[modules * ranks]``: here this one's."""
+        found = torch.zeros(len(self._experts), self._ranks)
+        for number, layer in enumerate(self._experts):
+            received: list[int] = layer.received  # type: ignore[assignment]
+            found[number, self._place] = sum(received)
+            received.clear()
+        return found.flatten().to(like)

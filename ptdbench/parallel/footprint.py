@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.optim.groups import Rule, rules
+from ptdbench.parallel import experts
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import MakeOptimizer
 from ptdbench.parallel.pipeline.stage import cut
@@ -66,7 +67,11 @@ def footprints(
     named = {parameter: name for name, parameter in module_of(model).named_parameters()}
     of, sizes = rules(module_of(model)), dict[tuple[Rule, torch.Size, torch.dtype], int]()
 
+    of_experts = experts.parts(model, dims)
+
     def like(parameter: nn.Parameter) -> Tensor:
+        if parameter in of_experts:
+            return of_experts[parameter]
         return local_like(parameter, shards, dims.tensor, dimensions.get(parameter))
 
     def state_bytes(parameter: nn.Parameter) -> int:

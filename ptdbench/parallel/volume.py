@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ptdbench.models.experts import Router
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.optim.groups import rules
+from ptdbench.parallel import experts
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.footprint import local_like, modules_of_ranks
 from ptdbench.parallel.options import Options
@@ -85,6 +87,8 @@ def expected(work: Work) -> dict[str, float | None]:
         terms.append(_unknown(*OPERATIONS))
     if work.is_sharded:
         terms.append(_of_shards(work))
+    if routers := [part for part in module_of(model).modules() if isinstance(part, Router)]:
+        terms.append(_of_routers(work, routers))
     if work.gathers and dims.tensor > 1:
         terms.append(_unknown("all_gather"))
     if how.sync_batchnorm and (is_replicated or work.is_sharded) and _batch_norms(model):
@@ -132,19 +136,39 @@ def _of_shards(work: Work) -> dict[str, float]:
     once = passes if how.frees_between_microbatches(dims) or is_staged else 1
     again = 0 if how.frees_after_forward(dims) is False else math.nan if is_staged else passes
     item = DTYPES[work.precision].itemsize
-    gathered = reduced = 0.0
+    gathered = reduced = averaged = 0.0
+    of_experts = experts.parts(work.model, dims)
     for stage in (stage for of_rank in modules_of_ranks(work.model, work.ranks) for stage in of_rank):
         for weight in stage.parameters():
-            whole = shards * local_like(weight, shards, dims.tensor, dimensions.get(weight)).numel()
+            part, ranks = local_like(weight, shards, dims.tensor, dimensions.get(weight)), shards
+            if weight in of_experts:
+                part, ranks = of_experts[weight], dims.shard * dims.context * dims.tensor // dims.expert
+            averaged += part.numel() * _SENT[how.sent] * (passes if is_staged else 1)
+            if ranks == 1:
+                continue
+            whole = ranks * part.numel()
             times = once + again if weight in of_layers else once
             gathered += whole * (_WIDE if weight in norms else item) * times
             gathered += whole * work.gathers * (of[weight] == "matrices")
             reduced += whole * _SENT[how.sent] * (passes if is_staged else 1)
     return {
-        "all_gather": 0.0 if shards == 1 else gathered,
-        "reduce_scatter": 0.0 if shards == 1 else reduced,
-        "all_reduce": reduced / shards if dims.copies > 1 else 0.0,
+        "all_gather": gathered,
+        "reduce_scatter": reduced,
+        "all_reduce": averaged if dims.copies > 1 else 0.0,
     }
+
+
+def _of_routers(work: Work, routers: Sequence[Router]) -> dict[str, float]:
+    """Ranks add up what they have chosen and, if they share experts, computed. What tokens they send is in the data.
+
+    With N choices on a rank in a step, N · width numbers go and as many come, in both passes, if all experts get
+    equally many; a rank with all that are chosen gets as many times more as ranks share experts.
+    """
+    dims = work.layout.dims
+    ranks, groups = dims.ways("samples", "positions", "products"), (dims.ways("samples", "positions"), dims.tensor)
+    numbers = sum(router.experts + 1 + (ranks if dims.expert > 1 else 0) for router in routers)
+    found = {"all_reduce": float(_WIDE * numbers * sum(size > 1 for size in groups))}
+    return found | (_unknown("all_to_all") if dims.expert > 1 else {})
 
 
 def _of_activations(work: Work) -> Iterator[dict[str, float]]:
@@ -216,6 +240,8 @@ def _of_products(work: Work, outputs: Mapping[str, int]) -> Iterator[dict[str, f
         size = outputs[name] * _bytes_per_sample(work)
         if role.kind in ("entry", "inputs"):
             yield {"reduce_scatter": size, "all_gather": size} if sequence else {"all_reduce": size}
+        elif role.kind == "tokens" and not sequence:
+            yield _unknown("all_gather", "all_reduce")
         elif role.kind == "stream" and sequence:
             yield {"all_gather": size}
         elif role.kind == "vocabulary" and isinstance(module.get_submodule(name), nn.Embedding):
@@ -225,8 +251,10 @@ def _of_products(work: Work, outputs: Mapping[str, int]) -> Iterator[dict[str, f
         elif role.kind == "loss":
             tokens = work.example[1].numel() * work.layout.replica_batch / work.layout.dims.context
             yield {"all_reduce": _OF_LOSS * _WIDE * tokens}
-        if role.kind == "entry" and sequence:  # each rank has a summand of the gradients of its weights
+        # Each rank has a summand of the gradients of its weights.
+        if role.kind in ("each", "tokens") or (role.kind == "entry" and sequence):
             summands |= set(module.get_submodule(name).parameters())
+    summands -= experts.parts(work.model, work.layout.dims).keys()
     yield {"all_reduce": float(sum(weight.nbytes for weight in summands))}
 
 

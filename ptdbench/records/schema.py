@@ -356,6 +356,18 @@ class Plan(Struct):
     """Why there are no more figures than those of the training state."""
 
 
+class Experts(Struct):
+    """How routers spread the tokens of a run over their experts, evaluation and profiling left out."""
+
+    tokens: dict[str, list[Count]] | None = None
+    """How often each expert was chosen, by the name of its router."""
+    dropped: Count | None = None
+    """How many of these choices were dropped, because an expert was full."""
+    fullest_rank: Amount | None = None
+    """Tokens that the fullest rank computed over those of the mean rank: 1 if all have equally many; the mean over
+    steps and layers. Null where no ranks share experts."""
+
+
 class Energy(Struct):
     """Energy that devices took while the run did steps after the first ``train.warmup_steps`` ones.
 
@@ -600,6 +612,8 @@ class Record(Identity):
     """Where the time of a step went; null for a run that was not profiled."""
     memory: Memory | None = None
     """What the memory of a step is for; null for a run that was not profiled."""
+    experts: Experts | None = None
+    """Who got how many tokens; null for a model without experts, and on virtual GPUs."""
     hardware: Hardware | None = None
     """Energy and clocks of the hardware; null for a run that did not train to its end."""
     error: Error | None = None

@@ -105,6 +105,7 @@ class TrainingSpec:
             seed=general.seed,
             channels_last=image.dim() == 4 and not image.is_contiguous(),
             offload=general.offload,
+            virtual=choices.virtual(self.config) is not None,
         )
         return self.strategy(self.model, setting)
 

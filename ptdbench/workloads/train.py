@@ -20,7 +20,7 @@ from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.problems import Problem, require
-from ptdbench.training import account, agreement, memory_split, passed, profile
+from ptdbench.training import account, agreement, memory_split, passed, profile, routed
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.energy_meter import EnergyMeter
 from ptdbench.training.evaluation import Evaluator
@@ -127,7 +127,7 @@ def _outcome(
     if notes := [*checkpointing.problems, *recorder.warnings]:
         remarks["checkpoints"] = notes
     found = agreement.outcome(job, recorder, remarks)
-    fields = {**found.fields, "evaluations": evaluator.as_dicts()}
+    fields = {**found.fields, "evaluations": evaluator.as_dicts(), "experts": routed.field(job, loop)}
     if not stopped:
         fields = passed.check(job, fields)
     why = f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None

@@ -32,6 +32,7 @@ COMPANIONS = {
     "data/digits": ("model=resnet18", "data=digits", "model.stem=small", "model.image_size=8", "model.classes=10"),
     "data/cifar10": ("experiment=cifar10_resnet18", "data.root={images}"),
     "data/image_folder": ("model=resnet18", "data=image_folder", "data.root={images}"),
+    "parallel/ep": ("model=moe_tiny",),
     "experiment/cifar10_resnet18": ("data.root={images}",),
     "experiment/imagefolder_resnet50": ("data.root={images}",),
     "experiment/text_gpt_small": ("data.path={texts}", "data.tokenizer={texts}/tokenizer.json"),

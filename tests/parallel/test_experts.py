@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
+from ptdbench.local_part import local_part
 from ptdbench.models.experts import Router
 from ptdbench.models.materialize import materialize
 from ptdbench.models.moe import MoE
@@ -75,6 +76,9 @@ def laid_out(layout: str, balance: str) -> list[list[float]]:
     dims = strategy.dims(dist.get_world_size())
     plan, mesh = strategy.layout(dims, SAMPLES, "auto"), mesh_of(dims)
     engine = strategy(model(balance), Setting(mesh, plan, torch.device("cpu")))
+    foreseen = strategy.footprints(model(balance), plan, sgd, average=False)[dims.stage(dist.get_rank())]
+    held = [*engine.module.parameters(), *engine.module.buffers()]
+    assert foreseen.weights == sum(local_part(tensor.detach()).nbytes for tensor in held)
     optimizer = sgd(engine.module.named_parameters())
     share = SAMPLES // dims.batch
     rows = slice(mesh.batch.get_local_rank() * share, (mesh.batch.get_local_rank() + 1) * share)

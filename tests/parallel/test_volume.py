@@ -17,6 +17,7 @@ from ptdbench.measure import trace
 from ptdbench.measure.profiler import profiled
 from ptdbench.models.gpt import GPT
 from ptdbench.models.llama import Llama
+from ptdbench.models.moe import MoE
 from ptdbench.models.resnet import ResNet
 from ptdbench.parallel.activations import Recompute
 from ptdbench.parallel.apply import Setting
@@ -77,6 +78,9 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "context that recomputes": (Strategy(replicate=2, context=2), {"activations": Recompute()}),
     "llama in bf16": (Strategy(shard="auto", tensor=2), {"precision": "bf16"}),
     "llama with context": (Strategy(shard=2, context=2), {}),
+    "experts": (Strategy(shard="auto", expert=2), {"micro_batch": 1}),
+    "experts in replicas": (Strategy(replicate=2, shard=2, expert=2), {"precision": "bf16"}),
+    "experts and tensor": (Strategy(shard=2, tensor=2, expert=4, sequence=True), {}),
 }  # fmt: skip
 
 #: What has no exact formula.
@@ -86,6 +90,7 @@ UNKNOWN = {
     "tensor by muon": {"all_gather"},
     "context that recomputes": {"all_to_all"},
     "ring that recomputes": {"all_gather"},
+    **{name: {"all_to_all"} for name in ("experts", "experts in replicas", "experts and tensor")},
 }
 
 #: The models of cases whose names begin so, on the meta device, and their data; of others a GPT.
@@ -93,6 +98,21 @@ MODELS: dict[str, Any] = {
     "images": (
         partial(ResNet, depth=18, classes=10, image_size=32, stem="small"),
         partial(SyntheticImages, classes=10, image_size=32, channels_last=False),
+    ),
+    "experts": (
+        partial(
+            MoE,
+            layers=2,
+            heads=4,
+            key_value_heads=2,
+            width=16,
+            experts=4,
+            active=2,
+            expert_hidden=8,
+            sequence_length=8,
+            vocabulary=42,
+        ),
+        partial(SyntheticTokens, sequence_length=8, vocabulary=42),
     ),
     "llama": (
         partial(Llama, layers=2, heads=4, key_value_heads=2, width=16, hidden=20, sequence_length=8, vocabulary=42),

@@ -1,0 +1,109 @@
+"""Whether layouts of a model with experts compute the numbers of one rank, gradient norms included.
+
+    python benchmarks/parity_experts.py
+    python benchmarks/parity_experts.py --rows "ep2,ep2 3d" --columns sgd
+
+As parity_matrix.py, whose cells these are: ten steps of a small model with eight experts, of which a token meets two
+and a shared one, its auxiliary loss strong enough to be seen. What is run replaces its cells in parity/experts.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+import parity_matrix
+import torch
+import torch.distributed as dist
+from parity_matrix import COLUMNS, EXACT, ROOT, ROWS, STEPS, losses_of, refused
+
+from ptdbench.job import Job
+from ptdbench.workloads.train import assemble
+
+RESULT = ROOT / "benchmarks/parity/experts.json"
+
+MODEL = (
+    "model=moe_tiny model.width=32 model.hidden=48 model.expert_hidden=24 model.sequence_length=16 "
+    "model.vocabulary=300 model.router.coefficient=0.05 train.clip_norm=1e6"
+)
+
+#: The layouts: ranks and options.
+LAYOUTS = {
+    "ddp": (2, "parallel=ddp"),
+    "fsdp": (2, "parallel=fsdp"),
+    "tp": (2, "parallel=tp parallel.tensor=2"),
+    "ep2": (2, "parallel=ep"),
+    "ep2 of tp": (2, "parallel=tp parallel.tensor=2 parallel.expert=2"),
+    "ep2 of 4": (4, "parallel=ep parallel.expert=2"),
+    "ep4": (4, "parallel=ep"),
+    "ep2 in replicas": (4, "parallel=ep parallel.replicate=2"),
+    "ep4 tp with sequence": (4, "parallel=ep parallel.tensor=2 parallel.sequence=true"),
+    "ep4 context": (4, "parallel=ep parallel.context=2 parallel.shard=2"),
+    "ep2 ring": (4, "parallel=ep parallel.context=2 parallel.context_method=ring parallel.expert=2"),
+    "ep2 1f1b": (4, "parallel=ep parallel.pipeline=2"),
+    "ep2 looped_bfs": (4, "parallel=ep parallel.pipeline=2 parallel.schedule=looped_bfs"),
+    "ep2 3d": (8, "parallel=3d parallel.expert=2 parallel.pipeline=2"),
+    "ep4 3d with sequence": (8, "parallel=3d parallel.expert=4 parallel.pipeline=2 parallel.sequence=true"),
+}
+
+#: What may be changed beside them; at 0.1 SGD itself makes 6e-5 of the rounding of another order of a sum.
+LEVERS = {
+    "adamw": "",
+    "sgd": "optimizer=sgd optimizer.lr=0.03",
+    "accumulated": "optimizer=sgd optimizer.lr=0.03 train.micro_batch=2 activations=recompute",
+    "bias": "model.router.balance=bias model.router.bias_rate=0.01",
+}
+
+
+def main(options: argparse.Namespace) -> int:
+    """Fill the table, or part of it; 1 if a cell is wrong."""
+    rows = options.rows.split(",") if options.rows else list(LAYOUTS)
+    columns = options.columns.split(",") if options.columns else list(LEVERS)
+    ROWS.update(LAYOUTS)
+    COLUMNS.update({name: (f"{MODEL} {lever}", EXACT) for name, lever in LEVERS.items()})
+    known = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else {}
+    expected = losses_of(1, [("single", column) for column in columns])
+    failed = False
+    for row in rows:
+        cells = [(row, column) for column in columns]
+        said = {cell: refusal for cell in cells if (refusal := refused(cell))}
+        numbers = losses_of(ROWS[row][0], [cell for cell in cells if cell not in said])
+        said |= {cell: verdict(found, expected["single", cell[1]]) for cell, found in numbers.items()}
+        for cell, text in said.items():
+            print(f"  {cell[0]:<24} {cell[1]:<12} {text}", flush=True)
+            known.setdefault(row, {})[cell[1]] = text
+            failed |= text.startswith("wrong")
+        RESULT.write_text(json.dumps({"torch": torch.__version__, "cells": known}, indent=1) + "\n")
+    return int(failed)
+
+
+def steps(job: Job) -> list[float]:
+    """Losses and norms of gradients of ten steps; replaces those of parity_matrix."""
+    loop = assemble(job)
+    for _ in range(STEPS):
+        loop.step()
+    loop.feed.close()
+    losses = torch.stack(loop.losses).flatten().double() * loop.engine.owns_loss
+    dist.all_reduce(losses)
+    return [*(losses / job.training.layout.replicas).tolist(), *map(float, loop.update.gradient_norms)]
+
+
+def verdict(found: list[float] | str, expected: list[float] | str) -> str:
+    """``ok`` with the largest relative differences of a loss and of a norm, or what is wrong."""
+    if isinstance(found, str) or isinstance(expected, str):
+        return f"wrong: {found if isinstance(found, str) else expected}"
+    if abs(expected[STEPS - 1] / expected[0] - 1) < 1e-2:
+        return "wrong: the reference does not learn, and equal losses prove nothing"
+    off = [abs(one / other - 1) for one, other in zip(found, expected, strict=True)]
+    loss, norm = max(off[:STEPS]), max(off[STEPS:])
+    return f"{'ok' if max(loss, norm) <= EXACT else 'wrong: off by'} {loss:.0e} {norm:.0e}"
+
+
+parity_matrix._steps = steps  # in each rank, which imports this file as its main module
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", help="some of them, by comma")
+    parser.add_argument("--columns", help="some of them, by comma")
+    sys.exit(main(parser.parse_args()))

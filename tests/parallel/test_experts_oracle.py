@@ -1,0 +1,142 @@
+"""Mistakes that frameworks have made with experts, put into the program: each is seen in its losses or norms.
+
+What stands here is what ``docs/experts.md`` has as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate
+
+from ptdbench.models.experts import Experts, Router
+from ptdbench.parallel import context, engine, tensor
+from ptdbench.parallel.experts import Routing
+from ptdbench.parallel.pipeline import engine as pipeline
+from tests.parallel.ranks import each, on_ranks
+from tests.parallel.test_experts import by_hand, laid_out
+
+_init, _settle, _begin = Routing.__init__, Routing.settle, Routing.begin
+_compute, _route, _choose, _balance = Experts.forward, Router.forward, Router._choose, Router.balance
+
+
+def after_init(**values: Any) -> AbstractContextManager[Any]:
+    """A routing whose attributes are other ones."""
+
+    def init(self: Routing, *arguments: Any) -> None:
+        _init(self, *arguments)
+        for name, value in values.items():
+            setattr(self, name, value(self))
+
+    return patch.object(Routing, "__init__", init)
+
+
+def of(owner: Any, name: str, wrong: Callable[..., Any]) -> AbstractContextManager[Any]:
+    return patch.object(owner, name, wrong)
+
+
+def without_experts(parameters: Any) -> torch.Tensor:
+    return engine_norm(weight for weight in parameters if weight.dim() < 3)
+
+
+def of_own_experts(parameters: Any) -> torch.Tensor:
+    """The norm of what is here of experts, as if the other ranks' were copies."""
+    weights = list(parameters)
+    others = engine_norm(weight for weight in weights if weight.dim() < 3)
+    local = [weight.grad.to_local().norm() ** 2 for weight in weights if weight.dim() == 3]
+    return (others**2 + sum(local)).sqrt()
+
+
+engine_norm = engine.norm_of
+
+
+def lost(self: Experts, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    found = _compute(self, tokens, counts)
+    return found * (torch.arange(len(found)) < len(found) - 1)[:, None]
+
+
+def twice(self: Experts, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    found = _compute(self, tokens, counts)
+    return found * (1 + (torch.arange(len(found)) < 1)[:, None])
+
+
+def of_the_neighbor(self: Experts, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    return _compute(self, tokens, counts.roll(1))
+
+
+def not_whole(self: Any, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
+    for part in module.modules():
+        tensor.spread(part, device_mesh, Replicate(), Replicate())
+    return module
+
+
+def unnormalized(self: Router, tokens: torch.Tensor) -> Any:
+    weights, order, counts = _route(self, tokens)
+    return weights * 0.5, order, counts
+
+
+def by_micro_batch(self: Router, counts: torch.Tensor) -> Any:
+    return self.routing.coefficient * self.experts * self.active / counts.sum() * self.share * counts / counts.sum()
+
+
+def backwards(self: Router, counts: torch.Tensor) -> None:
+    before = self.bias.clone()
+    _balance(self, counts)
+    self.bias.copy_(2 * before - self.bias)
+
+
+#: By what is wrong: the mistake, and the layout and the balance in which it matters.
+MISTAKES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, str]] = {
+    "gradients of experts times the degree": (lambda: after_init(_scale=lambda _: 1.0), "shards", "loss"),
+    "gradients of experts halved": (lambda: after_init(_scale=lambda it: it._scale / 2), "replicas", "loss"),
+    "their scale without the tensor degree": (
+        lambda: after_init(_scale=lambda it: it._scale / it._tensor), "tensor", "loss"),
+    "no complete gradients of experts": (lambda: after_init(_experts=lambda _: ()), "context", "loss"),
+    "auxiliary loss by rank": (lambda: after_init(_groups=lambda _: []), "shards", "loss"),
+    "auxiliary loss without copies": (lambda: after_init(_groups=lambda it: it._groups[1:]), "tensor", "loss"),
+    "auxiliary loss without tensor ranks": (lambda: after_init(_groups=lambda it: it._groups[:1]), "tensor", "loss"),
+    "auxiliary loss times the tensor degree": (lambda: after_init(_tensor=lambda _: 1), "tensor", "loss"),
+    "auxiliary loss by micro-batch": (lambda: of(Router, "pull", by_micro_batch), "shards", "loss"),
+    "auxiliary loss without its share of a step": (lambda: of(Routing, "begin", lambda *_: None), "pipeline", "loss"),
+    "stale loads": (lambda: of(Router, "balance", lambda *_: None), "shards", "loss"),
+    "choices of shape inference counted": (lambda: after_init(_passes=lambda _: 100), "pipeline", "loss"),
+    "choices of one micro-batch counted": (lambda: after_init(_passes=lambda _: 1), "pipeline", "loss"),
+    "a norm without experts": (lambda: of(engine, "norm_of", without_experts), "shards", "loss"),
+    "a norm of own experts": (lambda: of(engine, "norm_of", of_own_experts), "shards", "loss"),
+    "a norm without experts in stages": (lambda: of(pipeline, "norm_of", without_experts), "pipeline", "loss"),
+    "the last token lost": (lambda: of(Experts, "forward", lost), "context", "loss"),
+    "the first token twice": (lambda: of(Experts, "forward", twice), "shards", "loss"),
+    "another expert's tokens": (lambda: of(Experts, "forward", of_the_neighbor), "replicas", "loss"),
+    "summands of routers taken for sums": (lambda: of(tensor._Each, "_apply", not_whole), "tensor", "loss"),
+    "summands of whole experts taken for sums": (
+        lambda: of(tensor._Each, "_apply", not_whole), "tensor without FSDP", "loss"),
+    "weights of the chosen not normalized": (lambda: of(Router, "forward", unnormalized), "shards", "loss"),
+    "a bias that moves with the load": (lambda: of(Router, "balance", backwards), "shards", "bias"),
+    "a bias by rank": (lambda: after_init(_groups=lambda _: []), "shards", "bias"),
+    "positions of a share": (lambda: of(context, "_number", lambda _p, _m, arguments: arguments), "context", "forced"),
+}  # fmt: skip
+
+
+def mistaken(name: str) -> list[list[float]]:
+    """In each of four ranks: losses and norms of a program with a mistake."""
+    make, layout, balance = MISTAKES[name]
+    with make():
+        return laid_out(layout, balance)
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_each_mistake_is_seen():
+    (of_first, *_) = on_ranks(4, each, mistaken, [(name,) for name in MISTAKES])
+    expected = {balance: by_hand(balance) for balance in ("loss", "bias", "forced")}
+    unseen = [
+        name
+        for name, (_, _, balance) in MISTAKES.items()
+        if of_first[name,] == [pytest.approx(step, rel=1e-5) for step in expected[balance]]
+    ]
+    assert unseen == []
