@@ -73,7 +73,7 @@ def test_what_fits_what_does_not_and_what_cannot_be(environ, tmp_path):
 @pytest.mark.ranks
 @pytest.mark.thorough
 def test_one_that_fits_nowhere_says_from_how_many_gpus_on(environ, tmp_path):
-    words = (*SMALL, *TIGHT, "virtual.gpu.memory=24000000", "parallel=ddp", "model.width=512", "train.micro_batch=1")
+    words = (*SMALL, *TIGHT, "virtual.gpu.memory=400000000", "parallel=ddp", "model.width=1024", "train.micro_batch=1")
     done = plan(environ, tmp_path, *words)
     assert done.returncode == 1
     (record,) = records_of(tmp_path)
