@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ptdbench.measure.nccl import NCCL_BUFFERS
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.planning import steps
@@ -37,6 +38,12 @@ _ANY_BATCH = 2**10 * 3**2 * 5 * 7
 
 #: Micro-batches before a line proposes one, as multiples of the smallest: what does not fit tells its need here, too.
 _POINTS = (8, 32)
+
+#: Where the figures of what lies beside torch's allocator come from.
+_SOURCES = {
+    "CUDA context": "conf/virtual: an estimate, drivers differ",
+    "NCCL": "an estimate, by NCCL's documented size of its buffers",
+}
 
 #: How a run is carried out to see what it needs: the optimizer's state is there from the second step on.
 _SHORT = {
@@ -109,7 +116,9 @@ def plan(asked: Asked) -> dict[str, Any]:
     try:
         run_spec.place(short, spec.world_size)
     except ConfigError as lack:
-        return _state_only(spec, fit.on_virtual(spec.virtual.gpu), str(lack))
+        communicators = spec.training.layout.dims.communicators
+        reserve = asked.config.general.memory_reserve or 0.0
+        return _state_only(spec, fit.on_virtual(spec.virtual.gpu, reserve, communicators), str(lack))
     return _Virtual(asked, short, spec).fields()
 
 
@@ -162,8 +171,11 @@ class _Virtual:
         assert spec.training and spec.virtual  # noqa: PT018 - one fact
         self._asked, self._short, self._spec = asked, short, spec
         self._training, self._gpu = spec.training, spec.virtual.gpu
+        self._reserve = asked.config.general.memory_reserve or 0.0
         self._classes = dict.fromkeys(spec.virtual.ranks, 1) if spec.virtual.ranks else classes(spec.training)
-        self._room = int(self._gpu.memory * (1 - asked.config.general.memory_margin))
+        self._room = int(self._gpu.memory * (1 - self._reserve))
+        buffers = spec.training.layout.dims.communicators * NCCL_BUFFERS
+        self._outside = {"CUDA context": self._gpu.context} | ({"NCCL": buffers} if buffers else {})
         self._layouts = steps.layouts(spec.training, is_free=asked.sets_batch)
         self._records: dict[int, dict[str, Any]] = {}
 
@@ -193,14 +205,14 @@ class _Virtual:
         allocated, needed = (self._most(record, kind) for kind in ("allocated_bytes", "reserved_bytes"))
         fits = needed <= self._room
         if not fits and allocated <= self._room:  # torch gives back what it keeps for later before it gives up
-            close = self._run(micro_batch, self._room, profiled)
+            close = self._run(micro_batch, self._room - self._outside.get("NCCL", 0), profiled)
             fits = close["status"] == "ok"
             if fits:
                 self._records[micro_batch], needed = close, self._most(close, "reserved_bytes")
         return Try(micro_batch, "ok" if fits else "oom", needed, fits, time.monotonic() - started)
 
     def _most(self, record: Mapping[str, Any], kind: str) -> int:
-        return int(max(record["virtual"][kind])) + self._gpu.context
+        return int(max(record["virtual"][kind])) + sum(self._outside.values())
 
     def _run(self, micro_batch: int, memory: int, profiled: bool) -> dict[str, Any]:
         """The record of one micro-batch on ranks of each class, as many at once as there are cores."""
@@ -266,18 +278,15 @@ class _Virtual:
             "capacity_of": f"virtual {self._gpu.name}",
             "room_bytes": self._room,
             "state": _state(self._training),
-            "outside": {"CUDA context": self._gpu.context},
-            "sources": {
-                "CUDA context": "conf/virtual: an estimate, drivers differ",
-                "NCCL": "its buffers are not known without GPUs; memory_margin has to hold them",
-            },
+            "outside": self._outside,
+            "sources": {name: _SOURCES[name] for name in self._outside},
             "largest_micro_batch": search.best or 0,
             "tries": search.as_dicts(),
         }
 
     def _lack(self, shown: int, needed: int | None, search: Search) -> str:
         """What does not fit, and what would."""
-        margin = f"memory_margin={self._asked.config.general.memory_margin:g}"
+        margin = f"memory_reserve={self._reserve:g}"
         has = f"a GPU has {gib_text(self._gpu.memory)}, {gib_text(self._room)} without {margin}"
         rule = f"micro-batch {shown} needs {gib_text(needed) if needed else 'more than ' + gib_text(_ROOMY)}, and {has}"
         if search.best:

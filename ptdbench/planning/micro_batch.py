@@ -164,7 +164,7 @@ class Finder:
             size = self._spec.virtual.gpu.memory
         else:
             size = (metrics or {}).get("device_memory_bytes") or 1 << 62
-        return int(size * (1 - general.memory_margin))
+        return int(size * (1 - (general.memory_reserve or 0.0)))
 
     def _needed(self, record: dict[str, Any]) -> int | None:
         """Bytes that a run took: of all ranks of this host, or of the GPU of the rank that took most."""

@@ -21,7 +21,6 @@ _OPTIONS = {
     "sweep.resume": ("nothing", "sweep", "start"),
     "objective": ("nothing",),
     "logger": ("nothing",),
-    "memory_margin": ("nothing",),
     "cluster": ("queue", "layout"),
     "cluster.nodes": ("shape", "layout", "ranks"),
     "cluster.ranks_per_node": ("shape", "layout", "ranks", "told"),

@@ -300,8 +300,7 @@ class MicroBatch(Struct):
     found: Degree | None = None
     """The micro-batch of the run; null if none fits."""
     room_bytes: Count | None = None
-    """The memory that it must fit into: of a GPU without ``memory_margin``, on CPUs that of all ranks of a machine
-    without ``memory_reserve``."""
+    """The memory that it must fit into, without ``memory_reserve``: of a GPU, on CPUs that of all ranks of a machine."""
     tries: list[Try] | None = None
     """What was tried, in that order."""
     remark: str | None = None
@@ -327,7 +326,7 @@ class Plan(Struct):
     capacity_of: str | None = None
     """Whose memory that is."""
     room_bytes: Count | None = None
-    """What of it may be used: without ``memory_margin`` of a GPU, without ``memory_reserve`` of a machine."""
+    """What of it may be used: without ``memory_reserve``."""
     state: list[Footprint] | None = None
     """The training state of a rank of each stage of the pipeline; of one without a pipeline that of a rank."""
     stands_for: list[Count] | None = None

@@ -100,7 +100,7 @@ def _remarks(called: Sequence[str], records: Sequence[Record]) -> Iterator[str]:
         plan = virtual[0]["plan"]
         yield (
             f"left: of {gib_text(plan['room_bytes'])} of {gib_text(plan['capacity_bytes'])} ({plan['capacity_of']}), "
-            "after what is reserved and the CUDA context, an estimate; memory_margin is for the buffers of NCCL"
+            "after what torch reserves, the CUDA context and NCCL's buffers, the latter two by estimate"
         )
         yield (
             "gathered: weights that FSDP has gathered, and buffers of communication; max mb: the largest micro-batch "

@@ -184,7 +184,6 @@ class General:
     check: bool
     objective: Objective
     memory_reserve: float | None
-    memory_margin: float = 0.05  # records of earlier versions have none
 
 
 @dataclass(frozen=True)
@@ -382,8 +381,6 @@ def _out_of_range(group: str, options: Mapping[str, Any]) -> list[Problem]:
     if (part := options.get("memory_reserve")) is not None and not 0 <= part < 1:
         rule = "must be at least 0 and less than 1, or null to start a run whatever it needs"
         found.append(Problem("memory_reserve", part, rule, "try 0.1"))
-    if (margin := options.get("memory_margin")) is not None and not 0 <= margin < 1:
-        found.append(Problem("memory_margin", margin, "must be at least 0 and less than 1", "try 0.05"))
     if (share := options.get("tied_within")) is not None and not 0 <= share < 1:
         found.append(Problem("tied_within", share, "must be at least 0 and less than 1", "try 0.02"))
     if (decay := options.get("ema")) is not None and not 0 < decay < 1:

@@ -138,7 +138,7 @@ def _key(read: Config, is_free: bool) -> dict[str, Any] | None:
     if "virtual" not in read.resolved:
         return None  # the machine's own memory changes
     options = {name: value for name, value in read.resolved.items() if not bears(name, "nothing")}
-    options["memory_margin"] = read.resolved.get("memory_margin")
+    options["memory_reserve"] = read.resolved.get("memory_reserve")
     targets = {
         str(group["_target_"]) for group in read.resolved.values() if isinstance(group, Mapping) and "_target_" in group
     }

@@ -109,7 +109,6 @@ def test_a_command_line_that_is_no_plan_is_one_line(word, said):
     ("word", "said"),
     [
         ("workload=hello", "workload=hello: only training is planned; omit it"),
-        ("memory_margin=1", "memory_margin=1: must be at least 0 and less than 1; try 0.05"),
         ("parallel.tensor=3", "parallel.tensor=3: "),
         ("train.micro_batch=3", "train.micro_batch=3: must divide a replica's share of the batch, 8; try 1, 2, 4"),
     ],
