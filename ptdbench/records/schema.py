@@ -300,7 +300,7 @@ class MicroBatch(Struct):
     found: Degree | None = None
     """The micro-batch of the run; null if none fits."""
     room_bytes: Count | None = None
-    """The memory that it must fit into, without ``memory_reserve``: of a GPU, on CPUs that of all ranks of a machine."""
+    """The memory that it must fit into, without ``memory_reserve``: of a GPU, or of a machine for all its ranks."""
     tries: list[Try] | None = None
     """What was tried, in that order."""
     remark: str | None = None

@@ -128,13 +128,6 @@ def test_real_allocations_are_found_in_their_part_of_the_step():
     assert {dict(zip(KINDS, one, strict=True))["gradients"] for one in in_update} == {400}
 
 
-def test_torch_does_not_warn_of_what_was_allocated_before(capfd):
-    before = torch.empty(1000)
-    with profiled(torch.device("cpu"), memory=True):
-        del before
-    assert capfd.readouterr().err == ""
-
-
 @pytest.mark.parametrize(
     ("names", "place"),
     [

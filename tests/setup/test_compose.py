@@ -133,8 +133,8 @@ class TestMisspellings:
 
 #: What is typed, and the whole answer; ``-m``: of a sweep.
 TOLD = {
-    "parallel=quantum": "parallel=quantum: there is no such choice; try 3d, ddp, fsdp, hsdp, pdp, single, tp",
-    "-m parallel=glob(x*)": "parallel=glob(x*): there is no such choice; try 3d, ddp, fsdp, hsdp, pdp, single, tp",
+    "parallel=quantum": "parallel=quantum: there is no such choice; try 3d, ddp, ep, fsdp, hsdp, pdp, single, tp",
+    "-m parallel=glob(x*)": "parallel=glob(x*): there is no such choice; try 3d, ddp, ep, fsdp, hsdp, pdp, single, tp",
     "qqqq=1": "qqqq=1: there is no such option; see python train.py --cfg job",
     "hydra.job.env_set.FOO=1": "hydra.job.env_set.FOO=1: there is no such option; try +hydra.job.env_set.FOO=1",
     **dict.fromkeys(
