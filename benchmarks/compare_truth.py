@@ -32,13 +32,13 @@ from typing import Any
 
 from scipy import stats
 
-from ptdbench.measure import comparison, variation
-from ptdbench.measure.comparison import LEVEL, POWER
-from ptdbench.measure.variation import Difference, Pool, Sample
-from ptdbench.records import alternatives, store
-from ptdbench.records.alternatives import Alternative
+from ptdbench.comparison import alternatives, significance, variation
+from ptdbench.comparison.alternatives import Alternative
+from ptdbench.comparison.significance import LEVEL, POWER
+from ptdbench.comparison.variation import Difference, Pool, Sample
+from ptdbench.records import store
 from ptdbench.setup.config import Repeat
-from ptdbench.sweep.settling import unsettled
+from ptdbench.sweep.blocks import unsettled
 from ptdbench.terminal import plural
 
 ROOT = Path(__file__).parents[1]
@@ -155,7 +155,7 @@ def _as_stated(one: Sample, other: Sample, blocks: Sequence[Hashable], draw: ran
     drawn = draw.sample(blocks, 2 * RUNS)
     apart = _apart(one, other, drawn[:RUNS])
     assert apart
-    share = comparison.compare(apart).detectable
+    share = significance.compare(apart).detectable
     return _differ({block: rate * (1 + share) for block, rate in one.items()}, other, drawn[RUNS:])
 
 
@@ -208,16 +208,16 @@ def _kind(slower: float) -> float:
 
 
 def _differ(one: Sample, other: Sample, blocks: Sequence[Hashable]) -> bool:
-    return bool(comparison.differing([_apart(one, other, blocks)])[0])
+    return bool(significance.differing([_apart(one, other, blocks)])[0])
 
 
 def _auto(one: Sample, other: Sample, blocks: Sequence[Hashable], repeat: Repeat) -> tuple[bool, int]:
     """Whether ``repeat=auto`` tells two configurations apart, and how many blocks it takes."""
-    looks = [look for look in comparison.looks(repeat.max) if look <= len(blocks)]
+    looks = [look for look in significance.interim_looks(repeat.max) if look <= len(blocks)]
     for look in looks:
         found = [_apart(one, other, blocks[:look])]
         if look == looks[-1] or not any(unsettled(found, repeat)):
-            return bool(comparison.differing(found, comparison.level_of_look(repeat.max))[0]), look
+            return bool(significance.differing(found, significance.level_of_look(repeat.max))[0]), look
     raise AssertionError("there is a last look")
 
 
@@ -259,7 +259,7 @@ def _by_slowness(sweep: Path) -> tuple[list[Sample], dict[float, Sample]]:
 
 def _model(one: Alternative) -> Mapping[str, Any]:
     """The options of its model."""
-    model = one.typical["config"].get("model")
+    model = one.median_run["config"].get("model")
     return model if isinstance(model, Mapping) else {}
 
 

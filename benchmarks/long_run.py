@@ -34,8 +34,8 @@ from ptdbench.job import Job
 from ptdbench.launch import local, peers, rendezvous
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import discover
+from ptdbench.measure.clock import Stopwatch
 from ptdbench.measure.hardware import environment
-from ptdbench.measure.stopwatch import Stopwatch
 from ptdbench.records import record, series, store
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all

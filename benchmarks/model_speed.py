@@ -33,7 +33,7 @@ from ptdbench.measure.statistics import median_interval
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all, conf_folder
-from ptdbench.training.update import Update
+from ptdbench.training.loop import Update
 
 Step = Callable[[], Tensor]
 

@@ -38,9 +38,7 @@ from ptdbench.launch import local, peers
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel.precision import narrow
-from ptdbench.report.display import REDRAW_SECONDS, Display
-from ptdbench.report.heading import Heading
-from ptdbench.report.live import Line, Live
+from ptdbench.report.display import REDRAW_SECONDS, Display, Heading, Line, Live
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.workloads.train import assemble, steps

@@ -17,7 +17,7 @@ from ptdbench.job import Job
 from ptdbench.launch import peers, rendezvous
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import discover
-from ptdbench.measure.stopwatch import Stopwatch
+from ptdbench.measure.clock import Stopwatch
 from ptdbench.setup import config, run_spec
 
 

@@ -29,13 +29,13 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.compare_truth import ROOT, Row, Share
-from ptdbench.measure import comparison, variation
-from ptdbench.measure.comparison import LEVEL
-from ptdbench.measure.variation import Noise, Pool, Sample
-from ptdbench.records import alternatives, noise, store
-from ptdbench.report.ranking import rank
-from ptdbench.setup import blocks
+from ptdbench.comparison import alternatives, noise, significance, variation
+from ptdbench.comparison.ranking import rank
+from ptdbench.comparison.significance import LEVEL
+from ptdbench.comparison.variation import Noise, Pool, Sample
+from ptdbench.records import store
 from ptdbench.setup.config import Repeat
+from ptdbench.sweep import blocks
 
 #: Standard deviation of the logarithm of a run's figure: by its error, and by the drift of the machine.
 ERROR, DRIFT = 0.08, 0.07
@@ -107,20 +107,20 @@ def past(random: np.random.Generator, errors: Errors) -> Noise:
 
 def is_told_apart(samples: Sequence[Sample], earlier: Noise | None, level: float = LEVEL) -> bool:
     """Whether any two layouts are."""
-    return any(rank != (1, len(samples)) for rank in comparison.ranks(Pool(samples, earlier), samples, level))
+    return any(rank != (1, len(samples)) for rank in significance.ranks(Pool(samples, earlier), samples, level))
 
 
 def is_first_decided(samples: Sequence[Sample], earlier: Noise | None) -> bool:
     """Whether the first layout has the first rank alone."""
-    return comparison.ranks(Pool(samples, earlier), samples)[0] == (1, 1)
+    return significance.ranks(Pool(samples, earlier), samples)[0] == (1, 1)
 
 
 def is_told_apart_at_a_look(samples: Sequence[Sample], earlier: Noise | None, most: int) -> bool:
     """Whether ``repeat=auto`` tells any two apart whenever it looks."""
-    level = comparison.level_of_look(most)
+    level = significance.level_of_look(most)
     return any(
         is_told_apart([{block: one[block] for block in range(look)} for one in samples], earlier, level)
-        for look in comparison.looks(most)
+        for look in significance.interim_looks(most)
     )
 
 

@@ -26,8 +26,8 @@ import numpy as np
 from scipy import stats
 
 import ptdbench
-from ptdbench.measure import variation
-from ptdbench.measure.comparison import LEVEL
+from ptdbench.comparison import variation
+from ptdbench.comparison.significance import LEVEL
 from ptdbench.measure.statistics import warmup_end
 from ptdbench.records.load import Run
 

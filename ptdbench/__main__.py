@@ -25,7 +25,7 @@ from typing import NoReturn
 
 from ptdbench import commands
 from ptdbench.problems import ConfigError
-from ptdbench.terminal import say
+from ptdbench.terminal import echo
 
 
 def main() -> int:
@@ -40,14 +40,14 @@ def main() -> int:
     if arguments.version:
         from ptdbench.measure import hardware
 
-        say(hardware.this_package())
+        echo(hardware.this_package())
     elif arguments.command is None:
         parser.print_help()
     else:
         try:
             return int(arguments.main(arguments))
         except ConfigError as error:
-            say(str(error), sys.stderr)
+            echo(str(error), sys.stderr)
             return 1
     return 0
 
@@ -76,7 +76,7 @@ def _complete() -> int:
     if "COMP_LINE" in os.environ:
         line = re.match(r"\s*(\S+)\s+train\s(.*)", os.environ["COMP_LINE"])
         if not line:
-            say("\n".join(["train", *_commands()]))
+            echo("\n".join(["train", *_commands()]))
             return 0
         os.environ["COMP_LINE"] = f"{line[1]} {line[2]}"
     _train()

@@ -41,7 +41,7 @@ def keep(kind: str, of: Mapping[str, Any], found: Mapping[str, Any]) -> Path:
 
 
 def look_up(kind: str, of: Mapping[str, Any]) -> dict[str, Any]:
-    """What was measured of exactly this; empty if nothing was, or the file is damaged."""
+    """Return the measurement kept for exactly this; empty if there is none, or the file is damaged."""
     with suppress(OSError, ValueError):
         found = json.loads(_path(kind, of).read_text())
         return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""How a run ends: who writes what into its record, and who ends the ranks that nothing else would end."""
+"""The end of a run: who writes what into its record, and who ends the ranks that nothing else would end."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ptdbench.job import Outcome
 from ptdbench.launch import local, slurm
 from ptdbench.launch.peers import Peer
 from ptdbench.launch.slurm import SlurmError
+from ptdbench.launch.stop_signal import noting_stop_signals
 from ptdbench.launch.watchdog import Watchdog
-from ptdbench.launch.witness import noting
 from ptdbench.launch.world import World
 from ptdbench.measure.hardware import environment
 from ptdbench.records import failure, record
 from ptdbench.records.cause import is_stop, root_cause
-from ptdbench.records.owner import Attempt
+from ptdbench.records.ownership import Attempt
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
 from ptdbench.report import tensorboard
 from ptdbench.setup import config, run_spec
-from ptdbench.terminal import say
+from ptdbench.terminal import echo
 
 
-def close(
+def write_result(
     attempt: Attempt, spec: run_spec.RunSpec, device: torch.device, met: Sequence[Peer], outcome: Outcome
 ) -> None:
     """Write what came of the run: the record, and from it what TensorBoard shows."""
@@ -82,7 +82,7 @@ def _requeue(attempt: Attempt, cluster: config.Cluster, done: Written, stopped: 
         attempt.amend(lambda _: record.stopped(done, why))
 
 
-def note(attempt: Attempt, fields: Mapping[str, Any]) -> None:
+def update_record(attempt: Attempt, fields: Mapping[str, Any]) -> None:
     """Add what is known so far to the record of a run that goes on; without a disk sync, as more will follow."""
     with suppress(OSError, Damaged):  # a run goes on if its record cannot be written yet
         attempt.amend(lambda written: {**written, **fields} if record.is_open(written) else None, durable=False)
@@ -99,7 +99,7 @@ def witness(world: World, attempt: Attempt) -> Iterator[None]:
         with suppress(OSError):
             failure.write_failure(attempt.failures, failure.describe(local.Stopped(number), world.rank))
 
-    with nullcontext() if world.started_by.has_parent else noting(note):
+    with nullcontext() if world.started_by.has_parent else noting_stop_signals(note):
         yield
 
 
@@ -117,14 +117,14 @@ def report(world: World, attempt: Attempt, error: BaseException) -> None:
         _await_reports(world, attempt, own)
         cause = _conclude(world, attempt, own)
     if not launcher.has_parent and cause.rank == world.rank:
-        say(f"rank {world.rank}: {described.traceback}", sys.stderr)  # rank 0 may not come to tell it
+        echo(f"rank {world.rank}: {described.traceback}", sys.stderr)  # rank 0 may not come to tell it
     if launcher.has_step and world.rank in (cause.rank, (failure.read_failures(attempt.failures) or [own])[0].rank):
         # For those whom the loss of a peer does not wake up.
         slurm.end_step(os.environ, after=5 * launcher.linger_seconds)
 
 
 def _conclude(world: World, attempt: Attempt, own: failure.Failure) -> failure.Failure:
-    """Why the run failed, as far as it is known by now; written down, unless who sees more has done so."""
+    """Return the reason why the run failed, as far as it is known; written down, unless who sees more has done so."""
     cause = own
 
     def change(written: dict[str, Any]) -> Written | None:

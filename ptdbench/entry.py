@@ -17,16 +17,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from omegaconf import DictConfig, OmegaConf
 
-from ptdbench.launch import leaving, local, settings, slurm
+from ptdbench.comparison import alternatives, noise
+from ptdbench.launch import forced_exit, local, settings, slurm
 from ptdbench.launch.world import Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import alternatives, noise, schema, store
+from ptdbench.records import schema, store
 from ptdbench.records.schema import Written
 from ptdbench.report import table, text
-from ptdbench.setup import blocks, commandline, compose, config, hydra_options, resume, show
+from ptdbench.setup import commandline, compose, config, hydra_options, hydra_output, resume
 from ptdbench.setup.config import Config, Slurm
+from ptdbench.sweep import blocks
 from ptdbench.sweep import directory as output
-from ptdbench.terminal import hint, plural, say
+from ptdbench.terminal import echo, plural, transient
 
 if TYPE_CHECKING:
     from ptdbench.sweep.agenda import Agenda
@@ -60,18 +62,18 @@ def guarded(work: Callable[[], int]) -> NoReturn:
         sys.exit(work())
     except ConfigError as error:
         if is_first_rank(os.environ) or type(error) is not ConfigError:  # what only this rank may know
-            say(str(error), sys.stderr)
+            echo(str(error), sys.stderr)
         else:
             _await_rank_0()
         sys.exit(1)
     except store.Damaged as damage:  # by somebody, while this process was going on
-        say(str(damage), sys.stderr)
+        echo(str(damage), sys.stderr)
         sys.exit(1)
     except local.Stopped as stop:
-        say(str(stop), sys.stderr)
+        echo(str(stop), sys.stderr)
         sys.exit(128 + stop.signal)
     finally:
-        leaving.soon()
+        forced_exit.exit_soon()
 
 
 def _await_rank_0() -> None:
@@ -85,16 +87,16 @@ def _main() -> int:
     arguments = commandline.parse()
     conf = Path(arguments.config_path).resolve() if arguments.config_path else compose.conf_folder()
     if arguments.hydra_help or arguments.shell_completion:
-        return show.by_hydra(arguments, conf)
+        return hydra_output.shown_by_hydra(arguments, conf)
     _import_from_here()
     words = commandline.imply(arguments)
     line = resume.read(words, arguments.multirun, discover(os.environ))
     source = compose.Source(conf, arguments.config_name or "config", arguments.config_dir)
     composed = compose.compose_all(line.overrides, arguments.multirun, source)
     if arguments.cfg:
-        return show.configs(arguments, composed)
+        return hydra_output.show_configs(arguments, composed)
     if arguments.help or arguments.info:
-        return show.by_hydra(arguments, conf) if is_first_rank(os.environ) else 0
+        return hydra_output.shown_by_hydra(arguments, conf) if is_first_rank(os.environ) else 0
 
     cluster, world = _cluster(composed), discover(os.environ)
     hydra_options.check(composed, cluster, world, line.goes_on)
@@ -117,12 +119,12 @@ def carry_out(directories: Sequence[Path]) -> int:
         local.warm_up(_rank_modules(configs), _loading(configs[0]))
 
     from ptdbench.run import run
-    from ptdbench.setup import hydra_files
+    from ptdbench.setup import hydra_output
 
     statuses = []
     for directory, read in zip(directories, configs, strict=True):
         try:
-            with settings.added(hydra_files.recorded_environment(directory)):
+            with settings.added(hydra_output.recorded_environment(directory)):
                 run(directory, read)
         finally:
             if world is None or world.rank == 0:
@@ -136,7 +138,7 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
     Raises:
         ConfigError: The command line cannot be used.
     """
-    from ptdbench.records import files
+    from ptdbench import files
     from ptdbench.report import plan as shown
     from ptdbench.sweep import plans
 
@@ -152,10 +154,10 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
         local.warm_up(_rank_modules(configs), _loading(configs[0]))
     made = plans.make(composed, overrides, again)
     if as_json:
-        say(files.as_text(made.records))
+        echo(files.as_text(made.records))
     else:
         text.show(shown.table(made.records, shutil.get_terminal_size((110, 24)).columns))
-        say(table.closing_lines(made.directory, made.records))
+        echo(table.closing_lines(made.directory, made.records))
     return int(all(one["status"] != "ok" for one in made.records))
 
 
@@ -181,7 +183,7 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
         configs = list(map(config.read, composed.jobs))
         local.warm_up(_rank_modules(configs), _loading(configs[0]))
     shows = world is None or world.rank == 0
-    with hint(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
+    with transient(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
         from ptdbench.launch import devices
         from ptdbench.setup import reshaping
         from ptdbench.sweep import requests
@@ -208,7 +210,7 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
 
 def _on_cluster(composed: compose.Composed, line: resume.Line) -> int:
     """Runs that SLURM carries out as jobs."""
-    from ptdbench.sweep import rehearsal, requests, submission, watch
+    from ptdbench.sweep import requests, submission, watch
     from ptdbench.sweep.agenda import Agenda
 
     cluster = _cluster(composed)
@@ -216,17 +218,17 @@ def _on_cluster(composed: compose.Composed, line: resume.Line) -> int:
     options = composed.first.hydra.launcher
     runs = requests.of_cluster(composed)
     if ignored := slurm.ignored_variables(os.environ):
-        say(f"ignored: {' '.join(ignored)}; the resources of a job are given in the group cluster", sys.stderr)
+        echo(f"ignored: {' '.join(ignored)}; the resources of a job are given in the group cluster", sys.stderr)
     if cluster.submit == "test":
-        return rehearsal.show(runs, options)
-    rehearsal.require_accepted(runs, options)
+        return submission.show_test_only(runs, options)
+    submission.require_accepted(runs, options)
     submission.make_folders(runs)
     directory = output.claim(composed, line.overrides, None, line.goes_on).resolve()  # a job may start elsewhere
     queued = _queued(directory, line)
     agenda = Agenda.of(composed, runs, directory, line.only, queued)
     if queued:
         names = ", ".join(sorted(queued))
-        say(f"{plural(len(queued), 'run')} still in the queue, not submitted again: {names}", sys.stderr)
+        echo(f"{plural(len(queued), 'run')} still in the queue, not submitted again: {names}", sys.stderr)
     _carry_out(composed, directory, agenda, runs)
     if cluster.submit == "detach":
         return 0
@@ -264,14 +266,14 @@ def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | Non
         ConfigError: The directory cannot be written to, or the sweeper of a search has failed.
     """
     from ptdbench.run import run
-    from ptdbench.setup import hydra_files
+    from ptdbench.setup import hydra_output
 
     writes = is_first_rank(os.environ)
     try:
         if agenda is None:
             (only,) = runs
             if writes:
-                hydra_files.write(only.job(None, None), directory)
+                hydra_output.write_files(only.job(None, None), directory)
             with settings.added(only.environment):
                 run(directory, only.config, only.summary)
         elif composed.searches:
@@ -281,7 +283,7 @@ def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | Non
         else:
             if writes:
                 with composed.source.open():
-                    hydra_files.write_multirun(composed.sweep(), directory)
+                    hydra_output.write_multirun(composed.sweep(), directory)
             from ptdbench.sweep import carriers
 
             carriers.all_of(agenda, composed)
@@ -329,24 +331,24 @@ def _print_results(directory: Path, jobs: Sequence[DictConfig], is_sweep: bool, 
         asked: How many runs were asked for.
     """
     if is_sweep:
-        records = store.read_results(directory, lambda damage: say(damage, sys.stderr))
+        records = store.read_results(directory, lambda damage: echo(damage, sys.stderr))
     else:
         records = [store.load_record(directory)] if (directory / store.RECORD).exists() else []
     if records:
         noise.keep(alternatives.group(records))
         typed = {str(OmegaConf.select(job, "workload._target_")) for job in jobs}
         text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns, typed))
-        say(table.closing_lines(directory, records))
+        echo(table.closing_lines(directory, records))
     if _count_ok(records) < asked and _goes_on(directory, is_sweep, records):
-        say(f"go on        {resume.command(directory)}")
+        echo(f"go on        {resume.command(directory)}")
     return records
 
 
 def _goes_on(directory: Path, is_sweep: bool, records: Sequence[Written]) -> bool:
     """Whether to say how to go on: with what is missing of a sweep, or with a run that no message says it of."""
-    from ptdbench.checkpoints import shelf
+    from ptdbench.checkpoints import checkpoint_dir
 
     if is_sweep or not records:
         return is_sweep
     (only,) = records
-    return "resume=" not in schema.error(only).message and shelf.glance(directory) is not None
+    return "resume=" not in schema.error(only).message and checkpoint_dir.latest_manifest(directory) is not None

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ptdbench.launch.peers import Peer
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import World
-from ptdbench.measure.stopwatch import Stopwatch
+from ptdbench.measure.clock import Stopwatch
 from ptdbench.report.display import Display
 from ptdbench.setup.run_spec import RunSpec
 from ptdbench.setup.training_spec import TrainingSpec

@@ -1,4 +1,4 @@
-"""What of a model that ranks share is on this rank."""
+"""The local part of a tensor that ranks share."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where a module computes; its shards may be in host memory all the same."""
+    """Return the device on which a module computes; its shards may be in host memory all the same."""
     weight = next(module.parameters())
     return torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device

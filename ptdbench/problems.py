@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, and how a person can fix it.
+"""Problems of a configuration, and how a person can fix them.
 
 This is the lowest room of the house: it imports nothing of the package, and anything may raise a
 :class:`ConfigError`. Problems are collected and shown together, because a person who fixes one at a time
@@ -67,14 +67,14 @@ def require(*problems: Problem | None) -> None:
 
 
 def under(group: str, step: Callable[[], T]) -> T:
-    """What ``step`` returns; a ConfigError of it names its options from the root: ``heads`` becomes ``model.heads``."""
+    """Call ``step``; a ConfigError of it names its options from the root: ``heads`` becomes ``model.heads``."""
     try:
         return step()
     except ConfigError as error:
         raise error.under(group) from None
 
 
-class Findings:
+class ErrorCollector:
     """Collects problems: a step that fails adds its own, and the next step is tried all the same.
 
     Attributes:
@@ -84,8 +84,8 @@ class Findings:
     def __init__(self) -> None:
         self.problems: list[Problem] = []
 
-    def of(self, step: Callable[[], T]) -> T | None:
-        """What ``step`` returns, or ``None`` where it raised a ConfigError."""
+    def catch(self, step: Callable[[], T]) -> T | None:
+        """Call ``step``; return its result, or ``None`` where it raised a ConfigError."""
         try:
             return step()
         except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What the fork server imports for the ranks of ``python train.py``, whatever they will do.
+"""Imports of the fork server for the ranks of ``python train.py``, whatever they will do.
 
 A rank that imported any of it by itself would do so in each run of a sweep.
 """

@@ -24,24 +24,23 @@ import torch
 
 from ptdbench import ending
 from ptdbench.job import Job, Workload
-from ptdbench.launch import crash, devices, leaving, local, peers, rendezvous, settings
+from ptdbench.launch import crash, devices, forced_exit, local, peers, rendezvous, settings
 from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World, discover, is_first_rank
 from ptdbench.measure import memory, tf32
+from ptdbench.measure.clock import Stopwatch
 from ptdbench.measure.hardware import environment
-from ptdbench.measure.stopwatch import Stopwatch
 from ptdbench.planning import micro_batch
 from ptdbench.problems import ConfigError
-from ptdbench.records import failure, lease, ledger, record, store
+from ptdbench.records import failure, ledger, ownership, record, store
 from ptdbench.records.cause import root_cause
-from ptdbench.records.owner import Attempt, this_process
+from ptdbench.records.ownership import Attempt, this_process
 from ptdbench.report import labels
-from ptdbench.report.display import Display
-from ptdbench.report.heading import Heading
-from ptdbench.setup import choices, formats, resume, run_spec, training_spec
+from ptdbench.report.display import Display, Heading
+from ptdbench.setup import checks, choices, resume, run_spec, training_spec
 from ptdbench.setup.config import Config, of_record
 from ptdbench.setup.run_spec import RunSpec, Summary
-from ptdbench.terminal import hint, say
+from ptdbench.terminal import echo, transient
 
 #: Seconds that ranks get to finish a step and to write down what they have done when the run is asked to stop, without
 #: and with a checkpoint to save.
@@ -77,7 +76,7 @@ def run(
                 _add_result(sweep, directory)
     except OSError as error:  # of the run itself only what it could not write comes here
         reason = f"{directory}: its record cannot be written: {error.strerror or error}"
-        say(f"{reason}; make room, and go on with {resume.command(sweep or directory)}", sys.stderr)
+        echo(f"{reason}; make room, and go on with {resume.command(sweep or directory)}", sys.stderr)
         raise SystemExit(1) from None
 
 
@@ -123,7 +122,7 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
         take_part(lambda: spec, world, attempt, watch, heading)
         return
     if known.warning:
-        say(known.warning, sys.stderr)
+        echo(known.warning, sys.stderr)
     if micro_batch.is_sought(config):
         found = _find_micro_batch(config, attempt, heading)
         if found is None:
@@ -165,7 +164,7 @@ def _start_ranks(config: Config, size: int, attempt: Attempt, watch: Stopwatch, 
     grace = SAVE_GRACE if config.checkpoint.every_steps else STOP_GRACE
     killed = memory.oom_kills()
     try:
-        with hint(f"{heading} · starting the ranks…", sys.stderr):
+        with transient(f"{heading} · starting the ranks…", sys.stderr):
             where = run_spec.place(config, size)
             local.start(_as_rank, size, config, attempt, watch, heading, grace=grace, where=where)
     except ConfigError as lack:  # of what virtual GPUs are built with
@@ -196,7 +195,7 @@ def _fail_if_open(attempt: Attempt, cause: failure.Failure) -> None:
 def _as_rank(
     environ: Mapping[str, str], config: Config, attempt: Attempt, watch: Stopwatch, heading: Heading | None
 ) -> None:
-    """Where a local rank begins: what the fork server could not know is set first."""
+    """Start as a local rank: what the fork server could not know is set first."""
     for number in local.STOP_SIGNALS:  # a rank has nothing to tidy up: let it go at once
         signal.signal(getattr(signal, number), signal.SIG_DFL)
     os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
@@ -226,7 +225,7 @@ def take_part(
     Raises:
         SystemExit: The run failed here; the reason lies in the run's directory.
     """
-    leaving.on_forced_end(partial(ending.remark, attempt, world.rank))
+    forced_exit.on_forced_exit(partial(ending.remark, attempt, world.rank))
     with crash.kept(failure.crash_file(attempt.failures, world.rank)):
         try:
             with ending.witness(world, attempt), Display(heading if world.is_first else None) as display:
@@ -241,13 +240,13 @@ def take_part(
 
 
 def _specify(config: Config, world: World, watch: Stopwatch) -> RunSpec:
-    """What this rank takes part in."""
+    """Specify the run that this rank takes part in."""
     watch.lap("import")
     spec = run_spec.specify(config, world)
     if not (world.started_by.has_parent and spec.device_type == "cpu"):  # the parent has checked the host
         warning = run_spec.check_memory(spec, world)
         if warning and world.is_first:
-            say(warning, sys.stderr)
+            echo(warning, sys.stderr)
     watch.lap("config")
     return spec
 
@@ -265,13 +264,13 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
         with dog.limited(JOINED):
             met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
         watch.lap("rendezvous")
-        note = partial(ending.note, attempt)
+        note = partial(ending.update_record, attempt)
         display.phase("working")  # a workload may say it better
         workload: Workload = choices.build(spec.config, "workload")
         outcome = workload(Job(spec, world, met, own_store, device, attempt.directory, watch, dog, display, note))
         if world.is_first:
             with dog.paused():
-                ending.close(attempt, spec, device, met, outcome)
+                ending.write_result(attempt, spec, device, met, outcome)
 
 
 def _prepared_device(spec: RunSpec, world: World) -> torch.device:
@@ -282,7 +281,7 @@ def _prepared_device(spec: RunSpec, world: World) -> torch.device:
     if len(_RUNS) > 1:  # the model of the run before would take its memory from this one
         memory.release(device)
     if spec.training:
-        formats.check_gpu(spec.config.general.precision, device)
+        checks.check_gpu_precision(spec.config.general.precision, device)
     tf32.allow(spec.config.general.precision == "tf32")
     return device
 
@@ -296,7 +295,7 @@ def _open_record(config: Config, attempt: Attempt) -> Attempt:
     owner = this_process(attempt.launch, os.environ)
     draft = record.begin(config.resolved, attempt.directory, environment("cpu"), owner=owner)
     try:
-        return replace(attempt, draft=lease.open_record(attempt.directory, draft))
+        return replace(attempt, draft=ownership.open_record(attempt.directory, draft))
     except ConfigError as held:
-        say(str(held), sys.stderr)
+        echo(str(held), sys.stderr)
         raise SystemExit(1) from None

@@ -54,7 +54,7 @@ def _typed() -> list[str]:
 
 
 def command(name: str = "train") -> str:
-    """How to type a command again, as this process was started: ``python train.py``, or ``ptdbench train``.
+    """Return how to type a command again, as this process was started: ``python train.py``, or ``ptdbench train``.
 
     With the folder of configurations that was given, without which it might not find the user's own choices.
 
@@ -73,7 +73,7 @@ def command(name: str = "train") -> str:
 
 
 def under(launcher: str) -> str:
-    """How to start the ranks by this launcher again: ``torchrun ... train.py``, ``srun ... ptdbench train``."""
+    """Return how to start the ranks by this launcher again: ``torchrun ... train.py``, ``srun ... ptdbench train``."""
     return f"{launcher} ... {command().removeprefix('python ')}"
 
 
@@ -104,7 +104,7 @@ def plain(text: str) -> str:
     return text.translate(_ESCAPED)
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
+def echo(text: str, stream: TextIO | None = None) -> None:
     """Print a line of text and flush it.
 
     A closed pipe (``| head -1``) ends the output and nothing else: the stream is redirected to /dev/null. Any other
@@ -124,11 +124,11 @@ def say(text: str, stream: TextIO | None = None) -> None:
     except OSError as error:
         _silence(stream)
         if error.errno != EPIPE and stream is not sys.stderr:
-            say(f"the output cannot be written: {error.strerror}", sys.stderr)
+            echo(f"the output cannot be written: {error.strerror}", sys.stderr)
 
 
 def redraws(stream: TextIO | None) -> bool:
-    """Whether the stream is a terminal where a line can be drawn again in its place, in Unicode."""
+    """Return whether the stream is a terminal where a line can be drawn again in its place, in Unicode."""
     try:
         is_terminal = stream is not None and stream.isatty()
     except ValueError:  # closed
@@ -138,7 +138,7 @@ def redraws(stream: TextIO | None) -> bool:
 
 
 @contextmanager
-def hint(text: str, stream: TextIO | None) -> Iterator[None]:
+def transient(text: str, stream: TextIO | None) -> Iterator[None]:
     """Meanwhile show what goes on, on a terminal; another process may draw over it, and be killed."""
     if stream and redraws(stream):
         room = shutil.get_terminal_size().columns - 4

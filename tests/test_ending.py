@@ -10,7 +10,7 @@ from ptdbench.launch import local
 from ptdbench.launch.world import KNOWN, World
 from ptdbench.records import record, store
 from ptdbench.records.failure import Failure, crash_file
-from ptdbench.records.owner import Attempt
+from ptdbench.records.ownership import Attempt
 from tests.conftest import composed
 from tests.shared_ranks import carry_out
 

@@ -17,19 +17,21 @@ ROOMS = """
     ending
     workloads
     training
-    communication examples
+    examples
     job
     report
     setup
+    comparison
     checkpoints
     records
     parallel
     data models optim
+    profiling
     measure
     launch
     local_part
     virtual
-    removal cache
+    files cache
     terminal units
     problems
 """

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from ptdbench import terminal
-from ptdbench.terminal import command, hint, plain, say, under
+from ptdbench.terminal import command, echo, plain, transient, under
 from tests import forked
 from tests.conftest import ROOT
 
@@ -54,7 +54,7 @@ def test_a_hint_names_no_file_that_is_not_there(monkeypatch, tmp_path):
 def test_a_line_is_written_through_to_whoever_reads_it():
     raw = io.BytesIO()
     stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding="ascii")
-    say("1é2\x1b", stream)
+    echo("1é2\x1b", stream)
     assert raw.getvalue() == b"1\\xe92\\x1b\n"
 
 
@@ -64,13 +64,13 @@ def test_a_line_is_written_through_to_whoever_reads_it():
 def test_what_a_stream_cannot_encode_is_drawn_in_ascii(encoding, written):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding=encoding)
-    say("toy · fp32 ±3%…\n───", stream)
+    echo("toy · fp32 ±3%…\n───", stream)
     assert raw.getvalue().decode(encoding) == written
 
 
 def test_nothing_is_said_where_there_is_no_stream(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    say("nobody hears it")
+    echo("nobody hears it")
 
 
 def without_reader(*words, environ, cwd, both=False):
@@ -87,13 +87,13 @@ def without_reader(*words, environ, cwd, both=False):
 
 
 def test_python_does_not_complain_at_its_end_either(environ, tmp_path):
-    program = "from ptdbench.terminal import say; say('a' * 100_000); say('b'); print('c'); raise SystemExit(3)"
+    program = "from ptdbench.terminal import echo; echo('a' * 100_000); echo('b'); print('c'); raise SystemExit(3)"
     done = without_reader("-c", program, environ=environ, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (3, "")
 
 
 def test_a_full_disk_is_said_once(environ, tmp_path):
-    program = "from ptdbench.terminal import say; say('a'); say('b')"
+    program = "from ptdbench.terminal import echo; echo('a'); echo('b')"
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-c", program], env={**environ, "PYTHONPATH": str(ROOT)}, stdout=full,
@@ -149,8 +149,8 @@ class Terminal(io.StringIO):
 def test_a_hint_is_gone_when_it_is_over(stream, kind, sent, monkeypatch):
     monkeypatch.setenv("TERM", kind)
     shown = stream()
-    with hint("checking…", shown):
+    with transient("checking…", shown):
         pass
     assert shown.getvalue() == sent
-    with hint("checking…", None):
+    with transient("checking…", None):
         pass

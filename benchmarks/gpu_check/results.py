@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ptdbench.records.files import write_json
+from ptdbench.files import write_json
 from ptdbench.report import text
 
 #: Where results are kept, in the repository.

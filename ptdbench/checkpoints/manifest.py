@@ -11,7 +11,7 @@ from typing import Any
 from msgspec import Struct, convert, to_builtins
 from msgspec.structs import asdict
 
-from ptdbench.records.files import write_json
+from ptdbench.files import write_json
 from ptdbench.records.schema import Count, Evaluation
 
 MANIFEST = "manifest.json"

@@ -1,14 +1,17 @@
-"""Saving during training: tensors are copied, and a thread writes the copies."""
+"""Saving during training: ranks divide the tensors they share and copy them; a thread writes the copies."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,15 +20,168 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.cuda import _pin_memory_utils
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.tensor import DTensor
 
-from ptdbench.checkpoints import manifest, reading, shelf
+from ptdbench.checkpoints import checkpoint_dir, manifest, safe_load
 from ptdbench.checkpoints.manifest import Manifest, Stamp
-from ptdbench.checkpoints.shares import Shares
-from ptdbench.checkpoints.staging import Staging
-from ptdbench.checkpoints.together import gathered, place
 from ptdbench.launch import cores
+from ptdbench.launch.collect import gathered_or_alone, place_in
+from ptdbench.local_part import local_part
+
+#: A name, and where in the whole tensor the part that a rank holds begins.
+Part = tuple[str, tuple[int, ...]]
+
+
+class Shares:
+    """Selects the tensors that this rank saves, so that each is saved once and all ranks have about as many bytes.
+
+    Args:
+        group: All ranks, on the CPU.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._held: dict[Part, int] | None = None
+        self._names: set[str] = set()
+
+    def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's share of ``tensors``; called in all ranks, each with all that it holds."""
+        held = _parts(tensors)
+        if any(gathered_or_alone(held != self._held, self._group)):  # at the first save, and rarely later
+            self._held = held
+            mine = assign_shares(gathered_or_alone(held, self._group))[place_in(self._group)[0]]
+            self._names = {name for name, _ in mine}
+        return {name: tensor for name, tensor in tensors.items() if name in self._names}
+
+
+def assign_shares(held: Sequence[Mapping[Part, int]]) -> list[set[Part]]:
+    """The parts that each rank saves.
+
+    Args:
+        held: The bytes of each part that a rank holds, by rank.
+    """
+    holders: dict[Part, list[int]] = {}
+    for rank, parts in enumerate(held):
+        for part in parts:
+            holders.setdefault(part, []).append(rank)
+    shares: list[set[Part]] = [set() for _ in held]
+    bytes_of = [0] * len(held)
+
+    def least_choice_first(part: Part) -> tuple[int, int, Part]:
+        return len(holders[part]), -held[holders[part][0]][part], part
+
+    for part in sorted(holders, key=least_choice_first):
+        rank = min(holders[part], key=lambda rank: bytes_of[rank])
+        shares[rank].add(part)
+        bytes_of[rank] += held[rank][part]
+    return shares
+
+
+def _parts(tensors: Mapping[str, Tensor]) -> dict[Part, int]:
+    """The bytes of each part in ``tensors``, in the parts that torch writes."""
+    items = create_default_local_save_plan(dict(tensors), is_coordinator=False).items
+    return {(item.index.fqn, tuple(item.index.offset or ())): item.tensor_storage_size() or 0 for item in items}
+
+
+#: Each copy starts at a multiple of so many bytes, as torch's own tensors on the CPU do.
+_ALIGNMENT = 64
+
+
+class Staging:
+    """Copies tensors into memory that is reused between calls: allocating takes longer than copying.
+
+    The memory is one block of the size that is needed. For a GPU it is registered with the driver (pinned), so that
+    copies are asynchronous and at full speed. torch's allocator of pinned memory would round each tensor up to a power
+    of two, and keep the memory when the tensors are gone.
+    """
+
+    def __init__(self) -> None:
+        self._shapes: dict[str, object] = {}
+        self._copies: dict[str, Tensor] = {}
+        self._unpin: Callable[[], object] = lambda: None
+
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+        """Start copying; steps that the device is given from now on do not change the copies.
+
+        Returns:
+            A function that waits for the device and returns the copies by name, on the CPU; a DTensor stays a DTensor.
+            The next call overwrites them.
+        """
+        on_gpu = _on_gpu(tensors)
+        self._allocate(tensors, pinned=on_gpu)
+        copies = dict(self._copies)
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                local_part(copies[name]).copy_(local_part(tensor), non_blocking=True)
+        if not on_gpu:
+            return lambda: copies
+        # In the stream of the steps: the next step comes after the copies, without making the host wait.
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def when_copied() -> dict[str, Tensor]:
+            copied.synchronize()
+            return copies
+
+        return when_copied
+
+    def close(self) -> None:
+        """Release the memory."""
+        self._unpin()
+        self._shapes, self._copies = {}, {}
+
+    def _allocate(self, tensors: Mapping[str, Tensor], pinned: bool) -> None:
+        """Allocate memory for copies of ``tensors``, unless there is."""
+        shapes = {name: _shape(tensor) for name, tensor in tensors.items()}
+        if shapes == self._shapes:
+            return
+        self.close()
+        sizes = [-(-local_part(tensor).nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
+        memory = mmap.mmap(-1, max(sum(sizes), 1))  # shared: a process that is forked does not cause copies of pages
+        if pinned:
+            address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            _pin_memory_utils.pin_memory(address, len(memory))
+            # Also without close(), as after a failed run: what is unmapped while registered could not be used again.
+            self._unpin = weakref.finalize(self, _unpin, address, memory)
+        starts = accumulate(sizes, initial=0)
+        self._copies = {
+            name: _placed(tensor, memory, start) for (name, tensor), start in zip(tensors.items(), starts, strict=False)
+        }
+        self._shapes = shapes
+
+
+def _on_gpu(tensors: Mapping[str, Tensor]) -> bool:
+    return any(tensor.is_cuda for tensor in tensors.values())
+
+
+def _unpin(address: int, _: mmap.mmap) -> None:
+    """Unregister memory, which exists for as long as it is an argument of this function's finalizer."""
+    _pin_memory_utils.unpin_memory(address)
+
+
+def _placed(tensor: Tensor, memory: mmap.mmap, start: int) -> Tensor:
+    """A tensor like ``tensor`` on the CPU, in ``memory`` from byte ``start``."""
+    local = local_part(tensor)
+    like = torch.empty_like(local, device="meta")  # its strides leave no gaps
+    count = local.numel()
+    # With a storage of its own: of a view, the whole memory would be written.
+    flat = (
+        torch.frombuffer(memory, dtype=local.dtype, count=count, offset=start)
+        if count
+        else local.new_empty(0, device="cpu")
+    )
+    copy = flat.as_strided(like.size(), like.stride())
+    return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
+
+
+def _shape(tensor: Tensor) -> object:
+    """What must be equal for memory to be reused for another tensor."""
+    spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return tensor.size(), tensor.stride(), tensor.dtype, spread
+
 
 T = TypeVar("T")
 
@@ -65,7 +221,7 @@ class Saver:
         self.best: int | None = None
         self._run_directory = run_directory
         self._keep = keep
-        self._rank, self._world_size = place(self.group)
+        self._rank, self._world_size = place_in(self.group)
         self._shares = Shares(self.group)
         self._staging = Staging() if asynchronous else None
         self._thread: threading.Thread | None = None
@@ -160,7 +316,7 @@ class Saver:
 
     def _judge(self, step: int, facts: Facts, is_best: bool) -> None:
         def note() -> None:
-            if shelf.amend(self._run_directory, step, facts) and is_best:
+            if checkpoint_dir.amend(self._run_directory, step, facts) and is_best:
                 self.best = step
 
         self._tidy(step, "its evaluation could not be noted", note)
@@ -173,7 +329,7 @@ class Saver:
         self._tidy(
             step,
             "older checkpoints could not be deleted",
-            lambda: shelf.prune(self._run_directory, self._keep, self.best),
+            lambda: checkpoint_dir.prune(self._run_directory, self._keep, self.best),
         )
 
     def _tidy(self, step: int, fault: str, task: Callable[[], object]) -> None:
@@ -184,7 +340,7 @@ class Saver:
 
     def _mark_best(self) -> None:
         if self.best is not None:
-            shelf.mark_best(self._run_directory, self.best)
+            checkpoint_dir.mark_best(self._run_directory, self.best)
 
     def _write(self, step: int, prepared: Future[Prepared], model: Mapping[str, Any]) -> None:
         """Write a complete checkpoint; if one rank fails all do, and nothing is left.
@@ -193,19 +349,19 @@ class Saver:
             _Failed: In all ranks.
         """
         tensors, facts = self._together(lambda: _copied(prepared.result()))
-        partial = shelf.partial(self._run_directory, step)
+        partial = checkpoint_dir.partial(self._run_directory, step)
         try:
-            self._on_rank_0(lambda: shelf.begin(partial))
+            self._on_rank_0(lambda: checkpoint_dir.begin(partial))
             self._together(lambda: _write_tensors(partial, tensors, self.group))
             files: dict[str, Stamp] = {}
-            for of_rank in gathered(self._together(lambda: _stamps(partial, self._rank)), self.group):
+            for of_rank in gathered_or_alone(self._together(lambda: _stamps(partial, self._rank)), self.group):
                 files |= of_rank
             written = Manifest(step, self._world_size, model, facts, files, torch.__version__, time.time())
             self._on_rank_0(lambda: _finish(partial, written))
         except _Failed:  # no rank is writing any more
             if self._rank == 0:
                 with suppress(OSError):  # the next start retries
-                    shelf.discard(partial)
+                    checkpoint_dir.discard(partial)
             raise
 
     def _on_rank_0(self, task: Callable[[], object]) -> None:
@@ -220,7 +376,7 @@ class Saver:
         done = _tried(task)
         error = done.exception()
         mine = _told(self._rank, error) if error else None
-        faults = dict.fromkeys(fault for fault in gathered(mine, self.group) if fault)
+        faults = dict.fromkeys(fault for fault in gathered_or_alone(mine, self.group) if fault)
         if faults:
             raise _Failed("; ".join(faults))
         return done.result()
@@ -261,19 +417,19 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.Proc
     try:
         dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as failure:
-        raise _Failed(reading.why(failure)) from None
+        raise _Failed(safe_load.why(failure)) from None
 
 
 def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:
     """Sizes and checksums of the files that ``rank`` wrote."""
     mine = [path for path in directory.iterdir() if path.name.startswith(f"__{rank}_")]
-    mine += [directory / reading.METADATA] if rank == 0 else []
+    mine += [directory / safe_load.METADATA] if rank == 0 else []
     return {path.name: manifest.stamp(path) for path in mine}
 
 
 def _finish(partial: Path, written: Manifest) -> None:
     manifest.write(partial, written)
-    shelf.publish(partial)
+    checkpoint_dir.publish(partial)
 
 
 def _stand_back() -> None:

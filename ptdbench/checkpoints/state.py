@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptdbench.checkpoints import reading
-from ptdbench.checkpoints.together import gathered
+from ptdbench.checkpoints import safe_load
+from ptdbench.launch.collect import gathered_or_alone
 from ptdbench.local_part import device_of
 from ptdbench.problems import ConfigError, Problem
 
@@ -91,12 +91,12 @@ def restore(
         ConfigError: The checkpoint is of another model or optimizer (with the differences), cannot be read, or would
             run code; in all ranks.
     """
-    stored = reading.names(path)
+    stored = safe_load.names(path)
     _make_state(module, optimizer, tied, stored)
     tensors = _trained(module, optimizer, tied, with_buffers=True)
     _require_same(path, tensors, stored, group)
     of_rank = _of_rank(stored, rank, world_size, device_of(module))
-    reading.load(path, tensors | of_rank, group)
+    safe_load.load(path, tensors | of_rank, group)
     _copy_to_second(module, optimizer, tied)
     own = {}
     for name, state in of_rank.items():
@@ -171,7 +171,7 @@ def _require_same(
 ) -> None:
     """Raise a ConfigError in all ranks if the tensors of any of them differ from those stored."""
     wanted: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    for of_rank in gathered({name: (tensor.size(), tensor.dtype) for name, tensor in tensors.items()}, group):
+    for of_rank in gathered_or_alone({name: (tensor.size(), tensor.dtype) for name, tensor in tensors.items()}, group):
         wanted |= of_rank
     of_ranks = {name for name in stored if name.startswith(("rng.", "own."))}
     differences = [

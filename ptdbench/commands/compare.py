@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records.schema import Written
-from ptdbench.terminal import command, plural, say
+from ptdbench.terminal import command, echo, plural
 
 if TYPE_CHECKING:
     from ptdbench.records.load import Run
@@ -62,7 +62,7 @@ def _share(text: str) -> float:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; the exit status is that of the gate, see :func:`ptdbench.report.versus.status`."""
-    from ptdbench.records import files
+    from ptdbench import files
     from ptdbench.records.store import Damaged
     from ptdbench.report import text, versus
 
@@ -74,33 +74,33 @@ def main(arguments: argparse.Namespace) -> int:
             raise versus.Incomparable(f"both have {plural(len(shared), 'run')} in common; give two that share none")
         found = versus.match(*sides)
     except versus.Incomparable as refusal:
-        say(f"{' and '.join(map(str, folders))}: {refusal}", sys.stderr)
+        echo(f"{' and '.join(map(str, folders))}: {refusal}", sys.stderr)
         return UNUSABLE
     except (ConfigError, Damaged, _Refused) as refusal:
-        say(str(refusal), sys.stderr)
+        echo(str(refusal), sys.stderr)
         return UNUSABLE
     except OSError as error:
-        say(f"{error.filename}: cannot be read: {error.strerror}" if error.filename else str(error), sys.stderr)
+        echo(f"{error.filename}: cannot be read: {error.strerror}" if error.filename else str(error), sys.stderr)
         return UNUSABLE
     if arguments.json:
-        say(files.as_text(versus.as_json(found, arguments.fail_if_slower)))
+        echo(files.as_text(versus.as_json(found, arguments.fail_if_slower)))
         return versus.status(found, arguments.fail_if_slower)
     titles = tuple(arguments.checkout) or ("before", "after")
     text.show(versus.render(found, titles, shutil.get_terminal_size((110, 24)).columns))
     if arguments.fail_if_slower and (other := [pair.label for pair in found.pairs if pair.losses]):
-        say(f"--fail-if-slower: {', '.join(other)}: fails, because it does not train the same on both sides")
+        echo(f"--fail-if-slower: {', '.join(other)}: fails, because it does not train the same on both sides")
     shown = [os.path.relpath(together)] if together else map(str, folders)
-    say("\n".join(_closing_lines(shlex.join(shown), [*sides[0], *sides[1]], are_together=bool(together))))
+    echo("\n".join(_closing_lines(shlex.join(shown), [*sides[0], *sides[1]], are_together=bool(together))))
     return versus.status(found, arguments.fail_if_slower)
 
 
 def _closing_lines(shown: str, runs: Sequence[Run], are_together: bool) -> Iterator[str]:
-    """How to look at the phases of all runs, where one folder has them, and to send them."""
-    from ptdbench.report import phases
+    """Tell how to look at the phases of all runs, where one folder has them, and how to send them."""
+    from ptdbench.report import recorded_phases
 
     if are_together:
         yield f"records      {shown}"
-        if any(phases.missing(run) is None for run in runs):
+        if any(recorded_phases.missing(run) is None for run in runs):
             yield f"phases       {command('explain')} {shown}"
     yield f"report       {command('report')} {shown}"
 
@@ -131,12 +131,12 @@ def _carried_out(arguments: argparse.Namespace) -> Path:
             return _in_turn(arguments)
     except local.Stopped as stop:
         if not isinstance(stop, StoppedSide):
-            say(str(stop), sys.stderr)
+            echo(str(stop), sys.stderr)
         raise SystemExit(128 + stop.signal) from None
 
 
 def _in_turn(arguments: argparse.Namespace) -> Path:
-    """Where the results of both sides are; if they are not complete, it is said."""
+    """Return the directories of both sides' results; say so if they are not complete."""
     from ptdbench.records.store import RECORD
     from ptdbench.sweep import alternating
 
@@ -151,14 +151,15 @@ def _in_turn(arguments: argparse.Namespace) -> Path:
             alternating.run(sides, overrides, repeat, directory)
         except BaseException:
             if any(directory.glob(f"**/{RECORD}")):
-                say(f"records      {directory}")
+                echo(f"records      {directory}")
             raise
     return directory
 
 
 def _claimed(arguments: argparse.Namespace) -> Path:
     """A directory of this process alone, with what was typed in ``compare.json``."""
-    from ptdbench.records import files, store
+    from ptdbench import files
+    from ptdbench.records import store
 
     typed = {"python": arguments.python, "checkout": arguments.checkout, "overrides": arguments.words}
 
@@ -170,7 +171,7 @@ def _claimed(arguments: argparse.Namespace) -> Path:
 
 
 def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
-    """What is typed for each run, and how often."""
+    """Return the options that repeat each run so often."""
     from ptdbench.setup import commandline, compose, config
 
     typed = commandline.in_full(words)
@@ -202,7 +203,7 @@ def _trained(folder: Path) -> list[Run]:
     """The runs that train."""
     from ptdbench.records.load import load_telling
 
-    found = load_telling(folder, lambda damage: say(damage, sys.stderr))
+    found = load_telling(folder, lambda damage: echo(damage, sys.stderr))
     runs = found if isinstance(found, list) else [found]
     trained = [run for run in runs if run.get("model")]
     if not trained:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ptdbench.terminal import plural, say
+from ptdbench.terminal import echo, plural
 
 if TYPE_CHECKING:
+    from ptdbench.comparison.ranking import Place
     from ptdbench.records.load import Run, Runs
-    from ptdbench.report.ranking import Place
 
 HELP = "where the time and the memory of a step went, and why one run is faster than another"
 
@@ -49,7 +49,7 @@ class _Group:
 
 @dataclass
 class _Found:
-    """What there is to explain.
+    """The runs to explain.
 
     Attributes:
         groups: Measured runs.
@@ -64,7 +64,7 @@ class _Found:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print tables and lines of figures; the exit status is 1 where nothing can be explained."""
-    from ptdbench.records import files
+    from ptdbench import files
     from ptdbench.records.store import Damaged
     from ptdbench.report import text, virtual
 
@@ -72,10 +72,10 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         found = _found(arguments.directory, arguments.against)
     except (_Refused, Damaged) as refusal:
-        say(str(refusal), sys.stderr)
+        echo(str(refusal), sys.stderr)
         return 1
     except OSError as error:
-        say(f"{error.filename}: cannot be read: {error.strerror}" if error.filename else str(error), sys.stderr)
+        echo(f"{error.filename}: cannot be read: {error.strerror}" if error.filename else str(error), sys.stderr)
         return 1
     if arguments.json:
         imitated = [
@@ -83,7 +83,7 @@ def main(arguments: argparse.Namespace) -> int:
             for name, run in found.virtual.items()
         ]
         shown = {"groups": [*map(_as_json, found.groups)], "virtual": imitated, "not_explained": found.reasons}
-        say(files.as_text(shown))
+        echo(files.as_text(shown))
     else:
         blocks = [_text(group, width) for group in found.groups]
         blocks += [virtual.explained(run, name, width) for name, run in found.virtual.items()]
@@ -92,8 +92,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _found(directory: Path, other: Path | None) -> _Found:
-    """What there is to explain in a directory, or of two runs."""
-    from ptdbench.report import labels, phases, virtual
+    """Find the runs to explain in a directory, or in two runs."""
+    from ptdbench.report import labels, recorded_phases, virtual
 
     if other:
         return _Found([_pair(directory, other)])
@@ -104,12 +104,12 @@ def _found(directory: Path, other: Path | None) -> _Found:
     if not isinstance(loaded, list):
         if not imitated:
             _require_phases(loaded)
-        if not phases.missing(loaded):  # a virtual run has them where its GPUs take their time
+        if not recorded_phases.missing(loaded):  # a virtual run has them where its GPUs take their time
             (called,) = labels.names([loaded])
             found.groups.append(_Group(called, {called: loaded}, [1], []))
         return found
     measured = [run for run in runs if not run.get("kind")]
-    found.reasons += [f"{run.directory}: {reason}" for run in measured if (reason := phases.missing(run))]
+    found.reasons += [f"{run.directory}: {reason}" for run in measured if (reason := recorded_phases.missing(run))]
     if not imitated and len(found.reasons) == len(measured):
         raise _Refused("\n".join(found.reasons))
     ranked = list(_ranked(measured))
@@ -133,12 +133,12 @@ def _as_json(group: _Group) -> dict[str, Any]:
     """The group as ``--json`` prints it; docs/results.md says what each key means."""
     from msgspec import to_builtins
 
-    from ptdbench.report import memory, phases, why
+    from ptdbench.report import breakdown, recorded_phases, why
 
     reference = group.runs[group.reference]
 
     def shown(called: str, run: Run, repeats: int) -> dict[str, Any]:
-        step = phases.step(run)
+        step = recorded_phases.step(run)
         return {
             "run": called,
             "directory": str(run.directory),
@@ -147,7 +147,7 @@ def _as_json(group: _Group) -> dict[str, Any]:
             "phases": step.phases,
             "communication": to_builtins(step.operations),
             "slower_by": None if run is reference else why.parts_of_difference(run, reference),
-            "memory": memory.of_largest(run),
+            "memory": breakdown.memory_of_largest_rank(run),
             "remarks": list(why.remarks(run, called)),
         }
 
@@ -161,9 +161,9 @@ def _ranked(runs: Sequence[Run]) -> Iterator[tuple[list[Place], bool]]:
 
     And whether anything is known of that order.
     """
-    from ptdbench.records import noise
-    from ptdbench.records.alternatives import Alternative, of_sweeps
-    from ptdbench.report import phases, ranking
+    from ptdbench.comparison import noise, ranking
+    from ptdbench.comparison.alternatives import Alternative, of_sweeps
+    from ptdbench.report import recorded_phases
 
     models: dict[str, list[Run]] = {}
     for run in runs:
@@ -171,7 +171,7 @@ def _ranked(runs: Sequence[Run]) -> Iterator[tuple[list[Place], bool]]:
             models.setdefault(run["model"], []).append(run)
     for of_model in models.values():
         found = ranking.rank(of_sweeps(of_model), noise.look_up(of_model))
-        phased = [[run for run in place.alternative.runs if not phases.missing(run)] for place in found.places]
+        phased = [[run for run in place.alternative.runs if not recorded_phases.missing(run)] for place in found.places]
         places = [
             replace(place, alternative=Alternative(kept, {}))
             for place, kept in zip(found.places, phased, strict=True)
@@ -181,10 +181,10 @@ def _ranked(runs: Sequence[Run]) -> Iterator[tuple[list[Place], bool]]:
 
 
 def _of_same_work(places: Sequence[Place]) -> list[list[Place]]:
-    from ptdbench.report import phases
+    from ptdbench.report import recorded_phases
 
-    numbered = {str(number): place.alternative.typical for number, place in enumerate(places)}
-    return [[places[int(number)] for number in group] for group in phases.groups(numbered)]
+    numbered = {str(number): place.alternative.median_run for number, place in enumerate(places)}
+    return [[places[int(number)] for number in group] for group in recorded_phases.groups(numbered)]
 
 
 def _side_by_side(places: Sequence[Place], is_known: bool) -> _Group:
@@ -192,14 +192,14 @@ def _side_by_side(places: Sequence[Place], is_known: bool) -> _Group:
 
     Of repeats the typical one is shown.
     """
-    from ptdbench.report import labels, memory
+    from ptdbench.report import breakdown, labels
 
-    runs = [cast("Run", place.alternative.typical) for place in places]
+    runs = [cast("Run", place.alternative.median_run) for place in places]
     named = dict(zip(labels.names(runs), places, strict=True))
     called = dict(zip(named, runs, strict=True))
     (reference, first), *others = called.items()
     lines = _why(named, is_known)
-    lines += [line for name, run in others for line in memory.compare(run, first, name, reference)]
+    lines += [line for name, run in others for line in breakdown.compare_memory(run, first, name, reference)]
     repeats = [len(place.alternative.runs) for place in places]
     if max(repeats) > 1:
         listed = ", ".join(f"{name} ({plural(count, 'run')})" for name, count in zip(named, repeats, strict=True))
@@ -208,10 +208,10 @@ def _side_by_side(places: Sequence[Place], is_known: bool) -> _Group:
 
 
 def _why(named: Mapping[str, Place], is_known: bool) -> list[str]:
-    """Why each is slower than the first one, where that is known; where nothing is, what these very runs say."""
+    """Explain why each is slower than the first one, where that is known; else show what these runs say."""
     from ptdbench.report import why
 
-    (reference, first), *others = ((name, place.alternative.typical) for name, place in named.items())
+    (reference, first), *others = ((name, place.alternative.median_run) for name, place in named.items())
     if not is_known and others:
         return [why.compare(run, first, name, reference) for name, run in others]
     (behind,) = why.in_order(named)
@@ -222,17 +222,17 @@ def _why(named: Mapping[str, Place], is_known: bool) -> list[str]:
 
 def _pair(directory: Path, other: Path) -> _Group:
     """One run against another."""
-    from ptdbench.report import labels, memory, phases, why
+    from ptdbench.report import breakdown, labels, recorded_phases, why
 
     run, against = _single(directory), _single(other)
     _require_phases(run, against)
-    if difference := phases.other_work(run, against):
+    if difference := recorded_phases.other_work(run, against):
         rule = f"they did other work, {difference}; give two runs of the same model, global batch and precision"
         raise _Refused(f"{directory} and {other}: {rule}")
     if directory.resolve() == other.resolve():
         raise _Refused(f"{directory} and {other}: they are the same run; give two")
     called, reference = labels.names([run, against])
-    lines = [why.compare(run, against, called, reference), *memory.compare(run, against, called, reference)]
+    lines = [why.compare(run, against, called, reference), *breakdown.compare_memory(run, against, called, reference)]
     return _Group(reference, {called: run, reference: against}, [1, 1], lines)
 
 
@@ -240,7 +240,7 @@ def _load(directory: Path) -> Run | Runs:
     """The records, with a line on standard error for each one that is damaged."""
     from ptdbench.records.load import load_telling
 
-    return load_telling(directory, lambda damage: say(damage, sys.stderr))
+    return load_telling(directory, lambda damage: echo(damage, sys.stderr))
 
 
 def _single(directory: Path) -> Run:
@@ -252,7 +252,7 @@ def _single(directory: Path) -> Run:
 
 
 def _require_phases(*runs: Run) -> None:
-    from ptdbench.report import phases
+    from ptdbench.report import recorded_phases
 
-    if reasons := [f"{run.directory}: {reason}" for run in runs if (reason := phases.missing(run))]:
+    if reasons := [f"{run.directory}: {reason}" for run in runs if (reason := recorded_phases.missing(run))]:
         raise _Refused("\n".join(reasons))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.terminal import plain, plural, say
+from ptdbench.terminal import echo, plain, plural
 
 if TYPE_CHECKING:
     from ptdbench.records.load import Run
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Write the files; the exit status is 1 where nothing can be reported, and then nothing is written."""
-    from ptdbench.records.files import replace_bytes
+    from ptdbench.files import replace_bytes
     from ptdbench.records.store import Damaged
 
     try:
@@ -58,19 +58,19 @@ def main(arguments: argparse.Namespace) -> int:
         for form, path in paths.items():
             replace_bytes(path, texts[form].encode("utf-8", "backslashreplace"))
     except (ConfigError, Damaged) as refusal:
-        say(str(refusal), sys.stderr)
+        echo(str(refusal), sys.stderr)
         return 1
     except OSError as error:
         said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        say(said, sys.stderr)
+        echo(said, sys.stderr)
         return 1
     for form, path in paths.items():
-        say(f"report       {path}")
+        echo(f"report       {path}")
         if form == "md" and len(texts[form]) > _MOST_OF_COMMENT:
             said = f"{path} has {len(texts[form]):,} characters, and a comment on GitHub {_MOST_OF_COMMENT:,} at most"
-            say(said, sys.stderr)
+            echo(said, sys.stderr)
     if arguments.open and not webbrowser.open(paths["html"].absolute().as_uri()):
-        say(f"no browser was found to show {paths['html']}", sys.stderr)
+        echo(f"no browser was found to show {paths['html']}", sys.stderr)
     return 0
 
 
@@ -94,7 +94,7 @@ def _newest() -> Path:
 
 
 def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
-    """Where each form that is asked for will be.
+    """Return the path of each form that is asked for.
 
     Raises:
         ConfigError: One is there already, or there is no such folder.
@@ -119,7 +119,7 @@ def _runs(directories: Sequence[Path]) -> list[Run]:
 
     found: dict[Path, Run] = {}
     for directory in directories:
-        loaded = load_telling(directory, lambda damage: say(damage, sys.stderr))
+        loaded = load_telling(directory, lambda damage: echo(damage, sys.stderr))
         for run in loaded if isinstance(loaded, list) else [loaded]:
             found.setdefault(run.directory.resolve(), run)
     return list(found.values())
@@ -140,8 +140,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
 
 
 def _html(title: str, subtitle: str, runs: Sequence[Run]) -> str:
-    from ptdbench.report.page.content import content
-    from ptdbench.report.page.document import document
+    from ptdbench.report.page.document import content, document
 
     return document(title, subtitle, content(runs))
 

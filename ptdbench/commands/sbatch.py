@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ptdbench.terminal import say
+from ptdbench.terminal import echo
 
 HELP = "write a plain SLURM script for a run or a sweep of one shape"
 
@@ -22,7 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
     from ptdbench.sweep import script
 
     text, remarks = script.write(arguments.overrides, arguments.config_dir)
-    say(text.removesuffix("\n"))
+    echo(text.removesuffix("\n"))
     for remark in remarks:
-        say(remark, sys.stderr)
+        echo(remark, sys.stderr)
     return 0

@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from ptdbench.terminal import say
+from ptdbench.terminal import echo
 
 HELP = "where every run of a sweep stands: queue, step, result, seconds to start"
 
@@ -20,18 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; the exit status is 1 where a run was not ok, or nothing can be shown."""
-    from ptdbench.records import files
-    from ptdbench.sweep import status, view
+    from ptdbench import files
+    from ptdbench.sweep import status, watch
 
     directory = arguments.directory
     try:
         sweep = status.look(directory)
     except FileNotFoundError:
-        say(f"{directory}: there is no run and no sweep; give a directory below outputs", sys.stderr)
+        echo(f"{directory}: there is no run and no sweep; give a directory below outputs", sys.stderr)
         return 1
     except OSError as error:
-        say(f"{error.filename or directory}: cannot be read: {error.strerror or error}", sys.stderr)
+        echo(f"{error.filename or directory}: cannot be read: {error.strerror or error}", sys.stderr)
         return 1
     width = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
-    say(files.as_text(view.as_json(sweep)) if arguments.json else view.text(sweep, width))
+    echo(files.as_text(watch.as_json(sweep)) if arguments.json else watch.table_text(sweep, width))
     return int(any(run.is_over and run.record["status"] != "ok" for run in sweep.runs))

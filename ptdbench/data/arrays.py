@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 
 from ptdbench.data import augment
-from ptdbench.data.epochs import Epochs
 from ptdbench.data.protocol import Data, HeldOut
+from ptdbench.data.sampling import Epochs
 from ptdbench.problems import Problem, try_these
 
 

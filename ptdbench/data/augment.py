@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ptdbench.data.draws import draws
+from ptdbench.data.sampling import draws
 
 Pixels = npt.NDArray[np.uint8]  # shape (B, H, W, 3)
 

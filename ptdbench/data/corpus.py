@@ -46,7 +46,7 @@ class Document(NamedTuple):
 
     @property
     def place(self) -> int:
-        """Where it stands between 0 and 2^64, by its name alone: at random, but the same whatever else there is."""
+        """A position between 0 and 2^64 by the name alone: at random, but the same whatever else there is."""
         name = self.name.encode(errors="surrogateescape")
         return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 

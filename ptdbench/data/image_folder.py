@@ -15,9 +15,8 @@ import numpy.typing as npt
 import torch
 
 from ptdbench.data import augment
-from ptdbench.data.draws import draws
-from ptdbench.data.epochs import Epochs
 from ptdbench.data.protocol import Data, HeldOut
+from ptdbench.data.sampling import Epochs, draws
 from ptdbench.problems import ConfigError, Problem, at_least, require, try_these
 
 # Of ImageNet's training images; what torchvision's own weights were trained with
@@ -43,7 +42,7 @@ class Listing(NamedTuple):
     labels: npt.NDArray[np.int64]
 
     def path(self, index: int) -> Path:
-        """Where an image lies."""
+        """Return the path of an image."""
         return self.root / os.fsdecode(bytes(self.names[index]))
 
     def digest(self) -> str:

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from ptdbench.data import augment
-from ptdbench.data.draws import draws
 from ptdbench.data.protocol import Data
+from ptdbench.data.sampling import draws
 from ptdbench.problems import at_least, require
 
 

@@ -17,11 +17,11 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ptdbench.cache import user_cache
 from ptdbench.data.corpus import File, Malformed, Part, byte_tokens, files_at, identity, split, standard_library
-from ptdbench.data.draws import draws
 from ptdbench.data.protocol import Data, HeldOut
+from ptdbench.data.sampling import draws
 from ptdbench.data.tokenize import Tokenizer
 from ptdbench.data.tokens import Piece, Stored, Tokens, cached_tokens
-from ptdbench.problems import ConfigError, Findings, Problem, at_least, nearest, require, try_these
+from ptdbench.problems import ConfigError, ErrorCollector, Problem, at_least, nearest, require, try_these
 
 
 class Text(Data):
@@ -59,13 +59,13 @@ class Text(Data):
         Raises:
             ConfigError: With every invalid option.
         """
-        found = Findings()
-        found.of(lambda: require(*at_least(1, sequence_length=sequence_length)))
-        self._tokenizer = None if tokenizer is None else found.of(lambda: Tokenizer(Path(tokenizer).expanduser()))
-        found.of(lambda: require(*_enough_entries(vocabulary, tokenizer, self._tokenizer)))
-        found.of(lambda: require(*at_least(0, seed=seed)))
-        found.of(lambda: require(None if path is None else _must_exist(Path(path).expanduser())))
-        found.of(lambda: require(_must_be_share(held_out)))
+        found = ErrorCollector()
+        found.catch(lambda: require(*at_least(1, sequence_length=sequence_length)))
+        self._tokenizer = None if tokenizer is None else found.catch(lambda: Tokenizer(Path(tokenizer).expanduser()))
+        found.catch(lambda: require(*_enough_entries(vocabulary, tokenizer, self._tokenizer)))
+        found.catch(lambda: require(*at_least(0, seed=seed)))
+        found.catch(lambda: require(None if path is None else _must_exist(Path(path).expanduser())))
+        found.catch(lambda: require(_must_be_share(held_out)))
         found.close()
         self.sequence_length = sequence_length
         self.seed = seed

@@ -15,7 +15,7 @@ import numpy as np
 from ptdbench.data.corpus import Block, Part, blocks
 from ptdbench.data.tokens import Piece
 from ptdbench.problems import ConfigError, Problem, try_these
-from ptdbench.terminal import say
+from ptdbench.terminal import echo
 
 # Encoded at once: enough blocks for some dozens of cores, and a few hundred MB of memory.
 _BATCH_BYTES = 1 << 23
@@ -155,4 +155,4 @@ def _is_terminal() -> bool:
 
 def _say(line: str) -> None:
     with suppress(OSError, ValueError, AttributeError):  # a run does not fail because its progress cannot be printed
-        say(line, sys.stderr)
+        echo(line, sys.stderr)

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
-from ptdbench.removal import in_the_way
+from ptdbench.files import in_the_way
 
 HEADER_BYTES = 4096  # a page, so that the tokens begin on one
 

@@ -16,7 +16,7 @@ from ptdbench.launch.world import discover
 
 
 def average(environ: Mapping[str, str]) -> None:
-    """What each rank does."""
+    """Run on each rank."""
     world = discover(os.environ)
     assert world is not None
     with process_group(world, "gloo", torch.device("cpu"), key="all_reduce"):

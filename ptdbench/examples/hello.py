@@ -14,7 +14,7 @@ from ptdbench.launch.world import discover
 
 
 def greet(environ: Mapping[str, str]) -> None:
-    """What each rank does."""
+    """Run on each rank."""
     world = discover(os.environ)  # torchrun, srun and mpirun each have their own words for it
     assert world is not None
     with process_group(world, "gloo", torch.device("cpu"), key="hello"):

@@ -16,7 +16,7 @@ from ptdbench.launch.world import discover
 
 
 def pass_round(environ: Mapping[str, str]) -> None:
-    """What each rank does: rank 0 sends first, every other rank receives first; all at once would wait for ever."""
+    """Run on each rank: rank 0 sends first, every other rank receives first; all at once would deadlock."""
     world = discover(os.environ)
     assert world is not None
     with process_group(world, "gloo", torch.device("cpu"), key="send_recv"):

@@ -13,7 +13,7 @@ from ptdbench.launch.world import discover
 
 
 def train(environ: dict[str, str]) -> None:
-    """What each rank does."""
+    """Run on each rank."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(8, 1))

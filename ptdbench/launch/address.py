@@ -1,4 +1,4 @@
-"""Where the ranks of a launch meet: an address and a port that each of them finds without asking another."""
+"""Address of the rendezvous: a host and a port that each rank finds without asking another."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def meeting_point(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def launch_id(world: World, environ: Mapping[str, str]) -> str:
-    """What the ranks of this launch have in common with those of no other; empty where there is no such thing."""
+    """Return what the ranks of this launch share with no other launch; empty if there is no such thing."""
     for names in (*world.started_by.names, *_JOB_IDS):
         if environ.get(names[0]):
             return " ".join(f"{name}={environ.get(name, '')}" for name in names)

@@ -1,4 +1,4 @@
-"""Which cores a rank may use, and how many threads it takes: launchers bind ranks in their own ways, or not."""
+"""CPU cores of a rank, and its number of threads: launchers bind ranks in their own ways, or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the threads of a process were doing when native code ended it: by SIGSEGV, SIGBUS, SIGABRT, SIGFPE or SIGILL."""
+"""Stacks of a process that native code ended: by SIGSEGV, SIGBUS, SIGABRT, SIGFPE or SIGILL."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def discard_empty(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Crash:
-    """How native code ended a process.
+    """A crash of a process in native code.
 
     Attributes:
         signal: The name of the signal.
@@ -95,7 +95,7 @@ class Crash:
 
 
 def read(text: str) -> Crash | None:
-    """What a file of :func:`kept` says; ``None`` if nothing has happened."""
+    """Parse a file of :func:`kept`; ``None`` if nothing has happened."""
     said = re.match(r"Fatal Python error: (.*)", text)
     if said is None:
         return None

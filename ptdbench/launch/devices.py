@@ -1,4 +1,4 @@
-"""What devices the ranks of a launch have, agreed on before anything else.
+"""Devices of the ranks of a launch, agreed on before anything else.
 
 A rank chooses its device by what torch finds on its node. Where a driver is broken torch finds no GPU: that rank would
 meet its peers over gloo while they wait for it over NCCL. And where a launcher has started more ranks than there are
@@ -67,7 +67,7 @@ def check(world: World, device: str, backend: str) -> None:
 
 @cache
 def _survey(world: World) -> list[Sight]:
-    """What every rank sees, by rank; each tells rank 0, which tells all."""
+    """Gather what every rank sees, by rank; each tells rank 0, which tells all."""
     own = dist.PrefixStore(f"devices {rendezvous.launch_name(world)}", rendezvous.store())
     own.set(str(world.rank), json.dumps(asdict(_look(world))))
     if world.rank == 0:

@@ -29,7 +29,7 @@ def expand(text: str) -> list[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """How many tasks each node has, in the order of the nodes: ``2(x3),1`` becomes ``[2, 2, 2, 1]``.
+    """Parse the number of tasks of each node, in the order of the nodes: ``2(x3),1`` becomes ``[2, 2, 2, 1]``.
 
     Raises:
         ValueError: The text is not such a list.

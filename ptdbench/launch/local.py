@@ -27,12 +27,12 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from ptdbench.launch import leaving
+from ptdbench.launch import forced_exit
 from ptdbench.launch.address import HERE, listen
 from ptdbench.launch.settings import added
 from ptdbench.launch.world import THIS_MACHINE, Place, local_environments
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.terminal import say
+from ptdbench.terminal import echo
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -247,7 +247,7 @@ def stopping() -> Iterator[None]:
 
 
 def stops(number: int) -> bool:
-    """Whether the signal of this number raises :class:`Stopped` as things are."""
+    """Return whether the signal of this number raises :class:`Stopped` as things are."""
     return signal.getsignal(number) is _stop
 
 
@@ -341,7 +341,7 @@ def _begin(place: Mapping[str, str], environ: Mapping[str, str], entry: Callable
     try:
         entry(environ, *arguments)
     finally:
-        leaving.soon()
+        forced_exit.exit_soon()
 
 
 def _die_with_server() -> None:
@@ -369,7 +369,7 @@ def _ending_orphans() -> Iterator[None]:
     finally:
         left = psutil.wait_procs(_orphans(), ORPHAN_SECONDS)[1]
         for process in left:
-            say(f"a rank had left a process running, which is ended: {_command(process)}", sys.stderr)
+            echo(f"a rank had left a process running, which is ended: {_command(process)}", sys.stderr)
         for number, seconds in ((signal.SIGTERM, ORPHAN_SECONDS), (signal.SIGKILL, KILLED_SECONDS)):
             for process in left:
                 with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""What every rank tells the others about itself, once they can talk."""
+"""Facts that every rank tells the others about itself, once they can talk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from msgspec import Struct
 
 from ptdbench.launch import cores, settings
-from ptdbench.launch.together import gather
+from ptdbench.launch.collect import gather
 from ptdbench.launch.world import World
 
 
@@ -51,7 +51,7 @@ def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
 
 
 def node(environ: Mapping[str, str]) -> str:
-    """What the cluster calls this node, else the machine's name."""
+    """Return the name that the cluster has for this node, else the machine's name."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 

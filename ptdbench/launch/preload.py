@@ -1,4 +1,4 @@
-"""What the fork server imports once, so that no rank has to: imported there and nowhere else.
+"""Imports of the fork server, made once so that no rank has to: imported there and nowhere else.
 
 Every rank is a fork of that server, so the seconds these imports cost are paid once a sweep. Nothing here
 may initialize CUDA: a forked process cannot use a CUDA context of its parent.

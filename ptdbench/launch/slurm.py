@@ -1,4 +1,4 @@
-"""What SLURM's own commands say: its partitions, the state of jobs, and whether a job would be accepted.
+"""SLURM's own commands: partitions, the state of jobs, and whether a job would be accepted.
 
 Each function runs one command, without a shell. Whatever keeps a command from answering is a :class:`SlurmError`
 in SLURM's own words.
@@ -62,7 +62,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class JobState:
-    """Where a job stands.
+    """The state of a job.
 
     Attributes:
         id: ``123``, or ``123_0`` for an element of an array.
@@ -85,7 +85,7 @@ class JobState:
 
 
 def available() -> bool:
-    """Whether jobs can be submitted from this machine."""
+    """Return whether jobs can be submitted from this machine."""
     return shutil.which("sbatch") is not None
 
 
@@ -176,7 +176,7 @@ def submit(script: str) -> str:
 
 @cache
 def srun_says(flag: str) -> str:
-    """What srun prints with ``--version``, or with ``--help``: its flags and those of plugins; raises SlurmError."""
+    """Return what srun prints with ``--version`` or ``--help``: its flags and those of plugins; raises SlurmError."""
     return _output("srun", flag)
 
 
@@ -200,7 +200,7 @@ def ignored_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """How often the job that this process belongs to was requeued."""
+    """Return how often the job of this process was requeued."""
     return int(environ.get("SLURM_RESTART_COUNT") or 0)
 
 
@@ -309,7 +309,7 @@ def _output(*command: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """What a command gets, and a job inherits."""
+    """Return the environment of a command, which a job inherits."""
     foreign = {name for name in os.environ if name.startswith(_FOREIGN)} - set(_KEPT)
     return {name: value for name, value in os.environ.items() if name not in foreign | _OF_RANKS}
 

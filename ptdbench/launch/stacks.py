@@ -1,4 +1,4 @@
-"""What the threads of this process are doing: all of it for a person, and where its main thread is for a verdict."""
+"""Stacks of this process's threads: all of them for a person, and the place of the main thread for a verdict."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a thread is.
+    """The place of a thread.
 
     Attributes:
         function: The innermost Python function that says something.
@@ -47,12 +47,12 @@ class Place:
 
 
 def main_thread() -> Place:
-    """Where the main thread is at this moment."""
+    """Return the place of the main thread at this moment."""
     return place(sys._current_frames()[threading.main_thread().ident or 0])
 
 
 def place(frame: FrameType) -> Place:
-    """Where a thread with this innermost frame is."""
+    """Return the place of a thread with this innermost frame."""
     while frame.f_back and frame.f_code.co_filename.startswith(_PASSING):
         frame = frame.f_back
     name, file = frame.f_code.co_name, frame.f_code.co_filename

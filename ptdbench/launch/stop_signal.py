@@ -1,15 +1,51 @@
-"""Graceful stop: the rank that receives a stop signal records it, and all ranks stop after the same step."""
+"""Stop signals: noted when they arrive; all ranks stop after the same step.
+
+Python runs a handler between two of its instructions, and a rank that waits for a peer in a collective comes to none.
+Where a launcher then kills it, nobody would know that it was asked to stop.
+"""
 
 from __future__ import annotations
 
 import signal
+import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any
 
-from ptdbench.launch import local, together
+from ptdbench.launch import collect, local
+
+
+@contextmanager
+def noting_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
+    """Meanwhile ``note`` is called in a thread with each stop signal that will raise :class:`local.Stopped`.
+
+    Signals that have another handler, such as :class:`ptdbench.launch.stop_signal.StopSignal`, stop nothing by
+    themselves and are not noted. To be entered in the main thread.
+    """
+    here, there = socket.socketpair()
+    there.setblocking(False)
+    thread = threading.Thread(target=_listen, args=(here, note), daemon=True, name="witness of signals")
+    thread.start()
+    before = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        there.close()  # which ends the thread
+        thread.join()
+        here.close()
+
+
+def _listen(arrivals: socket.socket, note: Callable[[int], None]) -> None:
+    while numbers := arrivals.recv(64):
+        for number in numbers:
+            if local.stops(number):
+                note(number)
+
 
 #: Approximate seconds between two checks: short against a cluster's grace period, long against a step.
 EVERY_SECONDS = 0.5
@@ -68,7 +104,7 @@ class StopSignal:
 
     def _ask(self, pace: _Pace, done: int) -> str | None:
         if self._agreed is None and done >= pace.next_check:
-            number, seconds = together.most(self._number, pace.seconds(done))
+            number, seconds = collect.most(self._number, pace.seconds(done))
             pace.checked(done, seconds, self._every_seconds)
             self._agreed = signal.Signals(int(number)).name if number else None
         return self._agreed
@@ -78,7 +114,7 @@ class StopSignal:
 
 
 class _Pace:
-    """How long steps take, or other parts of a whole, and after how many of them the next check is due."""
+    """The duration of steps, or of other parts of a whole, and after how many of them the next check is due."""
 
     def __init__(self) -> None:
         self.next_check = 0

@@ -43,7 +43,7 @@ FOLDER = "failures"
 
 @dataclass(frozen=True)
 class State:
-    """What a rank tells of itself.
+    """The state that a rank publishes.
 
     Attributes:
         tick: Grows from each telling to the next; clocks of other machines would say nothing here.
@@ -77,7 +77,7 @@ class State:
 
 @dataclass(frozen=True)
 class Sighting:
-    """What this rank knows of one.
+    """The state of another rank, as this one knows it.
 
     Attributes:
         state: What it posted last; ``None`` before the first time.

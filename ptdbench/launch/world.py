@@ -1,4 +1,4 @@
-"""Who this process is among the ranks: a pure function of the environment that its launcher left.
+"""World of this process, its place among the ranks: a pure function of the environment that its launcher left.
 
 No guessing: a launcher is recognized by variables that only it sets, and a process that none of them
 describes is not a rank (it starts the local ranks itself, see :mod:`ptdbench.launch.local`). By hand: torch
@@ -201,7 +201,7 @@ def torchrun_variables(world: World, host: str, port: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Place:
-    """Where local ranks take themselves to be, if not on this machine as it is.
+    """The place that local ranks take themselves to have, if not on this machine as it is.
 
     Attributes:
         nodes: Nodes that the ranks are divided over, equally many on each.
@@ -230,7 +230,7 @@ THIS_MACHINE = Place()
 def local_environments(
     size: int, host: str, port: int, environ: Mapping[str, str], where: Place = THIS_MACHINE
 ) -> Iterator[dict[str, str]]:
-    """What torchrun would set for each rank of a launch on this machine alone, whose starter serves the store.
+    """Yield torchrun's variables for each rank of a launch on this machine alone, whose starter serves the store.
 
     Args:
         size: How many ranks.
@@ -260,7 +260,7 @@ def local_environments(
 
 
 def is_first_rank(environ: Mapping[str, str]) -> bool:
-    """Whether this process says what concerns all ranks: it is rank 0, or no rank at all."""
+    """Return whether this process speaks for all ranks: it is rank 0, or no rank at all."""
     try:
         world = discover(environ)
     except ConfigError:

@@ -1,17 +1,33 @@
-"""Measured matrix product rates of devices, stored in the user's cache folder for later runs."""
+"""The compute ceiling of devices: matrix products and copies, timed on all ranks at once and kept for later runs.
+
+At once, because ranks of one node share memory, power and cooling, as they do in training.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct, ValidationError, convert
+import torch
+import torch.distributed as dist
+from msgspec import Struct, ValidationError, convert, to_builtins
 from msgspec.structs import asdict
 
 from ptdbench import cache
-from ptdbench.terminal import plural
+from ptdbench.launch.collect import gather
+from ptdbench.launch.peers import node
+from ptdbench.launch.world import World
+from ptdbench.measure import contention, products, timing
+from ptdbench.measure.contention import OtherLoad
+from ptdbench.measure.hardware import dense_peak, environment
+from ptdbench.measure.products import Shape
+from ptdbench.terminal import command, plural
+from ptdbench.units import flops_text
+from ptdbench.virtual.machine import is_virtual
 
 #: The folder of ceilings in the cache.
 _KIND = "ceilings"
@@ -90,7 +106,192 @@ def keep(of: Key, found: Measured) -> Path:
 
 
 def look_up(of: Key) -> Measured | None:
-    """What was measured on exactly this device; ``None`` if nothing was, or the file is damaged."""
+    """Return the ceiling measured on exactly this device; ``None`` if there is none, or the file is damaged."""
     with suppress(ValidationError):
         return convert(cache.look_up(_KIND, asdict(of)), Measured)
     return None
+
+
+#: The defaults by device type.
+AUTO_DTYPES = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "tf32", "bf16", "fp16")}
+AUTO_SHAPES = {
+    "cpu": ("512", "1024", "2048", "1024x4096x1024"),
+    "cuda": ("2048", "4096", "8192", "16384", "8192x28672x8192"),
+}
+
+Figures = dict[str, Any]
+
+
+def measure(
+    world: World,
+    device: torch.device,
+    shapes: Sequence[Shape],
+    dtypes: Sequence[str],
+    seconds: float,
+    *,
+    copies: bool = True,
+    alive: Callable[[], object] = lambda: None,
+) -> Figures:
+    """Time matrix products and memory copies on all ranks at once.
+
+    Args:
+        world: The place of this rank among those that measure; every rank calls this.
+        device: Its device.
+        shapes: Of the products.
+        dtypes: Arithmetic of the products.
+        seconds: Approximate duration of the repetitions of each.
+        copies: Whether copies are measured too.
+        alive: Called between measurements, all of which may take longer than a watchdog's patience.
+
+    Raises:
+        ArithmeticError: A product is wrong.
+        ConfigError: The matrices do not fit into memory.
+
+    Returns:
+        The same on every rank, rates in FLOP/s and bytes/s: ``ranks`` with the measurements of each rank,
+        ``ceilings`` with the best median of every kind of device and dtype, and ``other_load`` with that of each node.
+    """
+    need, shape = max((peak_bytes(shape, dtype), str(shape)) for shape in shapes for dtype in dtypes)
+    timing.require_memory(device, world.local_size, need, "workload.shapes", shape)
+    known = environment(device.type)
+    load_so_far = contention.watch(device)
+    mine: Figures = {
+        "rank": world.rank,
+        "device": _gpu(device) or known["cpu"],
+        "keys": {dtype: _key(known, device, dtype) for dtype in dtypes},
+        "products": [_product(device, shape, dtype, seconds, alive) for dtype in dtypes for shape in shapes],
+        "copies": _copies(device, seconds) if copies else [],
+        "node": node(os.environ),
+    }
+    load, ranks = load_so_far(), gather(mine)
+    found = _ceilings(ranks, load)
+    return {
+        "ranks": [{name: of[name] for name in of if name not in ("keys", "node")} for of in ranks],
+        "ceilings": to_builtins(found),
+        "other_load": to_builtins(load),
+    }
+
+
+def measure_again(world: World, device: torch.device, dtype: str, alive: Callable[[], object]) -> Measured:
+    """Measure the ceiling of rank 0's device once more; called in all ranks, the result is the same in all.
+
+    The higher of the earlier and the new measurement is kept for later runs.
+
+    Raises:
+        ConfigError: The matrices do not fit into memory beside what is there.
+    """
+    shapes = [Shape.of(shape) for shape in AUTO_SHAPES[device.type]]
+    found = measure(world, device, shapes, [dtype], 0.5, copies=False, alive=alive)
+    keep_ceilings(world, found, only_higher=True)
+    return convert(found["ceilings"][0], Measured)
+
+
+def known_ceiling(
+    world: World, device: torch.device, dtype: str, cpus_per_rank: int | str
+) -> tuple[Measured | None, str | None]:
+    """Return the ceiling of rank 0's device from an earlier run of ``workload=matmul``.
+
+    Args:
+        world: The position of this rank.
+        device: Its device.
+        dtype: The arithmetic.
+        cpus_per_rank: The option of the cluster, for the advice.
+
+    Returns:
+        ``(ceiling, None)``, or ``(None, reason)`` if exactly this device has not been measured.
+    """
+    of = _key(environment(device.type), device, dtype)
+    found = look_up(of)
+    if found is not None:
+        return found, None
+    words = [f"{command()} workload=matmul"]
+    if device.type == "cpu":  # the threads of a rank depend on the number of ranks on the node
+        words.append(f"cluster.ranks_per_node={world.local_size}")
+        words += [] if cpus_per_rank == "auto" else [f"cluster.cpus_per_rank={cpus_per_rank}"]
+    words += [] if dtype in AUTO_DTYPES[device.type] else [f"workload.dtypes=[{dtype}]"]
+    return None, f"no ceiling on record for {of}; try {' '.join(words)}"
+
+
+def _product(device: torch.device, shape: Shape, dtype: str, seconds: float, alive: Callable[[], object]) -> Figures:
+    alive()
+    dist.barrier()  # so that all ranks work at the same time
+    taken = products.product_seconds(shape, dtype, device, seconds)
+    return {"dtype": dtype, "shape": str(shape), **products.rates(shape.flops, taken)}
+
+
+def _copies(device: torch.device, seconds: float) -> list[Figures]:
+    dist.barrier()
+    found = products.copy_seconds(device, seconds)
+    return [{"kind": kind, "bytes": amount, **products.rates(amount, taken)} for kind, (amount, taken) in found.items()]
+
+
+def _ceilings(ranks: Sequence[Figures], load: Sequence[OtherLoad]) -> list[Ceiling]:
+    """For every kind of device and dtype: the shape whose median rate is best, as the median over the ranks."""
+    loads = {one.node: one for one in load}
+    keys = dict.fromkeys(key for of in ranks for key in of["keys"].values())
+    found = []
+    for key in keys:
+        alike = [of for of in ranks if of["keys"].get(key.dtype) == key]
+        by_shape = {
+            product["shape"]: statistics.median(
+                one["median"]
+                for of in alike
+                for one in of["products"]
+                if (one["dtype"], one["shape"]) == (key.dtype, product["shape"])
+            )
+            for product in alike[0]["products"]
+            if product["dtype"] == key.dtype
+        }
+        shape, rate = max(by_shape.items(), key=lambda item: item[1])
+        peak, reason = dense_peak(key.device if key.threads is None else "cpu", key.dtype)
+        share = None if peak is None else rate / peak
+        beside_load = any(loads[of["node"]].slows(of["rank"]) for of in alike)
+        found.append(
+            Ceiling(
+                **asdict(key),
+                ranks=len(alike),
+                shape=shape,
+                flops_per_second=rate,
+                share_of_peak=share,
+                peak_reason=reason,
+                beside_load=beside_load,
+            )
+        )
+    return found
+
+
+def keep_ceilings(world: World, found: Figures, only_higher: bool = False) -> str | None:
+    """Store the ceilings on every node; returns what could not be stored and why, on rank 0.
+
+    One that was taken beside other load, which makes a device slower, does not replace a higher one.
+    """
+    if world.local_rank > 0:
+        return None
+    if any(is_virtual(one["device"]) for one in found["ceilings"]):
+        return "not kept for later runs: virtual GPUs compute nothing"
+    remarks = []
+    for one in found["ceilings"]:
+        key, new = convert(one, Key), convert(one, Measured)
+        known = look_up(key)
+        if known and known.flops_per_second > new.flops_per_second and (new.beside_load or only_higher):
+            higher = f"{flops_text(known.flops_per_second)} measured earlier is higher"
+            remarks.append(f"{one['dtype']} not kept for later runs: taken beside other load, and {higher}")
+            continue
+        try:
+            keep(key, new)
+        except OSError as error:
+            return f"not kept for later runs: {error}"
+    return "; ".join(remarks) or None
+
+
+def _key(known: Figures, device: torch.device, dtype: str) -> Key:
+    return key(known, _gpu(device), dtype, torch.get_num_threads())
+
+
+def _gpu(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+
+
+def peak_bytes(shape: Shape, dtype: str) -> int:
+    """Bytes of all three matrices, and of one factor in fp32, in which random values are drawn."""
+    return shape.bytes(dtype) + 4 * shape.k * max(shape.m, shape.n)

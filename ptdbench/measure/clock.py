@@ -1,4 +1,4 @@
-"""Clocks for steps: they time what is between ``start`` and ``stop``, and nothing else."""
+"""Clocks for steps, which time what is between ``start`` and ``stop``, and a stopwatch for the milestones of a run."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class HostClock:
 
 
 class DeviceCount:
-    """How far the device has come in its stream: it writes that to the host's memory itself.
+    """A count of finished steps, which the device writes to the host's memory from its own stream.
 
     Reading it is no call of CUDA: torch keeps Python's lock in ``cudaEventQuery``, which may hang while another thread
     waits for the device (pytorch/pytorch#130844), and with it every thread of the rank.
@@ -140,3 +140,29 @@ class DeviceClock:
 def for_device(device: torch.device) -> Clock:
     """The clock that suits the device."""
     return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+class Stopwatch:
+    """Seconds from one milestone to the next.
+
+    Attributes:
+        laps: Seconds by milestone.
+
+    Args:
+        started: Start time in seconds since the epoch, possibly taken in another process.
+    """
+
+    def __init__(self, started: float) -> None:
+        self.laps: dict[str, float] = {}
+        self._started = self._last = started
+
+    def lap(self, name: str, now: float | None = None) -> None:
+        """Record the time since the last lap under ``name``; it ended ``now``."""
+        now = time.time() if now is None else now
+        self.laps[name] = now - self._last
+        self._last = now
+
+    @property
+    def total(self) -> float:
+        """Seconds from the start to the last lap."""
+        return self._last - self._started

@@ -1,6 +1,6 @@
-"""The peak memory of one rank, in bytes.
+"""Memory: the peak of one rank, and what a run may take of its host, in bytes.
 
-On a GPU this is what torch's caching allocator handed out: parameters, gradients, optimizer state, activations and
+On a GPU this is what PyTorch's caching allocator has allocated: parameters, gradients, optimizer state, activations and
 buffers of this process, without the CUDA context, NCCL's buffers and unused cache. On a CPU it is the peak resident
 set of the process, including interpreter, libraries and mapped files. Do not compare the two kinds.
 """
@@ -13,11 +13,14 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import psutil
 
 if TYPE_CHECKING:
     import torch
@@ -125,3 +128,53 @@ def oom_kills() -> int:
                 if found := re.search(r"^oom_kill (\d+)$", Path(path).read_text(), re.MULTILINE):
                     return int(found[1])
     return 0
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Memory of this host, or of the container or job that this process is in.
+
+    Attributes:
+        total: Bytes.
+        available: Bytes that can be allocated now without swapping.
+    """
+
+    total: int
+    available: int
+
+
+def host_memory(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> HostMemory:
+    """The memory that the kernel reports, cut to the limits of this process's control groups (cgroups(7), v1 and v2).
+
+    A container and a SLURM job may have less memory than their host, and a process that exceeds that is killed.
+    """
+    host = psutil.virtual_memory()
+    total, available = host.total, host.available
+    for limit, used in _cgroup_limits(cgroups, membership):
+        total, available = min(total, limit), min(available, max(limit - used, 0))
+    return HostMemory(total, available)
+
+
+def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use, in bytes, of each control group with a limit that contains this process, without page cache."""
+    try:
+        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+    except OSError:  # not Linux
+        return
+    for _, controllers, path in lines:
+        if controllers == "":
+            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        own = root / path.lstrip("/")
+        for group in (own, *own.parents):
+            with suppress(
+                OSError, ValueError
+            ):  # "max", or not a group with a limit; a container may not see its parents
+                limit, used = (int((group / name).read_text()) for name in names[:2])
+                cache = re.search(rf"^{names[2]} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                yield limit, used - int(cache[1] if cache else 0)
+            if group == root:
+                break

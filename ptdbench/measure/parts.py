@@ -1,4 +1,4 @@
-"""What the time and the memory of a step are divided into, in order, and what reports call each part."""
+"""Parts of the time and the memory of a step, in order, and what reports call each."""
 
 #: The phases of a step.
 PHASES = {

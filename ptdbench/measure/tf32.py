@@ -19,7 +19,7 @@ def allow(on: bool) -> None:
 
 
 def is_allowed() -> bool:
-    """Whether either is set, as torch reads them: an MFU then needs the higher peak."""
+    """Return whether either is set, as torch reads them: an MFU then needs the higher peak."""
     return bool(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
 
 

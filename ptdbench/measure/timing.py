@@ -15,7 +15,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ptdbench.launch.together import gather, most
+from ptdbench.launch.collect import gather, most
 from ptdbench.measure import clock
 from ptdbench.problems import ConfigError, Problem, at_least
 
@@ -46,7 +46,7 @@ class Effort:
         return max(self.min_repetitions, min(self.max_repetitions, int(self.seconds / max(once, _TICK))))
 
     def affords(self, once: float) -> bool:
-        """Whether ``min_repetitions`` of something that takes ``once`` seconds fit into ``max_seconds``."""
+        """Return whether ``min_repetitions`` of something that takes ``once`` seconds fit into ``max_seconds``."""
         return self.min_repetitions * once <= self.max_seconds
 
 

@@ -25,7 +25,7 @@ Finish = Callable[[Any, Tensor | None], Tensor]
 
 
 class NoChain(Exception):
-    """Why a module cannot be cut between its blocks, in words that follow "the model"."""
+    """The reason why a module cannot be cut between its blocks, in words that follow "the model"."""
 
 
 def repeated(module: nn.Module) -> dict[str, nn.Module]:

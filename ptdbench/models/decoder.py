@@ -1,4 +1,4 @@
-"""What language models share: a chain of a token embedding, equal blocks and a head."""
+"""The chain that language models share: a token embedding, equal blocks and a head."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ more. It may define these methods, all of them optional:
     The module as an ordered chain, a dict from the full name of each submodule to the submodule; ``forward``
     then takes ``targets``, and so does the last part. Default: the members of an ``nn.Sequential``; else what
     comes before the repeated blocks, each block and what follows, if trying shows that they are a chain (see
-    ``ptdbench.models.chain``); else what its traced ``forward`` shows (see ``ptdbench.models.trace``).
+    ``ptdbench.models.chain``); else what its traced ``forward`` shows (see ``ptdbench.models.traced``).
 ``tied()``
     Pairs of full parameter names in different parts that are one weight. Default: those that are one object.
 ``roles()``
@@ -50,7 +50,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ptdbench.models import chain, trace
+from ptdbench.models import chain, traced
 from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss
 from ptdbench.problems import said
 
@@ -146,7 +146,7 @@ class Adapted(nn.Module):
         except chain.NoChain as reason:
             self.uncut = str(reason)
         try:
-            return trace.parts(self.module, layers, self._call, self._finish, inputs, PREFIX)
+            return traced.parts(self.module, layers, self._call, self._finish, inputs, PREFIX)
         except chain.NoChain as reason:
             self.uncut = f"{self.uncut}, and {reason}"
             return None

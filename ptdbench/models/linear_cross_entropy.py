@@ -85,7 +85,7 @@ def linear_cross_entropy(
 
 
 def chunk_rows(rows: int, vocabulary: int, device: torch.device) -> int:
-    """How many of ``rows`` tokens go into one chunk, so that the chunks are of nearly equal size."""
+    """Return how many of ``rows`` tokens go into one chunk, so that the chunks are of nearly equal size."""
     least = LEAST_ROWS_CPU if device.type == "cpu" else LEAST_ROWS_GPU
     most = max(FREE_LOGITS // vocabulary, least)
     chunks = -(-rows // most)
@@ -193,7 +193,7 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch
 
 
 def has_wide_products(device: torch.device) -> bool:
-    """Whether products of 16-bit matrices can be written in fp32: not rounded, and added up without a pass of its own.
+    """Return whether products of 16-bit matrices can be written in fp32: not rounded, and summed in the same pass.
 
     torch has them for CUDA alone.
     """

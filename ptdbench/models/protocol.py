@@ -78,7 +78,7 @@ class Model(Protocol):
         ...
 
     def roles(self) -> Mapping[str, Role]:
-        """What modules are to ranks that share the work of one sample, by full name; without a role: the same to all.
+        """Return the roles of modules for ranks that share a sample's work, by full name; no role: the same to all.
 
         Divided by them, on any number of ranks that divides their units, the model computes the same as on one rank.
         Empty if it cannot be divided.

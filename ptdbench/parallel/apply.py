@@ -16,13 +16,13 @@ from ptdbench.parallel import context, experts, fp8, tensor
 from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.batchnorm import synchronize_batchnorm
-from ptdbench.parallel.compilation import Compile, compile_parts
-from ptdbench.parallel.engine import Part
+from ptdbench.parallel.compile import Compile, compile_parts
+from ptdbench.parallel.ddp import replicate
+from ptdbench.parallel.engine import LaidOutModule
+from ptdbench.parallel.fsdp import shard
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.options import Offload, Options
 from ptdbench.parallel.precision import Name, narrow
-from ptdbench.parallel.replicate import replicate
-from ptdbench.parallel.shard import shard
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Setting:
         layout: How the batch is divided among them.
         device: This rank's device.
         precision: Dtype of the arithmetic.
-        compile: What is compiled, see :mod:`ptdbench.parallel.compilation`.
+        compile: What is compiled, see :mod:`ptdbench.parallel.compile`.
         activations: What becomes of a layer's activations until the backward pass.
         seed: Seed of the weights.
         channels_last: Whether images are channels-last in memory.
@@ -59,7 +59,7 @@ class Setting:
         return not (ranks := self.mesh["tensor"]) or ranks.get_local_rank() == 0
 
 
-def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> Part:
+def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> LaidOutModule:
     """Lay out ``module``, the model or a stage of it, on the meta device or with its weights."""
     dims = setting.layout.dims
     is_sharded, is_replicated = how.shards(dims), how.replicates(dims)
@@ -110,10 +110,10 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> Pa
     if is_replicated:
         part = replicate(module, setting.mesh.copies, device, how, static_graph=how.has_static_graph(setting.layout))
         return _completed(part, shared, setting)
-    return _completed(Part(module, module), shared, setting)
+    return _completed(LaidOutModule(module, module), shared, setting)
 
 
-def _completed(part: Part, shared: Sequence[nn.Module], setting: Setting) -> Part:
+def _completed(part: LaidOutModule, shared: Sequence[nn.Module], setting: Setting) -> LaidOutModule:
     """With what completes the gradients of a step where FSDP and DDP do not."""
     dims, routing = setting.layout.dims, None
     settles: list[Callable[[], None]] = []

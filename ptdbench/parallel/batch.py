@@ -1,4 +1,4 @@
-"""How a global batch is divided among the ranks: the numbers, and the rules they must satisfy."""
+"""Batch plan: how a global batch is divided among the ranks, and the rules that the numbers must satisfy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does not go together: a table of what rules an option out, the option, why, and what to do instead."""
+"""Conflicts of options: a table of what rules an option out, the option, why, and what to do instead."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def of_degrees(how: Options) -> list[Row]:
 
 
 def of_layout(how: Options, plan: BatchPlan) -> list[Row]:
-    """What the degrees of a run and its micro-batches rule out."""
+    """Return the conflicts of a run's degrees and micro-batches with its options."""
     dims, groups = plan.dims, divisors(plan.dims.shard)[1:-1]
     frees, is_static, has_stages = how.reshard_after_forward, how.static_graph is True, how.applies("pipeline", dims)
     return [
@@ -84,7 +84,7 @@ def of_layout(how: Options, plan: BatchPlan) -> list[Row]:
 
 
 def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> list[Row]:
-    """What a value of an option outside of ``parallel`` does not go with; of a precision under any layout."""
+    """Return the conflicts of an option outside of ``parallel``, such as a precision, under any layout."""
     dims = plan.dims if plan else Dims()
     is_ring, splits = how.applies("context", dims) and how.context_method == "ring", how.splits_backward(dims)
     rows: dict[str, list[Row]] = {

@@ -81,7 +81,7 @@ class Positions:
 
 
 def problems(model: Model, ranks: int, tensor: int, method: Method) -> Iterator[Problem]:
-    """Why so many ranks cannot share the sequences of a model; nothing if they can.
+    """Yield the reasons why so many ranks cannot share the sequences of a model.
 
     Args:
         model: The model.
@@ -106,7 +106,7 @@ def problems(model: Model, ranks: int, tensor: int, method: Method) -> Iterator[
 
 
 def undividable(length: int, ranks: int, method: Method) -> Iterator[Problem]:
-    """Why so many ranks cannot share samples of ``length`` positions, perhaps fewer than the model can take."""
+    """Yield the reasons why so many ranks cannot share samples of ``length`` positions."""
     yield from _undivided(ranks, [(length, "positions")], method, "a sample")
 
 

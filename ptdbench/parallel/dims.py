@@ -20,7 +20,7 @@ D = TypeVar("D", bound="Dims")
 
 @dataclass(frozen=True)
 class Degree:
-    """What a degree of parallelism is.
+    """A degree of parallelism.
 
     Attributes:
         text: Whose number it is, for readers of a record.

@@ -17,7 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from ptdbench.parallel.experts import Routing
 from ptdbench.parallel.powersgd import PowerSGD
-from ptdbench.parallel.zero import Division
+from ptdbench.parallel.zero import Zero1
 
 #: Multiplies a loss by the loss scale before its backward pass.
 Scale = Callable[[Tensor], Tensor]
@@ -35,7 +35,7 @@ def _ignored(_: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Part:
+class LaidOutModule:
     """A model, or one stage of it, as :func:`ptdbench.parallel.apply.apply` lays it out.
 
     Attributes:
@@ -61,7 +61,7 @@ class Part:
     begin: Callable[[Tensor], None] = _ignored
     settle: Callable[[], None] = _nothing
     routing: Routing | None = None
-    division: Division | None = None
+    division: Zero1 | None = None
     compressor: PowerSGD | None = None
 
 
@@ -76,7 +76,7 @@ class Engine(ABC):
     """
 
     module: nn.Module
-    parts: Sequence[Part]
+    parts: Sequence[LaidOutModule]
     owns_loss: bool
     rehearsals: int
 
@@ -127,7 +127,7 @@ class Engine(ABC):
                 part.division.share()
 
     def own_state(self) -> dict[str, Tensor]:
-        """What communication keeps from step to step, which no other rank has; by name."""
+        """Return the state that communication keeps from step to step and no other rank has, by name."""
         return {
             f"powersgd.{number}.{name}": tensor
             for number, part in enumerate(self.parts)
@@ -136,7 +136,7 @@ class Engine(ABC):
         }
 
     def load_own_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue with what :meth:`own_state` returned; :meth:`rehearse` must follow."""
+        """Continue with what :meth:`own_state` returned; :meth:`warm_up_buckets` must follow."""
         for number, part in enumerate(self.parts):
             if part.compressor:
                 part.compressor.load(_below(f"powersgd.{number}.", tensors))
@@ -147,7 +147,7 @@ class Engine(ABC):
         counts = {name: total.tolist() for one in known for name, total in one.totals.items()}
         return counts, [float(one.fullest) / one.steps for one in known if one.fullest is not None]
 
-    def rehearse(self, inputs: Tensor, targets: Tensor, scale: Scale) -> None:
+    def warm_up_buckets(self, inputs: Tensor, targets: Tensor, scale: Scale) -> None:
         """Compute and discard gradients until the engine has reached its steady state; nothing else changes.
 
         The first passes of an engine may differ from later ones: DDP rebuilds its buckets after the first backward
@@ -181,7 +181,7 @@ class Accumulating(Engine):
         owns_loss: Whether this rank is the one of its replica whose loss counts.
     """
 
-    def __init__(self, part: Part, micro_batch: int, *, owns_loss: bool = True) -> None:
+    def __init__(self, part: LaidOutModule, micro_batch: int, *, owns_loss: bool = True) -> None:
         self.module = part.module
         self.owns_loss = owns_loss
         self.parts = [part]

@@ -16,7 +16,7 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import MakeOptimizer
 from ptdbench.parallel.pipeline.stage import cut
 from ptdbench.parallel.tensor import cut_dimensions
-from ptdbench.parallel.zero import divide
+from ptdbench.parallel.zero import assign_owners
 from ptdbench.problems import ConfigError, Problem, said
 
 
@@ -110,7 +110,9 @@ def _footprint(
     trained = [tensor for tensor, parameter in zip(local, parameters, strict=True) if parameter.requires_grad]
     states = [state_bytes(parameter) for parameter in parameters if parameter.requires_grad]
     state_of = [0] * owners
-    for owner, tensor, state in zip(divide([one.numel() for one in trained], owners), trained, states, strict=True):
+    for owner, tensor, state in zip(
+        assign_owners([one.numel() for one in trained], owners), trained, states, strict=True
+    ):
         state_of[owner] += state + (tensor.nbytes if average else 0)
     return Footprint(
         weights=_bytes(local) + sum(_bytes(module.buffers()) for module in held),

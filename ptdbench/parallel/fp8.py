@@ -16,12 +16,12 @@ MULTIPLE = 16
 
 
 def is_installed() -> bool:
-    """Whether torchao is."""
+    """Return whether torchao is installed."""
     return importlib.util.find_spec("torchao") is not None
 
 
 def suits(module: nn.Module) -> bool:
-    """Whether a module is a linear layer that is large and even enough."""
+    """Return whether a module is a linear layer whose sizes are large and even enough."""
     if type(module) is not nn.Linear:  # a subclass may compute something else
         return False
     sides = (module.in_features, module.out_features)

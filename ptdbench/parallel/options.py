@@ -38,7 +38,7 @@ class Options(Degrees[Size]):
     sync_batchnorm: bool = False
 
     def applies(self, degree: str, dims: Dims) -> bool:
-        """Whether the transform of a degree is applied.
+        """Return whether the transform of a degree is applied.
 
         A requested transform is applied on one rank too, so that its overhead can be measured.
         """
@@ -54,7 +54,7 @@ class Options(Degrees[Size]):
 
     @property
     def sent(self) -> Literal["fp32", "bf16", "fp16", "powersgd"]:
-        """What is sent to average gradients."""
+        """The form in which gradients are sent to be averaged."""
         return "fp32" if self.gradients == "auto" else self.gradients
 
     def frees_after_forward(self, dims: Dims) -> bool | int:

@@ -51,7 +51,7 @@ def narrow(module: nn.Module, layers: Collection[nn.Module], precision: Name, *,
     for part in module.modules() if weights else ():
         names = tuple(name for name, weight in part.named_parameters(recurse=False) if weight.is_floating_point())
         if not isinstance(part, _BatchNorm):
-            read_as(part, names, _cast_to(dtype))
+            cast_on_read(part, names, _cast_to(dtype))
 
 
 def _casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
@@ -98,7 +98,7 @@ class AgreedGradScaler(torch.amp.GradScaler):
         return found
 
 
-def read_as(module: nn.Module, names: tuple[str, ...], how: Callable[[Tensor], Tensor]) -> None:
+def cast_on_read(module: nn.Module, names: tuple[str, ...], how: Callable[[Tensor], Tensor]) -> None:
     """Let ``module`` see ``how(parameter)`` where it reads one of its own parameters ``names``.
 
     ``parameters()``, ``state_dict()`` and optimizers see the parameters themselves. The compiler traces ``how`` with

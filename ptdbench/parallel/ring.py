@@ -41,7 +41,7 @@ _TILE = 32
 
 
 def missing() -> str | None:
-    """What this version of torch lacks; ``None`` if it has all."""
+    """Return what this version of torch lacks for ring attention; ``None`` if it has all."""
     try:
         module = import_module(_OF_TORCH)
     except ImportError:

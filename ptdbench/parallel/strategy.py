@@ -5,25 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel import conflicts, context, experts, tensor
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.compilation import start_afresh
-from ptdbench.parallel.convolutions import choose_convolutions
+from ptdbench.parallel.comm_volume import CommModel, comm_bytes
+from ptdbench.parallel.compile import start_afresh
 from ptdbench.parallel.dims import Dims, derive, waiting
 from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
+from ptdbench.parallel.fsdp import shared_between_layers
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.pipeline import plan
-from ptdbench.parallel.pipeline.engine import pipelined
+from ptdbench.parallel.pipeline import stage
+from ptdbench.parallel.pipeline.pipelined import pipelined
 from ptdbench.parallel.pipeline.stage import cut, unrepeated
 from ptdbench.parallel.precision import Name
-from ptdbench.parallel.shard import shared_between_layers
-from ptdbench.parallel.volume import Work, expected
 from ptdbench.problems import Problem, at_least, require, try_these
+
+
+def choose_convolutions(module: nn.Module, device: torch.device) -> None:
+    """Let cuDNN, or MIOpen on AMD's GPUs, time its algorithms for each shape and keep the fastest.
+
+    Worth it as a run has few shapes: those of training, of evaluation and of its last batch. Only for a model with
+    convolutions: others have nothing to choose.
+    """
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = any(isinstance(one, _ConvNd) for one in module.modules())
 
 
 @dataclass(frozen=True)
@@ -40,7 +51,7 @@ class Strategy(Options):
             *at_least(1, **given, prefetch=self.prefetch, powersgd_rank=self.powersgd_rank),
             *at_least(2, powersgd_start=self.powersgd_start),
             *conflicts.problems(self, conflicts.of_values(self)),
-            *(plan.problems(self) if self.pipeline != 1 else ()),
+            *(stage.problems(self) if self.pipeline != 1 else ()),
             *conflicts.problems(self, conflicts.of_degrees(self)),
         )
 
@@ -71,7 +82,7 @@ class Strategy(Options):
         """
         share = global_batch // dims.batch
         if self.applies("pipeline", dims):
-            found = plan.divide(self, dims, global_batch, share, micro_batch)
+            found = stage.divide_batch(self, dims, global_batch, share, micro_batch)
         else:
             size = share if micro_batch == "auto" else micro_batch
             found = BatchPlan(dims, global_batch, size, accumulation=share // size)
@@ -82,7 +93,7 @@ class Strategy(Options):
         """Raise ConfigError for a model that cannot be laid out this way."""
         dims = layout.dims
         if self.applies("pipeline", dims):
-            require(plan.cannot_be_cut(self, model, dims))
+            require(stage.cannot_be_cut(self, model, dims))
         if self.applies("tensor", dims):
             require(*tensor.problems(model, dims.tensor, dims.context, sequence=self.sequence))
         if self.applies("context", dims):
@@ -130,8 +141,8 @@ class Strategy(Options):
         recomputes: bool,
         gathers: int = 0,
     ) -> dict[str, float | None]:
-        """Bytes of each operation of communication in a step by formula; see :class:`ptdbench.parallel.volume.Work`."""
-        return expected(Work(model, example, layout, self, precision, recomputes, gathers))
+        """Bytes of each collective in a step by formula; see :class:`ptdbench.parallel.comm_volume.CommModel`."""
+        return comm_bytes(CommModel(model, example, layout, self, precision, recomputes, gathers))
 
     def parts_of_stages(self, model: Model, layout: BatchPlan) -> list[list[str]]:
         """Of each stage of a pipeline the names of the parts that are no repeated layers, such as the head."""

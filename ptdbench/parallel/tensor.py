@@ -23,7 +23,7 @@ from ptdbench.models.experts import Router
 from ptdbench.models.linear_cross_entropy import LinearCrossEntropy, VocabularyShare
 from ptdbench.models.protocol import Model, Role, module_of
 from ptdbench.parallel.activations import wrap_forward
-from ptdbench.parallel.precision import read_as
+from ptdbench.parallel.precision import cast_on_read
 from ptdbench.parallel.roles import roles_of, undivided
 from ptdbench.problems import Problem, try_these
 
@@ -39,7 +39,7 @@ _DIMENSIONS = {"outputs": 0, "inputs": 1, "vocabulary": 0}
 
 
 def problems(model: Model, ranks: int, context: int, *, sequence: bool) -> Iterator[Problem]:
-    """Why so many ranks cannot share the products of a model; nothing if they can.
+    """Yield the reasons why so many ranks cannot share the products of a model.
 
     Args:
         model: The model.
@@ -104,7 +104,7 @@ def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: 
 
 
 def placed(meta: Tensor, values: Tensor) -> Tensor:
-    """What takes the place of a tensor on the meta device, given its initial values: of a DTensor, this rank's part."""
+    """Return what replaces a tensor on the meta device, given its initial values: of a DTensor, this rank's part."""
     if not isinstance(meta, DTensor):
         return values
     return distribute_tensor(values, meta.device_mesh, meta.placements, src_data_rank=None)
@@ -274,7 +274,7 @@ def spread(part: nn.Module, mesh: DeviceMesh, placement: Placement, of_gradient:
     for name, weight in plain.items():
         spread = distribute_tensor(weight.data, mesh, [placement], src_data_rank=None)
         part.register_parameter(name, nn.Parameter(spread, weight.requires_grad))
-    read_as(part, tuple(plain), _local_part(of_gradient))
+    cast_on_read(part, tuple(plain), _local_part(of_gradient))
 
 
 @cache

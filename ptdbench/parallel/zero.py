@@ -19,7 +19,7 @@ from torch import nn
 _MESSAGE = 25 << 20
 
 
-class Division:
+class Zero1:
     """Divides the weights of a replicated module among its replicas, each weight whole.
 
     Args:
@@ -29,7 +29,7 @@ class Division:
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         trained = [weight for weight in module.parameters() if weight.requires_grad]
-        owners = divide([weight.numel() for weight in trained], dist.get_world_size(group))
+        owners = assign_owners([weight.numel() for weight in trained], dist.get_world_size(group))
         self._owners = dict(zip(trained, owners, strict=True))
         self._group = group
 
@@ -61,7 +61,7 @@ class Division:
         return [weight for weight, owner in self._owners.items() if owner != here]
 
 
-def divide(sizes: Sequence[int], replicas: int) -> list[int]:
+def assign_owners(sizes: Sequence[int], replicas: int) -> list[int]:
     """The owner of each of the weights with these sizes: the largest first, each to the replica with the least."""
     owners, held = [0] * len(sizes), [0] * replicas
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):

@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ptdbench.measure.nccl import NCCL_BUFFERS
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.planning import steps
@@ -19,9 +18,10 @@ from ptdbench.planning.classes import classes
 from ptdbench.planning.merging import merged
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.profiling.nccl import NCCL_BUFFERS
 from ptdbench.records import store
-from ptdbench.report.heading import Heading
-from ptdbench.setup import fit, run_spec
+from ptdbench.report.display import Heading
+from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config
 from ptdbench.setup.run_spec import RunSpec, Summary
 from ptdbench.setup.training_spec import TrainingSpec
@@ -111,14 +111,14 @@ def plan(asked: Asked) -> dict[str, Any]:
     spec = run_spec.specify(short.changed({"train.global_batch": _ANY_BATCH}) if asked.sets_batch else short, None)
     assert spec.training
     if spec.virtual is None:
-        room = fit.on_host(spec.world_size, asked.config.general.memory_reserve or 0.0, running=False)
+        room = checks.on_host(spec.world_size, asked.config.general.memory_reserve or 0.0, running=False)
         return _state_only(spec, room, "the rest is known of virtual GPUs, as with virtual=h100")
     try:
         run_spec.place(short, spec.world_size)
     except ConfigError as lack:
         communicators = spec.training.layout.dims.communicators
         reserve = asked.config.general.memory_reserve or 0.0
-        return _state_only(spec, fit.on_virtual(spec.virtual.gpu, reserve, communicators), str(lack))
+        return _state_only(spec, checks.on_virtual(spec.virtual.gpu, reserve, communicators), str(lack))
     return _Virtual(asked, short, spec).fields()
 
 
@@ -131,7 +131,7 @@ def _state(training: TrainingSpec) -> list[dict[str, int]]:
     return [asdict(footprint) for footprint in training.footprints()]
 
 
-def _state_only(spec: RunSpec, room: fit.Room, reason: str) -> dict[str, Any]:
+def _state_only(spec: RunSpec, room: checks.Room, reason: str) -> dict[str, Any]:
     """What is known without carrying anything out."""
     training = spec.training
     assert training
@@ -152,7 +152,7 @@ def _state_only(spec: RunSpec, room: fit.Room, reason: str) -> dict[str, Any]:
         rule = (
             f"weights, gradients and optimizer state take {gib_text(needs)}, and {room.owner} has {gib_text(room.size)}"
         )
-        return fields | _oom(f"{rule}; {fit.remedy(training, room)}")
+        return fields | _oom(f"{rule}; {checks.remedy(training, room)}")
     return fields | {"status": "ok", "error": None}
 
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ptdbench.measure import comparison
-from ptdbench.measure.variation import Pool
+from ptdbench.comparison import significance
+from ptdbench.comparison.variation import Pool
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.planning import steps
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import store
-from ptdbench.report.heading import Heading
+from ptdbench.report.display import Heading
 from ptdbench.report.reason import reason
-from ptdbench.setup import fit, run_spec
+from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config
 from ptdbench.setup.run_spec import Summary
 from ptdbench.units import gib_text
@@ -159,7 +159,7 @@ class Finder:
         """Bytes that the run may take: of this host on all ranks, or of a GPU, whose size the first try tells."""
         general = self.config.general
         if self._spec.device_type == "cpu":
-            return fit.on_host(self._spec.world_size, general.memory_reserve or 0.0, running=False).size
+            return checks.on_host(self._spec.world_size, general.memory_reserve or 0.0, running=False).size
         if self._spec.virtual:
             size = self._spec.virtual.gpu.memory
         else:
@@ -222,7 +222,7 @@ class Finder:
 
     def _is_slower(self, best: int, other: int) -> bool:
         """Whether the larger one is known to be slower than the next smaller one."""
-        level, looks = comparison.level_of_look(_BLOCKS), comparison.looks(_BLOCKS)
+        level, looks = significance.level_of_look(_BLOCKS), significance.interim_looks(_BLOCKS)
         options = _SHORT | {"train.steps": _STEPS, "train.warmup_steps": 2}
         for block in range(1, _BLOCKS + 1):
             for size in (best, other) if block % 2 else (other, best):
@@ -237,11 +237,11 @@ class Finder:
             if block not in looks:
                 continue
             apart = Pool([one, two]).difference(one, two)
-            (sign,) = comparison.differing([apart], level)
+            (sign,) = significance.differing([apart], level)
             if sign:
                 return sign < 0
             if apart:
-                known = comparison.compare(apart, level)
+                known = significance.compare(apart, level)
                 if max(known.high, 1 / known.low) <= 1 + _TIED:
                     return False
         return False

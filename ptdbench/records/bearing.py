@@ -39,7 +39,7 @@ OF_CHOICE = ("name", "label", "_target_", "_partial_")
 
 @cache
 def bears(option: str, *on: str) -> bool:
-    """Whether an option, by its dotted name, bears on any of these."""
+    """Return whether an option, by its dotted name, bears on any of these."""
     group = option
     while group not in _OPTIONS and group:
         group = group.rpartition(".")[0]

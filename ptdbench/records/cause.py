@@ -89,7 +89,7 @@ def status_of(failure: Failure) -> str:
 
 
 def is_stop(failure: Failure) -> bool:
-    """Whether a signal asked the rank to end, which is not a failure of its own."""
+    """Return whether a signal asked the rank to end, which is not a failure of its own."""
     return failure.type in _STOPPED
 
 

@@ -1,7 +1,7 @@
 """Generates the documentation of a record, which Sphinx puts into ``docs/record.md``.
 
-The source is the types in :mod:`ptdbench.records.schema` and :mod:`ptdbench.records.findings`, whose fields are each
-described by the string below them.
+The source is the types in :mod:`ptdbench.records.schema` and :mod:`ptdbench.records.workload_results`, each of whose
+fields is described by the string below it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from msgspec import Struct
 
 from ptdbench.parallel.dims import Dims
 from ptdbench.records import load
-from ptdbench.records.findings import Findings
 from ptdbench.records.schema import OfDegrees, Record
+from ptdbench.records.workload_results import Findings
 
 
 class Field(NamedTuple):

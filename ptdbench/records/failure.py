@@ -1,4 +1,4 @@
-"""Failure reports of ranks, written by the rank itself or by others.
+"""Failure reports of ranks, written by the rank itself or by others, with the frame of the user's code.
 
 When one rank dies, its peers fail within milliseconds because their connection is lost, and the launcher ends the
 rest. Every rank therefore writes its own report, and the run's error is selected from all of them
@@ -8,21 +8,78 @@ rest. Every rank therefore writes its own report, and the run's error is selecte
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import sysconfig
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ptdbench.files import replace_bytes, write_json
 from ptdbench.launch import crash
 from ptdbench.launch.local import STOP_SIGNALS
 from ptdbench.problems import said
-from ptdbench.records.files import replace_bytes, write_json
-from ptdbench.records.frames import last_frame, user_frame
+
+_PACKAGE = Path(__file__).parents[1]
+_START = _PACKAGE / "run.py"
+_EXAMPLES = _PACKAGE / "examples"
+_INSTALLED = tuple(Path(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
+_LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+
+
+def user_frame(exception: BaseException) -> str:
+    """The last frame of the traceback that is a user's: ``mymodels.py:13 in forward``; empty if there is none.
+
+    That is code outside of this package, Python's library and the installed packages; else, as with a model from a
+    package, the last frame in an installed package other than torch.
+    """
+    frames = reversed(traceback.extract_tb(exception.__traceback__))
+    return _first([(frame.filename, frame.lineno or 0, frame.name) for frame in frames], (_is_own, _is_of_package))
+
+
+def last_frame(calls: Sequence[tuple[str, int, str]]) -> str:
+    """The innermost of these calls that is a user's, as for an exception; else one of this package.
+
+    Args:
+        calls: File, line and function of each, innermost first, up to those that have started the run.
+    """
+    started = next((place for place, (file, *_) in enumerate(calls) if Path(file) == _START), len(calls))
+    return _first(calls[: started + 1], (_is_own, _is_of_package, lambda path: _is_below(path, _PACKAGE)))
+
+
+def _first(calls: Sequence[tuple[str, int, str]], wanted: Sequence[Callable[[Path], bool]]) -> str:
+    for is_wanted in wanted:
+        for file, line, function in calls:
+            path = Path(file)
+            if path.is_absolute() and is_wanted(path):
+                return f"{_shown(path)}:{line} in {function}"
+    return ""
+
+
+def _is_own(path: Path) -> bool:
+    return _is_below(path, _EXAMPLES) or not any(_is_below(path, one) for one in (_PACKAGE, *_INSTALLED, *_LIBRARY))
+
+
+def _is_of_package(path: Path) -> bool:
+    if _is_below(path, _PACKAGE):
+        return False
+    return any(_is_below(path, one) and path.relative_to(one).parts[0] != "torch" for one in _INSTALLED)
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    return folder in path.parents
+
+
+def _shown(path: Path) -> str:
+    """Relative to the working directory if it is below, else the name alone."""
+    here = Path(os.getcwd())
+    return str(path.relative_to(here)) if _is_below(path, here) else path.name
+
 
 #: Characters of a message and of a traceback that are kept; a stranger's may have millions.
 _LONGEST_MESSAGE, _LONGEST_TRACEBACK = 20_000, 200_000
@@ -36,7 +93,7 @@ _CRASH = "crash-rank-{}.txt"
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank ended.
+    """The end of one rank that failed.
 
     Attributes:
         rank: The rank; -1 for the process that starts the ranks.
@@ -146,7 +203,7 @@ def stuck(rank: int, message: str, stacks: str) -> Failure:
 
 
 def crash_file(folder: Path, rank: int) -> Path:
-    """Where native code that ends a rank leaves its stacks, in the folder of the reports."""
+    """Return the file for the stacks of native code that ends a rank, in the folder of the reports."""
     return folder / _CRASH.format(rank)
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from msgspec import Struct, to_builtins
 from msgspec.structs import replace
 
+from ptdbench.files import read_bytes, write_json
 from ptdbench.records import schema
-from ptdbench.records.files import read_bytes, write_json
 from ptdbench.records.store import Damaged
 
 LEDGER = "sweep.json"

@@ -1,4 +1,4 @@
-"""What a sweeper that searches judges a run by: one figure of its record."""
+"""Objective of a sweeper that searches: one figure of a run's record."""
 
 from __future__ import annotations
 

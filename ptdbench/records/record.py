@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 
+from ptdbench.files import strict
 from ptdbench.records import schema, store
 from ptdbench.records.bearing import bearing, bears, leaves
 from ptdbench.records.cause import status_of
 from ptdbench.records.failure import Failure
-from ptdbench.records.files import strict
 from ptdbench.records.schema import Owner, Written
 from ptdbench.terminal import command, under
 
@@ -116,14 +116,14 @@ def stopped(record: Written, why: str, saved: bool = True) -> dict[str, Any]:
 
 
 def how_started(record: Written) -> str:
-    """How to start a run again, ahead of its overrides: this resubmits a job, but cannot start the ranks of srun."""
+    """Return what starts a run again, before its overrides: it resubmits a job, but cannot start the ranks of srun."""
     launcher = record.get("launcher")
     by_hand = launcher not in (None, "local") and "submit" not in (option(record, "cluster", dict) or ())
     return under(str(launcher)) if by_hand else command()
 
 
 def retyped(record: Written) -> str | None:
-    """What to type for such a run, wherever and however often it began; ``None`` where that is not on record."""
+    """Return what to type for such a run, wherever and however often it began; ``None``: it is not on record."""
     if record.get("overrides") is None:
         return None
     words = [word for word in record["overrides"] if not bears(word.lstrip("+").partition("=")[0], "start")]
@@ -138,12 +138,12 @@ def requeued(record: Written, number: int, limit: int) -> dict[str, Any]:
 
 
 def is_open(record: Written) -> bool:
-    """Whether the end of the run has not been recorded yet."""
+    """Return whether the end of the run has not been recorded yet."""
     return schema.error(record).type == UNFINISHED
 
 
 def is_settled(record: Written) -> bool:
-    """Whether its end was recorded by the queue or by all ranks together, which know more than one rank.
+    """Return whether its end was recorded by the queue or by all ranks together, which know more than one rank.
 
     A rank on a lost node may live on for a while and must not overwrite it. Neither may a failure of a rank during
     shutdown, after the run was ok.
@@ -153,7 +153,7 @@ def is_settled(record: Written) -> bool:
 
 
 def same_work(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
-    """Whether two resolved configurations describe the same run, possibly with other cluster resources.
+    """Return whether two resolved configurations describe the same run, possibly with other cluster resources.
 
     For example, a run that reached its time limit may be given more time.
     """
@@ -175,7 +175,7 @@ def work(config: Mapping[str, Any] | None, ignored: Collection[str] = ()) -> str
 
 
 def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """What was trained, if it is another model than now: ``gpt_tiny``, or ``toy with width=64 (here 32)``.
+    """Describe what was trained, if it is another model than now: ``gpt_tiny``, or ``toy with width=64 (here 32)``.
 
     Args:
         was: The options of the earlier model, as in ``config.model``.
@@ -189,7 +189,7 @@ def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 
 def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
-    """Whether a run of this configuration has been ok in ``directory``."""
+    """Return whether a run of this configuration has been ok in ``directory``."""
     try:
         found = store.load_record(directory)
     except (FileNotFoundError, store.Damaged):

@@ -2,7 +2,7 @@
 
 A field may be missing: a record is written before its run begins, and a missing field is ``None`` here. A field that is
 present has the type declared here. :mod:`ptdbench.records.describe` generates the tables of ``docs/record.md`` from
-this module and :mod:`ptdbench.records.findings`: the string below a field is its description.
+this module and :mod:`ptdbench.records.workload_results`: the string below a field is its description.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class Virtual(Struct):
     ranks: list[Count] | None = None
     """The ranks that were carried out."""
     allocated_bytes: list[Count] | None = None
-    """Peak of what torch's allocator handed out."""
+    """Peak memory allocated by PyTorch."""
     reserved_bytes: list[Count] | None = None
     """Peak of what torch's allocator took from the device: with what it keeps for later."""
     context_bytes: Count | None = None
@@ -442,7 +442,7 @@ class Evaluation(Struct):
     """Duration."""
 
     def better_than(self, other: Evaluation) -> bool:
-        """Whether this is the better evaluation: by top-1 accuracy if there is one, else by loss."""
+        """Return whether this is the better evaluation: by top-1 accuracy if there is one, else by loss."""
         if self.loss is None or other.loss is None:  # diverged
             return self.loss is not None
         if self.top1 is not None and other.top1 is not None:
@@ -709,7 +709,7 @@ def read(text: bytes, kind: type[T]) -> T:
 
 
 def is_path(text: str) -> bool:
-    """Whether a file may have this name; asking a file system for another one is an error."""
+    """Return whether a file may have this name; asking a file system for another one is an error."""
     try:
         name = os.fsencode(text)
     except UnicodeEncodeError:

@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.lib import format as npy
 
-from ptdbench.records.files import opened
+from ptdbench.files import opened
 
 NAME = "series.npy"
 

@@ -1,6 +1,6 @@
 """Records on disk: ``record.json`` in a run's directory, and a line of ``results.jsonl`` in its sweep's.
 
-See :mod:`ptdbench.records.files` for how they are written. Locks are taken by hand: ``filelock`` leaves a lock file
+See :mod:`ptdbench.files` for how they are written. Locks are taken by hand: ``filelock`` leaves a lock file
 behind, where here the results themselves are locked; it raises one error for a file system without locks and for a
 folder that is not writable; and its lock ends with a Python object, where a directory stays locked until the process
 ends.
@@ -20,11 +20,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ptdbench.files import appear, read_bytes, replace_bytes, strict, write_json
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import schema
-from ptdbench.records.files import appear, read_bytes, replace_bytes, strict, write_json
 from ptdbench.records.schema import Written
-from ptdbench.terminal import say
+from ptdbench.terminal import echo
 
 RECORD = "record.json"
 RESULTS = "results.jsonl"
@@ -83,7 +83,7 @@ def earlier_record(directory: Path) -> dict[str, Any] | None:
         names = (directory / name for name in _numbered(f"{RECORD}.damaged"))
         aside = next(path for path in names if not os.path.lexists(path))
         (directory / RECORD).rename(aside)
-        say(f"{damage}; it is kept as {aside.name}, and the run is repeated", sys.stderr)
+        echo(f"{damage}; it is kept as {aside.name}, and the run is repeated", sys.stderr)
         return None
 
 

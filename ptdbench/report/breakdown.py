@@ -1,15 +1,114 @@
-"""Where the time and the memory of a step went, in tables: runs beside each other, or the ranks of one run."""
+"""Tables of the time and the memory of a step: runs beside each other, or the ranks of one run."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-from ptdbench.measure.parts import PHASES
-from ptdbench.records.schema import Communication, Phases, Written, part
-from ptdbench.report import memory, phases, why
+from ptdbench.measure.parts import KINDS, PHASES
+from ptdbench.records.schema import Communication, Memory, Phases, Written, part
+from ptdbench.report import recorded_phases, why
 from ptdbench.report.reason import wrap
-from ptdbench.report.text import drawn
+from ptdbench.report.text import difference, drawn
 from ptdbench.units import three_digits
+
+_MEANT = (
+    "MiB that torch has allocated when a step takes the most; activations: what else the forward and the backward pass "
+    "allocate; communication: buffers, gathered weights included"
+)
+
+#: Peaks that differ by less, as a share of the larger one, are equal.
+_EQUAL = 0.01
+
+
+def memory_of_runs(records: Mapping[str, Written], width: int) -> list[str]:
+    """A table with one row a run, of the rank that takes the most; empty if no run has its memory on record."""
+    rows = {}
+    for called, record in records.items():
+        if found := _found(record):
+            peaks = _peaks(found)
+            rows[called] = (record, peaks.index(max(peaks)))
+    return _table("run", rows, width)
+
+
+def memory_of_ranks(record: Written, width: int) -> list[str]:
+    """A table with one row a rank; of many ranks only those with the highest and the lowest peak."""
+    found = _found(record)
+    if not found:
+        return []
+    peaks = _peaks(found)
+    shown = dict.fromkeys(
+        range(len(peaks))
+        if len(peaks) <= recorded_phases.MOST_RANKS
+        else (peaks.index(max(peaks)), peaks.index(min(peaks)))
+    )
+    return _table(
+        "rank", {recorded_phases.rank_name(part(record, Phases), rank): (record, rank) for rank in shown}, width
+    )
+
+
+def compare_memory(record: Written, against: Written, called: str, reference: str) -> Iterator[str]:
+    """Yield by how much one run's peak is above or below another's, and for what, if both are on record."""
+    if not (_found(record) and _found(against)):
+        return
+    ours, theirs = (_largest(one) for one in (record, against))
+    total = [sum(one.values()) for one in (ours, theirs)]
+    if abs(total[0] - total[1]) <= _EQUAL * max(total):
+        sizes = [f"{size / 2**20:,.{_digits(size)}f} MiB" for size in total]
+        yield f"memory: {called} {sizes[0]} vs {reference} {sizes[1]}: within {_EQUAL:.0%}"
+        return
+    parts = {kind: (ours[kind] - theirs[kind]) / 2**20 for kind in KINDS}
+    yield f"memory: {difference(called, reference, 'MiB', parts, {}, digits=3)}"
+
+
+def memory_of_largest_rank(record: Written) -> dict[str, int] | None:
+    """Bytes of each of :data:`KINDS` on the rank that takes the most; ``None`` if they are not on record."""
+    return None if recorded_phases.missing(record) or not _found(record) else _largest(record)
+
+
+def _found(record: Written) -> Mapping[str, Any] | None:
+    """The memory of a record with phases, if it is whole, and of the same ranks."""
+    found, count = part(record, Memory), len(recorded_phases.compute_seconds(part(record, Phases)))
+    lists = [found.moments, *((found.ranks or {}).get(kind) for kind in KINDS)]
+    return record["memory"] if all(len(one or []) == count for one in lists) else None
+
+
+def _peaks(found: Mapping[str, Any]) -> list[int]:
+    return [sum(amounts) for amounts in zip(*(found["ranks"][kind] for kind in KINDS), strict=True)]
+
+
+def _of_rank(record: Written, rank: int) -> dict[str, int]:
+    return {kind: record["memory"]["ranks"][kind][rank] for kind in KINDS}
+
+
+def _largest(record: Written) -> dict[str, int]:
+    """The memory of the rank that takes the most, by kind."""
+    peaks = _peaks(record["memory"])
+    return _of_rank(record, peaks.index(max(peaks)))
+
+
+def _table(heading: str, rows: Mapping[str, tuple[Written, int]], width: int) -> list[str]:
+    """One row for each rank of a record."""
+    if not rows:
+        return []
+    amounts = {title: _of_rank(record, rank) for title, (record, rank) in rows.items()}
+    kinds = [kind for kind in KINDS if any(of_rank[kind] for of_rank in amounts.values())]
+    of_runs = heading == "run"
+    headings, shown = [heading, "peak", *kinds, *(["rank"] if of_runs else []), "in"], []
+    digits = _digits(min(sum(of_rank.values()) for of_rank in amounts.values()))
+    for title, (record, rank) in rows.items():
+        sizes = (sum(amounts[title].values()), *(amounts[title][kind] for kind in kinds))
+        cells = [f"{size / 2**20:,.{digits}f}" for size in sizes]
+        shown.append([title, *cells, *([str(rank)] if of_runs else []), record["memory"]["moments"][rank]])
+    which = "; rank: the one that takes the most" if of_runs else ""
+    return [drawn(headings, shown, width, words=["in"], folding=heading), wrap(_MEANT + which, width)]
+
+
+def _digits(size: float) -> int:
+    """Decimals of MiB that show three digits of a size, and all of one of more digits."""
+    return max(0, 2 - math.floor(math.log10(abs(size) / 2**20))) if size else 0
+
 
 #: The heading of each phase.
 _HEADINGS = [{"communication": "exposed"}.get(phase, phase) for phase in PHASES]
@@ -25,7 +124,7 @@ _RARE = {
 
 
 def title(record: Written) -> str:
-    """What runs that did the same work have in common: ``gpt_tiny · 842,496 parameters · fp32 · batch 16``."""
+    """Return what runs that did the same work have in common: ``gpt_tiny · 842,496 parameters · fp32 · batch 16``."""
     size = f"{record['parameters']:,} parameters" if record.get("parameters") else ""
     batch = f"batch {record['global_batch']}" if record.get("global_batch") else ""
     return " · ".join(filter(None, (record["model"], size, record.get("precision"), batch)))
@@ -33,23 +132,23 @@ def title(record: Written) -> str:
 
 def of_runs(records: Mapping[str, Written], width: int) -> str:
     """One row a run, and one for each of its operations of communication."""
-    steps = {called: phases.step(record) for called, record in records.items()}
+    steps = {called: recorded_phases.step(record) for called, record in records.items()}
     rows = {called: [step.seconds, *step.phases.values()] for called, step in steps.items()}
     remarks = [remark for called, record in records.items() for remark in why.remarks(record, called)]
     times = _times("run", "ms of a step, means over ranks", rows, width)
-    return _blocks(times, records, memory.of_runs(records, width), remarks, width)
+    return _blocks(times, records, memory_of_runs(records, width), remarks, width)
 
 
 def of_ranks(record: Written, called: str, width: int) -> str:
     """One row for the mean over ranks and one a rank; of many ranks only the slowest and the fastest."""
-    found, step = part(record, Phases), phases.step(record)
+    found, step = part(record, Phases), recorded_phases.step(record)
     rows = {"mean": [step.seconds, *step.phases.values()]}
-    for title, rank in phases.shown_ranks(found).items():
-        own = phases.of_rank(found, rank)
+    for title, rank in recorded_phases.shown_ranks(found).items():
+        own = recorded_phases.of_rank(found, rank)
         rows[title] = [sum(own), *own]
     times = _times("rank", "ms of a step", rows, width)
     remarks = [why.shares(record, called), *why.remarks(record, called)]
-    return _blocks(times, {called: record}, memory.of_ranks(record, width), remarks, width)
+    return _blocks(times, {called: record}, memory_of_ranks(record, width), remarks, width)
 
 
 def _blocks(
@@ -97,7 +196,7 @@ def _profiled(records: Iterable[Written], width: int) -> Iterator[str]:
     ]
     if slower:
         steps, times = _range([one.steps or 0 for one in found], "d"), _range(slower, ".2f")
-        yield wrap(f"from {steps} profiled steps, {times} times as long as the timed ones, and scaled to these", width)
+        yield wrap(f"from {steps} profiled steps, {times} times as long as the timed ones, and rescaled to them", width)
 
 
 def _range(values: Sequence[float], form: str) -> str:
@@ -128,7 +227,7 @@ def _operations(records: Mapping[str, Written], width: int) -> Iterator[str]:
     rows = [
         (called, why.spoken(name), {heading: figure(sent) for heading, figure in _FIGURES.items()})
         for called, record in records.items()
-        for name, sent in phases.step(record).operations.items()
+        for name, sent in recorded_phases.step(record).operations.items()
     ]
     if not rows:
         return

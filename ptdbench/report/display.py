@@ -7,18 +7,123 @@ that it goes on while the first one compiles or waits for other ranks.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TextIO
 
-from ptdbench.report.heading import Heading
-from ptdbench.report.live import Line, Live
-from ptdbench.terminal import clear_line, plain, redraws, say
+from rich.console import Console, RenderableType
+from rich.constrain import Constrain
+from rich.file_proxy import FileProxy
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
+
+from ptdbench.terminal import clear_line, echo, plain, redraws
 from ptdbench.units import duration_text, span_text
+
+
+@dataclass(frozen=True)
+class Heading:
+    """The name of a run in its display.
+
+    Attributes:
+        title: What it is, in a few words; in a sweep those that tell it from the others.
+        number: Its number in the sweep, from 1; ``None`` outside of one.
+        total: How many runs the sweep has; ``None`` where nobody knows yet.
+        later_seconds: Estimated duration of the runs after it; ``None`` if there are none, or none has ended yet.
+    """
+
+    title: str
+    number: int | None = None
+    total: int | None = None
+    later_seconds: float | None = None
+
+    def __str__(self) -> str:
+        """``[2/8] gpt_tiny pdp gpipe b16``."""
+        if self.number is None:
+            return self.title
+        return f"[{self.number}{f'/{self.total}' if self.total else ''}] {self.title}"
+
+
+#: Columns that are left to the right: a terminal shows Ctrl-C as ^C, and the line would wrap.
+_ECHO = 3
+
+
+def _plain_streams() -> None:
+    """In a forked process, such as one that makes samples: print past the live line, which is not drawn there."""
+    for name in ("stdout", "stderr"):
+        if isinstance(stream := getattr(sys, name), FileProxy):
+            setattr(sys, name, stream.rich_proxied_file)
+
+
+os.register_at_fork(after_in_child=_plain_streams)
+
+
+class _Console(Console):
+    """A console that leaves the cursor alone: a rank that is killed could not show it again."""
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Do nothing."""
+        return False
+
+
+@dataclass(frozen=True)
+class Line:
+    """A live line: text, a bar, and text.
+
+    Attributes:
+        left: Before the bar: which run it is and what it does.
+        right: After the bar.
+        done: Steps of the bar.
+        total: All of its steps; ``None`` where it only moves.
+    """
+
+    left: str
+    right: str
+    done: int = 0
+    total: int | None = None
+
+
+class Live(Progress):
+    """One line, which stays below what is printed meanwhile and is gone when it stops.
+
+    Args:
+        stream: The terminal.
+        line: What to draw in so many columns; asked for each time it is drawn.
+    """
+
+    def __init__(self, stream: TextIO, line: Callable[[int], Line]) -> None:
+        self._line = line
+        words = Column(no_wrap=True)
+        super().__init__(
+            TextColumn("{task.description}", markup=False, table_column=words),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}", markup=False, table_column=words.copy()),
+            console=_Console(file=stream, force_terminal=True, highlight=False, emoji=False),
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=bool(sys.stdout and sys.stdout.isatty()),  # what a model of the user's own prints, too
+            expand=True,
+        )
+        self.add_task("", total=None, figures="")
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """Called by rich for what it draws."""
+        if not self.task_ids:  # rich asks before there is anything
+            return
+        line = self._line(self._width)
+        self.update(self.task_ids[0], description=line.left, total=line.total, completed=line.done, figures=line.right)
+        yield Constrain(self.make_tasks_table(self.tasks), self._width)
+
+    @property
+    def _width(self) -> int:
+        return max(1, self.console.width - _ECHO)
+
 
 REDRAW_SECONDS = 0.5  # on a terminal, in place
 _LINE_SECONDS = 10.0  # in a file or a pipe, where every line stays
@@ -145,7 +250,7 @@ class Display:
             self._shown_step, self._shown_at, self._next = done, now, now + _FIRST_SECONDS
 
     def due(self, now: float) -> bool:
-        """Whether it is time for :meth:`show`."""
+        """Return whether it is time for :meth:`show`."""
         return now >= self._next
 
     def show(self, loss: float | None, now: float) -> float | None:
@@ -249,7 +354,7 @@ class Display:
     def _write(self, line: str) -> None:
         if line and self._stream:
             with suppress(ValueError):  # the stream is closed
-                say(line, self._stream)
+                echo(line, self._stream)
 
 
 def _fitting(figures: dict[str, str], room: int) -> str:

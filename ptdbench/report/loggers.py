@@ -22,7 +22,7 @@ from ptdbench.records.ledger import LEDGER
 from ptdbench.records.schema import Written
 from ptdbench.report import scalars
 from ptdbench.report.scalars import Scalar
-from ptdbench.terminal import say
+from ptdbench.terminal import echo
 
 #: Beside the record: the service's own name of the run, under which a run that is resumed goes on.
 FILE = "logger.json"
@@ -234,7 +234,7 @@ class Log:
             self._has_failed = True
             cause = f"{type(error).__name__}: {said(error)}".partition("\n")[0]
             rest = "the run goes on without it; TensorBoard and the record have everything"
-            say(f"logger: {self._service.package} failed: {cause}; {rest}", sys.stderr)
+            echo(f"logger: {self._service.package} failed: {cause}; {rest}", sys.stderr)
 
 
 def _read(path: Path) -> dict[str, str]:

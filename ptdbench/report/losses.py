@@ -1,4 +1,4 @@
-"""Whether runs of the same training have the same losses: as far as rounding lets them."""
+"""Losses of runs of the same training: equal, as far as rounding lets them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from ptdbench.records.bearing import bears
 from ptdbench.records.record import option
 from ptdbench.records.schema import Environment, Written, part
-from ptdbench.report.differences import options
+from ptdbench.report.labels import options
 from ptdbench.terminal import plural
 
 #: By how much of itself rounding may change a loss within ten steps, by precision; other kernels add up otherwise.
@@ -31,13 +31,13 @@ def training(run: Written) -> Hashable:
 
 
 def rounding(run: Written) -> float:
-    """By how much of itself the last loss of a run may change by rounding."""
+    """Return by how much of itself the last loss of a run may change by rounding."""
     of_ten = _ROUNDING.get(str(run.get("precision")), _MOST)
     return min(of_ten * math.sqrt(max(1.0, (run.get("steps") or 0) / 10)), _MOST)
 
 
 def apart(before: Sequence[Written], after: Sequence[Written]) -> str | None:
-    """How far the last losses of one configuration lie apart on two sides; ``None`` where rounding explains it.
+    """Return how far the last losses of one configuration lie apart on two sides; ``None`` where rounding explains it.
 
     Runs of one side may differ as well, where the order of additions is not fixed: what counts is the gap between all
     losses of one side and all of the other.

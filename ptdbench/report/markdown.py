@@ -7,12 +7,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ptdbench.records.alternatives import of_sweeps
+from ptdbench.comparison.alternatives import of_sweeps
 from ptdbench.records.load import Run
 from ptdbench.records.record import retyped
-from ptdbench.report import block, table
-from ptdbench.report.block import Block
-from ptdbench.report.columns import Column
+from ptdbench.report import columns, table
+from ptdbench.report.columns import Block, Column
 from ptdbench.report.environments import Environments
 from ptdbench.terminal import plain
 
@@ -30,7 +29,7 @@ def markdown(title: str, subtitle: str, runs: Sequence[Run]) -> str:
         subtitle: When and by what it was made.
         runs: Those to show; their fields ``directory`` say where they are now.
     """
-    blocks = block.blocks(of_sweeps([run for run in runs if run.get("model")]))
+    blocks = columns.blocks(of_sweeps([run for run in runs if run.get("model")]))
     parts = [f"# {_escaped(title)}", _escaped(subtitle)]
     parts += [part for one in blocks for part in _of_model(one)]
     parts += [part for run in runs if not run.get("model") for part in _of_workload(run)]
@@ -45,7 +44,7 @@ def _of_model(found: Block) -> Iterator[str]:
     yield _table(found.columns(), found.rows)
     if lines := [*found.remarks, *found.why]:
         yield "\n".join(f"- {_escaped(line)}" for line in lines)
-    commands = [retyped(place.alternative.typical) or _UNKNOWN for place in found.ranking.places]
+    commands = [retyped(place.alternative.median_run) or _UNKNOWN for place in found.ranking.places]
     yield _folded("commands", [f"# {name}\n{typed}" for name, typed in zip(found.names, commands, strict=True)])
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from msgspec import Struct, to_builtins
 
+from ptdbench.files import read_bytes, write_json
 from ptdbench.records import schema
-from ptdbench.records.files import read_bytes, write_json
 
 PROGRESS = "progress.json"
 
@@ -55,7 +55,7 @@ class ProgressFile:
 
 
 def read_progress(directory: Path) -> Progress | None:
-    """What ``progress.json`` says; ``None`` before the first time, and where it is damaged."""
+    """Read ``progress.json``; ``None`` before the first time, and where it is damaged."""
     try:
         return schema.read(read_bytes(directory / PROGRESS), Progress)
     except (OSError, ValueError):

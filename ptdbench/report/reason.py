@@ -1,4 +1,4 @@
-"""Why a run did not end well, as it stands below a table."""
+"""Reasons why runs did not end well, as they stand below a table."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ptdbench.records import ledger, series
 from ptdbench.records.load import SERIES, Run
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
-from ptdbench.report.differences import options
+from ptdbench.report.labels import options
 
 #: How a value begins that Hydra takes for several.
 _SWEEPS = re.compile(r"(glob|range|choice|interval)\(")
@@ -138,7 +138,7 @@ def swept(directory: Path) -> dict[str, str]:
 
 
 def hparams(record: Written, swept: Mapping[str, str]) -> dict[str, str | float]:
-    """What tells the runs of a sweep apart.
+    """Return the hyperparameters that tell the runs of a sweep apart.
 
     Every run of it has all of them, because TensorBoard takes the columns from whichever run it reads first.
     """

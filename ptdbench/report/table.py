@@ -1,4 +1,4 @@
-"""What a person reads at the end: the ranked table of the runs that trained, and what other workloads found."""
+"""Final tables: the ranking of the runs that trained, and the results of other workloads."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 from hydra.utils import get_object
 
-from ptdbench.measure import perfetto
-from ptdbench.records import alternatives
+from ptdbench.comparison import alternatives
+from ptdbench.profiling import perfetto
 from ptdbench.records.record import option
 from ptdbench.records.schema import Written
 from ptdbench.records.store import RECORD, RESULTS
-from ptdbench.report import block, phases, virtual
-from ptdbench.report.block import Block
+from ptdbench.report import columns, recorded_phases, virtual
+from ptdbench.report.columns import Block
 from ptdbench.report.reason import reason, wrap
 from ptdbench.report.text import fitted, lines, longest_word
 from ptdbench.terminal import command
@@ -42,7 +42,7 @@ def render(records: Sequence[Written], width: int = 100, typed: Collection[str] 
         typed: As for :func:`of_workload`.
     """
     found = alternatives.group(record for record in records if record.get("model"))
-    shown = [_of_model(one, width) for one in block.blocks(found)]
+    shown = [_of_model(one, width) for one in columns.blocks(found)]
     shown += [of_workload(record, width, typed) for record in records if not record.get("model")]
     return "\n\n".join(shown)
 
@@ -52,12 +52,12 @@ SEARCHED = "optimization_results.yaml"
 
 
 def closing_lines(directory: Path, records: Iterable[Written] = ()) -> str:
-    """Where the records of a run or a sweep are, and how to look at phases and curves and to send them."""
+    """Return where the records of a run or a sweep are, and how to look at phases and curves and to send them."""
     shown = shlex.quote(os.path.relpath(directory))
     is_sweep = (directory / RESULTS).exists()
     lines = [f"records      {shown}/{RESULTS if is_sweep else RECORD}"]
     records = list(records)
-    if any(phases.missing(record) is None for record in records):
+    if any(recorded_phases.missing(record) is None for record in records):
         lines.append(f"phases       {command('explain')} {shown}")
     elif any(map(virtual.has_figures, records)):
         lines.append(f"memory       {command('explain')} {shown}")
@@ -79,7 +79,7 @@ def closing_lines(directory: Path, records: Iterable[Written] = ()) -> str:
 
 
 def of_workload(record: Written, width: int, typed: Collection[str] = ()) -> str:
-    """What a workload that does not train found, even if that is no success, and why it is none.
+    """Render the result of a workload that does not train, even if that is no success, or why there is none.
 
     A record is data, perhaps somebody else's: the workloads of ptdbench show their results themselves, and a stranger's
     are shown as they are on record, without the code that it names.

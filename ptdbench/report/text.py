@@ -12,7 +12,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
-from ptdbench.terminal import plain, say
+from ptdbench.terminal import echo, plain
 
 #: Columns between two of a table.
 _GAP = 2
@@ -123,7 +123,7 @@ def show(text: str) -> None:
     if console.is_terminal and sys.stdout and console.encoding.startswith("utf"):
         console.print(emphasized(text), soft_wrap=True)
     else:
-        say(text)
+        echo(text)
 
 
 def difference(

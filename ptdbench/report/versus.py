@@ -7,19 +7,19 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ptdbench.measure import comparison, variation
-from ptdbench.measure.comparison import Comparison
-from ptdbench.measure.variation import LEAST
-from ptdbench.records import alternatives, noise, record, schema
-from ptdbench.records.alternatives import Alternative
+from ptdbench.comparison import alternatives, noise, significance, variation
+from ptdbench.comparison.alternatives import Alternative
+from ptdbench.comparison.ranking import detectable_text, interval_text, level_of, margin_text
+from ptdbench.comparison.significance import Comparison
+from ptdbench.comparison.variation import MIN_RUNS
+from ptdbench.records import record, schema
 from ptdbench.records.bearing import bears, leaves
 from ptdbench.records.schema import Environment, Written, part
 from ptdbench.report import losses
-from ptdbench.report.block import unit
-from ptdbench.report.certainty import detectable_text, interval_text, level_of, margin_text
+from ptdbench.report.columns import unit
 from ptdbench.report.labels import names
-from ptdbench.report.phases import other_work
 from ptdbench.report.reason import reason, wrap
+from ptdbench.report.recorded_phases import other_work
 from ptdbench.report.text import drawn
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits
@@ -137,7 +137,9 @@ def _not_compared(ignored: Collection[str]) -> list[str]:
 
 def _other_work(before: Sequence[Alternative], after: Sequence[Alternative]) -> str | None:
     """In what the work of each differs from that of all others; ``None`` if any did the same, or all have failed."""
-    found = [other_work(one.typical, other.typical) for one in before for other in after if one.sample and other.sample]
+    found = [
+        other_work(one.median_run, other.median_run) for one in before for other in after if one.sample and other.sample
+    ]
     return found[0] if found and all(found) else None
 
 
@@ -145,11 +147,11 @@ def _called(found: Mapping[Hashable, Alternative]) -> dict[Hashable, str]:
     """Layout of each, and whatever else tells it from others of its model."""
     models: dict[Any, list[Hashable]] = {}
     for key, one in found.items():
-        models.setdefault(one.typical.get("model"), []).append(key)
+        models.setdefault(one.median_run.get("model"), []).append(key)
     called: dict[Hashable, str] = {}
     for model, keys in models.items():
         prefix = f"{model} " if len(models) > 1 else ""
-        called |= zip(keys, [f"{prefix}{name}" for name in names([found[key].typical for key in keys])], strict=True)
+        called |= zip(keys, [f"{prefix}{name}" for name in names([found[key].median_run for key in keys])], strict=True)
     return called
 
 
@@ -174,10 +176,10 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
     """
     differences = noise.differences([(after, before) for _, before, after in pairs])
     level = level_of(run for _, *sides in pairs for side in sides for run in side.runs if _took_turns(run))
-    signs = comparison.differing(differences, level)
+    signs = significance.differing(differences, level)
     found = []
     for (label, before, after), apart, sign in zip(pairs, differences, signs, strict=True):
-        known = comparison.compare(apart, level, pairs=len(pairs)) if apart else None
+        known = significance.compare(apart, level, pairs=len(pairs)) if apart else None
         verdict = _failing(before, after, level / len(pairs)) or _seen_of(known, sign)
         other = losses.apart(before.runs, after.runs) if is_same else None
         found.append(Pair(label, before, after, known, verdict, other))
@@ -196,7 +198,7 @@ def _failing(before: Alternative, after: Alternative, level: float) -> Verdict |
         return "fails"
     if after.sample and was and not before.sample:
         return "runs again"
-    if before.sample and now and (not was or comparison.chance_of_failures(was, of, now, on) <= level):
+    if before.sample and now and (not was or significance.chance_of_failures(was, of, now, on) <= level):
         return "fails at times"
     return None
 
@@ -310,7 +312,9 @@ def _unit(found: Versus) -> str:
 def _rate(one: Alternative) -> str:
     rate = variation.geometric_mean(one.sample)
     return (
-        "-" if rate is None else f"{three_digits(rate)}{margin_text(comparison.margin(noise.pool([one]), one.sample))}"
+        "-"
+        if rate is None
+        else f"{three_digits(rate)}{margin_text(significance.margin(noise.pool([one]), one.sample))}"
     )
 
 
@@ -331,7 +335,7 @@ def _seen(pairs: Sequence[Pair]) -> list[str]:
             lines.append(f"{pair.label}: {detectable_text(pair.known.detectable)}, {runs}, {how}")
         elif pair.verdict == "not enough data":
             fails = all(_failed(side) and not side.sample for _, side in pair.sides)
-            more = f"it takes {LEAST} runs of each that are ok; try repeat=5"
+            more = f"it takes {MIN_RUNS} runs of each that are ok; try repeat=5"
             lines.append(f"{pair.label}: {'no run is ok on either side' if fails else more}")
     return lines
 

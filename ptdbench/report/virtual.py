@@ -1,4 +1,4 @@
-"""What runs on virtual GPUs tell, in tables and lines: they have no times, and no place in an order."""
+"""Virtual runs in tables and lines: they have no times, and no place in an order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RESERVED = (
 
 
 def is_ok(record: Written) -> bool:
-    """Whether a run on virtual GPUs came to its end."""
+    """Return whether a run on virtual GPUs came to its end."""
     return record.get("kind") == "virtual" and record["status"] == "ok"
 
 

@@ -1,4 +1,4 @@
-"""Why one run is slower than another: the difference of their steps, phase by phase, in a line."""
+"""Differences of runs: why one is slower than another, phase by phase, in a line."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
+from ptdbench.comparison.ranking import Place
 from ptdbench.measure.parts import PHASES
 from ptdbench.records.schema import Communication, Metrics, Phases, StepSeconds, Written, part
-from ptdbench.report import phases
-from ptdbench.report.ranking import Place
+from ptdbench.report import recorded_phases
 from ptdbench.report.text import difference
 from ptdbench.units import bytes_text, three_digits
 
@@ -44,12 +44,12 @@ def compare(record: Written, against: Written, called: str, reference: str) -> s
 
 
 def _takes(record: Written) -> float:
-    return phases.step(record).seconds
+    return recorded_phases.step(record).seconds
 
 
 def _explained(record: Written, against: Written, called: str, reference: str) -> str:
     """``fsdp +44 ms vs ddp: exposed all-gather +37 (64.0 MB, 1.60 GB/s), optimizer +9, rest -2``."""
-    run, other = phases.step(record), phases.step(against)
+    run, other = recorded_phases.step(record), recorded_phases.step(against)
     parts = {_named(part): 1e3 * seconds for part, seconds in parts_of_difference(record, against).items()}
     notes = {"bubble": _bubble(record)}
     for name in {**run.operations, **other.operations}:
@@ -64,13 +64,13 @@ def parts_of_difference(record: Written, against: Written) -> dict[str, float]:
 
     Parts are phases, and of exposed communication the operations; they add up to the difference of the steps.
     """
-    ours, theirs = phases.step(record).parts(), phases.step(against).parts()
+    ours, theirs = recorded_phases.step(record).parts(), recorded_phases.step(against).parts()
     return {part: ours.get(part, 0.0) - theirs.get(part, 0.0) for part in dict.fromkeys([*ours, *theirs])}
 
 
 def shares(record: Written, called: str) -> str:
     """The shares of a step in a line: ``ddp: forward 31%, backward 52%, exposed all-reduce 9%, other 8%``."""
-    step = phases.step(record)
+    step = recorded_phases.step(record)
     percents = {part: round(100 * seconds / step.seconds) for part, seconds in step.parts().items() if part != "other"}
     named = {_named(part): share for part, share in percents.items() if share > 0}
     rest = 100 - sum(named.values())
@@ -108,8 +108,10 @@ def in_order(named: Mapping[str, Place]) -> list[dict[str, Written]]:
     Args:
         named: Alternatives of one model in the order of their table, by what they are called.
     """
-    typical = {called: place.alternative.typical for called, place in named.items()}
-    groups = phases.groups({called: run for called, run in typical.items() if not phases.missing(run)})
+    typical = {called: place.alternative.median_run for called, place in named.items()}
+    groups = recorded_phases.groups(
+        {called: run for called, run in typical.items() if not recorded_phases.missing(run)}
+    )
     found = []
     for group in groups:
         reference = next(iter(group))
@@ -139,13 +141,13 @@ def _bubble(record: Written) -> str:
     """``21% of the step, 20% by formula``; empty where no formula is known."""
     if (formula := part(record, Phases).bubble_formula) is None:
         return ""
-    step = phases.step(record)
+    step = recorded_phases.step(record)
     return f"{step.phases['bubble'] / step.seconds:.0%} of the step, {formula:.0%} by formula"
 
 
 def _uneven(found: Phases) -> Iterator[str]:
     """``forward + backward +9% on rank 1, -9% on rank 0``: the slowest and the fastest rank, where one differs."""
-    seconds = phases.compute_seconds(found)
+    seconds = recorded_phases.compute_seconds(found)
     mean = fmean(seconds)
     relative = [one / mean - 1 if mean else 0.0 for one in seconds]
     ends = [relative.index(choose(relative)) for choose in (max, min)]
@@ -158,7 +160,7 @@ def _with_parts(found: Phases, rank: int) -> str:
     """A rank's name with what its stages hold besides repeated layers: ``rank 3 (stage 3) with head``."""
     stages, parts = found.stages[rank] if found.stages else [], found.stage_parts or []
     held = [name for stage in stages if stage < len(parts) for name in parts[stage]]
-    return phases.rank_name(found, rank) + (f" with {' and '.join(held)}" if held else "")
+    return recorded_phases.rank_name(found, rank) + (f" with {' and '.join(held)}" if held else "")
 
 
 def _straggler(found: Phases) -> Iterator[str]:
@@ -168,7 +170,7 @@ def _straggler(found: Phases) -> Iterator[str]:
     if longest >= _WAITED * (found.step_seconds or 0.0):
         rank = waited.index(longest)
         often = f", longest in {most.count(rank)} of {len(most)} steps" if len(most) > 1 else ""
-        yield f"straggler {phases.rank_name(found, rank)}, {three_digits(1e3 * longest)} ms a step{often}"
+        yield f"straggler {recorded_phases.rank_name(found, rank)}, {three_digits(1e3 * longest)} ms a step{often}"
 
 
 def _median(record: Written) -> float:

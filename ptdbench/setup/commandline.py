@@ -47,7 +47,7 @@ def quoted(text: str) -> str:
 
 
 def is_cluster(override: str) -> bool:
-    """Whether an override says where a run is carried out, which is no part of what it is."""
+    """Return whether an override says where a run is carried out, which is no part of what it is."""
     name = option(override)
     return name in ("cluster", LAUNCHER) or name.startswith("cluster.")
 
@@ -88,7 +88,7 @@ def in_full(overrides: Iterable[str]) -> list[str]:
 
 
 def short_runs(overrides: Iterable[str]) -> list[str]:
-    """How long each run of ``repeat=auto`` is, unless something typed in full says so."""
+    """Return the length of each run of ``repeat=auto``, unless something typed in full says so."""
     typed = {option(override): override.partition("=")[2] for override in overrides}
     return [_SHORT] if typed.get(_RUNS) == "auto" and typed.keys().isdisjoint(_LENGTHS) else []
 

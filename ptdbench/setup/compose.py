@@ -48,7 +48,7 @@ def conf_folder() -> Path:
 
 @dataclass(frozen=True)
 class Source:
-    """Where configurations come from.
+    """The source of configurations.
 
     Attributes:
         conf: The folder of the configuration.
@@ -79,7 +79,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Composed:
-    """What a command line asks for.
+    """The configurations of a command line.
 
     Attributes:
         first: The first job's configuration with Hydra's own node, which says where the output goes.
@@ -192,7 +192,7 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
-    """What a job is given, of a configuration with Hydra's own node; composing it once more would take as long."""
+    """Return a configuration without Hydra's own node, for a job; composing it once more would take as long."""
     job: DictConfig = pickle.loads(pickle.dumps(config))  # faster than copy.deepcopy
     with open_dict(job):
         del job["hydra"]

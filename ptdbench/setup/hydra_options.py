@@ -1,4 +1,4 @@
-"""What Hydra's own options may ask for: where runs are carried out, which sweeper chooses them, and what is refused."""
+"""Hydra's own options: where runs are carried out, which sweeper chooses them, and what is refused."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _unfit_for_search(
 
 
 def search_overrides(composed: Composed) -> list[str]:
-    """What a search needs of its sweeper where nobody typed it: the objective's direction, and failures as results."""
+    """Return what a search needs of its sweeper and nobody typed: the objective's direction, failures as results."""
     sweeper = composed.first.hydra.sweeper
     typed = {option(override) for override in composed.first.hydra.overrides.hydra}
     objective = read(composed.jobs[0]).general.objective

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ptdbench.checkpoints import shelf
+from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.manifest import Manifest
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import Problem, require
@@ -21,7 +21,7 @@ _DEGREES = (*Dims.order(), *(name for name in Dims.rows() if name not in Dims.or
 
 
 def change(checkpoint: Manifest, world_size: int, layout: Mapping[str, Any]) -> str | None:
-    """What has changed since a checkpoint: ``2 ranks (shard=2) instead of 4 ranks (replicate=2 shard=2)``.
+    """Describe what has changed since a checkpoint: ``2 ranks (shard=2) instead of 4 ranks (replicate=2 shard=2)``.
 
     Returns:
         ``None`` if neither the number of ranks nor a degree has changed.
@@ -39,7 +39,7 @@ def require_same(directory: Path, summary: Summary, allowed: bool) -> None:
     Raises:
         ConfigError: With both shapes, and what to type.
     """
-    if allowed or not summary.trains or (found := shelf.glance(directory)) is None:
+    if allowed or not summary.trains or (found := checkpoint_dir.latest_manifest(directory)) is None:
         return
     if changed := change(found, summary.world_size, summary.fields["layout"]):
         rule = f"{directory} would go on with {changed}, which may change its numbers"

@@ -42,13 +42,13 @@ class Line:
 
 
 def command(directory: Path) -> str:
-    """What to type to go on with a run or a sweep."""
+    """Return what to type to go on with a run or a sweep."""
     is_sweep = any((directory / name).exists() for name in store.OF_SWEEPS)
     return f"{terminal.command()} {SWEEP if is_sweep else RUN}={directory}"
 
 
 def read(typed: Sequence[str], multirun: bool, world: World | None) -> Line:
-    """What a command line stands for.
+    """Expand a command line that goes on with an earlier one.
 
     Args:
         typed: Its overrides.

@@ -1,4 +1,4 @@
-"""What one run will do: every object that its configuration names, built and checked against the others.
+"""Specification of a run: every object that its configuration names, built and checked against the others.
 
 Specifying a run starts no process and writes nothing. The process that a person starts does it once to find what is
 wrong before anything happens, and keeps a :class:`Summary`; every rank does it once to carry the run out.
@@ -17,8 +17,8 @@ import torch
 from ptdbench.launch.world import THIS_MACHINE, Place, World
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel import fp8
-from ptdbench.problems import Findings, Problem, require
-from ptdbench.setup import choices, fit, formats, training_spec
+from ptdbench.problems import ErrorCollector, Problem, require
+from ptdbench.setup import checks, choices, training_spec
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.terminal import command, plural
@@ -27,7 +27,7 @@ from ptdbench.virtual.machine import Machine
 
 @dataclass(frozen=True)
 class Summary:
-    """What is known of a run once it is specified, and costs nothing to keep.
+    """A summary of a specified run, which costs nothing to keep.
 
     Attributes:
         world_size: How many ranks there are.
@@ -101,11 +101,11 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     Raises:
         ConfigError: With everything that is wrong, as far as one thing can be judged while another is wrong.
     """
-    found = Findings()
-    virtual = found.of(lambda: choices.virtual(config))
+    found = ErrorCollector()
+    virtual = found.catch(lambda: choices.virtual(config))
     if virtual:
-        found.of(lambda: _check_virtual(config, world))
-        gpus = found.of(lambda: _virtual_gpus(config)) or RANKS_WITHOUT_GPU
+        found.catch(lambda: _check_virtual(config, world))
+        gpus = found.catch(lambda: _virtual_gpus(config)) or RANKS_WITHOUT_GPU
     gpus = torch.cuda.device_count() if gpus is None else gpus
     device_type = _device_type(config, gpus)
 
@@ -113,35 +113,35 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         nodes = config.cluster.nodes if virtual and not world else None
         return _world_size(config, world, rule, gpus if device_type == "cuda" else RANKS_WITHOUT_GPU, nodes)
 
-    found.of(lambda: config.general)
-    found.of(lambda: config.cluster)
-    found.of(lambda: config.checkpoint)
-    found.of(lambda: config.profile)
-    found.of(lambda: config.sweep)
-    found.of(lambda: _check_devices(config, world, gpus))
-    found.of(lambda: formats.check(config.resolved.get("precision"), device_type))
+    found.catch(lambda: config.general)
+    found.catch(lambda: config.cluster)
+    found.catch(lambda: config.checkpoint)
+    found.catch(lambda: config.profile)
+    found.catch(lambda: config.sweep)
+    found.catch(lambda: _check_devices(config, world, gpus))
+    found.catch(lambda: checks.check_precision(config.resolved.get("precision"), device_type))
     if virtual:
         precision = config.resolved.get("precision")
-        found.of(lambda: formats.check_capability(precision, virtual.gpu_name, virtual.capability))
-    workload = found.of(lambda: choices.build(config, "workload"))
+        found.catch(lambda: checks.check_capability(precision, virtual.gpu_name, virtual.capability))
+    workload = found.catch(lambda: choices.build(config, "workload"))
     trains = workload is not None and workload.trains
-    found.of(lambda: _check_requeue(config))
-    found.of(lambda: _check_evaluated(config))
+    found.catch(lambda: _check_requeue(config))
+    found.catch(lambda: _check_evaluated(config))
     if workload and not workload.trains:
-        found.of(lambda: _check_check(config))
-    found.of(lambda: _check_logger(config, trains))
-    trained = found.of(lambda: training_spec.specify(config, world_size)) if trains else None
-    size = trained.layout.dims.world_size if trained else found.of(lambda: world_size(lambda available: available))
-    found.of(lambda: _check_sought(config, world))
+        found.catch(lambda: _check_check(config))
+    found.catch(lambda: _check_logger(config, trains))
+    trained = found.catch(lambda: training_spec.specify(config, world_size)) if trains else None
+    size = trained.layout.dims.world_size if trained else found.catch(lambda: world_size(lambda available: available))
+    found.catch(lambda: _check_sought(config, world))
     if trained:
-        found.of(lambda: _check_classified(config, trained))
-        found.of(lambda: _check_fp8(config, trained))
+        found.catch(lambda: _check_classified(config, trained))
+        found.catch(lambda: _check_fp8(config, trained))
     if virtual and size:
-        found.of(lambda: virtual.check_ranks(size))
+        found.catch(lambda: virtual.check_ranks(size))
     backend = str(config.resolved.get("backend"))
     backend = {"cpu": "gloo", "cuda": "nccl"}[device_type] if backend == "auto" else backend
     if workload and size:
-        found.of(lambda: workload.check(size, device_type, backend))
+        found.catch(lambda: workload.check(size, device_type, backend))
     found.close()
     assert workload and size  # noqa: PT018 - one fact
     return RunSpec(
@@ -155,7 +155,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
 
 
 def place(config: Config, size: int) -> Place:
-    """Where the local ranks of a run take themselves to be.
+    """Return where the local ranks of a run take themselves to be.
 
     Raises:
         ConfigError: Virtual GPUs cannot be built here.
@@ -183,7 +183,7 @@ def summarize(config: Config, world: World | None, gpus: int | None = None) -> S
 
 
 def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False) -> str | None:
-    """Compare a run's training state with the memory of the machine, the GPU or the job; see :func:`fit.check`.
+    """Compare a run's training state with the memory at hand; see :func:`checks.check_memory`.
 
     A GPU is asked only in a rank: asking initializes CUDA.
 
@@ -196,17 +196,17 @@ def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False)
     if spec.training is None or reserve is None:
         return None
     ranks = world.local_size if world else spec.world_size
-    room: fit.Room | None = None
+    room: checks.Room | None = None
     on_host = spec.device_type == "cpu" or spec.config.general.offload != "none"
     if is_elsewhere:
-        room = fit.in_job(cluster, ranks) if isinstance(cluster, Slurm) and on_host else None
+        room = checks.in_job(cluster, ranks) if isinstance(cluster, Slurm) and on_host else None
     elif on_host:
-        room = fit.on_host(ranks, reserve, running=world is not None)
+        room = checks.on_host(ranks, reserve, running=world is not None)
     elif spec.virtual:
-        room = fit.on_virtual(spec.virtual.gpu, reserve, spec.training.layout.dims.communicators)
+        room = checks.on_virtual(spec.virtual.gpu, reserve, spec.training.layout.dims.communicators)
     elif world:
-        room = fit.on_gpu(spec.device(world.local_rank), reserve, spec.training.layout.dims.communicators)
-    return fit.check(spec.training, room) if room else None
+        room = checks.on_gpu(spec.device(world.local_rank), reserve, spec.training.layout.dims.communicators)
+    return checks.check_memory(spec.training, room) if room else None
 
 
 def _virtual_gpus(config: Config) -> int:

@@ -20,7 +20,7 @@ KINDS: dict[Any, Any] = {float: (int, float), int: int, bool: bool, str: str, ty
 
 
 def problems(target: Callable[..., Any], options: Mapping[str, Any], given: Sequence[str] = ()) -> list[Problem]:
-    """What is wrong with calling ``target(**options)``, seen from outside.
+    """Return what is wrong with calling ``target(**options)``, seen from outside.
 
     Args:
         target: A class or a function.

@@ -1,4 +1,4 @@
-"""What a run that trains is made of: model, data, optimizer and strategy, built and checked against each other."""
+"""Specification of a training run: model, data, optimizer and strategy, built and checked against each other."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ptdbench.parallel.engine import Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.problems import ConfigError, Findings, Problem, require, said, under
+from ptdbench.problems import ConfigError, ErrorCollector, Problem, require, said, under
 from ptdbench.setup import choices
 from ptdbench.setup.config import Call, Config
 
@@ -34,7 +34,7 @@ _ANY_MODEL = nn.Sequential(nn.Linear(1, 1, device="meta"), nn.Linear(1, 1, devic
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """What is trained, and how it falls onto the ranks.
+    """The objects of a training run, and how they fall onto the ranks.
 
     Attributes:
         config: Where it all comes from.
@@ -120,13 +120,13 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
     Raises:
         ConfigError: With everything that is wrong, as far as one thing can be judged while another is wrong.
     """
-    found = Findings()
-    found.of(lambda: config.train)
-    found.of(lambda: config.eval)
-    strategy: Strategy | None = found.of(lambda: choices.build(config, "parallel"))
-    activations: Activations | None = found.of(lambda: choices.build(config, "activations"))
-    data: Data | None = found.of(lambda: choices.build(config, "data"))
-    schedule: Schedule | None = found.of(lambda: choices.build(config, "lr_schedule"))
+    found = ErrorCollector()
+    found.catch(lambda: config.train)
+    found.catch(lambda: config.eval)
+    strategy: Strategy | None = found.catch(lambda: choices.build(config, "parallel"))
+    activations: Activations | None = found.catch(lambda: choices.build(config, "activations"))
+    data: Data | None = found.catch(lambda: choices.build(config, "data"))
+    schedule: Schedule | None = found.catch(lambda: choices.build(config, "lr_schedule"))
 
     def example() -> tuple[Tensor, Tensor]:
         assert data  # nobody asks before strategy, data and model are there
@@ -141,23 +141,23 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
         under("train", lambda: batch.share(dims.batch, asked.global_batch, micro_batch))
         return under("parallel", lambda: strategy.layout(dims, asked.global_batch, micro_batch))
 
-    model = found.of(lambda: _model(config, example))
+    model = found.catch(lambda: _model(config, example))
     if model and data:
-        found.of(lambda: _check_data(config, model, data))
-    optimizer = found.of(lambda: _optimizer(config, module_of(model) if model else _ANY_MODEL))
-    where = found.of(layout) if strategy else None
+        found.catch(lambda: _check_data(config, model, data))
+    optimizer = found.catch(lambda: _optimizer(config, module_of(model) if model else _ANY_MODEL))
+    where = found.catch(layout) if strategy else None
     if strategy and model and where:
-        found.of(lambda: under("parallel", lambda: strategy.check(model, where)))
-        found.of(lambda: strategy.check_beside("compile", config.resolved["compile"], where))
-        found.of(lambda: strategy.check_beside("offload", config.resolved["offload"], where))
+        found.catch(lambda: under("parallel", lambda: strategy.check(model, where)))
+        found.catch(lambda: strategy.check_beside("compile", config.resolved["compile"], where))
+        found.catch(lambda: strategy.check_beside("offload", config.resolved["offload"], where))
     if strategy and data and where:
-        found.of(lambda: under("parallel", lambda: strategy.check_sample(example()[0], where)))
+        found.catch(lambda: under("parallel", lambda: strategy.check_sample(example()[0], where)))
     if strategy:
-        found.of(lambda: strategy.check_beside("precision", config.resolved["precision"]))
+        found.catch(lambda: strategy.check_beside("precision", config.resolved["precision"]))
     if activations and model:
-        found.of(lambda: _check_activations(config, activations, model))
+        found.catch(lambda: _check_activations(config, activations, model))
     if activations and strategy and where:
-        found.of(lambda: strategy.check_beside("activations", activations, where))
+        found.catch(lambda: strategy.check_beside("activations", activations, where))
     found.close()
     assert strategy and activations and data and model and where  # noqa: PT018 - one fact
     assert optimizer and schedule  # noqa: PT018

@@ -1,4 +1,4 @@
-"""Which runs of a command line are carried out, and their records, which are there before they begin."""
+"""The agenda of a command line: which runs are carried out, what they are called, and their records."""
 
 from __future__ import annotations
 
@@ -8,17 +8,67 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
+from ptdbench.files import appear, write_json
 from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError
-from ptdbench.records import failure, lease, record, store
-from ptdbench.records.files import appear, write_json
-from ptdbench.setup import blocks, hydra_files, reshaping
+from ptdbench.records import failure, ownership, record, store
+from ptdbench.records.schema import Written
+from ptdbench.report.display import Heading
+from ptdbench.report.labels import titles
+from ptdbench.setup import hydra_output, reshaping
 from ptdbench.setup.compose import Composed
-from ptdbench.sweep.outlook import Outlook
+from ptdbench.sweep import blocks
+from ptdbench.sweep.blocks import StoppingRule
 from ptdbench.sweep.requests import Request
-from ptdbench.sweep.settling import Settling
-from ptdbench.terminal import say
+from ptdbench.terminal import echo
+
+
+class SweepEta:
+    """The headings of a sweep's runs, with the time left by the mean duration of those that ended well.
+
+    Args:
+        requests: Its runs; of a search those so far.
+        is_whole: Whether there will be no others.
+    """
+
+    def __init__(self, requests: Sequence[Request], is_whole: bool = True) -> None:
+        self._requests = requests
+        self._is_whole = is_whole
+        self._to_come: Sequence[int] = ()
+        self._seconds: dict[int, float] = {}
+        self._titles: list[str] = []
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Note the runs that are to be carried out, in ascending order."""
+        self._to_come = numbers
+
+    def ended(self, number: int, seconds: float, written: Written) -> None:
+        """Note how long a run took, and its record."""
+        if written["status"] == "ok":
+            self._seconds[number] = seconds
+
+    def heading(self, number: int) -> Heading:
+        """Return what the display of a run shows of the sweep."""
+        if len(self._titles) < len(self._requests):  # a search has added some
+            distinct = {id(request.whole): request for request in self._requests}  # repeats have the same
+            called = dict(zip(distinct, titles([_draft(request) for request in distinct.values()]), strict=True))
+            self._titles = [called[id(request.whole)] for request in self._requests]
+        later = sum(one > number for one in self._to_come)
+        return Heading(
+            self._titles[number],
+            number + 1,
+            len(self._requests) if self._is_whole else None,
+            later * fmean(self._seconds.values()) if later and self._seconds else None,
+        )
+
+
+def _draft(request: Request) -> dict[str, Any]:
+    """What the run's record will begin with."""
+    draft = record.begin(request.config.resolved, Path(), {}, request.overrides)
+    return draft | dict(request.summary.fields if request.summary else {})
 
 
 @dataclass(frozen=True)
@@ -54,7 +104,7 @@ class Agenda:
     only: str | None = None
     queued: frozenset[str] = frozenset()
     searches: bool = False
-    settling: Settling | None = None
+    settling: StoppingRule | None = None
     _names: dict[int, str] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -69,7 +119,7 @@ class Agenda:
         if composed.searches:
             return Agenda(directory, only=only, queued=queued, searches=True)
         repeat = found[0].config.repeat
-        settling = Settling(repeat) if repeat.runs == "auto" and repeat.block is None else None
+        settling = StoppingRule(repeat) if repeat.runs == "auto" and repeat.block is None else None
         runs = [found[number].in_block(block) for number, block in blocks.order(len(found), repeat)]
         return Agenda(directory, runs, only, queued, False, settling)
 
@@ -79,9 +129,9 @@ class Agenda:
         return self.searches or self.settling is not None
 
     @cached_property
-    def outlook(self) -> Outlook:
+    def outlook(self) -> SweepEta:
         """What is known of the runs that this process carries out itself."""
-        return Outlook(self.requests, is_whole=not self.is_open)
+        return SweepEta(self.requests, is_whole=not self.is_open)
 
     def batches(self, size: int | None) -> list[range]:
         """The numbers of the runs that are handed over together.
@@ -132,16 +182,16 @@ class Agenda:
                 if request.summary:
                     reshaping.require_same(directory, request.summary, request.config.general.reshape)
                 self._write(directory, request)
-                hydra_files.write(request.job(self.directory, number), directory)
+                hydra_output.write_files(request.job(self.directory, number), directory)
         except ConfigError as refused:
             if world:  # the other ranks have not asked
                 raise
-            say(f"{refused}; skipped", sys.stderr)
+            echo(f"{refused}; skipped", sys.stderr)
             return None
         return None if request.refused else Opened(number, request, name)
 
     def to_do(self, numbers: Iterable[int]) -> list[int]:
-        """Which of these runs will be carried out, unless a start of them still goes on."""
+        """Return which of these runs will be carried out, unless a start of them still goes on."""
         return [
             number
             for number in numbers
@@ -175,10 +225,10 @@ class Agenda:
             draft = record.failed(draft, failure.describe(request.refused, rank=-1))
         again, earlier = (directory / store.RECORD).exists(), store.earlier_record(directory)
         if not appear(directory, lambda folder, _: write_json(folder / store.RECORD, draft)):
-            lease.open_record(directory, draft)
+            ownership.open_record(directory, draft)
         trained = record.option(earlier or {}, "model", dict)
         if other := trained and record.other_model(trained, draft["config"]["model"]):
-            say(f"{directory.name}: was done with another model, {other}; done again", sys.stderr)
+            echo(f"{directory.name}: was done with another model, {other}; done again", sys.stderr)
         had_ended = again and not (earlier and record.is_open(earlier))
         if request.refused or had_ended:  # done once more: its earlier result counts no longer
             store.append_result(self.directory, draft)

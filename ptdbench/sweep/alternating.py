@@ -20,15 +20,16 @@ from ptdbench.launch import local
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import store
 from ptdbench.report import versus
-from ptdbench.setup import blocks, commandline
+from ptdbench.setup import commandline
 from ptdbench.setup.config import Repeat
-from ptdbench.sweep.settling import Compared, Settling
-from ptdbench.terminal import say
+from ptdbench.sweep import blocks
+from ptdbench.sweep.blocks import Compared, StoppingRule
+from ptdbench.terminal import echo
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one half of the runs is started with.
+    """One side of a comparison: what its half of the runs is started with.
 
     Attributes:
         name: Of its folder: ``before`` or ``after``.
@@ -187,24 +188,24 @@ def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directo
     Args:
         sides: Both.
         overrides: What is typed for each, without repeats; lists are a sweep within each block.
-        repeat: How many blocks; with ``repeat=auto`` until it is settled how both sides compare.
+        repeat: Number of blocks; with ``repeat=auto`` until both sides are known to differ or to be tied.
         directory: Where the results go, below ``before`` and ``after``.
 
     Raises:
         ConfigError: A side refused the command line; it has said why.
         Stopped: A signal arrived; the side that was running has ended as a sweep does by itself.
     """
-    settling = Settling(repeat, _both_sides) if repeat.runs == "auto" else None
+    settling = StoppingRule(repeat, _both_sides) if repeat.runs == "auto" else None
     order = [(number, block or 0) for number, block in blocks.order(len(sides), repeat)]
     for place, (number, block) in enumerate(order):
         begins = place % len(sides) == 0
         if settling and begins and settling(directory, block):
             break
         if begins and block and _has_only_failed(sides, directory, block - 1):
-            say(f"block {block - 1}: every run failed on both sides; stopped", sys.stderr)
+            echo(f"block {block - 1}: every run failed on both sides; stopped", sys.stderr)
             break
         side = sides[number]
-        say(f"block {block}, {side.name}", sys.stderr)
+        echo(f"block {block}, {side.name}", sys.stderr)
         _start(side, overrides, directory / side.name / str(block), replace(repeat, block=block, series=directory.name))
 
 

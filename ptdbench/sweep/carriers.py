@@ -14,7 +14,7 @@ from ptdbench.records import store
 from ptdbench.report.reason import reason
 from ptdbench.setup.compose import Composed
 from ptdbench.sweep.agenda import Agenda, Opened
-from ptdbench.terminal import say
+from ptdbench.terminal import echo
 
 #: Carries out runs, each of which is opened when it is asked for.
 Carrier = Callable[[Iterable[Opened]], None]
@@ -38,7 +38,7 @@ def opened(agenda: Agenda, numbers: Iterable[int]) -> Iterator[Opened]:
 
 
 def carrier(agenda: Agenda, composed: Composed) -> Carrier:
-    """What the command line chose: ``hydra/launcher``."""
+    """Return the command line's choice of ``hydra/launcher``."""
     if composed.launcher == "submitit_slurm":
         return _BySlurm(agenda, composed.first.hydra.launcher)
     if composed.launcher == "submitit_local":
@@ -59,7 +59,7 @@ def _here(agenda: Agenda, runs: Iterable[Opened]) -> None:
             written = store.load_record(directory)
             agenda.outlook.ended(one.number, time.monotonic() - started, written)
             if written["status"] != "ok":
-                say(f"{heading}: {reason(written)}", sys.stderr)
+                echo(f"{heading}: {reason(written)}", sys.stderr)
 
 
 def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
@@ -72,7 +72,7 @@ def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
     executor = submitit.AutoExecutor(folder=str(directory / "logs" / "%j"), cluster="local")
     executor.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0)
     for run in runs:
-        say(f"{run.number} {run.request.label}: started", sys.stderr)
+        echo(f"{run.number} {run.request.label}: started", sys.stderr)
         # submitit hides every GPU that it was not asked for.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         submitted = executor.submit(carry_out, *call_of(directory, run, CUDA_VISIBLE_DEVICES=visible))

@@ -78,7 +78,7 @@ def _problems_of_bundle(image: str, shape: Shape, version: str) -> Iterator[Prob
 
 
 def folders(config: Config, outputs: Path | None) -> list[Path]:
-    """What a run uses of this machine: ptdbench, the current directory, its outputs, its data, and the caches.
+    """Return what a run uses of this machine: ptdbench, the current directory, its outputs, its data, and the caches.
 
     Args:
         config: The run's configuration.

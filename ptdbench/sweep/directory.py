@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ptdbench.launch import slurm
 from ptdbench.launch.world import World
-from ptdbench.records import lease, ledger, record, store
+from ptdbench.records import ledger, ownership, record, store
 from ptdbench.setup import config
 from ptdbench.setup.compose import Composed
 
@@ -53,4 +53,4 @@ def _begin(composed: Composed, folder: Path, directory: Path) -> None:
     if composed.is_sweep:
         ledger.begin(folder, composed.typed)
         return
-    lease.open_record(folder, record.begin(config.read(composed.jobs[0]).resolved, directory, {}, composed.typed))
+    ownership.open_record(folder, record.begin(config.read(composed.jobs[0]).resolved, directory, {}, composed.typed))

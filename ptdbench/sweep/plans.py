@@ -16,15 +16,15 @@ from typing import Any
 from omegaconf import open_dict, read_write
 
 from ptdbench import cache
+from ptdbench.files import strict, write_json
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.bearing import bears
-from ptdbench.records.files import strict, write_json
-from ptdbench.setup import commandline, compose, config, hydra_files
+from ptdbench.setup import commandline, compose, config, hydra_output
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.sweep import directory as output
-from ptdbench.terminal import say
+from ptdbench.terminal import echo
 
 #: The folder of plans in the cache.
 _KIND = "plans"
@@ -99,7 +99,7 @@ def make(of: Composed, overrides: Sequence[str], again: bool) -> Planned:
     for number, (whole, job, words) in enumerate(zip(of.whole, of.jobs, of.overrides, strict=True)):
         read = config.read(job)
         title = f"[{number + 1}/{len(of.jobs)}] {read.resolved['workload'].get('label', 'run')}"
-        own = directory / str(hydra_files.of_run(whole, directory, number).hydra.sweep.subdir)
+        own = directory / str(hydra_output.config_of_run(whole, directory, number).hydra.sweep.subdir)
         draft = record.begin(read.resolved, own, {}, words)
         made = draft | {"kind": "planned", **_fields(read, is_free, title, again), "directory": str(own)}
         own.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def _fields(read: Config, is_free: bool, title: str, again: bool) -> dict[str, A
         try:
             cache.keep(_KIND, key, {"fields": strict(found), "seconds": time.monotonic() - started})
         except OSError as error:
-            say(f"the plan is not kept for later: {error.strerror}", sys.stderr)
+            echo(f"the plan is not kept for later: {error.strerror}", sys.stderr)
     return found
 
 

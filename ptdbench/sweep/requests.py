@@ -1,4 +1,4 @@
-"""What a sweep asks of a cluster: each of its runs with the shape of the job that will carry it out."""
+"""Requests of a sweep to a cluster: each of its runs with the shape of the job that will carry it out."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from ptdbench.checkpoints import shelf
+from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
-from ptdbench.problems import ConfigError, Findings, Problem, require
+from ptdbench.problems import ConfigError, ErrorCollector, Problem, require
 from ptdbench.records import record
-from ptdbench.setup import choices, config, hydra_files, run_spec
+from ptdbench.setup import choices, config, hydra_output, run_spec
 from ptdbench.setup.compose import Composed, without_hydra
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.run_spec import Summary
@@ -69,7 +69,7 @@ class Request:
 
     def job(self, sweep: Path | None, number: int | None) -> DictConfig:
         """Its configuration as Hydra has it when it starts the run of this number; see :mod:`.hydra_files`."""
-        return hydra_files.of_run(self.whole, sweep, number, self.block)
+        return hydra_output.config_of_run(self.whole, sweep, number, self.block)
 
     def subdirectory(self, number: int) -> str:
         """The run's directory in its sweep's, from Hydra's ``hydra.sweep.subdir``."""
@@ -78,7 +78,7 @@ class Request:
     @cached_property
     def environment(self) -> dict[str, str]:
         """What ``hydra.job.env_set`` adds to its environment."""
-        return hydra_files.environment(self.job(None, None))
+        return hydra_output.environment(self.job(None, None))
 
 
 def of_machine(composed: Composed, world: World | None) -> list[Request]:
@@ -99,12 +99,12 @@ def of_cluster(composed: Composed) -> list[Request]:
         ConfigError: SLURM is not here or has not what one of them asks for, or none of them can run.
     """
     known = _partitions(config.read(composed.jobs[0]).cluster)
-    problems = Findings()
+    problems = ErrorCollector()
     found = []
     for whole, read, words in _typed(composed):
-        shape = problems.of(lambda read=read: shape_of(read, known))  # type: ignore[misc]
+        shape = problems.catch(lambda read=read: shape_of(read, known))  # type: ignore[misc]
         if shape:
-            problems.of(lambda read=read, shape=shape: require(*container.check(read.cluster.container, shape)))  # type: ignore[misc]
+            problems.catch(lambda read=read, shape=shape: require(*container.check(read.cluster.container, shape)))  # type: ignore[misc]
             found.append(planned(whole, read, words, shape, _world(shape)))
     problems.close()
     _require_one(found)
@@ -186,7 +186,7 @@ def _check_beginning(read: Config) -> None:
     """Refuse to begin where ``resume`` says with another model than was saved there."""
     if (named := read.general.resume) is None:
         return
-    if (found := shelf.glance(Path(named))) is None:
+    if (found := checkpoint_dir.latest_manifest(Path(named))) is None:
         rule = "holds no complete checkpoint"
         raise ConfigError([Problem("resume", named, rule, "omit it to start anew; see checkpoint.every_steps")])
     if other := record.other_model(found.model, read.resolved["model"]):

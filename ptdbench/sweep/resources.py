@@ -1,4 +1,4 @@
-"""What a ``cluster`` config asks of SLURM: the shape of a job, what is wrong with it, and sbatch's flags.
+"""Resources of a job by the ``cluster`` config: its shape, what is wrong with it, and sbatch's flags.
 
 Nothing here asks SLURM. What it has to say (:func:`ptdbench.launch.slurm.partitions`) is passed in; on a machine
 without SLURM that is an empty list, and the rules that need it do not apply.
@@ -113,7 +113,7 @@ def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Seque
 
 
 def check(cluster: Slurm, shape: Shape, known: Sequence[Partition]) -> list[Problem]:
-    """What SLURM would refuse, keep waiting for ever or understand otherwise than it is meant.
+    """Return what SLURM would refuse, keep waiting for ever or understand otherwise than it is meant.
 
     Args:
         cluster: What is asked for.
@@ -169,7 +169,7 @@ def setup_lines(cluster: Slurm, shape: Shape) -> list[str]:
 
 @dataclass(frozen=True)
 class Output:
-    """Where a script's output goes and how it is submitted, beside what the cluster's options say.
+    """The output of a script and how it is submitted, beside what the cluster's options say.
 
     Attributes:
         job: The file of the batch script's own output, ``%j`` in it being the job's id; sbatch makes no folder for it.
@@ -184,7 +184,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Step:
-    """What every rank of a job runs at once.
+    """The command that every rank of a job runs at once.
 
     Attributes:
         command: The command and its arguments.

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hydra_plugins import ptdbench_launcher
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import objective, store
-from ptdbench.setup import hydra_files, hydra_options
+from ptdbench.setup import hydra_options, hydra_output
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, quoted
 from ptdbench.setup.compose import Composed
 from ptdbench.sweep import carriers, requests
@@ -40,7 +40,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
             *hydra_options.search_overrides(composed),
         ]
         sweep = composed.sweep(instead=own)
-        hydra_files.write_multirun(sweep, agenda.directory)
+        hydra_output.write_multirun(sweep, agenda.directory)
 
         def carry_out(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
             for words in job_overrides:

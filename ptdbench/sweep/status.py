@@ -1,11 +1,11 @@
-"""Where each run of a sweep stands, from its files and the queue alone: any shell can ask, at any time."""
+"""Status of a sweep's runs, from its files and the queue alone: any shell can ask, at any time."""
 
 from __future__ import annotations
 
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,12 +19,60 @@ from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.records import ledger, schema, store
 from ptdbench.records.cause import root_cause
 from ptdbench.records.failure import Failure, read_failures, write_traceback
-from ptdbench.records.owner import Attempt
+from ptdbench.records.ownership import Attempt
 from ptdbench.records.record import failed, is_open, option
 from ptdbench.records.schema import Record, Written
 from ptdbench.report.progress import Progress, read_progress
 from ptdbench.report.reason import OUTPUT
-from ptdbench.sweep import output
+
+#: Bytes at the end of a file that are looked at.
+_LOOKED_AT = 65536
+
+#: How SLURM says that a job used too much memory. With OverMemoryKill (slurm.conf, JobAcctGatherParams) it says so here
+#: only, and that the job has FAILED.
+_OUT_OF_MEMORY = re.compile(
+    r"(slurm\w+[\w.-]*|srun): error: .*(exceeded (job )?memory limit|oom[-_]kill|out of memory)", re.IGNORECASE
+)
+
+
+def log_tail(job: ledger.Job, lines: int = 15) -> str:
+    """The last lines of the rank that wrote last."""
+    return "\n".join(next((said[-lines:] for said in _ends(job) if said), []))
+
+
+def log_out_of_memory(job: ledger.Job) -> str | None:
+    """The line with which SLURM says that the job used too much memory, if it does."""
+    return next((line.strip() for said in _ends(job) for line in said if _OUT_OF_MEMORY.search(line)), None)
+
+
+def log_reason(job: ledger.Job) -> str | None:
+    """Return what kept a step from starting: SLURM's first error, or its plugins', else the last line of the rank.
+
+    srun's own lines only say that there was one.
+    """
+    for said in _ends(job):
+        errors = [match[1] for line in said if (match := re.match(r"slurmstepd\S*: error: (.*)", line))]
+        others = [line.strip() for line in said if line.strip() and not line.startswith(("srun: ", "slurmstepd"))]
+        if errors or others:
+            return errors[0] if errors else others[-1]
+    return None
+
+
+def _ends(job: ledger.Job) -> Iterator[list[str]]:
+    """The last lines of each rank, of the one that wrote last first; then those of the script of several runs."""
+    folders = [Path(job.log), *([Path(job.log).parent] if job.step is not None else [])]
+    logs = [
+        path
+        for folder in folders
+        for path in sorted(folder.glob(f"{job.id}_*_log.err"), key=lambda path: -path.stat().st_mtime)
+        if path.is_file()
+    ]
+    for path in logs:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _LOOKED_AT))
+            yield file.read().decode(errors="replace").splitlines()
+
 
 #: What a run's status is where SLURM ended its job; every other end is a failure.
 STATUS_OF = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "OUT_OF_MEMORY": "oom", "PREEMPTED": "preempted"}
@@ -86,7 +134,7 @@ class Sweep:
 
 
 def look(directory: Path) -> Sweep:
-    """Where the runs of a sweep, a single run, or the runs of a comparison whose sides take turns, stand.
+    """Look where the runs of a sweep, a single run, or the runs of a comparison whose sides take turns, stand.
 
     A run whose job has ended without a word gets its record here, with SLURM's state for a reason: whoever looks first
     writes it down. A run whose record is damaged or gone stands among the others, as :data:`DAMAGED`.
@@ -291,9 +339,9 @@ def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, 
         kind, message = state.state, f"SLURM ended job {job.id}{nodes}: {state.state}{reason}"
     if job.step is not None and not begun:  # what the job's script says is of other runs
         return kind, f"{message}, before this run had begun{where}"
-    if kind in ("Gone", "FAILED") and (words := output.out_of_memory(job)):
+    if kind in ("Gone", "FAILED") and (words := log_out_of_memory(job)):
         return "OUT_OF_MEMORY", f"{message}; SLURM said: {words}{where}"
-    if kind == "FAILED" and not begun and (words := output.reason(job)):
+    if kind == "FAILED" and not begun and (words := log_reason(job)):
         return kind, f"{message}: {words}{where}"
     return kind, message + where
 

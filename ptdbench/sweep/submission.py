@@ -17,7 +17,7 @@ from typing import Any
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from ptdbench import terminal
-from ptdbench.launch import leaving, local, slurm
+from ptdbench.launch import forced_exit, local, slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import failure, ledger, record, store
@@ -27,7 +27,7 @@ from ptdbench.sweep import container, resources
 from ptdbench.sweep.agenda import Opened
 from ptdbench.sweep.requests import Request
 from ptdbench.sweep.resources import Output, Step
-from ptdbench.terminal import plural, say
+from ptdbench.terminal import echo, plural
 
 
 def arrays(requests: Sequence[Request]) -> list[list[list[int]]]:
@@ -192,11 +192,11 @@ def carry_out(directory: str, environment: Mapping[str, str | None]) -> None:
     try:
         run(Path(directory))
     finally:
-        leaving.soon()
+        forced_exit.exit_soon()
 
 
 def call_of(sweep: Path, opened: Opened, **environment: str | None) -> tuple[str, dict[str, str | None]]:
-    """What :func:`carry_out` is called with in the job of a run; ``environment``: variables beside the run's own."""
+    """Return the arguments of :func:`carry_out` for a run's job; ``environment``: variables beside the run's own."""
     typed = terminal.as_variable(sys.argv)  # what the job says of how to go on names the same program
     return str(sweep / opened.subdirectory), {**typed, **opened.request.environment, **environment}
 
@@ -278,10 +278,10 @@ def _take_back(names: Sequence[str]) -> None:
     """End what SLURM may have taken, by name: it may have taken an array without being able to say so."""
     try:
         if canceled := slurm.cancel_named(names):
-            say(f"canceled what SLURM had taken already: {' '.join(canceled)}", sys.stderr)
+            echo(f"canceled what SLURM had taken already: {' '.join(canceled)}", sys.stderr)
     except SlurmError as error:
         how = f"look with squeue --name={','.join(names)}"
-        say(f"SLURM may have jobs of this command: {error}; {how}", sys.stderr)
+        echo(f"SLURM may have jobs of this command: {error}; {how}", sys.stderr)
 
 
 def _write_off(sweep: Path, jobs: Sequence[Opened], error: BaseException) -> None:
@@ -340,3 +340,52 @@ def _python_path() -> str:
     script = Path(sys.argv[0]).resolve()
     folders = dict.fromkeys([*([script.parent] if script.name == "train.py" else []), Path.cwd()])
     return f"{':'.join(shlex.quote(str(folder)) for folder in folders)}${{PYTHONPATH:+:$PYTHONPATH}}"
+
+
+def show_test_only(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
+    """Print what ``cluster.submit=test`` prints; nothing is submitted and nothing written.
+
+    Args:
+        runs: The runs of a command line.
+        options: The launcher's own options; see :data:`ptdbench.setup.hydra_options.OPTIONS`.
+
+    Returns:
+        The exit status: 0 if every job would be taken.
+    """
+    refused = 0
+    for run in runs:
+        if run.refused:
+            echo(f"{run.label}: {run.refused}", sys.stderr)
+            refused += 1
+    for array in _arrays(runs):
+        jobs, runs_of_job = len(array), len(array[0])
+        each = f" of {plural(runs_of_job, 'run')}" if runs_of_job > 1 else ""
+        what = f"{array[0][0].shape} ({plural(jobs, 'job')}{each})"
+        try:
+            echo(f"{what}: {_ask(array, options)}")
+        except SlurmError as error:
+            echo(f"{what}: SLURM would refuse it: {error}", sys.stderr)
+            refused += jobs
+    return int(refused > 0)
+
+
+def require_accepted(runs: Sequence[Request], options: Mapping[str, Any]) -> None:
+    """Raise a ConfigError with SLURM's words for every array that it would refuse."""
+    found = []
+    for array in _arrays(runs):
+        try:
+            _ask(array, options)
+        except SlurmError as error:
+            first, *_ = array[0]
+            count = f" ({len(array)} jobs)" if len(array) > 1 else ""
+            rule = f"nothing was submitted, because SLURM refuses {first.shape}{count}: {error}"
+            found.append(Problem("cluster", first.cluster.name, rule))
+    require(*found)
+
+
+def _ask(array: Sequence[Sequence[Request]], options: Mapping[str, Any]) -> str:
+    return slurm.test(script(array, "ptdbench", Path(), options))
+
+
+def _arrays(runs: Sequence[Request]) -> list[list[list[Request]]]:
+    return [[[runs[place] for place in job] for job in array] for array in arrays(runs)]

@@ -1,23 +1,176 @@
-"""Following a sweep that is on the cluster, until its last run has ended."""
+"""Watching a sweep: the table of one that may still be going on, and following it until its last run has ended."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from ptdbench.records import ledger, record
-from ptdbench.report.reason import OUTPUT
+from ptdbench.records.record import option
+from ptdbench.records.schema import Metrics, Record, part
+from ptdbench.report import text as table
+from ptdbench.report.labels import name
+from ptdbench.report.reason import OUTPUT, reason, wrap
 from ptdbench.report.text import cropped
-from ptdbench.sweep import output, status, view
+from ptdbench.sweep import status
 from ptdbench.sweep.status import Run, Sweep
-from ptdbench.terminal import command, plain, plural, say
+from ptdbench.terminal import command, echo, plain, plural
+
+#: What a run's own share of its start was spent on, as in ``metrics.startup_seconds``.
+STARTUP = ("import", "config", "rendezvous", "build", "first_step")
+
+HEADINGS = ("#", "job", "run", "shape", "state", "step", "tokens/s", "startup s")
+
+#: Columns of words; the others have figures.
+_WORDS = ("job", "run", "shape", "state")
+
+#: Columns that are left out where there is no room for all, the first one first.
+_SPARED = ("startup s", "shape", "tokens/s", "job", "step")
+
+#: Columns that are cut before another is left out, and to how much.
+_LEAST = {"run": 12, "state": 12}
+
+
+def table_rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
+    """A row of cells for each run, under :data:`HEADINGS`; each in one line."""
+    for number, run in enumerate(sweep.runs):
+        job = run.job
+        cells = (
+            str(job.number if job else number),
+            (job.id or "?") if job else "-",
+            _label(run),
+            job.shape if job else _shape(run.typed),
+            state_text(run),
+            _step(run),
+            _rate(run),
+            _startup(run.typed),
+        )
+        yield tuple(plain(" ".join(cell.split())) for cell in cells)
+
+
+def as_json(sweep: Sweep) -> dict[str, Any]:
+    """The sweep as ``status --json`` prints it; docs/results.md says what each key means."""
+    return {
+        "is_over": sweep.is_over,
+        "runs": [_as_json(run, number) for number, run in enumerate(sweep.runs)],
+        "damage": list(sweep.damage),
+        "slurm": sweep.silence or None,
+    }
+
+
+def _as_json(run: Run, number: int) -> dict[str, Any]:
+    record, job, going_on = run.record, run.job, None if run.is_over else run.progress
+    metrics = part(record, Metrics)
+    rates = {"samples_per_second": metrics.samples_per_second, "tokens_per_second": metrics.tokens_per_second}
+    if going_on:
+        rates[f"{going_on.unit}_per_second"] = going_on.per_second
+    return {
+        "number": job.number if job else number,
+        "directory": run.directory,
+        "run": _label(run),
+        "job": job.id if job else None,
+        "queue": run.queue.state if run.queue else None,
+        "nodes": record.get("nodes"),
+        "world_size": record.get("world_size"),
+        "status": record["status"],
+        "is_over": run.is_over,
+        "step": going_on.step if going_on else record.get("steps"),
+        "steps": going_on.steps if going_on else option(record, "train.steps", int),
+        **rates,
+        "startup_seconds": metrics.startup_seconds,
+        "error": record.get("error"),
+    }
+
+
+def table_lines(sweep: Sweep, width: int | None = None) -> list[str]:
+    """Headings, a rule and the rows, quickly also for thousands of them.
+
+    Args:
+        sweep: What to show.
+        width: Columns that no line exceeds: what matters least is left out, and the rest cut; ``None``: all of it.
+    """
+    cells = list(table_rows(sweep))
+    widths = table.fitted(HEADINGS, cells, width, _LEAST, _SPARED)
+    drawn = table.lines(HEADINGS, cells, widths, _WORDS, folds=False)
+    return [table.cropped(line, width) for line in drawn]
+
+
+def table_text(sweep: Sweep, width: int | None = None) -> str:
+    """The rows as plain text, and below what there was no room for, and the reasons; see :func:`lines`."""
+    drawn = table_lines(sweep, width)
+    left_out = [heading for heading in HEADINGS if heading not in drawn[0]]
+    below = [f"left out in {width} columns: {', '.join(left_out)}"] if left_out else []
+    return "\n".join([*drawn, *(wrap(line, width) for line in (*below, *reasons(sweep)))])
+
+
+def reasons(sweep: Sweep) -> Iterator[str]:
+    """Yield why runs failed, which results are damaged, and why the queue is not shown."""
+    for run in sweep.runs:
+        if run.is_over and run.typed.error:
+            yield f"{run.directory}: {reason(run.record)}"
+    yield from sweep.damage
+    if sweep.silence:
+        yield f"SLURM does not answer: {sweep.silence}"
+
+
+def state_text(run: Run) -> str:
+    """Return where a run stands, in a few words: the queue's while it is there, then the record's."""
+    if run.is_over:
+        kind = run.typed.error.type if run.typed.error else ""
+        return f"{run.typed.status} ({kind})" if kind.isupper() else run.typed.status
+    if run.queue is None:
+        return "not submitted" if run.job and not run.job.id else "unfinished"
+    if run.queue.state in ("PENDING", "SUSPENDED"):
+        why = run.queue.reason
+        return f"{run.queue.state} ({why})" if why not in ("", "None") else run.queue.state
+    if run.job and run.job.step is not None and run.job.step > 0 and not run.typed.owner:
+        return "waits in its job"
+    return f"{run.queue.state} {run.queue.nodes}".rstrip()
+
+
+def _label(run: Run) -> str:
+    (*sweep, _), named = Path(run.directory).parts, name(run.record)
+    of_block = option(run.record, "repeat.series", str)
+    return f"{named} [{'/'.join(sweep)}]" if of_block and sweep else named
+
+
+def _shape(record: Record) -> str:
+    return (
+        f"{plural(len(record.nodes), 'node')}, {record.world_size} ranks" if record.nodes and record.world_size else "-"
+    )
+
+
+def _step(run: Run) -> str:
+    if run.is_over:
+        return str(run.typed.steps or "-")
+    return f"{run.progress.step}/{run.progress.steps}" if run.progress else "-"
+
+
+def _rate(run: Run) -> str:
+    if run.is_over:
+        metrics = run.typed.metrics or Metrics()
+        tokens, samples = metrics.tokens_per_second, metrics.samples_per_second
+        return f"{tokens:,.0f}" if tokens else f"{samples:,.1f} samples" if samples else "-"
+    if not run.progress or not run.progress.per_second:
+        return "-"
+    return f"{run.progress.per_second:,.0f}" + (" samples" if run.progress.unit == "samples" else "")
+
+
+def _startup(record: Record) -> str:
+    """``9.1 = 4.2 + 0.3 + 0.1 + 0.5 + 4.0``: the parts in the order of :data:`STARTUP`."""
+    spent = record.metrics and record.metrics.startup_seconds
+    if not spent:
+        return "-"
+    return f"{sum(spent.values()):.1f} = " + " + ".join(f"{spent.get(name, 0):.1f}" for name in STARTUP)
+
 
 #: Seconds between two looks at the queue: soon while a person waits for the first job, rarer later, out of courtesy.
 FIRST, LATER = 1.0, 10.0
@@ -31,10 +184,10 @@ def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
     ids = list(dict.fromkeys(job.id for job in jobs if job.id))
     arrays = list(dict.fromkeys(identity.partition("_")[0] for identity in ids))
     what = plural(len(ids), "job") + (f" with {plural(len(jobs), 'run')}" if len(jobs) > len(ids) else "")
-    say(f"submitted {what}: {' '.join(ids[:20])}{' ...' * (len(ids) > 20)}")
-    say(f"status     {command('status')} {sweep_directory}")
-    say(f"cancel     scancel {' '.join(arrays)}")
-    say(f"output     {sweep_directory}/logs")
+    echo(f"submitted {what}: {' '.join(ids[:20])}{' ...' * (len(ids) > 20)}")
+    echo(f"status     {command('status')} {sweep_directory}")
+    echo(f"cancel     scancel {' '.join(arrays)}")
+    echo(f"output     {sweep_directory}/logs")
 
 
 def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
@@ -63,9 +216,9 @@ def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
         how = f"The jobs go on. Look at them with: {command('status')} {sweep_directory}"
         if isinstance(error, OSError):
             problem = f"{error.filename or sweep_directory}: {error.strerror or error}; make room, and look again"
-            say(f"{problem}\n{how}", sys.stderr)
+            echo(f"{problem}\n{how}", sys.stderr)
             raise SystemExit(1) from None
-        say(how, sys.stderr)
+        echo(how, sys.stderr)
         raise
     for run in sweep.runs:
         _show_failure(sweep_directory, run)
@@ -78,7 +231,7 @@ def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:
     if record.is_open(written):
         message = f"the job's process ended without a result{OUTPUT}{log}"
         written = status.conclude(sweep_directory, subdirectory, "Gone", message)
-    say(f"{Path(subdirectory).name}: {written['status']}", sys.stderr)
+    echo(f"{Path(subdirectory).name}: {written['status']}", sys.stderr)
     _show_failure(sweep_directory, Run(subdirectory, None, None, written, is_over=True))
 
 
@@ -89,9 +242,9 @@ def _show_failure(sweep_directory: Path, run: Run) -> None:
         return
     name = Path(run.directory).name
     if error.traceback:
-        say(f"\n{name}, rank {error.rank}:\n{error.traceback.rstrip()}", sys.stderr)
-    elif run.job and (tail := output.tail(run.job)):
-        say(f"\n{name}, the end of its output:\n{tail}", sys.stderr)
+        echo(f"\n{name}, rank {error.rank}:\n{error.traceback.rstrip()}", sys.stderr)
+    elif run.job and (tail := status.log_tail(run.job)):
+        echo(f"\n{name}, the end of its output:\n{tail}", sys.stderr)
 
 
 class _Table:
@@ -116,7 +269,7 @@ class _Table:
             below += f"; {hidden} more are not shown"
         if sweep.silence:
             below += f"; SLURM does not answer: {plain(' '.join(sweep.silence.split()))}"
-        lines = [*view.lines(shown, self._console.width), cropped(below, self._console.width)]
+        lines = [*table_lines(shown, self._console.width), cropped(below, self._console.width)]
         self._live.update(Text("\n".join(lines), no_wrap=True), refresh=True)
 
 
@@ -134,11 +287,11 @@ class _Lines:
 
     def __call__(self, sweep: Sweep) -> None:
         for run in sweep.runs:
-            state = view.state(run)
+            state = state_text(run)
             if self._last.get(run.directory) != state:
                 self._last[run.directory] = state
                 job = f"job {run.job.id} " if run.job else ""
-                say(f"{job}{Path(run.directory).name}: {state}", sys.stderr)
+                echo(f"{job}{Path(run.directory).name}: {state}", sys.stderr)
 
 
 def _first_the_open(runs: Sequence[Run]) -> list[Run]:

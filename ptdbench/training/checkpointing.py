@@ -9,15 +9,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ptdbench.checkpoints import shelf, state
+from ptdbench.checkpoints import checkpoint_dir, state
+from ptdbench.checkpoints.checkpoint_dir import Found
 from ptdbench.checkpoints.saver import Saver
-from ptdbench.checkpoints.shelf import Found
-from ptdbench.checkpoints.together import gathered
 from ptdbench.job import Job
-from ptdbench.launch.together import barrier, gather
+from ptdbench.launch.collect import barrier, gather, gathered_or_alone
 from ptdbench.problems import Problem, require
 from ptdbench.setup import reshaping
-from ptdbench.terminal import say
+from ptdbench.terminal import echo
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop
 from ptdbench.training.recorder import Recorder
@@ -51,7 +50,7 @@ class Checkpointing:
         if self._every:
             if job.world.is_first:
                 with suppress(OSError):  # an unwritable directory is reported at the first save
-                    shelf.sweep_partial(job.directory)
+                    checkpoint_dir.remove_partial(job.directory)
             barrier()  # rank 0 may have renamed a checkpoint that the others search for
             options = job.spec.config.checkpoint
             self._saver = Saver(job.directory, keep=options.keep, asynchronous=options.asynchronous)
@@ -84,16 +83,16 @@ class Checkpointing:
         named = self._job.spec.config.general.resume
         known = [self._job.directory, *([Path(named)] if named else [])]
         # As rank 0 sees them: a network file system may show another host less, which would not join the search.
-        sources: list[Path] = gather([source for source in known if (source / shelf.FOLDER).exists()])[0]
+        sources: list[Path] = gather([source for source in known if (source / checkpoint_dir.FOLDER).exists()])[0]
         if not sources:
             return None
         group: Any = self._saver.group if self._saver else dist.new_group(backend="gloo")
         for source in sources:
-            search = shelf.newest(source, group)
+            search = checkpoint_dir.newest(source, group)
             self._passed_over += search.warnings
             if self._job.world.is_first:
                 for warning in search.warnings:
-                    say(f"warning: {warning}", sys.stderr)
+                    echo(f"warning: {warning}", sys.stderr)
             if search.found:
                 return search.found, group
         return None
@@ -144,7 +143,7 @@ class Checkpointing:
         layout = self._job.training.layout
         self.reshaped = reshaping.change(found.manifest, layout.dims.world_size, layout.as_dict())
         if self.reshaped and self._job.world.is_first:
-            say(f"{found.path}: goes on with {self.reshaped}", sys.stderr)
+            echo(f"{found.path}: goes on with {self.reshaped}", sys.stderr)
         self._recorder.begin(found.manifest.step, source, facts)
         self._evaluator.resume(facts.get("evaluations", []))
         if self._saver and self._evaluator.best and self._saved >= 0:
@@ -153,7 +152,7 @@ class Checkpointing:
     def _same_data(self, found: Found, group: dist.ProcessGroup) -> Problem | None:
         """A problem if the data changed: the same sample numbers would then be other samples."""
         data, identity = self._job.spec.config.call("data").name, found.manifest.facts.get("data")
-        if identity is None or identity == gathered(self._identity(), group)[0]:
+        if identity is None or identity == gathered_or_alone(self._identity(), group)[0]:
             return None
         rule = f"was trained on other data than data={data} holds now"
         return Problem("resume", found.path, rule, "restore the data, or start a new run without resume")

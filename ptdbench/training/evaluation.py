@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ptdbench.data.protocol import HeldOut
 from ptdbench.job import Job
-from ptdbench.launch.together import total
+from ptdbench.launch.collect import total
 from ptdbench.records.schema import Evaluation
 from ptdbench.training.loop import StepLoop
 
@@ -71,7 +71,7 @@ class Evaluator:
         return to_builtins(self.done)
 
     def due(self, at_end: bool = False) -> bool:
-        """Whether an evaluation is due: every ``eval.every`` steps and after the last step."""
+        """Return whether an evaluation is due: every ``eval.every`` steps and after the last step."""
         every, steps = self._job.spec.config.eval.every, self._loop.done
         if every is None or (self.done and self.done[-1].step == steps):
             return False

@@ -1,4 +1,4 @@
-"""What the memory of a step is for: one further step, in which the profiler watches the allocator."""
+"""Memory of a step by purpose: one further step, in which the profiler watches the allocator."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ptdbench.job import Job
-from ptdbench.launch import clock_offset
-from ptdbench.launch.together import gather
-from ptdbench.measure import allocations, perfetto
-from ptdbench.terminal import say
-from ptdbench.training import account, profile, traces
+from ptdbench.launch.collect import gather
+from ptdbench.profiling import allocations, perfetto
+from ptdbench.terminal import echo
+from ptdbench.training import profile, traces, virtual_account
 from ptdbench.training.loop import StepLoop
 
 #: In the directory of a run with ``profile.trace``, beside the memory of all ranks: a folder with that of each rank.
@@ -53,9 +52,9 @@ def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
                 return {"reason": reasons[0]}
             assert isinstance(usage, allocations.Usage)
             told = gather((usage.bytes[usage.peak], usage.moments[usage.peak]))
-            of_ranks = [told[rank] for rank in account.present(job)]
+            of_ranks = [told[rank] for rank in virtual_account.present(job)]
             if keep:
-                ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
+                ahead = traces.clock_ahead(job.peers, job.world.rank, job.device)
                 write = partial(_write, job, taken, usage)
                 traces.keep(job, FOLDER, write, profile.rank_names(job), ahead, perfetto.MEMORY)
     if not job.world.is_first:
@@ -134,6 +133,6 @@ def _snapshot(job: Job) -> Iterator[None]:
                 folder.mkdir(exist_ok=True)
                 torch.cuda.memory._dump_snapshot(str(folder / f"rank{job.world.rank}.pickle"))
             except (OSError, RuntimeError) as error:  # torch looks for symbols, which may fail
-                say(f"warning: the snapshot of the memory could not be written: {error}", sys.stderr)
+                echo(f"warning: the snapshot of the memory could not be written: {error}", sys.stderr)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -20,12 +20,12 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from ptdbench.job import Job
-from ptdbench.launch import clock_offset
-from ptdbench.launch.together import gather
-from ptdbench.measure import events, links, perfetto, trace
+from ptdbench.launch.collect import gather
+from ptdbench.measure import bandwidth
 from ptdbench.measure.parts import PHASES
-from ptdbench.measure.phases import Partition, partition
-from ptdbench.measure.profiler import operations, profiled
+from ptdbench.profiling import events, perfetto, trace
+from ptdbench.profiling.phases import Partition, partition
+from ptdbench.profiling.profiler import operations, profiled
 from ptdbench.training import traces, traffic
 from ptdbench.training.loop import StepLoop
 
@@ -41,10 +41,10 @@ MOST_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Expected:
-    """What a step should be by its layout.
+    """A step's expected kernels and messages by its layout.
 
     Attributes:
-        volume: Bytes of each operation of communication by formula, see :mod:`ptdbench.parallel.volume`.
+        volume: Bytes of each operation of communication by formula, see :mod:`ptdbench.parallel.comm_volume`.
         parts: Of each stage of a pipeline the names of the parts that are no repeated layers; ``None`` without one.
     """
 
@@ -53,7 +53,7 @@ class Expected:
 
 
 def expect(job: Job) -> Expected:
-    """What a step should be; before the model is laid out, which changes it. Empty where nobody asks."""
+    """Predict a step before the model is laid out, which changes it. Empty where nobody asks."""
     training = job.training
     if not job.world.is_first or not job.spec.config.profile.steps:
         return Expected()
@@ -81,7 +81,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
         taken = run(job, loop, steps)
         with job.watchdog.paused():
             found = _read(taken, Path(scratch) / _TRACE, job.device.type)
-            ahead = clock_offset.ahead(job.peers, job.world.rank, job.device)
+            ahead = traces.clock_ahead(job.peers, job.world.rank, job.device)
             if keep:  # also where no phases can be read from it
                 write = partial(_write, job, taken, Path(scratch) / _TRACE)
                 traces.keep(job, TRACES, write, rank_names(job), ahead, perfetto.NAME)
@@ -172,7 +172,7 @@ def _write(job: Job, taken: profile, trace: Path, path: Path) -> None:
 
 
 def rank_names(job: Job) -> list[str]:
-    """What each rank is called in a trace: ``rank 3, cpu, stages 1, 2``."""
+    """Name each rank in a trace: ``rank 3, cpu, stages 1, 2``."""
     names = [f"rank {peer.rank}, {peer.device}" for peer in job.peers]
     stages: list[list[int]] | None = _pipeline(job)["stages"]
     if stages is None:
@@ -245,7 +245,7 @@ def _fit_seconds(job: Job, operation: str, calls: float, size: float) -> float |
         return None
     precision = {"tf32": "fp32", "fp8": "bf16"}.get(name := job.spec.config.general.precision, name)
     dtype = precision if dims.tensor > 1 else how.sent  # the ranks of a product add up activations
-    return links.seconds(links.key(job.spec.backend, job.peers), operation, dtype, calls, size)
+    return bandwidth.fitted_seconds(bandwidth.fits_key(job.spec.backend, job.peers), operation, dtype, calls, size)
 
 
 def _pipeline(job: Job) -> dict[str, Any]:

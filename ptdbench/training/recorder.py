@@ -19,15 +19,15 @@ import numpy as np
 import torch
 
 from ptdbench.job import Job
-from ptdbench.launch.together import barrier, gather, most, total
+from ptdbench.launch.collect import barrier, gather, most, total
 from ptdbench.measure import memory
 from ptdbench.records import series, store
 from ptdbench.report.loggers import Log
 from ptdbench.report.tensorboard import Live
 from ptdbench.setup import choices
-from ptdbench.terminal import say
-from ptdbench.training.figures import Ceiling, ceiling, figures
+from ptdbench.terminal import echo
 from ptdbench.training.loop import StepLoop
+from ptdbench.training.metrics import Ceiling, ceiling_of_run, figures
 
 #: The series are drained and shown about once in so many seconds, and at least once in so many steps.
 DRAIN_SECONDS, DRAIN_EVERY = 10.0, 1000
@@ -91,7 +91,7 @@ class Recorder:
                 f"{source}/{series.NAME} holds {known} of the {steps} steps before: the numbers of the others are lost"
             )
             self.warnings.append(lost)
-            say(f"warning: {lost}", sys.stderr)
+            echo(f"warning: {lost}", sys.stderr)
 
     def __enter__(self) -> Recorder:
         return self
@@ -167,7 +167,7 @@ class Recorder:
         if not self._job.world.is_first or self._unwritten or (if_quick and started < self._note_at):
             return {}
         with self._job.watchdog.paused():
-            self._ceiling = self._ceiling or ceiling(self._job)
+            self._ceiling = self._ceiling or ceiling_of_run(self._job)
             fields = figures(self._job, self.path, segments, (allocated, reserved), self._ceiling)
             if fields["metrics"] is not None and size:
                 fields["metrics"] |= {"outside_memory_bytes": outside, "device_memory_bytes": -negative}

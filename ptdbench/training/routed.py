@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from ptdbench.job import Job
-from ptdbench.launch.together import gather
+from ptdbench.launch.collect import gather
 from ptdbench.training.loop import StepLoop
 
 

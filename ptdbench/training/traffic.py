@@ -1,4 +1,4 @@
-"""Which ranks take part in a call of a trace, and when the last of them made it."""
+"""Traffic between ranks: which of them take part in a call of a trace, and when the last of them made it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch.distributed as dist
 
-from ptdbench.launch.together import gather
-from ptdbench.measure.events import POINT_TO_POINT, Call
-from ptdbench.measure.phases import Ready
-from ptdbench.measure.trace import UPDATE
+from ptdbench.launch.collect import gather
 from ptdbench.parallel.ring import RingAttention
+from ptdbench.profiling.events import POINT_TO_POINT, Call
+from ptdbench.profiling.phases import Ready
+from ptdbench.profiling.trace import UPDATE
 
 #: A call without its time: what it is, and which of its kind.
 _Key = tuple[str, int, int]
@@ -49,7 +49,7 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
 
 
 def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: float) -> list[Ready]:
-    """When each call of this rank could begin; called in all ranks.
+    """Return when each call of this rank could begin; called in all ranks.
 
     Args:
         calls: Those of this rank, in the order of their start.

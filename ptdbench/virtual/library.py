@@ -90,7 +90,7 @@ class _Torch:
 
     @property
     def sources(self) -> list[Path]:
-        """What Triton compiles at run time, which calls the driver."""
+        """The sources that Triton compiles at run time, which call the driver."""
         return sorted(self.folder.parent.glob("triton/backends/nvidia/*.c"))
 
     def includes(self) -> list[Path]:

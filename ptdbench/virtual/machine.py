@@ -15,7 +15,7 @@ _VIRTUAL = "virtual "
 
 
 def is_virtual(device: str) -> bool:
-    """Whether a GPU is virtual, by the name that torch reports."""
+    """Return whether a GPU is virtual, by the name that torch reports."""
     return device.startswith(_VIRTUAL)
 
 
@@ -35,7 +35,7 @@ class Machine:
 
     @property
     def gpu_name(self) -> str:
-        """What torch calls the GPUs."""
+        """Torch's name for the GPUs."""
         return f"{_VIRTUAL}{self.gpu.name}"
 
     @property

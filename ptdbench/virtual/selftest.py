@@ -1,4 +1,4 @@
-"""Which kernels the virtual GPU computes rightly for the installed torch.
+"""Self-test: which kernels the virtual GPU computes rightly for the installed torch.
 
 ``computed.c`` reads arguments of torch's kernels by layouts that are private to torch. Each kind of kernel is tried
 here on numbers whose results are known, in a process of its own that has no other;

@@ -14,17 +14,17 @@ from typing import Any, TypeVar
 
 from msgspec import to_builtins
 
+from ptdbench.files import write_json
 from ptdbench.job import Job, Outcome
-from ptdbench.launch.together import gather
-from ptdbench.measure import gemm, memory, other_load, soundness, topology
+from ptdbench.launch.collect import gather
+from ptdbench.measure import ceiling, contention, diagnosis, gpu_state, memory
+from ptdbench.measure.contention import OtherLoad
+from ptdbench.measure.diagnosis import Finding
 from ptdbench.measure.hardware import environment
-from ptdbench.measure.other_load import OtherLoad
 from ptdbench.measure.products import Shape
-from ptdbench.measure.soundness import Finding
 from ptdbench.problems import Problem, at_least, require
-from ptdbench.records.files import write_json
-from ptdbench.report import verdict
-from ptdbench.terminal import say
+from ptdbench.report import workload_tables
+from ptdbench.terminal import echo
 from ptdbench.workloads import collectives, point_to_point
 from ptdbench.workloads.collectives import Collectives
 from ptdbench.workloads.hello import Hello
@@ -66,7 +66,7 @@ class Check:
     attempts: int = 5
 
     trains = False
-    show = staticmethod(verdict.render)
+    show = staticmethod(workload_tables.check_verdict)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that are invalid on any cluster."""
@@ -96,20 +96,20 @@ class Check:
         """
         hello = Hello()(job).fields["hello"]
         facts: list[Figures] = gather(_facts(job))
-        load_so_far = other_load.watch(job.device)
+        load_so_far = contention.watch(job.device)
         products, slow_ranks, product_attempts = self._until_sound(lambda: self.products(job), _product_rates(job))
-        product_load, load_so_far = load_so_far(), other_load.watch(job.device)
+        product_load, load_so_far = load_so_far(), contention.watch(job.device)
         links, slow_links, link_attempts = self._until_sound(lambda: self.messages(job), _link_rates(job, facts))
         link_load = load_so_far()
         together = collectives.measure(job, _short_collectives()) if job.world.size > 1 else None
         warm: list[Figures] = gather(_facts(job))  # after heat and load
         findings = [
-            *soundness.different_versions([of["environment"] for of in facts]),
+            *diagnosis.different_versions([of["environment"] for of in facts]),
             *_gpu_findings(job, facts, warm),
-            *soundness.slow_ranks(slow_ranks, product_attempts, _loaded(facts, product_load)),
-            *soundness.slow_links(slow_links, link_attempts, _loaded(facts, link_load)),
+            *diagnosis.slow_ranks(slow_ranks, product_attempts, _loaded(facts, product_load)),
+            *diagnosis.slow_links(slow_links, link_attempts, _loaded(facts, link_load)),
         ]
-        verdict = soundness.verdict(findings)
+        verdict = diagnosis.verdict(findings)
         load = _heaviest(product_load, link_load)
         found = {
             "sound": verdict == "sound",
@@ -121,7 +121,7 @@ class Check:
             "attempts": {"matmul": product_attempts, "p2p": link_attempts},
             "other_load": to_builtins({"matmul": product_load, "p2p": link_load}),
             "hello": hello,
-            "versions": {name: facts[0]["environment"].get(name) for name in soundness.VERSIONS},
+            "versions": {name: facts[0]["environment"].get(name) for name in diagnosis.VERSIONS},
             "gpus": [of["gpu"] for of in warm],
             "links": {of["node"]: of["links"] for of in facts if of["links"]},
             "matmul": products,
@@ -135,7 +135,7 @@ class Check:
     def products(self, job: Job) -> Figures:
         """A short measurement of the devices."""
         shapes, alive = [_SHAPES[job.device.type]], job.watchdog.alive
-        return gemm.measure(job.world, job.device, shapes, _DTYPES, _SECONDS, copies=False, alive=alive)
+        return ceiling.measure(job.world, job.device, shapes, _DTYPES, _SECONDS, copies=False, alive=alive)
 
     def messages(self, job: Job) -> Figures | None:
         """A short measurement of the links; ``None`` for a single rank."""
@@ -158,7 +158,7 @@ class Check:
         while found:
             rates, peers = read(found)
             seen.append(rates)
-            slow = soundness.slow(soundness.best_of(seen), peers, self.tolerance)
+            slow = diagnosis.slow(diagnosis.best_of(seen), peers, self.tolerance)
             if not slow or attempt == self.attempts:
                 return first, slow, attempt
             found, attempt = measure(), attempt + 1
@@ -177,7 +177,7 @@ def preliminary(job: Job) -> Figures | None:
     memory.release(job.device)
     job.watch.lap("check")
     if job.world.is_first and not found["sound"]:
-        say(f"{summary(found)}; the run continues", sys.stderr)
+        echo(f"{summary(found)}; the run continues", sys.stderr)
     return found
 
 
@@ -203,8 +203,8 @@ def _texts(found: Mapping[str, Any]) -> str:
 def _facts(job: Job) -> Figures:
     """This rank's properties that need no measurement."""
     on_gpu = job.device.type == "cuda"
-    seen = topology.inspect() if on_gpu else {"gpus": [], "links": [], "reason": None}
-    own = topology.identity(job.device) if on_gpu else ""
+    seen = gpu_state.inspect() if on_gpu else {"gpus": [], "links": [], "reason": None}
+    own = gpu_state.identity(job.device) if on_gpu else ""
     return {
         "environment": environment(job.device.type),
         "node": job.peers[job.world.rank].node,
@@ -245,7 +245,7 @@ def _link_rates(
             return "between nodes"
         if not (one["gpu"] and other["gpu"]):
             return "within a node"
-        return topology.link(one["seen"], one["gpu"]["uuid"], other["gpu"]["uuid"])
+        return gpu_state.link(one["seen"], one["gpu"]["uuid"], other["gpu"]["uuid"])
 
     def read(found: Figures) -> tuple[dict[tuple[int, int], float], dict[Any, Hashable]]:
         rates = {
@@ -270,7 +270,7 @@ def _gpu_findings(job: Job, before: Sequence[Figures], after: Sequence[Figures])
         for rank, of in enumerate(facts):
             if of["gpu"]:
                 users = sum(other["gpu"] is not None and other["gpu"]["uuid"] == of["gpu"]["uuid"] for other in facts)
-                for finding in soundness.gpu_troubles(rank, of["gpu"], users, job.peers[rank].cores):
+                for finding in diagnosis.gpu_troubles(rank, of["gpu"], users, job.peers[rank].cores):
                     found.setdefault((finding.kind, rank), finding)
     return list(found.values())
 

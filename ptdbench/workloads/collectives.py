@@ -10,15 +10,15 @@ from typing import Any, Literal
 import torch.distributed as dist
 from msgspec import to_builtins
 
-from ptdbench.communication.operations import OPERATIONS, Message, Place, lacking, verify
-from ptdbench.communication.patterns import DTYPES, REDUCTIONS
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.world import World
-from ptdbench.measure import bandwidth, links, timing
+from ptdbench.measure import bandwidth, timing
+from ptdbench.measure.operations import OPERATIONS, Message, Place, lacking, verify
+from ptdbench.measure.patterns import DTYPES, REDUCTIONS
 from ptdbench.measure.statistics import summary
 from ptdbench.measure.timing import Effort
 from ptdbench.problems import Problem, nearest, require, try_these
-from ptdbench.report import messages
+from ptdbench.report import workload_tables
 
 MODES = ("blocking", "async")
 
@@ -63,7 +63,7 @@ class Collectives(Effort):
     pipeline_size: int | Literal["auto"] = "auto"
 
     trains = False
-    show = staticmethod(messages.render_collectives)
+    show = staticmethod(workload_tables.collectives_tables)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that are invalid for any ranks."""
@@ -154,7 +154,7 @@ def measure(job: Job, options: Collectives) -> dict[str, Any]:
 
 
 def definitions() -> dict[str, Any]:
-    """How the bandwidths are computed."""
+    """Return how the bandwidths are computed."""
     return {
         "source": bandwidth.SOURCE,
         "algbw": "bytes / median seconds",
@@ -324,7 +324,7 @@ def _keep(job: Job, found: Mapping[str, Any]) -> str | None:
         )
         lines[series.name] = {"alpha": fit["alpha"], "beta": fit["beta"], "largest": largest}
     try:
-        links.keep(links.key(job.spec.backend, job.peers), lines)
+        bandwidth.keep_fits(bandwidth.fits_key(job.spec.backend, job.peers), lines)
     except OSError as error:
         return f"not kept for later runs: {error}"
     return None

@@ -11,7 +11,7 @@ from msgspec import to_builtins
 
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.address import meeting_point
-from ptdbench.report import roll_call
+from ptdbench.report import workload_tables
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Hello:
     """List the ranks; needs no model and no data."""
 
     trains = False
-    show = staticmethod(roll_call.render)
+    show = staticmethod(workload_tables.hello_table)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
         """Accept any ranks."""

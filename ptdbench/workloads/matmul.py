@@ -9,10 +9,10 @@ from typing import Any, Literal
 import psutil
 
 from ptdbench.job import Job, Outcome
-from ptdbench.measure import gemm
+from ptdbench.measure import ceiling
 from ptdbench.measure.products import DTYPES, Shape
 from ptdbench.problems import Problem, require, try_these
-from ptdbench.report import ceilings
+from ptdbench.report import workload_tables
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Matmul:
     seconds: float = 0.5
 
     trains = False
-    show = staticmethod(ceilings.render)
+    show = staticmethod(workload_tables.matmul_tables)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that no device supports."""
@@ -54,12 +54,12 @@ class Matmul:
             ArithmeticError: A product is wrong, so that no result of this device can be trusted.
         """
         shapes, dtypes = self._chosen(job.device.type)
-        found = gemm.measure(job.world, job.device, shapes, dtypes, self.seconds, alive=job.watchdog.alive)
-        return Outcome({"matmul": {**found, "kept": gemm.keep(job.world, found)}})
+        found = ceiling.measure(job.world, job.device, shapes, dtypes, self.seconds, alive=job.watchdog.alive)
+        return Outcome({"matmul": {**found, "kept": ceiling.keep_ceilings(job.world, found)}})
 
     def _chosen(self, device_type: str) -> tuple[list[Shape], list[str]]:
-        shapes = gemm.AUTO_SHAPES[device_type] if self.shapes == "auto" else self.shapes
-        dtypes = gemm.AUTO_DTYPES[device_type] if self.dtypes == "auto" else self.dtypes
+        shapes = ceiling.AUTO_SHAPES[device_type] if self.shapes == "auto" else self.shapes
+        dtypes = ceiling.AUTO_DTYPES[device_type] if self.dtypes == "auto" else self.dtypes
         return [Shape.of(shape) for shape in shapes], list(dtypes)
 
     def _wrong_shapes(self) -> list[Problem]:
@@ -86,7 +86,7 @@ def _too_large(shapes: Sequence[Shape], dtypes: Sequence[str], memory: int) -> l
     """Problems for products whose matrices do not fit into memory even for one rank."""
     found = []
     for shape in shapes:
-        needed = max(gemm.peak_bytes(shape, dtype) for dtype in dtypes)
+        needed = max(ceiling.peak_bytes(shape, dtype) for dtype in dtypes)
         if needed > memory:
             rule = f"needs {needed / 2**30:,.0f} GiB for its matrices, and this machine has {memory / 2**30:,.0f} GiB"
             found.append(Problem("workload.shapes", shape, rule, "give a smaller one"))

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from msgspec import to_builtins
 from torch import Tensor
 
-from ptdbench.communication.operations import compare
-from ptdbench.communication.patterns import DTYPES, sent
 from ptdbench.job import Job, Outcome
 from ptdbench.measure import bandwidth, timing
+from ptdbench.measure.operations import compare
+from ptdbench.measure.patterns import DTYPES, sent
 from ptdbench.measure.statistics import summary
 from ptdbench.measure.timing import Effort
 from ptdbench.problems import Problem, at_least, require
-from ptdbench.report import messages
+from ptdbench.report import workload_tables
 
 #: Bytes of the answer to a message.
 ANSWER = 8
@@ -52,7 +52,7 @@ class PointToPoint(Effort):
     overlap_bytes: list[int] = field(default_factory=lambda: [2**16, 2**20, 2**24])
 
     trains = False
-    show = staticmethod(messages.render_p2p)
+    show = staticmethod(workload_tables.p2p_tables)
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that are invalid for any ranks."""

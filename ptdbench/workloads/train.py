@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,21 +14,43 @@ import torch
 from ptdbench.data.feed import Feed
 from ptdbench.job import Job, Outcome
 from ptdbench.launch import rendezvous
+from ptdbench.launch.collect import barrier, gather, most
 from ptdbench.launch.stop_signal import StopSignal
-from ptdbench.launch.together import barrier, most
 from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.problems import Problem, require
-from ptdbench.training import account, agreement, memory_split, passed, profile, routed
+from ptdbench.training import memory_split, metrics, profile, routed, virtual_account
 from ptdbench.training.checkpointing import Checkpointing
-from ptdbench.training.energy_meter import EnergyMeter
+from ptdbench.training.energy import EnergyMeter
 from ptdbench.training.evaluation import Evaluator
-from ptdbench.training.loop import StepLoop, collect_garbage
+from ptdbench.training.loop import StepLoop, Update, collect_garbage
+from ptdbench.training.metrics import first_not_finite
 from ptdbench.training.progress_reporter import ProgressReporter
 from ptdbench.training.recorder import Recorder
-from ptdbench.training.update import Update
 from ptdbench.workloads.check import preliminary, with_check
+
+
+def agreed_outcome(job: Job, recorder: Recorder, remarks: Mapping[str, Any]) -> Outcome:
+    """Compute the record's fields and whether the run diverged; called in all ranks after the last step.
+
+    Args:
+        job: The run.
+        recorder: Holds the steps of the run.
+        remarks: Remarks for the record.
+
+    Returns:
+        The error on every rank; all fields on rank 0, and only the remarks on other ranks.
+    """
+    shown = recorder.finish()
+    fields = recorder.figures()
+    # The series of the whole run are on rank 0, and whether others follow it into the profiling pass depends on them.
+    wrong = gather(first_not_finite(recorder.path) if job.world.is_first else None)[0]
+    error = None if wrong is None else FloatingPointError(f"the loss of step {wrong} is not a finite number")
+    if not job.world.is_first:
+        return Outcome({"remarks": dict(remarks)}, error=error)
+    return Outcome({**fields, "remarks": dict(remarks)}, error=error, shown=shown, log=recorder.log)
+
 
 #: Number of steps after which ``train.max_minutes`` is applied: the first compiles, the second allocates.
 PROBE_STEPS = 3
@@ -57,7 +79,7 @@ class Train:
         checkpointing.resume()
         if checkpointing.saves or checkpointing.resumed_from:
             job.display.phase("rehearsing the first step")
-            loop.rehearse()
+            loop.warm_up_buckets()
         job.watch.lap("build")
         stopped = _train(job, loop, evaluator, recorder, checkpointing, meter)
         found = _outcome(job, loop, checkpointing, evaluator, recorder, stopped)
@@ -126,10 +148,10 @@ def _outcome(
             remarks["resumed"] += f", with {checkpointing.reshaped}"
     if notes := [*checkpointing.problems, *recorder.warnings]:
         remarks["checkpoints"] = notes
-    found = agreement.outcome(job, recorder, remarks)
+    found = agreed_outcome(job, recorder, remarks)
     fields = {**found.fields, "evaluations": evaluator.as_dicts(), "experts": routed.field(job, loop)}
     if not stopped:
-        fields = passed.check(job, fields)
+        fields = metrics.recheck_ceiling(job, fields)
     why = f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None
     return replace(found, fields=fields, stopped=why, saved=checkpointing.saves)
 
@@ -140,7 +162,7 @@ def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Exp
     The run is over before: whatever happens in the pass, a signal to stop included, its record says that it was ok.
     """
     if job.spec.virtual:
-        field = {"virtual": account.account(job, loop, expected.volume)}
+        field = {"virtual": virtual_account.account(job, loop, expected.volume)}
         outcome = replace(outcome, fields={**outcome.fields, **field})
     if not job.spec.config.profile.steps:
         return outcome

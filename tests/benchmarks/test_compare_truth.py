@@ -68,7 +68,7 @@ def test_what_some_runs_state_is_looked_for_in_others(judge, monkeypatch):
     """Where the stated difference is none, it is seen as seldom as identical configurations are told apart."""
     assert " slower by what 5 runs each state, 5 others each" in judge(0.05)[0][3]
     blind = SimpleNamespace(detectable=0.0, low=0.5, high=2.0)
-    monkeypatch.setattr(compare_truth.comparison, "compare", lambda *_, **__: blind)
+    monkeypatch.setattr(compare_truth.significance, "compare", lambda *_, **__: blind)
     assert judge(0.05)[0][3].endswith(": MISS")
 
 

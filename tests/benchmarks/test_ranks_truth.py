@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import ranks_truth
 from benchmarks.ranks_truth import DRIFT, ERROR, ERRORS, LAYOUTS, MEMORY, sweep
-from ptdbench.measure import variation
+from ptdbench.comparison import variation
 from ptdbench.records import store
 from tests.report.made import repeated
 

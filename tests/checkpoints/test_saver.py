@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ptdbench.checkpoints import manifest, reading, saver, shelf
+from ptdbench.checkpoints import checkpoint_dir, manifest, safe_load, saver
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.launch import cores
 from tests.daily import cases
@@ -31,7 +31,7 @@ def names(run_directory: Path) -> list[str]:
 def loaded(run_directory: Path) -> Tensor:
     """The weight in the newest checkpoint."""
     tensors = {"model.weight": torch.full((4, 5), -1.0)}
-    reading.load(shelf.newest(run_directory).found.path, tensors)
+    safe_load.load(checkpoint_dir.newest(run_directory).found.path, tensors)
     return tensors["model.weight"]
 
 
@@ -52,7 +52,7 @@ def test_a_saved_checkpoint_counts(keeper, weight, tmp_path):
     keeper.save(3, weight, {"width": 5}, lambda: asked_in.append(threading.current_thread()) or {"losses": [0.1, 0.2]})
     assert asked_in == [threading.main_thread()]  # facts are asked for at once
     keeper.wait()
-    search = shelf.newest(tmp_path)
+    search = checkpoint_dir.newest(tmp_path)
     assert (keeper.saved, keeper.problems, search.warnings) == ([3], [], ())
     found = search.found.manifest
     assert (found.step, found.world_size, found.model) == (3, 1, {"width": 5})
@@ -77,7 +77,7 @@ def test_what_is_found_out_of_saved_weights_is_added_to_their_facts(keeper, weig
     keeper.judged(3, {"seen": 5}, is_best=False)  # while they are being written
     keeper.judged(4, {"seen": 6}, is_best=True)  # of weights that could not be saved
     keeper.wait()
-    assert shelf.newest(tmp_path).found.manifest.facts == {"seen": 5, "kept": 2}
+    assert checkpoint_dir.newest(tmp_path).found.manifest.facts == {"seen": 5, "kept": 2}
     assert names(tmp_path) == ["step-00000003"]
     assert keeper.problems == []
 
@@ -102,7 +102,7 @@ class TestBest:
         keeper.judged(1, {}, is_best=True)
         keeper.wait()
         with monkeypatch.context() as broken:
-            broken.setattr(saver.shelf, "publish", lambda partial: 1 / 0)
+            broken.setattr(saver.checkpoint_dir, "publish", lambda partial: 1 / 0)
             keeper.save(2, weight, {}, {})
             keeper.judged(2, {}, is_best=True)
             keeper.wait()
@@ -163,7 +163,7 @@ def test_a_save_waits_for_the_one_before(alone, tmp_path, weight, monkeypatch):
     keeper.close()
     assert keeper.saved == [1, 2]
     older = {"model.weight": torch.empty(4, 5)}
-    reading.load(tmp_path / "checkpoints" / "step-00000001", older)
+    safe_load.load(tmp_path / "checkpoints" / "step-00000001", older)
     assert torch.equal(older["model.weight"], weight["model.weight"])
 
 
@@ -194,7 +194,7 @@ def test_a_failed_save_is_noted_and_the_next_one_succeeds(keeper, weight, tmp_pa
 
 
 def test_what_cannot_be_deleted_is_noted(keeper, weight, tmp_path, monkeypatch):
-    monkeypatch.setattr(shelf, "_set_aside", mock.Mock(side_effect=PermissionError("on purpose")))
+    monkeypatch.setattr(checkpoint_dir, "_set_aside", mock.Mock(side_effect=PermissionError("on purpose")))
     for step in (1, 2, 3):
         keeper.save(step, weight, {}, {})
     keeper.wait()
@@ -301,7 +301,7 @@ def test_where_one_rank_fails_all_note_it_and_go_on(tmp_path, what):
     assert of_second == (problems, saved, [])  # facts are rank 0's
     assert len(asked) == 3
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
-    found = shelf.newest(tmp_path).found
+    found = checkpoint_dir.newest(tmp_path).found
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} == set(found.manifest.files)
     assert found.manifest.world_size == 2
     assert torch.equal(loaded(tmp_path), torch.arange(20.0).reshape(4, 5))

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from ptdbench.checkpoints import reading
-from ptdbench.checkpoints.saver import Saver
-from ptdbench.checkpoints.shares import Shares, assign
+from ptdbench.checkpoints import safe_load
+from ptdbench.checkpoints.saver import Saver, Shares, assign_shares
 from tests.checkpoints.test_state import Run
 from tests.daily import cases
 from tests.parallel.ranks import on_ranks
@@ -22,19 +21,19 @@ from tests.parallel.ranks import on_ranks
 class TestAssign:
     def test_replicas_share_the_bytes(self):
         parts = {(f"weight {number}", (0, 0)): bytes for number, bytes in enumerate([5, 1, 8, 2, 3, 7])}
-        shares = assign([parts, parts])
+        shares = assign_shares([parts, parts])
         assert shares[0] | shares[1] == set(parts)
         assert not shares[0] & shares[1]
         assert [sum(parts[part] for part in share) for share in shares] == [13, 13]
 
     def test_what_one_rank_alone_holds_is_its_own_and_counts(self):
         both = {("one", (0,)): 4, ("other", (0,)): 4}
-        shares = assign([both | {("first", (0,)): 8}, both])
+        shares = assign_shares([both | {("first", (0,)): 8}, both])
         assert shares == [{("first", (0,))}, {("one", (0,)), ("other", (0,))}]
 
     def test_parts_of_one_tensor_are_apart(self):
         first, second = ("weight", (0, 0)), ("weight", (2, 0))
-        assert assign([{first: 8}, {second: 8}, {first: 8}, {second: 8}]) == [{first}, {second}, set(), set()]
+        assert assign_shares([{first: 8}, {second: 8}, {first: 8}, {second: 8}]) == [{first}, {second}, set(), set()]
 
 
 def staged(folder: Path, strategy: str) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def size(tensors: Any) -> int:
 )
 def test_what_all_ranks_copy_is_what_is_saved(tmp_path, ranks, strategy):
     found = on_ranks(ranks, staged, tmp_path, strategy)
-    items = reading._read_metadata(tmp_path / "checkpoints" / "step-00000001").state_dict_metadata
+    items = safe_load._read_metadata(tmp_path / "checkpoints" / "step-00000001").state_dict_metadata
     saved = {name: item for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
     total = sum(item.size.numel() * item.properties.dtype.itemsize for item in saved.values())
     assert all(of_rank["problems"] == [] for of_rank in found)

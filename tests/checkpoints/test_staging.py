@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ptdbench.checkpoints import staging
-from ptdbench.checkpoints.staging import Staging
+from ptdbench.checkpoints import saver
+from ptdbench.checkpoints.saver import Staging
 
 
 def some(value: float = 1.0) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ class Cuda:
         def refuse() -> None:
             raise AssertionError("staging must not wait for the whole device")
 
-        monkeypatch.setattr(staging, "_on_gpu", lambda tensors: True)
+        monkeypatch.setattr(saver, "_on_gpu", lambda tensors: True)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "cudart", Runtime)
         monkeypatch.setattr(torch.cuda, "synchronize", refuse)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ptdbench.checkpoints import reading, shelf, state
+from ptdbench.checkpoints import checkpoint_dir, safe_load, state
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.data.synthetic import SyntheticTokens, SyntheticVectors
 from ptdbench.models.gpt import GPT
@@ -143,7 +143,7 @@ def load_all(root: Path, strategy: str) -> dict[Any, Any]:
         run.restore(path_of(root, saved_by, trained), group)
         own = saved_by == layout
         if own:
-            run.loop.rehearse()  # three ranks add up in the order that they had come to when they saved
+            run.loop.warm_up_buckets()  # three ranks add up in the order that they had come to when they saved
         tensors = whole(run.tensors())
         found[saved_by, trained] = {"tensors": tensors, "losses": run.go(STEPS, STEPS + 1) if own else None}
     return found
@@ -223,8 +223,8 @@ class TestEveryStrategyLoadsWhatOthersSaved:
                 assert found[layout, trained]["losses"] == saved[layout][rank][trained]["losses"], trained
 
     def test_names_are_those_of_the_whole_model(self, saved, root):
-        names = reading.names(path_of(root, (2, "pdp"), ("gpt", "adamw")))
-        assert names.keys() == reading.names(path_of(root, (2, "ddp"), ("gpt", "adamw"))).keys()
+        names = safe_load.names(path_of(root, (2, "pdp"), ("gpt", "adamw")))
+        assert names.keys() == safe_load.names(path_of(root, (2, "ddp"), ("gpt", "adamw"))).keys()
         model = MODELS["gpt"]()
         weights = {name: (weight.size(), torch.float32) for name, weight in model.named_parameters()}
         assert {name: names[f"model.{name}"] for name in weights} == weights
@@ -280,7 +280,7 @@ def generators(folder: Path, save: bool) -> tuple[Tensor, Tensor]:
         saver.save(0, run.tensors(), {}, {})
         saver.close()
     else:
-        path = shelf.newest(folder).found.path
+        path = checkpoint_dir.newest(folder).found.path
         run.restore(path, dist.new_group(backend="gloo"))
     drawn = torch.rand(3)
     torch.set_rng_state(fresh)
@@ -318,10 +318,10 @@ def buffers(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str
     saver = Saver(folder, keep=1)
     saver.save(1, state.collect(module, optimizer, [], rank=rank, with_buffers=rank == 0), {}, {})
     saver.wait()
-    path = shelf.newest(folder).found.path
+    path = checkpoint_dir.newest(folder).found.path
     state.restore(path, module, optimizer, [], rank=rank, world_size=2, group=saver.group)
     saver.close()
-    return before, dict(module.named_buffers()), set(reading.names(path))
+    return before, dict(module.named_buffers()), set(safe_load.names(path))
 
 
 @pytest.mark.ranks

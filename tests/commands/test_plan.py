@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from ptdbench.measure.nccl import NCCL_BUFFERS
 from ptdbench.planning import foresee
 from ptdbench.problems import ConfigError
+from ptdbench.profiling.nccl import NCCL_BUFFERS
 from ptdbench.records import store
 from ptdbench.setup import config
 from ptdbench.sweep import plans

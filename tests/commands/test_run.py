@@ -12,7 +12,7 @@ import pytest
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.records import record, store
-from ptdbench.setup import config, hydra_files, resume
+from ptdbench.setup import config, hydra_output, resume
 from ptdbench.setup.compose import compose_all
 from tests.programs import call
 
@@ -25,7 +25,7 @@ def begun(directory: Path, *overrides: str, **fields: object) -> Path:
     composed = compose_all([*RUN, *overrides], "cluster=slurm" in overrides)
     draft = record.begin(config.read(composed.jobs[0]).resolved, directory, {}, composed.typed)
     store.write_record(directory, draft | fields)
-    hydra_files.write(hydra_files.of_run(composed.whole[0], None, None), directory)
+    hydra_output.write_files(hydra_output.config_of_run(composed.whole[0], None, None), directory)
     return directory
 
 

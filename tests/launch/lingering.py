@@ -10,7 +10,7 @@ import time
 import torch
 from torch import Tensor, nn
 
-from ptdbench.launch import leaving
+from ptdbench.launch import forced_exit
 
 
 class Lingering(nn.Module):
@@ -30,7 +30,7 @@ class Lingering(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += not inputs.is_meta
         if self.calls == 2 and not inputs.is_meta:
-            leaving.SECONDS = 1.0  # so that tests wait for less
+            forced_exit.SECONDS = 1.0  # so that tests wait for less
             if self.how == "exit":
                 os._exit(0)
             if self.how == "atexit":

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from ptdbench.launch.absent import Answers, Some
+from ptdbench.launch.rendezvous import Answers, Some
 
 
 def in_each(present, size, ask):

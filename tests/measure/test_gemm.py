@@ -8,8 +8,8 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 
 from ptdbench.launch.world import World
-from ptdbench.measure import ceiling, gemm
-from ptdbench.measure.other_load import OtherLoad
+from ptdbench.measure import ceiling
+from ptdbench.measure.contention import OtherLoad
 from ptdbench.measure.products import Shape
 from ptdbench.problems import ConfigError
 
@@ -28,14 +28,14 @@ QUIET = OtherLoad("n1", 8, 0.0, [], on_gpu=True)
 class TestCeilings:
     def test_the_best_shape_by_the_median_of_the_ranks(self):
         ranks = [rank(0, {"a": 7e14, "b": 6e14}), rank(1, {"a": 3e14, "b": 5e14}), rank(2, {"a": 4e14, "b": 5.5e14})]
-        (found,) = gemm._ceilings(ranks, [QUIET])
+        (found,) = ceiling._ceilings(ranks, [QUIET])
         assert (found.shape, found.flops_per_second, found.ranks) == ("b", 5.5e14, 3)
         assert found.share_of_peak == pytest.approx(550 / 989.4)  # an H200's dense bf16 peak
         assert found.peak_reason is None
 
     def test_devices_that_differ_have_their_own(self):
         ranks = [rank(0, {"a": 7e14}), rank(1, {"a": 3e14}, device="NVIDIA Unheard Of")]
-        one, other = gemm._ceilings(ranks, [QUIET])
+        one, other = ceiling._ceilings(ranks, [QUIET])
         assert (one.flops_per_second, other.flops_per_second) == (7e14, 3e14)
         assert (other.share_of_peak, other.peak_reason) == (
             None, "no data-sheet peak on record for NVIDIA Unheard Of in bf16",
@@ -43,14 +43,14 @@ class TestCeilings:
 
     def test_one_says_when_it_was_taken_beside_other_load(self):
         ranks = [rank(0, {"a": 7e14}), rank(1, {"a": 3e14}, device="NVIDIA Unheard Of")]
-        quiet, beside = gemm._ceilings(ranks, [replace(QUIET, gpu_ranks=[1])])
+        quiet, beside = ceiling._ceilings(ranks, [replace(QUIET, gpu_ranks=[1])])
         assert (quiet.beside_load, beside.beside_load) == (False, True)
 
 
 class TestKept:
     def keep(self, rate: float, beside_load: bool, **how: bool) -> str | None:
-        (found,) = gemm._ceilings([rank(0, {"a": rate})], [replace(QUIET, gpu_ranks=[0] * beside_load)])
-        return gemm.keep(World(0, 1, 0, 1, "torchrun"), {"ceilings": [to_builtins(found)]}, **how)
+        (found,) = ceiling._ceilings([rank(0, {"a": rate})], [replace(QUIET, gpu_ranks=[0] * beside_load)])
+        return ceiling.keep_ceilings(World(0, 1, 0, 1, "torchrun"), {"ceilings": [to_builtins(found)]}, **how)
 
     @staticmethod
     def kept() -> tuple[float, bool | None]:
@@ -85,9 +85,9 @@ def test_products_that_no_rank_has_room_for_are_refused_by_all(monkeypatch):
         asked.append((need, option, value))
         raise ConfigError([])
 
-    monkeypatch.setattr(gemm.timing, "require_memory", refuse)
+    monkeypatch.setattr(ceiling.timing, "require_memory", refuse)
     here = World(0, 1, 0, 1, "torchrun"), torch.device("cpu")
     with pytest.raises(ConfigError):
-        gemm.measure(*here, [Shape(2, 3, 5), Shape(4, 4, 4)], ["bf16"], 1.0)
+        ceiling.measure(*here, [Shape(2, 3, 5), Shape(4, 4, 4)], ["bf16"], 1.0)
     # 2 bytes for each of 3 * 16 numbers, and 4 for each of the 16 of a factor.
     assert asked == [(96 + 64, "workload.shapes", "4x4x4")]

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from ptdbench.measure import hardware, topology
+from ptdbench.measure import gpu_state, hardware
 from ptdbench.measure.hardware import DENSE_PEAKS, dense_peak, environment
 
 
@@ -81,14 +81,14 @@ def test_a_rocm_build_is_asked_for_nothing_of_nvidias(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "AMD Instinct MI300X")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: pytest.fail("there is no NCCL"))
-    monkeypatch.setattr(topology.importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
+    monkeypatch.setattr(gpu_state.importlib, "import_module", lambda name: pytest.fail(f"{name} was imported"))
     found = environment("cuda")
     assert (found["cuda"], found["rocm"], found["nccl"]) == (None, "6.4.1", None)
     assert found["devices"] == ["AMD Instinct MI300X"]
-    assert topology.inspect()["reason"] == "NVML knows NVIDIA's GPUs, and these are AMD's"
+    assert gpu_state.inspect()["reason"] == "NVML knows NVIDIA's GPUs, and these are AMD's"
     place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
-    assert topology.identity(torch.device("cuda", 0)) == "PCI-0:c1:0"
+    assert gpu_state.identity(torch.device("cuda", 0)) == "PCI-0:c1:0"
 
 
 def test_the_driver_of_amd(monkeypatch, tmp_path):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
 from ptdbench.parallel.activations import Activations, Keep, Offload, Recompute, Selective, _pack, wrap_forward
-from ptdbench.parallel.compilation import Compile, compile_parts, start_afresh
+from ptdbench.parallel.compile import Compile, compile_parts, start_afresh
 from ptdbench.parallel.precision import narrow
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError

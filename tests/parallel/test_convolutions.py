@@ -10,8 +10,8 @@ from ptdbench.models.toy import Toy
 from ptdbench.parallel import strategy
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.convolutions import choose_convolutions
 from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.strategy import choose_convolutions
 
 GPU = torch.device("cuda", 0)
 

@@ -8,7 +8,7 @@ import torch
 
 from ptdbench.models.materialize import materialize
 from ptdbench.models.toy import Toy
-from ptdbench.parallel.engine import Accumulating, Part
+from ptdbench.parallel.engine import Accumulating, LaidOutModule
 
 
 def toy() -> Toy:
@@ -19,7 +19,7 @@ def toy() -> Toy:
 
 
 def engine(model: Toy, micro_batch: int, **options) -> Accumulating:
-    return Accumulating(Part(model, model, **options), micro_batch)
+    return Accumulating(LaidOutModule(model, model, **options), micro_batch)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 12])
@@ -80,7 +80,7 @@ def test_a_rehearsal_leaves_nothing_behind_but_a_settled_engine():
     next(model.parameters()).register_post_accumulate_grad_hook(lambda _: passes.append(True))
     inputs, targets = torch.randn(6, 4), torch.randn(6, 2)
     before = torch.get_rng_state()
-    engine(model, 3, settles_after=2).rehearse(inputs, targets, lambda loss: loss)
+    engine(model, 3, settles_after=2).warm_up_buckets(inputs, targets, lambda loss: loss)
     assert len(passes) == 2 * 2
     assert model.count == 0
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 from ptdbench.models.experts import Experts, Router
 from ptdbench.parallel import context, engine, tensor
 from ptdbench.parallel.experts import Routing
-from ptdbench.parallel.pipeline import engine as pipeline
+from ptdbench.parallel.pipeline import pipelined as pipeline
 from tests.parallel.ranks import each, on_ranks
 from tests.parallel.test_experts import by_hand, laid_out
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ptdbench.checkpoints import shelf, state
+from ptdbench.checkpoints import checkpoint_dir, state
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.gpt import GPT
@@ -20,9 +20,9 @@ from ptdbench.optim.schedules import OneCycle
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
-from ptdbench.parallel.engine import Accumulating, Engine, Part
+from ptdbench.parallel.engine import Accumulating, Engine, LaidOutModule
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.parallel.zero import divide
+from ptdbench.parallel.zero import assign_owners
 from ptdbench.training.loop import StepLoop
 from tests.daily import cases, selected
 from tests.parallel.ranks import mesh_of, on_ranks
@@ -125,7 +125,7 @@ def in_rank(folder: Path, names: set[str]) -> dict[str, Any]:
     """What each lever of these names trains, and what the one process does that it is held against."""
     plain = gpt()
     materialize(plain, plain, device=CPU, seed=0)
-    reference = loop_of(Accumulating(Part(plain, plain), BATCH), BatchPlan(Dims(), BATCH, BATCH), 0)
+    reference = loop_of(Accumulating(LaidOutModule(plain, plain), BATCH), BatchPlan(Dims(), BATCH, BATCH), 0)
     seen: dict[str, Any] = {"one process": told(reference)}
     for name in (name for name in LEVERS if name in names):
         seen[name] = told(laid_out(LEVERS[name]))
@@ -155,7 +155,7 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
     """Losses after a save: of the run that goes on, of one that resumes, and of one that has lost the errors."""
     rank, saver = dist.get_rank(), Saver(folder, keep=1)
     loop = laid_out(lever)
-    loop.rehearse()
+    loop.warm_up_buckets()
     train(loop, 3)
     own = loop.engine.own_state()
     assert any("error" in name for name in own)
@@ -167,16 +167,16 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
     assert saver.problems == []
     for keeps in (True, False):
         other = laid_out(lever, seed=1)
-        path = shelf.newest(folder).found.path
+        path = checkpoint_dir.newest(folder).found.path
         own = state.restore(path, other.engine.module, other.update.optimizer, tied,
                             rank=rank, world_size=RANKS, group=saver.group)  # fmt: skip
         other.engine.load_own_state(own if keeps else {})
         other.resume(3, {})
-        other.rehearse()
+        other.warm_up_buckets()
         losses.append(train(other, 3))
     other = laid_out(Lever(replicate="auto", gradients="powersgd", powersgd_rank=3))
     other.engine.load_own_state(own)
-    other.rehearse()
+    other.warm_up_buckets()
     assert not any("error" in name for name in other.engine.own_state())  # other matrices: it begins anew
     saver.close()
     return losses[0], losses[1], losses[2]
@@ -251,9 +251,9 @@ def test_a_resumed_run_goes_on_with_what_was_not_sent_yet(of_ranks, name):
 
 class TestDivide:
     def test_the_largest_first_each_to_who_has_least(self):
-        assert divide([1, 5, 3, 3], 2) == [0, 0, 1, 1]
-        assert divide([4, 4, 4], 3) == [0, 1, 2]
+        assert assign_owners([1, 5, 3, 3], 2) == [0, 0, 1, 1]
+        assert assign_owners([4, 4, 4], 3) == [0, 1, 2]
 
     def test_there_may_be_fewer_weights_than_replicas(self):
-        assert divide([2], 4) == [0]
-        assert divide([], 4) == []
+        assert assign_owners([2], 4) == [0]
+        assert assign_owners([], 4) == []

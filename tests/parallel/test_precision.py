@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ptdbench.measure import tf32
 from ptdbench.models.gpt import Block
 from ptdbench.parallel.activations import Recompute
-from ptdbench.parallel.compilation import compile_parts
+from ptdbench.parallel.compile import compile_parts
 from ptdbench.parallel.precision import AgreedGradScaler, arithmetic, narrow
 from tests.parallel.ranks import on_ranks
 

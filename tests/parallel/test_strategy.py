@@ -28,7 +28,7 @@ from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Accumulating, Engine
 from ptdbench.parallel.mesh import Mesh
-from ptdbench.parallel.pipeline.engine import Pipelined
+from ptdbench.parallel.pipeline.pipelined import Pipelined
 from ptdbench.parallel.pipeline.stage import costs
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from ptdbench.measure import host_memory
+from ptdbench.measure import memory
 from ptdbench.planning.micro_batch import Broken, Finder, Found
 from ptdbench.records import record, store
-from ptdbench.report.heading import Heading
+from ptdbench.report.display import Heading
 from ptdbench.run import run
 from ptdbench.setup import config
 from ptdbench.setup.compose import compose_all
@@ -30,7 +30,7 @@ MIB = 2**20
 @pytest.fixture
 def room(monkeypatch) -> int:
     """1000 MiB, of which nothing is kept for others."""
-    monkeypatch.setattr("ptdbench.setup.fit.host_memory", lambda: host_memory.HostMemory(2000 * MIB, 1000 * MIB))
+    monkeypatch.setattr("ptdbench.setup.checks.host_memory", lambda: memory.HostMemory(2000 * MIB, 1000 * MIB))
     return 1000 * MIB
 
 

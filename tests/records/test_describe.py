@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import ptdbench
-from ptdbench.records import describe, findings, record, schema
+from ptdbench.records import describe, record, schema, workload_results
 from tests.conftest import ROOT
 from tests.daily import cases
 from tests.training.test_evaluation import TASK
@@ -37,9 +37,9 @@ def is_part(kind: Any) -> bool:
 
 
 def of_record(found: Mapping[str, Any]) -> list[str]:
-    own = {name: value for name, value in found.items() if name in findings.Findings.__struct_fields__}
+    own = {name: value for name, value in found.items() if name in workload_results.Findings.__struct_fields__}
     rest = {name: value for name, value in found.items() if name not in own}
-    return [*undocumented(rest, schema.Record), *undocumented(own, findings.Findings)]
+    return [*undocumented(rest, schema.Record), *undocumented(own, workload_results.Findings)]
 
 
 def test_the_page_has_a_place_for_the_tables():

@@ -11,8 +11,7 @@ import torch
 
 from ptdbench.examples.custom_model import __file__ as example
 from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.records.failure import describe
-from ptdbench.records.frames import last_frame, user_frame
+from ptdbench.records.failure import describe, last_frame, user_frame
 
 
 def raised(code: str, file: str) -> BaseException:

@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 
 from ptdbench.records import record, store
 from ptdbench.records.failure import describe, read_failures, write_failure
-from ptdbench.records.owner import Attempt, this_process
+from ptdbench.records.ownership import Attempt, this_process
 
 CONFIG = {
     "workload": {"name": "train"}, "model": {"name": "toy"}, "parallel": {"name": "ddp"},

@@ -10,8 +10,8 @@ import pytest
 from msgspec import convert, to_builtins
 
 from ptdbench.records import store
-from ptdbench.records.findings import Findings
 from ptdbench.records.schema import Record
+from ptdbench.records.workload_results import Findings
 
 #: By kind; a line of the file is as ``results.jsonl`` has it.
 STORED = {

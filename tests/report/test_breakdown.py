@@ -6,8 +6,79 @@ import re
 
 import pytest
 
+from ptdbench.measure.parts import KINDS
+from ptdbench.report import breakdown
 from ptdbench.report.breakdown import of_ranks, of_runs, title
 from tests.report.made import DDP, FSDP, PDP, operation, phased
+
+MIB = 2**20
+
+
+def taking(record, moments=("backward", "backward"), **kinds):
+    """The record with the memory of two ranks, in MiB by kind; what is not given is zero."""
+    ranks = {kind: [int(one * MIB) for one in kinds.get(kind, (0, 0))] for kind in KINDS}
+    return {**record, "memory": {"ranks": ranks, "moments": list(moments), "pass_seconds": 0.5}}
+
+
+SMALL = taking(FSDP, weights=(10, 10), gradients=(10, 10), optimizer=(20, 20), activations=(30, 31))
+LARGE = taking(
+    DDP, ("forward", "backward"), weights=(20, 20), gradients=(20, 20), optimizer=(40, 40), activations=(32, 30)
+)
+
+
+def test_a_row_a_run_shows_the_rank_that_takes_the_most():
+    table, meant = breakdown.memory_of_runs({"ddp": LARGE, "fsdp": SMALL}, 120)
+    headings, _, *rows = (line.split() for line in table.splitlines())
+    assert headings == ["run", "peak", "weights", "gradients", "optimizer", "activations", "rank", "in"]
+    assert rows == [
+        ["ddp", "112.0", "20.0", "20.0", "40.0", "32.0", "0", "forward"],
+        ["fsdp", "71.0", "10.0", "10.0", "20.0", "31.0", "1", "backward"],
+    ]
+    assert "MiB" in meant
+
+
+def test_a_row_a_rank():
+    table, _ = breakdown.memory_of_ranks(SMALL, 120)
+    assert [line.split()[:3] for line in table.splitlines()[2:]] == [["rank", "0", "70.0"], ["rank", "1", "71.0"]]
+
+
+def test_of_many_ranks_the_ends_are_shown():
+    many = phased("ddp", 10, {"forward": [5] * 20})
+    kinds = {kind: [MIB] * 20 for kind in KINDS}
+    kinds["activations"] = [(rank + 1) * MIB for rank in range(20)]
+    many["memory"] = {"ranks": kinds, "moments": ["forward"] * 20}
+    table, _ = breakdown.memory_of_ranks(many, 120)
+    assert [line.split()[:3] for line in table.splitlines()[2:]] == [["rank", "19", "25.00"], ["rank", "0", "6.00"]]
+
+
+def test_a_difference_is_the_sum_of_what_is_named():
+    (said,) = breakdown.compare_memory(SMALL, LARGE, "fsdp", "ddp")
+    assert said == "memory: fsdp -41.0 MiB vs ddp: optimizer -20.0, weights -10.0, gradients -10.0, rest -1.0"
+
+
+def test_equal_peaks_are_called_equal():
+    close = taking(DDP, weights=(20, 20), gradients=(20, 20), optimizer=(40, 40), activations=(32.5, 30))
+    assert list(breakdown.compare_memory(close, LARGE, "fsdp", "ddp")) == [
+        "memory: fsdp 112 MiB vs ddp 112 MiB: within 1%"
+    ]
+
+
+def test_memory_of_other_ranks_than_the_phases_is_not_shown():
+    kinds = {kind: [MIB] * 3 for kind in KINDS}
+    other = {**SMALL, "memory": {"ranks": kinds, "moments": ["forward"] * 3}}
+    assert breakdown.memory_of_ranks(other, 100) == []
+
+
+@pytest.mark.parametrize("damage", [None, {}, {"moments": ["forward"]}, {"moments": ["forward"] * 3}])
+def test_without_memory_on_record_nothing_is_said(damage):
+    broken = {**SMALL, "memory": damage and {**SMALL["memory"], **damage}}
+    assert breakdown.memory_of_runs({"fsdp": broken}, 100) == breakdown.memory_of_ranks(broken, 100) == []
+    assert (
+        list(breakdown.compare_memory(broken, LARGE, "fsdp", "ddp"))
+        == list(breakdown.compare_memory(LARGE, broken, "a", "b"))
+        == []
+    )
+    assert len(breakdown.memory_of_runs({"fsdp": broken, "ddp": LARGE}, 100)[0].splitlines()) == 3
 
 
 def rows(text: str) -> list[list[str]]:
@@ -46,7 +117,7 @@ def test_a_figure_that_is_shown_as_zero_makes_no_column():
 
 
 def test_how_much_slower_the_profiled_steps_were():
-    text = "from 5 profiled steps, 1.25 times as long as the timed ones, and scaled to these"
+    text = "from 5 profiled steps, 1.25 times as long as the timed ones, and rescaled to them"
     assert text in of_runs({"ddp": DDP, "fsdp": FSDP}, 100).splitlines()
     slower = DDP | {"phases": DDP["phases"] | {"steps": 3, "profiled_step_seconds": 0.1}}
     assert "from 3 to 5 profiled steps, 1.25 to 1.32 times" in of_runs({"a": slower, "fsdp": FSDP}, 100)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ptdbench.report.ceilings import render
+from ptdbench.report.workload_tables import matmul_tables
 
 
 def rate(median, **names):
@@ -27,32 +27,32 @@ def matmul(*medians, **ceiling):
 
 
 def test_figures_are_medians_over_the_ranks_and_the_slowest_is_named():
-    text = render(matmul(800e12, 600e12, 700e12), 100)
+    text = matmul_tables(matmul(800e12, 600e12, 700e12), 100)
     (row,) = [line.split() for line in text.splitlines() if line.startswith("bf16") and "best" in line]
     assert row == ["bf16", "8x8x8", "(best)", "630", "700", "770", "600", "(rank", "1)", "10x"]
     assert "matrix products on 3 ranks at once (NVIDIA H200): TFLOP/s of a rank" in text
 
 
 def test_copies_are_in_gigabytes():
-    text = render(matmul(800e12), 100)
+    text = matmul_tables(matmul(800e12), 100)
     (row,) = [line.split() for line in text.splitlines() if line.startswith("within")]
     assert row == ["within", "the", "device", "1,024", "MiB", "3,600", "4,000", "4,400", "4,000", "(rank", "0)", "10x"]
     assert "copies of memory on 1 rank at once: GB/s of a rank" in text
 
 
 def test_the_ceiling_beside_the_peak():
-    *_, line = render(matmul(800e12), 100).splitlines()
+    *_, line = matmul_tables(matmul(800e12), 100).splitlines()
     assert line == "ceiling of NVIDIA H200: 750 TFLOP/s in bf16 (8x8x8), 75.8% of the peak"
 
 
 def test_one_that_was_taken_beside_other_load_says_so():
-    *_, line = render(matmul(800e12, beside_load=True), 100).splitlines()
+    *_, line = matmul_tables(matmul(800e12, beside_load=True), 100).splitlines()
     assert line.endswith("(8x8x8), taken beside other load, 75.8% of the peak")
 
 
 def test_a_cpu_has_threads_and_no_peak():
     cpu = {"device": "AMD EPYC", "threads": 1, "flops_per_second": 5.9e10, "share_of_peak": None}
-    *_, line = render(matmul(6e10, **cpu, peak_reason="a CPU has no data-sheet peak"), 100).splitlines()
+    *_, line = matmul_tables(matmul(6e10, **cpu, peak_reason="a CPU has no data-sheet peak"), 100).splitlines()
     said = (
         "ceiling of AMD EPYC, 1 thread: 0.059 TFLOP/s in bf16 (8x8x8), no share of a peak: a CPU has no data-sheet peak"
     )
@@ -60,10 +60,12 @@ def test_a_cpu_has_threads_and_no_peak():
 
 
 def test_what_could_not_be_kept_is_said():
-    assert render({**matmul(1e12), "kept": "not kept for later runs: no room"}, 100).endswith("later runs: no room")
+    assert matmul_tables({**matmul(1e12), "kept": "not kept for later runs: no room"}, 100).endswith(
+        "later runs: no room"
+    )
 
 
 def test_without_copies_there_is_no_table_of_them():
     found = matmul(1e12)
     found["ranks"][0]["copies"] = []
-    assert "copies" not in render(found, 100)
+    assert "copies" not in matmul_tables(found, 100)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptdbench.report.differences import differences
+from ptdbench.report.labels import differences
 from ptdbench.report.table import render
 from tests.report.test_table import cells, run
 

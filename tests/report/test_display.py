@@ -12,10 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ptdbench.report.display import Display
-from ptdbench.report.heading import Heading
-from ptdbench.report.live import Line
-from ptdbench.terminal import say
+from ptdbench.report.display import Display, Heading, Line
+from ptdbench.terminal import echo
 
 TINY = Heading("gpt_tiny ddp")
 
@@ -272,7 +270,7 @@ class TestTerminal:
     def test_what_is_said_meanwhile_is_a_line_of_its_own(self, terminal, wall, monkeypatch):
         monkeypatch.setattr(sys, "stderr", terminal)
         with begun(None, wall):
-            say("warning: \x1b [bold]", sys.stderr)
+            echo("warning: \x1b [bold]", sys.stderr)
         assert sys.stderr is terminal
         (line,) = [line for line in terminal.text.split("\n") if "warning" in line]
         assert line.endswith("\x1b[2Kwarning: \\x1b [bold]")

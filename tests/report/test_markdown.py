@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ptdbench.measure.variation import Noise, Spread
-from ptdbench.records import noise
+from ptdbench.comparison import noise
+from ptdbench.comparison.variation import Noise, Spread
 from ptdbench.records.load import Run
 from ptdbench.report.markdown import markdown
 from tests.report.made import DDP, FSDP, failed, run

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ptdbench.report.messages import render_collectives, render_p2p
+from ptdbench.report.workload_tables import collectives_tables, p2p_tables
 from ptdbench.units import size_text, time_text
 from ptdbench.workloads.collectives import definitions
 
@@ -68,7 +68,7 @@ def cells(text, beginning):
 
 
 def test_the_figures_of_a_size():
-    text = render_collectives(collectives(row(), row("barrier")), 100)
+    text = collectives_tables(collectives(row(), row("barrier")), 100)
     assert text.startswith("1 group of 4 ranks; every result was checked\n")
     assert cells(text, "all_reduce fp32 sum blocking") == [
         "all_reduce fp32 sum blocking", "1 MiB", "1.00 ms", "900 µs", "2.00 ms", "2.00", "3.00",
@@ -77,7 +77,7 @@ def test_the_figures_of_a_size():
 
 
 def test_definitions_stand_beside_the_figures():
-    text = render_collectives(collectives(row(), row("gather"), row("all_gather")), 100)
+    text = collectives_tables(collectives(row(), row("gather"), row("all_gather")), 100)
     assert "algbw = bytes / median seconds, after nccl-tests, doc/PERFORMANCE.md; n = 4 ranks" in text
     assert "busbw = algbw * 2(n-1)/n: all_reduce" in text
     assert "busbw = algbw * (n-1)/n: gather, all_gather" in text
@@ -86,7 +86,7 @@ def test_definitions_stand_beside_the_figures():
 
 def test_of_many_sizes_the_first_and_the_last_are_shown_and_the_rest_is_admitted():
     ops = ("broadcast", "reduce", "gather", "scatter", "all_gather")
-    text = render_collectives(collectives(*(row(op, 8 * 2**power) for op in ops for power in range(26))), 100)
+    text = collectives_tables(collectives(*(row(op, 8 * 2**power) for op in ops for power in range(26))), 100)
     for op in ops:
         assert cells(text, f"{op} fp32")[1] == "8 B"
     assert text.count("256 MiB") == len(ops)
@@ -98,7 +98,7 @@ def test_the_fit_with_its_doubts():
     series = {"op": "all_reduce", "dtype": "fp32", "reduction": "sum", "mode": "blocking"}
     line = {"alpha": 2e-5, "beta": 5e-10, "alpha_error": 1e-6, "beta_error": 1e-12}
     fit = {**series, **line, "r2": 0.98765, "max_relative_error": 0.123, "points": 26}
-    text = render_collectives(collectives(fits=[fit]), 100)
+    text = collectives_tables(collectives(fits=[fit]), 100)
     assert cells(text, "all_reduce")[1:] == ["20.0", "1.00", "2.00", "0.988", "12%", "26"]
 
 
@@ -111,13 +111,13 @@ def test_what_was_cut_and_left_out_is_said():
         "from_bytes": 2**28,
         "reason": "too long",
     }
-    text = render_collectives(collectives(row(), cut=[cut], left_out=["reduce", "scatter"]), 100)
+    text = collectives_tables(collectives(row(), cut=[cut], left_out=["reduce", "scatter"]), 100)
     assert "gather fp32 async: not from 256 MiB on: too long" in text
     assert "left out, not in this backend: reduce, scatter" in text
 
 
 def test_several_groups_are_said_to_work_at_once():
-    text = render_collectives(collectives(row(), group="data", groups=[[0, 2], [1, 3]]), 100)
+    text = collectives_tables(collectives(row(), group="data", groups=[[0, 2], [1, 3]]), 100)
     assert text.startswith("2 groups of 2 ranks (data), at the same time; ")
 
 
@@ -134,7 +134,7 @@ def p2p(ranks, **changes):
 
 def test_a_matrix_by_pair():
     figures = p2p(2, pairs=[pair(0, 1, 2e-5, 1.5e9), pair(1, 0, 3e-5, None)])
-    latency, bandwidth, both = render_p2p(figures, 100).split("\n\n")
+    latency, bandwidth, both = p2p_tables(figures, 100).split("\n\n")
     assert latency.splitlines()[0] == "latency in µs, from row to column"
     assert [line.split() for line in latency.splitlines()[3:]] == [["0", "-", "20.0"], ["1", "30.0", "-"]]
     assert bandwidth.splitlines()[0] == "bandwidth at 64 MiB in GB/s, from row to column"
@@ -145,7 +145,7 @@ def test_a_matrix_by_pair():
 def test_of_many_pairs_the_slowest_are_shown():
     many = p2p(12)
     many["pairs"][50] = pair(4, 7, bandwidth=1e8)
-    text = render_p2p(many, 100)
+    text = p2p_tables(many, 100)
     first = text.split("\n\n")[0].splitlines()
     assert first[0] == "the 10 slowest of 132 pairs, bandwidth at 64 MiB in GB/s"
     assert first[3].split() == ["4", "7", "20.0", "0.100"]
@@ -162,12 +162,12 @@ def test_overlap_says_what_is_hidden():
         "together": 1.5e-3,
         "hidden": 0.5,
     }
-    text = render_p2p(p2p(2, overlap=[told]), 100)
+    text = p2p_tables(p2p(2, overlap=[told]), 100)
     assert cells(text.split("\n\n")[-1], "0 and 1") == ["0 and 1", "1 MiB", "1.00 ms", "1.00 ms", "1.50 ms", "50%"]
 
 
 def test_nothing_measured_is_no_error():
     nothing = {"source": 0, "target": 1, "latency": None, "bandwidth": None, "sizes": []}
     cut = [{"source": 0, "target": 1, "from_bytes": 8, "reason": "too long"}]
-    text = render_p2p({"pairs": [nothing], "both": [{"ranks": [0, 1], "sizes": []}], "overlap": [], "cut": cut}, 100)
+    text = p2p_tables({"pairs": [nothing], "both": [{"ranks": [0, 1], "sizes": []}], "overlap": [], "cut": cut}, 100)
     assert "rank 0 to rank 1: not from 8 B on: too long" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptdbench.report.roll_call import ranges, render
+from ptdbench.report.workload_tables import hello_table, ranges
 
 
 def rank(number, **changes):
@@ -24,7 +24,7 @@ def rank(number, **changes):
 
 def shown(*ranks, width=100):
     hello = {"launcher": "srun", "backend": "gloo", "address": "n1", "port": 29400, "ranks": list(ranks)}
-    return render(hello, width).splitlines()
+    return hello_table(hello, width).splitlines()
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from msgspec import to_builtins
 from rich.console import Console
 
-from ptdbench.measure.variation import Noise, Spread
-from ptdbench.records import alternatives, noise
+from ptdbench.comparison import alternatives, noise
+from ptdbench.comparison.variation import Noise, Spread
 from ptdbench.records.schema import Clocks
 from ptdbench.records.store import append_result, write_record
 from ptdbench.report.table import closing_lines, render

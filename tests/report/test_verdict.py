@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ptdbench.report import table
-from ptdbench.report.verdict import render
+from ptdbench.report.workload_tables import check_verdict
 from tests.report.test_ceilings import matmul
 
 HELLO = {
@@ -42,7 +42,7 @@ def check(*texts, attempts=1, **changes):
 
 
 def test_a_sound_cluster():
-    lines = render(check(), 100).splitlines()
+    lines = check_verdict(check(), 100).splitlines()
     assert lines[0] == "2 ranks on 1 node, started by srun, over gloo at n1:29400"
     assert lines[-1] == "verdict       sound (tolerance 5%)"
     assert lines[-2] == "versions      torch 2.15.0"
@@ -51,11 +51,11 @@ def test_a_sound_cluster():
 
 def test_the_slowest_link_is_named():
     text = "links         12 GB/s at most, rank 1 to rank 0 least with 9 GB/s; latency 2 to 3 us"
-    assert text in render(check(), 100).splitlines()
+    assert text in check_verdict(check(), 100).splitlines()
 
 
 def test_every_finding_has_a_line_after_the_verdict():
-    lines = render(check("rank 1 is slow", "torch differs", attempts=5), 120).splitlines()
+    lines = check_verdict(check("rank 1 is slow", "torch differs", attempts=5), 120).splitlines()
     again = "what looked slow was measured 5 times, and the best counts"
     assert lines[-3:] == [
         f"verdict       unsound, 2 findings (tolerance 5%; {again})",
@@ -66,23 +66,25 @@ def test_every_finding_has_a_line_after_the_verdict():
 
 def test_a_busy_machine_is_called_so():
     busy = "other processes took 1.1 of 2 cores; measure again on a quiet machine"
-    lines = render(check("rank 1 is slow", verdict="busy", busy=busy), 120).splitlines()
+    lines = check_verdict(check("rank 1 is slow", verdict="busy", busy=busy), 120).splitlines()
     assert lines[-2:] == [f"verdict       busy: {busy} (tolerance 5%)", "  - rank 1 is slow"]
 
 
 def test_long_findings_fold_and_lose_nothing():
-    text = render(check("a word " * 60), 80)
+    text = check_verdict(check("a word " * 60), 80)
     assert text.count("word") == 60
     assert max(len(line) for line in text.partition("verdict")[2].splitlines()) <= 80
 
 
 def test_remarks_are_notes():
-    assert "note          a single rank has no links" in render(check(remarks=["a single rank has no links"]), 100)
+    assert "note          a single rank has no links" in check_verdict(
+        check(remarks=["a single rank has no links"]), 100
+    )
 
 
 @pytest.mark.parametrize("changes", [{"p2p": None, "collectives": None}, {"p2p": {"pairs": []}}])
 def test_one_rank_has_no_links_to_show(changes):
-    assert "links " not in render(check(**changes), 100)
+    assert "links " not in check_verdict(check(**changes), 100)
 
 
 def test_an_unsound_run_shows_its_figures_and_why_it_failed():

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from ptdbench.measure import comparison
+from ptdbench.comparison import significance
 from ptdbench.report import versus
 from ptdbench.report.versus import Incomparable, match, render, status
 from tests.report.made import failed, repeated, run
@@ -115,7 +115,7 @@ class TestMatch:
         change, names = 0.981, [f"p{number}" for number in range(12)]
         one, other = before("ddp", rates=STEADY[:4]), after("ddp", change, STEADY[:4])
         (alone,) = match(one, other).pairs
-        assert alone.known.p < comparison.LEVEL
+        assert alone.known.p < significance.LEVEL
         many = match([*one, *(run for name in names for run in before(name))],
                      [*other, *(run for name in names for run in after(name))])  # fmt: skip
         assert alone.verdict == "slower"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptdbench.comparison.alternatives import Alternative
+from ptdbench.comparison.ranking import Place
 from ptdbench.measure.parts import PHASES
-from ptdbench.records.alternatives import Alternative
-from ptdbench.report.ranking import Place
 from ptdbench.report.why import against_first, compare, in_order, remarks, shares
 from ptdbench.units import bytes_text
 from tests.report.made import DDP, FSDP, PDP, operation, phased

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ptdbench.launch.world import World
-from ptdbench.measure.host_memory import HostMemory
+from ptdbench.measure.memory import HostMemory
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
-from ptdbench.setup import config, fit, run_spec
+from ptdbench.setup import checks, config, run_spec
 from tests.conftest import composed
 
 GIB = 2**30
@@ -26,7 +26,7 @@ def host(monkeypatch):
 
     def has(total: float, available: float) -> None:
         memory = HostMemory(int(total * GIB), int(available * GIB))
-        monkeypatch.setattr(fit, "host_memory", lambda: memory)
+        monkeypatch.setattr(checks, "host_memory", lambda: memory)
 
     return has
 
@@ -114,7 +114,7 @@ def test_an_optimizer_whose_memory_cannot_be_known_is_refused(host):
 
 def test_a_small_model_is_not_looked_at_closely(host, monkeypatch):
     host(total=16, available=16)
-    monkeypatch.setattr(fit.TrainingSpec, "footprints", lambda _: pytest.fail("it takes tens of milliseconds"))
+    monkeypatch.setattr(checks.TrainingSpec, "footprints", lambda _: pytest.fail("it takes tens of milliseconds"))
     assert warning("model=gpt_tiny", "device=cpu") is None
 
 
@@ -146,7 +146,7 @@ def test_a_gpu_is_asked_for_its_memory(monkeypatch):
     spec = run_spec.specify(config.read(composed(*SMALL)), World(0, 2, 0, 2, "torchrun"))
     assert spec.training
     with pytest.raises(ConfigError) as caught:
-        fit.check(spec.training, fit.on_gpu(torch.device("cuda", 0), 0.1, communicators=2))
+        checks.check_memory(spec.training, checks.on_gpu(torch.device("cuda", 0), 0.1, communicators=2))
     assert str(caught.value) == (
         "model=gpt_small: weights, gradients and optimizer state take 1.9 GiB a rank, and its GPU has 0.8 GiB for it "
         "(NVIDIA L4: of 2.0 GiB 1.5 GiB are free, NCCL takes about 0.5 GiB, memory_reserve=0.1 keeps 0.2 GiB); "
@@ -166,4 +166,4 @@ def test_a_virtual_gpu_lacks_what_a_real_one_would():
     spec = run_spec.specify(config.read(composed(*SMALL[:2], "virtual=h100", "cluster.ranks_per_node=1")), None)
     assert spec.virtual
     gpu = spec.virtual.gpu
-    assert fit.on_virtual(gpu, 0.25, 0).size == gpu.memory - gpu.context - gpu.memory // 4
+    assert checks.on_virtual(gpu, 0.25, 0).size == gpu.memory - gpu.context - gpu.memory // 4

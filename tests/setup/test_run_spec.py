@@ -168,7 +168,7 @@ class TestRefused:
         ]
 
     def test_fp8_of_nothing(self, monkeypatch):
-        monkeypatch.setattr(run_spec.formats, "check", lambda *_: None)  # as on a GPU with FP8 units
+        monkeypatch.setattr(run_spec.checks, "check_precision", lambda *_: None)  # as on a GPU with FP8 units
         assert refused("precision=fp8", "model=gpt_tiny") == [
             "precision=fp8: no layer of model=gpt_tiny has an nn.Linear of at least 512 features, both multiples of "
             "16; try bf16"

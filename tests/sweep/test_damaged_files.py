@@ -14,14 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ptdbench.launch import slurm
-from ptdbench.measure.metrics import metrics
 from ptdbench.records import ledger, record, schema, store
 from ptdbench.records.describe import parts
 from ptdbench.report import table
 from ptdbench.report.progress import PROGRESS
-from ptdbench.sweep import status, view
-from tests.measure.test_metrics import MEASURED
+from ptdbench.sweep import status, watch
+from ptdbench.training.metrics import metrics
 from tests.sweep.made import CONFIG, DONE
+from tests.training.test_metrics import MEASURED
 
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 
@@ -65,13 +65,13 @@ def shown(directory: Path) -> str:
     """What a person sees of a sweep, in the status and in the table at its end."""
     seen = status.look(directory)
     for width in (None, 40):
-        assert all("\n" not in line for line in view.lines(seen, width))
-    view.text(seen, 80)
+        assert all("\n" not in line for line in watch.table_lines(seen, width))
+    watch.table_text(seen, 80)
     told: list[str] = []
     table.render(store.read_results(directory, told.append))
     assert all("\n" not in line for line in told)
     table.render([run.record for run in seen.runs])
-    return view.text(seen)
+    return watch.table_text(seen)
 
 
 @pytest.fixture(autouse=True)

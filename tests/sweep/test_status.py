@@ -12,9 +12,9 @@ from msgspec.structs import asdict, replace
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import ledger, record, store
 from ptdbench.records.failure import crash_file
-from ptdbench.records.owner import Attempt, this_process
+from ptdbench.records.ownership import Attempt, this_process
 from ptdbench.report.progress import PROGRESS, Progress
-from ptdbench.sweep import output, status, view
+from ptdbench.sweep import status, watch
 from tests.sweep.made import CONFIG, DONE, failure, state
 
 #: What a run adds to its record that was asked to end.
@@ -118,7 +118,7 @@ class TestSharedJob:
         assert [found for *_, found in states(sweep)] == ["oom", "failed"]
         message = status.look(sweep.path).runs[1].record["error"]["message"]
         assert message.startswith("SLURM ended job 7 on n1: FAILED, before this run had begun; ")
-        assert output.tail(second) == "srun: error: n1: task 0: Out Of Memory"
+        assert status.log_tail(second) == "srun: error: n1: task 0: Out Of Memory"
 
     def test_a_run_that_was_asked_to_end_is_over_when_the_job_is(self, sweep):
         sweep.submit_together(2)
@@ -146,7 +146,7 @@ def begin(sweep, number):
 
 
 def shown(sweep):
-    return [view.state(run) for run in status.look(sweep.path).runs]
+    return [watch.state_text(run) for run in status.look(sweep.path).runs]
 
 
 class TestSubmitted:
@@ -215,7 +215,7 @@ class TestSubmitted:
         sweep.says()
         (run,) = status.look(sweep.path).runs
         assert (run.job.id, run.queue, run.is_over) == (None, None, False)
-        assert view.state(run) == "not submitted"
+        assert watch.state_text(run) == "not submitted"
         assert sweep.results() == []  # it may be on its way
 
     def test_a_run_that_was_refused_has_no_job_and_its_place_among_the_others(self, sweep):

@@ -12,18 +12,17 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from ptdbench.measure import energy, topology
-from ptdbench.measure.energy import Packages
+from ptdbench.measure import gpu_state
 from ptdbench.records import schema
-from ptdbench.training import energy_meter
+from ptdbench.training import energy
 from ptdbench.training.checkpointing import Checkpointing
-from ptdbench.training.energy_meter import EnergyMeter
+from ptdbench.training.energy import EnergyMeter, Packages
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop
 from ptdbench.workloads import train
 from tests.conftest import composed
-from tests.measure.test_energy import Nvml, zone
 from tests.parallel.ranks import on_ranks
+from tests.training.test_energy import Nvml, zone
 from tests.training.test_evaluation import TASK
 from tests.workloads.made_job import job
 
@@ -72,11 +71,11 @@ class TestOnAGpu:
     @pytest.fixture
     def nvml(self, monkeypatch, tmp_path):
         nvml = Nvml()
-        monkeypatch.setattr(topology, "connect", lambda _: (nvml, None))
-        monkeypatch.setattr(topology, "identity", lambda device: "GPU-a")
+        monkeypatch.setattr(gpu_state, "connect", lambda _: (nvml, None))
+        monkeypatch.setattr(gpu_state, "identity", lambda device: "GPU-a")
         monkeypatch.setattr(energy, "POWERCAP", tmp_path)
-        monkeypatch.setattr(energy_meter, "gather", lambda value: [value])
-        monkeypatch.setattr(energy_meter, "time", SimpleNamespace(perf_counter=lambda: nvml.now))
+        monkeypatch.setattr(energy, "gather", lambda value: [value])
+        monkeypatch.setattr(energy, "time", SimpleNamespace(perf_counter=lambda: nvml.now))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.wait(nvml))
         nvml.now, nvml.queued = 0.0, 0
         return nvml
@@ -130,7 +129,7 @@ class TestOnAGpu:
         assert self.meter(SimpleNamespace(taken=0), local_rank=1)._cpu is None
 
     def test_without_counters_nothing_waits_for_the_device(self, nvml, monkeypatch):
-        monkeypatch.setattr(topology, "connect", lambda _: (None, "the package nvidia-ml-py is not installed"))
+        monkeypatch.setattr(gpu_state, "connect", lambda _: (None, "the package nvidia-ml-py is not installed"))
         loop: Any = SimpleNamespace(taken=0)
         meter = self.meter(loop)
         for _ in range(3):

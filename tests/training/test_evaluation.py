@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from omegaconf import DictConfig
 from torch import Tensor
 
-from ptdbench.checkpoints import manifest, reading
+from ptdbench.checkpoints import manifest, safe_load
 from ptdbench.launch.stop_signal import StopSignal
 from ptdbench.training.evaluation import Evaluation
 from ptdbench.workloads import train
@@ -79,7 +79,7 @@ def expected(trained: Path) -> dict[str, Any]:
     averages = {name: torch.empty_like(weight) for name, weight in model.named_parameters()}
     buffers = {f"model.{name}": buffer for name, buffer in model.named_buffers()}
     wanted = {f"optimizer.{name}.average": average for name, average in averages.items()}
-    reading.load(trained / "checkpoints" / "step-00000020", {**buffers, **wanted}, None)
+    safe_load.load(trained / "checkpoints" / "step-00000020", {**buffers, **wanted}, None)
     model.load_state_dict(averages, strict=False)
     inputs, targets = made_task.Kept().samples(0, made_task.HELD_OUT)
     with torch.no_grad():

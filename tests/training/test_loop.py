@@ -6,18 +6,39 @@ import gc
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptdbench.data.protocol import Data
 from ptdbench.data.synthetic import SyntheticVectors
 from ptdbench.models.materialize import materialize
 from ptdbench.models.toy import Toy
+from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
-from ptdbench.parallel.engine import Accumulating, Part
+from ptdbench.parallel.engine import Accumulating, Engine, LaidOutModule
+from ptdbench.setup.config import Train
 from ptdbench.training import loop as module
-from ptdbench.training.loop import StepLoop
-from tests.workloads.made_loop import step_loop
+from ptdbench.training.loop import StepLoop, Update
+from tests.workloads.made_loop import TRAIN, step_loop
+
+
+class Nothing(Engine):
+    """An engine without weights."""
+
+    def gradients(self, *_): ...
+    def gradient_norm(self): ...
+    def outputs(self, *_): ...
+
+
+def test_the_loss_scale_of_offloaded_weights_is_where_they_are():
+    """Copied to them asynchronously it would be read before it is there."""
+    device = torch.device("meta")
+    for weight in (nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device=device))):
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        update = Update(Nothing(), optimizer, Constant(), Train(**TRAIN), device, scale=True)
+        assert update.scale(torch.ones((), device=weight.device)).device == weight.device
+        assert update._scaler._scale.device == weight.device
+
 
 CPU = torch.device("cpu")
 
@@ -35,7 +56,9 @@ def data() -> SyntheticVectors:
 
 def loop_over(model: Toy, where: BatchPlan, replica: int = 0, source: Data | None = None) -> StepLoop:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return step_loop(Accumulating(Part(model, model), where.micro_batch), optimizer, source or data(), where, replica)
+    return step_loop(
+        Accumulating(LaidOutModule(model, model), where.micro_batch), optimizer, source or data(), where, replica
+    )
 
 
 def by_hand(steps: int, batch: int) -> tuple[list[Tensor], list[Tensor]]:

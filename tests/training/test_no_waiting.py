@@ -19,8 +19,7 @@ from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.setup.config import Train
-from ptdbench.training.loop import StepLoop
-from ptdbench.training.update import Update
+from ptdbench.training.loop import StepLoop, Update
 from tests.checkpoints.test_state import DATA, MODELS, STRATEGIES
 from tests.parallel.ranks import each, on_ranks
 from tests.workloads.made_loop import TRAIN

@@ -17,18 +17,18 @@ from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from ptdbench.data.feed import Feed
-from ptdbench.measure import trace
-from ptdbench.measure.events import Call
-from ptdbench.measure.intervals import Interval, intersect, length, union
 from ptdbench.measure.parts import PHASES
-from ptdbench.measure.phases import Partition, Ready, divided, partition
 from ptdbench.models.decoder import Decoder
 from ptdbench.parallel import apply, ring
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.pipeline.stage import Stage
+from ptdbench.profiling import trace
+from ptdbench.profiling.events import Call
+from ptdbench.profiling.intervals import Interval, intersect, length, union
+from ptdbench.profiling.phases import Partition, Ready, divided, partition
 from ptdbench.records import schema
 from ptdbench.training import profile, traffic
-from ptdbench.training.update import Update
+from ptdbench.training.loop import Update
 from tests.conftest import composed, record_of
 from tests.daily import cases
 from tests.shared_ranks import RANKS, Failed, carry_out
@@ -382,7 +382,7 @@ def test_a_run_whose_pass_fails_was_ok_before(tmp_path):
 @pytest.mark.thorough
 def test_traces_that_cannot_be_written_cost_nothing_else(tmp_path):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    RANKS.call(2, run_broken, composed(*TINY, "profile.trace=true"), tmp_path, "measure.perfetto.compress", full)
+    RANKS.call(2, run_broken, composed(*TINY, "profile.trace=true"), tmp_path, "profiling.perfetto.compress", full)
     record = record_of(tmp_path)
     assert (record["status"], record["phases"]["reason"]) == ("ok", None)
     assert record["memory"]["moments"]

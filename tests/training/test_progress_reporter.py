@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch.world import World
-from ptdbench.report.display import Display
-from ptdbench.report.heading import Heading
+from ptdbench.report.display import Display, Heading
 from ptdbench.training import progress_reporter as module
 from ptdbench.training.progress_reporter import ProgressReporter
 from tests import forked

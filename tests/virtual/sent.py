@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from benchmarks.rank import joined
 from ptdbench.launch import local, peers
-from ptdbench.measure import kernels, trace
+from ptdbench.profiling import profiler, trace
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.training import profile, traffic
@@ -47,7 +47,7 @@ def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str) -
     torch.set_num_threads(1)
     with joined(environ, composed, directory) as job:
         loop = assemble(job)
-        loop.rehearse()
+        loop.warm_up_buckets()
         path = Path(directory, f"trace-{job.world.rank}.json")
         profile.run(job, loop, 1).export_chrome_trace(str(path))
         assert loop.mesh
@@ -62,7 +62,9 @@ def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str) -
 def _calls(path: Path, job: Any) -> Iterator[trace.Call]:
     if job.device.type == "cuda":
         launched = trace.launched_in_steps(path)
-        yield from (trace.nccl_call(one) for one in launched if kernels.kind(one.name) == kernels.COMMUNICATION)
+        yield from (
+            trace.nccl_call(one) for one in launched if profiler.kernel_kind(one.name) == profiler.COMMUNICATION
+        )
         return
     found = trace.read(path, "cpu")
     yield from (call for call in found.calls if any(begin <= call.start < end for begin, end in found.steps))

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from ptdbench.job import Job
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import World
-from ptdbench.measure.stopwatch import Stopwatch
+from ptdbench.measure.clock import Stopwatch
 from ptdbench.setup import config, run_spec
 
 

@@ -13,8 +13,7 @@ from ptdbench.optim.schedules import Constant, Schedule
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine
 from ptdbench.setup.config import Train
-from ptdbench.training.loop import StepLoop
-from ptdbench.training.update import Update
+from ptdbench.training.loop import StepLoop, Update
 
 CPU = torch.device("cpu")
 TRAIN = {

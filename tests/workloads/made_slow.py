@@ -13,7 +13,7 @@ from typing import Any
 
 from ptdbench.job import Job, Outcome
 from ptdbench.launch import cores
-from ptdbench.measure import other_load
+from ptdbench.measure import contention
 from ptdbench.workloads.check import Check
 
 
@@ -24,14 +24,14 @@ class MadeSlow(Check):
     column = 3  # idle
 
     def __call__(self, job: Job) -> Outcome:
-        before = other_load.STAT
+        before = contention.STAT
         with tempfile.TemporaryDirectory() as folder:
-            other_load.STAT = Path(folder) / "stat"
+            contention.STAT = Path(folder) / "stat"
             self._count(0)
             try:
                 return super().__call__(job)
             finally:
-                other_load.STAT = before
+                contention.STAT = before
 
     def products(self, job: Job) -> dict[str, Any]:
         found = super().products(job)
@@ -44,7 +44,7 @@ class MadeSlow(Check):
         values = [0] * 8
         values[self.column] = ticks
         lines = [f"cpu{core} {' '.join(map(str, values))}" for core in cores.mine()]
-        other_load.STAT.write_text("\n".join(lines))
+        contention.STAT.write_text("\n".join(lines))
 
 
 @dataclass(frozen=True)

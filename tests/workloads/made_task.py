@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from ptdbench.data.draws import draws
 from ptdbench.data.protocol import Data, HeldOut
+from ptdbench.data.sampling import draws
 from ptdbench.models.protocol import FlopsUnknown
 
 CLASSES = 6

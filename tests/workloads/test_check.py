@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace
 
 from ptdbench.job import Outcome
-from ptdbench.measure.other_load import OtherLoad
+from ptdbench.measure.contention import OtherLoad
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.workloads import check

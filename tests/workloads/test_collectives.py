@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ptdbench.communication.operations import OPERATIONS
+from ptdbench.measure.operations import OPERATIONS
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.workloads.collectives import Collectives, groups_of

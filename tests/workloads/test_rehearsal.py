@@ -14,8 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ptdbench.training.loop import StepLoop
-from ptdbench.training.update import Update
+from ptdbench.training.loop import StepLoop, Update
 from ptdbench.workloads.train import Train, assemble
 from tests.conftest import composed
 from tests.daily import cases, selected
@@ -107,7 +106,7 @@ def before_and_after(directory: Path, composed: DictConfig) -> tuple[dict[str, A
     loop.engine.gradients = lambda *given: passes.append(loop.engine.module.training) or gradients(*given)
     torch.rand(3)  # ranks are somewhere in their stream
     before = traces(loop)
-    loop.rehearse()
+    loop.warm_up_buckets()
     assert all(passes)
     return before, traces(loop), len(passes)
 
@@ -118,9 +117,9 @@ def rehearsed(directory: Path, composed: DictConfig) -> list[int]:
     for every, steps, resume in ((None, 2, None), (2, 2, None), (None, 3, str(directory))):
         for name, value in {"checkpoint.every_steps": every, "train.steps": steps, "resume": resume}.items():
             OmegaConf.update(composed, name, value)
-        with mock.patch.object(StepLoop, "rehearse") as rehearse:
+        with mock.patch.object(StepLoop, "warm_up_buckets") as warm_up_buckets:
             Train()(job(directory if every else directory / f"to step {steps}", composed))
-        found.append(rehearse.call_count)
+        found.append(warm_up_buckets.call_count)
     return found
 
 

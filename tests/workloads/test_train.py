@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptdbench.measure.energy import none
+from ptdbench.training.energy import none
 from ptdbench.workloads.train import PROBE_STEPS, _affordable, assemble, steps
 from tests.conftest import composed
 from tests.parallel.ranks import on_ranks

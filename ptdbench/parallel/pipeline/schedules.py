@@ -59,7 +59,7 @@ class Schedule:
 
     @property
     def is_supported(self) -> bool:
-        """Whether the torch at hand can carry it out."""
+        """Whether the installed torch has the schedule."""
         return not self.splits_backward or torch.__version__ >= SPLITS_SINCE
 
     def per_rank(self, wanted: int | Literal["auto"]) -> int:
@@ -78,7 +78,7 @@ class Schedule:
         return size * per_rank if self.microbatches == "stages" else 1
 
     def accepts(self, microbatches: int, size: int, per_rank: int) -> bool:
-        """Whether a pass may have so many micro-batches."""
+        """Return whether a pass may have so many micro-batches."""
         in_rounds = self.microbatches != "rounds" or microbatches % rounds(microbatches, size) == 0
         return in_rounds and microbatches >= self.fewest(size, per_rank)
 

@@ -1,14 +1,27 @@
-"""The stages of a model: their parts and their ranks."""
+"""The stages of a pipeline: how a model is cut, the weights that two stages share, and the rules of a cut.
+
+A weight that two stages share has a copy in each, also where both are on one rank: DDP and FSDP, which take hold of
+a stage's weights, would otherwise reduce the gradient twice.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptdbench.models.protocol import FlopsUnknown, Model, members
+from ptdbench.local_part import local_part
+from ptdbench.models.protocol import FlopsUnknown, Model, members, module_of
+from ptdbench.parallel.batch import BatchPlan, divides
+from ptdbench.parallel.dims import Dims, divisors
+from ptdbench.parallel.options import Options
+from ptdbench.parallel.pipeline import schedules
+from ptdbench.problems import ConfigError, Problem, require, try_these
 
 
 @dataclass(frozen=True)
@@ -147,3 +160,168 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
         cuts.append(range(start, end))
         start = end
     return cuts
+
+
+Tied = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """This rank's copies of a weight that is in two stages.
+
+    Attributes:
+        first: The copy to use if the weight must be counted once, whole or in shards; ``None`` on another rank.
+        second: The other copy; ``None`` on another rank.
+        peer: Global rank of the process with the copy that is not here, or its shard of it, in the same replica.
+    """
+
+    first: nn.Parameter | None
+    second: nn.Parameter | None
+    peer: int | None
+
+
+def untie(model: Model, tied: Tied, cut: Cut) -> None:
+    """Give the second of two stages of one rank its own copy of a weight that both use, on the same device."""
+    module = module_of(model)
+    for first, second in tied:
+        one, other = cut.owner(first), cut.owner(second)
+        if one != other and cut.ranks[one] == cut.ranks[other]:
+            weight = module.get_parameter(first)
+            path, _, leaf = second.rpartition(".")
+            setattr(module.get_submodule(path), leaf, nn.Parameter(weight.detach().clone(), weight.requires_grad))
+
+
+def find_shared(tied: Tied, module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> list[Shared]:
+    """Find the shared weights on a rank; two copies on it are made equal.
+
+    Args:
+        tied: Pairs of full names of weights that are one, see :meth:`ptdbench.models.protocol.Model.tied`.
+        module: This rank's part, with the names of the whole model.
+        cut: The stages and their ranks.
+        group: The ranks of the pipeline.
+    """
+    here = dict(module.named_parameters())
+    mine = dist.get_rank(group)
+    found = []
+    for names in tied:
+        stages = [cut.owner(name) for name in names]
+        ranks = [cut.ranks[stage] for stage in stages]
+        if stages[0] == stages[1] or mine not in ranks:
+            continue
+        first, second = (here[name] if rank == mine else None for name, rank in zip(names, ranks, strict=True))
+        peer = next((dist.get_global_rank(group, rank) for rank in ranks if rank != mine), None)
+        found.append(Shared(first, second, peer))
+        if first is not None and second is not None:
+            local_part(second.detach()).copy_(local_part(first.detach()))
+    return found
+
+
+def add_up_shared(weights: Sequence[Shared], group: dist.ProcessGroup) -> None:
+    """Sum the two gradients of each shared weight, so that both copies take the same step."""
+    for one in weights:
+        gradients = [_gradient(copy) for copy in (one.first, one.second) if copy is not None]
+        if one.peer is None:
+            total = gradients[0] + gradients[1]
+            for gradient in gradients:
+                gradient.copy_(total)
+        else:
+            gradients[0] += _exchange(gradients[0], one.peer, group)
+
+
+def _exchange(mine: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
+    """What ``peer`` sends in exchange for ``mine``."""
+    theirs = torch.empty_like(mine)
+    exchange = [
+        dist.P2POp(dist.isend, mine.contiguous(), peer, group),
+        dist.P2POp(dist.irecv, theirs, peer, group),
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    return theirs
+
+
+def _gradient(weight: nn.Parameter) -> Tensor:
+    assert weight.grad is not None
+    return local_part(weight.grad)
+
+
+def problems(how: Options) -> Iterator[Problem]:
+    """Yield what is wrong under any degrees: no such schedule, or not with so many stages, or not with this torch."""
+    try:
+        schedule = how.pipeline_schedule
+    except ConfigError as error:
+        yield from error.problems
+        return
+    wanted, allowed = how.stages_per_rank, schedule.stages
+    if wanted not in ("auto", allowed):
+        if allowed != "several":
+            remedy = try_these(["auto", "or parallel.schedule=interleaved1f1b"])
+            yield Problem("stages_per_rank", wanted, f"must be {allowed} under {how.schedule}", remedy)
+        elif not isinstance(wanted, int) or wanted < 2:
+            rule = f"must be a whole number of at least 2 under {how.schedule}"
+            yield Problem("stages_per_rank", wanted, rule, try_these(["auto", "or parallel.schedule=1f1b"]))
+    if not schedule.is_supported:
+        rule = f"needs torch {schedules.SPLITS_SINCE} or newer, and this is {torch.__version__}"
+        yield Problem("schedule", how.schedule, rule, try_these(["interleaved1f1b", "looped_bfs"]))
+
+
+def divide_batch(
+    how: Options, dims: Dims, global_batch: int, share: int, micro_batch: int | Literal["auto"]
+) -> BatchPlan:
+    """Divide a replica's ``share`` of the batch into passes of micro-batches.
+
+    Raises:
+        ConfigError: The schedule does not take as many as there are.
+    """
+    schedule, size, per_rank = how.pipeline_schedule, dims.pipeline, how.stages_on_rank
+    total = share if micro_batch == "auto" else share // micro_batch
+    whole = "a replica's share of the batch" if micro_batch == "auto" else "the micro-batches of a replica's step"
+    automatic = schedule.busy if micro_batch == "auto" else schedule.most
+    count = automatic(total, size, per_rank) if how.microbatches == "auto" else how.microbatches
+    require(divides("microbatches", count, total, whole))
+    accumulation = 1 if micro_batch == "auto" else total // count
+    each = share // (count * accumulation)
+    found = BatchPlan(dims, global_batch, each, count, accumulation)
+    require(_wrong_number(how, found, micro_batch))
+    return found
+
+
+def _wrong_number(how: Options, plan: BatchPlan, micro_batch: int | Literal["auto"]) -> Problem | None:
+    """A problem if the schedule cannot run so many micro-batches."""
+    schedule, dims, count = how.pipeline_schedule, plan.dims, plan.microbatches
+    if schedule.accepts(count, dims.pipeline, how.stages_on_rank):
+        return None
+    fewest = schedule.fewest(dims.pipeline, how.stages_on_rank)
+    if count < fewest:
+        rule = f"must be at least the number of stages, {fewest}, under {how.schedule}"
+    else:
+        parts = schedules.rounds(count, dims.pipeline)
+        rule = f"must be a multiple of {parts} under {how.schedule}, which takes them in {parts} equal rounds"
+    if how.microbatches != "auto":
+        other = "auto"
+    elif micro_batch != "auto":
+        other = f"a smaller train.micro_batch than {micro_batch}"
+    else:
+        other = f"a train.global_batch of at least {dims.batch * fewest}"
+    return Problem("microbatches", count, rule, try_these([other, "or parallel.schedule=gpipe"]))
+
+
+def cannot_be_cut(how: Options, model: Model, dims: Dims) -> Problem | None:
+    """A problem if the model is not a chain of parts, or has fewer layers than stages."""
+    parts = model.parts()
+    if parts is None:
+        reason = getattr(model, "uncut", None) or "has no parts()"
+        rule = f"the model {reason}, so it cannot be cut into stages"
+        return Problem("pipeline", how.pipeline, rule, try_these(["parallel=ddp", "parallel=fsdp"]))
+    layers, per_rank = min(len(parts), len(model.layers() or parts)), how.stages_on_rank
+    if dims.pipeline * per_rank <= layers:
+        return None
+    rule = f"must not exceed the number of the model's layers, {layers}"
+    if per_rank > 1:
+        stages = dims.pipeline * per_rank
+        rule = f"pipeline({dims.pipeline}) x stages_per_rank({per_rank}) = {stages} stages {rule}"
+    close = [size for size in divisors(dims.world_size) if size > 1 and size * per_rank <= layers][-3:]
+    single = ["parallel.schedule=1f1b"] if per_rank > 1 and dims.pipeline <= layers else []
+    others = [f"or {other}" if close else other for other in single]
+    remedy = try_these([*close, *others]) or try_these(["another cluster.ranks_per_node, or parallel=ddp"])
+    return Problem("pipeline", dims.pipeline, rule, remedy)

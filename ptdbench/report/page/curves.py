@@ -1,13 +1,15 @@
-"""What runs did step by step: how long steps took, and how the loss fell."""
+"""Curves of a report: steps and loss, what other workloads found, and how throughput grows with ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from math import prod
+from statistics import median
 from typing import Any, cast
 
 import numpy as np
 
-from ptdbench.records.bearing import bears
+from ptdbench.records.bearing import bearing, bears
 from ptdbench.records.load import MOST_LOST, Run
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
@@ -133,3 +135,190 @@ def _compared(apart: Mapping[int, float], called: Mapping[int, str], reference: 
     named = listed([f"{called[number]} {apart[number]:.2g}" for number in far])
     rest = f", others within {_EQUAL:.0e}" if len(far) < len(apart) else ""
     return f"losses differ from {reference}, relative: {named}{rest}"
+
+
+#: Links that are drawn; of more the fastest and the slowest ones.
+_LINKS = 12
+
+#: Bytes of a number in memory.
+_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
+
+#: A figure: ``title``, the axes ``x`` and ``y``, and ``lines`` with the points of each.
+Figure = dict[str, Any]
+
+
+def workload_curves(record: Mapping[str, Any]) -> list[Figure]:
+    """The figures of a run: none for a workload that has none, or whose results are not what they should be."""
+    draw = _OF.get(str(record.get("workload")))
+    found = record.get(str(record.get("workload")))
+    try:
+        return draw(found) if draw and found else []
+    except (LookupError, TypeError, ValueError, ArithmeticError):  # their types are not in the schema
+        return []
+
+
+def _collectives(found: Mapping[str, Any]) -> list[Figure]:
+    """Bus bandwidth by size."""
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for result in found["results"]:
+        if result["busbw"]:
+            words = (result["op"], result["dtype"], result["reduction"], result["mode"])
+            lines.setdefault(" ".join(word for word in words if word), []).append(result)
+    return _by_size(
+        "Collectives",
+        "bus bandwidth",
+        {name: [(r["bytes"], r["busbw"]) for r in of_line] for name, of_line in lines.items()},
+    )
+
+
+def _p2p(found: Mapping[str, Any]) -> list[Figure]:
+    """Bandwidth of links by size."""
+    pairs = sorted((pair for pair in found["pairs"] if pair["sizes"]), key=lambda pair: -(pair["bandwidth"] or 0.0))
+    if len(pairs) > _LINKS:
+        pairs = pairs[: _LINKS // 2] + pairs[-_LINKS // 2 :]
+    links = {
+        f"rank {pair['source']} to {pair['target']}": [(size["bytes"], size["bandwidth"]) for size in pair["sizes"]]
+        for pair in pairs
+    }
+    return _by_size("Links between ranks", "bandwidth", links)
+
+
+def _by_size(title: str, y: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> list[Figure]:
+    drawn = [
+        {"name": name, "x": [x for x, _ in points], "y": [y / 1e9 for _, y in points], "text": None}
+        for name, points in lines.items()
+    ]
+    return [{"title": title, "x": "bytes", "y": f"{y} (GB/s)", "lines": drawn, "bounds": []}] if drawn else []
+
+
+def _matmul(found: Mapping[str, Any]) -> list[Figure]:
+    """A roofline: what products reach, below what memory and the fastest product allow.
+
+    After S. Williams, A. Waterman and D. Patterson, "Roofline: an insightful visual performance model for multicore
+    architectures", Communications of the ACM 52, 2009. The traffic of a product is that of its three matrices, once.
+    """
+    rates: dict[tuple[str, str], list[float]] = {}
+    for rank in found["ranks"]:
+        for product in rank["products"]:
+            rates.setdefault((product["dtype"], product["shape"]), []).append(product["median"])
+    lines: dict[str, list[tuple[float, float, str]]] = {}
+    for (dtype, shape), of_ranks in rates.items():
+        lines.setdefault(dtype, []).append((_intensity(shape, dtype), median(of_ranks), shape))
+    drawn = [
+        {"name": dtype, **dict(zip(("x", "y", "text"), map(list, zip(*sorted(points), strict=True)), strict=True))}
+        for dtype, points in lines.items()
+    ]
+    copies = [c["median"] for rank in found["ranks"] for c in rank["copies"] if c["kind"] == "within the device"]
+    bounds = [_roof(line, median(copies)) for line in drawn if copies]
+    for line in drawn:
+        line["y"] = [rate / 1e9 for rate in line["y"]]
+    axes = {"x": "FLOP per byte of memory traffic", "y": "GFLOP/s of a rank"}
+    return [{"title": "Matrix products: roofline", **axes, "lines": drawn, "bounds": bounds}] if drawn else []
+
+
+def _roof(line: Mapping[str, Any], bandwidth: float) -> Figure:
+    """Memory bandwidth times intensity, up to the fastest product of the dtype."""
+    fastest = max(line["y"])
+    ridge = fastest / bandwidth
+    x = sorted({min(*line["x"], ridge / 4), ridge, max(*line["x"], ridge)})
+    return {"name": f"{line['name']} roof", "x": x, "y": [min(bandwidth * one, fastest) / 1e9 for one in x]}
+
+
+def _intensity(shape: str, dtype: str) -> float:
+    m, n, k = map(int, shape.split("x"))
+    return 2 * prod((m, n, k)) / (_BYTES[dtype] * (m * k + k * n + m * n))
+
+
+_OF: dict[str, Callable[[Mapping[str, Any]], list[Figure]]] = {
+    "collectives": _collectives,
+    "p2p": _p2p,
+    "matmul": _matmul,
+}
+
+
+Row = Mapping[str, Any]
+
+
+def scaling_curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | None]]) -> list[dict[str, Any]]:
+    """Strong scaling, where the global batch stays, and weak scaling, where the batch of a rank does.
+
+    Args:
+        rows: Those of one model; only the ones with throughput count.
+        options: The varying options, with a value for each row by its number.
+
+    Returns:
+        ``kind`` (``strong`` or ``weak``), ``name``, ``rows`` by their numbers, from the fewest ranks to the most, and
+        ``efficiency``: for each the throughput of a rank over that of a rank of the first one. Of each kind the curve
+        with the highest throughput comes first.
+    """
+    kept = [name for name in options if not _is_of_size(name)]
+    known = [row for row in rows if row["rate"] and row["ranks"] and row["batch"]]
+    found = []
+    for kind, size in (("strong", lambda row: row["batch"]), ("weak", lambda row: row["batch"] / row["ranks"])):
+        alike = _grouped(
+            known, lambda row, size=size: (size(row), row["parallel"], *(options[name][row["number"]] for name in kept))
+        )
+        curves = [curve for group in alike for curve in _divided(group, options)]
+        curves = sorted((one for one in curves if len(one) > 1), key=lambda one: -max(row["rate"] for row in one))
+        found += [_scaling_curve(kind, curve, size(curve[0]), options) for curve in curves]
+    return found
+
+
+def _is_of_size(option: str) -> bool:
+    """Whether an option says on how many ranks a run is, how they are divided, or how the batch is."""
+    return bears(option, "degree", "ranks", "batch")
+
+
+def _divided(group: Sequence[Row], options: Mapping[str, Sequence[str | None]]) -> Iterable[Sequence[Row]]:
+    """Curves with one row for each number of ranks, as few as will do.
+
+    They are divided by degrees, by micro-batches, by nodes and by sweeps, in this order, as long as a curve has two
+    rows for a number of ranks; of what still has, the faster one counts.
+    """
+
+    def values(*names: str) -> Callable[[Row], Hashable]:
+        return lambda row: tuple(options[name][row["number"]] for name in names if name in options)
+
+    waiting = [list(group)]
+    for key in (
+        values(*bearing("degree")),
+        values(*bearing("batch")),
+        lambda row: row["nodes"],
+        lambda row: row["sweep"],
+    ):
+        parts = [(one, _grouped(one, key)) for one in waiting]
+        waiting = [part for one, divided in parts for part in ([one] if _is_curve(one) else _useful(divided, one))]
+    for one in waiting:
+        fastest = {row["ranks"]: row for row in sorted(one, key=lambda row: row["rate"])}
+        yield [fastest[ranks] for ranks in sorted(fastest)]
+
+
+def _is_curve(rows: Sequence[Row]) -> bool:
+    return len({row["ranks"] for row in rows}) == len(rows)
+
+
+def _useful(divided: list[list[Row]], whole: list[Row]) -> list[list[Row]]:
+    """The parts, unless none of them has two numbers of ranks: then it is no division of curves."""
+    return divided if any(len({row["ranks"] for row in part}) > 1 for part in divided) else [whole]
+
+
+def _grouped(rows: Iterable[Row], key: Any) -> list[list[Row]]:
+    found: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return list(found.values())
+
+
+def _scaling_curve(
+    kind: str, rows: Sequence[Row], size: float, options: Mapping[str, Sequence[str | None]]
+) -> dict[str, Any]:
+    first = rows[0]["rate"] / rows[0]["ranks"]
+    batch = f"batch {size:g}" if kind == "strong" else f"{size:g} a rank"
+    varying = [name for name in options if not _is_of_size(name) and name != "parallel"]
+    words = [f"{name.rpartition('.')[2]}={text}" for name in varying if (text := options[name][rows[0]["number"]])]
+    return {
+        "kind": kind,
+        "name": ", ".join([" ".join([str(rows[0]["parallel"]), *words]), batch]),
+        "rows": [row["number"] for row in rows],
+        "efficiency": [row["rate"] / row["ranks"] / first for row in rows],
+    }

@@ -1,15 +1,146 @@
-"""A report as one HTML file that needs no network."""
+"""A report as one HTML file that needs no network, with everything it shows as JSON."""
 
 from __future__ import annotations
 
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from itertools import accumulate
 from string import Template
 from typing import Any
 
-from ptdbench.records.files import strict
+from ptdbench.comparison.alternatives import of_sweeps, throughput
+from ptdbench.files import strict
+from ptdbench.measure.parts import KINDS, PHASES
+from ptdbench.records.bearing import bearing
+from ptdbench.records.load import Run
+from ptdbench.records.record import option, retyped
+from ptdbench.records.schema import Written
+from ptdbench.report import breakdown, columns, recorded_phases, table
+from ptdbench.report.columns import Block
+from ptdbench.report.environments import Environments
+from ptdbench.report.labels import by_option, titles, varying
+from ptdbench.report.page import curves
+from ptdbench.report.reason import reason
+
+#: A row of the page: an alternative with figures of its runs, in the units of records.
+Cells = dict[str, Any]
+
+#: Columns in which the output of other workloads is shown.
+_WIDTH = 120
+
+
+def content(runs: Sequence[Run]) -> dict[str, Any]:
+    """The data of a report.
+
+    Args:
+        runs: Those to show; their fields ``directory`` say where they are now.
+
+    Returns:
+        ``models``: for each model its title, ``rows``, remarks and curves; ``columns`` of rows; ``options``: the
+        varying ones by their names with a value for each row, as it is typed; ``told``: those that columns say;
+        ``common``: those that all rows share; ``others``: what other workloads found; ``environments``: each that a run
+        had, by the numbers in ``rows``. Rates are in tokens or samples a second, times in seconds, sizes in bytes.
+    """
+    trained = [run for run in runs if run.get("model")]
+    blocks = columns.blocks(of_sweeps(trained))
+    typical = [place.alternative.median_run for one in blocks for place in one.ranking.places]
+    values = by_option(typical)
+    differing = varying(values)
+    environments = Environments(runs)
+    firsts = accumulate((len(one.ranking.places) for one in blocks), initial=0)
+    models = [_model(one, first, differing, environments) for one, first in zip(blocks, firsts, strict=False)]
+    others = [run for run in runs if not run.get("model")]
+    return {
+        "models": models,
+        "columns": [column.on_page() for column in columns.COLUMNS],
+        "options": differing,
+        "told": bearing("told"),
+        "common": {name: texts[0] for name, texts in values.items() if len(set(texts)) == 1},
+        "phases": {phase: {"name": name, "color": recorded_phases.COLORS[phase]} for phase, name in PHASES.items()},
+        "kinds": KINDS,
+        "others": [_other(run, title, environments) for run, title in zip(others, titles(others), strict=True)],
+        "environments": [
+            {"title": title, "values": values}
+            for title, values in zip(environments.titles(), environments.found, strict=True)
+        ],
+    }
+
+
+def _model(
+    found: Block, first: int, differing: Mapping[str, Sequence[str | None]], environments: Environments
+) -> dict[str, Any]:
+    places = dict(enumerate(found.ranking.places, start=first))
+    typical = {number: place.alternative.median_run for number, place in places.items()}
+    called = dict(zip(places, found.names, strict=True))
+    ranked = sum(place.rank is not None for place in places.values())
+    rows = [
+        {
+            "number": number,
+            "name": name,
+            # None of the others is known to be faster, and one to be slower.
+            "best": place.rank is not None and place.rank[0] == 1 and place.rank[1] < ranked,
+            **_row(columns.Row(place, label), environments),
+        }
+        for (number, name), label, place in zip(called.items(), found.labels, places.values(), strict=True)
+    ]
+    return {
+        "title": found.title(),
+        "unit": columns.unit(typical.values()),
+        "rows": rows,
+        "remarks": found.remarks,
+        "why": found.why,
+        "scaling": curves.scaling_curves(rows, differing),
+        **curves.of_steps(typical, called, differing),
+    }
+
+
+def _row(row: columns.Row, environments: Environments) -> Cells:
+    """The figures of all columns, and what else is drawn."""
+    place, record = row.place, row.run
+    against, known = place.against_best, place.rate is not None and place.margin is not None
+    return {
+        **{one.field or one.name: one.value(row) for one in columns.COLUMNS if one.value},
+        "parallel": record.get("parallel"),
+        "low": place.rate / (1 + place.margin) if known else None,  # type: ignore[operator]
+        "high": place.rate * (1 + place.margin) if known else None,  # type: ignore[operator]
+        "ratio_low": against and against.low,
+        "ratio_high": against and against.high,
+        "step_p5": row.step.p5,
+        "step_p95": row.step.p95,
+        "held_out_text": columns.evaluation(row),
+        "phases": None
+        if recorded_phases.missing(record)
+        else [recorded_phases.step(record).phases[phase] for phase in PHASES],
+        "kinds": (kinds := breakdown.memory_of_largest_rank(record)) and list(kinds.values()),
+        "command": retyped(record),
+        "runs": [_run(run, environments) for run in row.runs],
+    }
+
+
+def _run(run: Written, environments: Environments) -> dict[str, Any]:
+    return {
+        "directory": run["directory"],
+        "status": run["status"],
+        "started": run.get("started"),
+        "block": option(run, "repeat.block", int),
+        "rate": throughput(run),
+        "reason": None if run["status"] == "ok" else reason(run),
+        "environment": environments.number(run),
+    }
+
+
+def _other(run: Run, title: str, environments: Environments) -> dict[str, Any]:
+    """A run that does not train, as its workload shows it, and with curves where there are any."""
+    return {
+        "title": title,
+        "text": table.of_workload(run, _WIDTH),
+        "curves": curves.workload_curves(run),
+        "command": retyped(run),
+        "runs": [_run(run, environments)],
+    }
+
 
 #: The program of the page, in this order.
 _SCRIPTS = ("words.js", "columns.js", "tables.js", "drawings.js", "figures.js", "main.js")
@@ -21,7 +152,7 @@ def document(title: str, subtitle: str, content: Mapping[str, Any]) -> str:
     Args:
         title: What it reports on.
         subtitle: When and by what it was made.
-        content: Its data, from :func:`ptdbench.report.page.content.content`.
+        content: Its data, from :func:`ptdbench.report.page.document.content`.
     """
     from plotly.offline import get_plotlyjs
 

@@ -18,7 +18,7 @@ from ptdbench.models.materialize import materialize
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
-from ptdbench.parallel.engine import Accumulating, Part
+from ptdbench.parallel.engine import Accumulating, LaidOutModule
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected
@@ -64,7 +64,7 @@ def reference(tied: bool) -> dict[str, Any]:
     layout = BatchPlan(Dims(), BATCH, BATCH)
     with torch.no_grad():
         untrained = model(*data().samples(*layout.rows(STEPS - 1, 0))).item()
-    engine = Accumulating(Part(model, model), BATCH)
+    engine = Accumulating(LaidOutModule(model, model), BATCH)
     loop = step_loop(engine, engine.optimizer(ADAMW), data(), layout, clip_norm=CLIP)
     for _ in range(STEPS):
         loop.step()
@@ -89,7 +89,7 @@ def trained(case: Case) -> dict[str, Any]:
     replica = mesh.batch.get_local_rank()
     loop = step_loop(engine, engine.optimizer(ADAMW), data(), layout, replica, clip_norm=CLIP)
     evaluated_first = engine.outputs(data().samples(0, 3)[0])
-    loop.rehearse()
+    loop.warm_up_buckets()
     for _ in range(STEPS):
         loop.step()
     weights = dict(engine.module.named_parameters())

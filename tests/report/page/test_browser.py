@@ -11,9 +11,9 @@ from scipy import stats
 
 import ptdbench
 from ptdbench import __main__ as command
-from ptdbench.measure import comparison
+from ptdbench.comparison import significance
+from ptdbench.comparison.variation import Pool
 from ptdbench.measure.parts import PHASES
-from ptdbench.measure.variation import Pool
 from tests.report.made import failed, keep, run
 from tests.report.page.conftest import EVIL, RATES, drawn, traces, watched
 
@@ -96,7 +96,7 @@ class TestFigures:
         (bars,) = traces(report, "throughput")
         assert bars["x"] == pytest.approx([stats.gmean(RATES[parallel]) for parallel in ("ddp", "pdp", "fsdp")])
         samples = [dict(enumerate(rates)) for rates in RATES.values()]
-        margin = comparison.margin(Pool(samples), samples[0])
+        margin = significance.margin(Pool(samples), samples[0])
         assert bars["array"][0] / bars["x"][0] == pytest.approx(margin)
         for place, phase in enumerate(PHASES.values()):
             found = [trace for trace in traces(report, "phases") if trace["name"] == phase]

@@ -7,7 +7,7 @@ import pytest
 
 from ptdbench.records import series
 from ptdbench.records.load import Run
-from ptdbench.report.page.curves import of_steps
+from ptdbench.report.page.curves import of_steps, scaling_curves, workload_curves
 
 
 @pytest.fixture
@@ -87,3 +87,143 @@ def test_each_training_by_itself_and_a_run_alone_not_at_all(trained):
 def test_rows_without_their_series_have_no_curves(tmp_path):
     runs = {0: Run({"schema": 2, "steps": 5}, tmp_path / "gone"), 1: Run({"schema": 2, "steps": None}, tmp_path / "no")}
     assert of_steps(runs, {0: "a", 1: "b"}, {}) == {"steps": [], "losses": [], "drawn": 40}
+
+
+def result(op, size, busbw, dtype="fp32", mode="blocking"):
+    return {"op": op, "dtype": dtype, "reduction": None, "mode": mode, "bytes": size, "busbw": busbw}
+
+
+def test_collectives_have_a_line_for_each_operation_and_mode():
+    blocking = [result("all_gather", 8, 1e9), result("all_gather", 16, 2e9)]
+    results = [*blocking, result("all_gather", 8, 3e9, mode="async"), result("barrier", 0, None, dtype=None)]
+    (figure,) = workload_curves({"workload": "collectives", "collectives": {"results": results}})
+    assert (figure["x"], figure["y"]) == ("bytes", "bus bandwidth (GB/s)")
+    assert [(line["name"], line["x"], line["y"]) for line in figure["lines"]] == [
+        ("all_gather fp32 blocking", [8, 16], [1.0, 2.0]),
+        ("all_gather fp32 async", [8], [3.0]),
+    ]
+
+
+def pair(source, target, bandwidth):
+    sizes = [{"bytes": 8, "bandwidth": bandwidth / 2}, {"bytes": 16, "bandwidth": bandwidth}]
+    return {"source": source, "target": target, "bandwidth": bandwidth, "sizes": sizes}
+
+
+def test_of_many_links_the_fastest_and_the_slowest_are_drawn():
+    pairs = [pair(0, rank, 1e9 * rank) for rank in range(1, 31)]
+    (figure,) = workload_curves({"workload": "p2p", "p2p": {"pairs": pairs}})
+    ranks = [int(line["name"].rpartition(" ")[2]) for line in figure["lines"]]
+    assert ranks == [30, 29, 28, 27, 26, 25, 6, 5, 4, 3, 2, 1]
+    assert figure["lines"][0]["y"] == [15.0, 30.0]
+
+
+def rank(rates, copy=10e9):
+    products = [{"dtype": dtype, "shape": shape, "median": rate} for dtype, shape, rate in rates]
+    return {"products": products, "copies": [{"kind": "within the device", "median": copy}] if copy else []}
+
+
+def test_the_roofline_of_products_is_that_of_the_median_rank():
+    shape = "100x100x100"  # 2e6 FLOPs over 3 * 100 * 100 numbers
+    ranks = [rank([("fp32", shape, rate), ("bf16", "1x1x1", 1e9)]) for rate in (2e11, 4e11, 3e11)]
+    (figure,) = workload_curves({"workload": "matmul", "matmul": {"ranks": ranks}})
+    fp32, bf16 = figure["lines"]
+    assert (fp32["x"], fp32["y"], fp32["text"]) == (pytest.approx([2e6 / 12e4]), [300.0], [shape])
+    assert bf16["x"] == pytest.approx([2 / 6])
+    roof, _ = figure["bounds"]
+    assert roof["x"] == pytest.approx([7.5, 30.0])  # 3e11 FLOP/s at 1e10 bytes/s is 30 FLOP a byte
+    assert roof["y"] == pytest.approx([75.0, 300.0])
+
+
+def test_without_copies_there_is_no_roof():
+    (figure,) = workload_curves(
+        {"workload": "matmul", "matmul": {"ranks": [rank([("fp32", "2x2x2", 1e9)], copy=None)]}}
+    )
+    assert figure["bounds"] == []
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"workload": "matmul", "matmul": {"ranks": [rank([("fp8", "2x2x2", 1e9)])]}},
+        {"workload": "matmul", "matmul": {"ranks": [rank([("fp32", "square", 1e9)])]}},
+        {"workload": "matmul", "matmul": {"ranks": []}},
+        {"workload": "collectives", "collectives": {"results": [{"op": "x"}]}},
+        {"workload": "collectives", "collectives": []},
+        {"workload": "p2p", "p2p": None},
+        {"workload": "mine", "mine": {"anything": 1}},
+    ],
+)
+def test_what_is_not_as_it_should_be_has_no_figure(record):
+    assert workload_curves(record) == []
+
+
+def row(number, ranks, rate, batch=16, parallel="ddp", sweep="a", nodes=1):
+    found = {"number": number, "ranks": ranks, "rate": rate, "batch": batch}
+    return found | {"parallel": parallel, "sweep": sweep, "nodes": nodes}
+
+
+def brief(found):
+    return [(curve["kind"], curve["name"], curve["rows"], curve["efficiency"]) for curve in found]
+
+
+def test_strong_scaling_by_ranks_in_their_order():
+    rows = [row(0, 4, 300.0), row(1, 1, 100.0), row(2, 2, 180.0)]
+    assert brief(scaling_curves(rows, {})) == [("strong", "ddp, batch 16", [1, 2, 0], [1.0, 0.9, 0.75])]
+
+
+def test_weak_scaling_keeps_the_batch_of_a_rank():
+    rows = [row(0, 1, 100.0, batch=8), row(1, 2, 150.0, batch=16)]
+    assert brief(scaling_curves(rows, {})) == [("weak", "ddp, 8 a rank", [0, 1], [1.0, 0.75])]
+
+
+def test_each_way_of_parallelizing_and_each_option_has_a_curve_of_its_own():
+    rows = [row(n, ranks, 1.0 * ranks, parallel=p) for n, (p, ranks) in enumerate([("ddp", 1), ("ddp", 2), ("tp", 2)])]
+    assert [curve["rows"] for curve in scaling_curves(rows, {})] == [[0, 1]]
+    rows = [row(n, ranks, 1.0 * ranks) for n, ranks in enumerate([1, 2, 1, 2])]
+    found = scaling_curves(rows, {"activations": ["keep", "keep", "recompute", "recompute"]})
+    assert {curve["name"]: curve["rows"] for curve in found} == {
+        "ddp activations=keep, batch 16": [0, 1],
+        "ddp activations=recompute, batch 16": [2, 3],
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cluster.ranks_per_node": ["1", "2"]}, {"parallel.tensor": ["1", "2"]}, {"train.micro_batch": ["1", "2"]}],
+)
+def test_options_of_size_are_part_of_one_curve(options):
+    assert [curve["rows"] for curve in scaling_curves([row(0, 1, 1.0), row(1, 2, 2.0)], options)] == [[0, 1]]
+
+
+def test_rows_with_the_same_ranks_stand_on_curves_by_how_ranks_are_divided():
+    rows = [row(n, ranks, 10.0 * ranks, parallel="tp") for n, ranks in enumerate([4, 8, 4, 8])]
+    found = scaling_curves(rows, {"parallel.tensor": ["2", "2", "4", "4"]})
+    assert sorted(curve["rows"] for curve in found) == [[0, 1], [2, 3]]
+
+
+def test_two_sweeps_make_one_curve_unless_they_have_the_same_point():
+    apart = [row(0, 1, 1.0, sweep="a"), row(1, 2, 2.0, sweep="b")]
+    assert [curve["rows"] for curve in scaling_curves(apart, {})] == [[0, 1]]
+    twice = [*apart, row(2, 2, 3.0, sweep="a")]
+    assert [curve["rows"] for curve in scaling_curves(twice, {})] == [[0, 2]]
+
+
+def test_micro_batches_and_nodes_make_curves_of_their_own():
+    rows = [row(n, ranks, 1.0 * ranks) for n, ranks in enumerate([1, 2, 4, 1, 2, 4])]
+    found = scaling_curves(rows, {"train.micro_batch": ["4"] * 3 + ["8"] * 3, "cluster.ranks_per_node": list("124124")})
+    assert sorted(curve["rows"] for curve in found) == [[0, 1, 2], [3, 4, 5]]
+    wide = [row(0, 1, 1.0), row(1, 2, 2.0), row(2, 4, 4.0), row(3, 4, 3.0, nodes=2)]
+    found = scaling_curves(wide, {"cluster.nodes": list("1112"), "cluster.ranks_per_node": list("1242")})
+    assert [curve["rows"] for curve in found] == [[0, 1, 2]]
+
+
+def test_what_has_no_throughput_or_stands_alone_is_no_curve_and_of_the_same_the_faster_counts():
+    assert scaling_curves([row(0, 1, None), row(1, 2, 2.0)], {}) == []
+    assert scaling_curves([row(0, 1, 1.0), row(1, 2, 2.0)], {"cluster.partition": ["a", "b"]}) == []
+    rows = [row(0, 1, 1.0), row(1, 2, 1.5), row(2, 2, 1.8)]
+    assert [curve["rows"] for curve in scaling_curves(rows, {})] == [[0, 2]]
+
+
+def test_the_fastest_curve_comes_first():
+    rows = [row(0, 1, 1.0), row(1, 2, 2.0), row(2, 1, 5.0, parallel="tp"), row(3, 2, 6.0, parallel="tp")]
+    assert [curve["rows"] for curve in scaling_curves(rows, {})] == [[2, 3], [0, 1]]

@@ -1,0 +1,267 @@
+"""A run's checkpoints on disk: ``checkpoints/step-00000100/``, with the suffix ``.partial`` while it is written.
+
+A directory gets its final name when everything in it is on disk, and loses it before anything in it is deleted, so
+that a killed process never leaves an incomplete checkpoint under a final name. A directory that holds anything else,
+such as a user's notes, is neither deleted nor renamed; see :mod:`ptdbench.files`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from msgspec.structs import replace
+
+from ptdbench.checkpoints import manifest
+from ptdbench.checkpoints.manifest import Broken, Manifest
+from ptdbench.files import first_foreign_entry, in_the_way, remove
+from ptdbench.launch.collect import gathered_or_alone, place_in
+
+FOLDER = "checkpoints"
+BEST = "best"
+
+_PARTIAL, _DELETED = ".partial", ".deleted"
+
+_STEP = re.compile(r"step-(\d{8,})")
+
+#: All file names that the saver uses, including temporary ones.
+_FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|manifest\.json|\.manifest\.json\.[0-9a-f]{8}\.tmp")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete checkpoint.
+
+    Attributes:
+        path: Its directory.
+        manifest: Its manifest.
+    """
+
+    path: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class Search:
+    """The result of a search for the newest checkpoint.
+
+    Attributes:
+        found: The newest complete one, if there is one.
+        warnings: For each newer one that was skipped, which file is broken and how.
+    """
+
+    found: Found | None
+    warnings: tuple[str, ...]
+
+
+def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Search:
+    """Find the newest checkpoint that is complete and matches its checksums; called in all ranks of ``group``.
+
+    Every rank checks names and sizes; the reading of the files is divided among the ranks. All get the same result.
+
+    Args:
+        run_directory: The run's directory.
+        group: Ranks that search together, on the CPU; ``None``: this process alone.
+    """
+    warnings: list[str] = []
+    # Rank 0's list: a network file system may show another host an older one.
+    for name in gathered_or_alone([path.name for path in _complete_by_name(run_directory)], group)[0]:
+        path = run_directory / FOLDER / name
+        found, fault = _examine(path, *place_in(group))
+        faults = list(dict.fromkeys(of_rank for of_rank in gathered_or_alone(fault, group) if of_rank))
+        if found and not faults:
+            return Search(Found(path, found), tuple(warnings))
+        warnings.append(f"{path} is skipped: {'; '.join(faults)}")
+    return Search(None, tuple(warnings))
+
+
+def latest_manifest(run_directory: Path) -> Manifest | None:
+    """The manifest of the newest checkpoint that seems complete; fast, as its files are not read."""
+    whole = (path for path in _complete_by_name(run_directory) if _is_whole(path))
+    return next((manifest.read(path) for path in whole), None)
+
+
+def partial(run_directory: Path, step: int) -> Path:
+    """The directory in which the checkpoint after ``step`` steps is written."""
+    return run_directory / FOLDER / f"{_name(step)}{_PARTIAL}"
+
+
+def begin(partial: Path) -> None:
+    """Create that directory, empty.
+
+    Raises:
+        OSError: It cannot be made, or holds something that the saver has not written.
+    """
+    discard(partial)
+    partial.mkdir(parents=True)
+    _sync(partial.parent.parent)
+
+
+def discard(path: Path) -> None:
+    """Delete a directory without a final name, if it exists.
+
+    Raises:
+        OSError: It cannot be deleted, or holds something that the saver has not written.
+    """
+    if os.path.lexists(path):
+        remove(path, _is_ours)
+
+
+def publish(partial: Path) -> Path:
+    """Give a directory whose files are on disk its final name; an older checkpoint of the same step is replaced.
+
+    Raises:
+        OSError: It cannot be renamed, or the older one holds something that the saver has not written.
+    """
+    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
+    _sync(partial)
+    replaced = _set_aside(final) if os.path.lexists(final) else None
+    partial.rename(final)  # if killed before this, both remain, and sweep_partial() renames
+    _sync(final.parent)
+    if replaced:
+        remove(replaced, _is_ours)
+    return final
+
+
+def prune(run_directory: Path, keep: int, best: int | None = None) -> None:
+    """Delete all complete checkpoints except the newest ``keep`` and that of step ``best``.
+
+    Broken ones are neither counted nor deleted. Nor is one deleted that holds files not named in its manifest.
+
+    Raises:
+        OSError: One cannot be deleted.
+    """
+    whole = [path for path in _complete_by_name(run_directory) if _is_whole(path)]
+    for path in whole[keep:]:
+        if path.name != _name(best) and _holds_what_it_names(path):
+            remove(_set_aside(path), _is_ours)
+
+
+def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> bool:
+    """Replace some facts of the checkpoint after ``step`` steps; returns whether it exists.
+
+    Raises:
+        Broken: Its manifest is damaged.
+        OSError: It cannot be written.
+    """
+    path = run_directory / FOLDER / _name(step)
+    if not path.exists():
+        return False
+    written = manifest.read(path)
+    manifest.write(path, replace(written, facts={**written.facts, **facts}))
+    return True
+
+
+def mark_best(run_directory: Path, step: int) -> None:
+    """Point the link ``checkpoints/best`` to the checkpoint after ``step`` steps, if it exists.
+
+    Raises:
+        OSError: It cannot be created, or its name is taken by something that is not a link to a checkpoint.
+    """
+    folder = run_directory / FOLDER
+    if not (folder / _name(step)).exists():
+        return
+    best, fresh = folder / BEST, folder / f"{BEST}.new"
+    for path in (best, fresh):
+        if os.path.lexists(path) and not (path.is_symlink() and _STEP.fullmatch(os.readlink(path))):
+            raise in_the_way(path)
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(_name(step))
+    fresh.replace(best)
+
+
+def remove_partial(run_directory: Path) -> None:
+    """Clean up after a killed run; called in one process, before the run starts.
+
+    A checkpoint that lacks only its final name gets it. One that holds files of others is left unchanged.
+
+    Raises:
+        OSError: Something cannot be removed.
+    """
+    for path in _left(run_directory, _PARTIAL):
+        if _is_whole(path) and not os.path.lexists(path.with_name(path.name.removesuffix(_PARTIAL))):
+            publish(path)
+        else:
+            remove(path, _is_ours)
+    for path in _left(run_directory, _DELETED):
+        remove(path, _is_ours)
+
+
+def _name(step: int | None) -> str:
+    return "" if step is None else f"step-{step:08d}"
+
+
+def _is_ours(name: str) -> bool:
+    """Whether the saver uses that file name."""
+    return bool(_FILE.fullmatch(name))
+
+
+def _left(run_directory: Path, suffix: str) -> list[Path]:
+    """Directories with that suffix that hold only files of the saver."""
+    named = sorted((run_directory / FOLDER).glob(f"step-*{suffix}"))
+    return [
+        path
+        for path in named
+        if _STEP.fullmatch(path.name.removesuffix(suffix)) and not first_foreign_entry(path, _is_ours)
+    ]
+
+
+def _complete_by_name(run_directory: Path) -> list[Path]:
+    """Directories with a final name, newest first."""
+    folder = run_directory / FOLDER
+    steps = {path: _STEP.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir()}
+    numbered = {path: int(found[1]) for path, found in steps.items() if found}
+    return sorted(numbered, key=lambda path: numbered[path], reverse=True)
+
+
+def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | None]:
+    """The manifest of a checkpoint, or what is wrong with it, by this rank's share of the check."""
+    try:
+        found = manifest.read(path)
+        manifest.check_sizes(path, found)
+        manifest.check_contents(path, found, rank, size)
+    except Broken as fault:
+        return None, str(fault)
+    return found, None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether all files exist and have their sizes; reading them all would take too long."""
+    try:
+        manifest.check_sizes(path, manifest.read(path))
+    except Broken:
+        return False
+    return True
+
+
+def _holds_what_it_names(path: Path) -> bool:
+    """Whether a complete checkpoint holds only files that its manifest names."""
+    named = {*manifest.read(path).files, manifest.MANIFEST}
+    return not first_foreign_entry(path, lambda name: _is_ours(name) and name in named)
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a checkpoint, so that it can be deleted.
+
+    Raises:
+        OSError: It holds something that the saver has not written, or so does what was set aside before.
+    """
+    if other := first_foreign_entry(path, _is_ours):
+        raise in_the_way(other)
+    aside = path.with_name(path.name + _DELETED)
+    discard(aside)
+    return path.rename(aside)
+
+
+def _sync(directory: Path) -> None:
+    """Sync the entries of a directory to disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,117 @@
+"""Noise between runs of the same configuration, kept in the user's cache by sweeps with repeats.
+
+It is what a table of single runs is judged by, and a prior for those of few repeats. Long runs differ less than short
+ones, and a large model less than a small one, so that it holds for runs of the same size on the same machine alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from ptdbench import cache
+from ptdbench.comparison import variation
+from ptdbench.comparison.alternatives import Alternative, sweep_of
+from ptdbench.comparison.variation import MIN_RUNS, Difference, Noise, Pool, Spread
+from ptdbench.records.record import option
+from ptdbench.records.schema import Environment, Written, part
+
+#: The folder of such measurements in the cache.
+_KIND = "noise"
+
+#: Fewer degrees of freedom say too little: two alternatives with three runs each have four.
+_LEAST_FREEDOM = 4
+
+#: Of each size the latest sweeps are known, by the names of their directories, which are the same from everywhere.
+_SWEEPS = 8
+
+
+def differences(pairs: Sequence[tuple[Alternative, Alternative]]) -> list[Difference | None]:
+    """Return the distances of alternatives, those of each model judged together, with the noise of earlier sweeps.
+
+    Returns:
+        ``None`` for a pair of which one has less than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
+    """
+    models: dict[Any, dict[int, Alternative]] = {}
+    for pair in pairs:
+        models.setdefault(pair[0].median_run.get("model"), {}).update((id(one), one) for one in pair)
+    pools = {model: pool([*found.values()]) for model, found in models.items()}
+    return [
+        pools[one.median_run.get("model")].difference(one.sample, other.sample)
+        if min(len(one.sample), len(other.sample)) >= MIN_RUNS
+        else None
+        for one, other in pairs
+    ]
+
+
+def pool(found: Sequence[Alternative]) -> Pool:
+    """The alternatives of a model, with what is known from earlier sweeps."""
+    return Pool([one.sample for one in found], look_up(run for one in found for run in one.runs))
+
+
+def keep(found: Sequence[Alternative]) -> None:
+    """Store how much the runs of a sweep differ, for each size of runs of which there are enough.
+
+    A full disk is no failure.
+    """
+    groups: dict[str, list[Alternative]] = {}
+    for one in found:
+        if len(one.sample) >= MIN_RUNS:
+            groups.setdefault(json.dumps(_key(one.median_run), sort_keys=True), []).append(one)
+    for group in groups.values():
+        key, sweep = _key(group[0].median_run), sweep_of(group[0].median_run).name
+        noise = variation.noise([one.sample for one in group])
+        if noise.unpaired.freedom >= _LEAST_FREEDOM and noise.unpaired.squares:
+            earlier = {name: one for name, one in _sweeps(key).items() if name != sweep}
+            kept = dict([*earlier.items(), (sweep, noise)][-_SWEEPS:])
+            with suppress(OSError):
+                cache.keep(_KIND, key, {"sweeps": {name: asdict(one) for name, one in kept.items()}})
+
+
+def look_up(runs: Iterable[Written]) -> Noise | None:
+    """Return what other sweeps measured with runs as large as these on their machine.
+
+    Args:
+        runs: Those that will be compared; only the ones that are ok count.
+
+    Returns:
+        Of runs of several sizes that of the size whose runs differ most; ``None`` if one of them is not known.
+    """
+    runs = [run for run in runs if run["status"] == "ok"]
+    keys = {json.dumps(key := _key(run), sort_keys=True): key for run in runs}
+    own = {sweep_of(run).name for run in runs}  # what they say themselves is known
+    found = [[noise for sweep, noise in _sweeps(key).items() if sweep not in own] for key in keys.values()]
+    if not all(found):
+        return None
+    return max((sum(noises, Noise()) for noises in found), key=lambda noise: noise.unpaired.deviation, default=None)
+
+
+def _sweeps(key: Mapping[str, Any]) -> dict[str, Noise]:
+    """What each sweep found, the latest one last; without those whose figures cannot be."""
+    found = cache.look_up(_KIND, key).get("sweeps")
+    noises = {}
+    for sweep, noise in (found if isinstance(found, dict) else {}).items():
+        with suppress(KeyError, TypeError):
+            paired, unpaired = (Spread(**noise[kind]) for kind in ("paired", "unpaired"))
+            if _is_sound(paired) and _is_sound(unpaired) and unpaired.squares and unpaired.freedom >= _LEAST_FREEDOM:
+                noises[sweep] = Noise(paired, unpaired)
+    return noises
+
+
+def _is_sound(spread: Spread) -> bool:
+    figures = (spread.squares, spread.freedom)
+    return all(isinstance(figure, int | float) and 0 <= figure < math.inf for figure in figures)
+
+
+def _key(run: Written) -> dict[str, Any]:
+    """The machine and the size of a run that is ok."""
+    environment = part(run, Environment)
+    return {
+        **{name: run.get(name) for name in ("nodes", "model", "world_size", "global_batch", "precision")},
+        **{name: getattr(environment, name) for name in ("cpu", "cores", "devices")},
+        "steps": option(run, "train.steps", int),
+    }

@@ -1,0 +1,187 @@
+"""The alternatives of one model, fastest first, and how sure their order is, in the words of all tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ptdbench.comparison import significance, variation
+from ptdbench.comparison.alternatives import Alternative
+from ptdbench.comparison.significance import LEVEL, POWER, Comparison, level_of_look
+from ptdbench.comparison.variation import MIN_RUNS, Noise, Pool
+from ptdbench.records.record import option
+from ptdbench.records.schema import Degree, Written
+from ptdbench.terminal import plural
+
+#: Shares above this are not told in figures.
+_MOST = 1.0
+
+_WIDE = f"±>{_MOST:.0%}"
+
+
+def level_of(runs: Iterable[Written]) -> float:
+    """The level at which runs are judged: smaller where ``repeat=auto`` has looked at them several times."""
+    looked = [run for run in runs if option(run, "repeat.runs", str) == "auto"]
+    most = [blocks for run in looked if (blocks := option(run, "repeat.max", Degree))]
+    return level_of_look(max(most)) if most else LEVEL
+
+
+def margin_text(margin: float | None) -> str:
+    """Return the text after a figure: `` ±1.8%``, or nothing where nothing is known."""
+    if margin is None:
+        return ""
+    return f" ±{margin:.1%}" if margin <= _MOST else f" {_WIDE}"
+
+
+def interval_text(known: Comparison | None, decimals: int) -> str:
+    """Return the text after a ratio: `` (0.63-0.67)``, or nothing where nothing is known."""
+    if known is None:
+        return ""
+    if known.high / known.ratio - 1 > _MOST:
+        return f" ({_WIDE})"
+    return f" ({known.low:.{decimals}f}-{known.high:.{decimals}f})"
+
+
+def share_text(share: float) -> str:
+    """``3.1%``, or ``2x and more``."""
+    return f"{share:.1%}" if share <= _MOST else f"{1 + _MOST:.0f}x and more"
+
+
+def ratio_text(share: float) -> str:
+    """``1.2x`` or ``1.031x``, with two digits of what lies above 1; ``no 2x`` where even that means nothing."""
+    if share > _MOST:
+        return f"no {1 + _MOST:.0f}x"
+    decimals = 1 - math.floor(math.log10(share)) if 0 < share < 0.1 else 2
+    return f"{1 + share:.{decimals}f}x"
+
+
+def detectable_text(detectable: float) -> str:
+    """``3.1% detectable (90% power)``."""
+    return f"{share_text(detectable)} detectable ({POWER:.0%} power)"
+
+
+@dataclass(frozen=True)
+class Place:
+    """An alternative among the others.
+
+    Attributes:
+        alternative: All its runs.
+        rank: The best and the worst rank that it may have; ``None`` where no run is ok.
+        rate: Tokens or samples a second, the geometric mean over runs.
+        margin: How far the interval of that reaches upwards, as a share; ``None`` with less than
+            :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
+        ratio: Its rate over that of the first place; ``None`` where there is none.
+        against_best: The same with its interval, where there are enough runs.
+    """
+
+    alternative: Alternative
+    rank: tuple[int, int] | None
+    rate: float | None
+    margin: float | None
+    ratio: float | None
+    against_best: Comparison | None
+
+    def is_behind(self, other: Place) -> bool:
+        """Return whether the order of both is known: their ranges of ranks have none in common."""
+        return self.rank is not None and other.rank is not None and self.rank[0] > other.rank[1]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Alternatives, the fastest first and those without a run that is ok last.
+
+    Attributes:
+        places: One for each.
+        level: The chance that what is said of them is wrong.
+        earlier: How much runs of earlier sweeps on their machine differ.
+    """
+
+    places: list[Place]
+    level: float
+    earlier: Noise | None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything is known of the order; else each may be at any place."""
+        return any(place.against_best for place in self.places)
+
+
+def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
+    """Rank the alternatives of one model.
+
+    Args:
+        found: The alternatives.
+        earlier: How much runs of earlier sweeps on their machine differ; without it those with few runs have no order.
+    """
+    ok, level = [one for one in found if one.sample], level_of(run for one in found for run in one.runs)
+    samples = [one.sample for one in ok]
+    pool = Pool(samples, earlier)
+    ranked = list(_in_order(zip(significance.ranks(pool, samples, level), ok, strict=True)))
+    tests = math.comb(len(ok), 2) * round(LEVEL / level)
+    places = [_place(one, own, ranked[0][1], pool, tests) for own, one in ranked]
+    places += [Place(one, None, None, None, None, None) for one in found if not one.sample]
+    return Ranking(places, level, earlier)
+
+
+def _in_order(
+    ranks: Iterable[tuple[tuple[int, int], Alternative]],
+) -> Iterator[tuple[tuple[int, int], Alternative]]:
+    """By their means, but none before one that is known to be faster: its runs may have met a busier machine."""
+    waiting = sorted(ranks, key=lambda pair: -_mean(pair[1]))
+    worst = sorted(((own[1], id(one)) for own, one in waiting), reverse=True)
+    gone: set[int] = set()
+    while waiting:
+        while worst[-1][1] in gone:
+            worst.pop()
+        first = worst[-1][0]  # of those that wait
+        own, one = waiting.pop(next(place for place, ((best, _), _) in enumerate(waiting) if best <= first))
+        gone.add(id(one))
+        yield own, one
+
+
+def _place(one: Alternative, own: tuple[int, int], best: Alternative, pool: Pool, tests: int) -> Place:
+    """An alternative among so many tests: of each pair, at each look."""
+    apart = None if one is best else pool.difference(one.sample, best.sample)
+    known = significance.compare(apart, pairs=tests) if apart else None
+    return Place(
+        alternative=one,
+        rank=own,
+        rate=_mean(one),
+        margin=significance.margin(pool, one.sample),
+        ratio=known.ratio if known else _mean(one) / _mean(best),  # of the blocks that both have
+        against_best=known,
+    )
+
+
+def remark(ranking: Ranking) -> str | None:
+    """Summarize in a line how sure the order is; ``None`` for a single place."""
+    ranked = [place for place in ranking.places if place.rank]
+    if len(ranked) < 2:
+        return None
+    counts = [len(place.alternative.sample) for place in ranked]
+    each = f"{_runs(min(counts), max(counts))} each"
+    known = [place.against_best for place in ranked if place.against_best]
+    if not known:
+        return f"{each}: no ranks; repeat=5 shows them"
+    resolve = "resolves" if max(counts) == 1 else "resolve"
+    said = [f"ranks: simultaneous {1 - LEVEL:.0%} confidence"]
+    said.append(f"{each} {resolve} {ratio_text(max(one.detectable for one in known))}")
+    if min(counts) < MIN_RUNS:
+        earlier = ranking.earlier and share_text(math.expm1(min(ranking.earlier.unpaired.deviation, 700)))
+        judged = f"judged by earlier runs, which differ by {earlier}" if earlier else "no rank"
+        said.append(f"fewer than {MIN_RUNS} runs: {judged}" if max(counts) >= MIN_RUNS else judged)
+    return "; ".join(said)
+
+
+def _runs(fewest: int, most: int) -> str:
+    """``one run``, ``5 runs``, ``1 to 5 runs``."""
+    if fewest < most:
+        return f"{fewest} to {most} runs"
+    return "one run" if most == 1 else plural(most, "run")
+
+
+def _mean(one: Alternative) -> float:
+    rate = variation.geometric_mean(one.sample)
+    assert rate is not None
+    return rate

@@ -1,0 +1,114 @@
+"""Small collectives on the host: objects, a few numbers, and a barrier.
+
+Never through device memory, where it would have to wait for the steps in the device's queue, and take memory that is
+the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Circle(Protocol):
+    """A group in which the ranks of a run reach each other; each method is called on all ranks present."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """See :func:`gather`."""
+        ...
+
+    def reduce(self, numbers: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        """The elementwise sum or maximum."""
+        ...
+
+    def barrier(self) -> None:
+        """See :func:`barrier`."""
+        ...
+
+
+class All:
+    """Every rank is there: they use a process group on the CPU; ``None`` for the default one."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    def gather(self, value: Any) -> list[Any]:
+        """See :func:`gather`."""
+        return gathered(value, self._group)
+
+    def reduce(self, numbers: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        """The elementwise sum or maximum, in place."""
+        dist.all_reduce(numbers, how, group=self._group)
+        return numbers
+
+    def barrier(self) -> None:
+        """See :func:`barrier`."""
+        dist.barrier(group=self._group)
+
+
+#: The last one is that of the run that this process takes part in.
+_circles: list[Circle] = [All()]
+
+
+@contextmanager
+def through(circle: Circle) -> Iterator[None]:
+    """Meanwhile the ranks reach each other so."""
+    _circles.append(circle)
+    try:
+        yield
+    finally:
+        _circles.pop()
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's ``value``, by rank."""
+    return _circles[-1].gather(value)
+
+
+def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Every rank's ``value``, by its rank in ``group``."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def most(*numbers: float) -> list[float]:
+    """The elementwise maximum over ranks, each of which has as many numbers."""
+    return _circles[-1].reduce(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
+
+
+def total(numbers: Tensor) -> Tensor:
+    """The elementwise sum over ranks, in place where all are there.
+
+    Args:
+        numbers: On the CPU, and of the same shape and dtype on every rank.
+    """
+    return _circles[-1].reduce(numbers, dist.ReduceOp.SUM)
+
+
+def are_all_there() -> bool:
+    """Return whether every rank of the run is carried out."""
+    return isinstance(_circles[-1], All)
+
+
+def barrier() -> None:
+    """Wait until every rank has come here; on a GPU not for its queue."""
+    _circles[-1].barrier()
+
+
+T = TypeVar("T")
+
+
+def gathered_or_alone(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Every rank's ``value``, by rank; called in all ranks of ``group``. ``None``: this process alone."""
+    return [value] if group is None else gathered(value, group)
+
+
+def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """This process's rank in ``group``, and the group's size."""
+    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

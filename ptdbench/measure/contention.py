@@ -1,0 +1,155 @@
+"""Contention: CPU cores and GPUs taken by other processes while the ranks of a run measured something.
+
+On a CPU: the time that the cores were busy by the kernel's counters (``/proc/stat``, see proc(5)), less the time that
+the ranks themselves took. On a GPU: the processes that NVML names.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from msgspec import Struct
+
+from ptdbench.launch import cores
+from ptdbench.launch.collect import gather
+from ptdbench.launch.peers import node
+from ptdbench.measure import gpu_state
+
+STAT = Path("/proc/stat")
+
+#: From how many cores on, and from which share of a node's cores on, other load counts: an idle machine has some.
+LEAST_CORES, LEAST_SHARE = 0.1, 0.005
+
+#: Columns of ``/proc/stat``: user, nice and system, and steal, which other virtual machines took. Interrupts are left
+#: out: the ranks' own messages cause some.
+_BUSY = (0, 1, 2, 7)
+_COLUMNS = 8  # the later ones are parts of user and nice
+
+
+class OtherLoad(Struct, frozen=True):
+    """The load of other processes on one node."""
+
+    node: str
+    """The node."""
+    cores: int
+    """The number of cores that its ranks may use."""
+    taken: float | None
+    """Cores that other processes took, on average; null if the system does not say."""
+    gpu_ranks: list[int]
+    """Ranks whose GPU other processes use."""
+    on_gpu: bool
+    """Whether the ranks measured GPUs."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this may have slowed the measurement down."""
+        if self.on_gpu:
+            return bool(self.gpu_ranks)
+        return self.taken is not None and self.taken > max(LEAST_CORES, LEAST_SHARE * self.cores)
+
+    def slows(self, rank: int) -> bool:
+        """Return whether this may have slowed down this rank of the node."""
+        return self.is_busy and (not self.on_gpu or rank in self.gpu_ranks)
+
+    def __str__(self) -> str:
+        if self.on_gpu:
+            several = "s" * (len(self.gpu_ranks) > 1)
+            return f"other processes use the GPU{several} of rank{several} {', '.join(map(str, self.gpu_ranks))}"
+        return f"other processes took {self.taken or 0:.1f} of {self.cores} cores"
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds between two points in time, as one rank saw them.
+
+    Attributes:
+        wall: Of the clock.
+        own: CPU time of this rank, all threads.
+        busy: CPU time of all processes, by core; without those whose counters stand still.
+        cores: The cores that the rank may use.
+    """
+
+    wall: float
+    own: float
+    busy: Mapping[int, float]
+    cores: Sequence[int]
+
+
+def watch(device: torch.device) -> Callable[[], list[OtherLoad]]:
+    """Begin to observe other load; called in all ranks.
+
+    Returns:
+        A function to call in all ranks when the measurement is over: the load of each node, the same in every rank.
+    """
+    began = _counters()
+
+    def stop() -> list[OtherLoad]:
+        gpu, mine = _gpu(device), _spent(began, _counters())
+        told: list[tuple[str, Spent, str | None, int]] = gather((node(os.environ), mine, *gpu))
+        return [_of_node(name, told, device.type == "cuda") for name in dict.fromkeys(one[0] for one in told)]
+
+    return stop
+
+
+def taken(ranks: Sequence[Spent]) -> tuple[int, float | None]:
+    """The cores of a node that its ranks may use, and how many of these other processes took."""
+    busy: dict[int, float] = {}
+    for rank in ranks:
+        for core, seconds in rank.busy.items():
+            busy.setdefault(core, seconds / rank.wall)
+    count = len({core for rank in ranks for core in rank.cores})
+    own = sum(rank.own / rank.wall for rank in ranks)
+    return count, max(0.0, sum(busy.values()) - own) if len(busy) == count else None
+
+
+def busy_ticks(stat: str, of: Iterable[int]) -> dict[int, tuple[int, int]]:
+    """From the text of ``/proc/stat``: for each of these cores the ticks that it was busy, and all its ticks."""
+    wanted = {f"cpu{core}": core for core in of}
+    lines = (line.split() for line in stat.splitlines())
+    ticks = {wanted[name]: [*map(int, values[:_COLUMNS])] for name, *values in filter(None, lines) if name in wanted}
+    return {core: (sum(row[i] for i in _BUSY if i < len(row)), sum(row)) for core, row in ticks.items()}
+
+
+@dataclass(frozen=True)
+class _Counters:
+    at: float
+    own: float
+    ticks: Mapping[int, tuple[int, int]]
+    cores: Sequence[int]
+
+
+def _counters() -> _Counters:
+    mine = sorted(cores.mine())
+    try:
+        ticks = busy_ticks(STAT.read_text(), mine)
+    except (OSError, ValueError):  # not Linux
+        ticks = {}
+    return _Counters(time.perf_counter(), time.process_time(), ticks, mine)
+
+
+def _spent(one: _Counters, other: _Counters) -> Spent:
+    hertz = os.sysconf("SC_CLK_TCK")
+    moved = [core for core in one.ticks if core in other.ticks and other.ticks[core][1] > one.ticks[core][1]]
+    busy = {core: (other.ticks[core][0] - one.ticks[core][0]) / hertz for core in moved}
+    return Spent(other.at - one.at, other.own - one.own, busy, other.cores)
+
+
+def _gpu(device: torch.device) -> tuple[str | None, int]:
+    """Identity of this rank's GPU and how many processes NVML sees on it; nothing on a CPU or without NVML."""
+    if device.type != "cuda":
+        return None, 0
+    own = gpu_state.identity(device)
+    return own, next((gpu["processes"] or 0 for gpu in gpu_state.inspect()["gpus"] if gpu["uuid"] == own), 0)
+
+
+def _of_node(name: str, told: Sequence[tuple[str, Spent, str | None, int]], on_gpu: bool) -> OtherLoad:
+    here = [(rank, of) for rank, of in enumerate(told) if of[0] == name]
+    count, others = taken([of[1] for _, of in here])
+    users = [of[2] for _, of in here]
+    shared = [rank for rank, (_, _, gpu, processes) in here if gpu and processes > users.count(gpu)]
+    return OtherLoad(name, count, others, shared, on_gpu)

@@ -1,0 +1,140 @@
+"""Findings: what is wrong in the measurements of a cluster's ranks, in words."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from msgspec import Struct
+
+from ptdbench.measure.gpu_state import THROTTLES
+
+T = TypeVar("T", bound=Hashable)
+Verdict = Literal["sound", "busy", "unsound"]
+
+#: What must be the same on all ranks, of :func:`ptdbench.measure.hardware.environment`.
+VERSIONS = ("ptdbench", "python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver", "git_commit")
+
+
+class Finding(Struct, frozen=True):
+    """One thing that is wrong."""
+
+    kind: str
+    """``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``."""
+    ranks: list[int]
+    """The affected ranks."""
+    text: str
+    """The message to show."""
+    beside_load: bool = False
+    """Whether other load may be the cause."""
+
+
+def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float) -> dict[T, float]:
+    """Find the rates more than ``tolerance`` below the median of their peers.
+
+    The median excludes the own rate, since of two that differ neither would be far from the median of both; of two
+    middle values it takes the lower, so that a single fast peer does not make the others slow.
+
+    Args:
+        rates: The higher the better.
+        peers: Items with equal values are compared with each other.
+        tolerance: As a share of the median.
+
+    Returns:
+        The slow ones, with their rate as a share of that median.
+    """
+    found = {}
+    for one, rate in rates.items():
+        others = [rates[other] for other in rates if other != one and peers[other] == peers[one]]
+        if others and rate < (1 - tolerance) * (usual := statistics.median_low(others)):
+            found[one] = rate / usual
+    return found
+
+
+def best_of(attempts: Sequence[Mapping[T, float]]) -> dict[T, float]:
+    """The highest rate of each: interference only makes a device slower."""
+    return {one: max(rates[one] for rates in attempts if one in rates) for rates in attempts for one in rates}
+
+
+def slow_ranks(
+    slow_ones: Mapping[tuple[str, int], float], attempts: int, loaded: Collection[int] = ()
+) -> Iterator[Finding]:
+    """Findings for slow ranks, by the dtype of the products.
+
+    Args:
+        slow_ones: Their rates as a share of their peers' median.
+        attempts: How often they were measured.
+        loaded: The ranks beside which other processes ran.
+    """
+    for (dtype, rank), share in slow_ones.items():
+        text = f"rank {rank} reaches {_share(share)} of its peers' median in {dtype} products"
+        yield Finding("slow rank", [rank], f"{text}, at best of {attempts}", beside_load=rank in loaded)
+
+
+def slow_links(
+    slow_ones: Mapping[tuple[int, int], float], attempts: int, loaded: Collection[int] = ()
+) -> Iterator[Finding]:
+    """Findings for slow links; the arguments are those of :func:`slow_ranks`."""
+    for (source, target), share in slow_ones.items():
+        text = f"rank {source} sends to rank {target} at {_share(share)} of the median of such links"
+        beside_load = not {source, target}.isdisjoint(loaded)
+        yield Finding("slow link", [source, target], f"{text}, at best of {attempts}", beside_load)
+
+
+def verdict(findings: Sequence[Finding]) -> Verdict:
+    """``sound`` without findings, ``busy`` if other load may be the cause of all of them, else ``unsound``."""
+    if not findings:
+        return "sound"
+    return "busy" if all(finding.beside_load for finding in findings) else "unsound"
+
+
+def different_versions(environments: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """A finding for each property that differs between ranks, with its values.
+
+    Args:
+        environments: Of the ranks, in order.
+    """
+    for name in VERSIONS:
+        having: dict[str, list[int]] = defaultdict(list)
+        for rank, environment in enumerate(environments):
+            having[str(environment.get(name))].append(rank)
+        if len(having) > 1:
+            values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in having.items())
+            rarest = min(having.values(), key=len)
+            yield Finding("versions", rarest, f"{name} differs: {values}")
+
+
+def gpu_troubles(rank: int, gpu: Mapping[str, Any], users: int, cores: Sequence[int]) -> Iterator[Finding]:
+    """Findings for one rank's GPU.
+
+    Args:
+        rank: The rank.
+        gpu: Its state by NVML, see :mod:`ptdbench.measure.gpu_state`.
+        users: Number of ranks of this run that use it.
+        cores: Cores on which the rank may run.
+    """
+    throttled = sorted(THROTTLES & set(gpu["clock_reasons"] or ()))
+    if throttled:
+        text = f"the GPU of rank {rank} is slowed down: {', '.join(throttled)}, at {gpu['temperature_celsius']} °C"
+        yield Finding("throttled", [rank], text)
+    if (gpu["processes"] or 0) > users:
+        others = gpu["processes"] - users
+        text = f"the GPU of rank {rank} is used by {others} other process{'es' * (others != 1)}"
+        yield Finding("busy", [rank], text, beside_load=True)
+    limit, default = gpu["power_limit_watts"], gpu["power_limit_default_watts"]
+    if limit and default and limit < default:
+        text = f"the GPU of rank {rank} may draw {limit:.0f} W, and {default:.0f} W by default"
+        yield Finding("power limit", [rank], text)
+    if gpu["near_cores"] and not set(gpu["near_cores"]) & set(cores):
+        text = f"rank {rank} may run on none of the cores that are near its GPU"
+        yield Finding("far cores", [rank], text)
+
+
+def _share(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,195 @@
+"""The state of a node's GPUs by NVML: clocks, limits, processes, and links.
+
+Needs the package ``nvidia-ml-py``. Values that a GPU or driver does not report are ``None``; nothing here initializes
+CUDA or changes a setting.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+#: NVML's reasons why a GPU does not run at its highest clock: bits of <nvml.h>, in words.
+CLOCK_REASONS = {
+    0x1: "idle",
+    0x2: "clocks set by hand",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "too hot (software)",
+    0x40: "too hot (hardware)",
+    0x80: "power brake",
+    0x100: "display clocks",
+}
+
+#: Those that a sound GPU never shows. Not the power cap: large products reach it on any GPU.
+THROTTLES = frozenset({"hardware slowdown", "too hot (software)", "too hot (hardware)", "power brake"})
+
+#: NVML's closest common ancestor of two GPUs, in the words of ``nvidia-smi topo -m``.
+_ANCESTORS = {0: "SELF", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+
+_WORD_BITS = 64
+_MOST_CORES = 4096
+
+
+def inspect(nvml: Any = None) -> dict[str, Any]:
+    """The GPUs of this node.
+
+    Args:
+        nvml: A replacement for the module ``pynvml``; ``None`` for that module itself.
+
+    Returns:
+        ``gpus``, one mapping each, in NVML's order; ``links``, for each pair of them ``NV<links>`` for NVLink, else
+        ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` as in ``nvidia-smi topo -m``; and ``reason``, why both are empty.
+    """
+    nvml, reason = connect(nvml)
+    if reason:
+        return _nothing(reason)
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
+        gpus = [_gpu(nvml, handle) for handle in handles]
+        return {"gpus": gpus, "links": _links(nvml, handles, gpus), "reason": None}
+    except Exception as error:
+        return _nothing(f"NVML does not answer: {error}")
+    finally:
+        nvml.nvmlShutdown()
+
+
+def connect(nvml: Any = None) -> tuple[Any, str | None]:
+    """NVML, to be shut down by whoever asks for it.
+
+    Args:
+        nvml: A replacement for the module ``pynvml``; ``None`` for that module itself.
+
+    Returns:
+        ``(module, None)``, or ``(None, reason)`` if it does not answer.
+    """
+    if torch.version.hip and nvml is None:
+        return None, "NVML knows NVIDIA's GPUs, and these are AMD's"
+    try:
+        nvml = nvml or importlib.import_module("pynvml")
+        nvml.nvmlInit()
+    except ImportError:
+        return None, "the package nvidia-ml-py is not installed"
+    except Exception as error:  # pynvml's own exceptions, unknown before its import
+        return None, f"NVML does not answer: {error}"
+    return nvml, None
+
+
+def identity(device: torch.device) -> str:
+    """NVML's identity of this GPU; of AMD's, which NVML does not know, its place on the bus."""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the place
+    if torch.version.hip:
+        return f"PCI-{properties.pci_domain_id:x}:{properties.pci_bus_id:x}:{properties.pci_device_id:x}"
+    return f"GPU-{properties.uuid}"
+
+
+def link(seen: Mapping[str, Any], one: str, other: str) -> str | None:
+    """Return the link between two GPUs of a node.
+
+    Args:
+        seen: What :func:`inspect` returned.
+        one: A GPU's ``uuid``.
+        other: Another's.
+    """
+    places = [gpu["uuid"] for gpu in seen["gpus"]]
+    if one not in places or other not in places:
+        return None
+    return seen["links"][places.index(one)][places.index(other)]
+
+
+def reasons_now(nvml: Any, handle: Any) -> list[str] | None:
+    """Return what limits the clocks of a GPU now, in words; ``None`` if it does not tell."""
+    bits = answer(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    if bits is None:  # drivers before 535 have only the older name
+        bits = answer(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+    return None if bits is None else clock_reasons(bits)
+
+
+def clock_reasons(bits: int) -> list[str]:
+    """NVML's bit mask in words."""
+    return [words for bit, words in CLOCK_REASONS.items() if bits & bit]
+
+
+def cores_of(words: Sequence[int]) -> list[int]:
+    """NVML's bit mask of cores as their numbers."""
+    return [
+        place * _WORD_BITS + bit for place, word in enumerate(words) for bit in range(_WORD_BITS) if word >> bit & 1
+    ]
+
+
+def _nothing(reason: str) -> dict[str, Any]:
+    return {"gpus": [], "links": [], "reason": reason}
+
+
+def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
+    def ask(question: str, *arguments: Any) -> Any:
+        return answer(lambda: getattr(nvml, question)(handle, *arguments))
+
+    processes = ask("nvmlDeviceGetComputeRunningProcesses")
+    affinity = ask("nvmlDeviceGetCpuAffinity", _MOST_CORES // _WORD_BITS)
+    return {
+        "uuid": _text(ask("nvmlDeviceGetUUID")),
+        "bus": answer(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
+        "name": _text(ask("nvmlDeviceGetName")),
+        "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        "sm_clock_most_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+        "clock_reasons": reasons_now(nvml, handle),
+        "temperature_celsius": ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        "power_watts": _watts(ask("nvmlDeviceGetPowerUsage")),
+        "power_limit_watts": _watts(ask("nvmlDeviceGetEnforcedPowerLimit")),
+        "power_limit_default_watts": _watts(ask("nvmlDeviceGetPowerManagementDefaultLimit")),
+        "processes": None if processes is None else len(processes),
+        "near_cores": None if affinity is None else cores_of(affinity),
+    }
+
+
+def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Mapping[str, Any]]) -> list[list[str | None]]:
+    ends = [_nvlink_ends(nvml, handle) for handle in handles]
+
+    def between(one: int, other: int) -> str | None:
+        if one == other:
+            return "SELF"
+        direct = ends[one].count(gpus[other]["bus"])
+        if direct:
+            return f"NV{direct}"
+        pair = handles[one], handles[other]
+        over = answer(lambda: nvml.nvmlDeviceGetP2PStatus(*pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK))
+        if ends[one] and over == nvml.NVML_P2P_STATUS_OK:  # through a switch, which takes all links of both
+            return f"NV{min(len(ends[one]), len(ends[other]))}"
+        ancestor = answer(lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(*pair))
+        return None if ancestor is None else _ANCESTORS.get(ancestor)
+
+    return [[between(one, other) for other in range(len(handles))] for one in range(len(handles))]
+
+
+def _nvlink_ends(nvml: Any, handle: Any) -> list[str]:
+    """Bus address of the remote end of each NVLink that is up."""
+    ends = []
+    for number in range(nvml.NVML_NVLINK_MAX_LINKS):
+        if answer(lambda number=number: nvml.nvmlDeviceGetNvLinkState(handle, number)):  # type: ignore[misc]
+            end = answer(
+                lambda number=number: nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, number).busId  # type: ignore[misc]
+            )
+            ends.append(_text(end) or "unknown")
+    return ends
+
+
+def answer(question: Callable[[], Any]) -> Any:
+    """NVML's answer, or ``None`` if this GPU or driver does not support the query."""
+    try:
+        return question()
+    except Exception:
+        return None
+
+
+def _text(value: Any) -> Any:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1e3

@@ -1,0 +1,292 @@
+"""Communication volume of a step by formula, to stand beside what a trace counts: exact, or unknown.
+
+Sizes are those of what a rank hands over, or receives where that is larger. Messages of a single number, such as the
+norm of the gradients, are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ptdbench.models.experts import Router
+from ptdbench.models.protocol import Model, module_of
+from ptdbench.optim.groups import rules
+from ptdbench.parallel import experts
+from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.footprint import local_like, modules_of_ranks
+from ptdbench.parallel.options import Options
+from ptdbench.parallel.pipeline.stage import cut
+from ptdbench.parallel.precision import DTYPES, Name
+from ptdbench.parallel.roles import roles_of
+from ptdbench.parallel.tensor import cut_dimensions
+
+#: The operations that formulas are about.
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv")
+
+#: Bytes of a number in a gradient, in a loss and in what a softmax is normalized by.
+_WIDE = 4
+
+#: Numbers a token that ranks with shares of a vocabulary agree on, see ``linear_cross_entropy``.
+_OF_LOSS = 3
+
+#: Bytes of a number of what is sent to average gradients; how large PowerSGD's matrices are depends on the buckets.
+_SENT = {"fp32": _WIDE, "bf16": 2, "fp16": 2, "powersgd": math.nan}
+
+
+@dataclass(frozen=True)
+class CommModel:
+    """A model of a step's communication: the work, and how it is laid out.
+
+    Attributes:
+        model: On the meta device; of a model that is elsewhere only the traffic of weights and gradients is known.
+        example: Inputs and targets of one sample on the meta device.
+        layout: How the global batch is divided among the ranks.
+        how: The options of ``parallel``.
+        precision: Dtype of the arithmetic.
+        recomputes: Whether some of the forward pass is done once more in the backward pass.
+        gathers: Bytes of a number of what the optimizer gathers of each sharded matrix; 0: it gathers nothing.
+    """
+
+    model: Model
+    example: tuple[Tensor, Tensor]
+    layout: BatchPlan
+    how: Options
+    precision: Name = "fp32"
+    recomputes: bool = False
+    gathers: int = 0
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP gathers the weights."""
+        return self.how.shards(self.layout.dims)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The rank in the pipeline of each stage."""
+        return self.how.stage_ranks(self.layout.dims)
+
+
+def comm_bytes(work: CommModel) -> dict[str, float | None]:
+    """Bytes of each of :data:`OPERATIONS` in a step, the mean over ranks; ``None`` where no exact formula is known."""
+    model, dims, how = work.model, work.layout.dims, work.how
+    is_replicated = how.replicates(dims)
+    terms = []
+    if is_replicated:
+        terms.append(_of_copies(work))
+    elif not all(weight.requires_grad for weight in module_of(model).parameters()):
+        terms.append(_unknown(*OPERATIONS))
+    if work.is_sharded:
+        terms.append(_of_shards(work))
+    if routers := [part for part in module_of(model).modules() if isinstance(part, Router)]:
+        terms.append(_of_routers(work, routers))
+    if work.gathers and dims.tensor > 1:
+        terms.append(_unknown("all_gather"))
+    if how.sync_batchnorm and (is_replicated or work.is_sharded) and _batch_norms(model):
+        terms.append(_unknown("all_reduce", "all_gather"))
+    if max(dims.pipeline, dims.tensor, dims.context) > 1:
+        terms += _of_activations(work)
+    total = {name: sum(term.get(name, 0.0) for term in terms) / dims.pipeline for name in OPERATIONS}
+    return {name: None if math.isnan(size) else size for name, size in total.items()}
+
+
+def _unknown(*operations: str) -> dict[str, float]:
+    """Sizes that make those unknown to which they are added."""
+    return dict.fromkeys(operations, math.nan)
+
+
+def _of_copies(work: CommModel) -> dict[str, float]:
+    """DDP: each gradient is averaged once a step (Li et al. 2020, arXiv 2006.15704).
+
+    ZeRO-1: replicas send the weights that they have updated, each to all (Rajbhandari et al. 2020, section 5).
+    """
+    stages = [stage for of_rank in modules_of_ranks(work.model, work.ranks) for stage in of_rank]
+    weights = [weight for stage in stages for weight in stage.parameters() if weight.requires_grad]
+    sent = _SENT[work.how.sent]
+    updated = sum(weight.nbytes for weight in weights) if work.how.optimizer == "zero1" else 0
+    return {
+        "all_reduce": sent * sum(weight.numel() for weight in weights),
+        "broadcast": updated,
+    }
+
+
+def _of_shards(work: CommModel) -> dict[str, float]:
+    """FSDP: a layer is gathered for its forward and its backward passes, the rest of a module for both at once.
+
+    Gradients are scattered once a step, under a pipeline once a pass of its schedule; between copies the shards of them
+    are averaged (Zhao et al. 2023, arXiv 2304.11277). Shards are padded to equal sizes. How often the stages of a
+    pipeline gather layers that they free in between depends on the order of their micro-batches: unknown.
+    """
+    how, dims, passes = work.how, work.layout.dims, work.layout.accumulation
+    shards = dims.shards
+    dimensions = cut_dimensions(work.model) if dims.tensor > 1 else {}
+    of = rules(module_of(work.model))
+    norms = {weight for module in _batch_norms(work.model) for weight in module.parameters()}
+    of_layers = {weight for layer in work.model.layers() for weight in layer.parameters()}
+    is_staged = dims.pipeline > 1
+    once = passes if how.frees_between_microbatches(dims) or is_staged else 1
+    again = 0 if how.frees_after_forward(dims) is False else math.nan if is_staged else passes
+    item = DTYPES[work.precision].itemsize
+    gathered = reduced = averaged = 0.0
+    of_experts = experts.parts(work.model, dims)
+    for stage in (stage for of_rank in modules_of_ranks(work.model, work.ranks) for stage in of_rank):
+        for weight in stage.parameters():
+            part, ranks = local_like(weight, shards, dims.tensor, dimensions.get(weight)), shards
+            if weight in of_experts:
+                part, ranks = of_experts[weight], dims.shard * dims.context * dims.tensor // dims.expert
+            averaged += part.numel() * _SENT[how.sent] * (passes if is_staged else 1)
+            if ranks == 1:
+                continue
+            whole = ranks * part.numel()
+            times = once + again if weight in of_layers else once
+            gathered += whole * (_WIDE if weight in norms else item) * times
+            gathered += whole * work.gathers * (of[weight] == "matrices")
+            reduced += whole * _SENT[how.sent] * (passes if is_staged else 1)
+    return {
+        "all_gather": gathered,
+        "reduce_scatter": reduced,
+        "all_reduce": averaged if dims.copies > 1 else 0.0,
+    }
+
+
+def _of_routers(work: CommModel, routers: Sequence[Router]) -> dict[str, float]:
+    """Ranks add up what they have chosen and, if they share experts, computed. What tokens they send is in the data.
+
+    With N choices on a rank in a step, N · width numbers go and as many come, in both passes, if all experts get
+    equally many; a rank with all that are chosen gets as many times more as ranks share experts.
+    """
+    dims = work.layout.dims
+    ranks, groups = dims.ways("samples", "positions", "products"), (dims.ways("samples", "positions"), dims.tensor)
+    numbers = sum(router.experts + 1 + (ranks if dims.expert > 1 else 0) for router in routers)
+    found = {"all_reduce": float(_WIDE * numbers * sum(size > 1 for size in groups))}
+    return found | (_unknown("all_to_all") if dims.expert > 1 else {})
+
+
+def _of_activations(work: CommModel) -> Iterator[dict[str, float]]:
+    """What depends on activations: unknown if there is no telling their sizes."""
+    dims, module = work.layout.dims, module_of(work.model)
+    try:
+        if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            raise NotImplementedError  # elsewhere it would really compute, draw random numbers and change its buffers
+        inputs, outputs = _sizes(work)
+    except Exception:  # whatever a model may raise that was not made for the meta device
+        yield _unknown(*OPERATIONS)
+        return
+    if dims.pipeline > 1:
+        yield _between_stages(work, outputs)
+    if dims.context > 1:
+        yield _of_attention(work, inputs, outputs)
+    if dims.tensor > 1:
+        yield from _of_products(work, outputs)
+
+
+def _between_stages(work: CommModel, outputs: Mapping[str, int]) -> dict[str, float]:
+    """Each micro-batch's activations go to the next stage, and their gradients come back (Huang et al. 2019).
+
+    The two gradients of a weight that is in two stages are exchanged once a step.
+    """
+    dims = work.layout.dims
+    where = cut(work.model, work.ranks)
+    neighbors = zip(where.stages, pairwise(where.ranks), strict=False)
+    sent = [names[-1] for names, (here, there) in neighbors if here != there]
+    size = sum(outputs[name] for name in sent) * _bytes_per_sample(work) / (dims.tensor if work.how.sequence else 1)
+    dimensions = cut_dimensions(work.model) if dims.tensor > 1 else {}
+    shards = dims.shards if work.is_sharded else 1
+    for names in work.model.tied():
+        if len({where.ranks[where.owner(name)] for name in names}) > 1:
+            weight = module_of(work.model).get_parameter(names[0])
+            size += weight.nbytes / shards / (dims.tensor if weight in dimensions else 1)
+    return {"send": 2 * size, "recv": 2 * size}
+
+
+def _of_attention(work: CommModel, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> dict[str, float]:
+    """Queries, keys, values and their mixture are redivided, and so are their gradients (Jacobs et al. 2023).
+
+    In a ring keys and values of all positions are gathered for each pass, and their gradients, in fp32, pass each rank.
+    """
+    names = [name for name, role in roles_of(work.model).items() if role.kind == "attention"]
+    if work.how.context_method == "ring":
+        numbers = sum(inputs[name] - outputs[name] for name in names)  # a mixture is as large as the queries
+        passing = work.layout.dims.context * numbers * _bytes_per_sample(work) / work.layout.dims.tensor
+        wider = _WIDE / DTYPES[work.precision].itemsize
+        return {"all_gather": math.nan if work.recomputes else 2 * passing, "all_to_all": wider * passing}
+    if work.recomputes:
+        return _unknown("all_to_all")
+    numbers = sum(inputs[name] + outputs[name] for name in names)
+    return {"all_to_all": 2 * numbers * _bytes_per_sample(work) / work.layout.dims.tensor}
+
+
+def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[str, float]]:
+    """Tensor parallelism (Shoeybi et al. 2019, section 3; of shared positions Korthikanti et al. 2022, section 4.2.2).
+
+    Outputs of layers with cut inputs are added up in the forward pass, gradients of what enters layers with cut outputs
+    in the backward pass. Where ranks share positions, a sum is scattered, and its gradient gathered in the other pass.
+    """
+    module, sequence = module_of(work.model), work.how.sequence
+    narrow_sums = sequence and work.is_sharded and DTYPES[work.precision] != torch.float32
+    if work.recomputes or work.precision == "fp8" or narrow_sums:
+        yield _unknown("all_reduce", "all_gather", "reduce_scatter")
+    summands: set[nn.Parameter] = set()
+    for name, role in roles_of(work.model).items():
+        size = outputs[name] * _bytes_per_sample(work)
+        if role.kind in ("entry", "inputs"):
+            yield {"reduce_scatter": size, "all_gather": size} if sequence else {"all_reduce": size}
+        elif role.kind == "tokens" and not sequence:
+            yield _unknown("all_gather", "all_reduce")
+        elif role.kind == "stream" and sequence:
+            yield {"all_gather": size}
+        elif role.kind == "vocabulary" and isinstance(module.get_submodule(name), nn.Embedding):
+            yield {"all_reduce": size}
+        elif role.kind == "vocabulary" and size:  # logits
+            yield _unknown("all_gather", "reduce_scatter", "all_reduce")
+        elif role.kind == "loss":
+            tokens = work.example[1].numel() * work.layout.replica_batch / work.layout.dims.context
+            yield {"all_reduce": _OF_LOSS * _WIDE * tokens}
+        # Each rank has a summand of the gradients of its weights.
+        if role.kind in ("each", "tokens") or (role.kind == "entry" and sequence):
+            summands |= set(module.get_submodule(name).parameters())
+    summands -= experts.parts(work.model, work.layout.dims).keys()
+    yield {"all_reduce": float(sum(weight.nbytes for weight in summands))}
+
+
+def _bytes_per_sample(work: CommModel) -> float:
+    """Bytes of what a rank has of an activation in a step, for each of its numbers in one sample."""
+    layout = work.layout
+    return DTYPES[work.precision].itemsize * layout.replica_batch / layout.dims.context
+
+
+def _sizes(work: CommModel) -> tuple[Counter[str], Counter[str]]:
+    """Numbers that go into and come out of each part and each module with a role, by name, in a pass of one sample."""
+    module, parts = module_of(work.model), work.model.parts() or {"": module_of(work.model)}
+    inputs, outputs = Counter[str](), Counter[str]()
+
+    def note(name: str, _module: nn.Module, arguments: tuple[Any, ...], outcome: Tensor) -> None:
+        inputs[name] += sum(argument.numel() for argument in arguments if isinstance(argument, Tensor))
+        outputs[name] += outcome.numel()
+
+    hooks = [module.get_submodule(name).register_forward_hook(partial(note, name)) for name in roles_of(work.model)]
+    try:
+        with torch.no_grad():
+            value, targets = work.example
+            *before, last = parts
+            for name in before:
+                value = parts[name](value)
+                outputs[name] = value.numel()
+            parts[last](value, targets)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return inputs, outputs
+
+
+def _batch_norms(model: Model) -> list[nn.Module]:
+    return [module for module in module_of(model).modules() if isinstance(module, _BatchNorm)]

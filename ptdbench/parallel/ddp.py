@@ -1,0 +1,79 @@
+"""DistributedDataParallel: a copy of a module on every rank, gradients averaged during the backward pass."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ptdbench.parallel.engine import LaidOutModule
+from ptdbench.parallel.options import Options
+from ptdbench.parallel.powersgd import PowerSGD
+from ptdbench.parallel.zero import Zero1
+
+#: Communication hooks that average a bucket in a narrower dtype than its own.
+_NARROW = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+
+#: Each replica keeps its statistics of batch norms: evaluations share them, and checkpoints take those of one. torch
+#: would send the first one's before each forward pass. Since 2.14 it has a name of its own for that.
+_HAS_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NAME else "broadcast_buffers": False}
+
+
+def replicate(
+    module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Options, *, static_graph: bool
+) -> LaidOutModule:
+    """Wrap a module that has its weights: DDP verifies their shapes between replicas, and groups them into buckets.
+
+    The first forward pass after one backward pass, under ``static_graph`` after two, rebuilds the buckets once in the
+    order of the gradients. The position of a number in its bucket determines the order in which three or more ranks
+    add theirs, and so the rounding of the sum.
+    """
+    replica = DistributedDataParallel(
+        module,
+        device_ids=[device] if device.type == "cuda" else None,
+        process_group=mesh.get_group(),
+        **_OWN_BUFFERS,
+        bucket_cap_mb=bucket_size(module) if how.bucket_mb == "auto" else how.bucket_mb,
+        gradient_as_bucket_view=how.gradient_as_bucket_view,
+        static_graph=static_graph,
+    )
+    compressor = None
+    if how.sent == "powersgd":
+        compressor = PowerSGD(replica, mesh.get_group(), how.powersgd_rank, how.powersgd_start)
+    elif hook := _NARROW.get(how.sent):
+        replica.register_comm_hook(mesh.get_group(), hook)
+    return LaidOutModule(
+        module,
+        replica,
+        replica.no_sync,
+        average=partial(_average, replica),
+        settles_after=(2 if static_graph else 1) + (compressor is not None),  # it has to see the last buckets
+        division=Zero1(module, mesh.get_group()) if how.optimizer == "zero1" else None,
+        compressor=compressor,
+    )
+
+
+def _average(replica: DistributedDataParallel) -> None:
+    """Average gradients that are there already, by the same buckets and hooks: in a backward pass that adds zeros."""
+    trained = [weight for weight in replica.module.parameters() if weight.requires_grad]
+    zeros = [torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight) for weight in trained]
+    replica.reducer.prepare_for_backward([])
+    torch.autograd.backward(trained, zeros)
+
+
+def bucket_size(module: nn.Module) -> float:
+    """The size of a bucket in MiB: a twentieth of the gradients, at least 25 and at most 100.
+
+    The last bucket is reduced when there is nothing left to compute, so it should be a small part of all. A bucket
+    should also be large enough for the full speed of a link: 25 is DDP's default, and 100 what torchtitan uses for
+    large models.
+    """
+    size = sum(weight.numel() * weight.element_size() for weight in module.parameters() if weight.requires_grad)
+    return float(min(max(size / 2**20 / 20, 25), 100))

@@ -1,0 +1,332 @@
+"""The engine of a pipeline: stages on different ranks, driven by a schedule; absent neighbors are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from ptdbench.launch import collect
+from ptdbench.models.protocol import Model
+from ptdbench.parallel.apply import Setting, apply
+from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.engine import Engine, LaidOutModule, Scale, norm_of
+from ptdbench.parallel.options import Options
+from ptdbench.parallel.pipeline.schedules import Schedule
+from ptdbench.parallel.pipeline.stage import Cut, Stage, add_up_shared, cut, find_shared, untie
+from ptdbench.parallel.precision import DTYPES
+
+
+class LoneStage(PipelineStage):
+    """A stage that asks nobody for shapes; its messages are left to a device that lets them go nowhere.
+
+    Attributes:
+        arriving: What the stage before it would send for a micro-batch, on the meta device; ``None`` for the first.
+    """
+
+    arriving: Tensor | None = None
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        """The shapes that the neighbor would send, as torch 2.14 asks for them."""
+        from torch.distributed.pipelining import _utils
+
+        if src_stage > self.stage_index:  # the gradients of what this stage sends
+            assert self._stage_meta.outputs is not None
+            return _utils._StageBackwardMeta(_utils._derive_grad_metas(self._stage_meta.outputs))
+        assert self.arriving is not None
+        metas = _utils.extract_tensor_metas((self.arriving,))
+        assert metas is not None
+        return _utils._StageForwardMeta(metas)
+
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        """Tell nobody."""
+
+
+def arriving(model: Model, names: Iterable[str], inputs: Tensor, dtype: torch.dtype, shares: int) -> Tensor:
+    """Predict what the parts of a model would send, on the meta device.
+
+    Args:
+        model: A chain of parts; these are on the meta device.
+        names: The first ones, in order.
+        inputs: Of a micro-batch.
+        dtype: Of what they send.
+        shares: Ranks that share its positions.
+    """
+    parts = model.parts() or {}
+    found = torch.empty_like(inputs, device="meta")
+    with torch.no_grad():
+        for name in names:
+            found = parts[name](found)
+    batch, *rest = found.shape
+    if shares > 1:
+        rest[0] //= shares
+    return torch.empty(batch, *rest, dtype=dtype, device="meta", requires_grad=True)
+
+
+#: torch's option for one communicator a direction, since 2.14.
+_OPTION = "pipeline_per_direction_p2p"
+
+
+def open_links(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Let torch open a communicator for each direction where messages of one would wait for the other's.
+
+    NCCL carries out what is sent through one communicator in the order of its calls. Activations and gradients of a
+    link then exclude each other, and under schedules whose ranks have several stages they may wait for each other for
+    ever, as ``torch.distributed.config`` says. Call this before stages are made, which open them.
+
+    Args:
+        group: The ranks of the pipeline.
+        device: This rank's device.
+
+    Returns:
+        What messages go through, for the record: ``messages``, each by itself, as under gloo; ``directions``; or, with
+        NCCL under an older torch, ``one``.
+    """
+    if device.type != "cuda" or "nccl" not in dist.get_backend_config(group):
+        return "messages"
+    from torch.distributed import config
+
+    if not hasattr(config, _OPTION):
+        return "one"
+    setattr(config, _OPTION, True)
+    return "directions"
+
+
+#: The dtypes that a stage may send, encoded by their index.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
+_MOST_DIMENSIONS = 8
+
+
+def pipelined(model: Model, setting: Setting, how: Options) -> Engine:
+    """Build this rank's stages, each laid out over its replicas or shards, and their schedule.
+
+    Args:
+        model: A chain of parts.
+        setting: The ranks, formats and options.
+        how: The options of ``parallel``.
+    """
+    mesh = setting.mesh["pipeline"] or setting.mesh.batch  # of one rank for a pipeline of one stage
+    where = cut(model, how.stage_ranks(setting.layout.dims))
+    tied = model.tied()  # before sharding and untying replace the weights, which a model may compare
+    untie(model, tied, where)
+    held = _stages(model, where, dist.get_rank(mesh.get_group()))
+    parts = {number: apply(model, stage, setting, how) for number, stage in held.items()}
+    engine = Pipelined(
+        model,
+        tied,
+        where,
+        parts,
+        how.pipeline_schedule,
+        setting.layout,
+        mesh.get_group(),
+        setting.device,
+        owns_loss=setting.owns_loss,
+    )
+    if not collect.are_all_there():
+        dtype, shares = DTYPES[setting.precision], setting.layout.dims.tensor if how.sequence else 1
+        engine.before = lambda number, inputs: arriving(
+            model, chain.from_iterable(where.stages[:number]), inputs, dtype, shares
+        )
+    return engine
+
+
+def _stages(model: Model, where: Cut, rank: int) -> dict[int, Stage]:
+    parts, last = model.parts() or {}, len(where.stages) - 1
+    return {
+        number: Stage({name: parts[name] for name in where.stages[number]}, is_last=number == last)
+        for number in where.of(rank)
+    }
+
+
+class Pipelined(Engine):
+    """The engine of a pipeline.
+
+    Args:
+        model: The whole model.
+        tied: Pairs of its weights that are one, see :meth:`ptdbench.models.protocol.Model.tied`.
+        where: The model's stages and their ranks.
+        parts: This rank's stages by number, laid out.
+        schedule: The schedule.
+        layout: How the batch is divided among the ranks.
+        group: The ranks of the pipeline.
+        device: This rank's device.
+        owns_loss: Whether the loss counts that this rank computes, if it has the last stage.
+
+    Attributes:
+        before: What arrives at a stage of this number for the inputs of a micro-batch, where the stage before it is not
+            there to say it.
+        links: What messages between stages go through, see :func:`ptdbench.parallel.pipeline.pipelined.open_links`.
+    """
+
+    before: Callable[[int, Tensor], Tensor] | None = None
+
+    def __init__(
+        self,
+        model: Model,
+        tied: Sequence[tuple[str, str]],
+        where: Cut,
+        parts: dict[int, LaidOutModule],
+        schedule: Schedule,
+        layout: BatchPlan,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        owns_loss: bool = True,
+    ) -> None:
+        last = len(where.stages) - 1
+        self.module: nn.Module = next(iter(parts.values())).module
+        if len(parts) > 1:  # the same parts in one module
+            named = model.parts() or {}
+            self.module = Stage({name: named[name] for number in parts for name in where.stages[number]})
+        self.parts = list(parts.values())
+        self._has_loss = last in parts
+        self.owns_loss = self._has_loss and owns_loss
+        # torch computes the gradients of weights apart by torch.autograd.grad, which fires no hook of DDP.
+        self._averages_after = schedule.splits_backward
+        settles = 0 if self._averages_after else max(part.settles_after for part in parts.values())
+        # The very first pass begins with a shape inference pass, which also draws random numbers. DDP rebuilds its
+        # buckets in the last pass of a step, and moves the gradients accumulated before into them. It divides those by
+        # the number of replicas, and multiplies others by the inverse.
+        self.rehearsals = settles + (layout.accumulation > 1) if settles else 1
+        self._where = where
+        self._parts = parts
+        self._layout = layout
+        self._group = group
+        self._device = device
+        self.links = open_links(group, device)
+        self._stages = {
+            number: (_Linked if collect.are_all_there() else LoneStage)(
+                part.module, number, len(where.stages), device, group=group
+            )
+            for number, part in parts.items()
+        }
+        stages = list(self._stages.values())
+        self._schedule = schedule.make(stages, layout.microbatches, self._share_of_loss)
+        self._shared = find_shared(tied, self.module, where, group)
+        self._scale: Scale = lambda loss: loss
+        self._shares: list[Tensor] = []
+
+    def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:
+        """See :meth:`ptdbench.parallel.engine.Engine.gradients`."""
+        self._scale = scale
+        total = torch.zeros((), device=inputs.device)
+        size = self._layout.micro_batch * self._layout.microbatches
+        pieces = list(zip(inputs.split(size), targets.split(size), strict=True))
+        for part in self._parts.values():
+            part.begin(scale(torch.ones((), device=inputs.device) / (self._layout.microbatches * len(pieces))))
+        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
+            self._shares.clear()
+            self._pass(some_inputs, some_targets, last=number == len(pieces))
+            # The very first pass begins with torch's shape inference on uninitialized memory.
+            total += sum(self._shares[-self._layout.microbatches :])
+        for part in self._parts.values():
+            part.settle()
+            if self._averages_after:
+                part.average()
+        add_up_shared(self._shared, self._group)
+        return total if self.owns_loss else torch.zeros_like(total)
+
+    def gradient_norm(self) -> Tensor:
+        """See :meth:`ptdbench.parallel.engine.Engine.gradient_norm`; a shared weight counts once."""
+        second = {one.second for one in self._shared}
+        square = norm_of(weight for weight in self.module.parameters() if weight not in second).square()
+        square = square.to(self._device)  # a stage without gradients has its zero on the host
+        dist.all_reduce(square, group=self._group)
+        return square.sqrt()
+
+    @torch.no_grad()
+    def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
+        """See :meth:`ptdbench.parallel.engine.Engine.outputs`; each stage sends its outputs to the next.
+
+        Not through the schedule, whose micro-batches must all have one size.
+        """
+        ranks, last = self._where.ranks, len(self._where.ranks) - 1
+        found = None
+        for number, part in self._parts.items():
+            if number == 0:
+                arrived = inputs
+            elif number - 1 in self._parts:  # the two arms of a V meet on one rank
+                assert found is not None
+                arrived = found
+            else:
+                arrived = receive_tensor(self._group, ranks[number - 1], inputs.device)
+            try:
+                found = part.module(arrived) if targets is None else part.module(arrived, targets)
+            finally:
+                part.release()
+            if number < last and number + 1 not in self._parts:
+                send_tensor(found, self._group, ranks[number + 1])
+        if not self.owns_loss or found is None:
+            return None
+        return found if targets is None else found.mean()
+
+    def _pass(self, inputs: Tensor, targets: Tensor, last: bool) -> None:
+        """Run one pass of the schedule; in the last one DDP averages the gradients, unless that is done after it.
+
+        torch itself arms DDP before the backward of a pass's last micro-batch. Each forward outside no_sync() would
+        arm it too, and the first backward would then reduce incomplete gradients.
+        """
+        arguments = (inputs,) if 0 in self._parts else ()
+        self._foresee(inputs)
+        options: dict[str, Any] = {"targets": targets} if self._has_loss else {}
+        with ExitStack() as armed_late:
+            for number, part in self._parts.items():
+                runs_hooks = last and not self._averages_after
+                self._stages[number].submod = part.runner if runs_hooks else part.module
+                if part.runner is not part.module:
+                    armed_late.enter_context(part.deferred())
+            self._schedule.step(*arguments, target=targets, **options)
+
+    def _foresee(self, inputs: Tensor) -> None:
+        """Tell the stages what will arrive, where those before them are not there."""
+        for number, stage in self._stages.items():
+            if isinstance(stage, LoneStage) and self.before and number:
+                stage.arriving = self.before(number, inputs[: self._layout.micro_batch])
+
+    def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
+        """A micro-batch's contribution to the loss of the step; the last stage has already computed the mean."""
+        share = loss.sum() / (self._layout.microbatches * self._layout.accumulation)
+        self._shares.append(share.detach())
+        return self._scale(share)
+
+
+class _Linked(PipelineStage):
+    """A stage whose neighbor may be on the same rank."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """The messages by which torch 2.11 opens the links between stages; gloo cannot send one to its own rank."""
+        messages = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
+        return [message for message in messages if message.peer != dist.get_rank()]
+
+
+def send_tensor(tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
+    """Send a tensor of an evaluation, preceded by its shape and dtype.
+
+    By hand: ``PipelineStage``, which training uses, infers shapes too, but once, in its first pass, and receives into
+    buffers of these shapes from then on. The last batch of an evaluation is smaller.
+
+    Args:
+        tensor: Of at most eight dimensions.
+        group: A group of both ranks.
+        to: The receiver's rank in the group.
+    """
+    header = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    header += [0] * (2 + _MOST_DIMENSIONS - len(header))
+    dist.send(torch.tensor(header, device=tensor.device), group=group, group_dst=to)
+    dist.send(tensor.contiguous(), group=group, group_dst=to)
+
+
+def receive_tensor(group: dist.ProcessGroup, origin: int, device: torch.device) -> Tensor:
+    """Receive the tensor that rank ``origin`` of the group sends, on ``device``."""
+    header = torch.empty(2 + _MOST_DIMENSIONS, dtype=torch.int64, device=device)
+    dist.recv(header, group=group, group_src=origin)
+    dtype, dimensions, *shape = header.tolist()
+    tensor = torch.empty(shape[:dimensions], dtype=_DTYPES[dtype], device=device)
+    dist.recv(tensor, group=group, group_src=origin)
+    return tensor

@@ -1,0 +1,273 @@
+"""Memory of a step by purpose, at each moment, from the allocations that torch's profiler saw.
+
+A block of memory belongs to the weights, the gradients or the optimizer's state if their tensors are in it. Another
+one is for communication if it was handed to an operation of communication, or if FSDP allocated it: the weights that it
+gathers, and what it sends. What else the forward and the backward pass allocate are activations, their gradients
+included. The gradients of whole weights, which FSDP frees when it has reduced them, are gradients.
+
+A block that one of gloo's threads happens to free last is counted until its address is used again: the profiler does
+not see those threads.
+
+As activations counts what a functional collective returns, which tensor and context parallelism compute with, and what
+a pipeline sends: it is the output of a stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch._C._profiler import _EventType, _TensorMetadata
+from torch.autograd.profiler import profile
+
+from ptdbench.measure.parts import KINDS
+from ptdbench.profiling.trace import BACKWARD, DATA, GRADIENTS, STEP, UPDATE
+
+#: The label under which the tensors of the training state were looked up.
+INVENTORY = "ptdbench::inventory"
+
+#: What FSDP does beside communication under labels of its own: the memory is that of activations.
+_CASTS = ("FSDP::cast_forward_inputs", "FSDP::cast_forward_outputs", "FSDP::inputs_to_device")
+
+
+class Surroundings(NamedTuple):
+    """The phase, module or operation during which a block was allocated or freed.
+
+    Attributes:
+        moment: ``data``, ``forward``, ``backward``, ``optimizer`` or ``other``.
+        kind: What a block is for that is allocated there, if nothing else is known about it.
+        functional: Whether it is a functional collective, whose result is computed with.
+        reduces: Whether FSDP reduces gradients.
+    """
+
+    moment: str = "other"
+    kind: str = "other"
+    functional: bool = False
+    reduces: bool = False
+
+
+#: What goes on in the labelled parts of a step.
+_PARTS = {
+    DATA: Surroundings("data"),
+    GRADIENTS: Surroundings("forward", "activations"),
+    UPDATE: Surroundings("optimizer"),
+}
+
+
+class Change(NamedTuple):
+    """A block that is allocated or freed.
+
+    Attributes:
+        time: In nanoseconds since the epoch.
+        address: Of the block.
+        bytes: Its size; negative if it is freed.
+        allocated: Bytes in all blocks afterwards; on a CPU in those since the profiler began.
+        around: What was going on.
+    """
+
+    time: int
+    address: int
+    bytes: int
+    allocated: int
+    around: Surroundings
+
+
+class Sent(NamedTuple):
+    """A block that is handed to an operation of communication: when, where it is, and its size at least."""
+
+    time: int
+    address: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The allocations that the profiler saw on one rank.
+
+    Attributes:
+        begin: When the step began, in nanoseconds since the epoch.
+        end: When it ended.
+        inventory: When the tensors of the training state were looked up.
+        changes: In the order of time, those before the step included.
+        sent: Likewise.
+        all_counted: Whether :attr:`Change.allocated` includes what was allocated before the profiler began.
+    """
+
+    begin: int
+    end: int
+    inventory: int
+    changes: Sequence[Change]
+    sent: Sequence[Sent]
+    all_counted: bool
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The memory of one rank during a step, after each change.
+
+    Attributes:
+        times: In nanoseconds since the epoch.
+        moments: What was going on.
+        bytes: By kind, in the order of :data:`KINDS`.
+    """
+
+    times: Sequence[int]
+    moments: Sequence[str]
+    bytes: Sequence[tuple[int, ...]]
+
+    @property
+    def peak(self) -> int:
+        """The index of the moment with the most memory; the first if there are several."""
+        return max(range(len(self.bytes)), key=lambda number: sum(self.bytes[number]))
+
+
+@dataclass
+class _Block:
+    """A block from its allocation until it is freed."""
+
+    began: int
+    bytes: int
+    kind: str
+    ended: float = math.inf
+
+    def holds(self, time: int) -> bool:
+        return self.began <= time < self.ended
+
+
+def read(taken: profile, device_type: str) -> Seen:
+    """Read what the profiler saw; its last step is the one that counts, and its inventory lies in it.
+
+    Args:
+        taken: Has watched the memory, at least one whole step before the last one.
+        device_type: The kind of device whose memory counts.
+    """
+    assert taken.kineto_results
+    begin = end = inventory = 0
+    changes, sent = [], []
+    for event, around in _walk(taken.kineto_results.experimental_event_tree()):
+        if event.tag == _EventType.Allocation:
+            found = event.extra_fields
+            if found.device.type == device_type:
+                size, allocated = found.alloc_size, found.total_allocated
+                changes.append(Change(event.start_time_ns, found.ptr, size, allocated, around))
+        elif event.tag == _EventType.TorchOp:
+            if event.name.startswith(STEP) and event.start_time_ns > begin:
+                begin, end = event.start_time_ns, event.end_time_ns
+            elif event.name == INVENTORY:
+                inventory = max(inventory, event.start_time_ns)
+            elif event.name.startswith("c10d::") and not event.name.startswith("c10d::send") and not around.functional:
+                sent += [Sent(event.start_time_ns, *one) for one in _tensors(event.extra_fields.inputs, device_type)]
+    return Seen(begin, end, inventory, sorted(changes), sorted(sent), device_type != "cpu")
+
+
+def _walk(roots: Sequence[Any]) -> Iterator[tuple[Any, Surroundings]]:
+    """All events, each with what went on around it."""
+    waiting = [(event, Surroundings()) for event in roots]
+    while waiting:
+        event, around = waiting.pop()
+        yield event, around
+        if event.children:
+            inner = _inside(event.name, around)
+            waiting += [(child, inner) for child in event.children]
+
+
+def _inside(name: str, around: Surroundings) -> Surroundings:
+    """What goes on inside of an event."""
+    if name in _PARTS:
+        return _PARTS[name]
+    if name.startswith(BACKWARD):  # on a GPU in a thread of its own
+        kind = around.kind if around.moment in ("forward", "backward") else "activations"
+        return around._replace(moment="backward", kind=kind)
+    if name.startswith("FSDP::") and not name.startswith(_CASTS):
+        # On a GPU autograd calls back in a thread of its own.
+        is_backward = "backward" in name and around.moment in ("forward", "other")
+        moment = "backward" if is_backward else around.moment
+        return Surroundings(moment, "communication", reduces=name.startswith("FSDP::post_backward_reduce"))
+    if name.startswith("_c10d_functional"):
+        return around._replace(functional=True)
+    return around
+
+
+def _tensors(inputs: Any, device_type: str) -> Iterator[tuple[int, int]]:
+    """Address and bytes of the tensors among the inputs of an operation, lists of them included."""
+    if isinstance(inputs, _TensorMetadata):
+        if inputs.storage_data_ptr and inputs.device.type == device_type:
+            yield inputs.storage_data_ptr, math.prod(inputs.sizes) * inputs.dtype.itemsize
+    elif isinstance(inputs, (list, tuple)):
+        for one in inputs:
+            yield from _tensors(one, device_type)
+
+
+def usage(seen: Seen, known: Mapping[int, tuple[str, int]]) -> Usage:
+    """The memory in use during the step.
+
+    Args:
+        seen: What the profiler saw.
+        known: The kind and the bytes of the storages of the training state at the inventory, by address.
+    """
+    blocks = _blocks(seen.changes)
+    before = _assign_kinds(seen, blocks, known)
+    present = dict.fromkeys(KINDS, 0)
+    for kind, size in before:
+        present[kind] += size
+    edges: list[tuple[float, _Block, int]] = []
+    for block in (block for at in blocks.values() for block in at):
+        if block.began < seen.begin <= block.ended:
+            present[block.kind] += block.bytes
+        ends = ((block.began, 1), (block.ended, -1))
+        edges += [(time, block, sign) for time, sign in ends if seen.begin <= time <= seen.end]
+    edges.sort(key=lambda edge: (edge[0], edge[2]))  # a free that nobody saw comes before the next allocation
+    if seen.all_counted:
+        present["other"] += _unseen(seen, sum(present.values()))
+    times, moments, amounts = [seen.begin], ["data"], [tuple(present.values())]
+    moment_at = {change.time: change.around.moment for change in seen.changes}
+    for time, block, sign in edges:
+        present[block.kind] += sign * block.bytes
+        times.append(int(time))
+        moments.append(moment_at[int(time)])
+        amounts.append(tuple(present.values()))
+    return Usage(times, moments, amounts)
+
+
+def _blocks(changes: Sequence[Change]) -> dict[int, list[_Block]]:
+    """The blocks by address, in the order of time; freeing one that was there before says nothing."""
+    blocks: defaultdict[int, list[_Block]] = defaultdict(list)
+    for change in changes:
+        at = blocks[change.address]
+        if at and at[-1].ended == math.inf:  # also where it was freed in a thread that the profiler does not see
+            at[-1].ended = change.time
+            if change.bytes < 0 and change.around.reduces and at[-1].kind == "activations":
+                at[-1].kind = "gradients"
+        if change.bytes > 0:
+            at.append(_Block(change.time, change.bytes, change.around.kind))
+    return blocks
+
+
+def _assign_kinds(
+    seen: Seen, blocks: Mapping[int, list[_Block]], known: Mapping[int, tuple[str, int]]
+) -> Iterator[tuple[str, int]]:
+    """Say of blocks what they are for; yields kind and bytes of what was allocated before the profiler began."""
+    handed: dict[int, int] = {}
+    for sent in seen.sent:
+        found = next((block for block in blocks.get(sent.address, ()) if block.holds(sent.time)), None)
+        if found:
+            found.kind = "communication"
+        elif sent.address not in known:
+            handed[sent.address] = max(handed.get(sent.address, 0), sent.bytes)
+    for address, (kind, size) in known.items():
+        found = next((block for block in blocks.get(address, ()) if block.holds(seen.inventory)), None)
+        if found:
+            found.kind = kind
+        else:
+            yield kind, size
+    for size in handed.values():
+        yield "communication", size
+
+
+def _unseen(seen: Seen, counted: int) -> int:
+    """Bytes that were there when the step began, and of which nothing is known."""
+    first = next((change for change in seen.changes if change.time >= seen.begin), None)
+    return max(0, first.allocated - first.bytes - counted) if first else 0

@@ -1,0 +1,147 @@
+"""Phases of a step: a partition of its time on each rank.
+
+The exposed part of communication is the time in which it went on and nothing was computed, as in Holistic Trace
+Analysis. Here it is divided further, by what the other ranks were doing: an operation can begin when the last of its
+ranks has called it. Waiting until then is the fault of that rank, and not of the link.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ptdbench.measure.parts import PHASES
+from ptdbench.profiling.events import POINT_TO_POINT
+from ptdbench.profiling.intervals import Interval, length, union
+from ptdbench.profiling.trace import Trace
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The moments from which an operation could begin.
+
+    Attributes:
+        since: When the last of its ranks had called it, in seconds since the epoch by this rank's clock.
+        last: That rank; -1 if unknown.
+        done: When a message of gloo was done, see :attr:`ptdbench.profiling.events.Call.held`; ``None`` if unknown, as
+            neither of its ranks awaited it yet when it could begin.
+    """
+
+    since: float
+    last: int = -1
+    done: float | None = None
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One operation of communication, in all steps.
+
+    Attributes:
+        calls: How often it was called.
+        known: Calls of which it is known when they were done.
+        bytes: The size of all calls.
+        seconds: Seconds in which one of those that are known was under way.
+        exposed_seconds: Seconds in which the rank waited for it.
+    """
+
+    calls: int
+    known: int
+    bytes: int
+    seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True)
+class Partition:
+    """The profiled steps of one rank.
+
+    Attributes:
+        steps: Number of steps.
+        duration: Seconds of all steps.
+        seconds: The same by phase: no moment counts twice.
+        traffic: By operation.
+        waited_for: Seconds of each step that this rank waited for other ranks to call an operation, by rank.
+    """
+
+    steps: int
+    duration: float
+    seconds: Mapping[str, float]
+    traffic: Mapping[str, Traffic]
+    waited_for: Sequence[Mapping[int, float]]
+
+
+def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
+    """Divide the steps of one rank among the phases.
+
+    Args:
+        trace: The rank's steps.
+        ready: When each call of the trace could begin.
+    """
+    seconds = dict.fromkeys(PHASES, 0.0) | {name: length(times) for name, times in trace.phases.items()}
+    exposed: defaultdict[str, float] = defaultdict(float)
+    begins = [begin for begin, _ in trace.steps]
+    waited_for: list[defaultdict[int, float]] = [defaultdict(float) for _ in begins]
+    for (start, end), call, is_late in divided(trace, ready):
+        if not is_late:
+            seconds["communication"] += end - start
+            exposed[trace.calls[call].operation if call is not None else "unknown"] += end - start
+            continue
+        assert call is not None
+        point_to_point = trace.calls[call].operation in POINT_TO_POINT
+        seconds["bubble" if point_to_point else "stragglers"] += end - start
+        waited_for[bisect_right(begins, start) - 1][ready[call].last] += end - start
+    duration = length(trace.steps)
+    seconds["other"] = max(0.0, duration - sum(seconds.values()))  # rounding can make it negative
+    return Partition(len(trace.steps), duration, seconds, _traffic(trace, ready, exposed), waited_for)
+
+
+def divided(trace: Trace, ready: Sequence[Ready]) -> Iterator[tuple[Interval, int | None, bool]]:
+    """The waits, cut where a call begins, becomes ready or ends: each piece with its call, and if that is not ready."""
+    starts = [call.start for call in trace.calls]
+    edges = sorted({moment for call in trace.calls for moment in (call.start, call.end)} | {one.since for one in ready})
+    longest = max((call.end - call.start for call in trace.calls), default=0.0)
+    for start, end in trace.waits:
+        cuts = [start, *edges[bisect_left(edges, start) : bisect_left(edges, end)], end]
+        last = max(bisect_left(starts, start) - 1, 0) if starts else None
+        for begin, stop in pairwise(cuts):
+            if stop <= begin:
+                continue
+            middle = (begin + stop) / 2
+            near = range(bisect_left(starts, middle - longest), bisect_left(starts, middle))
+            active = [number for number in near if trace.calls[number].holds(middle)]
+            moving = [number for number in active if ready[number].since <= middle]
+            if moving:
+                last = min(moving, key=lambda number: trace.calls[number].end)
+                yield (begin, stop), last, False
+            elif active:
+                last = min(active, key=lambda number: ready[number].since)
+                yield (begin, stop), last, True
+            else:  # it is being called, or its thread has not yet said that it is done
+                yield (begin, stop), last, False
+
+
+def _traffic(trace: Trace, ready: Sequence[Ready], exposed: Mapping[str, float]) -> dict[str, Traffic]:
+    """What the calls of the steps add up to; those of the step before the first do not count."""
+    number, size = Counter[str](), Counter[str]()
+    times: defaultdict[str, list[Interval]] = defaultdict(list)
+    for call, began in zip(trace.calls, ready, strict=True):
+        if call.start < trace.steps[0][0]:
+            continue
+        number[call.operation] += 1
+        size[call.operation] += call.bytes
+        done = call.end if call.held is None else began.done
+        if done is not None:
+            times[call.operation].append((min(began.since, done), done))
+    return {
+        name: Traffic(
+            calls=number[name],
+            known=len(times[name]),
+            bytes=size[name],
+            seconds=length(union(times[name])),
+            exposed_seconds=exposed.get(name, 0.0),
+        )
+        for name in sorted({*number, *exposed})
+    }

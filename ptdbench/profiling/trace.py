@@ -1,0 +1,303 @@
+"""One rank's profiled steps, read from the trace that torch's profiler wrote.
+
+On a CPU the thread that runs the steps computes, except while it waits for communication, which goes on in threads of
+its own (``gloo:*``). It waits where it says so (:data:`WAITING`), in operations that start or await communication, and
+in C++ where DDP awaits its last bucket: there, between a backward pass and what follows, lies the end of an all-reduce.
+
+On a GPU kernels compute and NCCL's kernels communicate. A moment before the last of them without any is spent waiting
+for the host: for its batch, or to launch the next kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from ptdbench.profiling import nccl
+from ptdbench.profiling.events import BYTES, POINT_TO_POINT, Call, Event, checked, events_of, launches_of, operation_of
+from ptdbench.profiling.intervals import Interval, intersect, subtract, union
+
+#: How the label of a step begins, before its number: as torch's own profiler marks steps, which other tools know.
+STEP = "ProfilerStep#"
+
+#: The other labels in a trace: the parts of a step, and waiting for communication.
+DATA, GRADIENTS, UPDATE, WAITING = (f"ptdbench::{name}" for name in ("data", "gradients", "update", "waiting"))
+
+#: What a backward pass is in, by the beginnings of names.
+BACKWARD = ("autograd::engine::evaluate_function", "torch::distributed::reducer", "torch.distributed.ddp.reducer")
+#: FSDP's root reduces what gradients are left after the last operation of autograd.
+_ROOT_ENDS = "FSDP::root_post_backward"
+
+#: Kinds of events of the host.
+_ON_HOST = ("user_annotation", "cpu_op")
+
+_AWAIT = "_c10d_functional::wait_tensor"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One rank's profiled steps; all times are in seconds since the epoch.
+
+    Attributes:
+        steps: When each step ran.
+        phases: When ``data``, ``forward``, ``backward`` and ``optimizer`` ran, and a GPU waited for its ``host``:
+            disjoint, and without the waits.
+        waits: When the rank computed nothing because it waited for communication; disjoint, and inside of the steps.
+        calls: The operations of communication, in the order of their start; also those outside of the steps.
+    """
+
+    steps: Sequence[Interval]
+    phases: Mapping[str, Sequence[Interval]]
+    waits: Sequence[Interval]
+    calls: Sequence[Call]
+
+
+def read(path: Path, device_type: str = "cpu") -> Trace:
+    """Read a trace in Chrome's format.
+
+    Args:
+        path: The trace.
+        device_type: What computed: ``cpu`` or ``cuda``.
+
+    Raises:
+        ValueError: It is damaged or too large, holds no profiled step, or does not show what a GPU did.
+    """
+    return checked(path, lambda trace: _read(trace, device_type))
+
+
+def _read(path: Path, device_type: str) -> Trace:
+    events = events_of(path)
+    steps = [event for event in events if event.name.startswith(STEP) and event.kind == "user_annotation"]
+    if not steps:
+        raise ValueError(f"{path} holds no profiled step")
+    on_device = [event for event in events if event.kind in ("kernel", "gpu_memcpy", "gpu_memset")]
+    own = [event for event in events if event.thread == steps[0].thread and event.kind in _ON_HOST]
+    parts = {name: [event.interval for event in own if event.name == name] for name in (DATA, GRADIENTS, UPDATE)}
+    whole = [step.interval for step in steps]
+    by_gloo = [event for event in events if event.name.startswith("gloo:")]
+    if device_type == "cpu":
+        return _of_host(whole, parts, own, by_gloo)
+    if not on_device:
+        raise ValueError(f"{path} holds no kernels: the profiler could not watch the GPU")
+    if by_gloo:
+        raise ValueError(f"{path} does not show when a GPU waits for gloo; try backend=nccl")
+    return _of_device(whole, parts, events, on_device)
+
+
+def launched_in_steps(path: Path) -> tuple[list[Event], list[Call]]:
+    """The kernels that the host launched in profiled steps, whenever the device came to them, and what NCCL's send.
+
+    Raises:
+        ValueError: As :func:`read`.
+    """
+    events = checked(path, events_of)
+    launches = launches_of(events)
+    steps = union(event.interval for event in events if event.name.startswith(STEP))
+    kernels = [event for event in events if event.kind == "kernel"]
+    if not steps or not kernels:
+        raise ValueError(f"{path} holds {'no kernels' if steps else 'no profiled step'}")
+    moments = [launches.get(event.facts.get("correlation"), event.start) for event in kernels]
+    inside = [
+        event
+        for event, moment in zip(kernels, moments, strict=True)
+        if any(begin <= moment < end for begin, end in steps)
+    ]
+    return inside, nccl.calls(events, (event for event in inside if nccl.is_of(event)))
+
+
+def _of_host(
+    steps: Sequence[Interval], parts: Mapping[str, Sequence[Interval]], own: Sequence[Event], sent: Sequence[Event]
+) -> Trace:
+    operations = [event for event in own if event.kind == "cpu_op"]
+    calls = _calls(own, sent)
+    top = list(_outermost(operations))
+    waits = [event.interval for event in own if event.name in (WAITING, _AWAIT) or event.name.startswith("c10d::")]
+    waits = union([*waits, *intersect(list(_silent_waits(top, calls)), parts[GRADIENTS])])
+    backward = intersect(_backward(top), parts[GRADIENTS])
+    phases = {
+        "data": parts[DATA],
+        "forward": subtract(parts[GRADIENTS], backward),
+        "backward": backward,
+        "optimizer": parts[UPDATE],
+    }
+    return _trace(steps, phases, waits, calls)
+
+
+def _trace(
+    steps: Sequence[Interval], phases: Mapping[str, Sequence[Interval]], waits: Sequence[Interval], calls: list[Call]
+) -> Trace:
+    """The trace, with everything but the calls cut to its steps."""
+    inside = union(steps)
+    waits = intersect(waits, inside)
+    cut = {name: intersect(subtract(union(times), waits), inside) for name, times in phases.items()}
+    return Trace(steps, cut, waits, calls)
+
+
+def _outermost(events: Sequence[Event]) -> Iterator[Event]:
+    """Those of sorted events of one thread that are inside of no other."""
+    end = -math.inf
+    for event in events:
+        if event.start >= end:
+            end = event.end
+            yield event
+
+
+def _is_backward(event: Event) -> bool:
+    return event.name.startswith(BACKWARD)
+
+
+def _backward(top: Sequence[Event]) -> list[Interval]:
+    """The backward passes: from the first to the last of operations of autograd's engine that follow each other."""
+    found: list[Interval] = []
+    goes_on = False
+    for event in top:
+        if _is_backward(event):
+            found.append((found.pop()[0] if goes_on else event.start, event.end))
+            goes_on = True
+        elif not event.name.startswith("c10d::"):
+            goes_on = False
+    return found
+
+
+def _silent_waits(top: Sequence[Event], calls: Sequence[Call]) -> Iterator[Interval]:
+    """Waits of DDP in C++ after a backward pass: gaps in which communication ends, until it does.
+
+    What waits may go on before the thread that communicated has noted its end: what was under way when the gap began
+    may end as long after the gap as the gap is.
+    """
+    ended = sorted((call.end, call.start) for call in calls)
+    for before, after in pairwise(top):
+        if _is_backward(before):
+            first, beyond = (bisect_right(ended, (moment, math.inf)) for moment in (before.end, after.start))
+            latest = bisect_right(ended, (2 * after.start - before.end, -math.inf))
+            if any(start <= before.end for _, start in ended[beyond:latest]):
+                yield before.end, after.start
+            elif first < beyond:
+                yield before.end, ended[beyond - 1][0]
+
+
+def _calls(own: Sequence[Event], sent: Sequence[Event]) -> list[Call]:
+    """Each communication with what started it: of the operations of its size the first that has started no other."""
+    open_events: list[Event] = []
+    started: list[tuple[Event, tuple[str, ...]]] = []
+    by_size: defaultdict[tuple[str, int], deque[int]] = defaultdict(deque)
+    for event in own:
+        open_events = [other for other in open_events if other.end > event.start]
+        if event.name.startswith("c10d::"):
+            for size in _sizes(event):
+                by_size[_kind(event), size].append(len(started))
+            started.append((event, tuple(other.name for other in open_events)))
+        open_events.append(event)
+    found = []
+    taken: set[int] = set()
+    awaited = [event.interval for event in own if event.name == WAITING]
+    for transfer in sent:
+        queues = [by_size[_kind(transfer), size] for size in _sizes(transfer)]
+        for queue in queues:
+            while queue and queue[0] in taken:
+                queue.popleft()
+        first = min((queue[0] for queue in queues if queue), default=None)
+        event, within = transfer, tuple[str, ...]()
+        if first is not None and started[first][0].start <= transfer.end:
+            taken.add(first)
+            event, within = started[first]
+        found.append(
+            Call(
+                operation=operation_of(event.name),
+                bytes=max(_sizes(event) | _sizes(transfer)) * _item_bytes(transfer),
+                start=min(event.start, transfer.start),
+                end=transfer.end,
+                within=within,
+                peer=_peer(event),
+                held=(event.interval, *_around(transfer.end, awaited)) if _kind(event) else None,
+            )
+        )
+    return sorted(found, key=lambda call: call.start)
+
+
+def _around(moment: float, times: Sequence[Interval]) -> Sequence[Interval]:
+    """That of sorted times in which the moment lies."""
+    place = bisect_right(times, (moment, math.inf))
+    return [one for one in times[max(0, place - 1) : place] if moment <= one[1]]
+
+
+def _kind(event: Event) -> str:
+    """What tells apart what starts communication: a message, which is sent as it is called, or anything else."""
+    operation = operation_of(event.name)
+    return operation if operation in POINT_TO_POINT else ""
+
+
+def _sizes(event: Event) -> set[int]:
+    """Numbers of elements of the tensors of an operation; lists of tensors count as one, too."""
+    found = set()
+    for argument in event.facts.get("Input Dims", []):
+        nested = bool(argument) and isinstance(argument[0], list)
+        several = [math.prod(shape) for shape in (argument if nested else [argument]) if shape or nested]
+        found |= {*several, sum(several)} if several else set()
+    return found or {0}
+
+
+def _item_bytes(event: Event) -> int:
+    """Size of an element, by torch's name of its type, such as ``c10::BFloat16``."""
+    name = next(iter(event.facts.get("Input type", [])), "").lower().removeprefix("c10::").removesuffix(" int")
+    return BYTES.get(name, 1)
+
+
+def _peer(event: Event) -> int | None:
+    """The other rank of ``c10d::send(tensors, group, rank, tag)``."""
+    if operation_of(event.name) not in POINT_TO_POINT:
+        return None
+    inputs = event.facts.get("Concrete Inputs", [])
+    return int(inputs[2]) if len(inputs) > 2 and str(inputs[2]).isdecimal() else None
+
+
+def _of_device(
+    steps: Sequence[Interval],
+    parts: Mapping[str, Sequence[Interval]],
+    events: Sequence[Event],
+    on_device: Sequence[Event],
+) -> Trace:
+    backward = union(
+        event.interval for event in events if event.kind in _ON_HOST and event.name.startswith((*BACKWARD, _ROOT_ENDS))
+    )
+    by_phase = {
+        "data": union(parts[DATA]),
+        "backward": backward,
+        "forward": subtract(union(parts[GRADIENTS]), backward),
+        "optimizer": union(parts[UPDATE]),
+    }
+    launches, inside = launches_of(events), union(steps)
+    computed = [event for event in on_device if not nccl.is_of(event)]
+    calls = nccl.calls(events, (event for event in on_device if nccl.is_of(event)))
+    phases: dict[str, list[Interval]] = {name: [] for name in by_phase}
+    busy = union(event.interval for event in computed)
+    sent = union((call.start, call.end) for call in calls)
+    end = -math.inf
+    for event in computed:
+        phase = _phase_at(launches.get(event.facts.get("correlation"), event.start), by_phase)
+        if event.end > end:
+            phases[phase].append((max(event.start, end), event.end))
+            end = event.end
+    idle = subtract(inside, union([*busy, *sent, *_after_the_last([*busy, *sent], steps)]))
+    phases["data"] += intersect(idle, by_phase["data"])
+    phases["host"] = subtract(idle, by_phase["data"])
+    return _trace(steps, phases, subtract(sent, busy), calls)
+
+
+def _after_the_last(times: Sequence[Interval], steps: Sequence[Interval]) -> Iterator[Interval]:
+    """Of each step what is left of it after the last of these times in it."""
+    for begin, end in steps:
+        yield max((stop for _, stop in intersect(union(times), [(begin, end)])), default=begin), end
+
+
+def _phase_at(moment: float, by_phase: Mapping[str, Sequence[Interval]]) -> str:
+    for name, times in by_phase.items():
+        place = bisect_right(times, (moment, math.inf)) - 1
+        if place >= 0 and moment < times[place][1]:
+            return name
+    return "forward"

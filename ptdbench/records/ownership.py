@@ -1,0 +1,183 @@
+"""Ownership of a run's directory and record: they belong to exactly one start of the run at a time.
+
+A run may be restarted in its directory while a process of the earlier start is still alive, for example on a lost
+node. Each start therefore has a name, the record says which start opened it, and processes of other starts do not
+write it.
+
+The record names the process that opened it. While it is open, and that process or its job is alive, no other may open
+it: two jobs of one run would overwrite each other's checkpoints.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ptdbench.launch import slurm
+from ptdbench.launch.slurm import SlurmError
+from ptdbench.problems import ConfigError, Problem
+from ptdbench.records import record, store
+from ptdbench.records.schema import Owner, Written
+from ptdbench.terminal import echo
+
+#: Seconds to wait for another process that writes the record: a suspended one must not block the others.
+_PATIENCE = 2.0
+
+
+def this_process(launch: str, environ: Mapping[str, str]) -> Owner:
+    """This process as an owner.
+
+    Args:
+        launch: The name of this start.
+        environ: Its environment.
+    """
+    return Owner(launch, socket.gethostname(), os.getpid(), psutil.Process().create_time(), slurm_job(environ))
+
+
+def slurm_job(environ: Mapping[str, str]) -> str | None:
+    """The SLURM job of an environment, in the form of squeue."""
+    if array := environ.get("SLURM_ARRAY_JOB_ID"):
+        return f"{array}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"
+    return environ.get("SLURM_JOB_ID") or None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run, and its files in the run's directory.
+
+    Attributes:
+        directory: The run's directory.
+        launch: The name of the start, the same in all its processes; valid as a file name.
+        draft: The record as this start opened it, if known: used if the file is missing or damaged.
+    """
+
+    directory: Path
+    launch: str
+    draft: Written | None = None
+
+    @property
+    def failures(self) -> Path:
+        """Folder of the failure reports and stacks of this start; those of an earlier start are kept beside it."""
+        return self.directory / "failures" / self.launch
+
+    def owns(self, record: Written) -> bool:
+        """Return whether this start may write a record: it opened it, or no start has yet."""
+        owner = record.get("owner")
+        return not owner or owner["launch"] == self.launch
+
+    def amend(self, change: Callable[[dict[str, Any]], Written | None], durable: bool = True) -> Written | None:
+        """Update the run's record, unless it now belongs to another start, which is reported on stderr.
+
+        Args:
+            change: Returns the new record for the one on disk, or ``None`` to leave it unchanged. Calls of several
+                ranks are serialized.
+            durable: Whether the new record must survive a crash of the machine.
+
+        Returns:
+            The record written, or ``None``.
+
+        Raises:
+            OSError: There is no record, or it cannot be written.
+        """
+        with locked(self.directory):
+            written = self._written()
+            if not self.owns(written):
+                echo(f"{self.directory}: the run was started again; its record is left unchanged", sys.stderr)
+                return None
+            if (changed := change(written)) is not None:
+                store.write_record(self.directory, changed, durable)
+            return changed
+
+    def _written(self) -> dict[str, Any]:
+        if self.draft is None:
+            return store.load_record(self.directory)
+        return store.earlier_record(self.directory) or dict(self.draft)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a directory, if its file system has locks and the holder does not hang.
+
+    The directory itself is locked, which ``filelock`` cannot: a file would have to stay in it.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    until = time.monotonic() + _PATIENCE
+    try:
+        while time.monotonic() < until and not _try_lock(descriptor):
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Whether the lock was taken, or cannot be."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return True
+    return True
+
+
+def open_record(directory: Path, draft: Written) -> Written:
+    """Write the first record of a start of a run; results of an earlier start are kept in it.
+
+    Args:
+        directory: The run's directory, which exists.
+        draft: The result of :func:`ptdbench.records.record.begin`.
+
+    Returns:
+        The record written.
+
+    Raises:
+        ConfigError: An earlier start is still running.
+        OSError: The record cannot be written.
+    """
+    with locked(directory):
+        if earlier := store.earlier_record(directory):
+            _require_ended(directory, earlier, draft.get("owner"))
+            draft = record.going_on(draft, earlier)
+        store.write_record(directory, draft)
+    return draft
+
+
+def _require_ended(directory: Path, earlier: Written, mine: Mapping[str, Any] | None) -> None:
+    owner = earlier.get("owner")
+    if not owner or not record.is_open(earlier) or (mine and owner["launch"] == mine["launch"]):
+        return
+    who = f"job {owner['job']}" if owner["job"] else f"process {owner['pid']} on {owner['host']}"
+    goes_on = _goes_on(owner)
+    if goes_on:
+        rule = f"{who} is writing its results there"
+        raise ConfigError([Problem("directory", directory, rule, "wait for it, or end it")])
+    if goes_on is None:
+        echo(f"{directory}: was opened by {who}; whether that has ended cannot be determined from here", sys.stderr)
+
+
+def _goes_on(owner: Mapping[str, Any]) -> bool | None:
+    """Whether the owner of an open record is alive; ``None`` if that cannot be determined from here."""
+    if owner["job"]:
+        if owner["job"] == slurm_job(os.environ):  # an earlier start of this same job, which was restarted
+            return False
+        try:
+            state = slurm.queue([owner["job"]]).get(owner["job"])
+        except SlurmError:
+            return None
+        return state is not None and state.state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
+    if owner["host"] != socket.gethostname():
+        return None
+    with suppress(psutil.Error):
+        return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 1.0
+    return False

@@ -1,0 +1,326 @@
+"""The tables of workloads that do not train: hello, matmul, p2p, collectives and check."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from ptdbench.report.reason import wrap
+from ptdbench.report.text import drawn
+from ptdbench.terminal import plural
+from ptdbench.units import size_text, three_digits, time_text
+
+
+def hello_table(hello: Mapping[str, Any], width: int) -> str:
+    """The ranks of one run as plain text."""
+    ranks = hello["ranks"]
+    nodes = len({rank["node"] for rank in ranks})
+    title = (
+        f"{plural(len(ranks), 'rank')} on {plural(nodes, 'node')}, "
+        f"started by {hello['launcher']}, over {hello['backend']} at {hello['address']}:{hello['port']}"
+    )
+    words = ("node", "host", "device", "cores")
+    rows = [
+        [
+            str(rank["rank"]), str(rank["local_rank"]), str(rank["local_size"]), rank["node"], rank["host"],
+            rank["device"], ranges(rank["cores"]), str(rank["threads"]),
+        ]
+        for rank in ranks
+    ]  # fmt: skip
+    table = drawn(["rank", "local", "of", *words, "threads"], rows, width, words=words)
+    return "\n".join([title, table, *_settings(ranks)])
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """``[0, 1, 2, 3, 8]`` becomes ``0-3,8``."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+def _settings(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each variable, and one for each value where the ranks have different ones."""
+    for name in sorted({name for rank in ranks for name in rank["settings"]}):
+        by_value: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_value.setdefault(rank["settings"].get(name, "(not set)"), []).append(rank["rank"])
+        for value, having in by_value.items():
+            where = "" if len(by_value) == 1 else f"  (rank{'s' * (len(having) > 1)} {ranges(having)})"
+            yield f"{name}={value}{where}"
+
+
+#: Headings of what :func:`_cells` returns.
+_FIGURES = ("mean", "median", "maximum", "slowest rank", "repeated")
+
+
+def matmul_tables(matmul: Mapping[str, Any], width: int) -> str:
+    """Render what all ranks measured at once, as plain text."""
+    ranks = matmul["ranks"]
+    names = ", ".join(dict.fromkeys(rank["device"] for rank in ranks))
+    count = plural(len(ranks), "rank")
+    blocks = [
+        f"matrix products on {count} at once ({names}): TFLOP/s of a rank",
+        _products(ranks, matmul["ceilings"], width),
+    ]
+    if ranks[0]["copies"]:
+        blocks += [f"copies of memory on {count} at once: GB/s of a rank", _copies(ranks, width)]
+    return "\n".join([*blocks, *_ceilings(matmul["ceilings"]), *filter(None, [matmul.get("kept")])])
+
+
+def _products(ranks: Sequence[Mapping[str, Any]], ceilings: Sequence[Mapping[str, Any]], width: int) -> str:
+    best = {(ceiling["dtype"], ceiling["shape"]) for ceiling in ceilings}
+    rows = []
+    for number, product in enumerate(ranks[0]["products"]):
+        dtype, shape = product["dtype"], product["shape"]
+        mark = " (best)" if (dtype, shape) in best else ""
+        rows.append([dtype, f"{shape}{mark}", *_cells([rank["products"][number] for rank in ranks], 1e12)])
+    return drawn(["dtype", "shape", *_FIGURES], rows, width, words=["dtype", "shape"])
+
+
+def _copies(ranks: Sequence[Mapping[str, Any]], width: int) -> str:
+    rows = [
+        [copy["kind"], f"{copy['bytes'] / 2**20:,.0f} MiB", *_cells([rank["copies"][number] for rank in ranks], 1e9)]
+        for number, copy in enumerate(ranks[0]["copies"])
+    ]
+    return drawn(["copy", "size", *_FIGURES], rows, width, words=["copy", "size"])
+
+
+def _cells(of_ranks: Sequence[Mapping[str, Any]], unit: float) -> list[str]:
+    """Median over the ranks of each rank's mean, median and maximum, and which rank has the lowest median."""
+    over_ranks = [statistics.median(rank[name] for rank in of_ranks) for name in ("mean", "median", "maximum")]
+    slowest = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["median"])
+    least = min(rank["repetitions"] for rank in of_ranks)
+    return [
+        *(three_digits(rate / unit) for rate in over_ranks),
+        f"{three_digits(of_ranks[slowest]['median'] / unit)} (rank {slowest})",
+        f"{least}x",
+    ]
+
+
+def _ceilings(ceilings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for ceiling in ceilings:
+        share = ceiling["share_of_peak"]
+        of_peak = f"no share of a peak: {ceiling['peak_reason']}" if share is None else f"{share:.1%} of the peak"
+        beside = ", taken beside other load" if ceiling.get("beside_load") else ""
+        threads = ceiling["threads"]
+        where = ceiling["device"] + ("" if threads is None else f", {plural(threads, 'thread')}")
+        rate = three_digits(ceiling["flops_per_second"] / 1e12)
+        yield f"ceiling of {where}: {rate} TFLOP/s in {ceiling['dtype']} ({ceiling['shape']}){beside}, {of_peak}"
+
+
+_MISSING = "-"
+
+#: Rows that a person still reads; of more, only some sizes are shown.
+_ROWS = 60
+
+#: Ranks whose pairs still fit into a matrix of figures; of more, only the slowest pairs are shown.
+_MATRIX = 8
+_SLOWEST = 10
+
+
+def p2p_tables(p2p: Mapping[str, Any], width: int) -> str:
+    """Latency and bandwidth by pair, both directions at once, and what hides behind computation."""
+    pairs = p2p["pairs"]
+    ranks = 1 + max(max(pair["source"], pair["target"]) for pair in pairs)
+    largest = max((size["bytes"] for pair in pairs for size in pair["sizes"]), default=0)
+    bandwidth = f"bandwidth at {size_text(largest)} in GB/s"
+    if ranks <= _MATRIX:
+        blocks = [
+            _matrix("latency in µs, from row to column", pairs, "latency", 1e6, ranks, width),
+            _matrix(f"{bandwidth}, from row to column", pairs, "bandwidth", 1e-9, ranks, width),
+        ]
+    else:
+        blocks = [_slowest(f"the {_SLOWEST} slowest of {len(pairs)} pairs, {bandwidth}", pairs, width)]
+    blocks += [_exchanges(p2p["both"], width)] if any(pair["sizes"] for pair in p2p["both"]) else []
+    blocks += [_overlap(p2p["overlap"], width)] if p2p["overlap"] else []
+    return "\n\n".join([*blocks, *_cut(p2p["cut"], width)])
+
+
+def collectives_tables(collectives: Mapping[str, Any], width: int) -> str:
+    """Times and bandwidths by size, the fits, and what the bandwidths mean."""
+    groups = collectives["groups"]
+    title = f"{plural(len(groups), 'group')} of {len(groups[0])} ranks"
+    if len(groups) > 1:
+        title += f" ({collectives['group']}), at the same time"
+    blocks = [f"{title}; every result was checked\n{_sizes(collectives['results'], width)}"]
+    blocks += [_fits(collectives["fits"], width)] if collectives["fits"] else []
+    remarks = [*_definitions(collectives, width), *_cut(collectives["cut"], width)]
+    if collectives["left_out"]:
+        remarks.append(wrap(f"left out, not in this backend: {', '.join(collectives['left_out'])}", width))
+    if collectives.get("kept"):
+        remarks.append(wrap(collectives["kept"], width))
+    return "\n\n".join([*blocks, "\n".join(remarks)])
+
+
+def _rate(bytes_per_second: float | None) -> str:
+    return _MISSING if bytes_per_second is None else three_digits(bytes_per_second / 1e9)
+
+
+def _matrix(title: str, pairs: Iterable[Mapping[str, Any]], name: str, scale: float, ranks: int, width: int) -> str:
+    figures = {(pair["source"], pair["target"]): pair[name] for pair in pairs if pair[name] is not None}
+    numbers = [str(rank) for rank in range(ranks)]
+    rows = []
+    for source in range(ranks):
+        cells = [figures.get((source, target)) for target in range(ranks)]
+        rows.append([numbers[source], *(_MISSING if cell is None else three_digits(cell * scale) for cell in cells)])
+    return f"{title}\n{drawn(['rank', *numbers], rows, width, words=['rank'])}"
+
+
+def _slowest(title: str, pairs: Iterable[Mapping[str, Any]], width: int) -> str:
+    measured = sorted((pair for pair in pairs if pair["bandwidth"]), key=lambda pair: pair["bandwidth"])
+    rows = [
+        [str(pair["source"]), str(pair["target"]), three_digits(1e6 * pair["latency"]), _rate(pair["bandwidth"])]
+        for pair in measured[:_SLOWEST]
+    ]
+    return f"{title}\n{drawn(['from', 'to', 'latency µs', 'GB/s'], rows, width)}"
+
+
+def _exchanges(both: Sequence[Mapping[str, Any]], width: int) -> str:
+    """Of each pair, the largest size; of many pairs, the slowest."""
+    last = [(pair["ranks"], pair["sizes"][-1]) for pair in both if pair["sizes"]]
+    rows = [
+        [_pair(ranks), size_text(size["bytes"]), time_text(size["seconds"]["median"]), _rate(size["bandwidth"])]
+        for ranks, size in sorted(last, key=lambda one: one[1]["bandwidth"])[:_SLOWEST]
+    ]
+    shown = drawn(["ranks", "size", "time", "GB/s"], rows, width, words=["ranks"])
+    of_many = f", the {_SLOWEST} slowest of {len(last)} pairs" if len(last) > _SLOWEST else ""
+    return f"both directions at once{of_many}\n{shown}"
+
+
+def _overlap(overlap: Sequence[Mapping[str, Any]], width: int) -> str:
+    headings = ["ranks", "size", "exchange", "computation", "together", "hidden"]
+    rows = []
+    for row in sorted(overlap, key=lambda row: row["hidden"])[: 2 * _SLOWEST]:
+        times = (time_text(row[name]) for name in ("communication", "computation", "together"))
+        rows.append([_pair(row["ranks"]), size_text(row["bytes"]), *times, f"{100 * row['hidden']:.0f}%"])
+    shown = drawn(headings, rows, width, words=["ranks"])
+    return f"exchange with computation between post and wait, the least hidden first\n{shown}"
+
+
+def _pair(ranks: Sequence[int]) -> str:
+    return f"{ranks[0]} and {ranks[1]}"
+
+
+def _sizes(results: Sequence[Mapping[str, Any]], width: int) -> str:
+    """A row for each operation and size; where that is too much to read, for every so many-th size and the last."""
+    every = max(1, -(-len(results) // _ROWS))
+    headings = ["operation", "size", "time", "p5", "p95", "algbw GB/s", "busbw GB/s"]
+    shown = []
+    for name, rows in groupby(results, key=_name):
+        of_series = list(rows)
+        for number, row in enumerate(of_series):
+            if number % every and row is not of_series[-1]:
+                continue
+            times = (time_text(row["seconds"][which]) for which in ("median", "p5", "p95"))
+            size = size_text(row["bytes"]) if row["bytes"] else _MISSING
+            shown.append(["" if number else name, size, *times, _rate(row["algbw"]), _rate(row["busbw"])])
+    thinned = f"\n{len(results)} figures, not all of them shown: the record has the rest" if every > 1 else ""
+    return f"{drawn(headings, shown, width, words=['operation'])}{thinned}"
+
+
+def _fits(fits: Sequence[Mapping[str, Any]], width: int) -> str:
+    headings = ["operation", "alpha µs", "±", "1/beta GB/s", "R2", "worst", "sizes"]
+    rows = []
+    for fit in fits:
+        line = (
+            three_digits(1e6 * fit["alpha"]),
+            three_digits(1e6 * fit["alpha_error"]),
+            _rate(1 / beta if (beta := fit["beta"]) > 0 else None),
+        )
+        doubts = f"{fit['r2']:.3f}", f"{100 * fit['max_relative_error']:.0f}%", str(fit["points"])
+        rows.append([_name(fit), *line, *doubts])
+    shown = drawn(headings, rows, width, words=["operation"])
+    return f"fitted: time = alpha + beta * bytes; worst: how far the line was off at one size\n{shown}"
+
+
+def _definitions(collectives: Mapping[str, Any], width: int) -> Iterator[str]:
+    """How the bandwidths of the operations shown are computed, operations of one formula together."""
+    definitions = collectives["definitions"]
+    shown = dict.fromkeys(row["op"] for row in collectives["results"] if row["algbw"] is not None)
+    formulas: dict[str, list[str]] = {}
+    for op in shown:
+        formulas.setdefault(definitions["busbw"][op], []).append(op)
+    if shown:
+        ranks = len(collectives["groups"][0])
+        yield f"algbw = {definitions['algbw']}, after {definitions['source']}; n = {ranks} ranks"
+    for formula, ops in formulas.items():
+        yield wrap(f"busbw = {formula}: {', '.join(ops)}", width)
+
+
+def _cut(cut: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
+    for row in cut:
+        yield wrap(f"{_what(row)}: not from {size_text(row['from_bytes'])} on: {row['reason']}", width)
+
+
+def _what(row: Mapping[str, Any]) -> str:
+    if "source" in row:
+        return f"rank {row['source']} to rank {row['target']}"
+    return f"ranks {_pair(row['ranks'])}" if "ranks" in row else _name(row)
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    """What is measured, in words: ``all_reduce fp32 sum async``."""
+    return " ".join(str(row[part]) for part in ("op", "dtype", "reduction", "mode") if row[part])
+
+
+def check_verdict(check: Mapping[str, Any], width: int) -> str:
+    """Render who was there, what was measured, and last the verdict, as plain text."""
+    blocks = [
+        hello_table(check["hello"], width),
+        matmul_tables(check["matmul"], width),
+        *_figures(check),
+        "\n".join([*_versions(check["versions"], width), *_remarks(check, width), *_verdict(check, width)]),
+    ]
+    return "\n\n".join(blocks)
+
+
+def check_remark(check: Mapping[str, Any]) -> str:
+    """The verdict in a few words."""
+    if check.get("busy"):
+        return f"busy: {check['busy']}"
+    return "sound" if check["sound"] else f"unsound, {plural(len(check['findings']), 'finding')}"
+
+
+def _figures(check: Mapping[str, Any]) -> Iterator[str]:
+    """Links and collectives in a line each; their workloads show more."""
+    pairs = [pair for pair in (check["p2p"] or {}).get("pairs", []) if pair["bandwidth"]]
+    lines = []
+    if pairs:
+        slowest, fastest = (choose(pairs, key=lambda pair: pair["bandwidth"]) for choose in (min, max))
+        lines.append(
+            f"links         {fastest['bandwidth'] / 1e9:.3g} GB/s at most, rank {slowest['source']} to rank "
+            f"{slowest['target']} least with "
+            f"{slowest['bandwidth'] / 1e9:.3g} GB/s; latency {min(pair['latency'] for pair in pairs) * 1e6:,.0f} to "
+            f"{max(pair['latency'] for pair in pairs) * 1e6:,.0f} us"
+        )
+    for row in (check["collectives"] or {}).get("results", []):
+        size, seconds = size_text(row["bytes"]), row["seconds"]["median"]
+        lines.append(f"{row['op']:<13} {size}: {seconds * 1e6:,.0f} us, its result checked")
+    if lines:
+        yield "\n".join(lines)
+
+
+def _versions(versions: Mapping[str, Any], width: int) -> list[str]:
+    text = ", ".join(f"{name} {str(version)[:20]}" for name, version in versions.items() if version is not None)
+    return [textwrap.fill(f"versions      {text}", width, subsequent_indent=" " * 14)]
+
+
+def _remarks(check: Mapping[str, Any], width: int) -> Iterator[str]:
+    for text in check["remarks"]:
+        yield textwrap.fill(f"note          {text}", width, subsequent_indent=" " * 14)
+
+
+def _verdict(check: Mapping[str, Any], width: int) -> Iterator[str]:
+    attempts = max(check["attempts"].values())
+    again = f"; what looked slow was measured {attempts} times, and the best counts" if attempts > 1 else ""
+    text = f"verdict       {check_remark(check)} (tolerance {check['tolerance']:.0%}{again})"
+    yield textwrap.fill(text, width, subsequent_indent=" " * 14)
+    for finding in check["findings"]:
+        yield textwrap.fill(finding["text"], width, initial_indent="  - ", subsequent_indent="    ")

@@ -1,0 +1,195 @@
+"""Checks of a run against its devices: formats of arithmetic, and whether the training state fits into memory."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ptdbench.measure.memory import host_memory
+from ptdbench.models.materialize import parameter_count
+from ptdbench.models.protocol import module_of
+from ptdbench.parallel import fp8
+from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.footprint import footprints
+from ptdbench.problems import Problem, require, try_these
+from ptdbench.profiling.nccl import NCCL_BUFFERS
+from ptdbench.setup.config import Slurm
+from ptdbench.setup.training_spec import TrainingSpec
+from ptdbench.units import gib_text
+from ptdbench.virtual.device import Device
+
+#: NVIDIA's libraries read it before what torch asks of them: 0: never TF32.
+TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
+
+#: The lowest compute capability with units for a format, and what to try below.
+_SINCE = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
+_OTHERS = {"tf32": ("fp32", "fp16"), "bf16": ("fp16",), "fp8": ("fp16", "bf16")}
+
+
+def check_precision(precision: object, device_type: str) -> None:
+    """Raise ConfigError for a precision that this kind of device lacks, or that the environment overrides.
+
+    Args:
+        precision: The option, which may still be invalid.
+        device_type: ``cpu`` or ``cuda``.
+    """
+    override = os.environ.get(TF32_OVERRIDE)
+    if precision == "fp8" and device_type == "cpu":
+        require(Problem("precision", precision, "FP8 is a format of GPUs", "try fp32, bf16"))
+    if precision == "fp8" and not fp8.is_installed():
+        rule = "needs the package torchao, which is not installed"
+        require(Problem("precision", precision, rule, "try pip install 'ptdbench[fp8]', or bf16"))
+    if precision == "tf32" and device_type == "cpu":
+        require(Problem("precision", precision, "TF32 is a format of GPUs", "try fp32, bf16"))
+    if override is None or device_type == "cpu" or precision not in ("fp32", "tf32"):
+        return
+    if (override == "0") != (precision == "fp32"):
+        other = "fp32" if override == "0" else "tf32"
+        rule = f"is overridden in NVIDIA's libraries by {TF32_OVERRIDE}={override} in the environment"
+        require(Problem("precision", precision, rule, f"unset it, or try {other}"))
+
+
+def check_gpu_precision(precision: str, device: torch.device) -> None:
+    """Raise ConfigError for a precision that this GPU lacks; asking initializes CUDA."""
+    if device.type == "cpu":
+        return
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip:  # capabilities are other numbers there
+        properties: Any = torch.cuda.get_device_properties(device) if precision == "fp8" else None
+        if properties and not properties.gcnArchName.startswith(("gfx94", "gfx95")):
+            require(Problem("precision", precision, f"{name} has no FP8 units", "try bf16"))
+        return
+    check_capability(precision, name, torch.cuda.get_device_capability(device))
+
+
+def check_capability(precision: object, name: str, capability: tuple[int, int]) -> None:
+    """Raise ConfigError for a precision that an NVIDIA GPU of this name and compute capability lacks."""
+    if not isinstance(precision, str) or precision not in _SINCE or capability >= _SINCE[precision]:
+        return
+    rule = f"{name} (compute capability {capability[0]}.{capability[1]}) has no {precision.upper()} units"
+    rule += ", and torch emulates it slowly" if precision == "bf16" else ""
+    require(Problem("precision", precision, rule, try_these(_OTHERS[precision])))
+
+
+#: Above this part of the memory a run is warned about: activations need memory too.
+_CLOSE = 0.8
+
+#: No optimizer in use takes more than this many fp32 numbers a weight, the weight and its gradient included.
+_MOST_COPIES = 8
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory that training state may take.
+
+    Attributes:
+        size: Bytes.
+        ranks: Ranks that share it.
+        owner: Where it is, for people: ``this machine``.
+        more: Several of them, for people: ``machines``.
+        origin: Where the size comes from, for people.
+    """
+
+    size: int
+    ranks: int
+    owner: str
+    more: str
+    origin: str
+
+
+def on_host(ranks: int, reserve: float, running: bool) -> Room:
+    """The memory of this host.
+
+    Args:
+        ranks: Ranks on it.
+        reserve: The fraction of it to leave free.
+        running: The ranks run already, so that they have taken a part of what was available.
+    """
+    memory = host_memory()
+    size = memory.total if running else memory.available
+    kept = int(reserve * memory.total)
+    which = "in all" if running else "available"
+    origin = f"{gib_text(size)} {which}, and memory_reserve={reserve:g} keeps {gib_text(kept)}"
+    return Room(max(size - kept, 0), ranks, "this machine", "such machines", origin)
+
+
+def on_gpu(device: torch.device, reserve: float, communicators: int) -> Room:
+    """The memory of a rank's GPU; initializes CUDA, whose context is what is not free then.
+
+    Args:
+        device: The GPU.
+        reserve: The part of its memory that is left.
+        communicators: NCCL's, see :attr:`ptdbench.parallel.dims.Dims.communicators`.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device)  # by the run before, which makes room for this one
+    return _on_gpu(free, total, reserve, communicators, torch.cuda.get_device_properties(device).name)
+
+
+def on_virtual(gpu: Device, reserve: float, communicators: int) -> Room:
+    """The memory of a rank's GPU that is not there."""
+    return _on_gpu(gpu.memory - gpu.context, gpu.memory, reserve, communicators, f"virtual {gpu.name}")
+
+
+def _on_gpu(free: int, total: int, reserve: float, communicators: int, name: str) -> Room:
+    kept, buffers = int(reserve * total), communicators * NCCL_BUFFERS
+    taken = [f"of {gib_text(total)} {gib_text(free)} are free"]
+    taken += [f"NCCL takes about {gib_text(buffers)}"] if buffers else []
+    origin = f"{name}: {', '.join([*taken, f'memory_reserve={reserve:g} keeps {gib_text(kept)}'])}"
+    return Room(max(0, free - kept - buffers), 1, "its GPU", "such GPUs", origin)
+
+
+def in_job(cluster: Slurm, ranks: int) -> Room | None:
+    """The memory that is asked for each node of a job, if it is."""
+    if cluster.mem_gb is None:
+        return None
+    size = int(cluster.mem_gb * 2**30)
+    return Room(size, ranks, "a node of the job", "such nodes", f"cluster.mem_gb={cluster.mem_gb:g}")
+
+
+def check_memory(training: TrainingSpec, room: Room) -> str | None:
+    """Compare the training state of a run with the memory for it.
+
+    Returns:
+        A warning if most of the memory is taken.
+
+    Raises:
+        ConfigError: The training state does not fit; with figures, and what to try.
+    """
+    dims, model = training.layout.dims, training.config.call("model").name
+    weights = 4 * parameter_count(module_of(training.model))
+    if room.ranks * _MOST_COPIES * weights < _CLOSE * room.size:  # exact figures take tens of milliseconds
+        return None
+    by_stage = [footprint.total for footprint in training.footprints()]
+    starts = range(0, dims.world_size, room.ranks)
+    need = max(sum(by_stage[dims.stage(rank)] for rank in range(start, start + room.ranks)) for start in starts)
+    if need > room.size:
+        rule = f"{_state(by_stage, room, need)}, and {room.owner} has {gib_text(room.size)} for it ({room.origin})"
+        require(Problem("model", model, rule, remedy(training, room)))
+    if need > _CLOSE * room.size:
+        return (
+            f"{training.label}: {_state(by_stage, room, need)}, of {gib_text(room.size)} that {room.owner} has for it; "
+            "activations need memory too"
+        )
+    return None
+
+
+def _state(by_stage: list[int], room: Room, need: int) -> str:
+    """How much the training state takes, in words."""
+    up_to = "up to " if len(set(by_stage)) > 1 else ""
+    each = f"weights, gradients and optimizer state take {up_to}{gib_text(max(by_stage))} a rank"
+    return each if room.ranks == 1 else f"{each}, {gib_text(need)} on {room.ranks} ranks"
+
+
+def remedy(training: TrainingSpec, room: Room) -> str:
+    """The least number of such places over which the sharded training state fits."""
+    if not room.size:
+        return "end other programs"
+    average = training.config.train.ema is not None
+    (whole,) = footprints(training.model, Dims(), training.optimizer, average=average, gradient_copies=1)
+    places = math.ceil(whole.total / room.size)
+    return "try parallel=fsdp" if places == 1 else f"try parallel=fsdp on at least {places:,} {room.more}"

@@ -1,0 +1,168 @@
+"""Output in Hydra's forms: its files in run and sweep directories, and ``--help``, ``--info``, ``--cfg``."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pickle
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import Container, DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.setup.commandline import option
+from ptdbench.setup.compose import Composed
+from ptdbench.terminal import command, echo
+
+
+def config_of_run(whole: bytes, sweep: Path | None, number: int | None, block: int | None = None) -> DictConfig:
+    """A run's configuration with Hydra's own node, as Hydra has it when it starts the run.
+
+    Args:
+        whole: One of :attr:`ptdbench.setup.compose.Composed.whole`.
+        sweep: The directory of its sweep; ``None`` for a single run.
+        number: Its number in the sweep; ``None`` for a single run.
+        block: Its block of repeats; ``None`` without.
+    """
+    job: DictConfig = pickle.loads(whole)
+    with read_write(job), open_dict(job):
+        if block is not None:
+            _put_in_block(job, block)
+        if sweep is not None:
+            job.hydra.sweep.dir = str(sweep)
+        if number is not None:
+            job.hydra.job.id = job.hydra.job.num = number
+    return job
+
+
+def _put_in_block(job: DictConfig, block: int) -> None:
+    """What it would be with one more override."""
+    job.repeat.block = block
+    job.hydra.overrides.task.append(f"repeat.block={block}")
+    named = job.hydra.job.config.override_dirname
+    told = sorted(override for override in job.hydra.overrides.task if option(override) not in named.exclude_keys)
+    job.hydra.job.override_dirname = named.item_sep.join(told).replace("=", named.kv_sep)
+
+
+def environment(job: DictConfig) -> dict[str, str]:
+    """The variables that ``hydra.job.env_set`` gives a run, ``hydra.job.env_copy`` among them."""
+    return {str(name): str(value) for name, value in job.hydra.job.env_set.items()}
+
+
+def recorded_environment(directory: Path) -> dict[str, str]:
+    """The same of a run that was begun before; nothing where Hydra was told to write no files."""
+    path = directory / ".hydra" / "hydra.yaml"
+    return environment(DictConfig(OmegaConf.load(path))) if path.exists() else {}
+
+
+def write_files(job: DictConfig, directory: Path) -> None:
+    """Write ``config.yaml``, ``hydra.yaml`` and ``overrides.yaml`` of a run, unless ``hydra.output_subdir=null``.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    if job.hydra.output_subdir is None:
+        return
+    with read_write(job), open_dict(job):
+        job.hydra.runtime.output_dir = str(directory.absolute())
+    folder = directory / str(job.hydra.output_subdir)
+    folder.mkdir(parents=True, exist_ok=True)
+    ours = [str(name) for name in job if name != "hydra"]
+    texts: Mapping[str, str] = {
+        "config.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(job, ours)),
+        "hydra.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(job, "hydra")),
+        "overrides.yaml": OmegaConf.to_yaml(job.hydra.overrides.task),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def write_multirun(sweep: DictConfig, directory: Path) -> None:
+    """Write what a sweep's runs have in common, and what was typed for all of them."""
+    with read_write(sweep), open_dict(sweep):
+        sweep.hydra.sweep.dir = str(directory)
+    OmegaConf.save(sweep, directory / "multirun.yaml")
+
+
+def shown_by_hydra(arguments: argparse.Namespace, conf: Path) -> int:
+    """Let Hydra read the command line and show what was asked for; 0, the exit status.
+
+    Raises:
+        ConfigError: Hydra cannot: it says in a line why.
+    """
+    if arguments.config_path and not Path(arguments.config_path).is_absolute():
+        rule = "must be absolute where Hydra shows something of it"
+        require(Problem("--config-path", arguments.config_path, rule, f"try {conf}"))
+    task = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_nothing)
+    shown = io.StringIO()
+    try:
+        with redirect_stdout(shown):
+            task()
+    except (ValueError, OmegaConfBaseException) as error:  # flags that exclude each other
+        raise ConfigError([_line(str(error).partition("\n")[0])]) from None
+    finally:
+        if shown.getvalue():
+            text = shown.getvalue().removesuffix("\n")
+            echo(_as_typed(text) if arguments.help else text)
+    return 0
+
+
+def _nothing(_: Any) -> None:
+    """What Hydra is asked to show, it does not run."""
+
+
+def _line(reason: str) -> Problem:
+    return Problem("command line", " ".join(sys.argv[1:]), reason)
+
+
+def _as_typed(text: str) -> str:
+    """The help of ``python train.py`` with the program that was started; the installed package has no ``train.py``."""
+    typed = command()
+    if typed == "python train.py":
+        return text
+    text = text.replace("python train.py", typed).replace(" train.py", " -m ptdbench train")
+    return text.replace("python -m ptdbench status", command("status"))
+
+
+def show_configs(arguments: argparse.Namespace, composed: Composed) -> int:
+    """Print the configuration of every run, as Hydra does that of one; 0, the exit status.
+
+    Raises:
+        ConfigError: There is no such package in it, or it cannot be resolved.
+    """
+    several = composed.is_sweep and len(composed.jobs) > 1
+    wholes = composed.whole or [pickle.dumps(composed.first)]
+    for number, (whole, overrides) in enumerate(zip(wholes, composed.overrides, strict=False)):
+        if several:
+            echo(f"{'---' + chr(10) if number else ''}# run {number}: {' '.join(overrides)}")
+        echo(_shown(pickle.loads(whole), arguments).removesuffix("\n"))
+    return 0
+
+
+def _shown(job: Any, arguments: argparse.Namespace) -> str:
+    """The part of a configuration that was asked for, as YAML."""
+    with read_write(job), open_dict(job):
+        if arguments.cfg == "job":
+            del job["hydra"]
+        elif arguments.cfg == "hydra":
+            job = OmegaConf.masked_copy(job, "hydra")
+            with read_write(job.hydra), open_dict(job.hydra):  # they say how to print what is asked for elsewhere
+                del job.hydra["hydra_help"], job.hydra["help"]
+        package = None if arguments.package == "_global_" else arguments.package
+        found = job if package is None else OmegaConf.select(job, package)
+        if found is None:
+            raise ConfigError([Problem("--package", package, "is no part of the configuration")])
+        if not isinstance(found, Container):
+            return str(found)
+        if arguments.resolve:
+            try:
+                OmegaConf.resolve(found)
+            except OmegaConfBaseException as error:
+                raise ConfigError([_line(str(error).partition("\n")[0])]) from None
+        return f"# @package {package}\n" * (package is not None) + OmegaConf.to_yaml(found)

@@ -1,0 +1,215 @@
+"""Repeats: the order of each block's runs, and when ``repeat=auto`` has gone on for long enough."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import combinations
+from pathlib import Path
+
+from ptdbench.comparison import alternatives, noise, significance
+from ptdbench.comparison.alternatives import Alternative
+from ptdbench.comparison.significance import Comparison
+from ptdbench.comparison.variation import Difference
+from ptdbench.launch.world import World
+from ptdbench.problems import Problem, as_typed, require
+from ptdbench.records import record, store
+from ptdbench.report.labels import names
+from ptdbench.setup.commandline import SWEEPER
+from ptdbench.setup.compose import Composed
+from ptdbench.setup.config import Config, Repeat, Slurm, read
+from ptdbench.terminal import command, echo, plural
+
+#: What differs between the repeats of a run, as the template of their directories may name it.
+_TELL_APART = ("job.num", "job.override_dirname", "repeat.block")
+
+
+def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
+    """Refuse repeats that differ within a sweep, that cannot be had, or that would give its runs another order."""
+    require(*_swept(composed))
+    first = read(composed.jobs[0])
+    repeat = first.repeat
+    if goes_on and composed.is_sweep:
+        require(_reordered(goes_on, repeat))
+    if repeat.runs != 1:
+        decides = repeat.runs == "auto" and repeat.block is None
+        require(_unfit(composed, repeat), _undecided(first, world) if decides else None)
+
+
+def _swept(composed: Composed) -> Iterator[Problem]:
+    """A problem for every option of the group that a sweep has several values of."""
+    if all(job.get("repeat") == composed.first.get("repeat") for job in composed.jobs):
+        return  # at once: typing the options of each of a thousand runs takes seconds
+    found = [read(job).repeat for job in composed.jobs]
+    for field in fields(Repeat):
+        values = dict.fromkeys(as_typed(getattr(repeat, field.name)) for repeat in found)
+        if len(values) > 1:
+            rule = "a sweep has one number of repeats, and one order of its runs"
+            remedy = "give one value, or start one sweep for each"
+            yield Problem(f"repeat.{field.name}", ",".join(values), rule, remedy)
+
+
+def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
+    """Whether the runs of a sweep that goes on lie in the directories of others."""
+    for path in sorted(sweep.glob(f"**/{store.RECORD}")):
+        try:
+            written = store.load_record(path.parent)
+        except (OSError, store.Damaged):
+            continue
+        was = record.option(written, "repeat.runs", int | str) not in (None, 1)
+        if was == (repeat.runs != 1):
+            return None
+        rule = f"was begun {'with' if was else 'without'} repeats, and its runs would have another order now"
+        return Problem("sweep.resume", sweep, rule, "start another sweep")
+    return None
+
+
+def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
+    """What keeps this command line from having repeats."""
+    runs = repeat.runs
+    if not composed.is_sweep:
+        return Problem("repeat.runs", runs, "several runs are a sweep", f"add -m, as in {command()} -m repeat={runs}")
+    if composed.searches:
+        sweeper = f"{SWEEPER}={composed.first.hydra.runtime.choices[SWEEPER]}"
+        rule = f"{sweeper} chooses each run by the results of others, and repeats none"
+        return Problem("repeat.runs", runs, rule, "omit it, and repeat the best runs in a sweep of their own")
+    if repeat.block is not None and repeat.block >= _blocks(repeat):
+        rule = f"there are {_blocks(repeat)} blocks, which count from 0"
+        return Problem("repeat.block", repeat.block, rule, "omit it for all of them")
+    template = str(composed.first.hydra.sweep._get_node("subdir")._value())
+    if repeat.block is None and not any(name in template for name in _TELL_APART):
+        rule = f"with repeat.runs={runs} several runs would have the same directory"
+        return Problem("hydra.sweep.subdir", template, rule, "add ${hydra.job.num} to it, or ${repeat.block}")
+    return None
+
+
+def _undecided(config: Config, world: World | None) -> Problem | None:
+    """What keeps repeats from ending when the order is settled."""
+    if "virtual" in config.resolved:
+        rule = (
+            f"runs with virtual={config.call('virtual').name} take no time, so that no order of theirs is ever settled"
+        )
+        return Problem("repeat.runs", "auto", rule, "omit it")
+    if world and world.size > 1:
+        rule = f"each of the {world.size} ranks that {world.launcher} started would decide by itself when to stop"
+        return Problem("repeat.runs", "auto", rule, "give a number, or start it with plain python")
+    if isinstance(config.cluster, Slurm) and config.cluster.submit == "detach":
+        rule = "repeat.runs=auto needs the results of a block before it can submit the next one"
+        return Problem("cluster.submit", "detach", rule, "try wait, or a number of repeats")
+    return None
+
+
+def order(alternatives: int, repeat: Repeat) -> list[tuple[int, int | None]]:
+    """The runs of a sweep in the order in which they are carried out.
+
+    Every block has each alternative once. The order within a block is random, and that of every second block is the
+    reverse of the one before it (ABBA), so that a machine that gets steadily slower slows all alternatives alike.
+
+    Args:
+        alternatives: The number of combinations of the sweep's lists.
+        repeat: How often each is run; with ``repeat.block`` only the runs of that block are carried out.
+
+    Returns:
+        The number of the alternative and of the block of each run; ``None`` for a block that nothing need be told.
+    """
+    if repeat.runs == 1:
+        return [(number, None) for number in range(alternatives)]
+    if repeat.block is not None:
+        return [(number, None) for number in _of_block(alternatives, repeat, repeat.block)]
+    return [(number, block) for block in range(_blocks(repeat)) for number in _of_block(alternatives, repeat, block)]
+
+
+def _blocks(repeat: Repeat) -> int:
+    """How many there are at most."""
+    return repeat.max if repeat.runs == "auto" else repeat.runs
+
+
+def _of_block(alternatives: int, repeat: Repeat, block: int) -> list[int]:
+    """The alternatives in the order of a block."""
+    numbers = list(range(alternatives))
+    random.Random(f"{repeat.seed} {block // 2}").shuffle(numbers)
+    return numbers if block % 2 == 0 else numbers[::-1]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two alternatives whose order matters.
+
+    Attributes:
+        one: One of them.
+        other: The other one.
+        called: What both are called, where the names of their configurations do not tell.
+    """
+
+    one: Alternative
+    other: Alternative
+    called: str | None = None
+
+    def __str__(self) -> str:
+        return self.called or " and ".join(names([self.one.median_run, self.other.median_run]))
+
+
+def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
+    """Every pair of a sweep's alternatives of the same model, by its first blocks.
+
+    Args:
+        directory: The sweep.
+        blocks: How many count: a resumed sweep may have later ones.
+    """
+    earlier = [run for run in store.read_results(directory) if run["config"]["repeat"]["block"] < blocks]
+    found = [one for one in alternatives.group(earlier) if one.sample]
+    return [
+        Compared(one, other)
+        for one, other in combinations(found, 2)
+        if one.median_run.get("model") == other.median_run.get("model")
+    ]
+
+
+@dataclass
+class StoppingRule:
+    """Called before each block, and decides at some of them.
+
+    Looking often would find a difference where there is none: the looks are few, known beforehand, and share the level
+    (:func:`ptdbench.comparison.significance.interim_looks`).
+
+    Attributes:
+        repeat: The options.
+        compared: What matters in a directory after so many blocks.
+    """
+
+    repeat: Repeat
+    compared: Callable[[Path, int], Sequence[Compared]] = all_of_sweep
+    _is_over: bool = False
+
+    def __call__(self, directory: Path, blocks: int) -> bool:
+        """Return whether no further block is needed."""
+        if self._is_over or blocks not in significance.interim_looks(self.repeat.max):
+            return self._is_over
+        pairs = self.compared(directory, blocks)
+        differences = noise.differences([(pair.one, pair.other) for pair in pairs])
+        still = [pair for pair, is_open in zip(pairs, unsettled(differences, self.repeat), strict=True) if is_open]
+        self._is_over = not still
+        told = f"{plural(blocks, 'block')} of at most {self.repeat.max}"
+        if still:
+            named = "; ".join(map(str, still[:3]))
+            more = f", and {plural(len(still) - 3, 'other pair')}" if len(still) > 3 else ""
+            echo(f"{told}: not settled between {named}{more}", sys.stderr)
+        else:
+            echo(f"{told}: {'settled' if pairs else 'nothing to compare'}", sys.stderr)
+        return self._is_over
+
+
+def unsettled(differences: Sequence[Difference | None], repeat: Repeat) -> list[bool]:
+    """Return whether each pair is neither known to differ, nor known to differ by at most ``repeat.tied_within``."""
+    level = significance.level_of_look(repeat.max)
+    signs = significance.differing(differences, level)
+    return [
+        not sign and not (apart and _is_tied(significance.compare(apart, level), repeat.tied_within))
+        for apart, sign in zip(differences, signs, strict=True)
+    ]
+
+
+def _is_tied(known: Comparison, within: float) -> bool:
+    return max(known.high, 1 / known.low) <= 1 + within

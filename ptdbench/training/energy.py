@@ -1,0 +1,354 @@
+"""Energy, clocks and limits of the hardware during a training run, by counters read before and after its steps.
+
+GPUs are asked through NVML, CPU packages through RAPL (Linux's ``/sys/class/powercap``; those of AMD have the same
+names there). Nothing is read while steps run. A counter that is missing or may not be read leaves its reason.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptdbench.job import Job
+from ptdbench.launch.collect import gather
+from ptdbench.measure import gpu_state
+from ptdbench.training.loop import StepLoop
+
+POWERCAP = Path("/sys/class/powercap")
+
+#: More than a package draws, in watts: while this would not fill a counter, the counter starts again at most once.
+_MOST_WATTS = 2000.0
+
+#: NVML's performance policies (<nvml.h>) that hold clocks back, in words. Not its low utilization: nothing is lost.
+_POLICIES = {0: "power limit", 1: "temperature limit", 2: "sync boost", 3: "board limit", 5: "reliability limit"}
+
+
+class Unreadable(Exception):
+    """A counter cannot be read; the message says why."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The count of an energy counter over all stretches.
+
+    Attributes:
+        device: What was counted, the same name for two counters of the same device.
+        steps: Number of steps.
+        seconds: Their duration.
+        joules: Energy of the device in these seconds.
+        reason: Why nothing was counted, else ``None``.
+    """
+
+    device: str
+    steps: int = 0
+    seconds: float = 0.0
+    joules: float = 0.0
+    reason: str | None = None
+
+
+class Counter(ABC):
+    """An energy counter, read at both ends of stretches of steps.
+
+    Attributes:
+        source: What is asked.
+        least_seconds: Shorter stretches are left out: ten times the interval in which the counter is updated.
+    """
+
+    source = ""
+    least_seconds = 0.0
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self.reason: str | None = None
+        self._before: Sequence[float] = ()
+        self._steps, self._seconds, self._joules = 0, 0.0, 0.0
+
+    def begin(self) -> None:
+        """A stretch begins."""
+        if self.reason is None:
+            try:
+                self._before = self._read()
+            except Unreadable as error:
+                self.reason = str(error)
+
+    def end(self, steps: int, seconds: float) -> None:
+        """The stretch is over: so many steps, which took so long."""
+        if self.reason is not None or seconds < self.least_seconds:
+            return
+        try:
+            self._joules += self._spent(self._before, self._read(), seconds)
+        except Unreadable as error:
+            self.reason = str(error)
+        self._steps += steps
+        self._seconds += seconds
+
+    def counted(self) -> Counted:
+        """All stretches so far."""
+        reason = self.reason
+        if reason is None and not self._steps:
+            reason = (
+                f"no stretch of steps after the warm-up lasted {self.least_seconds:g} s, the least for {self.source}"
+            )
+        return Counted(self.device, self._steps, self._seconds, self._joules, reason)
+
+    @abstractmethod
+    def _read(self) -> Sequence[float]:
+        """Joules since some time, of each part of the device.
+
+        Raises:
+            Unreadable: They cannot be read.
+        """
+
+    @abstractmethod
+    def _spent(self, before: Sequence[float], after: Sequence[float], seconds: float) -> float:
+        """Joules between two readings.
+
+        Raises:
+            Unreadable: They cannot be told from these.
+        """
+
+
+class Packages(Counter):
+    """All CPU packages of a machine, without its memory modules, by RAPL.
+
+    Args:
+        device: The machine.
+        root: Where Linux shows the counters; ``None`` for :data:`POWERCAP`.
+    """
+
+    source = "RAPL"
+    least_seconds = 0.1
+
+    def __init__(self, device: str, root: Path | None = None) -> None:
+        super().__init__(device)
+        root = root or POWERCAP
+        try:
+            # Their parts ("core", "dram") are zones of their own, as is the platform ("psys"), which contains them.
+            zones = [zone for zone in sorted(root.glob("intel-rapl:*")) if _text(zone / "name").startswith("package")]
+            self._ranges = [int(_text(zone / "max_energy_range_uj")) / 1e6 for zone in zones]
+            self._files = [(zone / "energy_uj").open("rb", buffering=0) for zone in zones]
+        except PermissionError as error:
+            self.reason = f"permission denied: this user may not read {error.filename}"
+        except (OSError, ValueError) as error:
+            self.reason = f"RAPL cannot be read: {error}"
+        else:
+            self.reason = None if zones else f"this machine shows no CPU packages in {root} (RAPL)"
+
+    def _read(self) -> Sequence[float]:
+        try:
+            return [int(os.pread(file.fileno(), 100, 0)) / 1e6 for file in self._files]
+        except (OSError, ValueError) as error:
+            raise Unreadable(f"RAPL cannot be read: {error}") from None
+
+    def _spent(self, before: Sequence[float], after: Sequence[float], seconds: float) -> float:
+        if seconds * _MOST_WATTS > (least := min(self._ranges)):
+            rule = f"RAPL's counters, which start again after {least:.0f} J"
+            raise Unreadable(f"a stretch of {seconds:.0f} s is too long for {rule}")
+        ends = zip(before, after, self._ranges, strict=True)
+        return sum(last - first + (full if last < first else 0.0) for first, last, full in ends)
+
+
+class Gpu(Counter):
+    """One GPU with its memory, by NVML; and what its clocks were held back by.
+
+    Args:
+        host: The machine.
+        uuid: NVML's identity of the GPU.
+        nvml: A replacement for the module ``pynvml``; ``None`` for that module itself.
+    """
+
+    source = "NVML"
+    least_seconds = 1.0
+
+    def __init__(self, host: str, uuid: str, nvml: Any = None) -> None:
+        super().__init__(f"{uuid} of {host}")
+        self._clocks: list[int] = []
+        self._seen: dict[str, None] = {}
+        self._held_before: dict[str, int] = {}
+        self._held: dict[str, float] = {}
+        self._held_seconds = 0.0
+        self._most: int | None = None
+        self._nvml, self.reason = gpu_state.connect(nvml)
+        if self.reason is None:
+            try:
+                self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+            except Exception as error:  # pynvml's own exceptions, unknown before its import
+                self._nvml, self.reason = None, f"NVML does not know {uuid}: {error}"
+            else:
+                self._most = self._ask("nvmlDeviceGetMaxClockInfo", self._nvml.NVML_CLOCK_SM)
+
+    def look(self) -> None:
+        """Note the clock and what it depends on now, while the GPU works."""
+        if self._nvml:
+            clock = self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM)
+            self._clocks += [] if clock is None else [clock]
+            self._seen |= dict.fromkeys(gpu_state.reasons_now(self._nvml, self._handle) or ())
+
+    def begin(self) -> None:
+        """A stretch begins."""
+        super().begin()
+        self._held_before = self._held_now()
+
+    def end(self, steps: int, seconds: float) -> None:
+        """The stretch is over."""
+        super().end(steps, seconds)
+        if seconds < self.least_seconds:
+            return
+        after = self._held_now()
+        self._held_seconds += seconds
+        for words in self._held_before.keys() & after.keys():
+            more = max(0, after[words] - self._held_before[words]) / 1e9
+            self._held[words] = self._held.get(words, 0.0) + more
+
+    def clocks(self) -> dict[str, Any]:
+        """The clocks, in the form of a record without the ``rank``."""
+        shares = {words: min(1.0, self._held[words] / self._held_seconds) for words in sorted(self._held)}
+        return {
+            "sm_clock_mhz": self._clocks[-1] if self._clocks else None,
+            "sm_clock_least_mhz": min(self._clocks, default=None),
+            "sm_clock_most_mhz": self._most,
+            "clock_reasons": list(self._seen) if self._clocks else None,
+            "held_back": shares or None,
+        }
+
+    def close(self) -> None:
+        """Let NVML go."""
+        if self._nvml:
+            with suppress(Exception):
+                self._nvml.nvmlShutdown()
+            self._nvml = None
+
+    def _read(self) -> Sequence[float]:
+        try:
+            return [self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle) / 1e3]
+        except Exception as error:
+            raise Unreadable(f"NVML has no energy of this GPU: {error}") from None
+
+    def _spent(self, before: Sequence[float], after: Sequence[float], seconds: float) -> float:
+        if after[0] < before[0]:
+            raise Unreadable("NVML's energy counter went backwards: the driver was loaded again")
+        return after[0] - before[0]
+
+    def _held_now(self) -> dict[str, int]:
+        """Nanoseconds in which clocks were held back so far, by cause; without those that the driver does not count."""
+        if not self._nvml:
+            return {}
+        told = {words: self._ask("nvmlDeviceGetViolationStatus", policy) for policy, words in _POLICIES.items()}
+        return {words: status.violationTime for words, status in told.items() if status is not None}
+
+    def _ask(self, question: str, *arguments: Any) -> Any:
+        return gpu_state.answer(lambda: getattr(self._nvml, question)(self._handle, *arguments))
+
+
+def energy(
+    source: str, counted: Sequence[Counted], samples_per_step: int, tokens_per_sample: int | None
+) -> dict[str, Any]:
+    """The energy of all devices, in the form of a record: each counted once, and never only a part of them.
+
+    Args:
+        source: What was asked.
+        counted: What the counters of all ranks counted, at least one.
+        samples_per_step: Samples of one step over all ranks.
+        tokens_per_sample: Length of a sequence; ``None`` if samples are not token sequences.
+    """
+    devices = list({one.device: one for one in counted}.values())
+    reasons = {one.device: one.reason for one in devices if one.reason}
+    if reasons:
+        device, reason = next(iter(reasons.items()))
+        everywhere = len(reasons) == len(devices) and len(set(reasons.values())) == 1
+        return none(reason if everywhere else f"{device}: {reason}")
+    per_step = sum(one.joules / one.steps for one in devices)
+    per_sample = per_step / samples_per_step
+    return {
+        "source": source,
+        "steps": min(one.steps for one in devices),
+        "seconds": min(one.seconds for one in devices),
+        "watts": sum(one.joules / one.seconds for one in devices),
+        "joules_per_step": per_step,
+        "joules_per_sample": per_sample,
+        "joules_per_token": None if tokens_per_sample is None else per_sample / tokens_per_sample,
+        "reason": None,
+    }
+
+
+def none(reason: str) -> dict[str, Any]:
+    """No energy, in the form of a record, and why."""
+    names = ("source", "steps", "seconds", "watts", "joules_per_step", "joules_per_sample", "joules_per_token")
+    return {**dict.fromkeys(names), "reason": reason}
+
+
+def _text(path: Path) -> str:
+    return path.read_text().strip()
+
+
+class EnergyMeter:
+    """Meters stretches of steps, from one interruption (evaluation, drain, checkpoint) to the next.
+
+    At both ends of a stretch the device has no work left, as an interruption waits for it anyway: counters then belong
+    to whole steps. The first stretch begins at the first interruption after ``train.warmup_steps`` steps. Each rank
+    reads its GPU, and the first rank of each node the CPU packages of its machine.
+
+    Args:
+        job: The run.
+        loop: Its step loop, before the first step.
+    """
+
+    def __init__(self, job: Job, loop: StepLoop) -> None:
+        self._job, self._loop = job, loop
+        self._warmup = job.spec.config.train.warmup_steps
+        host = socket.gethostname()
+        real = not job.spec.virtual  # whose energy would be that of a machine that imitates it
+        self._cpu = Packages(host) if real and job.world.local_rank == 0 else None
+        self._gpu = Gpu(host, gpu_state.identity(job.device)) if real and job.device.type == "cuda" else None
+        self._counters = [counter for counter in (self._cpu, self._gpu) if counter and counter.reason is None]
+        self._began: tuple[int, float] | None = None
+
+    @contextmanager
+    def interrupted(self) -> Iterator[None]:
+        """Leave out what is done between two steps; called in all ranks."""
+        self.stop()
+        yield
+        if self._loop.taken >= self._warmup:
+            for counter in self._counters:
+                counter.begin()
+            self._began = self._loop.taken, time.perf_counter()
+
+    def stop(self) -> None:
+        """End the stretch, if there is one; waits for the device."""
+        if self._began is None or not self._counters:
+            return
+        if self._gpu:
+            self._gpu.look()  # it still works
+            torch.cuda.synchronize(self._job.device)
+        (first, began), self._began = self._began, None
+        steps, seconds = self._loop.taken - first, time.perf_counter() - began
+        for counter in self._counters:
+            counter.end(steps, seconds)
+
+    def finish(self) -> dict[str, Any] | None:
+        """The field ``hardware`` of the record; called in all ranks after the last step."""
+        if self._job.spec.virtual:
+            return None
+        cpu = self._cpu.counted() if self._cpu else None
+        gpu = (self._gpu.counted(), self._gpu.clocks()) if self._gpu else None
+        told = gather((cpu, gpu))
+        if self._gpu:
+            self._gpu.close()
+        cpus = [one for one, _ in told if one]
+        gpus = {rank: one for rank, (_, one) in enumerate(told) if one}
+        batch, tokens = self._job.training.layout.global_batch, self._job.training.data.tokens_per_sample
+        counted = [of for of, _ in gpus.values()]
+        return {
+            "cpu": energy(Packages.source, cpus, batch, tokens),
+            "gpu": energy(Gpu.source, counted, batch, tokens) if gpus else none("the run used no GPU"),
+            "clocks": [{"rank": rank, **clocks} for rank, (_, clocks) in gpus.items()],
+        }

@@ -1,0 +1,330 @@
+"""The measured fields of a training run's record, and the ceiling measured again where a run passes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ptdbench.job import Job
+from ptdbench.launch.collect import gather
+from ptdbench.measure import ceiling
+from ptdbench.measure.ceiling import Measured, known_ceiling
+from ptdbench.measure.hardware import dense_peak
+from ptdbench.measure.statistics import summary, warmup_end
+from ptdbench.parallel import precision
+from ptdbench.problems import ConfigError
+from ptdbench.records import series
+from ptdbench.units import flops_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The combined measurements of all ranks of a run.
+
+    Attributes:
+        step_seconds: Seconds of every step on its slowest rank; the first step included.
+        samples_per_step: Samples of one step over all ranks: the global batch.
+        tokens_per_sample: Sequence length; ``None`` where samples are not token sequences.
+        flops_per_sample: FLOPs of forward and backward for one sample by the model's formula, if it has one.
+        flops_reason: Why there is no such formula, else ``None``.
+        world_size: Ranks, one device each.
+        device_name: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
+        dtype: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
+        peak_memory_bytes: Peak memory, maximum over ranks.
+        peak_reserved_bytes: Peak of what torch's allocator took from the device, likewise; ``None`` on a CPU.
+        first_step_seconds: From the start of the run's first step to its end, compilation included.
+        startup_seconds: Seconds of each phase before the first step, by name.
+        minimum_warmup: Minimum number of warm-up steps.
+        earlier_seconds: Seconds of steps of earlier starts of this run, without their warm-up.
+        wait_seconds: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
+        ceiling: What was measured on this device in matrix products of ``dtype``, or ``None`` and the reason.
+        masked_flops_per_sample: Of ``flops_per_sample``, those for what causal attention masks; ``None`` if unknown.
+    """
+
+    step_seconds: Sequence[float]
+    samples_per_step: int
+    tokens_per_sample: int | None
+    flops_per_sample: float | None
+    flops_reason: str | None
+    world_size: int
+    device_name: str
+    dtype: str
+    peak_memory_bytes: int | None
+    peak_reserved_bytes: int | None = None
+    first_step_seconds: float | None
+    startup_seconds: Mapping[str, float]
+    minimum_warmup: int
+    earlier_seconds: Sequence[float] = ()
+    wait_seconds: Sequence[float] = ()
+    ceiling: tuple[Measured | None, str | None] = (None, "no ceiling was looked up")
+    masked_flops_per_sample: float | None = None
+
+
+def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
+    """The number of warm-up steps, and the figures of the steps after them.
+
+    A step takes as long as its slowest rank. Throughput is all timed samples over all timed seconds, not a mean of
+    rates, which would favor runs with uneven steps. ``mfu`` is model FLOP/s per device over the device's dense peak
+    (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count. ``mfu_causal`` is the same without the
+    FLOPs for what causal attention masks.
+
+    Returns:
+        ``(warmup_steps, figures)``. The figures have the same names for every run; unknown ones are ``None``, such
+        as all rates of a run that finished no step.
+    """
+    warmup_steps = warmup_end(measured.step_seconds, measured.minimum_warmup)
+    own = measured.step_seconds[warmup_steps:]
+    timed = [*measured.earlier_seconds, *own]
+
+    samples_per_second = measured.samples_per_step * len(timed) / sum(timed) if timed else None
+    tokens_per_second = _times(samples_per_second, measured.tokens_per_sample)
+    flops_per_second = _times(samples_per_second, measured.flops_per_sample)
+    per_device = 1 / measured.world_size
+    rate = _times(flops_per_second, per_device)
+    mfu, mfu_reason = _mfu(measured, rate, measured.dtype)
+    causal = _times(flops_per_second, _unmasked(measured))
+    return warmup_steps, {
+        "step_seconds": summary(timed),
+        "tokens_per_second": tokens_per_second,
+        "samples_per_second": samples_per_second,
+        "tokens_per_second_per_device": _times(tokens_per_second, per_device),
+        "samples_per_second_per_device": _times(samples_per_second, per_device),
+        "model_flops_per_second": flops_per_second,
+        "mfu": mfu,
+        "mfu_reason": mfu_reason,
+        "mfu_of_bf16": _mfu(measured, rate, "bf16")[0] if measured.dtype == "fp8" else None,
+        **against_ceiling(*measured.ceiling, _times(flops_per_second, per_device)),
+        "data_wait_share": _share(measured.wait_seconds[warmup_steps:], own),
+        "peak_memory_bytes": measured.peak_memory_bytes,
+        "peak_reserved_bytes": measured.peak_reserved_bytes,
+        "first_step_seconds": measured.first_step_seconds,
+        "startup_seconds": dict(measured.startup_seconds),
+        "causal_flops_per_second": causal,
+        "mfu_causal": _mfu(measured, _times(causal, per_device), measured.dtype)[0],
+    }
+
+
+def _unmasked(measured: Measurement) -> float | None:
+    """The share of the model's FLOPs that causal attention does not mask."""
+    full, masked = measured.flops_per_sample, measured.masked_flops_per_sample
+    return None if not full or masked is None else 1 - masked / full
+
+
+#: Those of a run on virtual GPUs.
+_OF_VIRTUAL = ("peak_memory_bytes", "peak_reserved_bytes", "first_step_seconds", "startup_seconds")
+
+
+def without_times(measured: Measurement) -> dict[str, Any]:
+    """The figures of a run whose device computes nothing: its memory, and how long the host took to begin."""
+    _, found = metrics(measured)
+    return {name: value if name in _OF_VIRTUAL else None for name, value in found.items()}
+
+
+def _times(quantity: float | None, factor: float | None) -> float | None:
+    return None if quantity is None or factor is None else quantity * factor
+
+
+def _share(part: Sequence[float], whole: Sequence[float]) -> float | None:
+    return sum(part) / sum(whole) if part and whole else None
+
+
+def _mfu(
+    measured: Measurement, flops_per_second_per_device: float | None, dtype: str
+) -> tuple[float | None, str | None]:
+    """Model FLOPs utilization by the peak of a dtype, or why there is none."""
+    if measured.flops_per_sample is None:
+        return None, measured.flops_reason or "the model states no FLOPs"
+    if flops_per_second_per_device is None:
+        return None, "no step was finished"
+    peak, reason = dense_peak(measured.device_name, dtype)
+    return (None, reason) if peak is None else (flops_per_second_per_device / peak, None)
+
+
+def against_ceiling(
+    ceiling: Measured | None, reason: str | None, flops_per_second_per_device: float | None
+) -> dict[str, Any]:
+    """The ceiling measured on this device, or why there is none, and the model FLOP/s as a share of it."""
+    rate = ceiling.flops_per_second if ceiling else None
+    return {
+        "ceiling_flops_per_second": rate,
+        "ceiling_beside_load": ceiling.beside_load if ceiling else None,
+        "share_of_ceiling": None if rate is None else _times(flops_per_second_per_device, 1 / rate),
+        "ceiling_reason": reason,
+    }
+
+
+Ceiling = tuple[Measured | None, str | None]
+
+
+def ceiling_of_run(job: Job) -> Ceiling:
+    """Return the rate that matrix products of the run's arithmetic reach on this device; see :func:`known_ceiling`."""
+    dtype = dtype_of(job)
+    if job.spec.virtual:
+        return None, "virtual GPUs have none"
+    if dtype == "fp8":
+        return None, "workload=matmul measures no products in fp8"
+    return known_ceiling(job.world, job.device, dtype, job.spec.config.cluster.cpus_per_rank)
+
+
+def figures(
+    job: Job, path: Path, segments: Sequence[dict[str, Any]], peaks: tuple[int, int], ceiling: Ceiling
+) -> dict[str, Any]:
+    """The fields that the steps so far account for.
+
+    Args:
+        job: The run.
+        path: The series file of the run.
+        segments: Its starts, in the form of a record; each gains its ``warmup_steps``.
+        peaks: Peak memory in bytes, allocated and reserved, the maxima over ranks.
+        ceiling: The result of :func:`ceiling`.
+    """
+    losses, seconds, waits = (
+        series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds", "wait_seconds")
+    )
+    of_starts = [_of(one, seconds) for one in segments]
+    for one, own in zip(segments, of_starts, strict=True):
+        one.setdefault("warmup_steps", warmup_end(own[np.isfinite(own)], job.spec.config.train.warmup_steps))
+    last, own = segments[-1], of_starts[-1]
+    timed = [
+        earlier[one["warmup_steps"] :]
+        for one, earlier in zip(segments[:-1], of_starts[:-1], strict=True)
+        if one["layout"] == last["layout"]
+    ]
+    before = np.concatenate([np.empty(0), *timed])
+    measured = _measurement(job, last, own, _of(last, waits), before[np.isfinite(before)], peaks, ceiling)
+    if job.spec.virtual:
+        warmup, found = 0, without_times(replace(measured, step_seconds=(), wait_seconds=()))
+    else:
+        warmup, found = metrics(measured)
+    return {
+        "warmup_steps": warmup,
+        "metrics": found,
+        "steps": len(losses),
+        "final_loss": losses[-1] if len(losses) else None,
+        "segments": list(segments),
+    }
+
+
+def first_not_finite(path: Path) -> int | None:
+    """The first step whose loss is not a finite number; a step that was lost has no time either, and does not count."""
+    losses, seconds = (series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds"))
+    wrong = np.flatnonzero(np.isnan(losses) & np.isfinite(seconds))
+    return int(wrong[0]) if len(wrong) else None
+
+
+def _of(segment: Mapping[str, Any], values: np.ndarray) -> np.ndarray:
+    """The part of a series that belongs to one start of the run."""
+    return values[segment["first_step"] :][: segment["steps"]]
+
+
+def _measurement(
+    job: Job,
+    last: Mapping[str, Any],
+    own: np.ndarray,
+    waits: np.ndarray,
+    earlier: np.ndarray,
+    peaks: tuple[int, int],
+    ceiling: Ceiling,
+) -> Measurement:
+    """Collect the input of the metrics.
+
+    Args:
+        job: The run.
+        last: The segment of this process.
+        own: Seconds of its steps.
+        waits: Of these, seconds that each waited for its batch.
+        earlier: Seconds of what was timed in earlier segments of the same layout.
+        peaks: Peak memory in bytes, allocated and reserved.
+        ceiling: The result of :func:`ceiling`.
+    """
+    spec, training = job.spec, job.training
+    return Measurement(
+        step_seconds=own.tolist(),
+        samples_per_step=training.layout.global_batch,
+        tokens_per_sample=training.data.tokens_per_sample,
+        flops_per_sample=training.flops_per_sample,
+        masked_flops_per_sample=training.masked_flops_per_sample,
+        flops_reason=training.flops_reason,
+        world_size=spec.world_size,
+        device_name=torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
+        dtype=dtype_of(job),
+        peak_memory_bytes=peaks[0],
+        peak_reserved_bytes=peaks[1] or None,
+        first_step_seconds=sum(last["startup_seconds"].values()),
+        startup_seconds=last["startup_seconds"],
+        minimum_warmup=spec.config.train.warmup_steps,
+        earlier_seconds=earlier.tolist(),
+        wait_seconds=waits.tolist(),
+        ceiling=ceiling,
+    )
+
+
+def dtype_of(job: Job) -> str:
+    """The arithmetic of the run's matrix products."""
+    return precision.arithmetic(job.spec.config.general.precision, job.device.type)
+
+
+#: Why a share above 100 % may be right.
+_LOADED = "other load slowed the products down"
+_OTHERWISE = (
+    "products are measured in a few shapes and from a cold cache, and model FLOPs count attention in full, although a "
+    "causal kernel skips half of it"
+)
+
+
+def recheck_ceiling(job: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure the ceiling again if the run passed it; called in all ranks, after the last step.
+
+    Args:
+        job: The run.
+        fields: The fields of its record, with its ``metrics`` on rank 0.
+
+    Returns:
+        The fields; on rank 0, and if the run passed its ceiling, with the higher one and a remark.
+    """
+    share = (fields.get("metrics") or {}).get("share_of_ceiling") or 0.0
+    if not gather(share > 1)[0]:
+        return dict(fields)
+    with job.watchdog.paused(), job.display.during("measuring the ceiling again"):
+        try:
+            again: Measured | str = ceiling.measure_again(job.world, job.device, dtype_of(job), job.watchdog.alive)
+        except ConfigError as lack:  # of memory, in all ranks: the model takes some
+            again = str(lack)
+    if not job.world.is_first:
+        return dict(fields)
+    metrics, remark = against_higher_ceiling(fields["metrics"], job.world.size, again)
+    return {**fields, "metrics": metrics, "remarks": {**fields["remarks"], "ceiling": remark}}
+
+
+def against_higher_ceiling(
+    metrics: Mapping[str, Any], world_size: int, again: Measured | str
+) -> tuple[dict[str, Any], str]:
+    """The figures against the higher of two ceilings, and what happened in words.
+
+    Args:
+        metrics: Those of the run, against the earlier ceiling.
+        world_size: Number of ranks.
+        again: The new ceiling, or why there is none.
+    """
+    earlier = Measured(metrics["ceiling_flops_per_second"], "", metrics["ceiling_beside_load"])
+    best = again if isinstance(again, Measured) and again.flops_per_second > earlier.flops_per_second else earlier
+    figures = {**metrics, **against_ceiling(best, None, metrics["model_flops_per_second"] / world_size)}
+    if isinstance(again, str):
+        remark = f"ceiling passed, and not re-measured: {again}"
+    elif best is again:
+        remark = f"ceiling re-measured: was {_text(earlier)}; now {_text(again)}"
+    else:
+        remark = f"ceiling re-measured: {_text(again)} is not above the earlier {_text(earlier)}"
+    if figures["share_of_ceiling"] > 1:
+        remark += f"; the model reaches {figures['share_of_ceiling']:.1%} of it: "
+        remark += _LOADED if best.beside_load else _OTHERWISE
+    return figures, remark
+
+
+def _text(ceiling: Measured) -> str:
+    return flops_text(ceiling.flops_per_second) + ", taken beside other load" * bool(ceiling.beside_load)

@@ -1,0 +1,131 @@
+"""Account of a run on virtual GPUs: memory, kernels and messages, and how long the host takes."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ptdbench.job import Job
+from ptdbench.launch.collect import gather
+from ptdbench.measure import memory
+from ptdbench.profiling import profiler, trace
+from ptdbench.training import profile
+from ptdbench.training.loop import StepLoop
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What one rank tells.
+
+    Attributes:
+        allocated: Peak memory allocated by PyTorch, in bytes.
+        reserved: Peak of what it took from the device, in bytes.
+        communicators: Process groups of several ranks.
+        host_seconds: Seconds in which the host had launched a step.
+        kernels: Kernels of a step by kind.
+        messages: Calls and bytes of a step by operation.
+        reason: Why kernels and messages are not known.
+    """
+
+    allocated: int
+    reserved: int
+    communicators: int
+    host_seconds: float
+    kernels: Mapping[str, int]
+    messages: Mapping[str, tuple[float, float]]
+    reason: str | None = None
+
+
+def account(job: Job, loop: StepLoop, volume: Mapping[str, float | None]) -> dict[str, Any] | None:
+    """Take a step to look at the host, and one under the profiler; called in all ranks that are there.
+
+    Args:
+        job: The run.
+        loop: Its step loop, whose steps are drained.
+        volume: On the first rank, bytes of each operation of communication in a step by formula.
+
+    Returns:
+        On the first rank the record's field ``virtual``, see :class:`ptdbench.records.schema.Virtual`.
+    """
+    machine = job.spec.virtual
+    assert machine
+    peaks = memory.peak_bytes(job.device), memory.peak_reserved_bytes(job.device)  # of the steps before
+    told: list[_Own] = gather(_own(job, loop, *peaks))
+    if not job.world.is_first:
+        return None
+    ranks = present(job)
+    owns = [told[rank] for rank in ranks]
+    found = {
+        kind: [one.kernels.get(kind, 0) for one in owns] for kind in dict.fromkeys(k for o in owns for k in o.kernels)
+    }
+    operations = dict.fromkeys(operation for one in owns for operation in one.messages)
+    return {
+        "device": machine.gpu_name,
+        "real_time": machine.real_time,
+        "ranks": ranks,
+        "allocated_bytes": [one.allocated for one in owns],
+        "reserved_bytes": [one.reserved for one in owns],
+        "context_bytes": machine.gpu.context,
+        "communicators": [one.communicators for one in owns],
+        "host_seconds": [one.host_seconds for one in owns],
+        "kernels": found,
+        "messages": {
+            operation: {
+                "calls": fmean(one.messages.get(operation, (0.0, 0.0))[0] for one in owns),
+                "bytes": fmean(one.messages.get(operation, (0.0, 0.0))[1] for one in owns) or None,
+                "formula_bytes": volume.get(operation),
+            }
+            for operation in operations
+        },
+        "reason": next((one.reason for one in owns if one.reason), None),
+    }
+
+
+def present(job: Job) -> list[int]:
+    """The ranks that are carried out."""
+    return list(job.world.present or range(job.world.size))
+
+
+def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
+    groups = {group for group in dist.distributed_c10d._world.pg_map if _has_communicator(group)}
+    seconds = _host_seconds(job, loop)
+    if not job.spec.config.profile.steps:
+        return _Own(allocated, reserved, len(groups), seconds, {}, {}, "profile.steps=0")
+    with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
+        path = Path(scratch) / "trace.json"
+        try:
+            profile.run(job, loop, 1).export_chrome_trace(str(path))
+            launched, called = trace.launched_in_steps(path)
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = f"the trace cannot be written and read: {error}"
+            return _Own(allocated, reserved, len(groups), seconds, {}, {}, reason)
+    counted = Counter(profiler.kernel_kind(kernel.name) for kernel in launched)
+    calls, size = Counter[str](), Counter[str]()
+    for call in called:
+        calls[call.operation] += 1
+        size[call.operation] += call.bytes
+    messages = {name: (float(calls[name]), float(size[name])) for name in calls}
+    return _Own(allocated, reserved, len(groups), seconds, dict(counted.most_common()), messages)
+
+
+def _has_communicator(group: dist.ProcessGroup) -> bool:
+    return group.size() > 1 and "nccl" in dist.get_backend_config(group)
+
+
+def _host_seconds(job: Job, loop: StepLoop) -> float:
+    """Seconds that the host takes to launch a step."""
+    torch.cuda.synchronize(job.device)
+    started = time.perf_counter()
+    profile.step(loop, loop.done)
+    seconds = time.perf_counter() - started
+    torch.cuda.synchronize(job.device)
+    return seconds

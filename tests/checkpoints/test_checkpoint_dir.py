@@ -1,0 +1,344 @@
+"""Which checkpoint counts, which are deleted, and what a kill at any moment leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ptdbench.checkpoints import checkpoint_dir, manifest, safe_load, saver
+from ptdbench.checkpoints.manifest import Manifest
+from ptdbench.launch import local
+from tests.daily import cases
+from tests.parallel.ranks import on_ranks
+
+
+def make(run_directory: Path, step: int, files: int = 3) -> Path:
+    """A checkpoint as the saver leaves it, with files of any content."""
+    partial = checkpoint_dir.partial(run_directory, step)
+    checkpoint_dir.begin(partial)
+    for number in range(files):
+        (partial / f"__{number}_0.distcp").write_bytes(bytes([step, number]) * 1000)
+    stamps = {path.name: manifest.stamp(path) for path in partial.iterdir()}
+    manifest.write(partial, Manifest(step, files, {}, {"of": step}, stamps, "2.15.0", 1.0))
+    return checkpoint_dir.publish(partial)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def names(run_directory: Path) -> list[str]:
+    return sorted(path.name for path in (run_directory / "checkpoints").iterdir())
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda path: os.truncate(path / "__1_0.distcp", 1234), "__1_0.distcp has 1234 bytes instead of 2000"),
+    "bit flipped": (lambda path: flip(path / "__2_0.distcp"), "__2_0.distcp does not match its checksum"),
+    "file missing": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
+    "half a manifest": (lambda path: os.truncate(path / "manifest.json", 100), "manifest.json is not a manifest"),
+    "empty": (lambda path: [file.unlink() for file in path.iterdir()], "manifest.json is missing"),
+}
+
+
+class TestNewest:
+    def test_the_highest_step_counts(self, tmp_path):
+        assert checkpoint_dir.newest(tmp_path) == checkpoint_dir.Search(None, ())
+        for step in (9, 2, 10, 3):
+            make(tmp_path, step)
+        found = checkpoint_dir.newest(tmp_path).found
+        assert (found.path.name, found.manifest.facts) == ("step-00000010", {"of": 10})
+        make(tmp_path, 99).rename(tmp_path / "checkpoints" / "step-99999999")
+        make(tmp_path, 1).rename(tmp_path / "checkpoints" / "step-100000000")
+        assert checkpoint_dir.newest(tmp_path).found.path.name == "step-100000000"
+
+    @pytest.mark.parametrize("damage", DAMAGES)
+    def test_broken_ones_are_passed_over_with_a_warning(self, tmp_path, damage):
+        whole, wrong = make(tmp_path, 1), make(tmp_path, 2)
+        break_it, told = DAMAGES[damage]
+        break_it(wrong)
+        search = checkpoint_dir.newest(tmp_path)
+        assert search.found.path == whole
+        (warning,) = search.warnings
+        assert warning.startswith(f"{wrong} is skipped: {told}")
+        break_it(whole)
+        search = checkpoint_dir.newest(tmp_path)
+        assert search.found is None
+        assert [told.split(" is skipped: ")[0] for told in search.warnings] == [str(wrong), str(whole)]
+
+    def test_partial_ones_and_strangers_are_not_looked_at(self, tmp_path):
+        whole = make(tmp_path, 1)
+        make(tmp_path, 2).rename(checkpoint_dir.partial(tmp_path, 2))
+        for stranger in ("step-3", "notes", "step-00000004.deleted"):
+            (tmp_path / "checkpoints" / stranger).mkdir()
+        (tmp_path / "checkpoints" / "step-00000005").write_text("a file")
+        assert checkpoint_dir.newest(tmp_path) == checkpoint_dir.Search(
+            checkpoint_dir.Found(whole, manifest.read(whole)), ()
+        )
+
+
+def search_on_ranks(run_directory: Path) -> tuple[checkpoint_dir.Search, list[str]]:
+    """What this rank finds, and which files it read."""
+    read: list[str] = []
+    stamp = manifest.stamp
+    manifest.stamp = lambda path: read.append(str(path.relative_to(path.parents[1]))) or stamp(path)
+    return checkpoint_dir.newest(run_directory, dist.new_group(backend="gloo")), read
+
+
+@pytest.mark.ranks
+def test_ranks_share_the_reading_and_agree(tmp_path):
+    whole, wrong = make(tmp_path, 1), make(tmp_path, 2)
+    flip(wrong / "__1_0.distcp")  # which only the second rank reads
+    (first, read_by_first), (second, read_by_second) = on_ranks(2, search_on_ranks, tmp_path)
+    assert first == second
+    assert first.found.path == whole
+    assert first.warnings == (f"{wrong} is skipped: __1_0.distcp does not match its checksum",)
+    both = [f"{path.name}/__{number}_0.distcp" for path in (wrong, whole) for number in range(3)]
+    assert sorted(read_by_first + read_by_second) == sorted(both)
+    assert {name for name in read_by_second if "00001/" in name} == {"step-00000001/__1_0.distcp"}
+
+
+class TestPrune:
+    def test_the_newest_stay_and_partial_ones_push_none_out(self, tmp_path):
+        for step in range(1, 6):
+            make(tmp_path, step)
+        checkpoint_dir.begin(checkpoint_dir.partial(tmp_path, 6))
+        checkpoint_dir.prune(tmp_path, 2)
+        assert names(tmp_path) == ["step-00000004", "step-00000005", "step-00000006.partial"]
+
+    @pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "bit flipped"])
+    def test_broken_ones_push_no_good_one_out(self, tmp_path, damage):
+        for step in range(1, 6):
+            made = make(tmp_path, step)
+            if step > 2:
+                DAMAGES[damage][0](made)
+        checkpoint_dir.prune(tmp_path, 2)
+        assert names(tmp_path) == [f"step-0000000{step}" for step in range(1, 6)]
+
+    @pytest.mark.parametrize("stranger", ["notes.txt", "plots/", "__9_0.distcp", "link"])
+    def test_one_that_holds_anything_of_a_persons_stays_as_it_is(self, tmp_path, stranger):
+        for step in (1, 2):
+            put(make(tmp_path, step), stranger)
+        for step in (11, 12, 13, 14):
+            make(tmp_path, step)
+        before = contents(tmp_path)
+        checkpoint_dir.prune(tmp_path, 2)
+        stay = ("step-00000001", "step-00000002", "step-00000013", "step-00000014")
+        assert contents(tmp_path) == {path: held for path, held in before.items() if Path(path).parts[0] in stay}
+
+    def test_one_that_lies_elsewhere_stays(self, tmp_path):
+        """A person has moved it to another disk, and left a link."""
+        elsewhere = make(tmp_path, 1).rename(tmp_path / "elsewhere")
+        (tmp_path / "checkpoints" / "step-00000001").symlink_to(elsewhere)
+        make(tmp_path, 2)
+        before = contents(tmp_path)
+        checkpoint_dir.prune(tmp_path, 1)
+        assert contents(tmp_path) == before
+
+
+def put(directory: Path, stranger: str) -> None:
+    """Something that the saver has not written; an empty folder is one too."""
+    if stranger.endswith("/"):
+        (directory / stranger).mkdir()
+    elif stranger == "link":
+        (directory / "__8_0.distcp").symlink_to("__0_0.distcp")
+    else:
+        (directory / stranger).write_text("mine")
+
+
+def contents(run_directory: Path) -> dict[str, bytes | str | None]:
+    """Every name among the checkpoints with what is there: a file's bytes, where a link leads, nothing for a folder."""
+    folder = run_directory / "checkpoints"
+
+    def held(path: Path) -> bytes | str | None:
+        return os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+
+    return {str(path.relative_to(folder)): held(path) for path in folder.rglob("*")}
+
+
+class TestBest:
+    def test_a_link_to_a_checkpoint_is_led_elsewhere(self, tmp_path):
+        for step in (1, 2):
+            make(tmp_path, step)
+            checkpoint_dir.mark_best(tmp_path, step)
+        assert os.readlink(tmp_path / "checkpoints" / "best") == "step-00000002"
+        assert names(tmp_path) == ["best", "step-00000001", "step-00000002"]
+
+    @pytest.mark.parametrize("name", ["best", "best.new"])
+    @pytest.mark.parametrize("kind", ["file", "folder", "link"])
+    def test_what_is_a_persons_is_not_replaced(self, tmp_path, name, kind):
+        make(tmp_path, 1)
+        path = tmp_path / "checkpoints" / name
+        if kind == "link":
+            path.symlink_to("../mine")
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            path.write_text("mine")
+        before = contents(tmp_path)
+        with pytest.raises(FileExistsError, match=f"{name} was not created by ptdbench: move it elsewhere"):
+            checkpoint_dir.mark_best(tmp_path, 1)
+        assert contents(tmp_path) == before
+
+
+STRANGERS = ["notes.txt", "plots/", "link"]
+
+
+class TestSweepPartial:
+    def test_what_was_not_finished_goes_and_the_rest_stays(self, tmp_path):
+        checkpoint_dir.remove_partial(tmp_path)
+        assert list(tmp_path.iterdir()) == []  # without checkpoints there is nothing to do
+        make(tmp_path, 1)
+        checkpoint_dir.begin(partial := checkpoint_dir.partial(tmp_path, 2))
+        for name in ("__12_0.distcp", ".metadata", ".metadata.tmp", "manifest.json", ".manifest.json.0f1e2d3c.tmp"):
+            (partial / name).write_bytes(b"half")
+        (tmp_path / "checkpoints" / "step-00000003.deleted").mkdir()
+        checkpoint_dir.remove_partial(tmp_path)
+        assert names(tmp_path) == ["step-00000001"]
+
+    def test_what_lacked_only_its_name_gets_it(self, tmp_path):
+        made = make(tmp_path, 2)
+        made.rename(checkpoint_dir.partial(tmp_path, 2))
+        checkpoint_dir.remove_partial(tmp_path)
+        assert checkpoint_dir.newest(tmp_path).found.path == made
+
+    @pytest.mark.parametrize("stranger", STRANGERS)
+    @pytest.mark.parametrize("end", [".partial", ".deleted"])
+    def test_what_holds_anything_of_a_persons_stays_as_it_is(self, tmp_path, end, stranger):
+        folder = tmp_path / "checkpoints"
+        put(make(tmp_path, 2).rename(folder / f"step-00000002{end}"), stranger)
+        for other in (f"step-mine{end}", f"step-3{end}"):
+            (folder / other).mkdir()
+        (folder / f"step-00000004{end}").write_text("mine")
+        make(tmp_path, 5).rename(folder / f"step-00000006{end}")
+        before = {path: held for path, held in contents(tmp_path).items() if "00006" not in path}
+        checkpoint_dir.remove_partial(tmp_path)
+        assert {path: held for path, held in contents(tmp_path).items() if "00006" not in path} == before
+        assert names(tmp_path)[-2 if end == ".partial" else -1] != f"step-00000006{end}"
+
+
+class TestInTheWay:
+    """What is a person's is neither overwritten nor emptied by the next save of the same step."""
+
+    @pytest.mark.parametrize("stranger", STRANGERS)
+    def test_a_partial_one_is_not_begun_anew(self, tmp_path, stranger):
+        checkpoint_dir.begin(partial := checkpoint_dir.partial(tmp_path, 1))
+        (partial / "__0_0.distcp").write_bytes(b"half")
+        put(partial, stranger)
+        before = contents(tmp_path)
+        with pytest.raises(FileExistsError, match="was not created by ptdbench: move it elsewhere"):
+            checkpoint_dir.begin(partial)
+        assert contents(tmp_path) == before
+
+    @pytest.mark.parametrize("place", ["step-00000001", "step-00000001.deleted"])
+    def test_one_of_the_same_step_is_not_replaced(self, tmp_path, place):
+        make(tmp_path, 1)
+        (tmp_path / "checkpoints" / place).mkdir(exist_ok=True)
+        put(tmp_path / "checkpoints" / place, "notes.txt")
+        before = contents(tmp_path)
+        with pytest.raises(FileExistsError, match=r"notes.txt was not created by ptdbench"):
+            make(tmp_path, 1)
+        checkpoint_dir.discard(checkpoint_dir.partial(tmp_path, 1))
+        assert contents(tmp_path) == before
+
+    def test_a_file_that_comes_while_a_checkpoint_is_deleted_stays(self, tmp_path, monkeypatch):
+        make(tmp_path, 1)
+        make(tmp_path, 2)
+        unlink = Path.unlink
+
+        def and_put(path: Path) -> None:
+            put(path.parent, "notes.txt")
+            unlink(path)
+
+        monkeypatch.setattr(Path, "unlink", and_put)
+        with pytest.raises(OSError, match="not empty"):
+            checkpoint_dir.prune(tmp_path, 1)
+        left = "step-00000001.deleted"
+        assert {path for path in contents(tmp_path) if "00001" in path} == {left, f"{left}/notes.txt"}
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_and_die(environ: Mapping[str, str], run_directory: Path, place: str, asynchronous: bool) -> None:
+    """Save after step 1 and again after step 2, where the process is killed at some place."""
+    dist.init_process_group("gloo")
+    keeper = saver.Saver(run_directory, keep=1, asynchronous=asynchronous)
+    keeper.save(1, {"model.weight": torch.ones(1000), "model.bias": torch.ones(10)}, {}, {})
+    keeper.wait()
+    PLACES[place][0]()
+    keeper.save(1 if "same step" in place else 2, {"model.weight": torch.zeros(1000)}, {}, {})
+    keeper.wait()
+
+
+def _after_a_tensor() -> None:
+    torch_save = torch.save
+
+    def save(*arguments: Any, **options: Any) -> None:
+        torch_save(*arguments, **options)
+        die()
+
+    torch.save = save
+
+
+def _while_deleting() -> None:
+    def remove(path: Path, _: Callable[[str], bool]) -> None:
+        next(iter(path.iterdir())).unlink()
+        die()
+
+    checkpoint_dir.remove = remove
+
+
+def _between_the_renames_of_the_same_step() -> None:
+    aside = checkpoint_dir._set_aside
+
+    def set_aside(path: Path) -> Path:
+        aside(path)
+        die()
+        return path
+
+    checkpoint_dir._set_aside = set_aside
+
+
+#: What breaks there, and the step that is found afterwards.
+PLACES: dict[str, tuple[Callable[[], Any], int]] = {
+    "writing tensors": (_after_a_tensor, 1),
+    "before the manifest": (lambda: setattr(manifest, "write", die), 1),
+    "before the name": (lambda: setattr(checkpoint_dir, "publish", die), 2),
+    "deleting the older": (_while_deleting, 2),
+    "same step": (_between_the_renames_of_the_same_step, 1),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("asynchronous", [True, False])
+@cases("place", PLACES, daily=["before the manifest", "same step"])
+def test_whoever_is_killed_leaves_a_checkpoint_that_counts(tmp_path, place, asynchronous):
+    with pytest.raises(local.RankDied) as caught:
+        local.start(save_and_die, 1, tmp_path, place, asynchronous)
+    assert caught.value.exit_codes == {0: -signal.SIGKILL}
+    surviving = PLACES[place][1]
+    for path in checkpoint_dir._complete_by_name(tmp_path):
+        manifest.check_contents(path, manifest.read(path), 0, 1)
+    if place != "same step":
+        before = checkpoint_dir.newest(tmp_path)
+        assert before.warnings == ()
+        assert before.found.manifest.step == (2 if place == "deleting the older" else 1)
+    checkpoint_dir.remove_partial(tmp_path)
+    search = checkpoint_dir.newest(tmp_path)
+    assert (search.warnings, search.found.manifest.step) == ((), surviving)
+    assert not any("." in name for name in names(tmp_path))
+    weight = {"model.weight": torch.full((1000,), 7.0)}
+    safe_load.load(search.found.path, weight)
+    renewed = surviving == 2 or place == "same step"
+    assert torch.equal(weight["model.weight"], (torch.zeros if renewed else torch.ones)(1000))

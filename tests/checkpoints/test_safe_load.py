@@ -1,0 +1,189 @@
+"""Loading runs no code, whatever a checkpoint holds."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import metadata
+
+from ptdbench.checkpoints import safe_load
+from ptdbench.checkpoints.saver import Saver
+from ptdbench.problems import ConfigError
+
+TENSORS = {
+    "model.weight": torch.arange(12.0).reshape(3, 4),
+    "model.empty": torch.zeros(0, 2),
+    "optimizer.weight.step": torch.tensor(7.0),
+    "model.narrow": torch.ones(5, dtype=torch.bfloat16),
+    "rng.cpu.0": torch.arange(256, dtype=torch.uint8),
+}
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return os.system, (f"touch {self.marker}",)
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / "marker"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, alone: None) -> Path:
+    saver = Saver(tmp_path, keep=1, asynchronous=False)
+    saver.save(1, TENSORS, {}, {})
+    saver.close()
+    return tmp_path / "checkpoints" / "step-00000001"
+
+
+def wanted() -> dict[str, Tensor]:
+    return {name: torch.full_like(tensor, 9) for name, tensor in TENSORS.items()}
+
+
+def refusal(checkpoint: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        safe_load.load(checkpoint, wanted())
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"resume={checkpoint}: ")
+    return line.removeprefix(f"resume={checkpoint}: ")
+
+
+def rewrite(checkpoint: Path, change: Callable[[Any], Any]) -> None:
+    """Change the metadata in place as one could who writes checkpoints."""
+    path = checkpoint / ".metadata"
+    described = pickle.loads(path.read_bytes())
+    change(described)
+    path.write_bytes(pickle.dumps(described))
+
+
+def place_of(described: Any) -> Any:
+    """Where the first tensor lies."""
+    return next(iter(described.storage_data.values()))
+
+
+def test_what_was_saved_is_loaded_in_place(checkpoint):
+    assert safe_load.names(checkpoint) == {name: (tensor.size(), tensor.dtype) for name, tensor in TENSORS.items()}
+    tensors = wanted()
+    rooms = dict(tensors)
+    safe_load.load(checkpoint, tensors)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(rooms[name], tensor)
+        assert tensors[name] is rooms[name]
+    with pytest.raises(ConfigError, match=r"Missing key in checkpoint state_dict: model\.other"):
+        safe_load.load(checkpoint, {"model.other": torch.zeros(2)})
+
+
+def test_metadata_that_would_run_code_is_refused(checkpoint, marker):
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Touch(marker)))
+    assert refusal(checkpoint).startswith("would run code: .metadata asks for posix.system; ")
+    with pytest.raises(ConfigError, match="would run code"):
+        safe_load.names(checkpoint)
+    assert not marker.exists()
+    pickle.loads((checkpoint / ".metadata").read_bytes())
+    assert marker.exists()  # the trap is one
+
+
+def test_metadata_with_code_inside_of_honest_metadata_is_refused(checkpoint, marker):
+    rewrite(checkpoint, lambda described: setattr(described, "planner_data", {"model.weight": Touch(marker)}))
+    assert "would run code: .metadata asks for posix.system" in refusal(checkpoint)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["load", "nn.Linear", "Size.__class__", "_C._cuda_init", "hub.load_state_dict_from_url"]
+)
+def test_metadata_may_not_name_functions_of_torch(checkpoint, name):
+    (checkpoint / ".metadata").write_bytes(f"ctorch\n{name}\n.".encode())
+    assert f"would run code: .metadata asks for torch.{name}" in refusal(checkpoint)
+
+
+@pytest.mark.parametrize("how", ["load", "TypedStorage"])
+def test_a_tensor_file_that_would_run_code_is_refused(checkpoint, marker, how, tmp_path):
+    torch.save({"load": Touch(marker), "TypedStorage": [torch.zeros(3, 4), Touch(marker)]}[how], tmp_path / "trap")
+    trap = (tmp_path / "trap").read_bytes()
+
+    def change(described: Any) -> None:
+        for place in described.storage_data.values():
+            place.offset, place.length = 0, len(trap)
+
+    rewrite(checkpoint, change)
+    (checkpoint / "__0_0.distcp").write_bytes(trap)
+    assert refusal(checkpoint).startswith("would run code: a tensor's file asks for posix.system; ")
+    assert not marker.exists()
+    torch.load(tmp_path / "trap", weights_only=False)
+    assert marker.exists()
+
+
+def test_items_that_are_no_tensors_are_refused(checkpoint, marker):
+    """As torch itself saves and loads them: without any check."""
+    tensors: dict[str, Any] = {**TENSORS, "rng.cpu.0": Touch(marker)}
+    (checkpoint / ".metadata").unlink()
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(checkpoint))
+    assert refusal(checkpoint).startswith("would run code: rng.cpu.0 is not a tensor and would be unpickled; ")
+    assert not marker.exists()
+    dcp.load({"rng.cpu.0": 0}, checkpoint_id=checkpoint)
+    assert marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        *(
+            ("relative_path", path, "points to a file outside of the checkpoint")
+            for path in ("../elsewhere.distcp", "/etc/passwd", "sub/__0_0.distcp")
+        ),
+        ("transform_descriptors", ["stream.zstd/1"], "asks for a transformation of __0_0.distcp"),
+    ],
+)
+def test_files_elsewhere_are_not_read_and_transformations_not_applied(checkpoint, field, value, reason):
+    rewrite(checkpoint, lambda described: setattr(place_of(described), field, value))
+    assert reason in refusal(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "cannot be read: .metadata: EOFError"),
+        (b"\x80\x04.", "cannot be read: .metadata: "),
+        (pickle.dumps({"model.weight": 1}), "cannot be read: .metadata: TypeError: it does not describe a checkpoint"),
+    ],
+)
+def test_metadata_that_is_none_is_refused(checkpoint, content, reason):
+    (checkpoint / ".metadata").write_bytes(content)
+    assert refusal(checkpoint).startswith(reason)
+
+
+def test_missing_metadata_and_missing_files_are_told(checkpoint):
+    (checkpoint / "__0_0.distcp").unlink()
+    assert "cannot be read: rank 0: FileNotFoundError" in refusal(checkpoint)
+    (checkpoint / ".metadata").unlink()
+    assert "cannot be read: .metadata: FileNotFoundError" in refusal(checkpoint)
+
+
+def test_a_signal_is_not_taken_for_a_broken_checkpoint(checkpoint, monkeypatch):
+    monkeypatch.setattr(torch, "load", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        safe_load.load(checkpoint, wanted())
+
+
+def test_properties_that_a_newer_torch_adds_are_left_out() -> None:
+    known = metadata.TensorProperties(dtype=torch.bfloat16)
+    read = safe_load._Properties.__new__(safe_load._Properties)
+    read.__setstate__((*known.__getstate__(), "of a newer torch"))
+    assert type(read) is metadata.TensorProperties
+    assert read == known

@@ -1,0 +1,140 @@
+"""Which runs are repeats of each other, and which of them stands for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ptdbench.comparison import alternatives
+from ptdbench.comparison.alternatives import of_sweeps
+from ptdbench.comparison.ranking import rank
+from ptdbench.records.bearing import leaves
+from ptdbench.records.load import Run
+from ptdbench.report.labels import names
+from tests.report.made import failed, repeated, run
+
+
+def test_repeats_are_one_alternative_with_the_figure_of_each_block():
+    runs = [
+        one for pair in zip(repeated("ddp", [10.0, 20.0]), repeated("fsdp", [5.0, 6.0]), strict=True) for one in pair
+    ]
+    ddp, fsdp = alternatives.group(runs)
+    assert ddp.runs == runs[::2]
+    assert [*ddp.sample.values()] == [10.0, 20.0]
+    assert [*fsdp.sample.values()] == [5.0, 6.0]
+    assert ddp.sample.keys() == fsdp.sample.keys()
+
+
+def test_blocks_of_different_sweeps_are_not_the_same_ones():
+    one, other = (alternatives.group(repeated("ddp", [1.0] * 3, sweep=sweep))[0] for sweep in ("a", "b"))
+    assert not one.sample.keys() & other.sample.keys()
+
+
+def test_every_run_counts_that_has_no_block_or_shares_one():
+    """``parallel=ddp,ddp repeat=2``, and a run of the same sweep from before there were repeats."""
+    runs = [*repeated("ddp", [1.0, 2.0]), *repeated("ddp", [3.0, 4.0], name="again"), run("ddp", 5.0)]
+    runs[-1]["config"] = {**runs[0]["config"], "repeat": {"runs": 1}}
+    (one,) = alternatives.group(runs)
+    assert sorted(one.sample.values()) == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"world_size": 4}, {"config": {"seed": 1}}, {"nodes": ["a", "b"]}, {"workload": "other"}],
+)
+def test_other_work_is_another_alternative(changes):
+    one = run("ddp", nodes=["a"])
+    assert len(alternatives.group([one, one])) == 1
+    assert len(alternatives.group([one, {**one, **changes}])) == 2
+
+
+def test_how_often_it_is_repeated_and_other_nodes_make_no_other_alternative():
+    one, other = repeated("ddp", [1.0, 2.0])
+    more = {**other, "config": {**other["config"], "repeat": {"runs": 9, "block": 1}}, "nodes": ["b"]}
+    assert len(alternatives.group([{**one, "nodes": ["a"]}, more])) == 1
+
+
+def test_one_that_failed_before_it_knew_its_nodes_belongs_to_the_others():
+    runs = [run("ddp", status="failed", nodes=None), run("ddp", nodes=["a", "b"])]
+    assert len(alternatives.group(runs)) == 1
+
+
+@pytest.mark.parametrize("side", [[], ["others"]])
+def test_one_that_never_knew_its_world_belongs_to_those_that_asked_for_the_same(side):
+    """As jobs whose nodes fail before a rank has begun; also where only the other side of a comparison has runs."""
+    lost = [run("ddp", status="failed", nodes=None, world_size=None, metrics=None) for _ in range(3)]
+    known = run("ddp", nodes=["a", "b"], world_size=8)
+    own, others = ([], [known]) if side else ([known], [])
+    ((identity, found),) = alternatives.by_identity([*lost, *own], others=others).items()
+    assert len(found.runs) == 3 + len(own)
+    assert identity in alternatives.by_identity([known])
+    other = {**known["config"], "cluster": {"nodes": 4, "ranks_per_node": 4}}
+    assert len(alternatives.group([{**lost[0], "config": other}, known])) == 2
+
+
+def test_both_sides_of_a_comparison_have_their_blocks_in_common():
+    """Each block of a side is a sweep in a folder of its own."""
+
+    def side(name):
+        return [
+            {**one, "directory": f"outputs/compare/{name}/{block}/0_ddp"}
+            for block, one in enumerate(repeated("ddp", [1.0, 2.0, 3.0], options={"series": "compare"}))
+        ]
+
+    before, after = side("before"), side("after")
+    assert {str(alternatives.sweep_of(one)) for one in before} == {"outputs/compare/before"}
+    (one,), (other,) = map(alternatives.group, (before, after))
+    assert one.sample.keys() == other.sample.keys()
+    assert len(one.sample) == 3
+
+
+def test_options_that_are_ignored_tell_nothing_apart():
+    old, new = run("ddp"), run("ddp")
+    new["config"] = {**new["config"], "parallel": {**new["config"]["parallel"], "new": 1}, "group": {"option": 2}}
+    ignored = dict(leaves(new["config"])).keys() - dict(leaves(old["config"])).keys()
+    assert ignored == {"parallel.new", "group.option"}
+    assert len(alternatives.group([old, new])) == 2
+    assert len(alternatives.by_identity([old, new], ignored)) == 1
+
+
+@pytest.mark.parametrize(
+    ("rates", "typical"),
+    [([30.0, 10.0, 20.0], 20.0), ([40.0, 10.0, 30.0, 20.0], 20.0), ([2.0, 1.0], 1.0), ([7.0], 7.0)],
+)
+def test_the_typical_run_is_the_median_one_of_two_the_slower(rates, typical):
+    (one,) = alternatives.group(repeated("ddp", rates))
+    assert alternatives.throughput(one.median_run) == typical
+
+
+def test_of_failed_runs_the_first_is_the_typical_one_and_of_others_none():
+    broken = [failed("ddp", "first"), failed("ddp", "second")]
+    assert alternatives.group(broken)[0].median_run is broken[0]
+    (one,) = alternatives.group([*broken, run("ddp", 3.0), run("ddp", 9.0, status="diverged")])
+    assert alternatives.throughput(one.median_run) == 3.0
+    assert [*one.sample.values()] == [3.0]
+
+
+def test_samples_count_where_they_are_not_tokens():
+    assert alternatives.throughput(run("ddp", None)) == 250.0
+    assert alternatives.throughput(run("ddp", metrics=None)) is None
+
+
+def test_each_sweep_has_its_own_alternatives():
+    runs = [Run(one, Path(one["directory"])) for name in "ab" for one in repeated("ddp", [1.0, 2.0], sweep=name)]
+    assert [len(one.runs) for one in of_sweeps(runs)] == [2, 2]
+
+
+def test_each_side_of_a_comparison_has_its_own_alternatives_with_all_its_blocks():
+    """And their runs are compared block by block, as ``compare`` does."""
+    runs = []
+    for side, factor in (("before", 1.0), ("after", 0.9)):
+        for block, one in enumerate(repeated("ddp", [factor * rate for rate in (10.0, 20.0, 40.0, 41.0)])):
+            directory = Path("outputs/compare", side, str(block), "0_ddp")
+            repeat = {"block": block, "series": "compare"}
+            config = {**one["config"], "repeat": repeat}
+            runs.append(Run({**one, "config": config, "directory": str(directory)}, directory))
+    found = of_sweeps(runs)
+    assert [len(one.runs) for one in found] == [4, 4]
+    assert names([one.median_run for one in found]) == ["ddp [before]", "ddp [after]"]
+    assert [place.rank for place in rank(found).places] == [(1, 1), (2, 2)]

@@ -1,0 +1,207 @@
+"""How much runs differ: kept by sweeps with repeats, found again for runs as large on the same machine alone."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+
+import pytest
+
+from ptdbench import cache
+from ptdbench.comparison import alternatives, noise, variation
+from ptdbench.comparison.variation import Noise, Pool
+from tests.report.made import failed, repeated, run
+
+MACHINE = {"cpu": "a CPU", "cores": 2, "devices": []}
+
+#: The directory of a sweep that was before those of which something is asked.
+EARLIER = "outputs/earlier"
+
+#: Runs of each differ by 10 % from one to the next, on a logarithmic scale.
+RATES = [math.exp(0.1 * step) for step in (-1, 0, 1)]
+
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def sweep(blocks=3, names=("ddp", "fsdp")):
+    """Runs of these on one machine."""
+    return [on(MACHINE, one) for name in names for one in repeated(name, RATES[:blocks], EARLIER)]
+
+
+def on(machine, one, nodes=("n1",), steps=100):
+    config = {**one["config"], "train": {"steps": steps}}
+    return {**one, "environment": machine, "nodes": list(nodes), "config": config}
+
+
+def noisy(name, deviation, runs=3, steps=100, **changes):
+    """Runs of one configuration with this standard deviation, on a logarithmic scale."""
+    middle = (runs - 1) / 2
+    scale = deviation / math.sqrt(sum((place - middle) ** 2 for place in range(runs)) / (runs - 1))
+    rates = [1000.0 * math.exp(scale * (place - middle)) for place in range(runs)]
+    return [on(MACHINE, one, steps=steps) for one in repeated(name, rates, EARLIER, **changes)]
+
+
+def keep(runs):
+    noise.keep(alternatives.group(runs))
+
+
+def deviation(runs):
+    """How much earlier runs like these differ."""
+    return noise.look_up(runs).unpaired.deviation
+
+
+def elsewhere(runs, directory):
+    return [{**one, "directory": f"{directory}/{one['directory'].rpartition('/')[2]}"} for one in runs]
+
+
+def test_it_is_found_again():
+    keep(sweep())
+    found = noise.look_up([on(MACHINE, run())])
+    assert found == variation.noise([one.sample for one in alternatives.group(sweep())])
+    assert (found.unpaired.deviation, found.unpaired.freedom, found.paired.freedom) == (pytest.approx(0.1), 4, 2)
+
+
+def test_sweeps_add_up_and_of_the_same_one_the_latest_table_counts():
+    keep(sweep())
+    keep([*noisy("ddp", 0.02), *noisy("fsdp", 0.02)])
+    assert deviation([on(MACHINE, run())]) == pytest.approx(0.02)
+    keep(elsewhere([*noisy("ddp", 0.04, runs=5), *noisy("fsdp", 0.04, runs=5)], "outputs/another"))
+    pooled = math.sqrt((4 * 0.02**2 + 8 * 0.04**2) / 12)
+    assert deviation([on(MACHINE, run())]) == pytest.approx(pooled)
+
+
+def test_a_sweep_is_not_judged_by_itself():
+    """It would count twice, and its table would be another one when it is shown again."""
+    keep(sweep())
+    assert noise.look_up(sweep()) is None
+    assert noise.look_up(elsewhere(sweep(), f"/home/me/{EARLIER}")) is None
+    keep(elsewhere(sweep(), "outputs/another"))
+    assert noise.look_up(sweep()).unpaired.freedom == 4
+    assert noise.look_up([on(MACHINE, run())]).unpaired.freedom == 8
+
+
+def test_the_latest_eight_sweeps_are_kept():
+    for number in range(10):
+        keep(elsewhere([*noisy("ddp", 0.01 + number), *noisy("fsdp", 0.01 + number)], f"outputs/{number}"))
+    assert noise.look_up([on(MACHINE, run())]).unpaired.freedom == 8 * 4
+    assert deviation([on(MACHINE, run())]) == pytest.approx(math.sqrt(sum((n + 0.01) ** 2 for n in range(2, 10)) / 8))
+
+
+def test_two_runs_of_an_alternative_are_not_taken_for_its_noise():
+    keep([*noisy("ddp", 0.5, runs=2), *noisy("fsdp", 0.01, runs=5)])
+    assert deviation([on(MACHINE, run())]) == pytest.approx(0.01)
+
+
+def test_pairs_of_each_model_are_judged_together_and_by_the_past():
+    keep(sweep())
+    found = alternatives.group(
+        [one for model in ("gpt_tiny", "toy") for name in ("ddp", "fsdp", "pdp")
+         for one in elsewhere(noisy(name, 0.05, model=model), "outputs/now")]
+    )  # fmt: skip
+    tiny, toy = found[:3], found[3:]
+    here, there = noise.differences([(tiny[0], tiny[1]), (toy[0], toy[1])])
+    earlier = noise.look_up(tiny[0].runs)
+    assert here == Pool([one.sample for one in tiny[:2]], earlier).difference(tiny[0].sample, tiny[1].sample)
+    assert there == Pool([one.sample for one in toy[:2]]).difference(toy[0].sample, toy[1].sample)
+
+
+def test_pairs_of_few_runs_are_not_judged_by_the_past_alone():
+    keep(sweep())
+    few = alternatives.group(elsewhere([*noisy("ddp", 0.1, runs=2), *noisy("fsdp", 0.1, runs=2)], "outputs/now"))
+    assert noise.differences([(few[0], few[1])]) == [None]
+
+
+@pytest.mark.parametrize(
+    "changed", [{"model": "gpt_small"}, {"world_size": 4}, {"global_batch": 32}, {"precision": "bf16"}]
+)
+def test_runs_of_another_size_are_others(changed):
+    keep(sweep())
+    assert noise.look_up([on(MACHINE, run(**changed))]) is None
+    assert noise.look_up([on(MACHINE, run()), on(MACHINE, run(**changed))]) is None
+
+
+def test_long_runs_say_nothing_of_short_ones():
+    keep(sweep())
+    assert noise.look_up([on(MACHINE, run(), steps=10)]) is None
+
+
+def test_each_size_in_a_sweep_has_its_own_and_of_several_the_noisiest_counts():
+    long = [*noisy("ddp", 0.01, steps=1000), *noisy("fsdp", 0.01, steps=1000)]
+    short = [*noisy("ddp", 0.07, steps=10), *noisy("fsdp", 0.07, steps=10)]
+    keep([*long, *short])
+    long, short = elsewhere(long, "outputs/now"), elsewhere(short, "outputs/now")
+    assert (deviation(long), deviation(short)) == (pytest.approx(0.01), pytest.approx(0.07))
+    assert noise.look_up([long[0], short[0]]) == noise.look_up([short[0], long[0]]) == noise.look_up(short)
+
+
+@pytest.mark.parametrize("runs", [[], sweep(blocks=2), sweep(names=["ddp"]), sweep(blocks=1)])
+def test_too_few_runs_say_nothing(runs):
+    keep(runs)
+    assert noise.look_up([on(MACHINE, run())]) is None
+
+
+@pytest.mark.parametrize("changed", [{"cpu": "another"}, {"cores": 4}, {"devices": ["H200"]}])
+def test_another_machine_is_another(changed):
+    keep(sweep())
+    assert noise.look_up([on(MACHINE | changed, run())]) is None
+    assert noise.look_up([on(MACHINE, run(), nodes=["n2"])]) is None
+    assert noise.look_up([run()]) is None
+
+
+def test_a_run_that_knew_of_no_machine_does_not_hide_it():
+    broken = failed("single", "broken")
+    keep([broken, *sweep()])
+    assert noise.look_up([on(MACHINE, run())])
+    assert noise.look_up([broken, on(MACHINE, run())])
+    assert noise.look_up([broken]) is None
+
+
+def test_equal_runs_say_nothing_of_a_machine():
+    keep([on(MACHINE, one) for name in ("ddp", "fsdp") for one in repeated(name, [5.0] * 3, EARLIER)])
+    assert noise.look_up([on(MACHINE, run())]) is None
+
+
+def test_a_full_disk_costs_nothing(monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache, "keep", full)
+    keep(sweep())
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"deviation": 0.1, "freedom": 4}', '{"sweeps": {"a": 1}}'])
+def test_a_damaged_file_is_none(tmp_path, text):
+    keep(sweep())
+    (path,) = tmp_path.rglob("*.json")
+    path.write_text(text)
+    assert noise.look_up([on(MACHINE, run())]) is None
+    keep(sweep())
+    assert noise.look_up([on(MACHINE, run())])
+
+
+@pytest.mark.parametrize(
+    ("kind", "worse"),
+    [
+        ("unpaired", {"squares": "0.1"}),
+        ("unpaired", {"squares": -0.1}),
+        ("paired", {"squares": math.inf}),
+        ("unpaired", {"squares": 0.0}),
+        ("unpaired", {"freedom": 3}),
+        ("paired", {"freedom": None}),
+        ("paired", {"another": 1}),
+    ],
+)
+def test_figures_that_cannot_be_are_none(tmp_path, kind, worse):
+    keep(sweep())
+    (path,) = tmp_path.rglob("*.json")
+    kept = json.loads(path.read_text())
+    kept["sweeps"]["earlier"][kind] |= worse
+    path.write_text(json.dumps(kept))
+    assert noise.look_up([on(MACHINE, run())]) is None
+
+
+def test_nothing_is_known_of_no_runs():
+    assert noise.look_up([]) is None
+    assert not Noise().unpaired.freedom

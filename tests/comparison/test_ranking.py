@@ -1,0 +1,157 @@
+"""The order of alternatives, and what is said of how sure it is."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from scipy import stats
+
+from ptdbench.comparison import ranking, significance
+from ptdbench.comparison.alternatives import group
+from ptdbench.comparison.variation import Noise, Pool, Spread
+from tests.report.made import failed, repeated, run
+
+#: Three rates that differ by about one per cent, in an order that differs from one block to the next.
+STEADY = [1000.0, 1010.0, 990.0]
+
+
+def scaled(factor, rates=STEADY, jitter=0.001):
+    """Rates of another configuration in the same blocks."""
+    return [factor * rate * (1 + sign * jitter) for rate, sign in zip(rates, (1, -1, 0, 1, -1), strict=False)]
+
+
+def ranked(*alternatives, earlier=None):
+    return ranking.rank(group(one for runs in alternatives for one in runs), earlier)
+
+
+def past(deviation, freedom=8):
+    """Earlier runs that differ by so much."""
+    spread = Spread(deviation**2 * freedom, freedom)
+    return Noise(spread, spread)
+
+
+def test_each_has_its_rank_where_all_differ():
+    found = ranked(repeated("fsdp", scaled(0.8)), [failed("single", "no")], repeated("ddp", STEADY))
+    assert [place.alternative.median_run["parallel"] for place in found.places] == ["ddp", "fsdp", "single"]
+    assert [place.rank for place in found.places] == [(1, 1), (2, 2), None]
+    first, second, last = found.places
+    assert second.ratio == pytest.approx(stats.gmean(scaled(0.8)) / stats.gmean(STEADY))
+    assert second.against_best.low < second.ratio < second.against_best.high
+    assert (first.ratio, first.against_best, last.ratio, last.rate, last.margin) == (1.0, None, None, None, None)
+
+
+def test_what_is_tied_shares_its_ranks():
+    found = ranked(
+        repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), repeated("pdp", scaled(0.8005, jitter=0.002))
+    )
+    assert [place.rank for place in found.places] == [(1, 1), (2, 3), (2, 3)]
+    largest = max(place.against_best.detectable for place in found.places[1:])
+    assert ranking.remark(found) == f"ranks: simultaneous 95% confidence; 3 runs each resolve {1 + largest:.4f}x"
+
+
+def test_what_would_have_been_seen_is_among_all_pairs():
+    pairs = repeated("ddp", STEADY), repeated("fsdp", scaled(0.999, jitter=0.003))
+    found, among = ranked(*pairs), ranked(*pairs, repeated("pdp", scaled(0.5, jitter=0.003)))
+    assert found.places[1].rank == (1, 2)
+    apart = Pool([one.sample for one in group(pairs[0] + pairs[1])])
+    tied = found.places[1]
+    alone = apart.difference(tied.alternative.sample, found.places[0].alternative.sample)
+    assert tied.against_best == significance.compare(alone)
+    wider = among.places[1].against_best
+    assert significance.compare(alone, pairs=3).detectable > tied.against_best.detectable
+    assert wider.ratio == tied.against_best.ratio
+
+
+def test_a_single_alternative_has_no_order():
+    found = ranked(repeated("ddp", STEADY))
+    assert (found.places[0].rank, ranking.remark(found)) == ((1, 1), None)
+    assert found.places[0].margin == significance.margin(Pool([sample := found.places[0].alternative.sample]), sample)
+    nothing = ranked([failed("ddp", "no")])
+    assert ([place.rank for place in nothing.places], ranking.remark(nothing)) == ([None], None)
+
+
+@pytest.mark.parametrize(("runs", "each"), [(1, "one run each"), (2, "2 runs each")])
+def test_few_runs_without_knowledge_of_the_machine_have_no_order(runs, each):
+    found = ranked(repeated("ddp", STEADY[:runs]), repeated("fsdp", scaled(0.1, STEADY[:runs])))
+    assert [(place.rank, place.margin, place.against_best) for place in found.places] == [((1, 2), None, None)] * 2
+    assert ranking.remark(found) == f"{each}: no ranks; repeat=5 shows them"
+
+
+def test_few_runs_are_ranked_by_what_is_known_of_the_machine():
+    error, freedom = 0.01 * math.sqrt(2), 4.0  # eight degrees of freedom of eight at most
+    within, among = (math.exp(error * stats.t.ppf(1 - 0.05 / (2 * pairs), freedom)) for pairs in (1, 3))
+    rates = {"a": 1000.0, "b": 1000 / within**0.9, "c": 1000 / among**1.8}
+    found = ranked(*([run(name, rate)] for name, rate in rates.items()), earlier=past(0.01))
+    assert [place.rank for place in found.places] == [(1, 2), (1, 2), (3, 3)]
+    assert found.is_known
+    said = ranking.remark(found)
+    assert re.fullmatch(
+        r"ranks: simultaneous 95% confidence; one run each resolves 1\.\d+x; "
+        r"judged by earlier runs, which differ by 1\.0%", said,
+    )  # fmt: skip
+
+
+def test_the_past_counts_for_no_more_than_its_degrees_of_freedom():
+    """Of enough runs that differ by 0.1 % each: those of a past that were a hundred times as noisy hide no order."""
+    runs = [repeated(name, [rate * one for one in STEADY * 3]) for name, rate in (("ddp", 1.0), ("fsdp", 0.5))]
+    assert [place.rank for place in ranked(*runs, earlier=past(0.1)).places] == [(1, 1), (2, 2)]
+
+
+def test_where_some_have_too_few_runs_the_others_keep_their_order():
+    runs = repeated("ddp", STEADY), repeated("fsdp", scaled(0.8)), repeated("pdp", scaled(0.5)[:1])
+    found = ranked(*runs)
+    assert [place.rank for place in found.places] == [(1, 2), (2, 3), (1, 3)]
+    assert re.search("; 1 to 3 runs each resolve .*x; fewer than 3 runs: no rank$", ranking.remark(found))
+    known = ranked(*runs, earlier=past(0.01))
+    assert [place.rank for place in known.places] == [(1, 1), (2, 2), (3, 3)]
+    assert ranking.remark(known).endswith("; fewer than 3 runs: judged by earlier runs, which differ by 1.0%")
+
+
+def test_looking_several_times_makes_the_level_smaller():
+    auto = {"runs": "auto", "max": 20}
+    once, several = (
+        ranked(repeated("ddp", STEADY, options=options), repeated("fsdp", scaled(0.9), options=options))
+        for options in ({}, auto)
+    )
+    assert once.level == significance.LEVEL
+    assert several.level == significance.level_of_look(20) < significance.LEVEL
+    assert several.places[1].against_best.high == once.places[1].against_best.high
+    assert several.places[1].against_best.detectable > once.places[1].against_best.detectable
+
+
+def test_what_is_known_to_be_faster_comes_first_though_its_mean_is_lower():
+    """The others have no runs of the blocks in which the machine was at its fastest."""
+    whole = repeated("ddp", [100.0, 100.1, 99.9, 200.0, 200.1])
+    first, second = ranked(whole, repeated("fsdp", [110.0, 110.1, 110.0])).places
+    assert [(place.alternative.median_run["parallel"], place.rank) for place in (first, second)] == [
+        ("fsdp", (1, 1)),
+        ("ddp", (2, 2)),
+    ]
+    assert second.ratio == pytest.approx(100 / 110, rel=1e-3)
+    assert second.against_best.low < second.ratio < second.against_best.high
+
+
+def test_what_is_hardly_known_at_all_is_said_without_figures():
+    wild = [1000.0, 10.0, 100000.0]
+    found = ranked(repeated("ddp", wild), repeated("fsdp", wild[::-1]))
+    assert ranking.remark(found).endswith("; 3 runs each resolve no 2x")
+    single = ranked(*([one] for one in single_runs(2)), earlier=past(3.0))
+    assert ranking.remark(single).endswith(" resolves no 2x; judged by earlier runs, which differ by 2x and more")
+    assert ranking.remark(ranked(*([one] for one in single_runs(2)), earlier=past(1e150)))
+
+
+def single_runs(count):
+    return [run("ddp", 1000.0 + number, world_size=number + 1) for number in range(count)]
+
+
+def test_a_thousand_single_runs_are_not_compared_two_by_two(monkeypatch):
+    def never(*_):
+        raise AssertionError("half a million pairs take seconds, and say nothing")
+
+    monkeypatch.setattr(significance, "combinations", lambda places, size: never() if len(places) > 1 else [])
+    found = ranking.rank(group(single_runs(1000)))
+    assert {place.rank for place in found.places} == {(1, 1000)}
+    with pytest.raises(AssertionError):
+        ranking.rank(group(single_runs(3)), past(0.01))

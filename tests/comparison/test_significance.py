@@ -1,0 +1,133 @@
+"""What differences show: by hand, against SciPy, and how often they are wrong on made runs."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from ptdbench.comparison import significance
+from ptdbench.comparison.significance import LEVEL
+from ptdbench.comparison.variation import MIN_RUNS, Difference, Pool, Sample
+from tests.comparison.test_variation import LAYOUTS, RANDOM, between, logs, sample
+
+
+def ranks(samples: list[Sample]) -> list[tuple[int, int]]:
+    return significance.ranks(Pool(samples), samples)
+
+
+def test_the_interval_and_the_chance_are_students():
+    one, other = sample(RANDOM(0), 5, mean=0.05), sample(RANDOM(1), 5)
+    found, theirs = significance.compare(between(one, other)), stats.ttest_rel(logs(one), logs(other))
+    interval = theirs.confidence_interval(0.95)
+    assert found.p == pytest.approx(theirs.pvalue)
+    assert (found.low, found.high) == pytest.approx((math.exp(interval.low), math.exp(interval.high)))
+    assert found.ratio == pytest.approx(stats.gmean([*one.values()]) / stats.gmean([*other.values()]))
+
+
+def test_three_runs_each_decide_what_every_block_shows():
+    assert ranks(LAYOUTS) == [(1, 1), (2, 3), (2, 3)]
+    assert ranks(LAYOUTS[:2]) == [(1, 2), (1, 2)]  # the third says how much runs differ
+
+
+def test_what_is_seen_among_several_pairs_has_to_be_larger():
+    random = RANDOM(6)
+    apart = between(sample(random, 5), sample(random, 5))
+    alone, among = significance.compare(apart), significance.compare(apart, pairs=10)
+    assert among.detectable == significance.compare(apart, LEVEL / 10).detectable > alone.detectable
+    assert (among.low, among.high, among.p) == (alone.low, alone.high, alone.p)
+
+
+def test_what_no_float_can_hold_is_no_error():
+    found = significance.compare(Difference(mean=0.0, error=1e300, freedom=4, runs=1, is_paired=False))
+    assert found.low == 0
+    assert min(found.high, found.detectable) > 1e300
+
+
+def test_equal_runs_do_not_differ_and_equal_differences_do():
+    same = {0: 2.0, 1: 3.0, 2: 5.0}
+    double = {block: 2 * rate for block, rate in same.items()}
+    assert significance.compare(between(same, same)).p == 1
+    found = significance.compare(between(double, same))
+    assert found.p < 1e-12
+    assert found.low == found.high == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("was", "before", "now", "after"), [(1, 20, 17, 20), (1, 20, 4, 20), (3, 5, 3, 4), (2, 3, 0, 9)]
+)
+def test_more_failures_than_chance_makes_are_fishers(was, before, now, after):
+    expected = stats.fisher_exact([[now, after - now], [was, before - was]], alternative="greater").pvalue
+    assert significance.chance_of_failures(was, before, now, after) == pytest.approx(expected)
+
+
+def test_holm():
+    """The example of R's ``p.adjust`` for these values, by hand: 4 * 0.005, 3 * 0.01, 2 * 0.03, then never less."""
+    assert significance.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert significance.holm([0.9, 0.8]) == pytest.approx([1.0, 1.0])
+    assert len(significance.holm([])) == 0
+
+
+def test_ranks_are_ranges():
+    """Three of which the middle one is noisy: it is tied with either of the outer two, which differ from each other."""
+    noise = (0.01, -0.01, 0.0, 0.005, -0.005)
+    samples = [
+        {block: math.exp(mean + scale * one) for block, one in enumerate(noise)}
+        for mean, scale in ((0.01, 0.1), (0.005, 1.0), (0.0, 0.0))
+    ]
+    assert ranks(samples) == [(1, 2), (1, 3), (2, 3)]
+    assert ranks([{0: 3.0, 1: 3.1, 2: 2.9}, {0: 1.0, 1: 1.1, 2: 0.9}]) == [(1, 1), (2, 2)]
+    assert ranks([{0: 1.0, 1: 1.1, 2: 0.9}, {0: 3.0, 1: 3.1, 2: 2.9}]) == [(2, 2), (1, 1)]
+
+
+def test_of_identical_configurations_one_in_twenty_is_told_apart_at_most():
+    random, sweeps = RANDOM(1), 600
+    wrong = sum(any(rank != (1, 4) for rank in ranks([sample(random, 5) for _ in range(4)])) for _ in range(sweeps))
+    assert wrong <= stats.binom.ppf(0.999, sweeps, LEVEL)
+    assert wrong > 0
+
+
+def test_looking_several_times_finds_no_more():
+    random, sweeps, most = RANDOM(2), 400, 20
+    level, wrong = significance.level_of_look(most), 0
+    for _ in range(sweeps):
+        one, other = sample(random, most), sample(random, most)
+        seen = [
+            significance.differing([between({b: one[b] for b in range(n)}, {b: other[b] for b in range(n)})], level)
+            for n in significance.interim_looks(most)
+        ]
+        wrong += any(sign for (sign,) in seen)
+    assert 0 < wrong <= stats.binom.ppf(0.999, sweeps, LEVEL)
+
+
+@pytest.mark.parametrize("most", [3, 4, 5, 20, 100])
+def test_looks_end_with_the_last_block_and_begin_when_enough_is_there(most):
+    looks = significance.interim_looks(most)
+    assert looks == sorted(set(looks))
+    assert looks[-1] == most
+    assert looks[0] >= MIN_RUNS
+    assert significance.level_of_look(most) == LEVEL / len(looks)
+
+
+@pytest.mark.parametrize("runs", [3, 5, 12])
+def test_what_is_said_to_be_detectable_is_seen_in_nine_of_ten_cases(runs):
+    deviation, tries = 0.03, 1500
+    # of two samples with these deviations the differences have this standard error
+    error = deviation * math.sqrt(2 / runs)
+    share = significance._detectable(error, runs - 1, LEVEL)
+    random = RANDOM(runs)
+    pairs = (
+        (sample(random, runs, deviation, math.log1p(share)), sample(random, runs, deviation)) for _ in range(tries)
+    )
+    seen = sum(significance.compare(between(one, other)).p <= LEVEL for one, other in pairs)
+    low, high = stats.binom.ppf([0.0005, 0.9995], tries, significance.POWER)
+    assert low <= seen <= high
+
+
+def test_the_margin_is_that_of_a_mean():
+    values = logs(one := sample(RANDOM(4), 5))
+    low, high = stats.t.interval(0.95, 4, np.mean(values), stats.sem(values))
+    assert significance.margin(Pool([one]), one) == pytest.approx(math.exp((high - low) / 2) - 1)
+    assert significance.margin(Pool([one]), {0: 1.0, 1: 2.0}) is None

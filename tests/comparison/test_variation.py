@@ -1,0 +1,188 @@
+"""How far configurations lie apart: against SciPy's tests for two of them, and by hand what others add to a pair."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from ptdbench.comparison import significance, variation
+from ptdbench.comparison.variation import PRIOR_FREEDOM, Noise, Pool, Sample, Spread
+
+RANDOM = np.random.default_rng
+
+#: The runs of an issue: three layouts of which the first is clearly the fastest in every block.
+LAYOUTS = [dict(enumerate(rates)) for rates in ((164.0, 168.0, 148.0), (120.0, 105.0, 124.0), (103.0, 110.0, 112.0))]
+
+
+def sample(random: np.random.Generator, runs: int, deviation: float = 0.03, mean: float = 0.0, own: str = "") -> Sample:
+    """Made runs of a configuration, by blocks; with ``own`` they are of no block that others have."""
+    rates = np.exp(random.normal(mean, deviation, runs)).tolist()
+    return {f"{own}{block}" if own else block: rate for block, rate in enumerate(rates)}
+
+
+def logs(one: Sample) -> list[float]:
+    return [math.log(value) for value in one.values()]
+
+
+def between(one: Sample, other: Sample, *more: Sample, earlier: Noise | None = None):
+    """The difference of the first two of these."""
+    return Pool([one, other, *more], earlier).difference(one, other)
+
+
+def squares_about_means(table: np.ndarray) -> float:
+    """The residual sum of squares of a two-way layout, by its textbook formula."""
+    return float(((table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()) ** 2).sum())
+
+
+@pytest.mark.parametrize("runs", [3, 5, 20])
+def test_two_of_the_same_blocks_are_compared_by_the_paired_t_test(runs):
+    random = RANDOM(runs)
+    one, other = sample(random, runs, mean=0.05), sample(random, runs)
+    found = between(one, other)
+    theirs = stats.ttest_rel(logs(one), logs(other))
+    assert (found.runs, found.is_paired) == (runs, True)
+    assert found.mean == pytest.approx(np.mean(logs(one)) - np.mean(logs(other)))
+    assert (found.mean / found.error, found.freedom) == pytest.approx((theirs.statistic, theirs.df))
+
+
+@pytest.mark.parametrize(("runs", "others"), [(3, 4), (5, 5), (12, 3)])
+def test_two_without_common_blocks_are_compared_by_welchs(runs, others):
+    random = RANDOM(runs)
+    one, other = sample(random, runs, 0.01, 0.02), sample(random, others, 0.05, own="other")
+    found = between(one, other)
+    theirs = stats.ttest_ind(logs(one), logs(other), equal_var=False)
+    assert (found.runs, found.is_paired) == (min(runs, others), False)
+    assert (found.mean / found.error, found.freedom) == pytest.approx((theirs.statistic, theirs.df))
+
+
+def test_a_drift_of_the_machine_cancels_within_blocks():
+    drift = np.linspace(0, 0.5, 6)
+    one, other = ({block: math.exp(-slow + more) for block, slow in enumerate(drift)} for more in (0.01, 0.0))
+    other[3] *= 1.0001
+    assert significance.compare(between(one, other)).p < 1e-6
+    assert significance.compare(between({f"a{block}": rate for block, rate in one.items()}, other)).p > 0.5
+
+
+def test_blocks_that_one_of_two_lacks_do_not_count():
+    random = RANDOM(0)
+    one, other = dict(sample(random, 6)), dict(sample(random, 6))
+    known = between({block: one[block] for block in range(1, 5)}, other)
+    one[0] = 100.0
+    del one[5], other[0]
+    assert between(one, other) == pytest.approx(known)
+
+
+def test_two_that_hardly_ever_ran_in_the_same_block_are_compared_by_their_means():
+    """Of five blocks, because others failed: two in common are few, but all where one has no more runs."""
+    random, earlier = RANDOM(7), Noise(Spread(0.01, 8), Spread(0.01, 8))
+    rates = sample(random, 8)
+    one, other = {block: rates[block] for block in range(5)}, {block: rates[block] for block in range(3, 8)}
+    assert not between(one, other).is_paired
+    assert between(one, {block: other[block] for block in (3, 4)}, earlier=earlier).is_paired
+
+
+def test_the_noise_within_blocks_is_the_residual_of_the_two_way_layout():
+    table = RANDOM(1).normal(0, 0.1, (4, 5)) + np.linspace(0, 1, 5)
+    found = variation.noise([dict(enumerate(np.exp(row).tolist())) for row in table])
+    assert found.paired == Spread(pytest.approx(squares_about_means(table)), 12)
+    assert found.unpaired == Spread(pytest.approx(((table - table.mean(1, keepdims=True)) ** 2).sum()), 16)
+
+
+def test_where_runs_are_missing_the_residual_is_that_of_least_squares():
+    table = RANDOM(2).normal(0, 0.1, (4, 5))
+    missing = {(0, 1), (2, 4), (3, 0), (3, 1)}
+    cells = [cell for cell in np.ndindex(4, 5) if cell not in missing]
+    design = np.zeros((len(cells), 9))
+    for row, (configuration, block) in enumerate(cells):
+        design[row, [configuration, 4 + block]] = 1
+    values = np.array([table[cell] for cell in cells])
+    fitted = design @ np.linalg.lstsq(design, values, rcond=None)[0]
+    samples = [{b: math.exp(table[c, b]) for b in range(5) if (c, b) not in missing} for c in range(4)]
+    found = variation.noise(samples).paired
+    assert found == Spread(pytest.approx(((values - fitted) ** 2).sum()), len(cells) - np.linalg.matrix_rank(design))
+
+
+def test_blocks_of_their_own_leave_no_residual():
+    random = RANDOM(3)
+    assert variation.noise([sample(random, 4), sample(random, 4, own="other")]).paired == Spread()
+    assert variation.noise([sample(random, 1), {}]) == Noise()
+
+
+def test_others_of_the_sweep_are_a_prior_of_the_pair():
+    """By hand: the variance of the pair, and of what is left of the layout's residual, by degrees of freedom."""
+    table = np.log([[*one.values()] for one in LAYOUTS])
+    of_pair = squares_about_means(table[:2])
+    share = PRIOR_FREEDOM / (PRIOR_FREEDOM + 2)  # the third adds two degrees of freedom
+    squares, freedom = of_pair + share * (squares_about_means(table) - of_pair), 2 + share * 2
+    found = between(*LAYOUTS)
+    assert found.error == pytest.approx(math.sqrt(squares / freedom * 2 / 3))
+    assert found.freedom == pytest.approx(freedom)
+
+
+def test_earlier_sweeps_are_a_prior_too_of_the_kind_of_the_pair():
+    one, other = LAYOUTS[:2]
+    table = np.log([[*one.values()], [*other.values()]])
+    earlier, share = Noise(Spread(0.08, 12), Spread(0.8, 12)), PRIOR_FREEDOM / (PRIOR_FREEDOM + 12)
+    paired, apart = between(one, other, earlier=earlier), between({"a": 1.0}, {"b": 2.0}, earlier=earlier)
+    squares = squares_about_means(table) + share * 0.08
+    assert paired.freedom == pytest.approx(2 + share * 12)
+    assert paired.error == pytest.approx(math.sqrt(squares / paired.freedom * 2 / 3))
+    assert apart.error == pytest.approx(math.sqrt(0.8 / 12 * 2))
+
+
+def test_a_prior_is_never_worth_more_than_its_limit():
+    for freedom in (1, 8, 1e9):
+        prior = Spread(0.04 * freedom, freedom).as_prior()
+        assert prior.deviation == pytest.approx(0.2)
+        assert prior.freedom == pytest.approx(1 / (1 / freedom + 1 / PRIOR_FREEDOM))
+    assert Spread().as_prior() == Spread()
+
+
+def test_quiet_configurations_do_not_hide_a_noisy_pair():
+    """Ten whose runs hardly differ leave a pair that does the most of its own variance: t with 14 degrees at most."""
+    random = RANDOM(5)
+    noisy, quiet = [sample(random, 7, 0.3) for _ in range(2)], [sample(random, 7, 0.001) for _ in range(10)]
+    alone, among = between(*noisy), between(*noisy, *quiet)
+    assert among.freedom == pytest.approx(6, abs=PRIOR_FREEDOM)
+    assert among.error > 0.6 * alone.error
+
+
+def test_too_few_runs_say_nothing_but_with_a_past():
+    random, earlier = RANDOM(0), Noise(Spread(0.01, 8), Spread(0.01, 8))
+    pairs = [
+        (sample(random, 2), sample(random, 2)),
+        (sample(random, 1), sample(random, 50, own="other")),
+        (sample(random, 1), sample(random, 1, own="other")),
+    ]
+    assert [between(*pair) for pair in pairs] == [None] * 3
+    assert all(between(*pair, earlier=earlier) for pair in pairs)
+    empty = ({}, sample(random, 5))
+    assert between(*empty) is between(*empty, earlier=earlier) is None
+
+
+def test_single_runs_are_judged_by_earlier_ones():
+    earlier = Noise(Spread(), Spread(0.02**2 * 10, 10))
+    found = between({"a": 1.1}, {"b": 1.0}, earlier=earlier)
+    freedom = PRIOR_FREEDOM * 10 / (PRIOR_FREEDOM + 10)
+    assert found == (pytest.approx(math.log(1.1)), pytest.approx(0.02 * math.sqrt(2)), pytest.approx(freedom), 1, False)
+
+
+def test_the_error_of_a_mean_takes_in_all_runs_of_the_sweep():
+    own = logs(LAYOUTS[0])
+    error, freedom = Pool(LAYOUTS[:1]).mean_error(LAYOUTS[0])
+    assert (error, freedom) == pytest.approx((stats.sem(own), 2))
+    error, more = Pool(LAYOUTS).mean_error(LAYOUTS[0])
+    share = PRIOR_FREEDOM / (PRIOR_FREEDOM + 4)
+    squares = [float(np.var(logs(one), ddof=1)) * 2 for one in LAYOUTS]
+    assert more == pytest.approx(2 + share * 4)
+    assert error == pytest.approx(math.sqrt((squares[0] + share * sum(squares[1:])) / more / 3))
+    assert Pool(LAYOUTS).mean_error({0: 1.0, 1: 2.0}) is None
+
+
+def test_the_geometric_mean_of_one_run_is_that_run():
+    assert variation.geometric_mean({0: 0.1 + 0.2}) == 0.1 + 0.2
+    assert variation.geometric_mean({0: 2.0, 1: 8.0}) == pytest.approx(4.0)
+    assert variation.geometric_mean({}) is None

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from torch.utils.data import DistributedSampler
+
+from ptdbench.data import sampling
+from ptdbench.data.sampling import Epochs, draws
+
+
+def test_matches_the_published_outputs_of_splitmix64():
+    # rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64, seed 1234567
+    published = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    assert draws(1234567, 0, 5).tolist() == published
+
+
+def test_a_stretch_is_the_same_wherever_it_is_cut():
+    whole = draws(7, 0, 1000)
+    np.testing.assert_array_equal(np.concatenate([draws(7, 0, 13), draws(7, 13, 1000)]), whole)
+    assert draws(7, 5, 5).shape == (0,)
+
+
+@pytest.mark.filterwarnings("error")
+def test_large_numbers_wrap_without_a_warning():
+    assert draws(2**64 - 1, 2**62, 2**62 + 3).shape == (3,)
+
+
+def orders(count, seed, number):
+    """What torch gives epoch by epoch."""
+    sampler = DistributedSampler(list(range(count)), num_replicas=1, rank=0, shuffle=True, seed=seed)
+    found = []
+    for epoch in range(number):
+        sampler.set_epoch(epoch)
+        found += list(sampler)
+    return found
+
+
+@pytest.mark.parametrize(("count", "seed"), [(7, 0), (10, 3), (1, 0)])
+def test_goes_through_the_data_as_torchs_distributed_sampler_does(count, seed):
+    found = Epochs(count, seed).indices(0, 5 * count)
+    assert found.dtype == np.int64
+    assert found.tolist() == orders(count, seed, 5)
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 11, 50])
+def test_batches_of_any_size_make_up_the_same_stream(size):
+    batches = [Epochs(7, 5).indices(start, start + size) for start in range(0, 100, size)]
+    assert np.concatenate(batches)[:100].tolist() == orders(7, 5, 15)[:100]
+
+
+def test_seeds_make_other_orders_however_large_they_are():
+    # torch's generator is seeded with 64 bits, and makes use of 32 of them
+    found = {tuple(Epochs(50, seed).indices(100, 150)) for seed in (0, 1, 2**63 - 1, 2**64 - 7, 2**64 + 17)}
+    assert len(found) == 5
+
+
+def test_an_order_is_made_once_for_the_batches_of_its_epoch_and_those_that_span_two(monkeypatch):
+    made = []
+
+    class Counting(DistributedSampler):
+        def set_epoch(self, epoch):
+            made.append(epoch)
+            super().set_epoch(epoch)
+
+    monkeypatch.setattr(sampling, "DistributedSampler", Counting)
+    stream = Epochs(10, 987654)
+    for start in range(0, 40, 4):
+        stream.indices(start, start + 4)
+    assert made == [0, 1, 2, 3]
+    for start in (31, 28, 31, 28):
+        stream.indices(start, start + 4)
+    assert made == [0, 1, 2, 3]
+
+
+def test_what_a_caller_does_to_the_indices_does_not_reach_the_order():
+    stream = Epochs(9, 1)
+    stream.indices(0, 9)[:] = 0
+    assert stream.indices(0, 9).tolist() == orders(9, 1, 1)

@@ -1,0 +1,109 @@
+"""Other load, from counters that are made up: whose time counts, and when it is enough to slow a measurement down."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ptdbench.measure import contention
+from ptdbench.measure.contention import OtherLoad, Spent, busy_ticks, taken
+
+HERTZ = os.sysconf("SC_CLK_TCK")
+#: user nice system idle iowait irq softirq steal guest guest_nice
+STAT = """cpu  999 999 999 999 999 999 999 999 0 0
+cpu0 100 20 30 400 50 6 7 8 9 10
+cpu1 1 2 3 4 5 6 7 8 9 10
+cpu10 7 0 0 1 0 0 0 0 0 0
+intr 1 2 3
+"""
+
+
+def load(cores=2, taken=0.0, gpu_ranks=(), on_gpu=False):
+    return OtherLoad("n1", cores, taken, list(gpu_ranks), on_gpu)
+
+
+@pytest.mark.parametrize(
+    ("text", "cores", "expected"),
+    [
+        (STAT, [0], {0: (100 + 20 + 30 + 8, 621)}),  # user, nice, system and steal, of all
+        (STAT, [10, 1, 99], {1: (14, 36), 10: (7, 8)}),
+        ("cpu0 1 2 3 4\n", [0], {0: (6, 10)}),  # kernels with fewer columns
+        ("", [0, 1], {}), ("\n\n", [0, 1], {}), ("nothing of the kind", [0, 1], {}),
+    ],
+)  # fmt: skip
+def test_busy_ticks_of_cores(text, cores, expected):
+    assert busy_ticks(text, cores) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([Spent(10.0, own, {0: 9.0, 1: 10.0}, [0, 1]) for own in (4.0, 4.0)], (2, pytest.approx(1.1))),
+        ([Spent(10.0, 9.0, {0: 9.0}, [0]), Spent(5.0, 2.0, {1: 5.0}, [1])], (2, pytest.approx(0.6))),  # cores apart
+        ([Spent(1.0, 1.01, {0: 1.0}, [0])], (1, 0.0)),  # a rank's own time is exact, that of a core counted in ticks
+        ([Spent(1.0, 1.0, {0: 1.0}, [0, 1])], (2, None)),  # a core without counters says nothing
+    ],
+)
+def test_taken_is_what_the_ranks_did_not_take_themselves(ranks, expected):
+    assert taken(ranks) == expected
+
+
+class TestBusy:
+    @pytest.mark.parametrize(
+        ("cores", "others", "is_busy"),
+        [(2, 0.09, False), (2, 0.11, True), (2, None, False), (128, 0.6, False), (128, 0.7, True)],
+    )
+    def test_from_a_tenth_of_a_core_on_or_half_a_percent_of_many(self, cores, others, is_busy):
+        assert load(cores, others).is_busy == load(cores, others).slows(0) == is_busy
+
+    def test_on_gpus_the_gpus_count_and_the_cores_do_not(self):
+        assert not load(taken=2.0, on_gpu=True).is_busy
+        shared = load(gpu_ranks=[3], on_gpu=True)
+        assert (shared.is_busy, shared.slows(3), shared.slows(2)) == (True, True, False)
+
+    def test_in_words(self):
+        assert str(load(taken=1.14)) == "other processes took 1.1 of 2 cores"
+        assert str(load(gpu_ranks=[3], on_gpu=True)) == "other processes use the GPU of rank 3"
+        assert str(load(gpu_ranks=[3, 4], on_gpu=True)) == "other processes use the GPUs of ranks 3, 4"
+
+
+class TestWatch:
+    @pytest.fixture
+    def stat(self, tmp_path, monkeypatch):
+        """One rank on cores 0 and 1, whose counters are in this file, while its own CPU time stands still."""
+        monkeypatch.setattr(contention, "STAT", tmp_path / "stat")
+        monkeypatch.setattr(contention, "gather", lambda value: [value])
+        monkeypatch.setattr(contention, "node", lambda environ: "n1")
+        monkeypatch.setattr(contention.cores, "mine", lambda: frozenset({0, 1}))
+        clock = iter([100.0, 110.0])
+        monkeypatch.setattr(contention, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
+        return tmp_path / "stat"
+
+    @staticmethod
+    def watched(stat, before, after):
+        if before is not None:
+            stat.write_text(before)
+        stop = contention.watch(torch.device("cpu"))
+        if after is not None:
+            stat.write_text(after)
+        (found,) = stop()
+        return found
+
+    def test_the_difference_over_the_seconds_between(self, stat):
+        ten = 10 * HERTZ
+        found = self.watched(stat, "cpu0 5 0 0 7\ncpu1 0 0 0 0\n", f"cpu0 {5 + ten} 0 0 7\ncpu1 0 0 {ten // 2} {ten}\n")
+        assert found == OtherLoad("n1", 2, pytest.approx(1.5), [], False)
+
+    @pytest.mark.parametrize("counters", ["cpu0 0 0 0 0\ncpu1 0 0 0 0\n", None], ids=["stand still", "none"])
+    def test_without_counters_that_move_nothing_is_said(self, stat, counters):
+        assert self.watched(stat, counters, None).taken is None
+
+
+def test_a_gpu_with_more_processes_than_ranks_is_shared():
+    spent = Spent(1.0, 0.5, {0: 1.0}, [0])
+    told = [("n1", spent, "GPU-a", 1), ("n1", spent, "GPU-b", 2), ("n2", spent, "GPU-c", 2), ("n2", spent, "GPU-c", 2)]
+    assert contention._of_node("n1", told, on_gpu=True).gpu_ranks == [1]
+    assert contention._of_node("n2", told, on_gpu=True).gpu_ranks == []

@@ -1,0 +1,99 @@
+"""The verdict, from figures that are given: what is named, and what is not."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import asdict
+
+from ptdbench.measure import diagnosis
+
+GPU = {
+    "clock_reasons": ["power cap"], "temperature_celsius": 60, "processes": 1, "power_limit_watts": 700.0,
+    "power_limit_default_watts": 700.0, "near_cores": [0, 1, 2, 3],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"),
+    [
+        ({0: 100.0, 1: 100.0, 2: 94.0, 3: 100.0}, {2: 0.94}),  # below the median of the others
+        ({0: 100.0, 1: 96.0, 2: 95.0, 3: 100.0}, {}),  # within the tolerance
+        ({0: 100.0, 1: 90.0}, {1: 0.9}),
+        ({0: 100.0, 1: 100.0, 2: 300.0}, {}),  # faster than all is no fault
+        ({0: 1.0}, {}),  # one alone has no peers
+    ],
+)
+def test_slow_is_what_is_below_the_median_of_its_peers(rates, expected):
+    assert diagnosis.slow(rates, dict.fromkeys(rates, "all"), 0.05) == pytest.approx(expected)
+
+
+def test_only_peers_count_and_the_tolerance_is_the_callers():
+    rates = {"a": 900.0, "b": 890.0, "c": 20.0, "d": 10.0}
+    peers = {"a": "near", "b": "near", "c": "far", "d": "far"}
+    assert diagnosis.slow(rates, peers, 0.05) == {"d": pytest.approx(0.5)}
+    assert diagnosis.slow(rates, peers, 0.6) == {}
+
+
+def test_the_best_of_all_attempts_counts():
+    assert diagnosis.best_of([{0: 5.0, 1: 9.0}, {0: 7.0, 1: 8.0}, {0: 6.0}]) == {0: 7.0, 1: 9.0}
+
+
+def test_slow_ones_are_named_with_their_share():
+    (rank,) = diagnosis.slow_ranks({("bf16", 3): 0.9}, attempts=5)
+    (link,) = diagnosis.slow_links({(1, 2): 0.25}, attempts=2)
+    assert (rank.kind, rank.ranks) == ("slow rank", [3])
+    assert rank.text == "rank 3 reaches 90.0% of its peers' median in bf16 products, at best of 5"
+    assert (link.kind, link.ranks) == ("slow link", [1, 2])
+    assert link.text == "rank 1 sends to rank 2 at 25.0% of the median of such links, at best of 2"
+
+
+def test_what_other_load_may_have_slowed_is_marked():
+    slow_ones = {("bf16", 3): 0.9, ("bf16", 4): 0.9}
+    assert [found.beside_load for found in diagnosis.slow_ranks(slow_ones, 5, {4})] == [False, True]
+    slow_links = {(0, 1): 0.9, (3, 4): 0.9, (4, 3): 0.9}
+    assert [found.beside_load for found in diagnosis.slow_links(slow_links, 5, {4})] == [False, True, True]
+
+
+def test_the_verdict():
+    """Busy is what other load may have caused, and nothing else."""
+    slow = diagnosis.Finding("slow rank", [1], "slow", beside_load=True)
+    shared = [*diagnosis.gpu_troubles(0, {**GPU, "processes": 2}, 1, [0])]
+    found = ([], [slow, slow], [slow, diagnosis.Finding("versions", [1], "")], shared)
+    assert [diagnosis.verdict(one) for one in found] == ["sound", "busy", "unsound", "busy"]
+
+
+def test_versions_that_differ_are_named_with_their_ranks():
+    same = {"torch": "2.15.0", "python": "3.11.7", "driver": "550.54", "host": "n1"}
+    (found,) = diagnosis.different_versions([same, {**same, "host": "n2"}, {**same, "driver": "535.1", "host": "n3"}])
+    assert asdict(found) == {
+        "kind": "versions", "ranks": [2], "text": "driver differs: 550.54 on ranks 0, 1, 535.1 on rank 2",
+        "beside_load": False,
+    }  # fmt: skip
+
+
+def test_a_version_that_only_some_have_differs():
+    (found,) = diagnosis.different_versions([{"nccl": "2.27"}, {"nccl": None}])
+    assert found.text == "nccl differs: 2.27 on rank 0, None on rank 1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "users", "cores", "kind", "text"),
+    [
+        (
+            {"clock_reasons": ["power cap", "too hot (hardware)"]}, 1, (2, 3), "throttled",
+            "the GPU of rank 4 is slowed down: too hot (hardware), at 60 °C",
+        ),
+        ({"processes": 3}, 1, (2, 3), "busy", "the GPU of rank 4 is used by 2 other processes"),
+        (
+            {"power_limit_watts": 500.0}, 1, (2, 3), "power limit",
+            "the GPU of rank 4 may draw 500 W, and 700 W by default",
+        ),
+        ({}, 1, (8, 9), "far cores", "rank 4 may run on none of the cores that are near its GPU"),
+        ({}, 1, (2, 3), None, None),  # at its power cap
+        ({"processes": 2}, 2, (2, 3), None, None),
+        (dict.fromkeys(GPU), 1, (2, 3), None, None),
+    ],
+)  # fmt: skip
+def test_troubles_of_a_gpu(changes, users, cores, kind, text):
+    found = [(finding.kind, finding.text) for finding in diagnosis.gpu_troubles(4, {**GPU, **changes}, users, cores)]
+    assert found == ([(kind, text)] if kind else [])

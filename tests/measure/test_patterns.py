@@ -1,0 +1,81 @@
+"""Data whose journey shows: exact in every dtype, and different wherever something went wrong."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+
+from ptdbench.measure.patterns import DTYPES, REDUCTIONS, contributed, reduced, sent
+
+CPU = torch.device("cpu")
+ALL = pytest.mark.parametrize(("dtype", "reduction"), list(itertools.product(DTYPES, REDUCTIONS)))
+
+
+def contributions(ranks, count, dtype, reduction):
+    """What each rank gives, and what must come of it."""
+    of = (ranks, count, DTYPES[dtype], REDUCTIONS[reduction], CPU)
+    return [contributed(rank, *of) for rank in range(ranks)], reduced(*of)
+
+
+def combined(given, reduction):
+    return functools.reduce(REDUCTIONS[reduction].combine, given)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_the_limits_of_a_dtype(name):
+    dtype = DTYPES[name]
+    below = torch.tensor([dtype.exact - 1, dtype.exact], dtype=torch.int64).to(dtype.torch)
+    assert below.to(torch.int64).tolist() == [dtype.exact - 1, dtype.exact]
+    largest = torch.tensor(2.0, dtype=torch.float64).pow(dtype.doublings)
+    assert largest.to(dtype.torch).to(torch.float64) == largest
+
+
+@ALL
+@pytest.mark.parametrize("ranks", [2, 3, 8, 40])
+def test_the_result_is_exact_in_any_order(dtype, reduction, ranks):
+    given, expected = contributions(ranks, 600, dtype, reduction)
+    for order in (given, given[::-1], given[1::2] + given[::2]):
+        result = combined(order, reduction)
+        assert result.dtype == DTYPES[dtype].torch
+        assert torch.equal(result, expected)
+
+
+@ALL
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_a_rank_that_is_missing_or_stands_for_another_shows(dtype, reduction, ranks):
+    given, expected = contributions(ranks, 150, dtype, reduction)
+    for wrong in range(ranks):
+        others = given[:wrong] + given[wrong + 1 :]
+        for instead in ([], *([one] for one in others)):
+            assert not torch.equal(combined(others + instead, reduction), expected), (wrong, instead)
+
+
+@pytest.mark.parametrize(("dtype", "reduction"), list(itertools.product(DTYPES, ["sum", "product"])))
+def test_a_rank_that_counts_twice_shows(dtype, reduction):
+    given, expected = contributions(4, 150, dtype, reduction)
+    for twice in given:
+        assert not torch.equal(combined([expected, twice], reduction), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sources_differ_at_every_element(dtype):
+    shares = [sent(source, 1000, DTYPES[dtype], CPU) for source in range(0, 113, 7)]
+    for one, other in itertools.combinations(shares, 2):
+        assert (one != other).all()
+
+
+def test_later_sources_differ_too():
+    first, later = (sent(source, 1000, DTYPES["int8"], CPU) for source in (0, 113))
+    assert torch.equal(first[:113], later[:113])
+    assert (first != later)[113:].all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 112, 113, 12_769, 12_770, 50_000])
+def test_a_shifted_element_shows_and_the_count_is_right(count):
+    data = sent(5, count, DTYPES["int8"], CPU)
+    assert data.shape == (count,)
+    assert (data[1:] != data[:-1]).all()
+    assert 1 <= data.min() <= data.max() <= 113

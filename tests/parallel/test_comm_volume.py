@@ -1,0 +1,202 @@
+"""Bytes by formula, against what ranks have really sent in a step."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.profiler import record_function
+
+from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens
+from ptdbench.models.gpt import GPT
+from ptdbench.models.llama import Llama
+from ptdbench.models.moe import MoE
+from ptdbench.models.resnet import ResNet
+from ptdbench.parallel.activations import Recompute
+from ptdbench.parallel.apply import Setting
+from ptdbench.parallel.comm_volume import OPERATIONS
+from ptdbench.parallel.strategy import Strategy
+from ptdbench.profiling import trace
+from ptdbench.profiling.profiler import profiled
+from tests.daily import cases, selected
+from tests.optim.made_muon import muon_of
+from tests.parallel.ranks import mesh_of, on_ranks
+from tests.parallel.splitting import where_split
+
+BATCH = 8
+
+#: By name: the strategy, samples of a micro-batch, and what else differs. Four shards of some weights are not equal.
+CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
+    "ddp": (Strategy(replicate="auto"), {}),
+    "ddp in bf16": (Strategy(replicate="auto", gradients="bf16"), {"micro_batch": 1, "precision": "bf16"}),
+    "images": (Strategy(replicate="auto"), {"micro_batch": 1}),
+    "images in shards": (Strategy(shard="auto"), {"precision": "bf16"}),
+    "zero1": (Strategy(replicate="auto", optimizer="zero1"), {}),
+    "powersgd": (Strategy(replicate="auto", gradients="powersgd"), {}),
+    "fsdp": (Strategy(shard="auto"), {"micro_batch": 1}),
+    "fsdp by muon": (Strategy(shard="auto"), {"muon": True}),
+    "ddp by muon": (Strategy(replicate="auto"), {"muon": True}),
+    "tensor by muon": (Strategy(shard="auto", tensor=2), {"muon": True}),
+    "fsdp in bf16": (Strategy(shard="auto", gradients="bf16"), {"micro_batch": 1, "precision": "bf16"}),
+    "fsdp that keeps weights": (Strategy(shard="auto", reshard_after_forward=False), {"micro_batch": 1}),
+    "fsdp that keeps them between passes": (
+        Strategy(shard="auto", reshard_between_microbatches=False), {"micro_batch": 1}
+    ),
+    "fsdp that keeps them in a pass": (
+        Strategy(shard="auto", reshard_after_forward=False, reshard_between_microbatches=True), {"micro_batch": 1}
+    ),
+    "fsdp in groups": (Strategy(shard="auto", reshard_after_forward=2), {}),
+    "fsdp that recomputes": (Strategy(shard="auto"), {"activations": Recompute()}),
+    "hsdp": (Strategy(replicate=2, shard="auto"), {}),
+    "pdp": (Strategy(replicate="auto", pipeline=2, microbatches=2), {"micro_batch": 1}),
+    "gpipe in bf16": (Strategy(replicate=2, pipeline=2, schedule="gpipe", microbatches=2), {"precision": "bf16"}),
+    "stages in shards": (Strategy(shard="auto", pipeline=2, microbatches=2), {"micro_batch": 1}),
+    "stages that keep weights": (
+        Strategy(shard="auto", pipeline=2, microbatches=2, reshard_after_forward=False), {"micro_batch": 1}
+    ),
+    **where_split({
+        "both ends on a rank": lambda: (
+            Strategy(replicate=2, pipeline=2, schedule="dualpipev", microbatches=4), {}
+        ),
+    }),
+    "tensor": (Strategy(replicate="auto", tensor=2), {"micro_batch": 1}),
+    "tensor and shards": (Strategy(shard="auto", tensor=2, sequence=True), {"micro_batch": 2}),
+    "tensor and stages": (Strategy(tensor=2, pipeline=2, microbatches=2), {"precision": "bf16"}),
+    "positions and stages": (Strategy(tensor=2, pipeline=2, microbatches=2, sequence=True), {}),
+    "context and shards": (Strategy(shard=2, context=2), {"micro_batch": 1, "precision": "bf16"}),
+    "ring and shards": (Strategy(shard=2, context=2, context_method="ring"), {"micro_batch": 1, "precision": "bf16"}),
+    "ring and tensor": (Strategy(context=2, tensor=2, context_method="ring"), {}),
+    "ring that recomputes": (Strategy(context=4, context_method="ring"), {"activations": Recompute()}),
+    "llama with a ring": (Strategy(shard=2, context=2, context_method="ring"), {}),
+    "context and tensor": (Strategy(context=2, tensor=2), {}),
+    "context that sends bf16": (Strategy(context=4, gradients="bf16", optimizer="zero1"), {}),
+    "context that recomputes": (Strategy(replicate=2, context=2), {"activations": Recompute()}),
+    "llama in bf16": (Strategy(shard="auto", tensor=2), {"precision": "bf16"}),
+    "llama with context": (Strategy(shard=2, context=2), {}),
+    "experts": (Strategy(shard="auto", expert=2), {"micro_batch": 1}),
+    "experts in replicas": (Strategy(replicate=2, shard=2, expert=2), {"precision": "bf16"}),
+    "experts and tensor": (Strategy(shard=2, tensor=2, expert=4, sequence=True), {}),
+}  # fmt: skip
+
+#: What has no exact formula.
+UNKNOWN = {
+    "powersgd": {"all_reduce"},
+    "stages in shards": {"all_gather"},
+    "tensor by muon": {"all_gather"},
+    "context that recomputes": {"all_to_all"},
+    "ring that recomputes": {"all_gather"},
+    **{name: {"all_to_all"} for name in ("experts", "experts in replicas", "experts and tensor")},
+}
+
+#: The models of cases whose names begin so, on the meta device, and their data; of others a GPT.
+MODELS: dict[str, Any] = {
+    "images": (
+        partial(ResNet, depth=18, classes=10, image_size=32, stem="small"),
+        partial(SyntheticImages, classes=10, image_size=32, channels_last=False),
+    ),
+    "experts": (
+        partial(
+            MoE,
+            layers=2,
+            heads=4,
+            key_value_heads=2,
+            width=16,
+            experts=4,
+            active=2,
+            expert_hidden=8,
+            sequence_length=8,
+            vocabulary=42,
+        ),
+        partial(SyntheticTokens, sequence_length=8, vocabulary=42),
+    ),
+    "llama": (
+        partial(Llama, layers=2, heads=4, key_value_heads=2, width=16, hidden=20, sequence_length=8, vocabulary=42),
+        partial(SyntheticTokens, sequence_length=8, vocabulary=42),
+    ),
+    "": (
+        partial(GPT, layers=2, heads=4, width=12, sequence_length=8, vocabulary=42),
+        partial(SyntheticTokens, sequence_length=8, vocabulary=42),
+    ),
+}
+
+
+def of_case(name: str, strategy: Strategy, *, micro_batch: Any = "auto", **setting: Any) -> tuple[Any, Counter[str]]:
+    """In a rank: the bytes of a step by formula, and those that the rank hands over in one, on the average."""
+    make_model, make_data = next(made for begins, made in MODELS.items() if name.startswith(begins))
+    with torch.device("meta"):
+        model, laid_out = make_model(), make_model()
+    data, device = make_data(seed=0), torch.device("cpu")
+    layout = strategy.layout(strategy.dims(4), BATCH, micro_batch)
+    by_muon = setting.pop("muon", False)
+    make = muon_of(model) if by_muon else torch.optim.AdamW
+    recomputes, gathers = "activations" in setting, 4 * by_muon
+    by_formula = strategy.volume(
+        model, layout, data.example(), setting.get("precision", "fp32"), recomputes=recomputes, gathers=gathers
+    )
+    engine = strategy(laid_out, Setting(mesh_of(layout.dims), layout, device, **setting))
+    optimizer = engine.optimizer(make)
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            engine.gradients(*data.samples(0, layout.replica_batch), lambda loss: loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steps(engine.rehearsals + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        with profiled(device) as taken, record_function(trace.STEP):
+            steps(1)
+        taken.export_chrome_trace(f"{folder}/trace.json")
+        found = trace.read(Path(folder) / "trace.json")
+    sent = Counter[str]()
+    for call in found.calls:
+        if call.start >= found.steps[0][0]:
+            sent[call.operation] += call.bytes
+    return by_formula, sent
+
+
+def all_cases(names: set[str]) -> dict[str, Any]:
+    """In a rank: each case of these names."""
+    return {name: of_case(name, strategy, **setting) for name, (strategy, setting) in CASES.items() if name in names}
+
+
+@pytest.fixture(scope="module")
+def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return on_ranks(4, all_cases, selected(request, "name"))
+
+
+@pytest.mark.ranks
+@cases(
+    "name",
+    CASES,
+    daily=[
+        "ddp in bf16", "images in shards", "zero1", "fsdp by muon", "hsdp", "pdp", "tensor and shards",
+        "tensor and stages", "context and shards", "ring and tensor", "llama in bf16",
+    ],
+)  # fmt: skip
+def test_what_ranks_send_is_what_the_formula_says(of_ranks, name):
+    by_formula = of_ranks[0][name][0]
+    sent = {operation: sum(one[name][1][operation] for one in of_ranks) / len(of_ranks) for operation in OPERATIONS}
+    unknown = {operation for operation, size in by_formula.items() if size is None}
+    assert unknown == UNKNOWN.get(name, set())
+    assert sent == by_formula | {operation: sent[operation] for operation in unknown}
+
+
+def test_a_model_that_is_not_on_the_meta_device_is_not_run():
+    """It would draw random numbers for dropout, and another run would draw others."""
+    model = GPT(layers=2, heads=4, width=12, sequence_length=8, vocabulary=42)
+    ran = []
+    model.register_forward_hook(lambda *_: ran.append(1))
+    for part in model.parts().values():
+        part.register_forward_hook(lambda *_: ran.append(1))
+    strategy = Strategy(replicate=2, pipeline=2, microbatches=2)
+    layout = strategy.layout(strategy.dims(4), BATCH, "auto")
+    example = SyntheticTokens(sequence_length=8, vocabulary=42, seed=0).example()
+    found = strategy.volume(model, layout, example, "fp32", recomputes=False)
+    assert not ran
+    assert set(found.values()) == {None}

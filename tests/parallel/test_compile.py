@@ -1,0 +1,271 @@
+"""Graphs: how many there are, of what, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ptdbench.models.gpt import GPT
+from ptdbench.models.materialize import materialize
+from ptdbench.models.protocol import Model, module_of
+from ptdbench.parallel.activations import Recompute
+from ptdbench.parallel.apply import Setting
+from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.compile import Compile, compile_parts, start_afresh
+from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.engine import Engine
+from ptdbench.parallel.mesh import Mesh
+from ptdbench.parallel.strategy import Strategy
+from ptdbench.problems import ConfigError
+from ptdbench.setup import config, training_spec
+from tests.conftest import composed
+from tests.daily import cases
+from tests.parallel.ranks import on_ranks
+
+Graphs = list[torch.fx.GraphModule]
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
+    """What is compiled, by a compiler that runs each graph as it is."""
+    found: Graphs = []
+    monkeypatch.setattr(torch, "compile", noting(found))
+    return found
+
+
+def noting(found: Graphs) -> Callable[..., Any]:
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    return partial(torch.compile, backend=backend)
+
+
+@pytest.fixture(autouse=True)
+def _compiler_as_it_was() -> Iterator[None]:
+    with torch._dynamo.config.patch({}):
+        yield
+    torch.compiler.reset()
+
+
+def gpt() -> GPT:
+    return built(lambda: GPT(layers=3, heads=2, width=8, sequence_length=6, vocabulary=20))
+
+
+def built(make: Callable[[], Any]) -> Any:
+    with torch.device("meta"):
+        model = make()
+    materialize(model, model, device="cpu", seed=0)
+    return model
+
+
+def compiled(model: Any, how: Compile = "layers") -> Any:
+    start_afresh(how)
+    compile_parts(module_of(model), model.layers(), (model.parts() or {}).values(), how)
+    return model
+
+
+def test_as_many_processes_compile_as_the_rank_has_threads(monkeypatch):
+    """Not as many as the node has cores, once more for each of its ranks."""
+    from torch._inductor import config
+
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    monkeypatch.setattr(config, "compile_threads", 7)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    start_afresh("layers")
+    assert config.compile_threads == 3
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "5")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    start_afresh("layers")
+    assert config.compile_threads == 3
+
+
+def tokens(batch: int = 2) -> Tensor:
+    return torch.arange(batch * 6).reshape(batch, 6) % 20
+
+
+def test_each_layer_is_a_graph_which_equal_layers_share_and_so_are_embedding_and_head(graphs):
+    plain, model = gpt(), gpt()
+    names = list(model.state_dict())
+    expected = plain(tokens(), tokens())
+    torch.testing.assert_close(compiled(model)(tokens(), tokens()), expected)
+    assert len(graphs) == 3
+    assert list(model.state_dict()) == names
+
+
+def test_a_whole_model_is_one_graph_with_its_loss(graphs):
+    plain, model = gpt(), compiled(gpt(), "whole")
+    loss = model(tokens(), tokens())
+    torch.testing.assert_close(loss, plain(tokens(), tokens()))
+    loss.backward()
+    assert len(graphs) == 1
+
+
+def test_a_model_that_is_not_one_graph_says_so(graphs):
+    class Broken(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model = Broken(2, 2)
+    start_afresh("whole")
+    compile_parts(model, [], [], "whole")
+    with pytest.raises(ConfigError, match=r"compile=whole: the forward of Broken is not one graph: .*; try layers"):
+        model(torch.ones(1, 2))
+
+
+def test_nothing_is_compiled_unless_asked_for(graphs):
+    compiled(gpt(), False)(tokens(), tokens())
+    assert graphs == []
+
+
+def test_autotune_compiles_the_same_parts_with_timed_kernels(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: asked.append(options) or forward)
+    compiled(gpt(), "layers")
+    compiled(gpt(), "autotune")
+    assert asked[:5] == [{"dynamic": False}] * 5
+    assert asked[5:] == [{"dynamic": False, "mode": "max-autotune-no-cudagraphs"}] * 5
+
+
+def test_a_part_that_shares_modules_with_a_layer_is_not_compiled_as_well(monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: asked.append(forward.__self__) or forward)
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    first, stateless, last = nn.Sequential(*layers), nn.ReLU(), nn.Linear(2, 2)
+    model = nn.Sequential(first, stateless, last)
+    compile_parts(model, layers, [first, stateless, last, nn.Linear(2, 2)], "layers")
+    assert asked == [*layers, last]
+
+
+def test_recomputation_inside_compilation(graphs):
+    layers = [nn.Linear(4, 4) for _ in range(12)]
+    x = torch.ones(2, 4)
+    model = nn.Sequential(*layers)
+    expected = torch.autograd.grad(model(x).sum(), layers[0].weight)[0]
+    Recompute()(layers)
+    start_afresh("layers")
+    compile_parts(model, layers, [], "layers")
+    torch.testing.assert_close(torch.autograd.grad(model(x).sum(), layers[0].weight)[0], expected)
+    assert len(graphs) <= 2  # the input of the first needs no gradient
+
+
+def test_each_run_of_a_process_compiles_for_its_own_batch_size(graphs):
+    """More sizes than the eight graphs after which torch gives up; each of constant shapes."""
+    for batch in range(2, 12):
+        compiled(nn_chain(4, 4))(torch.ones(batch, 4))
+    assert len(graphs) == 10
+    for graph in graphs:
+        given = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        assert all(isinstance(size, int) for one in given for size in one.shape)
+
+
+def test_a_run_whose_shapes_never_end_fails_instead_of_going_on_without_the_compiler(graphs):
+    model = compiled(nn_chain(4, 5, 4))  # two kinds of layer
+    rule = "compile=layers: the forward of Linear still changes after 16 compilations; try false, or samples of one"
+    for batch in range(1, 9):
+        model(torch.ones(batch, 4))
+    assert len(graphs) == 16
+    with pytest.raises(ConfigError, match=rule):
+        model(torch.ones(99, 4))
+
+
+def test_a_part_of_each_kind_is_compiled_once_for_training_and_once_for_each_size_of_evaluation(graphs):
+    """As in a ResNet, whose blocks of many shapes are one piece of code, for which torch allows eight graphs."""
+    model = compiled(nn_chain(2, 3, 4, 5, 6, 2))
+    for batch, trains in [(4, True), (4, True), (6, False), (6, False), (3, False), (4, True)]:
+        with torch.set_grad_enabled(trains):
+            model(torch.ones(batch, 2, requires_grad=trains))
+    assert len(graphs) == 3 * 5
+
+
+def nn_chain(*widths: int) -> Chain:
+    return Chain(*(nn.Linear(one, other) for one, other in pairwise(widths)))
+
+
+class Chain(nn.Sequential):
+    """All that the compiler asks of a model."""
+
+    def layers(self) -> list[nn.Module]:
+        return list(self)
+
+    def parts(self) -> None:
+        pass
+
+
+#: One of each kind of model and recipe, and what its command line adds so that it runs on a CPU within seconds.
+RECIPES = {
+    "gpt_tiny": ("model=gpt_tiny", "model.sequence_length=16"),
+    "digits_resnet18": ("experiment=digits_resnet18",),
+    "resnet50": ("model=resnet50", "model.image_size=32", "model.classes=10"),
+    "toy": ("model=toy",),
+    "custom": ("model=custom",),
+    "hf_gpt2_tiny": ("model=hf_gpt2_tiny", "data.sequence_length=16"),
+    "hf_llama_tiny": ("model=hf_llama_tiny", "data.sequence_length=16"),
+}
+
+
+@cases(
+    ("recipe", "how"),
+    [*((recipe, "layers") for recipe in RECIPES), ("digits_resnet18", "whole"), ("custom", "whole"),
+     ("hf_gpt2_tiny", "whole"), ("hf_llama_tiny", "whole")],
+    daily=[("gpt_tiny", "layers"), ("custom", "whole"), ("hf_llama_tiny", "layers")],
+)  # fmt: skip
+def test_every_recipe_compiles_and_computes_the_same(graphs, recipe, how):
+    """In the graphs of the compiler that the run would use; how these are computed is left to torch."""
+    read = config.read(composed(*RECIPES[recipe], f"compile={how}", "train.global_batch=4", "parallel=single"))
+    losses = {}
+    for compiles in (False, how):
+        spec = training_spec.specify(read, lambda ranks: ranks(1))
+        materialize(spec.model, module_of(spec.model), device="cpu", seed=0)
+        losses[compiles] = compiled(spec.model, compiles)(*spec.data.samples(0, 4)).item()
+    assert losses[how] == pytest.approx(losses[False], rel=1e-4)
+    assert len(graphs) == 1 if how == "whole" else graphs
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Any]]:
+    return on_ranks(2, under_ddp)
+
+
+class TestOnRanks:
+    """Graphs of a rank under DDP, by what is compiled."""
+
+    pytestmark = pytest.mark.ranks
+
+    @pytest.mark.parametrize(("how", "count"), [("layers", 3), ("whole", 1)])
+    def test_graphs_are_not_cut_again_where_a_bucket_is_full(self, seen, how, count):
+        assert [of_rank[how]["graphs"] for of_rank in seen] == [count, count]
+
+    @pytest.mark.parametrize("how", ["layers", "whole"])
+    def test_gradients_are_those_without_the_compiler(self, seen, how):
+        for of_rank in seen:
+            for ours, theirs in zip(of_rank[how]["gradients"], of_rank["plain"]["gradients"], strict=True):
+                torch.testing.assert_close(ours, theirs)
+
+
+def under_ddp() -> dict[str, Any]:
+    """Of one rank: in buckets so small that torch would cut each block."""
+    torch_compile, found = torch.compile, {}
+    for how in (False, "layers", "whole"):
+        graphs: Graphs = []
+        torch.compile = noting(graphs)
+        engine = laid_out(Strategy(replicate="auto", bucket_mb=0.0001), gpt, how)
+        torch.compile = torch_compile
+        engine.gradients(tokens(2), tokens(2), lambda loss: loss)
+        gradients = [weight.grad.clone() for weight in engine.module.parameters()]
+        found[how or "plain"] = {"graphs": len(graphs), "gradients": gradients}
+    return found
+
+
+def laid_out(strategy: Strategy, make: Callable[[], Model], how: Compile) -> Engine:
+    dims = Dims(replicate=2)
+    layout: BatchPlan = strategy.layout(dims, 4, 2)
+    setting = Setting(Mesh(dims, "cpu"), layout, torch.device("cpu"), compile=how)
+    return strategy(make(), setting)

@@ -1,0 +1,149 @@
+"""What memory is for: from made allocations, and from real ones of known size."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch.autograd.profiler import record_function
+
+from ptdbench.measure.parts import KINDS
+from ptdbench.profiling import allocations, trace
+from ptdbench.profiling.allocations import Change, Seen, Sent, Surroundings
+from ptdbench.profiling.profiler import profiled
+
+FORWARD = Surroundings("forward", "activations")
+BACKWARD = Surroundings("backward", "activations")
+FSDP = Surroundings("forward", "communication")
+REDUCING = Surroundings("backward", "communication", reduces=True)
+UPDATE = Surroundings("optimizer")
+BEGIN, INVENTORY, END = 100, 200, 300
+
+
+def seen(*changes: Change, sent: Iterable[Sent] = (), all_counted: bool = False) -> Seen:
+    return Seen(BEGIN, END, INVENTORY, sorted(changes), sorted(sent), all_counted)
+
+
+def change(time: int, address: int, size: int, place: Surroundings = FORWARD, allocated: int = 0) -> Change:
+    return Change(time, address, size, allocated, place)
+
+
+def at_peak(found: allocations.Usage) -> dict[str, int]:
+    return {kind: size for kind, size in zip(KINDS, found.bytes[found.peak], strict=True) if size}
+
+
+def test_the_peak_is_the_moment_with_the_most_memory_of_all_kinds():
+    blocks = [change(110, 1, 50), change(120, 2, 70), change(130, 1, -50), change(150, 2, -70)]
+    state = {9: ("weights", 1000), 8: ("optimizer", 2000)}
+    found = allocations.usage(seen(*blocks, change(140, 3, 40, BACKWARD)), state)
+    assert at_peak(found) == {"weights": 1000, "optimizer": 2000, "activations": 120}
+    assert (found.times[found.peak], found.moments[found.peak]) == (120, "forward")
+    assert [sum(one) - 3000 for one in found.bytes] == [0, 50, 120, 70, 110, 40]
+    assert found.times[0] == BEGIN
+
+
+def test_what_was_allocated_in_the_step_before_is_there_until_it_is_freed():
+    found = allocations.usage(seen(change(50, 1, 30), change(60, 2, 10), change(70, 2, -10), change(210, 1, -30)), {})
+    assert [sum(one) for one in found.bytes] == [30, 0]
+
+
+def test_what_happens_after_the_step_does_not_count_and_a_step_without_allocations_has_its_state():
+    found = allocations.usage(seen(change(150, 1, 10), change(301, 2, 1000)), {})
+    assert at_peak(found) == {"activations": 10}
+    assert at_peak(allocations.usage(seen(), {9: ("weights", 1000)})) == {"weights": 1000}
+
+
+def test_a_gradient_is_told_by_its_address_when_the_gradients_are_there():
+    """Another block may have had that address before."""
+    blocks = [change(110, 1, 500), change(120, 1, -500), change(130, 1, 80, BACKWARD)]
+    found = allocations.usage(seen(*blocks), {1: ("gradients", 80)})
+    assert at_peak(found) == {"activations": 500}
+    assert dict(zip(KINDS, found.bytes[-1], strict=True))["gradients"] == 80
+
+
+def test_what_is_sent_or_allocated_by_fsdp_is_for_communication():
+    sent = [Sent(125, 2, 7), Sent(126, 3, 11), Sent(127, 3, 9), Sent(128, 4, 1000)]
+    found = allocations.usage(seen(change(110, 1, 5, FSDP), change(120, 2, 7), sent=sent), {4: ("weights", 1000)})
+    assert at_peak(found) == {"weights": 1000, "communication": 5 + 7 + 11}
+
+
+def test_a_gradient_that_fsdp_frees_when_it_is_reduced_is_one():
+    blocks = [change(110, 1, 60, BACKWARD), change(111, 2, 8, REDUCING), change(112, 1, -60, REDUCING)]
+    assert at_peak(allocations.usage(seen(*blocks), {})) == {"gradients": 60, "communication": 8}
+
+
+def test_a_free_that_the_profiler_does_not_see_happened_before_the_address_is_used_again():
+    found = allocations.usage(seen(change(110, 1, 50), change(120, 1, 20)), {})
+    assert [sum(one) for one in found.bytes][-1] == 20
+    assert at_peak(found) == {"activations": 50}
+
+
+def test_what_was_there_before_and_nobody_knows_is_other_where_all_is_counted():
+    found = allocations.usage(seen(change(110, 1, 50, allocated=1450), all_counted=True), {9: ("weights", 1000)})
+    assert at_peak(found) == {"weights": 1000, "activations": 50, "other": 400}
+
+
+class Doubled(torch.autograd.Function):
+    """Keeps one block for the backward pass, and works with another one in it."""
+
+    @staticmethod
+    def forward(context, inputs):
+        context.kept = torch.empty(1000)
+        return inputs * 2
+
+    @staticmethod
+    def backward(context, gradient):
+        held = torch.empty(5000)
+        del held, context.kept
+        return gradient * 2
+
+
+def test_real_allocations_are_found_in_their_part_of_the_step():
+    weight = torch.ones(100, requires_grad=True)
+    known = {}
+    with profiled(torch.device("cpu"), memory=True) as taken:
+        for name in ("warm-up", trace.STEP):
+            with record_function(name):
+                with record_function(trace.DATA):
+                    batch = torch.empty(300)
+                with record_function(trace.GRADIENTS):
+                    Doubled.apply(weight).backward(torch.ones(100))
+                with record_function(allocations.INVENTORY):
+                    known = {
+                        weight.data_ptr(): ("weights", weight.untyped_storage().nbytes()),
+                        weight.grad.data_ptr(): ("gradients", weight.grad.untyped_storage().nbytes()),
+                    }
+                with record_function(trace.UPDATE):
+                    held = torch.empty(200)
+                del batch, held
+                weight.grad = None
+    found = allocations.usage(allocations.read(taken, "cpu"), known)
+    peak = at_peak(found)
+    assert found.moments[found.peak] == "backward"
+    assert peak["weights"] == 400
+    assert peak["other"] == 1200  # the batch
+    # The kept block, the one in the backward pass, and gradients of 100 numbers: of the result, and what torch makes.
+    assert 24000 + 400 <= peak["activations"] <= 24000 + 3 * 400
+    in_update = [one for one, moment in zip(found.bytes, found.moments, strict=True) if moment == "optimizer"]
+    assert max(dict(zip(KINDS, one, strict=True))["other"] for one in in_update) == 1200 + 800
+    assert {dict(zip(KINDS, one, strict=True))["gradients"] for one in in_update} == {400}
+
+
+@pytest.mark.parametrize(
+    ("names", "place"),
+    [
+        (["ptdbench::data"], ("data", "other")),
+        (["ptdbench::gradients", "aten::linear"], ("forward", "activations")),
+        (["ptdbench::gradients", "FSDP::pre_forward (layers.0)"], ("forward", "communication")),
+        (["ptdbench::gradients", "FSDP::cast_forward_inputs"], ("forward", "activations")),
+        (["ptdbench::gradients", "FSDP::root_post_backward_callback"], ("backward", "communication")),
+        (["ptdbench::gradients", "autograd::engine::evaluate_function: X"], ("backward", "activations")),
+        (["autograd::engine::evaluate_function: X", "aten::mm"], ("backward", "activations")),
+        (["autograd::engine::evaluate_function: X", "FSDP::pre_backward (0)"], ("backward", "communication")),
+        (["ptdbench::update", "aten::sqrt"], ("optimizer", "other")),
+    ],
+)
+def test_what_goes_on_is_told_by_the_names_around_an_allocation(names, place):
+    found = Surroundings()
+    for name in names:
+        found = allocations._inside(name, found)
+    assert (found.moment, found.kind) == place

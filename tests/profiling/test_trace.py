@@ -1,0 +1,226 @@
+import pytest
+
+from ptdbench.profiling import events as of_traces
+from ptdbench.profiling import trace
+from tests.profiling.made_trace import EPOCH, called, event, label, milliseconds, sent, step, write
+
+BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
+ROOT = "FSDP::root_post_backward_callback"
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Reads a trace of these events."""
+    return lambda *events, device="cpu": trace.read(write(tmp_path / "t.json", *events), device)
+
+
+def reduced(end, begin=3.0, elements=1000):
+    """An all-reduce that DDP calls, until ``end``."""
+    return [
+        called("allreduce_", begin, begin + 0.5, [elements]), sent("all_reduce", begin + 0.2, end, [elements]),
+    ]  # fmt: skip
+
+
+def phases(found: trace.Trace) -> dict[str, list[tuple[float, float]]]:
+    return {name: milliseconds(times) for name, times in found.phases.items()}
+
+
+def test_a_step_without_others(read):
+    events = [*step(0, 1, 11, 13), event("aten::mm", 2, 5), event(BACKWARD, 6, 8), event("aten::mm", 6, 7)]
+    found = read(*events, event(BACKWARD, 8.5, 10))
+    assert milliseconds(found.steps) == [(0, 13)]
+    expected = {"data": [(0, 1)], "forward": [(1, 6), (10, 11)], "backward": [(6, 10)], "optimizer": [(11, 13)]}
+    assert phases(found) == expected
+    assert (found.waits, found.calls) == ([], [])
+
+
+def test_each_backward_pass_of_several_micro_batches_is_found(read):
+    passes = [(1, 2, 3), (4, 5, 6)]
+    events = [one for a, b, c in passes for one in (event("aten::mm", a, b), event(BACKWARD, b, c))]
+    found = read(*step(0, 1, 6, 6.5), *events)
+    assert phases(found)["backward"] == [(2, 3), (5, 6)]
+    assert phases(found)["forward"] == [(1, 2), (3, 5)]
+
+
+def test_ddp_waits_in_cpp_after_the_backward_pass_for_the_last_all_reduce(read):
+    found = read(*step(0, 1, 8, 9), event(BACKWARD, 1, 4), *reduced(7), event("aten::add_", 7.5, 8))
+    assert milliseconds(found.waits) == [(3, 3.5), (4, 7)]
+    assert phases(found)["backward"] == [(1, 3), (3.5, 4)]
+    (call,) = found.calls
+    assert (call.operation, call.bytes, call.within[:1]) == ("all_reduce", 4000, ("ProfilerStep#3",))
+    assert milliseconds([(call.start, call.end)]) == [(3, 7)]
+
+
+def test_what_waited_may_go_on_before_the_end_of_communication_is_noted(read):
+    """Of two waits the last one counts."""
+    last = [event(BACKWARD, 1, 4), *reduced(7.6), event("aten::add_", 7.5, 8)]
+    assert milliseconds(read(*step(0, 1, 8, 9), *last).waits) == [(3, 3.5), (4, 7.5)]
+    last[2] = {**last[2], "tid": 98}
+    found = read(*step(0, 1, 8, 9), *reduced(5, begin=2.0, elements=500), *last)
+    assert milliseconds(found.waits) == [(2, 2.5), (3, 3.5), (4, 7.5)]
+
+
+def test_a_pause_after_the_backward_pass_in_which_no_communication_ends_is_no_wait(read):
+    found = read(*step(0, 1, 8, 9), *reduced(3, begin=1.0), event(BACKWARD, 2, 4), event("aten::add_", 7.5, 8))
+    assert milliseconds(found.waits) == [(1, 1.5)]
+
+
+def test_labelled_waits_are_those_of_fsdp_and_know_what_called(read):
+    events = [
+        label("FSDP::all_gather (0)", 1, 2),
+        called("_allgather_base_", 1.2, 1.4, [8], **{"Input Dims": [[64], [32]]}),
+        sent("all_gather", 1.3, 3, [32], "c10::BFloat16"),
+        label(trace.WAITING, 2, 3.1),
+        event("aten::mm", 4, 5),
+    ]
+    found = read(*step(0, 1, 8, 9), *events)
+    assert milliseconds(found.waits) == [(1.2, 1.4), (2, 3.1)]
+    (call,) = found.calls
+    assert (call.operation, call.bytes) == ("all_gather", 128)
+    assert "FSDP::all_gather (0)" in call.within
+
+
+def test_gloo_reduces_and_scatters_by_an_all_reduce_which_is_called_what_was_asked_for(read):
+    events = [
+        called("_reduce_scatter_base_", 1, 2, [1], **{"Input Dims": [[32], [64], [], []]}),
+        sent("all_reduce", 1.5, 3, [64]),
+    ]
+    (call,) = read(*step(0, 1, 8, 9), *events).calls
+    assert (call.operation, call.bytes) == ("reduce_scatter", 256)
+
+
+def test_of_two_operations_of_one_size_each_has_its_own_message(read):
+    started = [called("allreduce_", 1, 1.5, [4]), called("allreduce_", 2, 2.5, [4])]
+    found = read(*step(0, 1, 8, 9), *started, sent("all_reduce", 2.6, 3, [4]), sent("all_reduce", 3, 4, [4]))
+    assert milliseconds([(call.start, call.end) for call in found.calls]) == [(1, 3), (2, 4)]
+
+
+def test_a_message_knows_its_other_rank(read):
+    events = [called("send", 1, 2, [10], **{"Concrete Inputs": ["", "", "3", "0"]}), sent("send", 1.5, 3, [10])]
+    (call,) = read(*step(0, 1, 8, 9), *events).calls
+    assert (call.operation, call.peer) == ("send", 3)
+
+
+def test_waits_outside_of_the_steps_do_not_count(read):
+    events = [label(trace.WAITING, 0, 12), called("allreduce_", 1, 2, [4]), sent("all_reduce", 1, 3, [4])]
+    found = read(*step(10, 11, 18, 19), *events)
+    assert milliseconds(found.waits) == [(10, 12)]
+    assert len(found.calls) == 1
+
+
+def test_on_a_gpu_kernels_belong_to_the_phase_that_launched_them(read):
+    def kernel(name, start, end, number, **facts):
+        return event(name, start, end, "kernel", 5, correlation=number, **facts)
+
+    def launch(at, number):
+        return event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", correlation=number)
+
+    collective = {
+        "Collective name": "_allgather_base", "In msg nelems": 5, "Out msg nelems": 10, "dtype": "BFloat16",
+        "Process Group Ranks": "[0, 1]",
+    }  # fmt: skip
+    events = [
+        launch(1.1, 1), launch(2.1, 2), launch(3.1, 3), launch(1.5, 4), launch(2.8, 5),
+        event(BACKWARD, 2, 2.5, thread=8), event(ROOT, 2.7, 3, "user_annotation", thread=8),
+        kernel("gemm", 2, 4, 1), kernel("gemm", 6, 7, 2), kernel("reduce", 7, 8, 5), kernel("adam", 8.5, 9, 3),
+        kernel("ncclDevKernel_AllGather_RING_LL(...)", 3, 5, 4, **collective),
+    ]  # fmt: skip
+    found = read(*step(0, 1, 3, 10), *events, device="cuda")
+    assert phases(found) == {
+        "data": [(0, 1)], "forward": [(2, 4)], "backward": [(6, 8)], "optimizer": [(8.5, 9)],
+        "host": [(1, 2), (5, 6), (8, 8.5)],
+    }  # fmt: skip
+    assert milliseconds(found.waits) == [(4, 5)]
+    (call,) = found.calls
+    assert (call.operation, call.bytes, call.ranks) == ("all_gather", 20, (0, 1))
+
+
+def test_each_of_the_messages_that_nccl_sends_together_is_seen(read):
+    """Their kernel starts when their group ends, and has no facts: torch wrote them on the host before."""
+
+    def recorded(name, start, end, **facts):
+        known = {"Collective name": name, "dtype": "Float", "In msg nelems": 6, "Process Group Ranks": "[2, 3, 5]"}
+        return event("record_param_comms", start, end, **known, **facts)
+
+    def grouped(name, start, end):
+        return event(name, start, end, "user_annotation")
+
+    def kernel(start, end, number, **facts):
+        return event("ncclDevKernel_SendRecv(...)", start, end, "kernel", 5, correlation=number, **facts)
+
+    alone = {"Collective name": "send", "In msg nelems": 3, "Process Group Ranks": "[2, 3, 5]", "Dst Rank": 3}
+    happened = [
+        event("gemm", 1, 2, "kernel", 5),
+        recorded("send", 1, 1.5, **{"Dst Rank": 3}), grouped("nccl:send 0->1", 1.1, 1.4),
+        event("cudaLaunchKernel", 1.2, 1.3, "cuda_runtime", correlation=1), kernel(2, 3, 1, **alone),
+        recorded("wait", 1.6, 1.7),
+        recorded("send", 2, 2.1, **{"Dst Rank": 5}), recorded("recv", 2.2, 2.3, **{"Src Rank": 2}),
+        grouped("nccl:coalesced", 2.4, 2.8),
+        event("cudaLaunchKernel", 2.5, 2.6, "cuda_runtime", correlation=2), kernel(4, 6, 2),
+    ]  # fmt: skip
+    found = [
+        (call.operation, call.bytes, call.peer, *milliseconds([(call.start, call.end)]))
+        for call in read(*step(0, 1, 8, 10), *happened, device="cuda").calls
+    ]
+    assert found == [("send", 3, 1, (2, 3)), ("send", 24, 2, (4, 6)), ("recv", 24, 0, (4, 6))]
+
+
+def test_what_follows_the_backward_pass_is_no_wait(read):
+    """A step that pauses between backward pass and optimizer, and again before its first operation."""
+    found = read(*step(0, 1, 5, 60), event(BACKWARD, 1, 4), *reduced(4.5), event("aten::add_", 55, 56))
+    assert milliseconds(found.waits) == [(3, 3.5), (4, 4.5)]
+    assert phases(found)["optimizer"] == [(5, 60)]
+
+
+def test_what_waits_for_a_message_waits_for_no_other_whose_end_is_not_yet_noted(read):
+    """gloo notes the end of a message when it is awaited."""
+    events = [
+        called("send", 1, 1.2, [10]), sent("send", 1.1, 7, [10]), called("recv_", 2, 2.1, [10]),
+        sent("recv", 2.1, 5, [10]), label(trace.WAITING, 3, 5.1), label(trace.WAITING, 6.9, 7.1),
+    ]  # fmt: skip
+    send, recv = read(*step(0, 1, 8, 9), *events).calls
+    assert (milliseconds(send.held), milliseconds(recv.held)) == ([(1, 1.2), (6.9, 7.1)], [(2, 2.1), (3, 5.1)])
+    assert [call.operation for call in (send, recv) if call.holds(EPOCH + 4e-3)] == ["recv"]
+
+
+def test_messages_are_told_from_each_other_though_they_have_one_size(read):
+    events = [
+        called("recv_", 1, 1.1, [10]), called("send", 2, 2.1, [10]), sent("send", 2, 3, [10]),
+        called("allreduce_", 4, 4.1, [10]), sent("all_reduce", 4, 5, [10]),
+    ]  # fmt: skip
+    found = [
+        (call.operation, *milliseconds([(call.start, call.end)])) for call in read(*step(0, 1, 8, 9), *events).calls
+    ]
+    assert found == [("send", (2, 3)), ("all_reduce", (4, 5))]
+
+
+WRONG = event("ncclDevKernel_AllReduce", 1, 2, "kernel", **{"In msg nelems": None})
+ON_GPU = [event("gemm", 2, 4, "kernel", 5), sent("all_reduce", 4, 5, [10])]
+
+
+@pytest.mark.parametrize(
+    ("events", "device", "message"),
+    [
+        ([*step(0, 1, 3, 10), *ON_GPU], "cuda", "does not show when a GPU waits for gloo; try backend=nccl"),
+        ([*step(0, 1, 3, 10), WRONG], "cuda", "is no trace of torch's profiler"),  # a field of another form
+        ([event("aten::mm", 0, 1)], "cpu", "holds no profiled step"),
+        (step(0, 1, 3, 10), "cuda", "the profiler could not watch the GPU"),
+    ],
+)
+def test_a_trace_that_shows_no_phases_is_refused(read, events, device, message):
+    with pytest.raises(ValueError, match=message):
+        read(*events, device=device)
+
+
+def test_a_trace_that_is_too_large_is_not_read(read, monkeypatch):
+    monkeypatch.setattr(of_traces, "MOST_BYTES", 100)
+    with pytest.raises(ValueError, match=r"at most 100 are read; try profile\.steps=1"):
+        read(*step(0, 1, 3, 10))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"traceEvents": [{"ph": "X", "name": "a"}]}', '{"traceEvents": 3}'])
+def test_a_damaged_trace_is_refused(tmp_path, text):
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"t\.json is no trace of torch's profiler"):
+        trace.read(path)

@@ -1,0 +1,97 @@
+"""Hydra's files, against those that Hydra itself writes for the same command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from ptdbench.setup import hydra_output
+from ptdbench.setup.compose import Source, compose_all
+from tests.conftest import ROOT
+
+#: A program of Hydra's own with the configurations of ptdbench.
+PROGRAM = """
+import hydra
+import ptdbench.setup.config
+
+hydra.main(version_base="1.3", config_path={conf!r}, config_name="config")(lambda config: None)()
+"""
+
+
+@pytest.fixture
+def by_hydra(tmp_path, environ):
+    """Carry out a command line by Hydra alone, below a folder."""
+
+    def it(*words: str) -> Path:
+        (tmp_path / "program.py").write_text(PROGRAM.format(conf=str(ROOT / "conf")))
+        (tmp_path / "theirs").mkdir()
+        done = subprocess.run(
+            [sys.executable, tmp_path / "program.py", *words], cwd=tmp_path / "theirs", capture_output=True, text=True,
+            env={**environ, "PYTHONPATH": str(ROOT)}, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return tmp_path / "theirs"
+
+    return it
+
+
+def same(ours: Path, theirs: Path, *others: str) -> None:
+    """Both folders have the same files of Hydra's, but for what lies elsewhere and what is meant to be ``others``."""
+    names = sorted(str(path.relative_to(theirs)) for path in theirs.rglob("*.yaml"))
+    assert sorted(str(path.relative_to(ours)) for path in ours.rglob("*.yaml")) == names
+    for name in names:
+        one, other = (OmegaConf.to_container(OmegaConf.load(folder / name)) for folder in (ours, theirs))
+        if "hydra" in one:
+            for written in (one["hydra"], other["hydra"]):
+                written["runtime"]["cwd"] = written["runtime"]["output_dir"] = None
+                for option in ("run.dir", "sweep.dir", *others):
+                    group, _, last = option.rpartition(".")
+                    written[group].pop(last)
+        assert one == other, name
+
+
+def test_those_of_a_run(by_hydra, tmp_path):
+    words = ["model=toy", "seed=3", "+hydra.job.env_set.FOO=1", "hydra.job.name=x", "hydra.run.dir=here"]
+    theirs = by_hydra(*words)
+    composed = compose_all(words)
+    job = hydra_output.config_of_run(composed.whole[0], None, None)
+    hydra_output.write_files(job, tmp_path / "ours" / "here")
+    assert hydra_output.environment(job) == {"FOO": "1"}
+    assert hydra_output.recorded_environment(tmp_path / "ours" / "here") == {"FOO": "1"}
+    same(tmp_path / "ours", theirs)
+    assert "seed: 3\n" in (tmp_path / "ours" / "here" / ".hydra" / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("extra", [False, True])
+def test_those_of_a_sweep(by_hydra, tmp_path, extra):
+    (tmp_path / "own" / "model").mkdir(parents=True)
+    (tmp_path / "own" / "model" / "mine.yaml").write_text("defaults:\n  - toy\n  - _self_\nwidth: 128\n")
+    words = [f"model=toy,{'mine' if extra else 'gpt_tiny'}", "seed=3", "hydra.sweep.dir=here"]
+    folder = str(tmp_path / "own")
+    theirs = by_hydra("-m", *words, *(["--config-dir", folder] if extra else []))
+    source = Source(ROOT / "conf", extra=folder if extra else None)
+    composed, ours = compose_all(words, True, source), tmp_path / "ours" / "here"
+    ours.mkdir(parents=True)
+    for number, whole in enumerate(composed.whole):
+        job = hydra_output.config_of_run(whole, ours, number)
+        hydra_output.write_files(job, ours / str(job.hydra.sweep.subdir))
+    with source.open():
+        hydra_output.write_multirun(composed.sweep(), ours)
+    same(tmp_path / "ours", theirs)
+
+
+def test_a_block_of_repeats_is_one_more_override():
+    (whole,) = compose_all(["model=toy", "seed=3"]).whole
+    (typed,) = compose_all(["model=toy", "seed=3", "repeat.block=2"]).whole
+    assert hydra_output.config_of_run(whole, None, 4, 2) == hydra_output.config_of_run(typed, None, 4)
+
+
+def test_without_a_folder_for_them_there_are_none(tmp_path):
+    (whole,) = compose_all(["model=toy", "hydra.output_subdir=null"]).whole
+    hydra_output.write_files(hydra_output.config_of_run(whole, None, None), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert hydra_output.recorded_environment(tmp_path) == {}

@@ -1,0 +1,356 @@
+"""Repeats: the order of a sweep's runs, and repeats that are refused, as whole commands where they can be typed."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+
+from ptdbench.comparison import significance
+from ptdbench.launch.world import World
+from ptdbench.problems import ConfigError
+from ptdbench.records import record, store
+from ptdbench.records.store import write_record
+from ptdbench.setup import config
+from ptdbench.setup.compose import Source, compose_all, conf_folder
+from ptdbench.setup.config import Repeat
+from ptdbench.sweep import blocks
+from ptdbench.sweep.blocks import StoppingRule
+from tests import forked
+from tests.report.made import run
+from tests.sweep.made import CONFIG, DONE
+
+TOY = ("model=toy", "train.steps=4", "device=cpu")
+
+
+def repeat(runs, *, most=20, seed=0, block=None):
+    return Repeat(runs=runs, max=most, tied_within=0.02, seed=seed, block=block, series=None)
+
+
+def in_blocks(order):
+    """The alternatives of each block, in order; a run that stands in another's block would show."""
+    found = {}
+    for number, block in order:
+        found.setdefault(block, []).append(number)
+    assert order == [(number, block) for block, numbers in found.items() for number in numbers]
+    return found
+
+
+class TestOrder:
+    def test_every_block_has_each_alternative_once(self):
+        found = in_blocks(blocks.order(4, repeat(7)))
+        assert list(found) == list(range(7))
+        assert [sorted(numbers) for numbers in found.values()] == [[0, 1, 2, 3]] * 7
+
+    def test_every_second_block_is_the_reverse_of_the_one_before(self):
+        """A machine that gets slower by the same amount with each run slows all alternatives by the same sum."""
+        order = blocks.order(5, repeat(8))
+        found = in_blocks(order)
+        for block in range(0, 8, 2):
+            assert found[block + 1] == found[block][::-1]
+        slowed = [sum(place for place, (one, _) in enumerate(order) if one == number) for number in range(5)]
+        assert len(set(slowed)) == 1
+
+    def test_the_order_is_drawn_anew_for_each_two_blocks_and_by_the_seed(self):
+        orders = [tuple(numbers) for numbers in in_blocks(blocks.order(6, repeat(20))).values()]
+        assert len(set(orders)) > 15
+        assert blocks.order(6, repeat(20)) == blocks.order(6, repeat(20))
+        assert blocks.order(6, repeat(20, seed=1)) != blocks.order(6, repeat(20))
+
+    def test_more_blocks_leave_those_that_there_are_as_they_were(self):
+        assert blocks.order(3, repeat(5))[:6] == blocks.order(3, repeat(2))
+        assert blocks.order(3, repeat("auto", most=5)) == blocks.order(3, repeat(5))
+
+    @pytest.mark.parametrize("runs", [5, "auto"])
+    def test_one_block_has_the_order_that_it_has_among_all(self, runs):
+        whole = in_blocks(blocks.order(6, repeat(runs)))
+        for block in range(5):
+            alone = blocks.order(6, repeat(runs, block=block))
+            assert alone == [(number, None) for number in whole[block]]  # each has the block that was typed
+
+    def test_without_repeats_runs_keep_their_order_and_get_no_block(self):
+        assert blocks.order(3, repeat(1, seed=7)) == [(0, None), (1, None), (2, None)]
+        assert blocks.order(2, repeat(1, block=4)) == [(0, None), (1, None)]  # each has the one that was typed
+
+
+def refused(*arguments, cwd):
+    """What is said of a command line, of which nothing is left."""
+    done = forked.train_py(*arguments, *TOY, cwd=cwd)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert not (cwd / "outputs").exists()
+    return done.stderr.splitlines()
+
+
+class TestRefused:
+    def test_several_numbers_and_orders_in_one_sweep(self, tmp_path):
+        rest = (
+            "a sweep has one number of repeats, and one order of its runs; give one value, or start one sweep for each"
+        )
+        assert refused("-m", "repeat=3,5", "repeat.seed=0,1", cwd=tmp_path) == [
+            f"repeat.runs=3,5: {rest}",
+            f"repeat.seed=0,1: {rest}",
+        ]
+        assert refused("-m", "repeat.block=0,1", cwd=tmp_path) == [f"repeat.block=0,1: {rest}"]
+
+    @pytest.mark.parametrize(
+        ("typed", "said"),
+        [
+            (["repeat=0"], "repeat.runs=0: must be at least 1"),
+            (["repeat=x"], "repeat.runs=x: must be a whole number or auto"),
+            (["repeat=2.5"], "repeat.runs=2.5: must be a whole number or auto"),
+            (["repeat=auto", "repeat.max=2"], "repeat.max=2: must be at least 3"),
+            (
+                ["repeat=auto", "repeat.tied_within=1"],
+                "repeat.tied_within=1: must be at least 0 and less than 1; try 0.02",
+            ),
+            (["repeat=auto", "repeat.tied_within=-1%"], "repeat.tied_within=-1%: must be a number"),
+            (["repeat=2", "repeat.block=2"],
+             "repeat.block=2: there are 2 blocks, which count from 0; omit it for all of them"),
+            (["repeat=auto", "repeat.max=4", "repeat.block=4"],
+             "repeat.block=4: there are 4 blocks, which count from 0; omit it for all of them"),
+            (["repeat=2", "hydra.sweep.subdir=${parallel.name}"],
+             "hydra.sweep.subdir=${parallel.name}: with repeat.runs=2 several runs would have the same directory; "
+             "add ${hydra.job.num} to it, or ${repeat.block}"),
+            (["-m", "hydra/sweeper=optuna", "repeat=3"],
+             "repeat.runs=3: hydra/sweeper=optuna chooses each run by the results of others, and repeats none; "
+             "omit it, and repeat the best runs in a sweep of their own"),
+            (["repeat=auto", "virtual=h100"],
+             "repeat.runs=auto: runs with virtual=h100 take no time, so that no order of theirs is ever settled; "
+             "omit it"),
+            (["hydra.mode=RUN", "repeat=3"],
+             "repeat.runs=3: several runs are a sweep; add -m, as in python train.py -m repeat=3"),
+        ],
+    )  # fmt: skip
+    def test_what_there_cannot_be(self, tmp_path, typed, said):
+        assert refused(*typed, cwd=tmp_path) == [said]
+
+    def test_repeats_that_a_file_asks_for_and_no_sweep(self, tmp_path):
+        (tmp_path / "mine" / "experiment").mkdir(parents=True)
+        (tmp_path / "mine" / "experiment" / "often.yaml").write_text("# @package _global_\nrepeat:\n  runs: 3\n")
+        typed = ("--config-dir", "mine", "experiment=often")
+        assert refused(*typed, cwd=tmp_path) == [
+            "repeat.runs=3: several runs are a sweep; add -m, as in python train.py --config-dir mine -m repeat=3"
+        ]
+
+    def test_ranks_that_would_each_decide_when_to_stop(self, tmp_path, monkeypatch):
+        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+        torchrun = {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
+        monkeypatch.setattr(os, "environ", {**os.environ, **torchrun})
+        assert refused("-m", "repeat=auto", cwd=tmp_path) == [
+            "repeat.runs=auto: each of the 2 ranks that torchrun started would decide by itself when to stop; "
+            "give a number, or start it with plain python"
+        ]
+
+    @pytest.mark.parametrize("runs", ["auto", "2"])
+    def test_jobs_whose_results_nobody_waits_for(self, runs):
+        said = check("cluster=slurm", "cluster.submit=detach", f"repeat={runs}")
+        assert said == (
+            "cluster.submit=detach: repeat.runs=auto needs the results of a block before it can submit the next one; "
+            "try wait, or a number of repeats"
+            if runs == "auto"
+            else None
+        )
+
+    def test_one_rank_decides_for_itself_and_a_number_needs_no_decision(self):
+        assert check("repeat=auto", world=World(0, 1, 0, 1, "srun")) is None
+        assert check("repeat=2", world=World(1, 2, 1, 2, "srun")) is None
+        assert check("repeat=auto", "repeat.block=3", world=World(1, 2, 1, 2, "srun")) is None  # of a series: one block
+        assert "2 ranks that srun started" in (check("repeat=auto", world=World(1, 2, 1, 2, "srun")) or "")
+
+    @pytest.mark.parametrize("name", ["${hydra.job.num}", "${repeat.block}_x", "${hydra.job.override_dirname}"])
+    def test_directories_of_their_own_may_be_named_as_one_likes(self, name):
+        assert check("repeat=2", f"hydra.sweep.subdir={name}") is None
+
+
+class TestGoesOn:
+    """The runs of a sweep must not be done again in the directories of others; ``repeat`` may stand in any file."""
+
+    @pytest.mark.parametrize(("was", "now"), [(1, 3), (3, 1), (1, "auto"), ("auto", 1)])
+    def test_with_another_order_is_refused(self, tmp_path, was, now):
+        self.sweep(tmp_path, was)
+        said = check(f"repeat={now}", goes_on=tmp_path)
+        begun = "without" if was == 1 else "with"
+        assert said == (
+            f"sweep.resume={tmp_path}: was begun {begun} repeats, and its runs would have another order now; "
+            "start another sweep"
+        )
+
+    @pytest.mark.parametrize(("was", "now"), [(1, 1), (2, 3), (3, "auto"), ("auto", 5)])
+    def test_with_more_blocks_goes_on(self, tmp_path, was, now):
+        self.sweep(tmp_path, was)
+        assert check(f"repeat={now}", goes_on=tmp_path) is None
+
+    def test_what_has_no_records_yet_goes_on(self, tmp_path):
+        assert check("repeat=3", goes_on=tmp_path) is None
+
+    @staticmethod
+    def sweep(folder, runs):
+        """One whose first record is damaged."""
+        record = run("ddp") | {
+            "schema": 2,
+            "workload": "train",
+            "fingerprint": "",
+            "config": {"repeat": {"runs": runs}},
+        }
+        for name in ("0_ddp", "1_ddp"):
+            (folder / name).mkdir()
+            write_record(folder / name, record)
+        (folder / "0_ddp" / "record.json").write_text("{")
+
+
+def check(*overrides, world=None, goes_on=None):
+    composed = compose_all([*TOY, *overrides], multirun=True)
+    try:
+        blocks.check(composed, world, goes_on)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+class TestShown:
+    """``repeat=5`` is a sweep by itself, and nothing runs where a sweep is only looked at."""
+
+    def test_the_configuration(self, tmp_path):
+        done = forked.train_py("--cfg", "job", "--package", "repeat", "repeat=5", *TOY, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.splitlines()[1:] == [
+            "runs: 5",
+            "max: 60",
+            "tied_within: 0.02",
+            "seed: 0",
+            "block: null",
+            "series: null",
+        ]
+
+    def test_that_of_several_runs_once_each(self, tmp_path):
+        done = forked.train_py(
+            "--cfg", "job", "--package", "repeat.runs", "repeat=5", "parallel=ddp,fsdp", *TOY, cwd=tmp_path
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.count("# run ") == 2
+
+    def test_help(self, tmp_path):
+        done = forked.train_py("--help", "repeat=5", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("ptdbench: ")
+        assert list(tmp_path.iterdir()) == []
+
+    @pytest.mark.parametrize("written", ["repeat: 3", "repeat.runs: 3"])
+    def test_a_file_may_hold_it_among_the_lists_of_a_sweep(self, tmp_path, written):
+        (tmp_path / "experiment").mkdir()
+        text = f"# @package _global_\nhydra:\n  sweeper:\n    params:\n      {written}\n"
+        (tmp_path / "experiment" / "often.yaml").write_text(text)
+        composed = compose_all([*TOY, "experiment=often"], True, Source(conf_folder(), extra=str(tmp_path)))
+        assert config.read(composed.jobs[0]).repeat.runs == 3
+
+
+#: Looks after three blocks, after five and after eight.
+MOST = 8
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """Adds the runs of an alternative to a sweep: its throughputs, block by block; ``None`` is a run that failed."""
+
+    def add(parallel, throughputs):
+        for block, rate in enumerate(throughputs):
+            store.append_result(tmp_path, a_run(tmp_path / f"{block}_{parallel}", parallel, block, rate))
+        return tmp_path
+
+    return add
+
+
+def a_run(directory, parallel, block, rate):
+    config = {**CONFIG, "parallel": {"name": parallel}, "repeat": {"block": block}}
+    written = record.begin(config, directory, {}) | {"world_size": 2, "nodes": ["n1"]}
+    if rate is None:
+        return written | {"error": None}
+    return written | DONE | {"world_size": 2, "nodes": ["n1"], "metrics": {"tokens_per_second": rate}}
+
+
+def settling(tied_within=0.02):
+    return StoppingRule(Repeat(runs="auto", max=MOST, tied_within=tied_within, seed=0, block=None, series=None))
+
+
+def alike(share):
+    """Throughputs of eight blocks that go up and down by a share."""
+    return [1000 * math.exp(share * sign) for sign in (1, -1, 1, -1, 1, -1, 1, -1)]
+
+
+def test_the_looks_of_these_tests():
+    assert significance.interim_looks(MOST) == [3, 5, 8]
+
+
+def test_it_stops_at_a_look_when_all_pairs_are_known_to_differ(sweep, capsys):
+    sweep("ddp", alike(0.001))
+    sweep("fsdp", [1.1 * rate for rate in alike(0.002)])
+    found = sweep("pdp", [1.3 * rate for rate in alike(0.003)])
+    over = settling()
+    assert [over(found, blocks) for blocks in (0, 1, 2)] == [False] * 3
+    assert capsys.readouterr().err == ""
+    assert over(found, 3)
+    assert capsys.readouterr().err == "3 blocks of at most 8: settled\n"
+    assert [over(found, blocks) for blocks in (4, 5)] == [True] * 2  # and stays so, without another look
+    assert capsys.readouterr().err == ""
+
+
+def test_it_goes_on_while_a_pair_is_open_and_says_which(sweep, capsys):
+    sweep("ddp", alike(0.05))
+    sweep("fsdp", [1.01 * rate for rate in alike(0.05)[::-1]])
+    found = sweep("pdp", [9.0 * rate for rate in alike(0.05)])
+    over = settling()
+    assert [over(found, blocks) for blocks in (3, 4, 5)] == [False] * 3
+    assert capsys.readouterr().err.splitlines() == [
+        "3 blocks of at most 8: not settled between ddp and fsdp",
+        "5 blocks of at most 8: not settled between ddp and fsdp",
+    ]
+
+
+def test_of_many_open_pairs_it_names_three(sweep, capsys):
+    lots = {"ddp": (8, 10, 12), "fsdp": (10, 12, 8), "hsdp": (12, 8, 10), "pdp": (8, 12, 10)}
+    for name, rates in lots.items():
+        found = sweep(name, [100.0 * rate for rate in rates])
+    assert not settling()(found, 3)
+    assert capsys.readouterr().err == (
+        "3 blocks of at most 8: not settled between ddp and fsdp; ddp and hsdp; ddp and pdp, and 3 other pairs\n"
+    )
+
+
+def test_tied_is_what_differs_by_at_most_the_share_that_was_asked_for(sweep):
+    """And is known to: runs that differ by much more from each other say nothing."""
+    sweep("ddp", [1000.0, 1002.0, 1000.0, 1002.0, 1000.0, 1002.0, 1000.0, 1002.0])
+    found = sweep("fsdp", [1001.0, 1000.0, 1002.0, 1001.0, 1001.0, 1001.0, 1001.0, 1001.0])
+    assert settling(tied_within=0.02)(found, 3)
+    assert not settling(tied_within=0.0)(found, 3)
+    assert not settling(tied_within=0.001)(found, 3)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_tied_is_in_both_directions(sweep, sign):
+    """One is perhaps a fifth slower, and at most one per cent faster."""
+    sweep("ddp", [1000.0] * 3)
+    found = sweep("fsdp", [1000.0 * math.exp(sign * share) for share in (0.125, 0.1, 0.075)])
+    assert not settling(tied_within=0.02)(found, 3)
+    assert settling(tied_within=0.25)(found, 3)
+
+
+def test_with_what_has_failed_there_is_nothing_to_settle(sweep):
+    sweep("ddp", alike(0.001))
+    sweep("fsdp", [1.1 * rate for rate in alike(0.002)])
+    found = sweep("pdp", [None] * MOST)
+    assert settling()(found, 3)
+
+
+def test_an_alternative_that_failed_now_and_then_needs_more_runs(sweep):
+    sweep("ddp", alike(0.001)[:3])
+    found = sweep("fsdp", [1100.0, None, None])
+    assert not settling()(found, 3)
+
+
+@pytest.mark.parametrize("rates", [alike(0.3), [None] * MOST], ids=["ok", "failed"])
+def test_a_single_alternative_ends_at_the_first_look(sweep, rates, capsys):
+    found = sweep("ddp", rates)
+    over = settling()
+    assert [over(found, blocks) for blocks in (1, 2, 3)] == [False, False, True]
+    assert capsys.readouterr().err == "3 blocks of at most 8: nothing to compare\n"

@@ -1,0 +1,248 @@
+"""Counters of energy and clocks: RAPL in a made folder, NVML by a stand-in. There may be neither here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from ptdbench.measure import gpu_state
+from ptdbench.training.energy import Counted, Gpu, Packages, energy, none
+
+
+def zone(root: Path, name: str, title: str, microjoules: int = 0, full: int = 262_143_328_850) -> Path:
+    """A zone of RAPL; returns the file of its counter."""
+    folder = root / name
+    folder.mkdir()
+    for file, value in {"name": title, "max_energy_range_uj": full, "energy_uj": microjoules}.items():
+        (folder / file).write_text(f"{value}\n")
+    return folder / "energy_uj"
+
+
+def metered(counter, *advances, seconds=10.0, steps=5):
+    """What the counter counted over one stretch during which these functions ran."""
+    counter.begin()
+    for advance in advances:
+        advance()
+    counter.end(steps, seconds)
+    return counter.counted()
+
+
+class TestPackages:
+    def test_two_packages_count_and_their_parts_and_the_platform_do_not(self, tmp_path):
+        one, other = zone(tmp_path, "intel-rapl:0", "package-0", 1_000_000), zone(tmp_path, "intel-rapl:1", "package-1")
+        part, platform = zone(tmp_path, "intel-rapl:0:0", "core"), zone(tmp_path, "intel-rapl:2", "psys")
+        again = zone(tmp_path, "intel-rapl-mmio:0", "package-0")
+        counter = Packages("n1", tmp_path)
+        assert counter.reason is None
+
+        def work():
+            one.write_text("8500000\n")
+            other.write_text("2000000\n")
+            for file in (part, platform, again):
+                file.write_text("999000000\n")
+
+        assert metered(counter, work) == Counted("n1", 5, 10.0, pytest.approx(9.5))
+
+    def test_stretches_add_up_and_what_is_between_them_does_not_count(self, tmp_path):
+        file = zone(tmp_path, "intel-rapl:0", "package-0")
+        counter = Packages("n1", tmp_path)
+        metered(counter, lambda: file.write_text("3000000\n"))
+        file.write_text("50000000\n")  # an evaluation
+        assert metered(counter, lambda: file.write_text("54000000\n"), seconds=2.0, steps=1).joules == 7.0
+        assert counter.counted() == Counted("n1", 6, 12.0, 7.0)
+
+    def test_a_counter_that_starts_again_and_one_that_may_have_twice(self, tmp_path):
+        file = zone(tmp_path, "intel-rapl:0", "package-0", 65_532_000_000, full=65_532_610_987)
+        found = metered(Packages("n1", tmp_path), lambda: file.write_text("389013\n"))
+        assert (found.joules, found.reason) == (pytest.approx(1.0), None)
+        reason = metered(Packages("n1", tmp_path), seconds=40.0).reason
+        assert reason == "a stretch of 40 s is too long for RAPL's counters, which start again after 65533 J"
+
+    @pytest.mark.parametrize("made", ["no folder", "an empty folder", "only the platform"])
+    def test_a_machine_without_counters(self, tmp_path, made):
+        root = tmp_path / "powercap"
+        if made != "no folder":
+            root.mkdir()
+        if made == "only the platform":
+            zone(root, "intel-rapl:1", "psys")
+        found = metered(Packages("n1", root))
+        assert found == Counted("n1", reason=f"this machine shows no CPU packages in {root} (RAPL)")
+
+    def test_counters_that_may_not_be_read(self, tmp_path, monkeypatch):
+        file = zone(tmp_path, "intel-rapl:0", "package-0")
+        refuse(file, monkeypatch)
+        reason = metered(Packages("n1", tmp_path)).reason
+        assert reason == f"permission denied: this user may not read {file}"
+
+    def test_a_counter_that_breaks_stays_broken(self, tmp_path, monkeypatch):
+        file = zone(tmp_path, "intel-rapl:0", "package-0")
+        counter = Packages("n1", tmp_path)
+        metered(counter, lambda: file.write_text("1000000\n"))
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "pread", mock.Mock(side_effect=OSError(61, "No data available")))
+            reason = metered(counter).reason
+        assert reason == "RAPL cannot be read: [Errno 61] No data available"
+        assert metered(counter).reason == reason
+
+    def test_a_stretch_shorter_than_counters_resolve_is_left_out(self, tmp_path):
+        file = zone(tmp_path, "intel-rapl:0", "package-0")
+        counter = Packages("n1", tmp_path)
+        found = metered(counter, lambda: file.write_text("1000000\n"), seconds=0.09)
+        assert found == Counted("n1", reason="no stretch of steps after the warm-up lasted 0.1 s, the least for RAPL")
+        assert metered(counter, lambda: file.write_text("3000000\n"), seconds=0.1).joules == 2.0
+
+
+def refuse(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nobody read the file, root neither."""
+    opened = Path.open
+
+    def open_(self, *arguments, **named):
+        if self == file:
+            raise PermissionError(13, "Permission denied", str(file))
+        return opened(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", open_)
+
+
+class NotSupported(Exception):
+    """As pynvml raises where a GPU has no answer."""
+
+
+class Nvml:
+    """One GPU, GPU-a; ``lacks`` are the questions that it does not answer."""
+
+    NVML_CLOCK_SM = 1
+
+    def __init__(self, *lacks: str) -> None:
+        self.lacks = lacks
+        self.millijoules, self.clock, self.reasons = 5_000, 1980, 0
+        self.nanoseconds = {0: 10**9, 1: 0}
+        self.is_up = False
+
+    def __getattribute__(self, name):
+        if name in object.__getattribute__(self, "lacks"):
+            raise NotSupported("Not Supported")
+        return object.__getattribute__(self, name)
+
+    def nvmlInit(self):
+        self.is_up = True
+
+    def nvmlShutdown(self):
+        self.is_up = False
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):
+        if uuid != "GPU-a":
+            raise NotSupported("Not Found")
+        return "handle"
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle):
+        return self.millijoules
+
+    def nvmlDeviceGetClockInfo(self, handle, kind):
+        return {1: self.clock}[kind]
+
+    def nvmlDeviceGetMaxClockInfo(self, handle, kind):
+        return {1: 1980}[kind]
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle):
+        return self.reasons
+
+    def nvmlDeviceGetViolationStatus(self, handle, policy):
+        if policy not in self.nanoseconds:
+            raise NotSupported("Not Supported")
+        return SimpleNamespace(referenceTime=0, violationTime=self.nanoseconds[policy])
+
+
+class TestGpu:
+    @staticmethod
+    def work(nvml, joules=300, held=1.2):
+        nvml.millijoules += 1000 * joules
+        nvml.nanoseconds[0] += int(held * 1e9)
+
+    def test_energy_and_what_held_the_clocks_back(self):
+        nvml = Nvml()
+        gpu = Gpu("n1", "GPU-a", nvml)
+        assert metered(gpu, lambda: self.work(nvml)) == Counted("GPU-a of n1", 5, 10.0, 300.0)
+        self.work(nvml, joules=1000, held=7)  # between the stretches
+        assert metered(gpu, lambda: self.work(nvml, held=0.8)).joules == 600.0
+        assert gpu.clocks()["held_back"] == {"power limit": pytest.approx(2 / 20), "temperature limit": 0.0}
+
+    def test_the_clock_while_it_works(self):
+        nvml = Nvml()
+        gpu = Gpu("n1", "GPU-a", nvml)
+        for nvml.clock, nvml.reasons in ((1755, 0x4), (1200, 0x4 | 0x40), (1980, 0)):
+            gpu.look()
+        clocks = gpu.clocks()
+        assert clocks.pop("held_back") is None  # no stretch is over
+        assert clocks == {
+            "sm_clock_mhz": 1980, "sm_clock_least_mhz": 1200, "sm_clock_most_mhz": 1980,
+            "clock_reasons": ["power cap", "too hot (hardware)"],
+        }  # fmt: skip
+
+    def test_a_driver_that_counts_no_causes_tells_those_that_were_seen(self):
+        nvml = Nvml("nvmlDeviceGetViolationStatus")
+        gpu = Gpu("n1", "GPU-a", nvml)
+        nvml.reasons = 0x4
+        metered(gpu, gpu.look)
+        assert (gpu.clocks()["held_back"], gpu.clocks()["clock_reasons"]) == (None, ["power cap"])
+
+    def test_a_gpu_without_an_energy_counter_has_clocks(self):
+        nvml = Nvml("nvmlDeviceGetTotalEnergyConsumption")
+        gpu = Gpu("n1", "GPU-a", nvml)
+        found = metered(gpu, gpu.look, lambda: self.work(nvml))
+        assert found == Counted("GPU-a of n1", reason="NVML has no energy of this GPU: Not Supported")
+        assert gpu.clocks()["sm_clock_mhz"] == 1980
+        assert gpu.clocks()["held_back"]["power limit"] == pytest.approx(0.12)
+
+    def test_a_counter_that_goes_backwards_and_a_stretch_shorter_than_counters_resolve_are_no_figure(self):
+        nvml = Nvml()
+        found = metered(Gpu("n1", "GPU-a", nvml), lambda: self.work(nvml, joules=-1))
+        assert found.reason == "NVML's energy counter went backwards: the driver was loaded again"
+        gpu = Gpu("n1", "GPU-a", nvml)
+        found = metered(gpu, lambda: self.work(nvml), seconds=0.9)
+        assert found.reason == "no stretch of steps after the warm-up lasted 1 s, the least for NVML"
+        assert gpu.clocks()["held_back"] is None
+
+    def test_a_gpu_that_nvml_does_not_know(self):
+        gpu = Gpu("n1", "GPU-b", Nvml())
+        gpu.look()
+        assert metered(gpu) == Counted("GPU-b of n1", reason="NVML does not know GPU-b: Not Found")
+        assert set(gpu.clocks().values()) == {None}
+
+    def test_no_nvml(self, monkeypatch):
+        monkeypatch.setattr(gpu_state, "connect", lambda nvml: (None, "the package nvidia-ml-py is not installed"))
+        gpu = Gpu("n1", "GPU-a")
+        gpu.look()
+        assert metered(gpu).reason == "the package nvidia-ml-py is not installed"
+        gpu.close()
+
+    def test_nvml_is_let_go_once(self):
+        nvml = Nvml()
+        gpu = Gpu("n1", "GPU-a", nvml)
+        for expected in (True, False):
+            assert nvml.is_up == expected
+            gpu.close()
+        nvml.is_up = True  # of another user
+        gpu.close()
+        assert nvml.is_up
+
+
+class TestEnergy:
+    def test_devices_add_up_and_one_that_two_ranks_share_counts_once(self):
+        shared = Counted("GPU-a of n1", 10, 5.0, 1000.0)
+        found = energy("NVML", [shared, shared, Counted("GPU-b of n1", 20, 10.0, 1000.0)], 5, 10)
+        assert found == {
+            "source": "NVML", "steps": 10, "seconds": 5.0, "watts": 300.0, "joules_per_step": 150.0,
+            "joules_per_sample": 30.0, "joules_per_token": 3.0, "reason": None,
+        }  # fmt: skip
+        assert energy("RAPL", [Counted("n1", 1, 1.0, 8.0)], 4, None)["joules_per_token"] is None
+
+    def test_a_part_of_the_devices_is_no_figure_and_a_reason_that_all_share_is_told_once(self):
+        found = energy("RAPL", [Counted("n1", 1, 1.0, 8.0), Counted("n2", reason="permission denied")], 4, None)
+        assert found == none("n2: permission denied")
+        assert found["watts"] is None
+        assert energy("RAPL", [Counted(name, reason="why") for name in ("n1", "n2")], 4, None) == none("why")

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from omegaconf import DictConfig
+
+from ptdbench.measure import ceiling
+from ptdbench.measure.ceiling import Measured
+from ptdbench.measure.hardware import environment
+from ptdbench.training.metrics import Measurement, against_higher_ceiling, metrics
+from ptdbench.workloads import train
+from tests.conftest import composed
+from tests.parallel.ranks import on_ranks
+from tests.workloads.made_job import job
+
+# Two ranks, the first step slow; the others take 2.0 s in all.
+MEASURED = Measurement(
+    step_seconds=[9.0, 0.5, 0.25, 0.25, 1.0],
+    samples_per_step=16,
+    tokens_per_sample=128,
+    flops_per_sample=3e12,
+    flops_reason=None,
+    world_size=2,
+    device_name="NVIDIA A100-SXM4-80GB",
+    dtype="bf16",
+    peak_memory_bytes=300,
+    first_step_seconds=9.5,
+    startup_seconds={"launch": 1.0},
+    minimum_warmup=1,
+)
+
+
+def test_figures_by_hand():
+    warmup_steps, found = metrics(MEASURED)
+    assert warmup_steps == 1
+    assert found["samples_per_second"] == pytest.approx(4 * 16 / 2.0)
+    assert found["tokens_per_second"] == pytest.approx(4096)
+    assert found["samples_per_second_per_device"] == pytest.approx(16)
+    assert found["tokens_per_second_per_device"] == pytest.approx(2048)
+    assert found["model_flops_per_second"] == pytest.approx(96e12)
+    assert found["mfu"] == pytest.approx(48 / 312)  # per device, of an A100's dense bf16 peak
+    assert found["mfu_reason"] is None
+    assert found["peak_memory_bytes"] == 300
+    assert found["first_step_seconds"] == 9.5
+    assert found["startup_seconds"] == {"launch": 1.0}
+    assert found["step_seconds"]["median"] == pytest.approx(0.375)
+    assert found["step_seconds"]["mean"] == pytest.approx(0.5)
+
+
+def test_causal_attention_by_half_has_an_mfu_of_its_own():
+    found = metrics(replace(MEASURED, masked_flops_per_sample=1e12))[1]
+    assert found["causal_flops_per_second"] == pytest.approx(64e12)
+    assert (found["mfu"], found["mfu_causal"]) == (pytest.approx(48 / 312), pytest.approx(32 / 312))
+    for unknown in (MEASURED, replace(MEASURED, flops_per_sample=None, masked_flops_per_sample=0.0)):
+        found = metrics(unknown)[1]
+        assert found["causal_flops_per_second"] is found["mfu_causal"] is None
+    without = metrics(replace(MEASURED, masked_flops_per_sample=0.0))[1]
+    assert without["mfu_causal"] == without["mfu"]
+
+
+def test_fp8_is_compared_with_both_peaks():
+    found = metrics(replace(MEASURED, device_name="NVIDIA H200", dtype="fp8"))[1]
+    assert found["mfu"] == pytest.approx(48 / 1978.9)
+    assert found["mfu_of_bf16"] == pytest.approx(48 / 989.4)
+    assert metrics(MEASURED)[1]["mfu_of_bf16"] is None
+
+
+def test_throughput_is_not_a_mean_of_rates():
+    uneven = replace(MEASURED, step_seconds=[1.0, 9.0, 1.0, 9.0], world_size=1, minimum_warmup=0)
+    warmup_steps, found = metrics(uneven)
+    assert warmup_steps == 0
+    assert found["samples_per_second"] == pytest.approx(4 * 16 / 20.0)
+
+
+def test_images_have_no_tokens():
+    _, found = metrics(replace(MEASURED, tokens_per_sample=None))
+    assert found["tokens_per_second"] is None
+    assert found["tokens_per_second_per_device"] is None
+    assert found["samples_per_second"] == pytest.approx(32)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device_name": "cpu"}, "CPU"),
+        ({"device_name": "NVIDIA Unheard Of"}, "NVIDIA Unheard Of"),
+        ({"dtype": "fp64"}, "fp64"),
+        ({"flops_per_sample": None, "flops_reason": "a model of one's own"}, "a model of one's own"),
+        ({"flops_per_sample": None}, "states no FLOPs"),
+        ({"step_seconds": []}, "no step"),
+    ],
+)
+def test_mfu_is_null_with_its_reason(change, reason):
+    _, found = metrics(replace(MEASURED, **change))
+    assert found["mfu"] is None
+    assert reason in found["mfu_reason"]
+
+
+def test_a_run_without_a_step_has_all_names_and_no_rates():
+    warmup_steps, found = metrics(replace(MEASURED, step_seconds=[], peak_memory_bytes=None))
+    assert warmup_steps == 0
+    assert set(found) == set(metrics(MEASURED)[1])
+    assert found["samples_per_second"] is None
+    assert found["peak_memory_bytes"] is None
+    assert found["step_seconds"]["median"] is None
+
+
+def test_the_share_of_the_ceiling_by_hand():
+    _, found = metrics(replace(MEASURED, ceiling=(Measured(240e12, "8x8x8", beside_load=True), None)))
+    # 48 TFLOP/s on each device, see above.
+    assert (found["ceiling_flops_per_second"], found["ceiling_reason"]) == (240e12, None)
+    assert found["ceiling_beside_load"] is True
+    assert found["share_of_ceiling"] == pytest.approx(0.2)
+
+
+def test_without_a_ceiling_there_is_a_reason():
+    _, found = metrics(replace(MEASURED, ceiling=(None, "nobody has measured it")))
+    assert (found["ceiling_flops_per_second"], found["share_of_ceiling"]) == (None, None)
+    assert found["ceiling_beside_load"] is None
+    assert found["ceiling_reason"] == "nobody has measured it"
+
+
+def test_a_model_without_flops_has_no_share_of_a_known_ceiling():
+    ceiling = (Measured(240e12, "8x8x8"), None)
+    _, found = metrics(replace(MEASURED, flops_per_sample=None, flops_reason="it states none", ceiling=ceiling))
+    assert (found["ceiling_flops_per_second"], found["share_of_ceiling"]) == (240e12, None)
+
+
+METRICS = {
+    "model_flops_per_second": 72e9, "ceiling_flops_per_second": 30.1e9, "ceiling_beside_load": True,
+    "share_of_ceiling": 36 / 30.1, "ceiling_reason": None, "mfu": None,
+}  # fmt: skip
+
+
+def test_a_higher_one_counts():
+    metrics, remark = against_higher_ceiling(METRICS, 2, Measured(45e9, "512x512x512", beside_load=False))
+    assert remark == "ceiling re-measured: was 30.1 GFLOP/s, taken beside other load; now 45.0 GFLOP/s"
+    assert (metrics["ceiling_flops_per_second"], metrics["ceiling_beside_load"]) == (45e9, False)
+    assert (metrics["share_of_ceiling"], metrics["mfu"]) == (pytest.approx(0.8), None)
+
+
+def test_a_share_that_stays_above_is_neither_cut_nor_left_without_a_reason():
+    metrics, remark = against_higher_ceiling(
+        {**METRICS, "ceiling_beside_load": False}, 2, Measured(32e9, "", beside_load=False)
+    )
+    assert metrics["share_of_ceiling"] == 36 / 32
+    assert remark.startswith("ceiling re-measured: was 30.1 GFLOP/s; now 32.0 GFLOP/s; the model reaches 112.5% of it")
+    assert "model FLOPs count attention in full" in remark
+    _, remark = against_higher_ceiling(METRICS, 2, Measured(32e9, "", beside_load=True))
+    assert remark.endswith("the model reaches 112.5% of it: other load slowed the products down")
+
+
+def test_a_lower_one_does_not_count_and_one_may_be_impossible_to_measure():
+    metrics, remark = against_higher_ceiling(METRICS, 2, Measured(20e9, "", beside_load=False))
+    assert (metrics["ceiling_flops_per_second"], metrics["ceiling_beside_load"]) == (30.1e9, True)
+    assert "20.0 GFLOP/s is not above the earlier 30.1 GFLOP/s, taken beside other load; the model" in remark
+    metrics, remark = against_higher_ceiling(METRICS, 2, "workload.shapes=512x512x512: takes 9 GiB")
+    assert metrics == {**METRICS, "share_of_ceiling": pytest.approx(36 / 30.1)}
+    assert remark.startswith("ceiling passed, and not re-measured: workload.shapes=512x512x512: takes 9 GiB; the ")
+
+
+def trained(directory: Path, options: DictConfig, cache: str, known: float) -> tuple[Any, int, float]:
+    """The fields of a run, how often products were measured, and the ceiling that is kept then."""
+    with mock.patch.dict("os.environ", XDG_CACHE_HOME=cache):
+        key = ceiling.key(environment("cpu"), None, "fp32", 1)
+        ceiling.keep(key, Measured(known, "2x2x2", beside_load=True))
+        measured = mock.Mock(wraps=ceiling.measure)
+        with mock.patch.object(ceiling, "measure", measured), mock.patch.dict(ceiling.AUTO_SHAPES, cpu=("64",)):
+            outcome = train.Train()(job(directory, options))
+        kept = ceiling.look_up(key)
+        assert kept
+        return outcome.fields, measured.call_count, kept.flops_per_second
+
+
+TOY = ("model=toy", "device=cpu", "parallel=ddp", "train.steps=4", "profile.steps=0")
+
+
+@pytest.mark.ranks
+def test_a_run_that_passes_it_measures_it_again_once_and_keeps_the_higher_one(tmp_path):
+    (fields, times, kept), (_, elsewhere, _) = on_ranks(
+        2, trained, tmp_path / "run", composed(*TOY), str(tmp_path / "cache"), 1.0
+    )
+    metrics = fields["metrics"]
+    assert (times, elsewhere) == (1, 1)
+    assert metrics["ceiling_flops_per_second"] == kept > 1.0
+    assert metrics["share_of_ceiling"] == pytest.approx(metrics["model_flops_per_second"] / 2 / kept)
+    assert fields["remarks"]["ceiling"].startswith("ceiling re-measured: was 1e-09 GFLOP/s, taken beside other load")
+
+
+@pytest.mark.ranks
+def test_a_run_below_it_does_not(tmp_path):
+    (fields, times, kept), _ = on_ranks(2, trained, tmp_path / "run", composed(*TOY), str(tmp_path / "cache"), 1e30)
+    assert (times, kept) == (0, 1e30)
+    assert "ceiling" not in fields["remarks"]
