@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from benchmarks.rank import joined
 from ptdbench.launch import local, peers
-from ptdbench.profiling import profiler, trace
+from ptdbench.profiling import events, trace
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.training import profile, traffic
@@ -59,15 +59,12 @@ def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str) -
             Path(directory, "found").write_text(json.dumps(of_ranks))
 
 
-def _calls(path: Path, job: Any) -> Iterator[trace.Call]:
+def _calls(path: Path, job: Any) -> Sequence[events.Call]:
     if job.device.type == "cuda":
-        launched = trace.launched_in_steps(path)
-        yield from (
-            trace.nccl_call(one) for one in launched if profiler.kernel_kind(one.name) == profiler.COMMUNICATION
-        )
-        return
+        _, calls = trace.launched_in_steps(path)
+        return calls
     found = trace.read(path, "cpu")
-    yield from (call for call in found.calls if any(begin <= call.start < end for begin, end in found.steps))
+    return [call for call in found.calls if any(begin <= call.start < end for begin, end in found.steps)]
 
 
 if __name__ == "__main__":
