@@ -99,6 +99,7 @@ class TestHello:
         assert places(ranks) == [(socket.gethostname(), 0, 2), (socket.gethostname(), 1, 2)]
         assert_bound(ranks)
 
+    @pytest.mark.thorough
     def test_torchrun_in_an_srun(self, tmp_path, slurm):
         rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=n1:{free_port()}"]
         launcher = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=2", *rendezvous]
@@ -187,7 +188,8 @@ class TestSignals:
         srun = ["srun", "-N2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
         self.blamed(alone([*srun, *TRAIN, *self.ALONE, f"+model.how={how}"], tmp_path, slurm), tmp_path, how)
 
-    @cases("how", ["kill", "term"], daily=["kill"])
+    @pytest.mark.thorough
+    @pytest.mark.parametrize("how", ["kill", "term"])
     def test_mpirun_and_the_last_rank(self, tmp_path, mpirun, environ, how):
         command = [*mpirun, "-np", "2", *TRAIN, *self.ALONE, f"+model.how={how}"]
         self.blamed(alone(command, tmp_path, environ), tmp_path, how)

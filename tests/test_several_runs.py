@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
+from tests.daily import cases
 from tests.programs import call
 
 pytestmark = pytest.mark.ranks
@@ -19,7 +20,12 @@ SWEEP = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("overrides", [("parallel=ddp,fsdp,pdp",), ("parallel=ddp,fsdp", "compile=layers")], ids=str)
+@cases(
+    "overrides",
+    [("parallel=ddp,fsdp,pdp",), ("parallel=ddp,fsdp", "compile=layers")],
+    daily=[("parallel=ddp,fsdp,pdp",)],
+    ids=str,
+)
 def test_the_model_of_a_run_is_gone_before_the_next_one_has_weights(tmp_path, environ, overrides):
     """The model looks itself: activation checkpointing and the compiler let it refer to itself."""
     done = call(*SWEEP, *overrides, cwd=tmp_path, environ=environ, timeout=480)

@@ -611,8 +611,6 @@ class Record(Identity):
     """Where the time of a step went; null for a run that was not profiled."""
     memory: Memory | None = None
     """What the memory of a step is for; null for a run that was not profiled."""
-    experts: Experts | None = None
-    """Who got how many tokens; null for a model without experts, and on virtual GPUs."""
     hardware: Hardware | None = None
     """Energy and clocks of the hardware; null for a run that did not train to its end."""
     error: Error | None = None
@@ -642,6 +640,8 @@ class Record(Identity):
     """How the micro-batch was found; null where it was given."""
     plan: Plan | None = None
     """What the run will need; null for a run that was carried out."""
+    experts: Experts | None = None
+    """Who got how many tokens; null for a model without experts, and on virtual GPUs."""
 
 
 #: Mappings and lists within each other: more would be too many for what reads a record.

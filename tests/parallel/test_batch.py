@@ -107,6 +107,6 @@ def test_a_refusal_names_numbers_that_fit(arguments, message):
 
 def test_a_record_holds_the_numbers_by_name():
     assert BatchPlan(Dims(replicate=2, shard=3, pipeline=2), 24, 2, 2, 1).as_dict() == {
-        "data": 6, "replicate": 2, "shard": 3, "context": 1, "tensor": 1, "pipeline": 2,
+        "data": 6, "replicate": 2, "shard": 3, "context": 1, "tensor": 1, "pipeline": 2, "expert": 1,
         "global_batch": 24, "micro_batch": 2, "microbatches": 2, "accumulation": 1,
     }  # fmt: skip

@@ -110,6 +110,7 @@ def test_nothing_is_kept_for_runs_on_real_devices(swept, environ):
     assert not [path for path in found if "virtual" in path.read_text()]
 
 
+@pytest.mark.thorough
 def test_ranks_alone_take_what_they_take_among_all(start: Start, environ, tmp_path):
     """Two of four ranks of a pipeline of tensor-parallel pairs: bytes and calls as with the other two."""
     words = ("parallel=3d", "parallel.tensor=2", "parallel.pipeline=2", "cluster.ranks_per_node=4", "virtual=h100")
