@@ -149,7 +149,6 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
     composed = plans.composed(overrides, config_dir)
     if not plans.are_known(composed, overrides, again):
         local.check_address_space()
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what does not fit is no news here
         configs = list(map(config.read, composed.jobs))
         local.warm_up(_rank_modules(configs), _loading(configs[0]))
     made = plans.make(composed, overrides, again)

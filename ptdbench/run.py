@@ -140,14 +140,14 @@ def _find_micro_batch(config: Config, attempt: Attempt, heading: Heading) -> mic
     finder = micro_batch.Finder(attempt.directory, config, heading, _run, note)
     earlier = ((attempt.draft or {}).get("micro_batch") or {}).get("found")
     try:
-        found = finder.given(earlier) if earlier else finder.find()
+        found = (finder.given(earlier) if earlier else None) or finder.find()
     except (ConfigError, MemoryError, RuntimeError) as error:
         _fail(attempt, failure.describe(error, rank=-1))
         return None
     except local.Stopped as stop:
         _fail_if_open(attempt, failure.describe(stop, rank=-1))
         raise
-    fields = dict(found.summary.fields) | ({} if earlier else {"micro_batch": found.field})
+    fields = dict(found.summary.fields) | ({} if found.field["found"] == earlier else {"micro_batch": found.field})
     attempt.amend(lambda written: written | fields)
     return found
 

@@ -53,6 +53,7 @@ _SHORT = {
     "eval.every": None,
     "checkpoint.every_steps": None,
     "profile.trace": False,
+    "objective": "throughput",
     "resume": None,
     "check": False,
     "memory_reserve": None,
@@ -108,18 +109,21 @@ def plan(asked: Asked) -> dict[str, Any]:
     """
     require(_not_trained(asked.config))
     short = asked.config.changed(_SHORT)
-    spec = run_spec.specify(short.changed({"train.global_batch": _ANY_BATCH}) if asked.sets_batch else short, None)
+    spec = run_spec.specify(_with_any_batch(short) if asked.sets_batch else short, None)
     assert spec.training
     if spec.virtual is None:
-        room = checks.on_host(spec.world_size, asked.config.general.memory_reserve or 0.0, running=False)
-        return _state_only(spec, room, "the rest is known of virtual GPUs, as with virtual=h100")
+        return _state_only(asked, spec, "the rest is known of virtual GPUs, as with virtual=h100")
     try:
         run_spec.place(short, spec.world_size)
     except ConfigError as lack:
-        communicators = spec.training.layout.dims.communicators
-        reserve = asked.config.general.memory_reserve or 0.0
-        return _state_only(spec, checks.on_virtual(spec.virtual.gpu, reserve, communicators), str(lack))
+        return _state_only(asked, spec, str(lack))
     return _Virtual(asked, short, spec).fields()
+
+
+def _with_any_batch(config: Config) -> Config:
+    """With a batch that all its ranks can divide, to learn their degrees."""
+    ranks = config.cluster.ranks_per_node
+    return config.changed({"train.global_batch": _ANY_BATCH * config.cluster.nodes * (1 if ranks == "auto" else ranks)})
 
 
 def _not_trained(config: Config) -> Problem | None:
@@ -131,10 +135,13 @@ def _state(training: TrainingSpec) -> list[dict[str, int]]:
     return [asdict(footprint) for footprint in training.footprints()]
 
 
-def _state_only(spec: RunSpec, room: checks.Room, reason: str) -> dict[str, Any]:
+def _state_only(asked: Asked, spec: RunSpec, reason: str) -> dict[str, Any]:
     """What is known without carrying anything out."""
     training = spec.training
     assert training
+    layout = next(iter(steps.layouts(training, is_free=True).values())) if asked.sets_batch else training.layout
+    reserve = asked.config.general.memory_reserve or 0.0
+    room = run_spec.memory(spec, reserve, spec.world_size, 0, running=False)
     state = _state(training)
     stages = [training.layout.dims.stage(rank) for rank in range(min(room.ranks, spec.world_size))]
     needs = sum(sum(state[stage].values()) for stage in stages) if room.ranks > 1 else max(map(_total, state))
@@ -147,7 +154,8 @@ def _state_only(spec: RunSpec, room: checks.Room, reason: str) -> dict[str, Any]
         "fits": False if needs > room.size else None,
         "reason": reason,
     }
-    fields = {**spec.summary.fields, "kind": "planned", "plan": found}
+    batch = {"layout": layout.as_dict(), "global_batch": layout.global_batch}
+    fields = {**spec.summary.fields, **batch, "kind": "planned", "plan": found}
     if needs > room.size:
         rule = (
             f"weights, gradients and optimizer state take {gib_text(needs)}, and {room.owner} has {gib_text(room.size)}"
@@ -174,7 +182,8 @@ class _Virtual:
         self._reserve = asked.config.general.memory_reserve or 0.0
         self._classes = dict.fromkeys(spec.virtual.ranks, 1) if spec.virtual.ranks else classes(spec.training)
         self._room = int(self._gpu.memory * (1 - self._reserve))
-        buffers = spec.training.layout.dims.communicators * NCCL_BUFFERS
+        self._state = _state(spec.training)  # before anything is carried out, as not every optimizer tells
+        buffers = spec.training.layout.dims.communicators * NCCL_BUFFERS if spec.backend == "nccl" else 0
         self._outside = {"CUDA context": self._gpu.context} | ({"NCCL": buffers} if buffers else {})
         self._layouts = steps.layouts(spec.training, is_free=asked.sets_batch)
         self._records: dict[int, dict[str, Any]] = {}
@@ -277,7 +286,7 @@ class _Virtual:
             "capacity_bytes": self._gpu.memory,
             "capacity_of": f"virtual {self._gpu.name}",
             "room_bytes": self._room,
-            "state": _state(self._training),
+            "state": self._state,
             "outside": self._outside,
             "sources": {name: _SOURCES[name] for name in self._outside},
             "largest_micro_batch": search.best or 0,
@@ -297,7 +306,7 @@ class _Virtual:
         smallest = min(search.tries, key=lambda one: one.micro_batch)
         if smallest.needed_bytes is None:
             return f"{rule}; no micro-batch fits"
-        rest = smallest.needed_bytes - max(map(_total, _state(self._training)))
+        rest = smallest.needed_bytes - max(map(_total, self._state))
         none = f"{rule}; no micro-batch fits"
         if rest >= self._room:
             return f"{none}: beside the training state, {smallest.micro_batch} needs {gib_text(rest)}; {_else(config)}"

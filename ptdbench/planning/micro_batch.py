@@ -32,9 +32,6 @@ CarryOut = Callable[[Path, Config, Summary, Heading], None]
 #: How far a line is trusted beyond the largest try: resident memory is no exact figure.
 _STRIDE = 64
 
-#: Where the tries are, in the directory of a run.
-FOLDER = "tries"
-
 #: Short runs at most to find the largest.
 _MOST = 6
 
@@ -55,6 +52,7 @@ _SHORT = {
     "eval.every": None,
     "checkpoint.every_steps": None,
     "profile.steps": 0,
+    "objective": "throughput",
     "profile.trace": False,
     "resume": None,
     "check": False,
@@ -66,6 +64,10 @@ def is_sought(config: Config) -> bool:
     """Whether the micro-batch is to be found."""
     train = config.resolved.get("train")
     return isinstance(train, dict) and train.get("micro_batch") in SOUGHT
+
+
+#: Bytes of a GPU, until a try has told them.
+_UNKNOWN = 1 << 62
 
 
 class Broken(RuntimeError):
@@ -104,8 +106,7 @@ class Finder:
     heading: Heading
     carry_out: CarryOut
     note: Callable[[dict[str, Any]], None]
-    _rates: dict[int, dict[Hashable, float]] = field(default_factory=dict)
-    _number: int = 0
+    _rates: dict[int, list[float]] = field(default_factory=dict)
 
     def find(self) -> Found:
         """Find the micro-batch.
@@ -126,30 +127,31 @@ class Finder:
         if largest is None:
             smallest = next(one for one in search.tries if one.micro_batch == candidates[0])
             needs = "" if smallest.needed_bytes is None else f": it needs {gib_text(smallest.needed_bytes)}"
-            raise MemoryError(f"not even micro-batch {candidates[0]} fits into {gib_text(search.room)}{needs}")
+            room = "a GPU" if search.room == _UNKNOWN else gib_text(search.room)
+            raise MemoryError(f"not even micro-batch {candidates[0]} fits into {room}{needs}")
         if self.config.train.micro_batch == "best":
             largest = self._fastest([one for one in candidates if one <= largest])
         return self._with(largest)
 
-    def given(self, micro_batch: int) -> Found:
-        """The same of a micro-batch that an earlier start of the run has found."""
+    def given(self, micro_batch: int) -> Found | None:
+        """The same of a micro-batch that an earlier start of the run has found; ``None`` if these ranks have it not."""
         self._spec, self._search = run_spec.specify(self.config, None), Search([micro_batch], 0, self._tried)
         assert self._spec.training
         self._layouts = steps.layouts(self._spec.training)
-        return self._with(micro_batch)
+        return self._with(micro_batch) if micro_batch in self._layouts else None
 
     def _with(self, micro_batch: int) -> Found:
         config = self.config.changed({"train.micro_batch": micro_batch})
         return Found(config, self._summary(self._layouts[micro_batch]), self._field(micro_batch))
 
-    def _field(self, found: int | None, remark: str | None = None) -> dict[str, Any]:
+    def _field(self, found: int | None) -> dict[str, Any]:
         tried = {one["micro_batch"]: one | {"rates": None} for one in self._search.as_dicts()}
         for size, rates in self._rates.items():  # of best, some of which nobody had to try before
             known = {"micro_batch": size, "status": "ok", "needed_bytes": None, "fits": True, "seconds": None}
-            tried[size] = tried.get(size, known) | {"rates": list(rates.values())}
+            tried[size] = tried.get(size, known) | {"rates": [*rates]}
         tries = list(tried.values())
         asked, room = self.config.train.micro_batch, self._search.room
-        return {"asked": asked, "found": found, "room_bytes": room, "tries": tries, "remark": remark}
+        return {"asked": asked, "found": found, "room_bytes": None if room == _UNKNOWN else room, "tries": tries}
 
     def _summary(self, layout: BatchPlan) -> Summary:
         known = self._spec.summary
@@ -163,8 +165,8 @@ class Finder:
         if self._spec.virtual:
             size = self._spec.virtual.gpu.memory
         else:
-            size = (metrics or {}).get("device_memory_bytes") or 1 << 62
-        return int(size * (1 - (general.memory_reserve or 0.0)))
+            size = (metrics or {}).get("device_memory_bytes") or _UNKNOWN
+        return size if size == _UNKNOWN else int(size * (1 - (general.memory_reserve or 0.0)))
 
     def _needed(self, record: dict[str, Any]) -> int | None:
         """Bytes that a run took: of all ranks of this host, or of the GPU of the rank that took most."""
@@ -194,9 +196,10 @@ class Finder:
         assert self._spec.training
         layout = self._layouts[micro_batch]
         layout = layout if is_whole else steps.stand_in(self._spec.training, layout)
-        self._number += 1
-        directory = self.directory / FOLDER / f"{self._number}_micro_batch_{micro_batch}"
-        directory.mkdir(parents=True)
+        tries = self.directory / store.TRIES
+        tries.mkdir(exist_ok=True)
+        directory = tries / f"{len([*tries.iterdir()]) + 1}_micro_batch_{micro_batch}"  # beside those of earlier starts
+        directory.mkdir()
         size = {"train.micro_batch": micro_batch, "train.global_batch": layout.global_batch}
         config = self.config.changed({**options, **size})
         heading = replace(self.heading, title=f"{self.heading.title} · trying micro-batch {micro_batch}{what}")
@@ -223,20 +226,18 @@ class Finder:
     def _is_slower(self, best: int, other: int) -> bool:
         """Whether the larger one is known to be slower than the next smaller one."""
         level, looks = significance.level_of_look(_BLOCKS), significance.interim_looks(_BLOCKS)
-        options = _SHORT | {"train.steps": _STEPS, "train.warmup_steps": 2}
+        pair: dict[int, dict[Hashable, float]] = {best: {}, other: {}}
         for block in range(1, _BLOCKS + 1):
             for size in (best, other) if block % 2 else (other, best):
-                rates = self._rates.setdefault(size, {})
-                if block not in rates:
-                    metrics = self._carried_out(size, options, f" ({block})", is_whole=True).get("metrics") or {}
-                    rates[block] = metrics.get("samples_per_second") or 0.0
+                rate = self._rate(size, f" ({block})")
+                if rate is None:  # out of memory after all
+                    return size == best
+                pair[size][block] = rate
+                self._rates.setdefault(size, []).append(rate)
             self.note(self._field(None))
-            one, two = self._rates[best], self._rates[other]
-            if not (all(one.values()) and all(two.values())):  # ended out of memory after all, or has no times
-                return not all(one.values())
             if block not in looks:
                 continue
-            apart = Pool([one, two]).difference(one, two)
+            apart = Pool([pair[best], pair[other]]).difference(pair[best], pair[other])
             (sign,) = significance.differing([apart], level)
             if sign:
                 return sign < 0
@@ -245,3 +246,18 @@ class Finder:
                 if max(known.high, 1 / known.low) <= 1 + _TIED:
                     return False
         return False
+
+    def _rate(self, size: int, what: str) -> float | None:
+        """Samples a second of a short run; ``None`` if it was out of memory.
+
+        Raises:
+            Broken: It has no times.
+        """
+        options = _SHORT | {"train.steps": _STEPS, "train.warmup_steps": 2}
+        record = self._carried_out(size, options, what, is_whole=True)
+        if record["status"] == "oom":
+            return None
+        rate: float | None = (record.get("metrics") or {}).get("samples_per_second")
+        if not rate:
+            raise Broken(f"the try of micro-batch {size} has no throughput; train.micro_batch=max needs none")
+        return rate

@@ -172,7 +172,7 @@ def _of_results(path: Path) -> Runs:
 def _of_folder(folder: Path) -> Runs:
     """The runs by their own records, or by a sweep's results where only these were kept."""
     found = {}
-    for path in folder.rglob(store.RECORD):
+    for path in (one for one in folder.rglob(store.RECORD) if store.TRIES not in one.relative_to(folder).parts):
         try:
             found[path.parent] = Run(store.load_record(path.parent), path.parent)
         except store.Damaged as damage:

@@ -303,8 +303,6 @@ class MicroBatch(Struct):
     """The memory that it must fit into, without ``memory_reserve``: of a GPU, or of a machine for all its ranks."""
     tries: list[Try] | None = None
     """What was tried, in that order."""
-    remark: str | None = None
-    """What to know of the answer."""
 
 
 class Footprint(Struct):

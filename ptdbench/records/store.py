@@ -28,6 +28,10 @@ from ptdbench.terminal import echo
 
 RECORD = "record.json"
 RESULTS = "results.jsonl"
+
+#: The folder in a run's directory of short runs that found its micro-batch: no runs that anybody asked for.
+TRIES = "tries"
+
 LOCK = ".lock"
 
 #: The link to the newest sweep, beside it.

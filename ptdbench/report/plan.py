@@ -26,11 +26,6 @@ _KINDS = {
 }
 
 
-def is_planned(record: Record) -> bool:
-    """Whether it is a plan with figures."""
-    return record.get("kind") == "planned" and bool(record.get("plan"))
-
-
 def table(records: Sequence[Record], width: int) -> str:
     """Of each plan the rank that needs most, in GiB, and below what to know of it."""
     called = names(records)
@@ -96,18 +91,19 @@ def _remarks(called: Sequence[str], records: Sequence[Record]) -> Iterator[str]:
             alike.setdefault(f"only the training state is known: {why}", []).append(name)
     yield from (f"{', '.join(whose)}: {said}" for said, whose in alike.items())
     virtual = [record for record in records if (record.get("plan") or {}).get("stands_for")]
-    if virtual:
-        plan = virtual[0]["plan"]
+    for plan in (record["plan"] for record in virtual):  # one line of those that are the same
         yield (
             f"left: of {gib_text(plan['room_bytes'])} of {gib_text(plan['capacity_bytes'])} ({plan['capacity_of']}), "
             "after what torch reserves, the CUDA context and NCCL's buffers, the latter two by estimate"
         )
+    if virtual:
         yield (
             "gathered: weights that FSDP has gathered, and buffers of communication; max mb: the largest micro-batch "
             "that fits; carried out: " + "; ".join(dict.fromkeys(map(_stands_for, virtual)))
         )
-    elif hosts := [record for record in records if (record.get("plan") or {}).get("capacity_bytes")]:
-        yield f"this machine: {hosts[0]['plan']['capacity_of']}"
+    for plan in (record.get("plan") or {} for record in records):
+        if plan.get("capacity_bytes") and plan.get("reason"):
+            yield f"memory: {plan['capacity_of']}"
 
 
 def _stands_for(record: Record) -> str:

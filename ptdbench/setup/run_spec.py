@@ -69,6 +69,11 @@ class RunSpec:
         return "cpu:gloo,cuda:nccl" if self.backend == "nccl" and offloads else self.backend
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether the training state is in the memory of hosts."""
+        return self.device_type == "cpu" or self.config.general.offload != "none"
+
+    @property
     def summary(self) -> Summary:
         """What who carries out none of the ranks keeps."""
         fields: dict[str, Any] = {"world_size": self.world_size, **({"kind": "virtual"} if self.virtual else {})}
@@ -132,7 +137,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     found.catch(lambda: _check_logger(config, trains))
     trained = found.catch(lambda: training_spec.specify(config, world_size)) if trains else None
     size = trained.layout.dims.world_size if trained else found.catch(lambda: world_size(lambda available: available))
-    found.catch(lambda: _check_sought(config, world))
+    found.catch(lambda: _check_sought(config, world, virtual))
     if trained:
         found.catch(lambda: _check_classified(config, trained))
         found.catch(lambda: _check_fp8(config, trained))
@@ -196,17 +201,32 @@ def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False)
     if spec.training is None or reserve is None:
         return None
     ranks = world.local_size if world else spec.world_size
-    room: checks.Room | None = None
-    on_host = spec.device_type == "cpu" or spec.config.general.offload != "none"
     if is_elsewhere:
-        room = checks.in_job(cluster, ranks) if isinstance(cluster, Slurm) and on_host else None
-    elif on_host:
-        room = checks.on_host(ranks, reserve, running=world is not None)
-    elif spec.virtual:
-        room = checks.on_virtual(spec.virtual.gpu, reserve, spec.training.layout.dims.communicators)
-    elif world:
-        room = checks.on_gpu(spec.device(world.local_rank), reserve, spec.training.layout.dims.communicators)
+        room = checks.in_job(cluster, ranks) if isinstance(cluster, Slurm) and spec.is_on_host else None
+    elif world or spec.is_on_host or spec.virtual:
+        room = memory(spec, reserve, ranks, world.local_rank if world else 0, running=world is not None)
+    else:
+        room = None
     return checks.check_memory(spec.training, room) if room else None
+
+
+def memory(spec: RunSpec, reserve: float, ranks: int, local_rank: int, *, running: bool) -> checks.Room:
+    """The memory for the training state of a run: of this machine, or of a GPU, which initializes CUDA.
+
+    Args:
+        spec: The run, which trains.
+        reserve: The part of it that is left free.
+        ranks: Its ranks on this machine.
+        local_rank: One of them.
+        running: Whether they run already.
+    """
+    assert spec.training
+    if spec.is_on_host:
+        return checks.on_host(ranks, reserve, running=running)
+    communicators = spec.training.layout.dims.communicators if spec.backend == "nccl" else 0
+    if spec.virtual:
+        return checks.on_virtual(spec.virtual.gpu, reserve, communicators)
+    return checks.on_gpu(spec.device(local_rank), reserve, communicators)
 
 
 def _virtual_gpus(config: Config) -> int:
@@ -285,9 +305,12 @@ def _check_logger(config: Config, trains: bool) -> None:
         require(Problem("logger", name, rule, f"try pip install 'ptdbench[{logger.extra}]'"))
 
 
-def _check_sought(config: Config, world: World | None) -> None:
-    """A micro-batch is found by starting the ranks several times, which a launcher does once."""
+def _check_sought(config: Config, world: World | None, virtual: Machine | None) -> None:
+    """A micro-batch is found by starting the ranks several times, which a launcher does once; the fastest by times."""
     asked = config.train.micro_batch
+    if asked == "best" and virtual and not virtual.real_time:
+        rule = "is found by times, and virtual GPUs have none"
+        require(Problem("train.micro_batch", asked, rule, "try max"))
     if asked in ("max", "best") and world and not world.started_by.has_parent:
         rule = f"is found by short runs that ptdbench starts itself, and {world.launcher} starts these ranks"
         require(Problem("train.micro_batch", asked, rule, f"give the number that {command('plan')} finds"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache as once
 from hashlib import sha256
@@ -17,6 +17,7 @@ from omegaconf import open_dict, read_write
 
 from ptdbench import cache
 from ptdbench.files import strict, write_json
+from ptdbench.launch import settings
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.bearing import bears
@@ -30,7 +31,7 @@ from ptdbench.terminal import echo
 _KIND = "plans"
 
 #: Packages whose versions a plan depends on.
-_PACKAGES = ("torch", "numpy", "torchvision")
+_PACKAGES = ("torch", "numpy", "torchvision", "torchao", "triton")
 
 
 @dataclass(frozen=True)
@@ -138,17 +139,25 @@ def _key(read: Config, is_free: bool) -> dict[str, Any] | None:
     if "virtual" not in read.resolved:
         return None  # the machine's own memory changes
     options = {name: value for name, value in read.resolved.items() if not bears(name, "nothing")}
-    options["memory_reserve"] = read.resolved.get("memory_reserve")
-    targets = {
-        str(group["_target_"]) for group in read.resolved.values() if isinstance(group, Mapping) and "_target_" in group
-    }
+    targets = set(_targets(read.resolved))
     versions = {name: _version(name) for name in _PACKAGES}
     for package in {target.partition(".")[0] for target in targets} - {"ptdbench"}:
         versions[package] = _version(package)
         if versions[package] is None:  # somebody's own files, of which nothing tells when they change
             return None
     of = {"config": strict(options, str), "free": is_free, "versions": versions, "package": _package()}
-    return of | {"cores": len(os.sched_getaffinity(0))}
+    return of | {"cores": len(os.sched_getaffinity(0)), "environment": settings.here()}
+
+
+def _targets(options: Any) -> Iterator[str]:
+    """The names of what a configuration instantiates."""
+    if isinstance(options, Mapping):
+        if "_target_" in options:
+            yield str(options["_target_"])
+        options = [*options.values()]
+    if isinstance(options, list):
+        for one in options:
+            yield from _targets(one)
 
 
 @once

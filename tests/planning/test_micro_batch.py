@@ -102,6 +102,42 @@ def test_the_fastest_is_looked_for_from_the_largest_downward(tmp_path, room, fas
     assert set(measured) == {8: {8, 4}, 4: {8, 4, 2}, 2: {8, 4, 2, 1}}[expected]
 
 
+def test_both_of_every_pair_are_carried_out_in_turns(tmp_path, room):
+    """A rate of the pair before is minutes old: by then the machine may do something else."""
+    order: list[int] = []
+
+    def made(size: int, _: int) -> dict[str, Any]:
+        order.append(size)
+        rate = {8: 100.0, 4: 200.0, 2: 150.0}.get(size, 1.0) * (1 + len(order) / 10_000)
+        return {"status": "ok", "metrics": {"peak_memory_bytes": MIB, "samples_per_second": rate}}
+
+    search = found(tmp_path, made, "train.global_batch=16", "train.micro_batch=best")
+    assert search.config.train.micro_batch == 4
+    _, *pairs = "".join(map(str, order)).partition("8448")  # after the tries for memory
+    assert "4224" in pairs[-1]
+
+
+def test_a_try_without_a_throughput_is_no_slow_one(tmp_path, room):
+    with pytest.raises(Broken, match=r"has no throughput; train\.micro_batch=max needs none"):
+        found(tmp_path, of_memory(lambda _: 1), "train.global_batch=16", "train.micro_batch=best")
+
+
+def test_a_run_that_goes_on_tries_beside_what_was_tried_before(tmp_path, room):
+    made = of_memory(lambda size: 100 + size)
+    for _ in range(2):
+        assert found(tmp_path, made, "train.global_batch=16", "train.micro_batch=max").config.train.micro_batch == 8
+    assert len([*tmp_path.glob("tries/*/record.json")]) == 4
+
+
+def test_a_number_found_for_other_ranks_is_not_taken_over(tmp_path):
+    read = config.read(compose_all([*TOY, "train.global_batch=16", "train.micro_batch=max"]).jobs[0])
+    finder = Finder(tmp_path, read, Heading("toy"), lambda *_: None, lambda _: None)
+    assert finder.given(16) is None
+    again = finder.given(8)
+    assert again
+    assert again.config.train.micro_batch == 8
+
+
 @pytest.mark.ranks
 @pytest.mark.thorough
 @pytest.mark.parametrize("asked", ["max", "best"])

@@ -60,7 +60,7 @@ def test_steps_that_a_damaged_file_has_lost_are_nan_and_a_missing_file_is_an_err
 
 
 def test_a_folder_however_deep_in_the_order_of_its_numbers(tmp_path):
-    for name in ("b/10_toy", "b/2_toy", "a"):
+    for name in ("b/10_toy", "b/2_toy", "a", "a/tries/1_micro_batch_1"):  # the last one nobody asked for
         made(tmp_path / name)
     assert [run.directory for run in ptdbench.load(tmp_path)] == [
         tmp_path / name for name in ("a", "b/2_toy", "b/10_toy")

@@ -343,6 +343,10 @@ class TestVirtual:
         [
             (("device=cpu",), "device=cpu: virtual=h100 is a GPU; try auto, or virtual=none"),
             (
+                ("train.micro_batch=best",),
+                "train.micro_batch=best: is found by times, and virtual GPUs have none; try max",
+            ),
+            (
                 ("virtual.ranks=[0,2]",),
                 "virtual.ranks=[0, 2]: must be different ranks of the run, which has 2 ranks; try numbers from 0 "
                 "to 1, or null for all",
