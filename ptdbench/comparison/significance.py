@@ -157,7 +157,7 @@ def interim_looks(most: int) -> list[int]:
 
 
 def level_of_look(most: int) -> float:
-    """The level at each of :func:`looks`: together they have :data:`LEVEL`, by Bonferroni's inequality."""
+    """The level at each of :func:`interim_looks`: together they have :data:`LEVEL`, by Bonferroni's inequality."""
     return LEVEL / len(interim_looks(most))
 
 

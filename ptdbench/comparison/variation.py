@@ -158,7 +158,7 @@ class Pool:
         """The standard error of the mean logarithm of a configuration, and its degrees of freedom.
 
         Returns:
-            ``None`` with less than :data:`LEAST` runs.
+            ``None`` with fewer than :data:`MIN_RUNS` runs.
         """
         if len(sample) < MIN_RUNS:
             return None

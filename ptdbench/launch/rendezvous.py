@@ -30,99 +30,6 @@ from ptdbench.launch.watchdog import FIRST_STEP, JOINED, LEFT
 from ptdbench.launch.world import World, discover, torchrun_variables
 from ptdbench.problems import ConfigError, Problem
 
-#: Bytes of the largest value that a process group reads from a store: NCCL's name of a communicator.
-_NAME_BYTES = 128
-
-
-class Some:
-    """The circle of the ranks that are there; see :class:`ptdbench.launch.collect.Circle`.
-
-    Args:
-        present: These ranks, in ascending order.
-        rank: This one.
-        size: Ranks of the run.
-        store: Theirs.
-    """
-
-    def __init__(self, present: Sequence[int], rank: int, size: int, store: dist.Store) -> None:
-        self._present, self._rank, self._store = present, rank, store
-        self._answers_for = [max((one for one in present if one <= rank), default=present[0]) for rank in range(size)]
-        self._number = 0
-
-    def gather(self, value: Any) -> list[Any]:
-        """What each rank says, or who answers for it."""
-        said = self._say(value)
-        return [said[rank] for rank in self._answers_for]
-
-    def reduce(self, numbers: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-        """The sum or the maximum over the ranks that are there."""
-        said = torch.stack(list(self._say(numbers).values()))
-        return said.sum(0) if how == dist.ReduceOp.SUM else said.amax(0)
-
-    def barrier(self) -> None:
-        """Wait for the ranks that are there."""
-        self._say(None)
-
-    def _say(self, value: Any) -> dict[int, Any]:
-        """What each rank that is there says; all of them ask in the same order."""
-        self._number += 1
-        self._store.set(f"said {self._number} {self._rank}", pickle.dumps(value))  # type: ignore[arg-type] # also bytes
-        return {rank: pickle.loads(self._store.get(f"said {self._number} {rank}")) for rank in self._present}
-
-
-class Answers(dist.Store):
-    """A store in which every rank has been already: nobody waits, and a value that nobody has set is zeros.
-
-    Args:
-        size: Ranks of the run: as many have added to each counter.
-    """
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self._size = size
-        self._values: dict[str, bytes] = {}
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Set a value."""
-        self._values[key] = value.encode() if isinstance(value, str) else value
-
-    def get(self, key: str) -> bytes:
-        """A value."""
-        return self._values.get(key, bytes(_NAME_BYTES))
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, to which all others have added."""
-        self._values[key] = str(int(self._values.get(key, b"0")) + amount).encode()
-        return max(int(self._values[key]), self._size)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a value."""
-        self.set(key, desired)
-        return self._values[key]
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Nothing to wait for."""
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether there are values; NCCL's watchdog looks for one that says that a rank has failed."""
-        return all(key in self._values for key in keys)
-
-    def clone(self) -> Answers:
-        """The store for another thread or group: the same."""
-        return self
-
-    def delete_key(self, key: str) -> bool:
-        """Remove a value."""
-        return self._values.pop(key, None) is not None
-
-    def num_keys(self) -> int:
-        """How many values there are."""
-        return len(self._values)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Nothing to wait for."""
-
-
 #: How long a rank waits for its peers in every collective beyond what the watchdog lets a step take, and under torchrun
 #: at the rendezvous.
 PATIENCE = timedelta(minutes=30)
@@ -257,6 +164,99 @@ def be_patient(patience: timedelta) -> None:
     for group, (backend, _) in list(dist.distributed_c10d._world.pg_map.items()):
         if "fake" not in backend:
             set_timeout(patience, group)
+
+
+#: Bytes of the largest value that a process group reads from a store: NCCL's name of a communicator.
+_NAME_BYTES = 128
+
+
+class Some:
+    """The circle of the ranks that are there; see :class:`ptdbench.launch.collect.Circle`.
+
+    Args:
+        present: These ranks, in ascending order.
+        rank: This one.
+        size: Ranks of the run.
+        store: Theirs.
+    """
+
+    def __init__(self, present: Sequence[int], rank: int, size: int, store: dist.Store) -> None:
+        self._present, self._rank, self._store = present, rank, store
+        self._answers_for = [max((one for one in present if one <= rank), default=present[0]) for rank in range(size)]
+        self._number = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank says, or who answers for it."""
+        said = self._say(value)
+        return [said[rank] for rank in self._answers_for]
+
+    def reduce(self, numbers: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        """The sum or the maximum over the ranks that are there."""
+        said = torch.stack(list(self._say(numbers).values()))
+        return said.sum(0) if how == dist.ReduceOp.SUM else said.amax(0)
+
+    def barrier(self) -> None:
+        """Wait for the ranks that are there."""
+        self._say(None)
+
+    def _say(self, value: Any) -> dict[int, Any]:
+        """What each rank that is there says; all of them ask in the same order."""
+        self._number += 1
+        self._store.set(f"said {self._number} {self._rank}", pickle.dumps(value))  # type: ignore[arg-type] # also bytes
+        return {rank: pickle.loads(self._store.get(f"said {self._number} {rank}")) for rank in self._present}
+
+
+class Answers(dist.Store):
+    """A store in which every rank has been already: nobody waits, and a value that nobody has set is zeros.
+
+    Args:
+        size: Ranks of the run: as many have added to each counter.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a value."""
+        self._values[key] = value.encode() if isinstance(value, str) else value
+
+    def get(self, key: str) -> bytes:
+        """A value."""
+        return self._values.get(key, bytes(_NAME_BYTES))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, to which all others have added."""
+        self._values[key] = str(int(self._values.get(key, b"0")) + amount).encode()
+        return max(int(self._values[key]), self._size)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Set a value."""
+        self.set(key, desired)
+        return self._values[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Nothing to wait for."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether there are values; NCCL's watchdog looks for one that says that a rank has failed."""
+        return all(key in self._values for key in keys)
+
+    def clone(self) -> Answers:
+        """The store for another thread or group: the same."""
+        return self
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a value."""
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """How many values there are."""
+        return len(self._values)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Nothing to wait for."""
 
 
 def _without_peers(backend: str) -> str:

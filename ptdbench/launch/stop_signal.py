@@ -21,10 +21,10 @@ from ptdbench.launch import collect, local
 
 @contextmanager
 def noting_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
-    """Meanwhile ``note`` is called in a thread with each stop signal that will raise :class:`local.Stopped`.
+    """Meanwhile ``note`` is called in a thread with each signal that will raise :class:`ptdbench.launch.local.Stopped`.
 
-    Signals that have another handler, such as :class:`ptdbench.launch.stop_signal.StopSignal`, stop nothing by
-    themselves and are not noted. To be entered in the main thread.
+    Signals that have another handler, such as :class:`StopSignal`, stop nothing by themselves and are not noted. To be
+    entered in the main thread.
     """
     here, there = socket.socketpair()
     there.setblocking(False)

@@ -155,7 +155,7 @@ def keep_fits(of: Mapping[str, Any], lines: Mapping[str, Mapping[str, float]]) -
     """Store lines that times can follow; older ones are kept of other series, and of the same up to larger sizes.
 
     Args:
-        of: The :func:`key`.
+        of: The :func:`fits_key`.
         lines: ``alpha`` in seconds, ``beta`` in seconds a byte and ``largest``, the largest size in bytes, by the name
             of the series: operation, dtype, reduction and mode.
 
@@ -173,7 +173,7 @@ def fitted_seconds(of: Mapping[str, Any], operation: str, dtype: str, calls: flo
     """Predict the seconds of calls one after the other, on all ranks, by a fit: ``calls * alpha + size * beta``.
 
     Args:
-        of: The :func:`key`.
+        of: The :func:`fits_key`.
         operation: Such as ``all_reduce``.
         dtype: Of what it reduces, such as ``fp32``.
         calls: Their number.

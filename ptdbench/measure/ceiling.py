@@ -53,19 +53,19 @@ class Key(Struct, frozen=True):
             parts.append(plural(self.threads, "thread"))
         return ", ".join(part for part in parts if part)
 
+    @staticmethod
+    def of(known: Mapping[str, Any], gpu: str | None, dtype: str, threads: int) -> Key:
+        """The key of a device.
 
-def key(environment: Mapping[str, Any], gpu: str | None, dtype: str, threads: int) -> Key:
-    """The key of a device.
-
-    Args:
-        environment: The result of :func:`ptdbench.measure.hardware.environment`.
-        gpu: The GPU's name as torch reports it; ``None`` for the CPU.
-        dtype: Arithmetic of the products.
-        threads: Threads of a rank.
-    """
-    if gpu:
-        return Key(gpu, environment["driver"], environment["torch"], dtype, None)
-    return Key(environment["cpu"], None, environment["torch"], dtype, threads)
+        Args:
+            known: The result of :func:`ptdbench.measure.hardware.environment`.
+            gpu: The GPU's name as torch reports it; ``None`` for the CPU.
+            dtype: Arithmetic of the products.
+            threads: Threads of a rank.
+        """
+        if gpu:
+            return Key(gpu, known["driver"], known["torch"], dtype, None)
+        return Key(known["cpu"], None, known["torch"], dtype, threads)
 
 
 class Measured(Struct, frozen=True):
@@ -96,7 +96,7 @@ class Ceiling(Key, frozen=True):
     """Whether other processes used these devices meanwhile, so that it may be too low."""
 
 
-def keep(of: Key, found: Measured) -> Path:
+def store_ceiling(of: Key, found: Measured) -> Path:
     """Store the latest measurement, atomically.
 
     Raises:
@@ -151,14 +151,14 @@ def measure(
         The same on every rank, rates in FLOP/s and bytes/s: ``ranks`` with the measurements of each rank,
         ``ceilings`` with the best median of every kind of device and dtype, and ``other_load`` with that of each node.
     """
-    need, shape = max((peak_bytes(shape, dtype), str(shape)) for shape in shapes for dtype in dtypes)
+    need, shape = max((product_bytes(shape, dtype), str(shape)) for shape in shapes for dtype in dtypes)
     timing.require_memory(device, world.local_size, need, "workload.shapes", shape)
     known = environment(device.type)
     load_so_far = contention.watch(device)
     mine: Figures = {
         "rank": world.rank,
         "device": _gpu(device) or known["cpu"],
-        "keys": {dtype: _key(known, device, dtype) for dtype in dtypes},
+        "keys": {dtype: _own_key(known, device, dtype) for dtype in dtypes},
         "products": [_product(device, shape, dtype, seconds, alive) for dtype in dtypes for shape in shapes],
         "copies": _copies(device, seconds) if copies else [],
         "node": node(os.environ),
@@ -200,7 +200,7 @@ def known_ceiling(
     Returns:
         ``(ceiling, None)``, or ``(None, reason)`` if exactly this device has not been measured.
     """
-    of = _key(environment(device.type), device, dtype)
+    of = _own_key(environment(device.type), device, dtype)
     found = look_up(of)
     if found is not None:
         return found, None
@@ -278,20 +278,20 @@ def keep_ceilings(world: World, found: Figures, only_higher: bool = False) -> st
             remarks.append(f"{one['dtype']} not kept for later runs: taken beside other load, and {higher}")
             continue
         try:
-            keep(key, new)
+            store_ceiling(key, new)
         except OSError as error:
             return f"not kept for later runs: {error}"
     return "; ".join(remarks) or None
 
 
-def _key(known: Figures, device: torch.device, dtype: str) -> Key:
-    return key(known, _gpu(device), dtype, torch.get_num_threads())
+def _own_key(known: Figures, device: torch.device, dtype: str) -> Key:
+    return Key.of(known, _gpu(device), dtype, torch.get_num_threads())
 
 
 def _gpu(device: torch.device) -> str | None:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
-def peak_bytes(shape: Shape, dtype: str) -> int:
+def product_bytes(shape: Shape, dtype: str) -> int:
     """Bytes of all three matrices, and of one factor in fp32, in which random values are drawn."""
     return shape.bytes(dtype) + 4 * shape.k * max(shape.m, shape.n)

@@ -136,7 +136,7 @@ class Engine(ABC):
         }
 
     def load_own_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue with what :meth:`own_state` returned; :meth:`warm_up_buckets` must follow."""
+        """Continue with what :meth:`own_state` returned; :meth:`rehearse` must follow."""
         for number, part in enumerate(self.parts):
             if part.compressor:
                 part.compressor.load(_below(f"powersgd.{number}.", tensors))
@@ -147,7 +147,7 @@ class Engine(ABC):
         counts = {name: total.tolist() for one in known for name, total in one.totals.items()}
         return counts, [float(one.fullest) / one.steps for one in known if one.fullest is not None]
 
-    def warm_up_buckets(self, inputs: Tensor, targets: Tensor, scale: Scale) -> None:
+    def rehearse(self, inputs: Tensor, targets: Tensor, scale: Scale) -> None:
         """Compute and discard gradients until the engine has reached its steady state; nothing else changes.
 
         The first passes of an engine may differ from later ones: DDP rebuilds its buckets after the first backward

@@ -261,7 +261,7 @@ class Virtual(Struct):
     """Peak of what torch's allocator took from the device: with what it keeps for later."""
     context_bytes: Count | None = None
     """What the CUDA context takes beside it, by the figure in ``conf/virtual``, an estimate. Workspaces of cuBLAS and
-    cuDNN are torch's own, and in the peaks. The buffers of NCCL are beside it too, and not known."""
+    cuDNN are torch's own, and in the peaks. NCCL's buffers are beside it too, and not counted."""
     communicators: list[Count] | None = None
     """Process groups, each of which has an NCCL communicator with buffers."""
     host_seconds: list[Amount] | None = None

@@ -96,7 +96,7 @@ class Agenda:
         only: The directory of the one run that is meant, below the sweep's; ``None`` for all.
         queued: Directories of runs whose jobs are still in the queue: they are left to these.
         searches: Whether Hydra's sweeper chooses the runs as it goes: the requests are added then.
-        settling: Says after which block of repeats no further one is needed; ``None``: all requests are carried out.
+        stopping: Says after which block of repeats no further one is needed; ``None``: all requests are carried out.
     """
 
     directory: Path
@@ -104,7 +104,7 @@ class Agenda:
     only: str | None = None
     queued: frozenset[str] = frozenset()
     searches: bool = False
-    settling: StoppingRule | None = None
+    stopping: StoppingRule | None = None
     _names: dict[int, str] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -119,17 +119,17 @@ class Agenda:
         if composed.searches:
             return Agenda(directory, only=only, queued=queued, searches=True)
         repeat = found[0].config.repeat
-        settling = StoppingRule(repeat) if repeat.runs == "auto" and repeat.block is None else None
+        stopping = StoppingRule(repeat) if repeat.runs == "auto" and repeat.block is None else None
         runs = [found[number].in_block(block) for number, block in blocks.order(len(found), repeat)]
-        return Agenda(directory, runs, only, queued, False, settling)
+        return Agenda(directory, runs, only, queued, False, stopping)
 
     @property
     def is_open(self) -> bool:
         """Whether it depends on results which runs are carried out: nobody knows beforehand how many there are."""
-        return self.searches or self.settling is not None
+        return self.searches or self.stopping is not None
 
     @cached_property
-    def outlook(self) -> SweepEta:
+    def eta(self) -> SweepEta:
         """What is known of the runs that this process carries out itself."""
         return SweepEta(self.requests, is_whole=not self.is_open)
 
@@ -142,7 +142,7 @@ class Agenda:
         """
         count = len(self.requests)
         of_block = sum(request.block == self.requests[0].block for request in self.requests)
-        if self.settling:
+        if self.stopping:
             size = of_block
         elif size and self.requests[0].config.sweep.same_nodes:
             size = max(1, size // of_block) * of_block
@@ -150,9 +150,9 @@ class Agenda:
 
     def is_settled(self, number: int) -> bool:
         """Whether the runs from this number on need not be carried out: enough is known of all."""
-        if self.settling is None or self.only is not None:  # the one that is meant goes on whatever is known
+        if self.stopping is None or self.only is not None:  # the one that is meant goes on whatever is known
             return False
-        return self.settling(self.directory, self.requests[number].block or 0)
+        return self.stopping(self.directory, self.requests[number].block or 0)
 
     def subdirectory(self, number: int) -> str:
         """The directory of a run, below the sweep's."""

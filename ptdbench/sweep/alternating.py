@@ -195,11 +195,11 @@ def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directo
         ConfigError: A side refused the command line; it has said why.
         Stopped: A signal arrived; the side that was running has ended as a sweep does by itself.
     """
-    settling = StoppingRule(repeat, _both_sides) if repeat.runs == "auto" else None
+    stopping = StoppingRule(repeat, _both_sides) if repeat.runs == "auto" else None
     order = [(number, block or 0) for number, block in blocks.order(len(sides), repeat)]
     for place, (number, block) in enumerate(order):
         begins = place % len(sides) == 0
-        if settling and begins and settling(directory, block):
+        if stopping and begins and stopping(directory, block):
             break
         if begins and block and _has_only_failed(sides, directory, block - 1):
             echo(f"block {block - 1}: every run failed on both sides; stopped", sys.stderr)

@@ -28,7 +28,7 @@ def all_of(agenda: Agenda, composed: Composed) -> None:
     for numbers in agenda.batches(composed.first.hydra.sweeper.get("max_batch_size")):
         if agenda.is_settled(numbers[0]):
             return
-        agenda.outlook.expect(agenda.to_do(numbers))
+        agenda.eta.expect(agenda.to_do(numbers))
         carry(opened(agenda, numbers))
 
 
@@ -52,12 +52,12 @@ def _here(agenda: Agenda, runs: Iterable[Opened]) -> None:
 
     for one in runs:
         directory = agenda.directory / one.subdirectory
-        heading, started = agenda.outlook.heading(one.number), time.monotonic()
+        heading, started = agenda.eta.heading(one.number), time.monotonic()
         with settings.added(one.request.environment):
             run(directory, one.request.config, one.request.summary, heading)
         if is_first_rank(os.environ):
             written = store.load_record(directory)
-            agenda.outlook.ended(one.number, time.monotonic() - started, written)
+            agenda.eta.ended(one.number, time.monotonic() - started, written)
             if written["status"] != "ok":
                 echo(f"{heading}: {reason(written)}", sys.stderr)
 

@@ -68,7 +68,10 @@ class Request:
         return str(self.config.resolved["workload"].get("label", "run"))
 
     def job(self, sweep: Path | None, number: int | None) -> DictConfig:
-        """Its configuration as Hydra has it when it starts the run of this number; see :mod:`.hydra_files`."""
+        """Its configuration as Hydra has it when it starts the run of this number.
+
+        See :func:`ptdbench.setup.hydra_output.config_of_run`.
+        """
         return hydra_output.config_of_run(self.whole, sweep, number, self.block)
 
     def subdirectory(self, number: int) -> str:

@@ -354,8 +354,8 @@ def _says_more(state: JobState | None) -> bool:
 def _reached_its_limit(written: Written, state: JobState | None) -> bool:
     """Whether the warning ahead of its time limit ended a run: it ends by itself then, and SLURM only says FAILED.
 
-    The warning is asked for at most a tenth of the limit ahead (see :mod:`ptdbench.sweep.launchers`), and comes up to a
-    minute earlier than that (sbatch(1), ``--signal``).
+    The warning is asked for at most a tenth of the limit ahead (see :func:`ptdbench.sweep.submission.script`), and
+    comes up to a minute earlier than that (sbatch(1), ``--signal``).
     """
     minutes = _time_minutes(written)
     seconds = math.inf if minutes is None else 60 * minutes

@@ -104,7 +104,7 @@ def table_lines(sweep: Sweep, width: int | None = None) -> list[str]:
 
 
 def table_text(sweep: Sweep, width: int | None = None) -> str:
-    """The rows as plain text, and below what there was no room for, and the reasons; see :func:`lines`."""
+    """The rows as plain text, and below what there was no room for, and the reasons; see :func:`table_lines`."""
     drawn = table_lines(sweep, width)
     left_out = [heading for heading in HEADINGS if heading not in drawn[0]]
     below = [f"left out in {width} columns: {', '.join(left_out)}"] if left_out else []

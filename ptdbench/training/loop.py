@@ -205,9 +205,9 @@ class StepLoop:
         self.first_step = first_step
         self.update.load_scaler(scaler)
 
-    def warm_up_buckets(self) -> None:
+    def rehearse(self) -> None:
         """Let the engine reach its steady state on the next step's batch; no training state changes."""
-        self.engine.warm_up_buckets(*self.feed.peek(self.done), self.update.scale)
+        self.engine.rehearse(*self.feed.peek(self.done), self.update.scale)
 
     def step(self) -> None:
         """Run one optimizer step; on a GPU its work is queued when this returns."""

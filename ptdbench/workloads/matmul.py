@@ -86,7 +86,7 @@ def _too_large(shapes: Sequence[Shape], dtypes: Sequence[str], memory: int) -> l
     """Problems for products whose matrices do not fit into memory even for one rank."""
     found = []
     for shape in shapes:
-        needed = max(ceiling.peak_bytes(shape, dtype) for dtype in dtypes)
+        needed = max(ceiling.product_bytes(shape, dtype) for dtype in dtypes)
         if needed > memory:
             rule = f"needs {needed / 2**30:,.0f} GiB for its matrices, and this machine has {memory / 2**30:,.0f} GiB"
             found.append(Problem("workload.shapes", shape, rule, "give a smaller one"))

@@ -79,7 +79,7 @@ class Train:
         checkpointing.resume()
         if checkpointing.saves or checkpointing.resumed_from:
             job.display.phase("rehearsing the first step")
-            loop.warm_up_buckets()
+            loop.rehearse()
         job.watch.lap("build")
         stopped = _train(job, loop, evaluator, recorder, checkpointing, meter)
         found = _outcome(job, loop, checkpointing, evaluator, recorder, stopped)

@@ -143,7 +143,7 @@ def load_all(root: Path, strategy: str) -> dict[Any, Any]:
         run.restore(path_of(root, saved_by, trained), group)
         own = saved_by == layout
         if own:
-            run.loop.warm_up_buckets()  # three ranks add up in the order that they had come to when they saved
+            run.loop.rehearse()  # three ranks add up in the order that they had come to when they saved
         tensors = whole(run.tensors())
         found[saved_by, trained] = {"tensors": tensors, "losses": run.go(STEPS, STEPS + 1) if own else None}
     return found

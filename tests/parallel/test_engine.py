@@ -80,7 +80,7 @@ def test_a_rehearsal_leaves_nothing_behind_but_a_settled_engine():
     next(model.parameters()).register_post_accumulate_grad_hook(lambda _: passes.append(True))
     inputs, targets = torch.randn(6, 4), torch.randn(6, 2)
     before = torch.get_rng_state()
-    engine(model, 3, settles_after=2).warm_up_buckets(inputs, targets, lambda loss: loss)
+    engine(model, 3, settles_after=2).rehearse(inputs, targets, lambda loss: loss)
     assert len(passes) == 2 * 2
     assert model.count == 0
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -155,7 +155,7 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
     """Losses after a save: of the run that goes on, of one that resumes, and of one that has lost the errors."""
     rank, saver = dist.get_rank(), Saver(folder, keep=1)
     loop = laid_out(lever)
-    loop.warm_up_buckets()
+    loop.rehearse()
     train(loop, 3)
     own = loop.engine.own_state()
     assert any("error" in name for name in own)
@@ -172,11 +172,11 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
                             rank=rank, world_size=RANKS, group=saver.group)  # fmt: skip
         other.engine.load_own_state(own if keeps else {})
         other.resume(3, {})
-        other.warm_up_buckets()
+        other.rehearse()
         losses.append(train(other, 3))
     other = laid_out(Lever(replicate="auto", gradients="powersgd", powersgd_rank=3))
     other.engine.load_own_state(own)
-    other.warm_up_buckets()
+    other.rehearse()
     assert not any("error" in name for name in other.engine.own_state())  # other matrices: it begins anew
     saver.close()
     return losses[0], losses[1], losses[2]

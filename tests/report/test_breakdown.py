@@ -1,4 +1,4 @@
-"""The tables of phases."""
+"""The tables of phases and of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Repeats: the order of a sweep's runs, and repeats that are refused, as whole commands where they can be typed."""
+"""Repeats: the order of a sweep's runs, repeats that are refused, and when ``repeat=auto`` ends."""
 
 from __future__ import annotations
 

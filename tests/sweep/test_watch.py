@@ -1,4 +1,4 @@
-"""Following a sweep on the cluster: what is announced, what each change looks like, how it ends and what is left."""
+"""The table of a sweep, and following it on the cluster: what is announced, how each change looks, how it ends."""
 
 from __future__ import annotations
 

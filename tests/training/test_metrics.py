@@ -166,8 +166,8 @@ def test_a_lower_one_does_not_count_and_one_may_be_impossible_to_measure():
 def trained(directory: Path, options: DictConfig, cache: str, known: float) -> tuple[Any, int, float]:
     """The fields of a run, how often products were measured, and the ceiling that is kept then."""
     with mock.patch.dict("os.environ", XDG_CACHE_HOME=cache):
-        key = ceiling.key(environment("cpu"), None, "fp32", 1)
-        ceiling.keep(key, Measured(known, "2x2x2", beside_load=True))
+        key = ceiling.Key.of(environment("cpu"), None, "fp32", 1)
+        ceiling.store_ceiling(key, Measured(known, "2x2x2", beside_load=True))
         measured = mock.Mock(wraps=ceiling.measure)
         with mock.patch.object(ceiling, "measure", measured), mock.patch.dict(ceiling.AUTO_SHAPES, cpu=("64",)):
             outcome = train.Train()(job(directory, options))

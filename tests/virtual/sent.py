@@ -47,7 +47,7 @@ def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str) -
     torch.set_num_threads(1)
     with joined(environ, composed, directory) as job:
         loop = assemble(job)
-        loop.warm_up_buckets()
+        loop.rehearse()
         path = Path(directory, f"trace-{job.world.rank}.json")
         profile.run(job, loop, 1).export_chrome_trace(str(path))
         assert loop.mesh

@@ -106,7 +106,7 @@ def before_and_after(directory: Path, composed: DictConfig) -> tuple[dict[str, A
     loop.engine.gradients = lambda *given: passes.append(loop.engine.module.training) or gradients(*given)
     torch.rand(3)  # ranks are somewhere in their stream
     before = traces(loop)
-    loop.warm_up_buckets()
+    loop.rehearse()
     assert all(passes)
     return before, traces(loop), len(passes)
 
@@ -117,9 +117,9 @@ def rehearsed(directory: Path, composed: DictConfig) -> list[int]:
     for every, steps, resume in ((None, 2, None), (2, 2, None), (None, 3, str(directory))):
         for name, value in {"checkpoint.every_steps": every, "train.steps": steps, "resume": resume}.items():
             OmegaConf.update(composed, name, value)
-        with mock.patch.object(StepLoop, "warm_up_buckets") as warm_up_buckets:
+        with mock.patch.object(StepLoop, "rehearse") as rehearse:
             Train()(job(directory if every else directory / f"to step {steps}", composed))
-        found.append(warm_up_buckets.call_count)
+        found.append(rehearse.call_count)
     return found
 
 

@@ -89,7 +89,7 @@ def trained(case: Case) -> dict[str, Any]:
     replica = mesh.batch.get_local_rank()
     loop = step_loop(engine, engine.optimizer(ADAMW), data(), layout, replica, clip_norm=CLIP)
     evaluated_first = engine.outputs(data().samples(0, 3)[0])
-    loop.warm_up_buckets()
+    loop.rehearse()
     for _ in range(STEPS):
         loop.step()
     weights = dict(engine.module.named_parameters())

@@ -1,4 +1,4 @@
-"""Steps and losses as they are drawn, and what is said of them."""
+"""Curves as they are drawn: steps and losses, what other workloads found, and scaling."""
 
 from __future__ import annotations
 
