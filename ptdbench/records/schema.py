@@ -517,8 +517,6 @@ class Record(Identity):
     """Where the time of a step went; null for a run that was not profiled."""
     memory: Memory | None = None
     """What the memory of a step is for; null for a run that was not profiled."""
-    experts: Experts | None = None
-    """Who got how many tokens; null for a model without experts, and on virtual GPUs."""
     hardware: Hardware | None = None
     """Energy and clocks of the hardware; null for a run that did not train to its end."""
     error: Error | None = None
@@ -544,6 +542,8 @@ class Record(Identity):
     """``virtual``: on GPUs that are not there; null: measured."""
     virtual: Virtual | None = None
     """What a run on virtual GPUs tells; null for any other run."""
+    experts: Experts | None = None
+    """Who got how many tokens; null for a model without experts, and on virtual GPUs."""
 
 
 #: Mappings and lists within each other: more would be too many for what reads a record.

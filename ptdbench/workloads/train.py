@@ -126,7 +126,9 @@ def _outcome(
     if notes := [*checkpointing.problems, *recorder.warnings]:
         remarks["checkpoints"] = notes
     found = agreement.outcome(job, recorder, remarks)
-    fields = {**found.fields, "evaluations": evaluator.as_dicts(), "experts": routed.field(job, loop)}
+    fields = {**found.fields, "evaluations": evaluator.as_dicts()}
+    if told := routed.field(job, loop):
+        fields["experts"] = told
     if not stopped:
         fields = passed.check(job, fields)
     why = f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None
