@@ -67,8 +67,10 @@ def modules(model: Model, inside: nn.Module | None = None) -> list[nn.Module]:
 
 def parts(model: Model, dims: Dims) -> dict[nn.Parameter, Tensor]:
     """What a rank keeps of each weight of the experts that ranks share, on the meta device."""
+    if dims.expert == 1:
+        return {}
     copies, found = dims.shard * dims.context * dims.tensor // dims.expert, {}
-    for weight in (weight for module in modules(model) for weight in module.parameters() if dims.expert > 1):
+    for weight in (weight for module in modules(model) for weight in module.parameters()):
         first, second, *rest = weight.shape
         shape = first // dims.expert, second // copies, *rest
         found[weight] = torch.empty(shape, dtype=weight.dtype, device="meta")
