@@ -66,7 +66,7 @@ class Strategy(Options):
         Raises:
             ConfigError: They do not multiply to the world size.
         """
-        units = experts.units(model) if model else None
+        units = experts.units(model) if model and self.expert == "auto" else None
         return derive(world_size, self.degrees(), units={"expert": units} if units else None)
 
     def layout(self, dims: Dims, global_batch: int, micro_batch: int | Literal["auto"]) -> BatchPlan:

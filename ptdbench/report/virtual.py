@@ -13,7 +13,7 @@ from ptdbench.units import size_text
 #: What the lines below a table of memory say.
 _RESERVED = (
     "reserved: what torch's allocator takes from the GPU, and decides whether a run fits; beside it are the CUDA "
-    "context and the buffers of NCCL, which are not known"
+    "context and NCCL's buffers, which are not counted"
 )
 
 

@@ -149,7 +149,9 @@ def _outcome(
     if notes := [*checkpointing.problems, *recorder.warnings]:
         remarks["checkpoints"] = notes
     found = agreed_outcome(job, recorder, remarks)
-    fields = {**found.fields, "evaluations": evaluator.as_dicts(), "experts": routed.field(job, loop)}
+    fields = {**found.fields, "evaluations": evaluator.as_dicts()}
+    if told := routed.field(job, loop):
+        fields["experts"] = told
     if not stopped:
         fields = metrics.recheck_ceiling(job, fields)
     why = f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None
