@@ -34,10 +34,11 @@ TEXTS = [page.read_text() for page in PAGES]
 REFUSED = [refusal for text in TEXTS for refusal in refusals(text)]
 
 #: Commands that are not run here: those that submit, download, or need the reader's own files; help; and what other
-#: tests run: experiments (test_train_for_real.py), searches (test_search.py), virtual GPUs (virtual/), the
+#: tests run: experiments (test_train_for_real.py), searches (test_search.py, planning/), virtual GPUs (virtual/), the
 #: check and matrix products (workloads/), long at any size.
 ELSEWHERE = re.compile(
     r"cluster=|launcher=|virtual=|my_package|/data/|download=|--help|--cfg|experiment=|sweeper=|\bcheck\b|matmul"
+    r"|micro_batch=(max|best)"
 )
 TO_RUN = sorted({command for text in TEXTS for command in commands(text) if not ELSEWHERE.search(command)})
 
@@ -45,6 +46,7 @@ TO_RUN = sorted({command for text in TEXTS for command in commands(text) if not 
 SMALL = {
     "gpt": ("model.layers=4", "model.width=48", "model.sequence_length=32", "train.steps=2", "train.global_batch=8"),
     "llama": ("model.layers=4", "model.width=48", "model.sequence_length=32", "train.steps=2", "train.global_batch=8"),
+    "moe": ("model.sequence_length=32", "train.steps=2"),
     "resnet": ("model.image_size=32", "train.steps=2"),
     "MyModel": ("train.steps=2",),
     "LlamaForCausalLM": ("data.sequence_length=16", "train.steps=2"),
