@@ -104,7 +104,7 @@ bubbles: install  ## how long each pipeline schedule idles, against its formula
 parity-matrix: install  ## does every layout compute the same numbers under every lever; the table of docs/parity.md
 	$(BIN)/python benchmarks/parity_matrix.py $(ARGS)
 
-parity-experts: install  ## losses and norms of gradients of a model with experts, every layout against one rank; benchmarks/parity/experts.json
+parity-experts: install  ## losses and norms of gradients of a model with experts, every layout against one rank; the table of docs/experts.md
 	$(BIN)/python benchmarks/parity_experts.py $(ARGS)
 
 virtual-matrix: install  ## does every layout run on virtual GPUs, in each precision; the table of docs/virtual.md

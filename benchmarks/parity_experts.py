@@ -4,7 +4,8 @@
     python benchmarks/parity_experts.py --rows "ep2,ep2 3d" --columns sgd
 
 As parity_matrix.py, whose cells these are: ten steps of a small model with eight experts, of which a token meets two
-and a shared one, its auxiliary loss strong enough to be seen. What is run replaces its cells in parity/experts.json.
+and a shared one, its auxiliary loss strong enough to be seen. What is run replaces its cells in parity/experts.json
+and docs/experts.md.
 """
 
 from __future__ import annotations
@@ -12,16 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 
-import parity_matrix
 import torch
-import torch.distributed as dist
-from parity_matrix import COLUMNS, EXACT, ROOT, ROWS, STEPS, losses_of, refused
-
-from ptdbench.job import Job
-from ptdbench.workloads.train import assemble
+from parity_matrix import COLUMNS, EXACT, ROOT, ROWS, STEPS, Numbers, numbers_of, refused
+from virtual_matrix import inserted
 
 RESULT = ROOT / "benchmarks/parity/experts.json"
+PAGE = ROOT / "docs/experts.md"
 
 MODEL = (
     "model=moe_tiny model.width=32 model.hidden=48 model.expert_hidden=24 model.sequence_length=16 "
@@ -63,33 +62,23 @@ def main(options: argparse.Namespace) -> int:
     ROWS.update(LAYOUTS)
     COLUMNS.update({name: (f"{MODEL} {lever}", EXACT) for name, lever in LEVERS.items()})
     known = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else {}
-    expected = losses_of(1, [("single", column) for column in columns])
+    expected = numbers_of(1, [("single", column) for column in columns])
     failed = False
     for row in rows:
         cells = [(row, column) for column in columns]
         said = {cell: refusal for cell in cells if (refusal := refused(cell))}
-        numbers = losses_of(ROWS[row][0], [cell for cell in cells if cell not in said])
+        numbers = numbers_of(ROWS[row][0], [cell for cell in cells if cell not in said])
         said |= {cell: verdict(found, expected["single", cell[1]]) for cell, found in numbers.items()}
         for cell, text in said.items():
             print(f"  {cell[0]:<24} {cell[1]:<12} {text}", flush=True)
             known.setdefault(row, {})[cell[1]] = text
             failed |= text.startswith("wrong")
         RESULT.write_text(json.dumps({"torch": torch.__version__, "cells": known}, indent=1) + "\n")
+        PAGE.write_text(inserted(PAGE.read_text(), "cells", page(known)))
     return int(failed)
 
 
-def steps(job: Job) -> list[float]:
-    """Losses and norms of gradients of ten steps; replaces those of parity_matrix."""
-    loop = assemble(job)
-    for _ in range(STEPS):
-        loop.step()
-    loop.feed.close()
-    losses = torch.stack(loop.losses).flatten().double() * loop.engine.owns_loss
-    dist.all_reduce(losses)
-    return [*(losses / job.training.layout.replicas).tolist(), *map(float, loop.update.gradient_norms)]
-
-
-def verdict(found: list[float] | str, expected: list[float] | str) -> str:
+def verdict(found: Numbers | str, expected: Numbers | str) -> str:
     """``ok`` with the largest relative differences of a loss and of a norm, or what is wrong."""
     if isinstance(found, str) or isinstance(expected, str):
         return f"wrong: {found if isinstance(found, str) else expected}"
@@ -100,7 +89,18 @@ def verdict(found: list[float] | str, expected: list[float] | str) -> str:
     return f"{'ok' if max(loss, norm) <= EXACT else 'wrong: off by'} {loss:.0e} {norm:.0e}"
 
 
-parity_matrix._steps = steps  # in each rank, which imports this file as its main module
+def page(cells: Mapping[str, Mapping[str, str]]) -> str:
+    """The cells that have been run, as a part of the page on experts."""
+    columns = [name for name in LEVERS if any(name in row for row in cells.values())]
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    rows = {name: cells[name] for name in LAYOUTS if name in cells}
+    lines += [f"| {name} | {' | '.join(row.get(one, 'not run') for one in columns)} |" for name, row in rows.items()]
+    options = [f"- *{name}*: `{LAYOUTS[name][1]}`, {LAYOUTS[name][0]} ranks" for name in rows]
+    options += [f"- *{name}*: `{LEVERS[name] or 'optimizer=adamw'}`" for name in columns]
+    count = sum(len(row) for row in rows.values())
+    head = f"These {count} cells have been run, with the largest difference of a loss and of a norm:"
+    return "\n".join([head, "", *lines, "", *options])
+
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -108,7 +108,9 @@ parentheses is a rejection with the reason of that number.
 """
 
 Cell = tuple[str, str]
-Losses = list[float]
+
+#: The losses of the steps, and their norms of gradients where these are clipped.
+Numbers = list[float]
 
 
 def main(options: argparse.Namespace) -> int:
@@ -119,11 +121,11 @@ def main(options: argparse.Namespace) -> int:
     found = {cell: refusal for row in rows for column in columns if (refusal := refused(cell := (row, column)))}
     left = [(row, column) for row in rows for column in columns if (row, column) not in found]
     compared = {"plain" if changes(column) else column for column in columns}
-    references = losses_of(1, [("single", column) for column in compared])
+    references = numbers_of(1, [("single", column) for column in compared])
     for row in rows:  # ranks of its own for each: gloo keeps the threads of all groups that a process had
-        for cell, losses in losses_of(ROWS[row][0], [cell for cell in left if cell[0] == row]).items():
+        for cell, numbers in numbers_of(ROWS[row][0], [cell for cell in left if cell[0] == row]).items():
             reference = references["single", "plain" if changes(cell[1]) else cell[1]]
-            found[cell] = verdict(losses, reference, COLUMNS[cell[1]][1])
+            found[cell] = verdict(numbers, reference, COLUMNS[cell[1]][1])
             print(f"  {cell[0]:<24} {cell[1]:<12} {found[cell]}", flush=True)
     seconds = time.monotonic() - started
     table = {row: {column: found[row, column] for column in columns} for row in rows}
@@ -168,9 +170,9 @@ def refused(cell: Cell) -> str | None:
     return None
 
 
-def losses_of(ranks: int, cells: Sequence[Cell]) -> dict[Cell, Losses | str]:
-    """The losses of each cell, or the error that ended its ranks; all cells of the same ranks, until one dies."""
-    found: dict[Cell, Losses | str] = {}
+def numbers_of(ranks: int, cells: Sequence[Cell]) -> dict[Cell, Numbers | str]:
+    """The numbers of each cell, or the error that ended its ranks; all cells of the same ranks, until one dies."""
+    found: dict[Cell, Numbers | str] = {}
     while left := {cell: composed(cell) for cell in cells if cell not in found}:
         with TemporaryDirectory() as directory:
             try:
@@ -183,9 +185,9 @@ def losses_of(ranks: int, cells: Sequence[Cell]) -> dict[Cell, Losses | str]:
     return found
 
 
-def _read(directory: str) -> dict[Cell, Losses | str]:
+def _read(directory: str) -> dict[Cell, Numbers | str]:
     lines = Path(directory, "losses").read_text().splitlines() if Path(directory, "losses").exists() else []
-    return {(row, column): losses for row, column, losses in map(json.loads, lines)}
+    return {(row, column): numbers for row, column, numbers in map(json.loads, lines)}
 
 
 def _in_rank(environ: Mapping[str, str], cells: Mapping[Cell, DictConfig], directory: str) -> None:
@@ -193,29 +195,30 @@ def _in_rank(environ: Mapping[str, str], cells: Mapping[Cell, DictConfig], direc
     torch.set_num_threads(1)
     with joined(environ, next(iter(cells.values())), directory) as job:
         for (row, column), asked in cells.items():
-            losses = _steps(replace(job, spec=run_spec.specify(config.read(asked), job.world)))
+            numbers = _steps(replace(job, spec=run_spec.specify(config.read(asked), job.world)))
             if job.world.rank == 0:
                 with Path(directory, "losses").open("a") as file:
-                    file.write(json.dumps([row, column, losses]) + "\n")
+                    file.write(json.dumps([row, column, numbers]) + "\n")
 
 
-def _steps(job: Job) -> Losses:
+def _steps(job: Job) -> Numbers:
     loop = assemble(job)
     for _ in range(STEPS):
         loop.step()
     loop.feed.close()
     losses = torch.stack(loop.losses).flatten().double() * loop.engine.owns_loss
     dist.all_reduce(losses)
-    return (losses / job.training.layout.replicas).tolist()
+    return [*(losses / job.training.layout.replicas).tolist(), *map(float, loop.update.gradient_norms)]
 
 
-def verdict(losses: Losses | str, reference: Losses | str, most: float) -> str:
-    """``ok`` with the largest relative difference from one rank, or what is wrong."""
-    if isinstance(losses, str) or isinstance(reference, str):
-        return f"wrong: {losses if isinstance(losses, str) else reference}"
-    if abs(reference[-1] / reference[0] - 1) < 1e-2:
+def verdict(numbers: Numbers | str, reference: Numbers | str, most: float) -> str:
+    """``ok`` with the largest relative difference of a loss from one rank, or what is wrong."""
+    if isinstance(numbers, str) or isinstance(reference, str):
+        return f"wrong: {numbers if isinstance(numbers, str) else reference}"
+    losses, expected = numbers[:STEPS], reference[:STEPS]
+    if abs(expected[-1] / expected[0] - 1) < 1e-2:
         return "wrong: the reference does not learn, and equal losses prove nothing"
-    off = max(abs(loss / expected - 1) for loss, expected in zip(losses, reference, strict=True))
+    off = max(abs(loss / other - 1) for loss, other in zip(losses, expected, strict=True))
     if off > most:
         return f"wrong: off by {off:.1e}"
     if most > EXACT and off < ROUNDING:
