@@ -48,24 +48,19 @@ class Job(Struct, frozen=True):
 
 
 class Ledger(Struct, frozen=True):
-    """The request of a sweep, and its jobs.
-
-    Attributes:
-        overrides: The overrides typed for the sweep, without Hydra's own options.
-        jobs: In the order of their numbers; the last one of each run.
-    """
+    """The request of a sweep: its overrides, without Hydra's own options, and the last job of each run, by number."""
 
     overrides: list[str]
     jobs: list[Job]
 
 
 def with_id(job: Job, identity: str) -> Job:
-    """The same job with its SLURM id."""
+    """Return the same job with its SLURM id."""
     return replace(job, id=identity, log=job.log.replace("%j", identity))
 
 
 def sweep_of(directory: Path) -> Path | None:
-    """The sweep that a run's directory lies in, if it does."""
+    """Return the sweep that a run's directory lies in, if it does."""
     return next((parent for parent in directory.absolute().parents if (parent / LEDGER).exists()), None)
 
 

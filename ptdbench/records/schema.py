@@ -1,8 +1,8 @@
 """The schema of a record, and the validation of records read from files.
 
 A field may be missing: a record is written before its run begins, and a missing field is ``None`` here. A field that is
-present has the type declared here. :mod:`ptdbench.records.describe` generates the tables of ``docs/record.md`` from
-this module and :mod:`ptdbench.records.workload_results`: the string below a field is its description.
+present has the type declared here. The tables of ``docs/record.md`` are built from this module
+and :mod:`ptdbench.records.workload_results`: the string below a field is its description.
 """
 
 from __future__ import annotations
@@ -664,7 +664,8 @@ def record(text: bytes) -> dict[str, Any]:
     return value
 
 
-_NO_ERROR = {"rank": -1, "type": "", "message": "", "traceback": ""}
+#: An error without a type, of no rank.
+NO_ERROR = {"rank": -1, "type": "", "message": "", "traceback": ""}
 
 
 def part(record: Written, kind: type[S]) -> S:
@@ -677,7 +678,7 @@ def part(record: Written, kind: type[S]) -> S:
 
 def error(record: Written) -> Error:
     """Return why a run did not end well; of one that did an error without a type."""
-    return msgspec.convert(_NO_ERROR | (record.get("error") or {}), Error)
+    return msgspec.convert(NO_ERROR | (record.get("error") or {}), Error)
 
 
 def parse(text: bytes) -> Any:
@@ -724,5 +725,5 @@ def _is_too_deep(value: Any) -> bool:
 
 
 def json_schema() -> bytes:
-    """The JSON Schema of a record, as docs and wheel have it."""
+    """Return the JSON Schema of a record, as docs and wheel have it."""
     return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Record)))

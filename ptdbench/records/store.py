@@ -46,18 +46,14 @@ class Damaged(ValueError):
 
 
 def write_record(directory: Path, record: Written, durable: bool = True) -> Path:
-    """Write a run's record, atomically and if ``durable`` synced to disk; an older one is replaced.
-
-    Returns:
-        The path of the record.
-    """
+    """Write a run's record, atomically and if ``durable`` synced to disk, over an older one; return its path."""
     path = directory / RECORD
     write_json(path, record, durable)
     return path
 
 
 def load_record(directory: Path) -> dict[str, Any]:
-    """The record of the run in ``directory``.
+    """Return the record of the run in ``directory``.
 
     Raises:
         FileNotFoundError: There is none.
@@ -75,7 +71,7 @@ def load_record(directory: Path) -> dict[str, Any]:
 
 
 def earlier_record(directory: Path) -> dict[str, Any] | None:
-    """The record of an earlier start of the run, read before it is replaced.
+    """Return the record of an earlier start of the run, read before it is replaced.
 
     A damaged one is ignored, and kept as ``record.json.damaged``.
     """
@@ -118,7 +114,7 @@ def append_result(sweep_directory: Path, record: Written) -> None:
 
 @contextmanager
 def _locked_results(path: Path) -> Iterator[int]:
-    """The file, open and locked; created if missing."""
+    """Open and lock the file; create it if it is missing."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
@@ -140,7 +136,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _is_of(line: bytes, sweep_directory: Path, name: str) -> bool:
-    """Whether a line of results is of the run in the directory ``name`` below the sweep's."""
+    """Return whether a line of results is of the run in the directory ``name`` below the sweep's."""
     if _last_part(name) not in line:  # saves parsing the lines of all other runs
         return False
     try:
@@ -150,19 +146,16 @@ def _is_of(line: bytes, sweep_directory: Path, name: str) -> bool:
 
 
 def _last_part(name: str) -> bytes:
-    """The last part of a run's directory, as it stands in a line of results."""
+    """Return the last part of a run's directory, as it stands in a line of results."""
     return json.dumps(Path(name).name)[1:-1].encode()
 
 
 def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _: None) -> list[dict[str, Any]]:
-    """The records of a sweep in the order in which its runs ended.
+    """Return the records of a sweep in the order in which its runs ended.
 
-    If a run has several, as earlier versions left after a resume, the last one counts.
-
-    Args:
-        sweep_directory: The sweep's directory.
-        tell: Called with a message for each damaged line, which is skipped, and for a file that cannot be read. A
-            partial last line, left by a killed writer, is ignored: its run has its own record.
+    If a run has several, as earlier versions left after a resume, the last one counts. ``tell`` gets a message for each
+    damaged line, which is skipped, and for a file that cannot be read. A partial last line, left by a killed writer, is
+    ignored: its run has its own record.
     """
     path = sweep_directory / RESULTS
     try:
@@ -187,7 +180,7 @@ def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _
 
 
 def below(sweep_directory: Path, path: str) -> str:
-    """A run's directory relative to its sweep's, which may have been moved since.
+    """Return a run's directory relative to its sweep's, which may have been moved since.
 
     ``outputs/<sweep>/toy/ddp`` becomes ``toy/ddp``.
     """
@@ -261,7 +254,7 @@ def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, 
 
 
 def file_name(text: object) -> str:
-    """The name of a directory made of any text: what needs quoting in a shell or an override becomes ``-``."""
+    """Return the name of a directory made of any text: what needs quoting in a shell or an override becomes ``-``."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", str(text))[:200]
 
 
@@ -288,7 +281,7 @@ def _unwritable(directory: Path, option: str, error: OSError) -> ConfigError:
 
 
 def _cut_torn_line(descriptor: int) -> int:
-    """Truncate after the last line end; returns the remaining length."""
+    """Truncate after the last line end; return the remaining length."""
     size = os.fstat(descriptor).st_size
     if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
         return size

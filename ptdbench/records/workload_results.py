@@ -226,8 +226,8 @@ class CollectiveResult(Struct):
     """``algbw`` times the factor of ``definitions``: the rate of the links."""
 
 
-class _Collectives(Struct):
-    """What every record of collectives has."""
+class Collectives(Struct):
+    """Collectives (``workload=collectives``)."""
 
     group: str
     """The requested groups."""
@@ -243,10 +243,6 @@ class _Collectives(Struct):
     """Skipped sizes."""
     left_out: list[str]
     """Collectives that the backend does not support."""
-
-
-class Collectives(_Collectives):
-    """Collectives (``workload=collectives``)."""
 
     kept: str | None = None
     """Why ``fits`` could not be kept for the ``phases`` of later runs; null if they are, or are not of all ranks."""

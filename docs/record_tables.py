@@ -1,4 +1,4 @@
-"""Generates the documentation of a record, which Sphinx puts into ``docs/record.md``.
+"""The tables of ``docs/record.md``, which ``conf.py`` puts there.
 
 The source is the types in :mod:`ptdbench.records.schema` and :mod:`ptdbench.records.workload_results`, each of whose
 fields is described by the string below it.
@@ -24,13 +24,7 @@ from ptdbench.records.workload_results import Findings
 
 
 class Field(NamedTuple):
-    """A field of a record or of a nested type.
-
-    Attributes:
-        name: The name.
-        kind: The declared type.
-        text: The description.
-    """
+    """A field of a record or of a nested type, with its declared type and its description."""
 
     name: str
     kind: str
