@@ -51,11 +51,6 @@ def check(world: World, device: str, backend: str) -> None:
 
     Ranks that share one GPU are left to ``backend=gloo``: NCCL refuses two ranks on one GPU.
 
-    Args:
-        world: This rank's place.
-        device: The option: ``auto``, ``cpu`` or ``cuda``.
-        backend: The option: ``auto``, ``gloo`` or ``nccl``.
-
     Raises:
         ConfigError: The ranks that do not fit in are named.
     """
@@ -115,7 +110,7 @@ def _mixed(seen: Sequence[Sight], device: str) -> Problem | None:
 
 
 def _finds(ranks: Sequence[Sight]) -> str:
-    """Who finds what: ``rank 3 on n2 finds no GPU (Found no NVIDIA driver)``."""
+    """Say who finds what: ``rank 3 on n2 finds no GPU (Found no NVIDIA driver)``."""
     nodes = ", ".join(dict.fromkeys(sight.node for sight in ranks))
     counts = sorted({sight.gpus for sight in ranks})
     what = " or ".join(plural(count, "GPU") for count in counts) if counts[0] else "no GPU"

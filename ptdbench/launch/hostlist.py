@@ -18,7 +18,7 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
 def expand(text: str) -> list[str]:
-    """The names that ``gpu[01-03,7]-ib,login`` stands for, in the order of ``scontrol show hostnames``.
+    """Return the names that ``gpu[01-03,7]-ib,login`` stands for, in the order of ``scontrol show hostnames``.
 
     A name may also go on after its brackets, which scontrol 22.05 refuses.
 

@@ -21,14 +21,21 @@ from ptdbench.launch import collect, local
 
 @contextmanager
 def noting_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
-    """Meanwhile ``note`` is called in a thread with each signal that will raise :class:`ptdbench.launch.local.Stopped`.
+    """Call ``note`` in a thread with each signal that will raise :class:`ptdbench.launch.local.Stopped`, meanwhile.
 
     Signals that have another handler, such as :class:`StopSignal`, stop nothing by themselves and are not noted. To be
     entered in the main thread.
     """
     here, there = socket.socketpair()
     there.setblocking(False)
-    thread = threading.Thread(target=_listen, args=(here, note), daemon=True, name="witness of signals")
+
+    def listen() -> None:
+        while numbers := here.recv(64):
+            for number in numbers:
+                if local.stops(number):
+                    note(number)
+
+    thread = threading.Thread(target=listen, daemon=True, name="witness of signals")
     thread.start()
     before = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
     try:
@@ -38,13 +45,6 @@ def noting_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
         there.close()  # which ends the thread
         thread.join()
         here.close()
-
-
-def _listen(arrivals: socket.socket, note: Callable[[int], None]) -> None:
-    while numbers := arrivals.recv(64):
-        for number in numbers:
-            if local.stops(number):
-                note(number)
 
 
 #: Approximate seconds between two checks: short against a cluster's grace period, long against a step.
@@ -87,11 +87,9 @@ class StopSignal:
             local.ignore_signals()
 
     def received(self, done: int) -> str | None:
-        """Whether to stop now; every rank calls it between two steps and gets the same answer.
+        """Return the name of a signal that some rank received, else ``None``; called on every rank between two steps.
 
-        Returns:
-            The name of a signal that some rank received, else ``None``; also if no check is due, which costs one
-            comparison of integers.
+        If no check is due, which costs one comparison of integers, it is ``None`` too. All ranks get the same answer.
         """
         return self._ask(self._steps, done)
 

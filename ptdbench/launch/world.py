@@ -41,12 +41,12 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether it speaks for all: it is rank 0, or the first that is there."""
+        """True if it speaks for all: it is rank 0, or the first that is there."""
         return self.rank == (self.present[0] if self.present else 0)
 
     @property
     def started_by(self) -> Launcher:
-        """What the launcher can do."""
+        """The launcher's row."""
         return KNOWN[self.launcher]
 
 
@@ -87,7 +87,7 @@ class Launcher:
     linger_seconds: float = 0.5
 
     def started(self, environ: Mapping[str, str]) -> bool:
-        """Whether a process with this environment is one of its ranks."""
+        """Return whether a process with this environment is one of its ranks."""
         return all(name in environ for name in self.proof) and not self.is_shell(environ)
 
     @property
@@ -103,7 +103,7 @@ _FIRST_STEP_OF_SLURM = 0xFFFFFFFA
 
 
 def _is_slurm_shell(environ: Mapping[str, str]) -> bool:
-    """Whether a SLURM step is the terminal of a person.
+    """Return whether a SLURM step is the terminal of a person.
 
     A step that is started in such a terminal inherits the variable of ``srun --pty``, so that it proves something
     only where there are no other tasks.
@@ -168,7 +168,7 @@ _NAMELESS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def discover(environ: Mapping[str, str]) -> World | None:
-    """The place that the environment describes, or ``None`` where no launcher started this process.
+    """Return the place that the environment describes, or ``None`` where no launcher started this process.
 
     Raises:
         ConfigError: A launcher's mark is there, but what it says is incomplete or contradicts itself; or the
@@ -187,7 +187,7 @@ def discover(environ: Mapping[str, str]) -> World | None:
 
 
 def torchrun_variables(world: World, host: str, port: int) -> dict[str, str]:
-    """A rank's place and that of its store, in the variables that torch and other libraries read."""
+    """Return a rank's place and that of its store, in the variables that torch and other libraries read."""
     told = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -232,12 +232,7 @@ def local_environments(
 ) -> Iterator[dict[str, str]]:
     """Yield torchrun's variables for each rank of a launch on this machine alone, whose starter serves the store.
 
-    Args:
-        size: How many ranks.
-        host: Where the store is.
-        port: Its port.
-        environ: The environment of the starter, whose settings of these variables win.
-        where: Where they take themselves to be.
+    Settings of these variables in the starter's ``environ`` win.
     """
     defaults = {"OMP_NUM_THREADS": None, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     settings = {name: value for name, default in defaults.items() if (value := environ.get(name, default))}
@@ -306,7 +301,7 @@ def _number(environ: Mapping[str, str], variable: str, name: str) -> int:
 
 
 def _refusal(environ: Mapping[str, str], option: str, value: str, rule: str) -> ConfigError:
-    """What is wrong, and all that the environment says, for somebody who has to find out what is stale."""
+    """Say what is wrong, and all that the environment says, for somebody who has to find out what is stale."""
     sources = "".join(
         f"\n  {name}: {_said(environ, launcher.variables)}"
         for name, launcher in LAUNCHERS.items()
