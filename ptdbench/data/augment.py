@@ -69,12 +69,6 @@ def normalized(
     return result if channels_last else result.contiguous()
 
 
-def empty(image_size: int, *, channels_last: bool) -> torch.Tensor:
-    """The result of :func:`normalized` for one square image, on the meta device."""
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty(1, 3, image_size, image_size, dtype=torch.float32, device="meta", memory_format=layout)
-
-
 def _crops(images: Pixels, top: npt.NDArray[np.intp], left: npt.NDArray[np.intp], padding: int) -> Pixels:
     """The crop of each bordered image that begins ``top`` pixels down and ``left`` to the right: ``(B, H, 3 W)``."""
     count, height, width, channels = images.shape

@@ -131,7 +131,7 @@ def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file begins like a token file, complete or not: with its header or the space reserved for it."""
+    """Return whether a file begins like a token file, complete or not: with its header or the space reserved for it."""
     if path.is_symlink() or not path.is_file():
         return False
     with path.open("rb") as file:

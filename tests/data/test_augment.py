@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from ptdbench.data.augment import empty, normalized, shifted
+from ptdbench.data.augment import normalized, shifted
 
 MEAN = (0.1, 0.5, 0.7)
 STD = (0.2, 0.25, 0.5)
@@ -87,11 +87,3 @@ def test_bytes_become_what_torchvision_makes_of_them(channels_last):
     assert found.dtype == torch.float32
     layout = torch.channels_last if channels_last else torch.contiguous_format
     assert found.is_contiguous(memory_format=layout)
-
-
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_the_empty_image_has_the_form_of_a_real_one(channels_last):
-    real = normalized(pictures(1, 8, 8), MEAN, STD, channels_last=channels_last)
-    example = empty(8, channels_last=channels_last)
-    assert example.is_meta
-    assert (example.shape, example.dtype, example.stride()) == (real.shape, real.dtype, real.stride())
