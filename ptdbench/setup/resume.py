@@ -91,7 +91,7 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
 
 
 def _sweep(directory: Path, others: list[str], asked: str, only: str | None = None) -> Line:
-    """The same sweep in the same directory: runs that are ok will be skipped.
+    """Go on with the same sweep in the same directory: runs that are ok will be skipped.
 
     How its jobs are queued may change, since one that has reached its time limit must be able to get more.
     """
@@ -106,14 +106,14 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
 
 
 def _may_change(name: str, swept: set[str]) -> bool:
-    """More blocks of repeats: the order of those that it has stays as it is."""
+    """Return whether a sweep may go on with this option: with more blocks the order of those it has stays."""
     if name.startswith("hydra.") or name == RESHAPE or bears(name, "blocks"):
         return True
     return name.startswith("cluster.") and bears(name, "queue") and name not in swept
 
 
 def _asked_of_sweep(directory: Path) -> list[str]:
-    """The overrides of a sweep, as they were typed."""
+    """Return the overrides of a sweep, as they were typed."""
     if noted := _ledger(directory).overrides:
         return list(noted)
     path = directory / "multirun.yaml"
@@ -124,7 +124,7 @@ def _asked_of_sweep(directory: Path) -> list[str]:
 
 
 def _ledger(directory: Path) -> ledger.Ledger:
-    """What is noted down of a sweep, or a refusal: without it nobody knows which of its jobs are in the queue."""
+    """Read what is noted down of a sweep; without it nobody knows which of its jobs are in the queue."""
     try:
         return ledger.read(directory)
     except store.Damaged as damage:
@@ -133,7 +133,7 @@ def _ledger(directory: Path) -> ledger.Ledger:
 
 
 def _earlier(directory: Path, written: Written) -> list[str]:
-    """The overrides of the run in a directory, as they were typed; it is one of those that its sweep repeats."""
+    """Return the overrides of a run, as they were typed; it is one of those that its sweep repeats."""
     return [override for override in _typed(directory, written) if not bears(option(override), "blocks")]
 
 
@@ -148,7 +148,7 @@ def _typed(directory: Path, written: Written) -> list[str]:
 
 
 def _words(path: Path, option: str, directory: Path, find: Callable[[Any], Any]) -> list[str]:
-    """The overrides that ``find`` picks out of a file of Hydra's, as they were typed."""
+    """Return the overrides that ``find`` picks out of a file of Hydra's, as they were typed."""
     found, reason = None, "there are no overrides in it"
     try:
         saved = OmegaConf.to_container(OmegaConf.load(path))
@@ -167,19 +167,19 @@ def _is_place(override: str) -> bool:
 
 
 def _without_place(overrides: Iterable[str], *others: str) -> list[str]:
-    """The overrides that say what a run is, without where, what it began with, and these other options."""
+    """Return the overrides that say what a run is, without where, what it began with, and these other options."""
     left = (RUN, *others)
     return [override for override in overrides if not _is_place(override) and option(override) not in left]
 
 
 def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
-    """The overrides whose options the others do not give."""
+    """Return the overrides whose options the others do not give."""
     given = {option(override) for override in others}
     return [override for override in overrides if option(override) not in given]
 
 
 def _shape(directory: Path, written: Written, others: Iterable[str], world: World | None) -> list[str]:
-    """What made the shape of a run, wherever it was said; another cluster has shapes of its own.
+    """Return what made the shape of a run, wherever it was said; another cluster has shapes of its own.
 
     Of ranks and nodes that a launcher has started only what holds: it is them that the run goes on with.
     """
@@ -197,14 +197,14 @@ def _shape(directory: Path, written: Written, others: Iterable[str], world: Worl
 
 
 def _moves(override: str, written: Written) -> bool:
-    """Whether an override takes a run to another cluster than it was on."""
+    """Return whether an override takes a run to another cluster than it was on."""
     name, value = option(override), override.partition("=")[2]
     was = record.option(written, "cluster.name", str)
     return (name == "cluster" and value != was) or (name == "hydra/launcher" and value.startswith("submitit"))
 
 
 def _submitted_by(directory: Path) -> Path | None:
-    """The sweep whose job on SLURM the run in a directory is, if it is one."""
+    """Return the sweep whose job on SLURM the run in a directory is, if it is one."""
     place = directory.resolve()
     sweep = ledger.sweep_of(place)
     if sweep and str(place.relative_to(sweep)) in {job.directory for job in _ledger(sweep).jobs}:
@@ -213,7 +213,7 @@ def _submitted_by(directory: Path) -> Path | None:
 
 
 def startable(directory: Path, world: World | None) -> Config:
-    """The configuration of the run of a directory, unless it is complete or belongs elsewhere.
+    """Return the configuration of the run of a directory, unless it is complete or belongs elsewhere.
 
     Raises:
         ConfigError: With what to do instead.
@@ -259,7 +259,7 @@ def _refuse_complete(directory: Path, written: Written, asked: str = RUN) -> Non
 
 
 def _path(value: str | None) -> Path | None:
-    """The path that was typed, in quotes or not."""
+    """Return the path that was typed, in quotes or not."""
     if value in (None, "", "null"):
         return None
     assert value is not None
