@@ -35,12 +35,7 @@ _FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|manifest\.json|\.manif
 
 @dataclass(frozen=True)
 class Found:
-    """A complete checkpoint.
-
-    Attributes:
-        path: Its directory.
-        manifest: Its manifest.
-    """
+    """A complete checkpoint: its directory, and its manifest."""
 
     path: Path
     manifest: Manifest
@@ -81,13 +76,13 @@ def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Searc
 
 
 def latest_manifest(run_directory: Path) -> Manifest | None:
-    """The manifest of the newest checkpoint that seems complete; fast, as its files are not read."""
+    """Return the manifest of the newest checkpoint that seems complete; fast, as its files are not read."""
     whole = (path for path in _complete_by_name(run_directory) if _is_whole(path))
     return next((manifest.read(path) for path in whole), None)
 
 
 def partial(run_directory: Path, step: int) -> Path:
-    """The directory in which the checkpoint after ``step`` steps is written."""
+    """Return the directory in which the checkpoint after ``step`` steps is written."""
     return run_directory / FOLDER / f"{_name(step)}{_PARTIAL}"
 
 
@@ -137,13 +132,14 @@ def prune(run_directory: Path, keep: int, best: int | None = None) -> None:
         OSError: One cannot be deleted.
     """
     whole = [path for path in _complete_by_name(run_directory) if _is_whole(path)]
-    for path in whole[keep:]:
-        if path.name != _name(best) and _holds_what_it_names(path):
+    for path in (path for path in whole[keep:] if path.name != _name(best)):
+        named = {*manifest.read(path).files, manifest.MANIFEST}
+        if not first_foreign_entry(path, lambda name, named=named: _is_ours(name) and name in named):
             remove(_set_aside(path), _is_ours)
 
 
 def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> bool:
-    """Replace some facts of the checkpoint after ``step`` steps; returns whether it exists.
+    """Replace some facts of the checkpoint after ``step`` steps; return whether it exists.
 
     Raises:
         Broken: Its manifest is damaged.
@@ -197,12 +193,12 @@ def _name(step: int | None) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether the saver uses that file name."""
+    """Return whether the saver uses that file name."""
     return bool(_FILE.fullmatch(name))
 
 
 def _left(run_directory: Path, suffix: str) -> list[Path]:
-    """Directories with that suffix that hold only files of the saver."""
+    """List directories with that suffix that hold only files of the saver."""
     named = sorted((run_directory / FOLDER).glob(f"step-*{suffix}"))
     return [
         path
@@ -212,7 +208,7 @@ def _left(run_directory: Path, suffix: str) -> list[Path]:
 
 
 def _complete_by_name(run_directory: Path) -> list[Path]:
-    """Directories with a final name, newest first."""
+    """List directories with a final name, newest first."""
     folder = run_directory / FOLDER
     steps = {path: _STEP.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir()}
     numbered = {path: int(found[1]) for path, found in steps.items() if found}
@@ -220,7 +216,7 @@ def _complete_by_name(run_directory: Path) -> list[Path]:
 
 
 def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | None]:
-    """The manifest of a checkpoint, or what is wrong with it, by this rank's share of the check."""
+    """Return the manifest of a checkpoint, or what is wrong with it, by this rank's share of the check."""
     try:
         found = manifest.read(path)
         manifest.check_sizes(path, found)
@@ -231,18 +227,12 @@ def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | N
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether all files exist and have their sizes; reading them all would take too long."""
+    """Return whether all files exist and have their sizes; reading them all would take too long."""
     try:
         manifest.check_sizes(path, manifest.read(path))
     except Broken:
         return False
     return True
-
-
-def _holds_what_it_names(path: Path) -> bool:
-    """Whether a complete checkpoint holds only files that its manifest names."""
-    named = {*manifest.read(path).files, manifest.MANIFEST}
-    return not first_foreign_entry(path, lambda name: _is_ours(name) and name in named)
 
 
 def _set_aside(path: Path) -> Path:

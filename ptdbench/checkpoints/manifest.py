@@ -25,12 +25,7 @@ class Broken(Exception):
 
 
 class Stamp(Struct, frozen=True):
-    """The expected size and checksum of a file.
-
-    Attributes:
-        bytes: Its size.
-        sha256: Its checksum, in hexadecimal digits.
-    """
+    """The expected size of a file, and its checksum in hexadecimal digits."""
 
     bytes: Count
     sha256: str
@@ -59,7 +54,7 @@ class Manifest(Struct, frozen=True):
 
 
 class _Facts(Struct):
-    """What of the facts is read without a look at its type: a checksum says that nothing was changed since."""
+    """The facts that are read without a look at their types: a checksum says that nothing was changed since."""
 
     scaler: dict[str, Any] = {}
     segments: list[dict[str, Any]] = []
@@ -67,7 +62,7 @@ class _Facts(Struct):
 
 
 def stamp(path: Path) -> Stamp:
-    """Size and checksum of a file.
+    """Return size and checksum of a file.
 
     Raises:
         OSError: It cannot be read.
@@ -94,7 +89,7 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 def read(directory: Path) -> Manifest:
-    """The manifest of the checkpoint in ``directory``.
+    """Return the manifest of the checkpoint in ``directory``.
 
     Raises:
         Broken: It is missing or damaged.

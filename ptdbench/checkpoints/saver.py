@@ -48,7 +48,7 @@ class Shares:
         self._names: set[str] = set()
 
     def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's share of ``tensors``; called in all ranks, each with all that it holds."""
+        """Return this rank's share of ``tensors``; called in all ranks, each with all that it holds."""
         held = _parts(tensors)
         if any(gathered_or_alone(held != self._held, self._group)):  # at the first save, and rarely later
             self._held = held
@@ -58,11 +58,7 @@ class Shares:
 
 
 def assign_shares(held: Sequence[Mapping[Part, int]]) -> list[set[Part]]:
-    """The parts that each rank saves.
-
-    Args:
-        held: The bytes of each part that a rank holds, by rank.
-    """
+    """Divide the parts that ranks hold, with their bytes, into those that each of them saves."""
     holders: dict[Part, list[int]] = {}
     for rank, parts in enumerate(held):
         for part in parts:
@@ -81,7 +77,7 @@ def assign_shares(held: Sequence[Mapping[Part, int]]) -> list[set[Part]]:
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> dict[Part, int]:
-    """The bytes of each part in ``tensors``, in the parts that torch writes."""
+    """Return the bytes of each part in ``tensors``, in the parts that torch writes."""
     items = create_default_local_save_plan(dict(tensors), is_coordinator=False).items
     return {(item.index.fqn, tuple(item.index.offset or ())): item.tensor_storage_size() or 0 for item in items}
 
@@ -163,7 +159,7 @@ def _unpin(address: int, _: mmap.mmap) -> None:
 
 
 def _placed(tensor: Tensor, memory: mmap.mmap, start: int) -> Tensor:
-    """A tensor like ``tensor`` on the CPU, in ``memory`` from byte ``start``."""
+    """Make a tensor like ``tensor`` on the CPU, in ``memory`` from byte ``start``."""
     local = local_part(tensor)
     like = torch.empty_like(local, device="meta")  # its strides leave no gaps
     count = local.numel()
@@ -178,7 +174,7 @@ def _placed(tensor: Tensor, memory: mmap.mmap, start: int) -> Tensor:
 
 
 def _shape(tensor: Tensor) -> object:
-    """What must be equal for memory to be reused for another tensor."""
+    """Return what must be equal for memory to be reused for another tensor."""
     spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     return tensor.size(), tensor.stride(), tensor.dtype, spread
 
@@ -250,7 +246,15 @@ class Saver:
         """
         started = time.perf_counter()
         self.wait()
-        prepared = _tried(lambda: (self._staged(self._shares.select(tensors)), self._facts(facts)))
+
+        def prepare() -> Prepared:
+            mine = self._shares.select(tensors)
+            copies = self._staging(mine) if self._staging else lambda: mine
+            if self._rank > 0:
+                return copies, {}
+            return copies, facts() if callable(facts) else facts
+
+        prepared = _tried(prepare)
         self._begin(lambda: self._save(step, prepared, model))
         self.stall_seconds.append(time.perf_counter() - started)
 
@@ -279,16 +283,8 @@ class Saver:
             self._staging.close()
         dist.destroy_process_group(self.group)
 
-    def _staged(self, tensors: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        return self._staging(tensors) if self._staging else lambda: tensors
-
-    def _facts(self, facts: Facts | Callable[[], Facts]) -> Facts:
-        if self._rank > 0:
-            return {}
-        return facts() if callable(facts) else facts
-
     def _begin(self, task: Callable[[], None]) -> None:
-        """Do something when what was begun before is done: aside, or at once."""
+        """Begin a task when what was begun before is done: aside, or at once."""
         if self._staging is None:
             task()
             return
@@ -375,7 +371,8 @@ class Saver:
         """
         done = _tried(task)
         error = done.exception()
-        mine = _told(self._rank, error) if error else None
+        mine = f"rank {self._rank}: {type(error).__name__}: {error}" if error else None
+        mine = str(error) if isinstance(error, _Failed) else mine  # which names the ranks
         faults = dict.fromkeys(fault for fault in gathered_or_alone(mine, self.group) if fault)
         if faults:
             raise _Failed("; ".join(faults))
@@ -387,17 +384,13 @@ class _Failed(Exception):
 
 
 def _tried(task: Callable[[], T]) -> Future[T]:
-    """The result of ``task`` or its error, as a future."""
+    """Return the result of ``task`` or its error, as a future."""
     done: Future[T] = Future()
     try:
         done.set_result(task())
     except Exception as error:
         done.set_exception(error)
     return done
-
-
-def _told(rank: int, error: BaseException) -> str:
-    return str(error) if isinstance(error, _Failed) else f"rank {rank}: {type(error).__name__}: {error}"
 
 
 def _copied(prepared: Prepared) -> tuple[dict[str, Tensor], Facts]:
@@ -421,7 +414,7 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.Proc
 
 
 def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:
-    """Sizes and checksums of the files that ``rank`` wrote."""
+    """Stamp the files that ``rank`` wrote."""
     mine = [path for path in directory.iterdir() if path.name.startswith(f"__{rank}_")]
     mine += [directory / safe_load.METADATA] if rank == 0 else []
     return {path.name: manifest.stamp(path) for path in mine}
