@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,17 +23,11 @@ from ptdbench.launch.peers import Peer
 SOURCE = "nccl-tests, doc/PERFORMANCE.md"
 
 
-@dataclass(frozen=True)
-class Factor:
-    """The factor from algorithm bandwidth to bus bandwidth.
+class Factor(NamedTuple):
+    """The factor from algorithm bandwidth to bus bandwidth."""
 
-    Attributes:
-        formula: As people write it, over ``n``.
-        of: The number, for so many ranks.
-    """
-
-    formula: str
-    of: Callable[[int], float]
+    formula: str  # as people write it, over n
+    of: Callable[[int], float]  # the number, for so many ranks
 
 
 _WHOLE = Factor("1", lambda ranks: 1.0)
@@ -55,12 +48,12 @@ FACTORS: dict[str, Factor] = {
 
 
 def algorithm_bandwidth(size: int, seconds: float) -> float:
-    """``algbw = S / t``, in bytes a second."""
+    """Return ``algbw = S / t``, in bytes a second."""
     return size / seconds
 
 
 def bus_bandwidth(operation: str, size: int, seconds: float, ranks: int) -> float:
-    """``busbw = algbw * factor``, in bytes/s: the rate of the slowest link, comparable across numbers of ranks.
+    """Return ``busbw = algbw * factor``, in bytes/s: the rate of the slowest link, comparable across numbers of ranks.
 
     Raises:
         KeyError: The operation moves no data, or is unknown.
@@ -87,7 +80,7 @@ class Fit(Struct, frozen=True):
     """Number of sizes fitted."""
 
     def seconds(self, size: float) -> float:
-        """The predicted time of a message of ``size`` bytes."""
+        """Predict the time of a message of ``size`` bytes."""
         return self.alpha + self.beta * size
 
 
@@ -142,12 +135,7 @@ _REDUCING = ("all_reduce", "reduce_scatter")
 
 
 def fits_key(backend: str, peers: Sequence[Peer]) -> dict[str, Any]:
-    """Everything that the lines depend on: they are of one group, which is all ranks.
-
-    Args:
-        backend: What communicates.
-        peers: The ranks in order, with their machines and devices.
-    """
+    """Return all that the lines depend on: the backend, and all ranks in order with their machines and devices."""
     return {"backend": backend, "torch": torch.__version__, "ranks": [f"{peer.host} {peer.device}" for peer in peers]}
 
 
@@ -191,11 +179,11 @@ def fitted_seconds(of: Mapping[str, Any], operation: str, dtype: str, calls: flo
 
 
 def _lines(of: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
-    """Those on record that are whole: a person may have changed the file."""
+    """Read the lines on record that are whole: a person may have changed the file."""
     found = cache.look_up(_KIND, of).get("lines")
     lines = found.items() if isinstance(found, dict) else ()
-    return {name: line for name, line in lines if _is_whole(line)}
-
-
-def _is_whole(line: Any) -> bool:
-    return isinstance(line, dict) and all(isinstance(line.get(name), (int, float)) for name in _FIGURES)
+    return {
+        name: line
+        for name, line in lines
+        if isinstance(line, dict) and all(isinstance(line.get(figure), (int, float)) for figure in _FIGURES)
+    }

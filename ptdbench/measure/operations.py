@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -41,25 +42,20 @@ class Place:
         """The global rank of the root."""
         return self.ranks[0]
 
-    @property
-    def is_root(self) -> bool:
-        """Whether this rank is the root."""
-        return self.index == 0
-
     def empty(self, count: int) -> Tensor:
-        """An empty tensor of ``count`` elements."""
+        """Make a tensor of ``count`` zeros."""
         return torch.zeros(count, dtype=self.dtype.torch, device=self.device)
 
     def sent(self, source: int, count: int) -> Tensor:
-        """The pattern that ``source`` sends (:func:`ptdbench.measure.patterns.sent`)."""
+        """Return the pattern that ``source`` sends (:func:`ptdbench.measure.patterns.sent`)."""
         return sent(source, count, self.dtype, self.device)
 
     def contributed(self, count: int) -> Tensor:
-        """This rank's input of a reduction."""
+        """Return this rank's input of a reduction."""
         return contributed(self.index, len(self.ranks), count, self.dtype, self.reduction, self.device)
 
     def reduced(self, count: int) -> Tensor:
-        """The expected result of the reduction."""
+        """Return the expected result of the reduction."""
         return reduced(len(self.ranks), count, self.dtype, self.reduction, self.device)
 
 
@@ -97,11 +93,11 @@ class Operation:
     reduces: bool = False
 
     def count(self, size: int, ranks: int, item_bytes: int) -> int:
-        """Elements of a message of about ``size`` bytes, at least one: per share if there are shares."""
+        """Return the elements of a message of about ``size`` bytes, at least one: per share if there are shares."""
         return max(1, size // (item_bytes * (ranks if self.has_shares else 1)))
 
     def bytes(self, count: int, ranks: int, item_bytes: int) -> int:
-        """Size in bytes of the whole message with the ``count`` of :meth:`count`."""
+        """Return the bytes of the whole message with the ``count`` of :meth:`count`."""
         return count * item_bytes * (ranks if self.has_shares else 1)
 
 
@@ -111,28 +107,18 @@ def _broadcast(at: Place, count: int) -> Message:
         lambda asynchronous: dist.broadcast(data, at.root, group=at.group, async_op=asynchronous),
         given=data,
         result=data,
-        fill=lambda: at.sent(0, count) if at.is_root else at.empty(count),
+        fill=lambda: at.sent(0, count) if at.index == 0 else at.empty(count),
         expected=lambda: at.sent(0, count),
     )
 
 
-def _reduce(at: Place, count: int) -> Message:
+def _reduce(at: Place, count: int, to_all: bool = False) -> Message:
     data = at.empty(count)
+    reduce = dist.all_reduce if to_all else partial(dist.reduce, dst=at.root)
     return Message(
-        lambda asynchronous: dist.reduce(data, at.root, at.reduction.op, group=at.group, async_op=asynchronous),
+        lambda asynchronous: reduce(data, op=at.reduction.op, group=at.group, async_op=asynchronous),
         given=data,
-        result=data if at.is_root else None,
-        fill=lambda: at.contributed(count),
-        expected=lambda: at.reduced(count),
-    )
-
-
-def _all_reduce(at: Place, count: int) -> Message:
-    data = at.empty(count)
-    return Message(
-        lambda asynchronous: dist.all_reduce(data, at.reduction.op, group=at.group, async_op=asynchronous),
-        given=data,
-        result=data,
+        result=data if to_all or at.index == 0 else None,
         fill=lambda: at.contributed(count),
         expected=lambda: at.reduced(count),
     )
@@ -141,7 +127,7 @@ def _all_reduce(at: Place, count: int) -> Message:
 def _scatter(at: Place, count: int) -> Message:
     ranks = len(at.ranks)
     share = at.empty(count)
-    whole = at.empty(count * ranks) if at.is_root else None
+    whole = at.empty(count * ranks) if at.index == 0 else None
     shares = None if whole is None else list(whole.chunk(ranks))
     return Message(
         lambda asynchronous: dist.scatter(share, shares, at.root, group=at.group, async_op=asynchronous),
@@ -152,25 +138,19 @@ def _scatter(at: Place, count: int) -> Message:
     )
 
 
-def _gather(at: Place, count: int) -> Message:
+def _gather(at: Place, count: int, to_all: bool = False) -> Message:
     ranks = len(at.ranks)
     share = at.empty(count)
-    whole = at.empty(count * ranks) if at.is_root else None
-    shares = None if whole is None else list(whole.chunk(ranks))
-    return Message(
-        lambda asynchronous: dist.gather(share, shares, at.root, group=at.group, async_op=asynchronous),
-        given=share,
-        result=whole,
-        fill=lambda: at.sent(at.index, count),
-        expected=lambda: torch.cat([at.sent(index, count) for index in range(ranks)]),
-    )
+    whole = at.empty(count * ranks) if to_all or at.index == 0 else None
 
+    def gather(asynchronous: bool) -> dist.Work | None:
+        if to_all:
+            return dist.all_gather_into_tensor(whole, share, group=at.group, async_op=asynchronous)
+        shares = None if whole is None else list(whole.chunk(ranks))
+        return dist.gather(share, shares, at.root, group=at.group, async_op=asynchronous)
 
-def _all_gather(at: Place, count: int) -> Message:
-    ranks = len(at.ranks)
-    share, whole = at.empty(count), at.empty(count * ranks)
     return Message(
-        lambda asynchronous: dist.all_gather_into_tensor(whole, share, group=at.group, async_op=asynchronous),
+        gather,
         given=share,
         result=whole,
         fill=lambda: at.sent(at.index, count),
@@ -193,7 +173,7 @@ def _reduce_scatter(at: Place, count: int) -> Message:
 
 
 def _all_to_all(at: Place, count: int) -> Message:
-    """The share that ``a`` sends to ``b`` has the pattern of source ``a * ranks + b``."""
+    """Send from ``a`` to ``b`` the pattern of source ``a * ranks + b``."""
     ranks = len(at.ranks)
     given, result = at.empty(count * ranks), at.empty(count * ranks)
     return Message(
@@ -205,25 +185,21 @@ def _all_to_all(at: Place, count: int) -> Message:
     )
 
 
-def _barrier(at: Place, count: int) -> Message:
-    return Message(lambda asynchronous: dist.barrier(group=at.group, async_op=asynchronous))
-
-
 OPERATIONS: dict[str, Operation] = {
     "broadcast": Operation(_broadcast),
     "reduce": Operation(_reduce, reduces=True),
-    "all_reduce": Operation(_all_reduce, reduces=True),
+    "all_reduce": Operation(partial(_reduce, to_all=True), reduces=True),
     "scatter": Operation(_scatter, has_shares=True),
     "gather": Operation(_gather, has_shares=True),
-    "all_gather": Operation(_all_gather, has_shares=True),
+    "all_gather": Operation(partial(_gather, to_all=True), has_shares=True),
     "reduce_scatter": Operation(_reduce_scatter, has_shares=True, reduces=True),
     "all_to_all": Operation(_all_to_all, has_shares=True),
-    "barrier": Operation(_barrier),
+    "barrier": Operation(lambda at, _: Message(partial(dist.barrier, at.group))),
 }
 
 
 def lacking(backend: str, device_type: str) -> list[str]:
-    """The operations that a backend does not have for tensors of a device.
+    """List the operations that a backend does not have for tensors of a device.
 
     According to the table of backends in the documentation of ``torch.distributed``: gloo works on host memory, and
     supports only two operations on GPU tensors. A barrier has no tensor.
@@ -234,13 +210,7 @@ def lacking(backend: str, device_type: str) -> list[str]:
 
 
 def verify(message: Message, name: str, place: Place, asynchronous: bool) -> None:
-    """Run the operation once on a test pattern and check the result.
-
-    Args:
-        message: The operation at one size.
-        name: Its name and size, for the error message.
-        place: This rank.
-        asynchronous: Whether to start it and wait, instead of a blocking call.
+    """Run the operation once on a test pattern and check the result; ``name`` is its name and size, for the message.
 
     Raises:
         ArithmeticError: The result is wrong on this rank.

@@ -45,6 +45,11 @@ _MESSAGE_BYTES = 2**24
 _MOST_RANKS_IN_PAIRS = 8
 
 
+_FEW_COLLECTIVES = Collectives(
+    ops=["all_reduce", "all_gather", "broadcast"], min_bytes=2**10, max_bytes=2**20, factor=2**10, modes=["blocking"]
+)
+
+
 class Unsound(Exception):
     """The check found something wrong with this cluster."""
 
@@ -83,7 +88,7 @@ class Check:
             PointToPoint().check(world_size, device_type, backend)
 
     def __call__(self, job: Job) -> Outcome:
-        """One rank's part."""
+        """Do one rank's part."""
         found = self.examine(job)
         errors = {"sound": None, "busy": Busy(_texts(found)), "unsound": Unsound(_texts(found))}
         return Outcome({"check": found}, error=errors[found["verdict"]])
@@ -101,7 +106,7 @@ class Check:
         product_load, load_so_far = load_so_far(), contention.watch(job.device)
         links, slow_links, link_attempts = self._until_sound(lambda: self.messages(job), _link_rates(job, facts))
         link_load = load_so_far()
-        together = collectives.measure(job, _short_collectives()) if job.world.size > 1 else None
+        together = collectives.measure(job, _FEW_COLLECTIVES) if job.world.size > 1 else None
         warm: list[Figures] = gather(_facts(job))  # after heat and load
         findings = [
             *diagnosis.different_versions([of["environment"] for of in facts]),
@@ -110,7 +115,10 @@ class Check:
             *diagnosis.slow_links(slow_links, link_attempts, _loaded(facts, link_load)),
         ]
         verdict = diagnosis.verdict(findings)
-        load = _heaviest(product_load, link_load)
+        load = [  # the heavier one of each node
+            max(of_node, key=lambda one: (len(one.gpu_ranks), one.taken or 0))
+            for of_node in zip(product_load, link_load, strict=True)
+        ]
         found = {
             "sound": verdict == "sound",
             "verdict": verdict,
@@ -133,12 +141,12 @@ class Check:
         return found
 
     def products(self, job: Job) -> Figures:
-        """A short measurement of the devices."""
+        """Measure the devices briefly."""
         shapes, alive = [_SHAPES[job.device.type]], job.watchdog.alive
         return ceiling.measure(job.world, job.device, shapes, _DTYPES, _SECONDS, copies=False, alive=alive)
 
     def messages(self, job: Job) -> Figures | None:
-        """A short measurement of the links; ``None`` for a single rank."""
+        """Measure the links briefly; ``None`` for a single rank."""
         if job.world.size == 1:
             return None
         pairs = "all" if job.world.size <= _MOST_RANKS_IN_PAIRS else "ring"
@@ -192,7 +200,7 @@ def with_check(outcome: Outcome, found: Figures | None) -> Outcome:
 
 
 def summary(found: Mapping[str, Any]) -> str:
-    """The verdict and the findings in one line."""
+    """Return the verdict and the findings in one line."""
     return f"{found['verdict']}: {_texts(found)}"
 
 
@@ -201,7 +209,7 @@ def _texts(found: Mapping[str, Any]) -> str:
 
 
 def _facts(job: Job) -> Figures:
-    """This rank's properties that need no measurement."""
+    """Return this rank's properties that need no measurement."""
     on_gpu = job.device.type == "cuda"
     seen = gpu_state.inspect() if on_gpu else {"gpus": [], "links": [], "reason": None}
     own = gpu_state.identity(job.device) if on_gpu else ""
@@ -216,7 +224,7 @@ def _facts(job: Job) -> Figures:
 
 
 def _product_rates(job: Job) -> Callable[[Figures], tuple[dict[tuple[str, int], float], dict[Any, Hashable]]]:
-    """Rates by dtype and rank; peers have the same device and number of threads."""
+    """Read rates by dtype and rank; peers have the same device and number of threads."""
 
     def read(found: Figures) -> tuple[dict[tuple[str, int], float], dict[Any, Hashable]]:
         rates: dict[tuple[str, int], float] = {
@@ -233,7 +241,7 @@ def _product_rates(job: Job) -> Callable[[Figures], tuple[dict[tuple[str, int], 
 def _link_rates(
     job: Job, facts: Sequence[Figures]
 ) -> Callable[[Figures], tuple[dict[tuple[int, int], float], dict[Any, Hashable]]]:
-    """Bytes/s by source and target, including the time until an answer; a link's peers are of the same kind.
+    """Read bytes/s by source and target, including the time until an answer; a link's peers are of the same kind.
 
     Not the bandwidth without latency, which has the errors of both; and not the latency: a few microseconds depend
     on which cores two ranks happen to run on.
@@ -258,13 +266,8 @@ def _link_rates(
     return read
 
 
-def _short_collectives() -> Collectives:
-    ops = ["all_reduce", "all_gather", "broadcast"]
-    return Collectives(ops=ops, min_bytes=2**10, max_bytes=2**20, factor=2**10, modes=["blocking"])
-
-
 def _gpu_findings(job: Job, before: Sequence[Figures], after: Sequence[Figures]) -> list[Finding]:
-    """Findings of the GPUs when idle and after load, each once."""
+    """Find troubles of the GPUs when idle and after load, each once."""
     found: dict[tuple[str, int], Finding] = {}
     for facts in (before, after):
         for rank, of in enumerate(facts):
@@ -276,25 +279,19 @@ def _gpu_findings(job: Job, before: Sequence[Figures], after: Sequence[Figures])
 
 
 def _loaded(facts: Sequence[Figures], load: Sequence[OtherLoad]) -> set[int]:
-    """The ranks beside which other processes ran."""
+    """Return the ranks beside which other processes ran."""
     of = {one.node: one for one in load}
     return {rank for rank, fact in enumerate(facts) if of[fact["node"]].slows(rank)}
 
 
-def _heaviest(*measurements: Sequence[OtherLoad]) -> list[OtherLoad]:
-    """For each node the heavier load of several measurements."""
-    pairs = zip(*measurements, strict=True)
-    return [max(of_node, key=lambda one: (len(one.gpu_ranks), one.taken or 0)) for of_node in pairs]
-
-
 def _why_busy(load: Sequence[OtherLoad]) -> str:
-    """What other processes took of each busy node."""
+    """Say what other processes took of each busy node."""
     texts = [f"{one} of node {one.node}" if len(load) > 1 else str(one) for one in load if one.is_busy]
     return "; ".join([*texts, "measure again on a quiet machine"])
 
 
 def _remarks(job: Job, facts: Sequence[Figures], load: Sequence[OtherLoad]) -> list[str]:
-    """Remarks that do not make the cluster unsound."""
+    """Make remarks that do not make the cluster unsound."""
     found = [f"node {of['node']}: no information about its GPUs: {of['reason']}" for of in facts if of["reason"]]
     found += [f"node {one.node}: {one}, which slows it down" for one in load if one.is_busy]
     if job.world.size == 1:

@@ -25,7 +25,7 @@ class Hello:
         """Accept any ranks."""
 
     def __call__(self, job: Job) -> Outcome:
-        """One rank's part.
+        """Do one rank's part.
 
         Raises:
             ArithmeticError: The ranks' sum is wrong, so that no result of these machines can be trusted.
