@@ -18,24 +18,15 @@ from ptdbench.launch.world import World
 class Peer(Struct, frozen=True):
     """One rank, as it sees itself."""
 
-    rank: int
-    """Its global rank."""
-    local_rank: int
-    """Its local rank."""
-    local_size: int
-    """Ranks on its node."""
-    node: str
-    """The cluster's name of the node."""
-    host: str
-    """The host name."""
-    device: str
-    """``cpu``, or the GPU with its name."""
-    cores: list[int]
-    """The CPU cores that it may use, by their numbers."""
-    threads: int
-    """Number of compute threads."""
-    settings: dict[str, str]
-    """Environment variables that change results or speed."""
+    rank: int  #: Its global rank.
+    local_rank: int  #: Its local rank.
+    local_size: int  #: Ranks on its node.
+    node: str  #: The cluster's name of the node.
+    host: str  #: The host name.
+    device: str  #: ``cpu``, or the GPU with its name.
+    cores: list[int]  #: The CPU cores that it may use, by their numbers.
+    threads: int  #: Number of compute threads.
+    settings: dict[str, str]  #: Environment variables that change results or speed.
 
 
 def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:

@@ -64,20 +64,13 @@ def bus_bandwidth(operation: str, size: int, seconds: float, ranks: int) -> floa
 class Fit(Struct, frozen=True):
     """The line ``t = alpha + beta * bytes`` with its errors."""
 
-    alpha: float
-    """Seconds for an empty message."""
-    beta: float
-    """Seconds per byte."""
-    alpha_error: float
-    """Standard error of ``alpha``."""
-    beta_error: float
-    """Standard error of ``beta``."""
-    r2: float
-    """Share of the weighted variance of the times that the line explains."""
-    max_relative_error: float
-    """The largest relative error over the measured sizes."""
-    points: int
-    """Number of sizes fitted."""
+    alpha: float  #: Seconds for an empty message.
+    beta: float  #: Seconds per byte.
+    alpha_error: float  #: Standard error of ``alpha``.
+    beta_error: float  #: Standard error of ``beta``.
+    r2: float  #: Share of the weighted variance of the times that the line explains.
+    max_relative_error: float  #: The largest relative error over the measured sizes.
+    points: int  #: Number of sizes fitted.
 
     def seconds(self, size: float) -> float:
         """Predict the time of a message of ``size`` bytes."""

@@ -36,16 +36,11 @@ _KIND = "ceilings"
 class Key(Struct, frozen=True):
     """Everything that a ceiling depends on."""
 
-    device: str
-    """The GPU's name as torch reports it, or the CPU's model."""
-    driver: str | None
-    """Version of its driver; null on a CPU."""
-    torch: str
-    """Version of PyTorch."""
-    dtype: str
-    """Arithmetic of the products: ``fp32``, ``tf32``, ``bf16`` or ``fp16``."""
-    threads: int | None
-    """Threads of a rank; null for a GPU, where they do not matter."""
+    device: str  #: The GPU's name as torch reports it, or the CPU's model.
+    driver: str | None  #: Version of its driver; null on a CPU.
+    torch: str  #: Version of PyTorch.
+    dtype: str  #: Arithmetic of the products: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+    threads: int | None  #: Threads of a rank; null for a GPU, where they do not matter.
 
     def __str__(self) -> str:
         parts = [self.device, self.driver and f"driver {self.driver}", f"torch {self.torch}", self.dtype]
@@ -64,29 +59,21 @@ class Key(Struct, frozen=True):
 class Measured(Struct, frozen=True):
     """A measured ceiling."""
 
-    flops_per_second: float
-    """The rate."""
-    shape: str
-    """The product's shape, for readers."""
+    flops_per_second: float  #: The rate.
+    shape: str  #: The product's shape, for readers.
+    #: Whether other processes used the device meanwhile, so that it may be too low; null if unknown.
     beside_load: bool | None = None
-    """Whether other processes used the device meanwhile, so that it may be too low; null if unknown."""
 
 
 class Ceiling(Key, frozen=True):
     """The best rate of a kind of device, to which later runs are compared."""
 
-    ranks: int
-    """Ranks that measured it."""
-    shape: str
-    """The fastest product."""
-    flops_per_second: float
-    """Its median rate."""
-    share_of_peak: float | None
-    """That rate over the data sheet's dense peak."""
-    peak_reason: str | None
-    """Why there is no peak."""
-    beside_load: bool
-    """Whether other processes used these devices meanwhile, so that it may be too low."""
+    ranks: int  #: Ranks that measured it.
+    shape: str  #: The fastest product.
+    flops_per_second: float  #: Its median rate.
+    share_of_peak: float | None  #: That rate over the data sheet's dense peak.
+    peak_reason: str | None  #: Why there is no peak.
+    beside_load: bool  #: Whether other processes used these devices meanwhile, so that it may be too low.
 
 
 def store_ceiling(of: Key, found: Measured) -> Path:

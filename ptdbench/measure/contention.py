@@ -34,16 +34,11 @@ _COLUMNS = 8  # the later ones are parts of user and nice
 class OtherLoad(Struct, frozen=True):
     """The load of other processes on one node."""
 
-    node: str
-    """The node."""
-    cores: int
-    """The number of cores that its ranks may use."""
-    taken: float | None
-    """Cores that other processes took, on average; null if the system does not say."""
-    gpu_ranks: list[int]
-    """Ranks whose GPU other processes use."""
-    on_gpu: bool
-    """Whether the ranks measured GPUs."""
+    node: str  #: The node.
+    cores: int  #: The number of cores that its ranks may use.
+    taken: float | None  #: Cores that other processes took, on average; null if the system does not say.
+    gpu_ranks: list[int]  #: Ranks whose GPU other processes use.
+    on_gpu: bool  #: Whether the ranks measured GPUs.
 
     @property
     def is_busy(self) -> bool:

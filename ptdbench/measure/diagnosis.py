@@ -21,14 +21,10 @@ VERSIONS = ("ptdbench", "python", "torch", "numpy", "cuda", "cudnn", "nccl", "dr
 class Finding(Struct, frozen=True):
     """One thing that is wrong."""
 
-    kind: str
-    """``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``."""
-    ranks: list[int]
-    """The affected ranks."""
-    text: str
-    """The message to show."""
-    beside_load: bool = False
-    """Whether other load may be the cause."""
+    kind: str  #: ``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``.
+    ranks: list[int]  #: The affected ranks.
+    text: str  #: The message to show.
+    beside_load: bool = False  #: Whether other load may be the cause.
 
 
 def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float) -> dict[T, float]:
