@@ -43,15 +43,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """The result of a search for the newest checkpoint.
+    """The result of a search for the newest checkpoint."""
 
-    Attributes:
-        found: The newest complete one, if there is one.
-        warnings: For each newer one that was skipped, which file is broken and how.
-    """
-
-    found: Found | None
-    warnings: tuple[str, ...]
+    found: Found | None  #: The newest complete one, if there is one.
+    warnings: tuple[str, ...]  #: For each newer one that was skipped, which file is broken and how.
 
 
 def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Search:

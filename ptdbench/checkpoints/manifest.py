@@ -32,25 +32,15 @@ class Stamp(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True):
-    """The description of a checkpoint.
+    """The description of a checkpoint."""
 
-    Attributes:
-        step: Number of optimizer steps done.
-        world_size: Ranks that wrote it.
-        model: The options of the model, for comparison.
-        facts: Other state for resuming; JSON, where a number that is not finite is ``null``.
-        files: Every other file of the checkpoint, by name.
-        torch: Version of torch that wrote it.
-        time: When it was written, in seconds since the epoch.
-    """
-
-    step: Count
-    world_size: Count
-    model: Mapping[str, Any]
-    facts: Mapping[str, Any]
-    files: Mapping[str, Stamp]
-    torch: str
-    time: float
+    step: Count  #: Number of optimizer steps done.
+    world_size: Count  #: Ranks that wrote it.
+    model: Mapping[str, Any]  #: The options of the model, for comparison.
+    facts: Mapping[str, Any]  #: Other state for resuming; JSON, where a number that is not finite is ``null``.
+    files: Mapping[str, Stamp]  #: Every other file of the checkpoint, by name.
+    torch: str  #: Version of torch that wrote it.
+    time: float  #: When it was written, in seconds since the epoch.
 
 
 class _Facts(Struct):

@@ -77,16 +77,12 @@ def discard_empty(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Crash:
-    """A crash of a process in native code.
+    """A crash of a process in native code."""
 
-    Attributes:
-        signal: The name of the signal.
-        stack: The stack of the thread that it hit, innermost call first; of all threads if that one was not Python's.
-        calls: File, line and function of each call of that thread, innermost first; else of the main thread.
-    """
-
-    signal: str
+    signal: str  #: The name of the signal.
+    #: The stack of the thread that it hit, innermost call first; of all threads if that one was not Python's.
     stack: str
+    #: File, line and function of each call of that thread, innermost first; else of the main thread.
     calls: list[tuple[str, int, str]]
 
 

@@ -27,23 +27,14 @@ from ptdbench.terminal import plural, rank_names
 
 @dataclass(frozen=True)
 class Sight:
-    """The GPUs that one rank sees.
+    """The GPUs that one rank sees."""
 
-    Attributes:
-        rank: The rank.
-        node: Its node.
-        local_size: Ranks of its node.
-        gpus: How many it sees.
-        uuid: Which one, where it sees only one; ranks of a node may each be given their own.
-        reason: Why torch sees none.
-    """
-
-    rank: int
-    node: str
-    local_size: int
-    gpus: int
-    uuid: str = ""
-    reason: str = ""
+    rank: int  #: The rank.
+    node: str  #: Its node.
+    local_size: int  #: Ranks of its node.
+    gpus: int  #: How many it sees.
+    uuid: str = ""  #: Which one, where it sees only one; ranks of a node may each be given their own.
+    reason: str = ""  #: Why torch sees none.
 
 
 def check(world: World, device: str, backend: str) -> None:

@@ -86,13 +86,10 @@ class Stopped(BaseException):
 
 @dataclass(eq=False)  # not frozen: Python writes tracebacks into exceptions
 class RankDied(Exception):
-    """A local rank ended without success.
+    """A local rank ended without success."""
 
-    Attributes:
-        exit_codes: Of the ranks that had ended by themselves when that was seen, in order; ``-n`` when signal ``n``
-            killed one. The others have been ended since.
-    """
-
+    #: Of the ranks that had ended by themselves when that was seen, in order; ``-n`` when signal ``n`` killed one. The
+    #: others have been ended since.
     exit_codes: Mapping[int, int]
 
     def __str__(self) -> str:

@@ -44,42 +44,25 @@ class SlurmError(RuntimeError):
 
 @dataclass(frozen=True)
 class Partition:
-    """Nodes that jobs are submitted to.
+    """Nodes that jobs are submitted to."""
 
-    Attributes:
-        name: As in ``cluster.partition``.
-        is_default: Whether it is taken where none is named.
-        nodes: How many it has, in whatever state.
-        minutes: Its time limit, or ``None`` where it has none.
-        gpus: GPUs of a node: the distinct numbers over its nodes, ascending.
-        cpus: CPUs of its largest node, as SLURM counts them.
-    """
-
-    name: str
-    is_default: bool
-    nodes: int
-    minutes: int | None
-    gpus: tuple[int, ...]
-    cpus: int
+    name: str  #: As in ``cluster.partition``.
+    is_default: bool  #: Whether it is taken where none is named.
+    nodes: int  #: How many it has, in whatever state.
+    minutes: int | None  #: Its time limit, or ``None`` where it has none.
+    gpus: tuple[int, ...]  #: GPUs of a node: the distinct numbers over its nodes, ascending.
+    cpus: int  #: CPUs of its largest node, as SLURM counts them.
 
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of a job.
+    """The state of a job."""
 
-    Attributes:
-        id: ``123``, or ``123_0`` for an element of an array.
-        state: SLURM's word, for example ``PENDING``.
-        elapsed: Seconds that it has run, or ``None`` where SLURM does not say.
-        nodes: Its host list as SLURM abbreviates it, ``gpu[01-03]``; empty before it has any.
-        reason: Why it waits or why it failed, in SLURM's word; empty where there is none.
-    """
-
-    id: str
-    state: str
-    elapsed: int | None
-    nodes: str
-    reason: str
+    id: str  #: ``123``, or ``123_0`` for an element of an array.
+    state: str  #: SLURM's word, for example ``PENDING``.
+    elapsed: int | None  #: Seconds that it has run, or ``None`` where SLURM does not say.
+    nodes: str  #: Its host list as SLURM abbreviates it, ``gpu[01-03]``; empty before it has any.
+    reason: str  #: Why it waits or why it failed, in SLURM's word; empty where there is none.
 
     @property
     def is_over(self) -> bool:

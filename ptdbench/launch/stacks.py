@@ -30,17 +30,11 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a thread.
+    """The place of a thread."""
 
-    Attributes:
-        function: The innermost Python function that says something.
-        line: Its file's name and line.
-        waits: Whether it is one that waits for other ranks.
-    """
-
-    function: str
-    line: str
-    waits: bool
+    function: str  #: The innermost Python function that says something.
+    line: str  #: Its file's name and line.
+    waits: bool  #: Whether it is one that waits for other ranks.
 
     def __str__(self) -> str:
         return self.function if self.waits else f"{self.function} ({self.line})"

@@ -43,31 +43,21 @@ FOLDER = "failures"
 
 @dataclass(frozen=True)
 class State:
-    """The state that a rank publishes.
+    """The state that a rank publishes."""
 
-    Attributes:
-        tick: Grows from each telling to the next; clocks of other machines would say nothing here.
-        step: How many steps it has finished, which is also the number of the one it is in; ``None`` before the first.
-            On a GPU these are those that the device has finished.
-        begun: How many steps its host is through with, which on a GPU runs ahead of the device.
-        phase: What it does that is no step: :data:`JOINED`, :data:`LEFT`, or nothing.
-        patience: Seconds until it is overdue, at most 0 if it is; ``None`` while it is busy with something that has
-            no limit, such as saving a checkpoint.
-        place: Where its main thread is.
-        waits: Whether that is a place where one waits for other ranks.
-        dumped: Whether it has given up and left its stacks.
-        left: Whether its work is done.
-    """
-
-    tick: int = 0
+    tick: int = 0  #: Grows from each telling to the next; clocks of other machines would say nothing here.
+    #: How many steps it has finished, which is also the number of the one it is in; ``None`` before the first. On a GPU
+    #: these are those that the device has finished.
     step: int | None = None
-    begun: int | None = None
-    phase: str = ""
+    begun: int | None = None  #: How many steps its host is through with, which on a GPU runs ahead of the device.
+    phase: str = ""  #: What it does that is no step: :data:`JOINED`, :data:`LEFT`, or nothing.
+    #: Seconds until it is overdue, at most 0 if it is; ``None`` while it is busy with something that has no limit, such
+    #: as saving a checkpoint.
     patience: float | None = None
-    place: str = ""
-    waits: bool = False
-    dumped: bool = False
-    left: bool = False
+    place: str = ""  #: Where its main thread is.
+    waits: bool = False  #: Whether that is a place where one waits for other ranks.
+    dumped: bool = False  #: Whether it has given up and left its stacks.
+    left: bool = False  #: Whether its work is done.
 
     @property
     def reached(self) -> tuple[bool, int, int]:

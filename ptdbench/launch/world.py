@@ -18,25 +18,17 @@ from ptdbench.problems import ConfigError, Problem
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place.
+    """One rank's place."""
 
-    Attributes:
-        rank: This process, ``0 <= rank < size``.
-        size: How many ranks there are.
-        local_rank: This process among those of its node; also the index of its GPU.
-        local_size: How many ranks this node has.
-        launcher: Who started the rank, for messages and records.
-        nodes: How many nodes the ranks are on; ``None`` where the launcher does not tell and the nodes cannot all
-            have as many ranks as this one.
-        present: The ranks that are there, if some are not, which are those of a run on virtual GPUs.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    launcher: str
+    rank: int  #: This process, ``0 <= rank < size``.
+    size: int  #: How many ranks there are.
+    local_rank: int  #: This process among those of its node; also the index of its GPU.
+    local_size: int  #: How many ranks this node has.
+    launcher: str  #: Who started the rank, for messages and records.
+    #: How many nodes the ranks are on; ``None`` where the launcher does not tell and the nodes cannot all have as many
+    #: ranks as this one.
     nodes: int | None = None
+    #: The ranks that are there, if some are not, which are those of a run on virtual GPUs.
     present: tuple[int, ...] | None = None
 
     @property
@@ -52,38 +44,27 @@ class World:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher tells a process its place, and what else it does for the ranks.
+    """The variables in which a launcher tells a process its place, and what else it does for the ranks."""
 
-    Attributes:
-        proof: What only this launcher sets; all of them must be there.
-        rank: The variable with the rank.
-        size: That with the number of ranks.
-        local_rank: That with the rank within the node.
-        local_size: That with the number of ranks of the node.
-        nodes: That with the number of nodes, if there is one.
-        node: Where ``local_size`` lists all nodes, as ``2(x3),1`` does: that with this node's place in the list.
-        is_shell: Whether the launcher has started a shell for a person, and no rank.
-        names: Variables that name one launch: the first tuple whose first variable is set, by all of its variables.
-        has_parent: The process that a person started has started the ranks, sees how each ends, and writes it down.
-        has_store: What starts the ranks serves their store and tells them where that is.
-        has_step: The ranks are the tasks of a SLURM step, which lists their nodes and has to be ended if one fails.
-        linger_seconds: How long a rank may stay whose failure may follow from another's, so that who watches the ranks
-            sees the culprit die first, and that it learns who else was stopped. mpirun sends SIGKILL a second after
-            its SIGTERM.
-    """
-
-    proof: tuple[str, ...]
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-    nodes: str = ""
+    proof: tuple[str, ...]  #: What only this launcher sets; all of them must be there.
+    rank: str  #: The variable with the rank.
+    size: str  #: That with the number of ranks.
+    local_rank: str  #: That with the rank within the node.
+    local_size: str  #: That with the number of ranks of the node.
+    nodes: str = ""  #: That with the number of nodes, if there is one.
+    #: Where ``local_size`` lists all nodes, as ``2(x3),1`` does: that with this node's place in the list.
     node: str = ""
+    #: Whether the launcher has started a shell for a person, and no rank.
     is_shell: Callable[[Mapping[str, str]], bool] = lambda environ: False
+    #: Variables that name one launch: the first tuple whose first variable is set, by all of its variables.
     names: tuple[tuple[str, ...], ...] = ()
+    #: The process that a person started has started the ranks, sees how each ends, and writes it down.
     has_parent: bool = False
-    has_store: bool = False
+    has_store: bool = False  #: What starts the ranks serves their store and tells them where that is.
+    #: The ranks are the tasks of a SLURM step, which lists their nodes and has to be ended if one fails.
     has_step: bool = False
+    #: How long a rank may stay whose failure may follow from another's, so that who watches the ranks sees the culprit
+    #: die first, and that it learns who else was stopped. mpirun sends SIGKILL a second after its SIGTERM.
     linger_seconds: float = 0.5
 
     def started(self, environ: Mapping[str, str]) -> bool:
@@ -201,17 +182,11 @@ def torchrun_variables(world: World, host: str, port: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Place:
-    """The place that local ranks take themselves to have, if not on this machine as it is.
+    """The place that local ranks take themselves to have, if not on this machine as it is."""
 
-    Attributes:
-        nodes: Nodes that the ranks are divided over, equally many on each.
-        present: The ranks that are started; ``None`` for all.
-        environ: Variables that their processes have to be started with.
-    """
-
-    nodes: int = 1
-    present: Sequence[int] | None = None
-    environ: Mapping[str, str] = field(default_factory=dict)
+    nodes: int = 1  #: Nodes that the ranks are divided over, equally many on each.
+    present: Sequence[int] | None = None  #: The ranks that are started; ``None`` for all.
+    environ: Mapping[str, str] = field(default_factory=dict)  #: Variables that their processes have to be started with.
 
     @property
     def loading(self) -> dict[str, str]:

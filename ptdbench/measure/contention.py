@@ -60,19 +60,12 @@ class OtherLoad(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds between two points in time, as one rank saw them.
+    """Seconds between two points in time, as one rank saw them."""
 
-    Attributes:
-        wall: Of the clock.
-        own: CPU time of this rank, all threads.
-        busy: CPU time of all processes, by core; without those whose counters stand still.
-        cores: The cores that the rank may use.
-    """
-
-    wall: float
-    own: float
-    busy: Mapping[int, float]
-    cores: Sequence[int]
+    wall: float  #: Of the clock.
+    own: float  #: CPU time of this rank, all threads.
+    busy: Mapping[int, float]  #: CPU time of all processes, by core; without those whose counters stand still.
+    cores: Sequence[int]  #: The cores that the rank may use.
 
 
 def watch(device: torch.device) -> Callable[[], list[OtherLoad]]:

@@ -128,15 +128,10 @@ def oom_kills() -> int:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory of this host, or of the container or job that this process is in.
+    """Memory of this host, or of the container or job that this process is in."""
 
-    Attributes:
-        total: Bytes.
-        available: Bytes that can be allocated now without swapping.
-    """
-
-    total: int
-    available: int
+    total: int  #: Bytes.
+    available: int  #: Bytes that can be allocated now without swapping.
 
 
 def host_memory(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> HostMemory:

@@ -19,23 +19,14 @@ from ptdbench.measure.patterns import Dtype, Reduction, contributed, reduced, se
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of a group.
+    """One rank of a group."""
 
-    Attributes:
-        group: The process group; ``None`` for all ranks of the run.
-        ranks: Global ranks of the group; the first one is the root of rooted operations.
-        index: This rank's index in the group.
-        device: This rank's device.
-        dtype: Dtype of the message.
-        reduction: The reduction, if the operation reduces.
-    """
-
-    group: dist.ProcessGroup | None
-    ranks: Sequence[int]
-    index: int
-    device: torch.device
-    dtype: Dtype
-    reduction: Reduction
+    group: dist.ProcessGroup | None  #: The process group; ``None`` for all ranks of the run.
+    ranks: Sequence[int]  #: Global ranks of the group; the first one is the root of rooted operations.
+    index: int  #: This rank's index in the group.
+    device: torch.device  #: This rank's device.
+    dtype: Dtype  #: Dtype of the message.
+    reduction: Reduction  #: The reduction, if the operation reduces.
 
     @property
     def root(self) -> int:
@@ -61,36 +52,24 @@ class Place:
 
 @dataclass(frozen=True)
 class Message:
-    """One operation at one size, on one rank.
+    """One operation at one size, on one rank."""
 
-    Attributes:
-        call: Runs the operation; with ``True`` it is asynchronous and returns the work to wait for.
-        given: This rank's input; ``None`` if it has none.
-        result: This rank's result, possibly ``given`` itself; ``None`` if it gets none.
-        fill: Content of ``given`` before a call whose result is checked.
-        expected: Content of ``result`` after it.
-    """
-
+    #: Runs the operation; with ``True`` it is asynchronous and returns the work to wait for.
     call: Callable[[bool], dist.Work | None]
-    given: Tensor | None = None
-    result: Tensor | None = None
-    fill: Callable[[], Tensor] | None = None
-    expected: Callable[[], Tensor] | None = None
+    given: Tensor | None = None  #: This rank's input; ``None`` if it has none.
+    result: Tensor | None = None  #: This rank's result, possibly ``given`` itself; ``None`` if it gets none.
+    fill: Callable[[], Tensor] | None = None  #: Content of ``given`` before a call whose result is checked.
+    expected: Callable[[], Tensor] | None = None  #: Content of ``result`` after it.
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective operation.
+    """A collective operation."""
 
-    Attributes:
-        prepare: Makes the message for a rank and a number of elements: of a share if there are shares, else in all.
-        has_shares: Whether each rank holds its share of the whole.
-        reduces: Whether it takes a reduction.
-    """
-
+    #: Makes the message for a rank and a number of elements: of a share if there are shares, else in all.
     prepare: Callable[[Place, int], Message]
-    has_shares: bool = False
-    reduces: bool = False
+    has_shares: bool = False  #: Whether each rank holds its share of the whole.
+    reduces: bool = False  #: Whether it takes a reduction.
 
     def count(self, size: int, ranks: int, item_bytes: int) -> int:
         """Return the elements of a message of about ``size`` bytes, at least one: per share if there are shares."""

@@ -19,17 +19,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Dtype:
-    """A number format.
+    """A number format."""
 
-    Attributes:
-        torch: The torch dtype.
-        exact: The largest ``n`` such that it represents all integers from 0 to ``n`` exactly.
-        doublings: How often 1 can be doubled exactly.
-    """
-
-    torch: torch.dtype
-    exact: int
-    doublings: int
+    torch: torch.dtype  #: The torch dtype.
+    exact: int  #: The largest ``n`` such that it represents all integers from 0 to ``n`` exactly.
+    doublings: int  #: How often 1 can be doubled exactly.
 
 
 def _whole(dtype: torch.dtype) -> Dtype:
@@ -60,21 +54,14 @@ _LABELS = 113
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction, and the test values that show whether it is correct.
+    """A reduction, and the test values that show whether it is correct."""
 
-    Attributes:
-        op: The torch operation.
-        combine: The same between two tensors.
-        labels: Number of different values, from 1 on, that this many ranks contribute.
-        capacity: How many ranks may contribute to one element in a dtype; ``None``: any number.
-        idle: The value that the other ranks contribute.
-    """
-
-    op: dist.ReduceOp.RedOpType
-    combine: Callable[[Tensor, Tensor], Tensor]
-    labels: Callable[[int], int]
+    op: dist.ReduceOp.RedOpType  #: The torch operation.
+    combine: Callable[[Tensor, Tensor], Tensor]  #: The same between two tensors.
+    labels: Callable[[int], int]  #: Number of different values, from 1 on, that this many ranks contribute.
+    #: How many ranks may contribute to one element in a dtype; ``None``: any number.
     capacity: Callable[[Dtype], int] | None = None
-    idle: int = 0
+    idle: int = 0  #: The value that the other ranks contribute.
 
 
 def _as_many_as_ranks(ranks: int) -> int:

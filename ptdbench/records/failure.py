@@ -85,30 +85,21 @@ _CRASH = "crash-rank-{}.txt"
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one rank that failed.
+    """The end of one rank that failed."""
 
-    Attributes:
-        rank: The rank; -1 for the process that starts the ranks.
-        type: The exception's class, or the signal's name.
-        message: The error message to show.
-        traceback: The traceback as text; empty if the process could not write one.
-        time: Seconds since the epoch, by the clock of ``host``.
-        host: The machine it ran on; empty where that is not known.
-        exit_code: Exit status seen by the parent, ``-n`` after signal ``n``; ``None`` in the rank's own report.
-        unheard: For a rank stopped by a signal: the ranks not known to be stopped. If one of them reports something
-            later, it was alive, and the signal was not sent to all.
-        where: The last frame in the user's code, as in ``mymodels.py:13 in forward``, of a crash else in this package;
-            or empty.
-    """
-
-    rank: int
-    type: str
-    message: str
-    traceback: str
-    time: float
-    host: str
+    rank: int  #: The rank; -1 for the process that starts the ranks.
+    type: str  #: The exception's class, or the signal's name.
+    message: str  #: The error message to show.
+    traceback: str  #: The traceback as text; empty if the process could not write one.
+    time: float  #: Seconds since the epoch, by the clock of ``host``.
+    host: str  #: The machine it ran on; empty where that is not known.
+    #: Exit status seen by the parent, ``-n`` after signal ``n``; ``None`` in the rank's own report.
     exit_code: int | None = None
+    #: For a rank stopped by a signal: the ranks not known to be stopped. If one of them reports something later, it was
+    #: alive, and the signal was not sent to all.
     unheard: list[int] = field(default_factory=list)
+    #: The last frame in the user's code, as in ``mymodels.py:13 in forward``, of a crash else in this package; or
+    #: empty.
     where: str = ""
 
     def as_error(self) -> dict[str, Any]:

@@ -20,31 +20,18 @@ LEDGER = "sweep.json"
 
 
 class Job(Struct, frozen=True):
-    """One run that was submitted, or was about to be; several of them may share a job of the queue.
+    """One run that was submitted, or was about to be; several of them may share a job of the queue."""
 
-    Attributes:
-        number: The run's number in the sweep.
-        name: The unique name of its array in the queue.
-        element: Its index in the array; ``None`` for a single job.
-        id: SLURM's job id, ``123`` or ``123_0``; ``None`` before it is known.
-        label: A short label of the run.
-        shape: Nodes and ranks, as text.
-        overrides: The overrides typed for this run.
-        directory: The run's directory, below the sweep's.
-        log: Folder of the ranks' output, with ``%j`` for an id that is not known.
-        step: The run's place among those of its job; ``None`` where it is the only one.
-    """
-
-    number: int
-    name: str
-    element: int | None
-    id: str | None
-    label: str
-    shape: str
-    overrides: list[str]
-    directory: str
-    log: str
-    step: int | None = None
+    number: int  #: The run's number in the sweep.
+    name: str  #: The unique name of its array in the queue.
+    element: int | None  #: Its index in the array; ``None`` for a single job.
+    id: str | None  #: SLURM's job id, ``123`` or ``123_0``; ``None`` before it is known.
+    label: str  #: A short label of the run.
+    shape: str  #: Nodes and ranks, as text.
+    overrides: list[str]  #: The overrides typed for this run.
+    directory: str  #: The run's directory, below the sweep's.
+    log: str  #: Folder of the ranks' output, with ``%j`` for an id that is not known.
+    step: int | None = None  #: The run's place among those of its job; ``None`` where it is the only one.
 
 
 class Ledger(Struct, frozen=True):

@@ -48,16 +48,11 @@ def slurm_job(environ: Mapping[str, str]) -> str | None:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run, and its files in the run's directory.
+    """One start of a run, and its files in the run's directory."""
 
-    Attributes:
-        directory: The run's directory.
-        launch: The name of the start, the same in all its processes; valid as a file name.
-        draft: The record as this start opened it, if known: used if the file is missing or damaged.
-    """
-
-    directory: Path
-    launch: str
+    directory: Path  #: The run's directory.
+    launch: str  #: The name of the start, the same in all its processes; valid as a file name.
+    #: The record as this start opened it, if known: used if the file is missing or damaged.
     draft: Written | None = None
 
     @property

@@ -79,21 +79,13 @@ _MOST_COPIES = 8
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that training state may take.
+    """Memory that training state may take."""
 
-    Attributes:
-        size: Bytes.
-        ranks: Ranks that share it.
-        owner: Where it is, for people: ``this machine``.
-        more: Several of them, for people: ``machines``.
-        origin: Where the size comes from, for people.
-    """
-
-    size: int
-    ranks: int
-    owner: str
-    more: str
-    origin: str
+    size: int  #: Bytes.
+    ranks: int  #: Ranks that share it.
+    owner: str  #: Where it is, for people: ``this machine``.
+    more: str  #: Several of them, for people: ``machines``.
+    origin: str  #: Where the size comes from, for people.
 
 
 def on_host(ranks: int, reserve: float, running: bool) -> Room:

@@ -48,17 +48,11 @@ def conf_folder() -> Path:
 
 @dataclass(frozen=True)
 class Source:
-    """The source of configurations.
+    """The source of configurations."""
 
-    Attributes:
-        conf: The folder of the configuration.
-        name: The primary configuration in it.
-        extra: One more folder of configurations, Hydra's ``--config-dir``.
-    """
-
-    conf: Path
-    name: str = "config"
-    extra: str | None = None
+    conf: Path  #: The folder of the configuration.
+    name: str = "config"  #: The primary configuration in it.
+    extra: str | None = None  #: One more folder of configurations, Hydra's ``--config-dir``.
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -75,29 +69,17 @@ class Source:
 
 @dataclass(frozen=True)
 class Composed:
-    """The configurations of a command line.
+    """The configurations of a command line."""
 
-    Attributes:
-        first: The first job's configuration with Hydra's own node, which says where the output goes.
-        jobs: Every run's configuration, in order; of a search two that it may run.
-        overrides: What was typed for each of them, Hydra's own options left out.
-        is_sweep: Whether they are a sweep.
-        typed: What was typed for all of them, Hydra's own options left out except those of its sweeper.
-        hydras: What was typed of Hydra's own options.
-        source: Where they come from.
-        searches: Whether Hydra's sweeper chooses the runs as it goes, by the results of the earlier ones.
-        whole: Every run's configuration with Hydra's own node, pickled, which takes a tenth of the memory; empty for a
-            search.
-    """
-
-    first: DictConfig
-    jobs: list[DictConfig]
-    overrides: list[list[str]]
-    is_sweep: bool
-    typed: list[str]
-    hydras: list[str]
-    source: Source
-    searches: bool = False
+    first: DictConfig  #: The first job's configuration with Hydra's own node, which says where the output goes.
+    jobs: list[DictConfig]  #: Every run's configuration, in order; of a search two that it may run.
+    overrides: list[list[str]]  #: What was typed for each of them, Hydra's own options left out.
+    is_sweep: bool  #: Whether they are a sweep.
+    typed: list[str]  #: What was typed for all of them, Hydra's own options left out except those of its sweeper.
+    hydras: list[str]  #: What was typed of Hydra's own options.
+    source: Source  #: Where they come from.
+    searches: bool = False  #: Whether Hydra's sweeper chooses the runs as it goes, by the results of the earlier ones.
+    #: Every run's configuration with Hydra's own node, pickled, which takes a tenth of the memory; empty for a search.
     whole: Sequence[bytes] = ()
 
     @property

@@ -211,12 +211,9 @@ class Config:
 
     Each part is typed when it is asked for, and raises a ConfigError with all that is wrong in it, so that the
     other parts can be judged all the same.
-
-    Attributes:
-        resolved: The configuration as plain containers, for the record.
     """
 
-    resolved: Mapping[str, Any]
+    resolved: Mapping[str, Any]  #: The configuration as plain containers, for the record.
 
     def changed(self, options: Mapping[str, Any]) -> Config:
         """Return the same with other values, by the dotted names of options that are there."""

@@ -28,17 +28,11 @@ RESHAPE = "reshape"
 
 @dataclass(frozen=True)
 class Line:
-    """A command line with what it takes over from an earlier one.
+    """A command line with what it takes over from an earlier one."""
 
-    Attributes:
-        overrides: All overrides.
-        goes_on: The directory of the run or sweep that goes on in its place; ``None`` for a new one.
-        only: The directory of the one run of that sweep that goes on; ``None`` for all of them.
-    """
-
-    overrides: list[str]
-    goes_on: Path | None
-    only: str | None = None
+    overrides: list[str]  #: All overrides.
+    goes_on: Path | None  #: The directory of the run or sweep that goes on in its place; ``None`` for a new one.
+    only: str | None = None  #: The directory of the one run of that sweep that goes on; ``None`` for all of them.
 
 
 def command(directory: Path) -> str:

@@ -28,40 +28,24 @@ from ptdbench.virtual.machine import Machine
 
 @dataclass(frozen=True)
 class Summary:
-    """A summary of a specified run, which costs nothing to keep.
+    """A summary of a specified run, which costs nothing to keep."""
 
-    Attributes:
-        world_size: How many ranks there are.
-        trains: Whether it trains, and its data have to be prepared.
-        fields: What its record gains.
-        warning: A remark on its memory, if there is one.
-    """
-
-    world_size: int
-    trains: bool
-    fields: Mapping[str, Any]
-    warning: str | None = None
+    world_size: int  #: How many ranks there are.
+    trains: bool  #: Whether it trains, and its data have to be prepared.
+    fields: Mapping[str, Any]  #: What its record gains.
+    warning: str | None = None  #: A remark on its memory, if there is one.
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run.
+    """One run."""
 
-    Attributes:
-        config: Where it all comes from.
-        device_type: ``cpu`` or ``cuda``.
-        backend: ``gloo`` or ``nccl``.
-        world_size: How many ranks there are.
-        training: What the workload is given to train with; ``None`` for one that does not train.
-        virtual: The machine whose GPUs are not there; ``None`` for devices that are.
-    """
-
-    config: Config
-    device_type: str
-    backend: str
-    world_size: int
-    training: TrainingSpec | None
-    virtual: Machine | None = None
+    config: Config  #: Where it all comes from.
+    device_type: str  #: ``cpu`` or ``cuda``.
+    backend: str  #: ``gloo`` or ``nccl``.
+    world_size: int  #: How many ranks there are.
+    training: TrainingSpec | None  #: What the workload is given to train with; ``None`` for one that does not train.
+    virtual: Machine | None = None  #: The machine whose GPUs are not there; ``None`` for devices that are.
 
     @property
     def backends(self) -> str:

@@ -34,37 +34,22 @@ _ANY_MODEL = nn.Sequential(nn.Linear(1, 1, device="meta"), nn.Linear(1, 1, devic
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """The objects of a training run, and how they fall onto the ranks.
+    """The objects of a training run, and how they fall onto the ranks."""
 
-    Attributes:
-        config: Where it all comes from.
-        layout: How the global batch falls onto the ranks.
-        strategy: Lays the model out.
-        activations: What becomes of a layer's activations until the backward pass.
-        model: On the meta device, or whole in host memory where it can only be built so.
-        data: Where the samples come from.
-        optimizer: Makes an optimizer of named parameters.
-        schedule: How its learning rate changes.
-        tied: Pairs of full parameter names that are one weight.
-        parameters: How many numbers the model has.
-        flops_per_sample: FLOPs of forward and backward for one sample, or ``None`` for the reason beside it.
-        masked_flops_per_sample: Of these, those for what causal attention masks; ``None`` if unknown.
-        flops_reason: Why they are not known.
-    """
-
-    config: Config
-    layout: BatchPlan
-    strategy: Strategy
-    activations: Activations
-    model: Model
-    data: Data
-    optimizer: MakeOptimizer
-    schedule: Schedule
-    tied: Sequence[tuple[str, str]]
-    parameters: int
+    config: Config  #: Where it all comes from.
+    layout: BatchPlan  #: How the global batch falls onto the ranks.
+    strategy: Strategy  #: Lays the model out.
+    activations: Activations  #: What becomes of a layer's activations until the backward pass.
+    model: Model  #: On the meta device, or whole in host memory where it can only be built so.
+    data: Data  #: Where the samples come from.
+    optimizer: MakeOptimizer  #: Makes an optimizer of named parameters.
+    schedule: Schedule  #: How its learning rate changes.
+    tied: Sequence[tuple[str, str]]  #: Pairs of full parameter names that are one weight.
+    parameters: int  #: How many numbers the model has.
+    #: FLOPs of forward and backward for one sample, or ``None`` for the reason beside it.
     flops_per_sample: float | None
-    masked_flops_per_sample: float | None
-    flops_reason: str | None
+    masked_flops_per_sample: float | None  #: Of these, those for what causal attention masks; ``None`` if unknown.
+    flops_reason: str | None  #: Why they are not known.
 
     @property
     def label(self) -> str:

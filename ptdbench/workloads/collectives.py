@@ -29,19 +29,12 @@ _COPIES = 4
 
 @dataclass(frozen=True)
 class Series:
-    """A series of measurements over sizes.
+    """A series of measurements over sizes."""
 
-    Attributes:
-        op: The operation.
-        dtype: Dtype of the message; ``None`` if there is none.
-        reduction: The reduction; ``None`` if the operation does not reduce.
-        mode: ``blocking``, or ``async``: started, then waited for at once.
-    """
-
-    op: str
-    dtype: str | None
-    reduction: str | None
-    mode: str
+    op: str  #: The operation.
+    dtype: str | None  #: Dtype of the message; ``None`` if there is none.
+    reduction: str | None  #: The reduction; ``None`` if the operation does not reduce.
+    mode: str  #: ``blocking``, or ``async``: started, then waited for at once.
 
     @property
     def name(self) -> str:
