@@ -20,12 +20,7 @@ def user_cache() -> Path:
 
 
 def keep(kind: str, of: Mapping[str, Any], found: Mapping[str, Any]) -> Path:
-    """Store the latest measurement, atomically.
-
-    Args:
-        kind: The folder of such measurements.
-        of: All that it depends on, as JSON has it.
-        found: The measurement.
+    """Store the latest measurement of a kind, with all that it depends on as JSON has it, atomically.
 
     Raises:
         OSError: It cannot be written.

@@ -97,9 +97,7 @@ def strict(value: Any, not_finite: Callable[[float], object] = lambda _: None) -
 def appear(path: Path, fill: Callable[[Path, Path], None]) -> bool:
     """Create a directory together with its first files, atomically; of several callers one succeeds.
 
-    Args:
-        path: The directory; missing parents are made too.
-        fill: Called with a folder to write at least one file into, and ``path``, its final name.
+    Missing parents are made too. ``fill`` is called with a folder to write at least one file into, and ``path``.
 
     Returns:
         Whether this call created it; ``False`` if something of that name exists.

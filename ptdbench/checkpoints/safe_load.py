@@ -65,13 +65,10 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Fill ``tensors`` in place from the checkpoint in ``path``; called in all ranks of ``group``.
+    """Fill ``tensors`` in place from the checkpoint in ``path``; called in all ranks of ``group``, if there is one.
 
-    Args:
-        path: The checkpoint's directory.
-        tensors: By name, of the sizes that :func:`names` returns; a DTensor gets its shards, however it was saved.
-            Ranks may pass different names.
-        group: Ranks that load together, so that all fail if one does; ``None``: this process alone.
+    They have the sizes that :func:`names` returns; a DTensor gets its shards, however it was saved. Ranks may pass
+    different names, and all fail if one does.
 
     Raises:
         ConfigError: The checkpoint cannot be read, lacks a name, or would run code.

@@ -36,11 +36,7 @@ Part = tuple[str, tuple[int, ...]]
 
 
 class Shares:
-    """Selects the tensors that this rank saves, so that each is saved once and all ranks have about as many bytes.
-
-    Args:
-        group: All ranks, on the CPU.
-    """
+    """Selects the tensors that this rank saves, so that each is saved once and all ranks have about as many bytes."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -236,13 +232,8 @@ class Saver:
         """Save the current values of ``tensors``; called in all ranks, between two steps.
 
         Waits for the previous save. Ranks may pass different tensors; tensors of the same name must be equal, and are
-        written once, each by one of the ranks that have it: nothing else is copied.
-
-        Args:
-            step: Number of optimizer steps done.
-            tensors: By name, as :func:`ptdbench.checkpoints.state.collect` returns them.
-            model: The options of the model.
-            facts: JSON; those of rank 0 are saved. A function is called at once, on rank 0 only.
+        written once, each by one of the ranks that have it: nothing else is copied. The facts, in JSON, are those of
+        rank 0, where a function is called at once.
         """
         started = time.perf_counter()
         self.wait()
@@ -259,14 +250,10 @@ class Saver:
         self.stall_seconds.append(time.perf_counter() - started)
 
     def judged(self, step: int, facts: Facts, is_best: bool) -> None:
-        """Add what was found out about saved weights to their checkpoint; called in all ranks, between two steps.
+        """Add facts, in JSON, about saved weights to their checkpoint; called in all ranks, between two steps.
 
-        Nothing happens where their save has failed.
-
-        Args:
-            step: That of the last save, which may go on.
-            facts: JSON; those of rank 0 replace the earlier ones of the same names.
-            is_best: Whether it replaces the best one.
+        Those of rank 0 replace the earlier ones of the same names. ``step`` is that of the last save, which may go on;
+        nothing happens where it has failed.
         """
         self._begin(lambda: self._judge(step, facts, is_best))
 

@@ -30,11 +30,7 @@ _JOB_IDS = (("SLURM_JOB_ID",), ("LSB_JOBID", "LSB_JOBINDEX"), ("PBS_JOBID",))
 
 
 def listen(host: str, port: int) -> tuple[int, int]:
-    """Open a port for the ranks on the address that they will come to, and on no other.
-
-    Args:
-        host: This machine, as the ranks name it.
-        port: The port, or 0 for any that is free.
+    """Open a port for the ranks on the address that they will come to, and on no other; port 0 is any that is free.
 
     Returns:
         ``(port, descriptor)`` of a listening socket, which belongs to the caller.

@@ -201,8 +201,7 @@ class Some:
 class Answers(dist.Store):
     """A store in which every rank has been already: nobody waits, and a value that nobody has set is zeros.
 
-    Args:
-        size: Ranks of the run: as many have added to each counter.
+    As many as the run's ``size`` have added to each counter.
     """
 
     def __init__(self, size: int) -> None:

@@ -56,16 +56,13 @@ class StopSignal:
 
     A handler may interrupt the rank anywhere, even inside a collective, so it only records the signal. The ranks
     compare their signals between two steps, which costs an all-reduce, and therefore about every ``every_seconds``
-    only. They also agree on the number of steps until the next check: clocks differ, and ranks that decided by
-    themselves would wait for each other in different steps. What takes long between two steps is checked in the same
-    way, by a count of its own.
+    only, or after every step if that is 0. They also agree on the number of steps until the next check: clocks differ,
+    and ranks that decided by themselves would wait for each other in different steps. What takes long between two steps
+    is checked in the same way, by a count of its own.
 
     All ranks enter it, each in its main thread, while the default process group exists. Leaving it restores the
     previous handlers, or ignores stop signals if it has reported one: a person who presses Ctrl-C reaches the ranks
     twice, at once and through their launcher.
-
-    Args:
-        every_seconds: Seconds between two checks; 0 checks after every step.
     """
 
     def __init__(self, every_seconds: float = EVERY_SECONDS) -> None:

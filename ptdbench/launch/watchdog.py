@@ -136,8 +136,7 @@ class Watchdog:
     def following(self, device: Callable[[], int]) -> Iterator[None]:
         """Count a step meanwhile when the device has finished it, and not when its work is queued.
 
-        Args:
-            device: Returns how many steps the device has finished; called in a thread, and must not wait.
+        ``device`` returns how many steps those are; it is called in a thread, and must not wait.
         """
         self._device = device
         try:

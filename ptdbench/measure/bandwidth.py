@@ -78,15 +78,11 @@ class Fit(Struct, frozen=True):
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
-    """Fit the latency-bandwidth line that minimizes the sum of squared relative errors.
+    """Fit the latency-bandwidth line, seconds over bytes, that minimizes the sum of squared relative errors.
 
     Weighted least squares with weights ``1 / t^2``: times span orders of magnitude, and unweighted the largest
     message would dominate. The standard errors are the usual ones, from the covariance ``s^2 (A' W A)^-1`` with
     ``s^2`` the weighted residual sum of squares over ``points - 2``.
-
-    Args:
-        sizes: Bytes.
-        seconds: The time of each, greater than 0.
 
     Returns:
         The line, or ``None`` for fewer than three different sizes, which leave no residual degree of freedom.
@@ -135,10 +131,8 @@ def fits_key(backend: str, peers: Sequence[Peer]) -> dict[str, Any]:
 def keep_fits(of: Mapping[str, Any], lines: Mapping[str, Mapping[str, float]]) -> Path:
     """Store lines that times can follow; older ones are kept of other series, and of the same up to larger sizes.
 
-    Args:
-        of: The :func:`fits_key`.
-        lines: ``alpha`` in seconds, ``beta`` in seconds a byte and ``largest``, the largest size in bytes, by the name
-            of the series: operation, dtype, reduction and mode.
+    ``alpha`` is in seconds, ``beta`` in seconds a byte, ``largest`` the largest size in bytes, by the name of the
+    series: operation, dtype, reduction and mode.
 
     Raises:
         OSError: They cannot be written.
@@ -153,12 +147,7 @@ def keep_fits(of: Mapping[str, Any], lines: Mapping[str, Mapping[str, float]]) -
 def fitted_seconds(of: Mapping[str, Any], operation: str, dtype: str, calls: float, size: float) -> float | None:
     """Predict the seconds of calls one after the other, on all ranks, by a fit: ``calls * alpha + size * beta``.
 
-    Args:
-        of: The :func:`fits_key`.
-        operation: Such as ``all_reduce``.
-        dtype: Of what it reduces, such as ``fp32``.
-        calls: Their number.
-        size: Bytes of all of them.
+    ``size`` is the bytes of all of them, and ``dtype`` that of a reduction.
 
     Returns:
         ``None`` if there is no line, or the calls are larger than what it was fitted to.

@@ -112,23 +112,17 @@ def measure(
     copies: bool = True,
     alive: Callable[[], object] = lambda: None,
 ) -> Figures:
-    """Time matrix products and memory copies on all ranks at once; every rank calls this.
+    """Time matrix products, and memory ``copies``, on all ranks at once; every rank calls this.
 
-    Args:
-        world: The place of this rank among those that measure.
-        device: Its device.
-        shapes: Of the products.
-        dtypes: Arithmetic of the products.
-        seconds: Approximate duration of the repetitions of each.
-        copies: Whether copies are measured too.
-        alive: Called between measurements, all of which may take longer than a watchdog's patience.
+    Repetitions of each take about so many ``seconds``. ``alive`` is called between measurements, all of which may take
+    longer than a watchdog's patience.
+
+    Returns:
+        A :class:`ptdbench.records.workload_results.Matmul` as JSON has it, the same on every rank.
 
     Raises:
         ArithmeticError: A product is wrong.
         ConfigError: The matrices do not fit into memory.
-
-    Returns:
-        A :class:`ptdbench.records.workload_results.Matmul` as JSON has it, the same on every rank.
     """
     need, shape = max((product_bytes(shape, dtype), str(shape)) for shape in shapes for dtype in dtypes)
     timing.require_memory(device, world.local_size, need, "workload.shapes", shape)

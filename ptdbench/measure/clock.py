@@ -135,13 +135,10 @@ def for_device(device: torch.device) -> Clock:
 
 
 class Stopwatch:
-    """Seconds from one milestone to the next.
+    """Seconds from one milestone to the next, from a start in seconds since the epoch, possibly in another process.
 
     Attributes:
         laps: Seconds by milestone.
-
-    Args:
-        started: Start time in seconds since the epoch, possibly taken in another process.
     """
 
     def __init__(self, started: float) -> None:

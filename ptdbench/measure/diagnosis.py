@@ -28,15 +28,10 @@ class Finding(Struct, frozen=True):
 
 
 def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float) -> dict[T, float]:
-    """Find the rates more than ``tolerance`` below the median of their peers.
+    """Find the rates more than ``tolerance``, a share, below the median of their peers, which are equal values.
 
     The median excludes the own rate, since of two that differ neither would be far from the median of both; of two
     middle values it takes the lower, so that a single fast peer does not make the others slow.
-
-    Args:
-        rates: The higher the better.
-        peers: Items with equal values are compared with each other.
-        tolerance: As a share of the median.
 
     Returns:
         The slow ones, with their rate as a share of that median.
@@ -57,12 +52,9 @@ def best_of(attempts: Sequence[Mapping[T, float]]) -> dict[T, float]:
 def slow_ranks(
     slow_ones: Mapping[tuple[str, int], float], attempts: int, loaded: Collection[int] = ()
 ) -> Iterator[Finding]:
-    """Yield findings for slow ranks, by the dtype of the products.
+    """Yield findings for slow ranks, by the dtype of the products, with their share of the peers' median.
 
-    Args:
-        slow_ones: Their rates as a share of their peers' median.
-        attempts: How often they were measured.
-        loaded: The ranks beside which other processes ran.
+    Other processes ran beside the ranks ``loaded``.
     """
     for (dtype, rank), share in slow_ones.items():
         text = f"rank {rank} reaches {_share(share)} of its peers' median in {dtype} products"

@@ -99,12 +99,9 @@ DENSE_PEAKS = MappingProxyType(
 
 
 def dense_peak(device_name: str, dtype: str) -> tuple[float | None, str | None]:
-    """The data sheet's dense peak of a device; never a guess from a similar name.
+    """Return the data sheet's dense peak in FLOP/s of a device; never a guess from a similar name.
 
-    Args:
-        device_name: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
-        dtype: Arithmetic of the matrix products: ``fp32``, ``tf32`` (fp32 tensors with TF32 allowed),
-            ``bf16``, ``fp16`` or ``fp8``.
+    The name is as ``torch.cuda.get_device_name`` reports it, or ``cpu``; the dtype is that of :data:`DENSE_PEAKS`.
 
     Returns:
         ``(FLOP/s, None)``, or ``(None, reason)`` if no figure is on record.

@@ -75,14 +75,9 @@ def sizes(min_bytes: int, max_bytes: int, factor: int) -> list[int]:
 
 
 def require_memory(device: torch.device, local_size: int, need: int, option: str, value: object) -> None:
-    """Refuse what does not fit into memory, on all ranks at once, so that none waits for a failed one.
+    """Refuse what takes ``need`` bytes a rank and does not fit, on all ranks at once, so that none waits for another.
 
-    Args:
-        device: This rank's device; every rank calls this.
-        local_size: Number of ranks on its node.
-        need: Bytes needed on each rank.
-        option: The option responsible, as typed.
-        value: Its value.
+    Every rank calls this, with the ranks of its node and the option responsible.
 
     Raises:
         ConfigError: On every rank, naming the one with the least free memory.

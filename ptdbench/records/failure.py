@@ -43,10 +43,9 @@ def user_frame(exception: BaseException) -> str:
 
 
 def last_frame(calls: Sequence[tuple[str, int, str]]) -> str:
-    """The innermost of these calls that is a user's, as for an exception; else one of this package.
+    """Return the innermost of these calls that is a user's, as for an exception; else one of this package.
 
-    Args:
-        calls: File, line and function of each, innermost first, up to those that have started the run.
+    They are file, line and function of each, innermost first, up to those that have started the run.
     """
     started = next((place for place, (file, *_) in enumerate(calls) if Path(file) == _START), len(calls))
     return _first(calls[: started + 1], (_is_own, _is_of_package, lambda path: _PACKAGE in path.parents))

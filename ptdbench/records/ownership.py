@@ -68,10 +68,8 @@ class Attempt:
     def amend(self, change: Callable[[dict[str, Any]], Written | None], durable: bool = True) -> Written | None:
         """Update the run's record, unless it now belongs to another start, which is reported on stderr.
 
-        Args:
-            change: Returns the new record for the one on disk, or ``None`` to leave it unchanged. Calls of several
-                ranks are serialized.
-            durable: Whether the new record must survive a crash of the machine.
+        ``change`` returns the new record for the one on disk, or ``None`` to leave it unchanged; calls of several ranks
+        are serialized. If ``durable``, the new record survives a crash of the machine.
 
         Returns:
             The record written, or ``None``.
@@ -120,14 +118,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def open_record(directory: Path, draft: Written) -> Written:
-    """Write the first record of a start of a run; results of an earlier start are kept in it.
-
-    Args:
-        directory: The run's directory, which exists.
-        draft: The result of :func:`ptdbench.records.record.begin`.
-
-    Returns:
-        The record written.
+    """Write the first record of a start of a run, and return it; results of an earlier start are kept in the draft.
 
     Raises:
         ConfigError: An earlier start is still running.

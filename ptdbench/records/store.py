@@ -199,13 +199,10 @@ def _require_unused(directory: Path, option: str) -> None:
 
 
 def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], again: bool) -> None:
-    """Lock a directory until this process ends, and write its first files.
+    """Lock a directory, which may hold other things, until this process ends, and write its first files.
 
-    Args:
-        directory: It may exist already, and hold other things.
-        option: The option that it came from, for the message.
-        fill: As for :func:`claim_directory`.
-        again: Whether existing results are continued; else they are refused.
+    ``option`` is where it came from, for the message; ``fill`` is as for :func:`claim_directory`. Existing results are
+    refused unless they are continued ``again``.
 
     Raises:
         ConfigError: Another process is writing there, it is not writable, or it holds results.

@@ -102,12 +102,9 @@ def on_host(ranks: int, reserve: float, running: bool) -> Room:
 
 
 def on_gpu(device: torch.device, reserve: float, communicators: int) -> Room:
-    """Return the memory of a rank's GPU; initializes CUDA, whose context is what is not free then.
+    """Return the memory of a rank's GPU, without the part to leave; initializes CUDA, whose context is not free then.
 
-    Args:
-        device: The GPU.
-        reserve: The part of its memory that is left.
-        communicators: NCCL's, see :attr:`ptdbench.parallel.dims.Dims.communicators`.
+    For ``communicators`` see :attr:`ptdbench.parallel.dims.Dims.communicators`.
     """
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)  # by the run before, which makes room for this one

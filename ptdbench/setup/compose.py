@@ -100,12 +100,7 @@ class Composed:
 
 
 def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source | None = None) -> Composed:
-    """Compose every job of a command line.
-
-    Args:
-        overrides: The command line without its flags.
-        multirun: Whether ``-m`` was among those.
-        source: Where configurations come from, if not from ``conf`` alone.
+    """Compose every job of a command line without its flags, of which ``-m`` is ``multirun``; from ``conf``, as a rule.
 
     Raises:
         ConfigError: With every override that cannot stand, or what is wrong with the files.

@@ -24,11 +24,8 @@ from ptdbench.terminal import command, echo
 def config_of_run(whole: bytes, sweep: Path | None, number: int | None, block: int | None = None) -> DictConfig:
     """Return a run's configuration with Hydra's own node, as Hydra has it when it starts the run.
 
-    Args:
-        whole: One of :attr:`ptdbench.setup.compose.Composed.whole`.
-        sweep: The directory of its sweep; ``None`` for a single run.
-        number: Its number in the sweep; ``None`` for a single run.
-        block: Its block of repeats; ``None`` without.
+    ``whole`` is one of :attr:`ptdbench.setup.compose.Composed.whole`. A single run has no directory of a sweep, no
+    number in it and no block of repeats.
     """
     job: DictConfig = pickle.loads(whole)
     with read_write(job), open_dict(job):

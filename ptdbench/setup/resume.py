@@ -44,13 +44,8 @@ def command(directory: Path) -> str:
 def read(typed: Sequence[str], multirun: bool, world: World | None) -> Line:
     """Expand a command line that goes on with an earlier one.
 
-    Args:
-        typed: Its overrides.
-        multirun: Whether it is a sweep.
-        world: The ranks that a launcher has started, which this process is one of.
-
     Raises:
-        ConfigError: There is nothing to go on with, or not from here.
+        ConfigError: There is nothing to go on with, or not from here: this process may be one of a launcher's ranks.
     """
     given = {option(override): override.partition("=")[2] for override in typed}
     others = [override for override in typed if option(override) not in (RUN, SWEEP)]

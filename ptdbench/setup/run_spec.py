@@ -185,12 +185,7 @@ def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False)
 def memory(spec: RunSpec, reserve: float, ranks: int, local_rank: int, *, running: bool) -> checks.Room:
     """Return the memory for the training state of a run: of this machine, or of a GPU, which initializes CUDA.
 
-    Args:
-        spec: The run, which trains.
-        reserve: The part of it that is left free.
-        ranks: Its ranks on this machine.
-        local_rank: One of them.
-        running: Whether they run already.
+    Without the part ``reserve``. So many ``ranks`` are on this machine, and may be ``running`` already.
     """
     assert spec.training
     if spec.is_on_host:

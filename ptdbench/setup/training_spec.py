@@ -98,9 +98,7 @@ class TrainingSpec:
 def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -> TrainingSpec:
     """Specify what is trained.
 
-    Args:
-        config: The run's configuration.
-        world_size: Says how many ranks there are, given the strategy's own rule of how many it takes.
+    ``world_size`` says how many ranks there are, given the strategy's own rule of how many it takes.
 
     Raises:
         ConfigError: With everything that is wrong, as far as one thing can be judged while another is wrong.

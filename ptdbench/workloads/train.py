@@ -208,12 +208,8 @@ def assemble(job: Job) -> StepLoop:
 def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -> Generator[int, None, None]:
     """Run the steps with the watchdog and progress updates between them; yields the number of steps done.
 
-    The garbage collector is off until the iterator ends or is closed.
-
-    Args:
-        job: The run.
-        loop: The step loop.
-        at_end: Called after the last step, before the feed is closed; not if the iterator is closed before.
+    The garbage collector is off until the iterator ends or is closed. ``at_end`` is called after the last step, before
+    the feed is closed; not if the iterator is closed before.
     """
     wanted = job.spec.config.train.steps
     reporter = ProgressReporter(job, loop, wanted)
