@@ -308,22 +308,22 @@ class Saver:
 
     def _mark_and_prune(self, step: int) -> None:
         """Mark the best checkpoint, and prune older ones."""
-        self._tidy(step, "the best checkpoint could not be marked", self._mark_best)
-        self._tidy(
-            step,
-            "older checkpoints could not be deleted",
-            lambda: checkpoint_dir.prune(self._run_directory, self._keep, self.best),
-        )
+
+        def mark() -> None:
+            if self.best is not None:
+                checkpoint_dir.mark_best(self._run_directory, self.best)
+
+        def prune() -> None:
+            checkpoint_dir.prune(self._run_directory, self._keep, self.best)
+
+        self._tidy(step, "the best checkpoint could not be marked", mark)
+        self._tidy(step, "older checkpoints could not be deleted", prune)
 
     def _tidy(self, step: int, fault: str, task: Callable[[], object]) -> None:
         try:
             self._on_rank_0(task)
         except Exception as error:
             self.problems.append(f"step {step}: saved, but {fault}: {error}")
-
-    def _mark_best(self) -> None:
-        if self.best is not None:
-            checkpoint_dir.mark_best(self._run_directory, self.best)
 
     def _write(self, step: int, prepared: Future[Prepared], model: Mapping[str, Any]) -> None:
         """Write a complete checkpoint; if one rank fails all do, and nothing is left.
@@ -340,7 +340,12 @@ class Saver:
             for of_rank in gathered_or_alone(self._together(lambda: _stamps(partial, self._rank)), self.group):
                 files |= of_rank
             written = Manifest(step, self._world_size, model, facts, files, torch.__version__, time.time())
-            self._on_rank_0(lambda: _finish(partial, written))
+
+            def finish() -> None:
+                manifest.write(partial, written)
+                checkpoint_dir.publish(partial)
+
+            self._on_rank_0(finish)
         except _Failed:  # no rank is writing any more
             if self._rank == 0:
                 with suppress(OSError):  # the next start retries
@@ -405,11 +410,6 @@ def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:
     mine = [path for path in directory.iterdir() if path.name.startswith(f"__{rank}_")]
     mine += [directory / safe_load.METADATA] if rank == 0 else []
     return {path.name: manifest.stamp(path) for path in mine}
-
-
-def _finish(partial: Path, written: Manifest) -> None:
-    manifest.write(partial, written)
-    checkpoint_dir.publish(partial)
 
 
 def _stand_back() -> None:

@@ -156,16 +156,13 @@ def byte_tokens(documents: Iterable[Document]) -> Iterator[Piece]:
 def _documents(files: Iterable[File]) -> Iterator[Document]:
     for file in files:
         if file.path.suffix.lower() == ".jsonl":
-            yield from _lines(file)
+            with file.path.open("rb") as stream:
+                for number, line in enumerate(stream, 1):
+                    if line.strip():
+                        text = partial(_read_line, file.path, number, line)
+                        yield Document(f"{file.name}:{number}", len(line), text)
         else:
             yield Document(file.name, file.size, partial(_read_file, file.path))
-
-
-def _lines(file: File) -> Iterator[Document]:
-    with file.path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield Document(f"{file.name}:{number}", len(line), partial(_read_line, file.path, number, line))
 
 
 def _read_file(path: Path) -> Iterator[bytes]:

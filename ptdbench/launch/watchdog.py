@@ -176,7 +176,9 @@ class Watchdog:
     def _post(self, now: float) -> None:
         """Look at the main thread, and let the others know. Who is in time asks nothing about them."""
         was_asleep = now - self._posted_at > self._quiet  # this very thread: Ctrl-Z or ``scontrol suspend``, for one
-        now_at = self._finished(), self._phase
+        # The steps that are over; the device is asked from the first one on.
+        finished = self._device() if self._step is not None and self._device else self._step
+        now_at = finished, self._phase
         if now_at != (self._seen_step, self._seen_phase) or self._pauses or was_asleep:
             (self._seen_step, self._seen_phase), self._seen_at = now_at, now
         self._posted_at = now
@@ -193,10 +195,6 @@ class Watchdog:
             self._mine.dumped,
         )
         self._board.post(self._mine, asks=patience < self._allowed() / 2)
-
-    def _finished(self) -> int | None:
-        """The steps that are over; asks the device from the first one on."""
-        return self._device() if self._step is not None and self._device else self._step
 
     def _allowed(self) -> float:
         if self._seen_phase:

@@ -123,8 +123,16 @@ def environment(device_type: str) -> dict[str, Any]:
     With the device type ``cpu`` CUDA is not initialized, as a fork needs it. All values are JSON; ``None`` for what
     does not exist here or cannot be determined.
     """
+    import torch
+
     return {
-        **_versions(),
+        "ptdbench": _version("ptdbench"),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),  # of a class of its own
+        "torchvision": _version("torchvision"),
+        "numpy": _version("numpy"),
+        "cuda": torch.version.cuda,
+        "rocm": torch.version.hip,
         **(_gpus() if device_type == "cuda" else dict.fromkeys(_OF_GPUS) | {"devices": []}),
         **_git(Path(__file__).parents[2]),
         "cpu": _cpu_model(),
@@ -142,20 +150,6 @@ def this_package() -> str:
     if git["git_commit"]:
         found += f", checkout at {git['git_commit'][:10]}{' with changes' * git['git_dirty']}"
     return found
-
-
-def _versions() -> dict[str, str | None]:
-    import torch
-
-    return {
-        "ptdbench": _version("ptdbench"),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),  # of a class of its own
-        "torchvision": _version("torchvision"),
-        "numpy": _version("numpy"),
-        "cuda": torch.version.cuda,
-        "rocm": torch.version.hip,
-    }
 
 
 def _version(package: str) -> str | None:

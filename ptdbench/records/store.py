@@ -190,14 +190,6 @@ def below(sweep_directory: Path, path: str) -> str:
     return str(Path(*parts[len(parts) - depth :]))
 
 
-def _require_unused(directory: Path, option: str) -> None:
-    """Raise a ConfigError if a directory that ``option`` names holds results: they are never overwritten."""
-    of_sweep = any((directory / name).exists() for name in OF_SWEEPS) or any(directory.glob(f"*/{RECORD}"))
-    if of_sweep or (directory / RECORD).exists():
-        remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to continue it, or another directory"
-        raise ConfigError([Problem(option, directory, "it already holds results", remedy)])
-
-
 def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], again: bool) -> None:
     """Lock a directory, which may hold other things, until this process ends, and write its first files.
 
@@ -221,8 +213,10 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
     except OSError:  # some cluster file systems have no locks
         os.close(descriptor)
     if not is_new:
-        if not again:
-            _require_unused(directory, option)
+        of_sweep = any((directory / name).exists() for name in OF_SWEEPS) or any(directory.glob(f"*/{RECORD}"))
+        if not again and (of_sweep or (directory / RECORD).exists()):
+            remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to continue it, or another directory"
+            raise ConfigError([Problem(option, directory, "it already holds results", remedy)])
         try:
             fill(directory, directory)
         except OSError as error:

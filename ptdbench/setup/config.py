@@ -253,9 +253,11 @@ class Config:
     def call(self, group: str) -> Call:
         """The choice of a group."""
         options = dict(self._group(group))
-        if "name" in options:
-            require(_unlike_a_name(f"{group}.name", options["name"]))
+        named = "name" in options
         name, target = options.pop("name", None), options.pop("_target_", None)
+        if named and not (isinstance(name, str) and name.strip() and name != MISSING):
+            remedy = f"""try "{group}.name='{as_typed(name)}'\"""" if isinstance(name, int | float) else ""
+            raise ConfigError([Problem(f"{group}.name", name, "must be a name", remedy)])
         for own in OF_CHOICE:
             options.pop(own, None)
         if not isinstance(target, str) or target == MISSING:
@@ -316,13 +318,6 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
             return written[key]
 
     return {str(key): value_of(key) for key in written}
-
-
-def _unlike_a_name(option: str, value: object) -> Problem | None:
-    if isinstance(value, str) and value.strip() and value != MISSING:
-        return None
-    remedy = f"""try "{option}='{as_typed(value)}'\"""" if isinstance(value, int | float) else ""
-    return Problem(option, value, "must be a name", remedy)
 
 
 def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:

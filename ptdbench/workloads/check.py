@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import to_builtins
@@ -32,6 +33,9 @@ from ptdbench.workloads.point_to_point import PointToPoint
 
 T = TypeVar("T", bound=Hashable)
 Figures = dict[str, Any]
+
+#: The rate of each that is measured, and what it is compared by.
+Rates = tuple[dict[T, float], dict[T, Hashable]]
 
 #: A file for programs, beside the record.
 FILE = "check.json"
@@ -102,9 +106,11 @@ class Check:
         hello = Hello()(job).fields["hello"]
         facts: list[Figures] = gather(_facts(job))
         load_so_far = contention.watch(job.device)
-        products, slow_ranks, product_attempts = self._until_sound(lambda: self.products(job), _product_rates(job))
+        products, slow_ranks, product_attempts = self._until_sound(
+            lambda: self.products(job), partial(_product_rates, job)
+        )
         product_load, load_so_far = load_so_far(), contention.watch(job.device)
-        links, slow_links, link_attempts = self._until_sound(lambda: self.messages(job), _link_rates(job, facts))
+        links, slow_links, link_attempts = self._until_sound(lambda: self.messages(job), partial(_link_rates, facts))
         link_load = load_so_far()
         together = collectives.measure(job, _FEW_COLLECTIVES) if job.world.size > 1 else None
         warm: list[Figures] = gather(_facts(job))  # after heat and load
@@ -154,7 +160,7 @@ class Check:
         return point_to_point.measure(job, short)
 
     def _until_sound(
-        self, measure: Callable[[], Figures | None], read: Callable[[Figures], tuple[dict[T, float], dict[T, Hashable]]]
+        self, measure: Callable[[], Figures | None], read: Callable[[Figures], Rates[T]]
     ) -> tuple[Figures | None, dict[T, float], int]:
         """Measure until nothing looks slow or the attempts are exhausted; all ranks decide on the same figures.
 
@@ -223,25 +229,16 @@ def _facts(job: Job) -> Figures:
     }
 
 
-def _product_rates(job: Job) -> Callable[[Figures], tuple[dict[tuple[str, int], float], dict[Any, Hashable]]]:
-    """Read rates by dtype and rank; peers have the same device and number of threads."""
-
-    def read(found: Figures) -> tuple[dict[tuple[str, int], float], dict[Any, Hashable]]:
-        rates: dict[tuple[str, int], float] = {
-            (one["dtype"], of["rank"]): one["median"] for of in found["ranks"] for one in of["products"]
-        }
-        peers: dict[Any, Hashable] = {
-            (dtype, rank): (dtype, found["ranks"][rank]["device"], job.peers[rank].threads) for dtype, rank in rates
-        }
-        return rates, peers
-
-    return read
+def _product_rates(job: Job, found: Figures) -> Rates[tuple[str, int]]:
+    """Return rates by dtype and rank; peers have the same device and number of threads."""
+    rates = {(one["dtype"], of["rank"]): one["median"] for of in found["ranks"] for one in of["products"]}
+    return rates, {
+        (dtype, rank): (dtype, found["ranks"][rank]["device"], job.peers[rank].threads) for dtype, rank in rates
+    }
 
 
-def _link_rates(
-    job: Job, facts: Sequence[Figures]
-) -> Callable[[Figures], tuple[dict[tuple[int, int], float], dict[Any, Hashable]]]:
-    """Read bytes/s by source and target, including the time until an answer; a link's peers are of the same kind.
+def _link_rates(facts: Sequence[Figures], found: Figures) -> Rates[tuple[int, int]]:
+    """Return bytes/s by source and target, including the time until an answer; a link's peers are of the same kind.
 
     Not the bandwidth without latency, which has the errors of both; and not the latency: a few microseconds depend
     on which cores two ranks happen to run on.
@@ -255,15 +252,12 @@ def _link_rates(
             return "within a node"
         return gpu_state.link(one["seen"], one["gpu"]["uuid"], other["gpu"]["uuid"])
 
-    def read(found: Figures) -> tuple[dict[tuple[int, int], float], dict[Any, Hashable]]:
-        rates = {
-            (pair["source"], pair["target"]): pair["sizes"][-1]["bytes"] / pair["sizes"][-1]["seconds"]["median"]
-            for pair in found["pairs"]
-            if pair["sizes"]
-        }
-        return rates, {pair: kind(*pair) for pair in rates}
-
-    return read
+    rates = {
+        (pair["source"], pair["target"]): pair["sizes"][-1]["bytes"] / pair["sizes"][-1]["seconds"]["median"]
+        for pair in found["pairs"]
+        if pair["sizes"]
+    }
+    return rates, {pair: kind(*pair) for pair in rates}
 
 
 def _gpu_findings(job: Job, before: Sequence[Figures], after: Sequence[Figures]) -> list[Finding]:
