@@ -59,16 +59,6 @@ def test_what_happens_to_an_image_depends_on_its_number_alone():
     assert (np.concatenate(parts) == whole).all()
 
 
-def test_another_number_or_another_seed_is_another_chance():
-    images = np.repeat(pictures(1), 50, axis=0)
-    one, later, seeded = (
-        shifted(images, seed=seed, start=start, padding=2, flip=True) for seed, start in ((0, 0), (0, 50), (1, 0))
-    )
-    assert len(np.unique(one, axis=0)) > 20
-    assert not (one == later).all()
-    assert not (one == seeded).all()
-
-
 def test_the_images_that_are_given_are_not_written_to():
     images = pictures(20)
     images.setflags(write=False)

@@ -107,13 +107,6 @@ def test_a_training_run_goes_on_after_its_check(shared_run):
     assert record["metrics"]["startup_seconds"]["check"] > 0
 
 
-@pytest.mark.ranks
-def test_without_being_asked_nothing_is_checked(shared_run):
-    record = shared_run("model=toy", "train.steps=3", "device=cpu")
-    assert "check" not in record
-    assert "check" not in record["metrics"]["startup_seconds"]
-
-
 @pytest.mark.parametrize(
     ("option", "values", "rule"),
     [
