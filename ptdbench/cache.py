@@ -20,11 +20,7 @@ def user_cache() -> Path:
 
 
 def keep(kind: str, of: Mapping[str, Any], found: Mapping[str, Any]) -> Path:
-    """Store the latest measurement of a kind, with all that it depends on as JSON has it, atomically.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Store the latest measurement of a kind, with all that it depends on as JSON has it; raises OSError."""
     path = _path(kind, of)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_bytes(path, json.dumps({**of, **found}, indent=1).encode(), durable=False)

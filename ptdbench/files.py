@@ -25,11 +25,7 @@ from typing import Any, BinaryIO
 
 
 def opened(path: Path) -> BinaryIO:
-    """Open a file for reading.
-
-    Raises:
-        OSError: It cannot be read, or is a folder, a pipe or a device, on which a reader might wait for ever.
-    """
+    """Open a file for reading; raises OSError also for a folder, a pipe or a device, on which a reader might wait."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer here
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")

@@ -275,11 +275,7 @@ def _prepared_device(spec: RunSpec, world: World) -> torch.device:
 
 
 def _open_record(config: Config, attempt: Attempt) -> Attempt:
-    """Take the run's directory for this start of it, which knows then what it has written there.
-
-    Raises:
-        SystemExit: It belongs to a start that still goes on.
-    """
+    """Take the run's directory for this start of it; raises SystemExit if an earlier one still goes on."""
     owner = this_process(attempt.launch, os.environ)
     draft = record.begin(config.resolved, attempt.directory, environment("cpu"), owner=owner)
     try:

@@ -82,22 +82,14 @@ def partial(run_directory: Path, step: int) -> Path:
 
 
 def begin(partial: Path) -> None:
-    """Create that directory, empty.
-
-    Raises:
-        OSError: It cannot be made, or holds something that the saver has not written.
-    """
+    """Create that directory, empty; raises OSError, also if it holds something that the saver has not written."""
     discard(partial)
     partial.mkdir(parents=True)
     _sync(partial.parent.parent)
 
 
 def discard(path: Path) -> None:
-    """Delete a directory without a final name, if it exists.
-
-    Raises:
-        OSError: It cannot be deleted, or holds something that the saver has not written.
-    """
+    """Delete a directory without a final name, if it exists; raises OSError, also if it holds something foreign."""
     if os.path.lexists(path):
         remove(path, _is_ours)
 
@@ -134,12 +126,7 @@ def prune(run_directory: Path, keep: int, best: int | None = None) -> None:
 
 
 def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> bool:
-    """Replace some facts of the checkpoint after ``step`` steps; return whether it exists.
-
-    Raises:
-        Broken: Its manifest is damaged.
-        OSError: It cannot be written.
-    """
+    """Replace some facts of the checkpoint after ``step`` steps; return whether it exists. Raises Broken or OSError."""
     path = run_directory / FOLDER / _name(step)
     if not path.exists():
         return False
@@ -149,11 +136,7 @@ def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> bool:
 
 
 def mark_best(run_directory: Path, step: int) -> None:
-    """Point the link ``checkpoints/best`` to the checkpoint after ``step`` steps, if it exists.
-
-    Raises:
-        OSError: It cannot be created, or its name is taken by something that is not a link to a checkpoint.
-    """
+    """Point the link ``checkpoints/best`` to a checkpoint, if it exists; raises OSError if the name is taken."""
     folder = run_directory / FOLDER
     if not (folder / _name(step)).exists():
         return
@@ -231,11 +214,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a checkpoint, so that it can be deleted.
-
-    Raises:
-        OSError: It holds something that the saver has not written, or so does what was set aside before.
-    """
+    """Rename a checkpoint, so that it can be deleted; raises OSError if it holds something foreign."""
     if other := first_foreign_entry(path, _is_ours):
         raise in_the_way(other)
     aside = path.with_name(path.name + _DELETED)

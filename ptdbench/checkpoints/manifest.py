@@ -52,11 +52,7 @@ class _Facts(Struct):
 
 
 def stamp(path: Path) -> Stamp:
-    """Return size and checksum of a file.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return size and checksum of a file; raises OSError."""
     digest, block = hashlib.sha256(), bytearray(_BLOCK)
     view, size = memoryview(block), 0
     with path.open("rb", buffering=0) as file:
@@ -79,11 +75,7 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 def read(directory: Path) -> Manifest:
-    """Return the manifest of the checkpoint in ``directory``.
-
-    Raises:
-        Broken: It is missing or damaged.
-    """
+    """Return the manifest of the checkpoint in ``directory``; raises Broken if it is missing or damaged."""
     try:
         body = json.loads((directory / MANIFEST).read_text())
         given = body.pop("sha256")
@@ -100,11 +92,7 @@ def read(directory: Path) -> Manifest:
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Check that every file exists and has its size.
-
-    Raises:
-        Broken: One is not.
-    """
+    """Raise Broken unless every file exists and has its size."""
     for name, wanted in manifest.files.items():
         if PurePath(name).name != name:
             raise Broken(f"{name} is not a file name")
@@ -117,11 +105,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
 
 
 def check_contents(directory: Path, manifest: Manifest, share: int, shares: int) -> None:
-    """Read one of ``shares`` parts of the files and compare their checksums.
-
-    Raises:
-        Broken: One differs.
-    """
+    """Raise Broken unless the checksums match, of one of ``shares`` parts of the files."""
     for name in sorted(manifest.files)[share::shares]:
         try:
             found = stamp(directory / name)

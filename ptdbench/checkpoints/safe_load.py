@@ -93,11 +93,7 @@ def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
 
 
 def names(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return size and dtype of every tensor in the checkpoint in ``path``, by name.
-
-    Raises:
-        ConfigError: The checkpoint cannot be read, or would run code.
-    """
+    """Return size and dtype of every tensor by name; raises ConfigError if it cannot be read, or would run code."""
     items = _read_metadata(path).state_dict_metadata
     return {
         name: (item.size, item.properties.dtype)

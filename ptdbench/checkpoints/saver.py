@@ -326,11 +326,7 @@ class Saver:
             self.problems.append(f"step {step}: saved, but {fault}: {error}")
 
     def _write(self, step: int, prepared: Future[Prepared], model: Mapping[str, Any]) -> None:
-        """Write a complete checkpoint; if one rank fails all do, and nothing is left.
-
-        Raises:
-            _Failed: In all ranks.
-        """
+        """Write a complete checkpoint; if one rank fails all raise _Failed, and nothing is left."""
         tensors, facts = self._together(lambda: _copied(prepared.result()))
         partial = checkpoint_dir.partial(self._run_directory, step)
         try:
@@ -356,11 +352,7 @@ class Saver:
         self._together(task if self._rank == 0 else lambda: None)
 
     def _together(self, task: Callable[[], T]) -> T:
-        """Run ``task`` in all ranks and return this rank's result.
-
-        Raises:
-            _Failed: It failed in one, or in several; in all ranks.
-        """
+        """Run ``task`` in all ranks and return this rank's result; if it fails in one, all raise _Failed."""
         done = _tried(task)
         error = done.exception()
         mine = f"rank {self._rank}: {type(error).__name__}: {error}" if error else None
@@ -391,11 +383,7 @@ def _copied(prepared: Prepared) -> tuple[dict[str, Tensor], Facts]:
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Write this rank's file and, on rank 0, the metadata, and sync them to disk.
-
-    Raises:
-        _Failed: It failed in one of them.
-    """
+    """Write this rank's file and, on rank 0, the metadata, and sync them; raises _Failed if one of them fails."""
     # Nothing is copied ahead: the tensors are on the CPU, or the caller waits for each anyhow.
     writer = dcp.FileSystemWriter(directory, sync_files=True, single_file_per_rank=True, per_thread_copy_ahead=0)
     planner = DefaultSavePlanner(flatten_state_dict=False)

@@ -95,11 +95,7 @@ class Cifar10(ImageArrays):
             raise ConfigError([Problem("root", self.root, rule, remedy)]) from error
 
     def read(self, *, held_out: bool) -> Labeled:
-        """Return the images to be trained on, or those that are kept from it.
-
-        Raises:
-            ConfigError: If files are missing or were changed.
-        """
+        """Return one part of the images; raises ConfigError if files are missing or were changed."""
         try:
             found = self.reader()(self.root, train=not held_out)
         except RuntimeError as error:  # before it reads a file whose checksum is another

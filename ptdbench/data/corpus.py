@@ -90,11 +90,7 @@ def standard_library() -> list[File]:
 
 
 def files_at(root: Path) -> list[File]:
-    """List the file ``root``, or the files in and below the folder ``root`` that are neither hidden nor empty.
-
-    Raises:
-        OSError: If ``root`` or a folder below it cannot be listed.
-    """
+    """List the file ``root``, or those in and below the folder that are neither hidden nor empty; raises OSError."""
     return _files(root, _walk(root)) if root.is_dir() else _files(root.parent, [root])
 
 
@@ -143,11 +139,7 @@ def blocks(documents: Iterable[Document]) -> Iterator[Block]:
 
 
 def byte_tokens(documents: Iterable[Document]) -> Iterator[Piece]:
-    """Yield the bytes of all documents in order, each document ended by :data:`SEPARATOR`, in uint8 pieces.
-
-    Raises:
-        OSError, Malformed: As :func:`blocks`.
-    """
+    """Yield the bytes of all documents, each ended by :data:`SEPARATOR`, in uint8 pieces; raises as :func:`blocks`."""
     for block in blocks(documents):
         text = block.text + SEPARATOR if block.is_last else block.text
         yield Piece(np.frombuffer(text, np.uint8), len(text))

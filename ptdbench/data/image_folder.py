@@ -213,11 +213,7 @@ class HeldOutFolder(HeldOut):
 
 
 def read(path: Path, transform: Transform) -> augment.Pixels:
-    """Read an image and transform it: uint8 of shape ``(H, W, 3)``.
-
-    Raises:
-        ValueError: If the file cannot be read as an image.
-    """
+    """Read an image and transform it: uint8 of shape ``(H, W, 3)``; raises ValueError if it is none."""
     from torchvision.datasets.folder import pil_loader
 
     try:
@@ -228,11 +224,7 @@ def read(path: Path, transform: Transform) -> augment.Pixels:
 
 
 def _list(root: Path, folder: str) -> Listing:
-    """List the images in a folder of the root.
-
-    Raises:
-        ConfigError: If there are none, or none of a class.
-    """
+    """List the images in a folder of the root; raises ConfigError if there are none, or none of a class."""
     from torchvision import datasets
 
     try:

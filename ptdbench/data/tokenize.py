@@ -36,11 +36,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Raises:
-            ConfigError: If there is none, or it is not a tokenizer; the option is ``tokenizer``.
-        """
+        """Read the file; raises ConfigError for ``tokenizer`` if there is none, or it is not a tokenizer."""
         import tokenizers
 
         content = _content(path)

@@ -29,11 +29,7 @@ def expand(text: str) -> list[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Parse the number of tasks of each node, in the order of the nodes: ``2(x3),1`` becomes ``[2, 2, 2, 1]``.
-
-    Raises:
-        ValueError: The text is not such a list.
-    """
+    """Parse the number of tasks of each node, ``2(x3),1`` as ``[2, 2, 2, 1]``; raises ValueError for no such list."""
     counts: list[int] = []
     for part in text.split(","):
         match = _TASKS.fullmatch(part)

@@ -102,11 +102,7 @@ class LaunchError(Exception):
 
 
 def check_sockets() -> None:
-    """Check that the fork server's socket can be created.
-
-    Raises:
-        ConfigError: The folder for temporary files has too long a name; Python's own error would be a traceback.
-    """
+    """Raise ConfigError if the name of the folder for temporary files is too long for the fork server's socket."""
     folder = tempfile.gettempdir()
     spare = _SOCKET_BYTES - len(os.fsencode(folder))
     if spare < _SOCKET_NAME:
@@ -115,11 +111,7 @@ def check_sockets() -> None:
 
 
 def check_address_space() -> None:
-    """Check that this process may map as much as the import of torch for CUDA does, which would abort it.
-
-    Raises:
-        ConfigError: ``ulimit -v`` leaves less.
-    """
+    """Raise ConfigError if ``ulimit -v`` leaves less than the import of torch for CUDA maps, which would abort it."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if 0 <= limit < _ADDRESS_SPACE and _is_torch_for_cuda():  # below 0: none
         rule = f"must be at least {_ADDRESS_SPACE >> 30} GiB: importing torch takes nearly as much address space"

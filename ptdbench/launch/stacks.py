@@ -64,11 +64,7 @@ def text() -> str:
 
 
 def write(path: Path) -> None:
-    """Leave the stacks in a file: as Python sees them, and as the interpreter does, which tells who holds its lock.
-
-    Raises:
-        OSError: The file could not be written.
-    """
+    """Write the stacks to a file: as Python sees them, and as the interpreter does, which tells who holds its lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         file.write(f"{text()}\n")

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from ptdbench.launch import collect, local
@@ -76,9 +75,7 @@ class StopSignal:
         self._steps = _Pace()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._handling.__exit__(kind, error, trace)
         if self._agreed:
             local.ignore_signals()

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -121,9 +121,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._over.set()
         self._thread.join(timeout=1.0)
         self._board.close(replace(self._mine, tick=self._mine.tick + 1, left=error is None))

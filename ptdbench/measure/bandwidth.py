@@ -53,11 +53,7 @@ def algorithm_bandwidth(size: int, seconds: float) -> float:
 
 
 def bus_bandwidth(operation: str, size: int, seconds: float, ranks: int) -> float:
-    """Return ``busbw = algbw * factor``, in bytes/s: the rate of the slowest link, comparable across numbers of ranks.
-
-    Raises:
-        KeyError: The operation moves no data, or is unknown.
-    """
+    """Return ``busbw = algbw * factor`` in bytes/s, the rate of the slowest link; raises KeyError where no data move."""
     return algorithm_bandwidth(size, seconds) * FACTORS[operation].of(ranks)
 
 

@@ -77,11 +77,7 @@ class Ceiling(Key, frozen=True):
 
 
 def store_ceiling(of: Key, found: Measured) -> Path:
-    """Store the latest measurement, atomically.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Store the latest measurement, atomically; raises OSError."""
     return cache.keep(_KIND, asdict(of), asdict(found))
 
 

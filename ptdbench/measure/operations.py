@@ -189,11 +189,7 @@ def lacking(backend: str, device_type: str) -> list[str]:
 
 
 def verify(message: Message, name: str, place: Place, asynchronous: bool) -> None:
-    """Run the operation once on a test pattern and check the result; ``name`` is its name and size, for the message.
-
-    Raises:
-        ArithmeticError: The result is wrong on this rank.
-    """
+    """Run the operation of that name and size once on a test pattern; raises ArithmeticError if the result is wrong."""
     if message.result is not None:
         message.result.zero_()
     if message.given is not None and message.fill:
@@ -208,11 +204,7 @@ def verify(message: Message, name: str, place: Place, asynchronous: bool) -> Non
 
 
 def compare(result: Tensor, expected: Tensor, name: str, rank: int) -> None:
-    """Raise if the two differ.
-
-    Raises:
-        ArithmeticError: They differ; names the first wrong element, its value and the expected one.
-    """
+    """Raise ArithmeticError if the two differ, with the first wrong element, its value and the expected one."""
     if torch.equal(result, expected):
         return
     wrong = (result != expected).nonzero().flatten()

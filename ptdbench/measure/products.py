@@ -43,11 +43,7 @@ class Shape:
 
     @classmethod
     def of(cls, text: object) -> Shape:
-        """Parse ``4096`` for a square one, else ``MxNxK``, such as ``4096x1024x512``.
-
-        Raises:
-            ValueError: It is neither.
-        """
+        """Parse ``4096`` for a square one, else ``MxNxK``, such as ``4096x1024x512``; raises ValueError."""
         if not re.fullmatch(r"\d+(x\d+x\d+)?", str(text)) or "0" in str(text).split("x"):
             raise ValueError(f"{text} is not a shape")
         sides = [int(side) for side in str(text).split("x")]

@@ -69,11 +69,7 @@ def write(sweep_directory: Path, ledger: Ledger) -> None:
 
 
 def read(sweep_directory: Path) -> Ledger:
-    """Read the file; empty if there is none.
-
-    Raises:
-        Damaged: The file is damaged.
-    """
+    """Read the file; empty if there is none. Raises Damaged."""
     path = sweep_directory / LEDGER
     try:
         return schema.read(read_bytes(path), Ledger)

@@ -497,11 +497,7 @@ _TOO_DEEP = "not JSON of this program (nested too deeply)"
 
 
 def record(text: bytes) -> dict[str, Any]:
-    """Parse a record.
-
-    Raises:
-        ValueError: It is not JSON, not a record, or one of another version of the schema.
-    """
+    """Parse a record; raises ValueError if it is none, or one of another version of the schema."""
     value = parse(text)
     version = msgspec.convert(value, Identity).schema
     if version != SCHEMA:

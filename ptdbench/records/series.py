@@ -34,11 +34,7 @@ def unknown(steps: int, ranks: int = 1) -> np.ndarray:
 
 
 def append(path: Path, rows: np.ndarray) -> None:
-    """Append a block to a file that ends with a complete one or does not exist yet, and sync it to disk.
-
-    Raises:
-        OSError: It could not be written; the file is as it was before.
-    """
+    """Append a block to a file of complete ones, and sync it; on OSError the file is as it was before."""
     with path.open("ab") as file:
         end = file.tell()
         try:

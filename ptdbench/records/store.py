@@ -53,12 +53,7 @@ def write_record(directory: Path, record: Written, durable: bool = True) -> Path
 
 
 def load_record(directory: Path) -> dict[str, Any]:
-    """Return the record of the run in ``directory``.
-
-    Raises:
-        FileNotFoundError: There is none.
-        Damaged: It is damaged.
-    """
+    """Return the record of the run in ``directory``; raises FileNotFoundError if there is none, and Damaged."""
     path = directory / RECORD
     try:
         return schema.record(read_bytes(path))

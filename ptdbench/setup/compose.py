@@ -143,11 +143,7 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
 
 
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """Compose one configuration with Hydra's own node.
-
-    Raises:
-        HydraException: Also for what Hydra lets through: errors of YAML, and failures of its own.
-    """
+    """Compose one configuration with Hydra's own node; raises HydraException also for what Hydra lets through."""
     try:
         return compose(config_name, list(overrides), return_hydra_config=True)
     except UnicodeDecodeError as error:
@@ -189,11 +185,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def _jobs(overrides: list[Override]) -> list[list[str]]:
-    """List the overrides of each job: every combination of the lists, in the order of Hydra's own sweeper.
-
-    Raises:
-        HydraException: A sweep that is no list of values, such as ``interval(1, 2)``.
-    """
+    """List the overrides of each job as Hydra's own sweeper does; raises HydraException for no list of values."""
     choices = {}  # of an option that was given twice the last counts
     for override in overrides:
         name = override.get_key_element()

@@ -28,25 +28,10 @@ GROUPS = ("cluster", "train", "eval", "checkpoint", "profile", "sweep", "repeat"
 
 #: The smallest whole number that an option may be; with its group where that matters.
 LEAST = {
-    "global_batch": 1,
-    "micro_batch": 1,
-    "steps": 1,
-    "warmup_steps": 0,
-    "nodes": 1,
-    "ranks_per_node": 1,
-    "cpus_per_rank": 1,
-    "gpus_per_node": 0,
-    "time_minutes": 1,
-    "max_requeues": 0,
-    "every_steps": 1,
-    "keep": 1,
-    "seed": 0,
-    "every": 1,
-    "profile.steps": 0,
-    "runs": 1,
-    "max": 3,
-    "block": 0,
-}
+    "global_batch": 1, "micro_batch": 1, "steps": 1, "warmup_steps": 0, "nodes": 1, "ranks_per_node": 1,
+    "cpus_per_rank": 1, "gpus_per_node": 0, "time_minutes": 1, "max_requeues": 0, "every_steps": 1, "keep": 1,
+    "seed": 0, "every": 1, "profile.steps": 0, "runs": 1, "max": 3, "block": 0,
+}  # fmt: skip
 
 #: Ranks on a node without GPUs: the fewest that have something to say to each other.
 RANKS_WITHOUT_GPU = 2

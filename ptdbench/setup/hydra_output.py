@@ -54,11 +54,7 @@ def recorded_environment(directory: Path) -> dict[str, str]:
 
 
 def write_files(job: DictConfig, directory: Path) -> None:
-    """Write ``config.yaml``, ``hydra.yaml`` and ``overrides.yaml`` of a run, unless ``hydra.output_subdir=null``.
-
-    Raises:
-        OSError: They cannot be written.
-    """
+    """Write Hydra's three files of a run, unless ``hydra.output_subdir=null``; raises OSError."""
     if job.hydra.output_subdir is None:
         return
     with read_write(job), open_dict(job):
@@ -83,11 +79,7 @@ def write_multirun(sweep: DictConfig, directory: Path) -> None:
 
 
 def shown_by_hydra(arguments: argparse.Namespace, conf: Path) -> int:
-    """Let Hydra read the command line and show what was asked for; 0, the exit status.
-
-    Raises:
-        ConfigError: Hydra cannot: it says in a line why.
-    """
+    """Let Hydra show what was asked for, and return the exit status 0; raises ConfigError with its reason."""
     if arguments.config_path and not Path(arguments.config_path).is_absolute():
         rule = "must be absolute where Hydra shows something of it"
         require(Problem("--config-path", arguments.config_path, rule, f"try {conf}"))
@@ -119,11 +111,7 @@ def _as_typed(text: str) -> str:
 
 
 def show_configs(arguments: argparse.Namespace, composed: Composed) -> int:
-    """Print the configuration of every run, as Hydra does that of one; 0, the exit status.
-
-    Raises:
-        ConfigError: There is no such package in it, or it cannot be resolved.
-    """
+    """Print the configuration of every run as Hydra does, and return 0; raises ConfigError for no such package."""
     several = composed.is_sweep and len(composed.jobs) > 1
     wholes = composed.whole or [pickle.dumps(composed.first)]
     for number, (whole, overrides) in enumerate(zip(wholes, composed.overrides, strict=False)):

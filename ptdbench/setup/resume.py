@@ -202,11 +202,7 @@ def _submitted_by(directory: Path) -> Path | None:
 
 
 def startable(directory: Path, world: World | None) -> Config:
-    """Return the configuration of the run of a directory, unless it is complete or belongs elsewhere.
-
-    Raises:
-        ConfigError: With what to do instead.
-    """
+    """Return the configuration of the run of a directory; raises ConfigError if it is complete or belongs elsewhere."""
     try:
         written = store.load_record(directory)
     except FileNotFoundError:

@@ -136,11 +136,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
 
 
 def place(config: Config, size: int) -> Place:
-    """Return where the local ranks of a run take themselves to be.
-
-    Raises:
-        ConfigError: Virtual GPUs cannot be built here.
-    """
+    """Return where the local ranks take themselves to be; raises ConfigError if virtual GPUs cannot be built here."""
     machine = choices.virtual(config)
     if machine is None:
         return THIS_MACHINE

@@ -162,11 +162,7 @@ class Check:
     def _until_sound(
         self, measure: Callable[[], Figures | None], read: Callable[[Figures], Rates[T]]
     ) -> tuple[Figures | None, dict[T, float], int]:
-        """Measure until nothing looks slow or the attempts are exhausted; all ranks decide on the same figures.
-
-        Returns:
-            ``(the first figures, what is slow even at its best, attempts)``.
-        """
+        """Measure until nothing looks slow or often enough; return the first figures, what is slow, and the attempts."""
         first, seen = measure(), []
         found, attempt = first, 1
         while found:
@@ -180,11 +176,7 @@ class Check:
 
 
 def preliminary(job: Job) -> Figures | None:
-    """Run the check that ``check=true`` puts before a training run; rank 0 prints what is unsound.
-
-    Returns:
-        The result of :meth:`Check.examine`; ``None`` without ``check=true``.
-    """
+    """Run the check before a training run, or nothing without ``check=true``; rank 0 prints what is unsound."""
     if not job.spec.config.general.check:
         return None
     found = Check().examine(job)

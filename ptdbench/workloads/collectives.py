@@ -80,12 +80,7 @@ class Collectives(Effort):
         )
 
     def __call__(self, job: Job) -> Outcome:
-        """Do one rank's part; the lines fitted to an operation over all ranks are stored for later runs.
-
-        Raises:
-            ArithmeticError: An operation gave a wrong result on this rank.
-            ConfigError: The messages do not fit into memory.
-        """
+        """Do one rank's part; the lines fitted to an operation over all ranks are stored for later runs."""
         found = measure(job, self)
         return Outcome({"collectives": {**found, "kept": _keep(job, found)}})
 

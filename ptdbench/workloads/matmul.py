@@ -62,11 +62,7 @@ class Matmul:
         require(*found)
 
     def __call__(self, job: Job) -> Outcome:
-        """Do one rank's part; the measured ceilings are stored for later runs.
-
-        Raises:
-            ArithmeticError: A product is wrong, so that no result of this device can be trusted.
-        """
+        """Do one rank's part; the measured ceilings are stored for later runs."""
         shapes, dtypes = self._chosen(job.device.type)
         found = ceiling.measure(job.world, job.device, shapes, dtypes, self.seconds, alive=job.watchdog.alive)
         return Outcome({"matmul": {**found, "kept": ceiling.keep_ceilings(job.world, found)}})

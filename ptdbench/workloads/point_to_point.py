@@ -75,12 +75,7 @@ class PointToPoint(Effort):
         require(*found)
 
     def __call__(self, job: Job) -> Outcome:
-        """Do one rank's part.
-
-        Raises:
-            ArithmeticError: A message arrived wrong on this rank.
-            ConfigError: The messages do not fit into memory.
-        """
+        """Do one rank's part."""
         return Outcome({"p2p": measure(job, self)})
 
 
