@@ -53,7 +53,7 @@ def algorithm_bandwidth(size: int, seconds: float) -> float:
 
 
 def bus_bandwidth(operation: str, size: int, seconds: float, ranks: int) -> float:
-    """Return ``busbw = algbw * factor`` in bytes/s, the rate of the slowest link; raises KeyError where no data move."""
+    """Return ``busbw = algbw * factor`` in bytes/s, the rate of the slowest link; raises KeyError if no data move."""
     return algorithm_bandwidth(size, seconds) * FACTORS[operation].of(ranks)
 
 
