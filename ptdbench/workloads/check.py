@@ -162,7 +162,7 @@ class Check:
     def _until_sound(
         self, measure: Callable[[], Figures | None], read: Callable[[Figures], Rates[T]]
     ) -> tuple[Figures | None, dict[T, float], int]:
-        """Measure until nothing looks slow, or often enough; return the first figures, the slow ones and the attempts."""
+        """Measure until nothing looks slow, or often enough; return the first figures, what is slow, and attempts."""
         first, seen = measure(), []
         found, attempt = first, 1
         while found:
