@@ -10,8 +10,9 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import options  # noqa: E402
+import record_tables  # noqa: E402
 
-from ptdbench.records import describe, schema  # noqa: E402
+from ptdbench.records import schema  # noqa: E402
 
 project = "ptdbench"
 author = "ptdbench"
@@ -43,7 +44,7 @@ def _expand(app: Any, name: str, source: list[str]) -> None:
         for path in options.CONF.glob("**/*.yaml"):
             app.env.note_dependency(str(path))
     if "<!-- record -->" in source[0]:
-        source[0] = source[0].replace("<!-- record -->", describe.markdown())
+        source[0] = source[0].replace("<!-- record -->", record_tables.markdown())
         app.env.note_reread()
 
 

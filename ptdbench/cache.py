@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from hashlib import sha256
@@ -12,31 +11,19 @@ from typing import Any
 
 from platformdirs import user_cache_path
 
+from ptdbench.files import replace_bytes
+
 
 def user_cache() -> Path:
-    """The folder ``ptdbench`` in the user's cache folder: ``$XDG_CACHE_HOME`` or ``~/.cache`` on Linux."""
+    """Return the folder ``ptdbench`` in the user's cache folder: ``$XDG_CACHE_HOME`` or ``~/.cache`` on Linux."""
     return user_cache_path("ptdbench")
 
 
 def keep(kind: str, of: Mapping[str, Any], found: Mapping[str, Any]) -> Path:
-    """Store the latest measurement, atomically.
-
-    Args:
-        kind: The folder of such measurements.
-        of: All that it depends on, as JSON has it.
-        found: The measurement.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Store the latest measurement of a kind, with all that it depends on as JSON has it; raises OSError."""
     path = _path(kind, of)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # ranks of several hosts may write
-    try:
-        partial.write_text(json.dumps({**of, **found}, indent=1))
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    replace_bytes(path, json.dumps({**of, **found}, indent=1).encode(), durable=False)
     return path
 
 

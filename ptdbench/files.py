@@ -25,11 +25,7 @@ from typing import Any, BinaryIO
 
 
 def opened(path: Path) -> BinaryIO:
-    """A file, open for reading.
-
-    Raises:
-        OSError: It cannot be read, or is a folder, a pipe or a device, on which a reader might wait for ever.
-    """
+    """Open a file for reading; raises OSError also for a folder, a pipe or a device, on which a reader might wait."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer here
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
@@ -38,18 +34,13 @@ def opened(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file; raises as :func:`opened`."""
+    """Return the content of a file; raises as :func:`opened`."""
     with opened(path) as file:
         return file.read()
 
 
 def write_json(path: Path, value: object, durable: bool = True) -> None:
-    """Write strict JSON (see the module) atomically.
-
-    Args:
-        path: The file.
-        value: The content.
-        durable: Whether it must survive a crash of the machine, which takes a disk sync.
+    """Write strict JSON (see the module) atomically; if ``durable``, it survives a crash of the machine.
 
     Raises:
         OSError: It could not be written; its ``filename`` is ``path``.
@@ -58,7 +49,7 @@ def write_json(path: Path, value: object, durable: bool = True) -> None:
 
 
 def as_text(value: object) -> str:
-    """Strict JSON (see the module), an item a line."""
+    """Write strict JSON (see the module), an item a line."""
     return json.dumps(strict(value), indent=1, allow_nan=False)
 
 
@@ -82,11 +73,9 @@ def replace_bytes(path: Path, content: bytes, durable: bool = True) -> None:
 
 
 def strict(value: Any, not_finite: Callable[[float], object] = lambda _: None) -> Any:
-    """The same value in JSON types.
+    """Return the same value in JSON types.
 
-    Args:
-        value: Anything.
-        not_finite: What a number becomes that JSON has not; ``str`` for options, of which ``inf`` is not ``null``.
+    ``not_finite`` says what a number becomes that JSON has not; ``str`` for options, of which ``inf`` is not ``null``.
     """
     if isinstance(value, Mapping):
         return {str(key): strict(item, not_finite) for key, item in value.items()}
@@ -104,9 +93,7 @@ def strict(value: Any, not_finite: Callable[[float], object] = lambda _: None) -
 def appear(path: Path, fill: Callable[[Path, Path], None]) -> bool:
     """Create a directory together with its first files, atomically; of several callers one succeeds.
 
-    Args:
-        path: The directory; missing parents are made too.
-        fill: Called with a folder to write at least one file into, and ``path``, its final name.
+    Missing parents are made too. ``fill`` is called with a folder to write at least one file into, and ``path``.
 
     Returns:
         Whether this call created it; ``False`` if something of that name exists.
@@ -132,7 +119,7 @@ def appear(path: Path, fill: Callable[[Path, Path], None]) -> bool:
 
 
 def _renamed(folder: Path, path: Path) -> bool:
-    """Whether a folder could be renamed: this fails if another exists, as none is ever empty."""
+    """Return whether a folder could be renamed: this fails if another exists, as none is ever empty."""
     try:
         folder.rename(path)
     except OSError as error:
@@ -143,7 +130,7 @@ def _renamed(folder: Path, path: Path) -> bool:
 
 
 def first_foreign_entry(directory: Path, is_ours: Callable[[str], bool]) -> Path | None:
-    """The first entry of a directory, by name, that the program did not create: not a regular file of such a name.
+    """Return the first entry of a directory, by name, that the program did not create: no regular file of such a name.
 
     The path itself if it is not a directory but a file or a link.
 
@@ -158,7 +145,7 @@ def first_foreign_entry(directory: Path, is_ours: Callable[[str], bool]) -> Path
 
 
 def in_the_way(path: Path) -> FileExistsError:
-    """The error for a path that is occupied by something the program did not create."""
+    """Return the error for a path that is occupied by something the program did not create."""
     return FileExistsError(f"{path} was not created by ptdbench: move it elsewhere")
 
 

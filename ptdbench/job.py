@@ -25,15 +25,12 @@ if TYPE_CHECKING:
 class Workload(Protocol):
     """The type of ``workload=<name>``: an object that does the work of one rank.
 
-    Attributes:
-        trains: Whether it needs a model, data, an optimizer and a layout.
-
     A workload that does not train stores its results in the record's field of its own name, and has a static method
     ``show(found, width) -> str`` that formats them as plain text, ``width`` columns wide where figures allow. A class
     outside of ptdbench is asked at the end of its own run only: a report imports nothing that a record names.
     """
 
-    trains: bool
+    trains: bool  #: Whether it needs a model, data, an optimizer and a layout.
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
         """Raise ConfigError for ranks, devices or a backend that it does not support; nothing has started yet."""
@@ -46,30 +43,18 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's view of a run whose process group is initialized.
+    """One rank's view of a run whose process group is initialized."""
 
-    Attributes:
-        spec: The specification of the run.
-        world: This rank's position in the world.
-        peers: The description of every rank, in order.
-        store: A key-value store that the run's ranks share.
-        device: This rank's device.
-        directory: The run's directory.
-        watch: Stopwatch started when the run was ready to start.
-        watchdog: Notified of every step; ends a run that makes no progress.
-        display: Says what the run does; shows something on rank 0 only.
-        note: Adds fields to the run's record while it runs, so that they remain however it ends; called on rank 0.
-    """
-
-    spec: RunSpec
-    world: World
-    peers: Sequence[Peer]
-    store: dist.Store
-    device: torch.device
-    directory: Path
-    watch: Stopwatch
-    watchdog: Watchdog
-    display: Display = field(default_factory=Display)
+    spec: RunSpec  #: The specification of the run.
+    world: World  #: This rank's position in the world.
+    peers: Sequence[Peer]  #: The description of every rank, in order.
+    store: dist.Store  #: A key-value store that the run's ranks share.
+    device: torch.device  #: This rank's device.
+    directory: Path  #: The run's directory.
+    watch: Stopwatch  #: Stopwatch started when the run was ready to start.
+    watchdog: Watchdog  #: Notified of every step; ends a run that makes no progress.
+    display: Display = field(default_factory=Display)  #: Says what the run does; shows something on rank 0 only.
+    #: Adds fields to the run's record while it runs, so that they remain however it ends; called on rank 0.
     note: Callable[[Mapping[str, Any]], None] = lambda _: None
 
     @property
@@ -81,21 +66,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a workload.
+    """The result of a workload."""
 
-    Attributes:
-        fields: Fields to add to the record, on rank 0; the other ranks may have fewer.
-        stopped: Why the run ended early, such as ``SIGTERM after step 40 of 100``.
-        saved: Whether a run that ended early has saved a checkpoint.
-        error: An error that does not void the result, such as a loss that is not finite; the same on every rank, as
-            is ``stopped``: what comes next depends on them.
-        shown: Number of steps already written to TensorBoard.
-        log: What sends the run's curves to a logging service, on rank 0 of a run that has one.
-    """
-
-    fields: Mapping[str, Any]
+    fields: Mapping[str, Any]  #: Fields to add to the record, on rank 0; the other ranks may have fewer.
+    #: An error that does not void the result, such as a loss that is not finite; the same on every rank, as is
+    #: ``stopped``: what comes next depends on them.
     error: Exception | None = None
-    stopped: str | None = None
-    saved: bool = False
-    shown: int = 0
-    log: Log | None = None
+    stopped: str | None = None  #: Why the run ended early, such as ``SIGTERM after step 40 of 100``.
+    saved: bool = False  #: Whether a run that ended early has saved a checkpoint.
+    shown: int = 0  #: Number of steps already written to TensorBoard.
+    log: Log | None = None  #: What sends the run's curves to a logging service, on rank 0 of a run that has one.

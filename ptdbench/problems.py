@@ -47,12 +47,12 @@ class ConfigError(ValueError):
         super().__init__("\n".join(lines))
 
     def under(self, group: str) -> ConfigError:
-        """The same problems with the options named from the root: ``heads`` becomes ``model.heads``."""
+        """Return the same problems with the options named from the root: ``heads`` becomes ``model.heads``."""
         return ConfigError(replace(p, option=f"{group}.{p.option}") for p in self.problems)
 
 
 def said(error: BaseException) -> str:
-    """The message of an exception that may be of somebody else's class, whose ``__str__`` may itself raise."""
+    """Return the message of an exception of whatever class, whose ``__str__`` may itself raise."""
     try:
         return str(error)
     except Exception as another:
@@ -98,7 +98,7 @@ class ErrorCollector:
 
 
 def at_least(minimum: int, **options: object) -> list[Problem]:
-    """One problem for every option that is not a whole number of at least ``minimum``."""
+    """Find every option that is not a whole number of at least ``minimum``."""
     return [
         Problem(option, value, f"must be a whole number of at least {minimum}")
         for option, value in options.items()
@@ -107,22 +107,22 @@ def at_least(minimum: int, **options: object) -> list[Problem]:
 
 
 def try_these(values: Iterable[object]) -> str:
-    """``[4, 8]`` becomes ``"try 4, 8"``, and nothing becomes nothing."""
+    """Turn ``[4, 8]`` into ``"try 4, 8"``, and nothing into nothing."""
     text = ", ".join(str(value) for value in values)
     return f"try {text}" if text else ""
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
-    """The names in ``choices`` that a person who typed ``word``, in capitals or not, may have meant, best first."""
+    """Return the ``choices`` that a person who typed ``word``, in capitals or not, may have meant, best first."""
     by_lower = {choice.lower(): choice for choice in choices}
     return [by_lower[name] for name in difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=0.6)]
 
 
 def nearest_numbers(value: int, allowed: Sequence[int], count: int = 3) -> list[int]:
-    """The ``count`` numbers of ``allowed`` that lie closest to ``value``, in ascending order."""
+    """Return the ``count`` numbers of ``allowed`` that lie closest to ``value``, in ascending order."""
     return sorted(sorted(allowed, key=lambda number: abs(number - value))[:count])
 
 
 def as_typed(value: object) -> str:
-    """A value as it stands on the command line, where ``True`` is ``true`` and ``None`` is ``null``."""
+    """Write a value as it stands on the command line, where ``True`` is ``true`` and ``None`` is ``null``."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -73,22 +73,17 @@ def run(
             _run(directory, config, known, heading)
         finally:
             if sweep and is_first_rank(os.environ):
-                _add_result(sweep, directory)
+                written = store.load_record(directory)
+                if not record.is_open(written):
+                    store.append_result(sweep, written)
     except OSError as error:  # of the run itself only what it could not write comes here
         reason = f"{directory}: its record cannot be written: {error.strerror or error}"
         echo(f"{reason}; make room, and go on with {resume.command(sweep or directory)}", sys.stderr)
         raise SystemExit(1) from None
 
 
-def _add_result(sweep: Path, directory: Path) -> None:
-    """Add the record of a run that has ended to its sweep's results."""
-    written = store.load_record(directory)
-    if not record.is_open(written):
-        store.append_result(sweep, written)
-
-
 def _run(directory: Path, config: Config, known: Summary | None, heading: Heading | None) -> None:
-    """The story of a run, as the process that starts it lives it."""
+    """Carry out a run: its story, as the process that starts it lives it."""
     world = discover(os.environ)
     if world:
         settings.let_segments_grow(os.environ)
@@ -213,14 +208,7 @@ def _as_rank(
 def take_part(
     specified: Callable[[], RunSpec], world: World, attempt: Attempt, watch: Stopwatch, heading: Heading | None
 ) -> None:
-    """One rank's run.
-
-    Args:
-        specified: Says what is to be done.
-        world: This rank's place.
-        attempt: This start of the run.
-        watch: Runs since the run was ready to start.
-        heading: What rank 0 shows the run as.
+    """Carry out one rank's part of a run; rank 0 shows it under ``heading``.
 
     Raises:
         SystemExit: The run failed here; the reason lies in the run's directory.
@@ -252,7 +240,7 @@ def _specify(config: Config, world: World, watch: Stopwatch) -> RunSpec:
 
 
 def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, display: Display) -> None:
-    """The story of a run, as every rank lives it."""
+    """Do the work of a rank: the story of a run, as every rank lives it."""
     device = _prepared_device(spec, world)
     key = str(attempt.directory)
     own_store = rendezvous.own_store(key)
@@ -274,7 +262,7 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
 
 
 def _prepared_device(spec: RunSpec, world: World) -> torch.device:
-    """This rank's device, with the arithmetic that the run asks for and without what a run before has left there."""
+    """Return this rank's device, with the arithmetic that is asked for, and without what a run before has left."""
     device = spec.device(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -287,11 +275,7 @@ def _prepared_device(spec: RunSpec, world: World) -> torch.device:
 
 
 def _open_record(config: Config, attempt: Attempt) -> Attempt:
-    """Take the run's directory for this start of it, which knows then what it has written there.
-
-    Raises:
-        SystemExit: It belongs to a start that still goes on.
-    """
+    """Take the run's directory for this start of it; raises SystemExit if an earlier one still goes on."""
     owner = this_process(attempt.launch, os.environ)
     draft = record.begin(config.resolved, attempt.directory, environment("cpu"), owner=owner)
     try:

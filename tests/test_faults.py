@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import re
-import sys
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from ptdbench.measure import memory
 from tests import forked
 from tests.conftest import ROOT
 from tests.daily import cases
-from tests.programs import call
 
 pytestmark = pytest.mark.ranks
 
@@ -115,17 +113,6 @@ def test_the_other_runs_of_a_sweep_complete(tmp_path):
     assert done.returncode == 1  # not all were ok
     assert "Traceback" not in done.stdout + done.stderr
     assert "this one is on purpose" in done.stdout
-
-
-@pytest.mark.thorough
-def test_a_failing_rank_under_torchrun_is_recorded_too(tmp_path, environ):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    asked = (*FAULTY, "+model.how=raise", f"hydra.run.dir={tmp_path}/run")
-    done = call(*torchrun, ROOT / "train.py", *asked, cwd=ROOT, environ=environ)
-    assert done.returncode == 1
-    record = json.loads((tmp_path / "run" / "record.json").read_text())
-    assert (record["status"], record["error"]["rank"]) == ("failed", 1)
-    assert record["error"]["message"] == "this one is on purpose"
 
 
 def test_ranks_that_cannot_be_started_are_a_failed_run_and_the_next_one_goes_on(run, monkeypatch):

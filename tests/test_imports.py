@@ -31,7 +31,8 @@ ROOMS = """
     launch
     local_part
     virtual
-    files cache
+    cache
+    files
     terminal units
     problems
 """

@@ -18,7 +18,6 @@ import pytest
 from ptdbench.launch import cores
 from tests.conftest import ROOT, outputs, record_of
 from tests.daily import cases
-from tests.forked import train_py
 from tests.ports import free_port
 from tests.programs import until
 
@@ -171,11 +170,6 @@ class TestFailure:
         shown = " ".join(done.stdout.split())  # the line is as wide as the terminal, or wrapped
         assert "ddp: failed on rank 1: RuntimeError: this one is on purpose at faulty.py:" in shown
 
-    @pytest.mark.thorough
-    def test_mpirun(self, tmp_path, mpirun, environ):
-        command = [*mpirun, "-np", "2", *TRAIN, *FAULTY, "+model.rank=1"]
-        self.failed(alone(command, tmp_path, environ), tmp_path, 1)
-
 
 class TestSignals:
     """Whom a signal reached first is to blame, unless it reached all; whatever the launcher sends because of it."""
@@ -268,12 +262,3 @@ class TestRefused:
             "cluster.ranks_per_node=4: openmpi started 2 ranks on this node; try auto, 2",
             "cluster.nodes=2: openmpi started ranks on 1 node; try auto, 1",
         ]
-
-    def test_a_complete_set_of_variables_that_no_launcher_set(self, tmp_path, environ):
-        stale = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-        line = self.refused(train_py(*HELLO, cwd=tmp_path, environ={**environ, **stale}), tmp_path)
-        assert line == (
-            "RANK=1: with WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500 this is one rank of several, but no launcher "
-            "has left its mark: stale, or set by hand; unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT, or start the "
-            "ranks with torchrun"
-        )

@@ -35,12 +35,7 @@ _FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|manifest\.json|\.manif
 
 @dataclass(frozen=True)
 class Found:
-    """A complete checkpoint.
-
-    Attributes:
-        path: Its directory.
-        manifest: Its manifest.
-    """
+    """A complete checkpoint: its directory, and its manifest."""
 
     path: Path
     manifest: Manifest
@@ -48,15 +43,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Search:
-    """The result of a search for the newest checkpoint.
+    """The result of a search for the newest checkpoint."""
 
-    Attributes:
-        found: The newest complete one, if there is one.
-        warnings: For each newer one that was skipped, which file is broken and how.
-    """
-
-    found: Found | None
-    warnings: tuple[str, ...]
+    found: Found | None  #: The newest complete one, if there is one.
+    warnings: tuple[str, ...]  #: For each newer one that was skipped, which file is broken and how.
 
 
 def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Search:
@@ -81,33 +71,25 @@ def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Searc
 
 
 def latest_manifest(run_directory: Path) -> Manifest | None:
-    """The manifest of the newest checkpoint that seems complete; fast, as its files are not read."""
+    """Return the manifest of the newest checkpoint that seems complete; fast, as its files are not read."""
     whole = (path for path in _complete_by_name(run_directory) if _is_whole(path))
     return next((manifest.read(path) for path in whole), None)
 
 
 def partial(run_directory: Path, step: int) -> Path:
-    """The directory in which the checkpoint after ``step`` steps is written."""
+    """Return the directory in which the checkpoint after ``step`` steps is written."""
     return run_directory / FOLDER / f"{_name(step)}{_PARTIAL}"
 
 
 def begin(partial: Path) -> None:
-    """Create that directory, empty.
-
-    Raises:
-        OSError: It cannot be made, or holds something that the saver has not written.
-    """
+    """Create that directory, empty; raises OSError, also if it holds something that the saver has not written."""
     discard(partial)
     partial.mkdir(parents=True)
     _sync(partial.parent.parent)
 
 
 def discard(path: Path) -> None:
-    """Delete a directory without a final name, if it exists.
-
-    Raises:
-        OSError: It cannot be deleted, or holds something that the saver has not written.
-    """
+    """Delete a directory without a final name, if it exists; raises OSError, also if it holds something foreign."""
     if os.path.lexists(path):
         remove(path, _is_ours)
 
@@ -137,18 +119,14 @@ def prune(run_directory: Path, keep: int, best: int | None = None) -> None:
         OSError: One cannot be deleted.
     """
     whole = [path for path in _complete_by_name(run_directory) if _is_whole(path)]
-    for path in whole[keep:]:
-        if path.name != _name(best) and _holds_what_it_names(path):
+    for path in (path for path in whole[keep:] if path.name != _name(best)):
+        named = {*manifest.read(path).files, manifest.MANIFEST}
+        if not first_foreign_entry(path, lambda name, named=named: _is_ours(name) and name in named):
             remove(_set_aside(path), _is_ours)
 
 
 def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> bool:
-    """Replace some facts of the checkpoint after ``step`` steps; returns whether it exists.
-
-    Raises:
-        Broken: Its manifest is damaged.
-        OSError: It cannot be written.
-    """
+    """Replace some facts of the checkpoint after ``step`` steps; return whether it exists. Raises Broken or OSError."""
     path = run_directory / FOLDER / _name(step)
     if not path.exists():
         return False
@@ -158,11 +136,7 @@ def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> bool:
 
 
 def mark_best(run_directory: Path, step: int) -> None:
-    """Point the link ``checkpoints/best`` to the checkpoint after ``step`` steps, if it exists.
-
-    Raises:
-        OSError: It cannot be created, or its name is taken by something that is not a link to a checkpoint.
-    """
+    """Point the link ``checkpoints/best`` to a checkpoint, if it exists; raises OSError if the name is taken."""
     folder = run_directory / FOLDER
     if not (folder / _name(step)).exists():
         return
@@ -197,12 +171,12 @@ def _name(step: int | None) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether the saver uses that file name."""
+    """Return whether the saver uses that file name."""
     return bool(_FILE.fullmatch(name))
 
 
 def _left(run_directory: Path, suffix: str) -> list[Path]:
-    """Directories with that suffix that hold only files of the saver."""
+    """List directories with that suffix that hold only files of the saver."""
     named = sorted((run_directory / FOLDER).glob(f"step-*{suffix}"))
     return [
         path
@@ -212,7 +186,7 @@ def _left(run_directory: Path, suffix: str) -> list[Path]:
 
 
 def _complete_by_name(run_directory: Path) -> list[Path]:
-    """Directories with a final name, newest first."""
+    """List directories with a final name, newest first."""
     folder = run_directory / FOLDER
     steps = {path: _STEP.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir()}
     numbered = {path: int(found[1]) for path, found in steps.items() if found}
@@ -220,7 +194,7 @@ def _complete_by_name(run_directory: Path) -> list[Path]:
 
 
 def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | None]:
-    """The manifest of a checkpoint, or what is wrong with it, by this rank's share of the check."""
+    """Return the manifest of a checkpoint, or what is wrong with it, by this rank's share of the check."""
     try:
         found = manifest.read(path)
         manifest.check_sizes(path, found)
@@ -231,7 +205,7 @@ def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | N
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether all files exist and have their sizes; reading them all would take too long."""
+    """Return whether all files exist and have their sizes; reading them all would take too long."""
     try:
         manifest.check_sizes(path, manifest.read(path))
     except Broken:
@@ -239,18 +213,8 @@ def _is_whole(path: Path) -> bool:
     return True
 
 
-def _holds_what_it_names(path: Path) -> bool:
-    """Whether a complete checkpoint holds only files that its manifest names."""
-    named = {*manifest.read(path).files, manifest.MANIFEST}
-    return not first_foreign_entry(path, lambda name: _is_ours(name) and name in named)
-
-
 def _set_aside(path: Path) -> Path:
-    """Rename a checkpoint, so that it can be deleted.
-
-    Raises:
-        OSError: It holds something that the saver has not written, or so does what was set aside before.
-    """
+    """Rename a checkpoint, so that it can be deleted; raises OSError if it holds something foreign."""
     if other := first_foreign_entry(path, _is_ours):
         raise in_the_way(other)
     aside = path.with_name(path.name + _DELETED)

@@ -25,41 +25,26 @@ class Broken(Exception):
 
 
 class Stamp(Struct, frozen=True):
-    """The expected size and checksum of a file.
-
-    Attributes:
-        bytes: Its size.
-        sha256: Its checksum, in hexadecimal digits.
-    """
+    """The expected size of a file, and its checksum in hexadecimal digits."""
 
     bytes: Count
     sha256: str
 
 
 class Manifest(Struct, frozen=True):
-    """The description of a checkpoint.
+    """The description of a checkpoint."""
 
-    Attributes:
-        step: Number of optimizer steps done.
-        world_size: Ranks that wrote it.
-        model: The options of the model, for comparison.
-        facts: Other state for resuming; JSON, where a number that is not finite is ``null``.
-        files: Every other file of the checkpoint, by name.
-        torch: Version of torch that wrote it.
-        time: When it was written, in seconds since the epoch.
-    """
-
-    step: Count
-    world_size: Count
-    model: Mapping[str, Any]
-    facts: Mapping[str, Any]
-    files: Mapping[str, Stamp]
-    torch: str
-    time: float
+    step: Count  #: Number of optimizer steps done.
+    world_size: Count  #: Ranks that wrote it.
+    model: Mapping[str, Any]  #: The options of the model, for comparison.
+    facts: Mapping[str, Any]  #: Other state for resuming; JSON, where a number that is not finite is ``null``.
+    files: Mapping[str, Stamp]  #: Every other file of the checkpoint, by name.
+    torch: str  #: Version of torch that wrote it.
+    time: float  #: When it was written, in seconds since the epoch.
 
 
 class _Facts(Struct):
-    """What of the facts is read without a look at its type: a checksum says that nothing was changed since."""
+    """The facts that are read without a look at their types: a checksum says that nothing was changed since."""
 
     scaler: dict[str, Any] = {}
     segments: list[dict[str, Any]] = []
@@ -67,11 +52,7 @@ class _Facts(Struct):
 
 
 def stamp(path: Path) -> Stamp:
-    """Size and checksum of a file.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return size and checksum of a file; raises OSError."""
     digest, block = hashlib.sha256(), bytearray(_BLOCK)
     view, size = memoryview(block), 0
     with path.open("rb", buffering=0) as file:
@@ -94,11 +75,7 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 def read(directory: Path) -> Manifest:
-    """The manifest of the checkpoint in ``directory``.
-
-    Raises:
-        Broken: It is missing or damaged.
-    """
+    """Return the manifest of the checkpoint in ``directory``; raises Broken if it is missing or damaged."""
     try:
         body = json.loads((directory / MANIFEST).read_text())
         given = body.pop("sha256")
@@ -115,11 +92,7 @@ def read(directory: Path) -> Manifest:
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Check that every file exists and has its size.
-
-    Raises:
-        Broken: One is not.
-    """
+    """Raise Broken unless every file exists and has its size."""
     for name, wanted in manifest.files.items():
         if PurePath(name).name != name:
             raise Broken(f"{name} is not a file name")
@@ -132,11 +105,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
 
 
 def check_contents(directory: Path, manifest: Manifest, share: int, shares: int) -> None:
-    """Read one of ``shares`` parts of the files and compare their checksums.
-
-    Raises:
-        Broken: One differs.
-    """
+    """Raise Broken unless the checksums match, of one of ``shares`` parts of the files."""
     for name in sorted(manifest.files)[share::shares]:
         try:
             found = stamp(directory / name)

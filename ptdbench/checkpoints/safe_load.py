@@ -65,13 +65,10 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Fill ``tensors`` in place from the checkpoint in ``path``; called in all ranks of ``group``.
+    """Fill ``tensors`` in place from the checkpoint in ``path``; called in all ranks of ``group``, if there is one.
 
-    Args:
-        path: The checkpoint's directory.
-        tensors: By name, of the sizes that :func:`names` returns; a DTensor gets its shards, however it was saved.
-            Ranks may pass different names.
-        group: Ranks that load together, so that all fail if one does; ``None``: this process alone.
+    They have the sizes that :func:`names` returns; a DTensor gets its shards, however it was saved. Ranks may pass
+    different names, and all fail if one does.
 
     Raises:
         ConfigError: The checkpoint cannot be read, lacks a name, or would run code.
@@ -88,15 +85,15 @@ def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
                 no_dist=group is None,
             )
     except CheckpointException as failure:
-        raise _refusal(path, _explained(why(failure))) from None
+        reason = why(failure)
+        asked = re.search(r"GLOBAL (\S+)", reason)
+        if asked and "UnpicklingError" in reason:  # torch's own advice is to load unchecked
+            raise _refusal(path, f"would run code: a tensor's file asks for {asked[1]}") from None
+        raise _refusal(path, f"cannot be read: {reason.partition(chr(10))[0]}") from None
 
 
 def names(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Size and dtype of every tensor in the checkpoint in ``path``, by name.
-
-    Raises:
-        ConfigError: The checkpoint cannot be read, or would run code.
-    """
+    """Return size and dtype of every tensor by name; raises ConfigError if it cannot be read, or would run code."""
     items = _read_metadata(path).state_dict_metadata
     return {
         name: (item.size, item.properties.dtype)
@@ -106,7 +103,7 @@ def names(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def why(failure: CheckpointException) -> str:
-    """Every rank's error in one line. A wrapped exception that is not an error, such as a signal, is raised again."""
+    """Return every rank's error in one line; raise a wrapped exception again that is not an error, such as a signal."""
     errors = {rank: wrapped[0] for rank, wrapped in sorted(failure.failures.items())}
     for error in errors.values():
         if not isinstance(error, Exception):
@@ -170,14 +167,6 @@ def _check(read: Any) -> None:
             raise _Forbidden(f"{METADATA} points to a file outside of the checkpoint")
         if getattr(place, "transform_descriptors", None):
             raise _Forbidden(f"{METADATA} asks for a transformation of {place.relative_path}")
-
-
-def _explained(reason: str) -> str:
-    """The reason in one line, without torch's advice to load unchecked."""
-    asked = re.search(r"GLOBAL (\S+)", reason)
-    if asked and "UnpicklingError" in reason:
-        return f"would run code: a tensor's file asks for {asked[1]}"
-    return f"cannot be read: {reason.partition(chr(10))[0]}"
 
 
 def _refusal(path: Path, rule: str) -> ConfigError:

@@ -36,11 +36,7 @@ Part = tuple[str, tuple[int, ...]]
 
 
 class Shares:
-    """Selects the tensors that this rank saves, so that each is saved once and all ranks have about as many bytes.
-
-    Args:
-        group: All ranks, on the CPU.
-    """
+    """Selects the tensors that this rank saves, so that each is saved once and all ranks have about as many bytes."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -48,7 +44,7 @@ class Shares:
         self._names: set[str] = set()
 
     def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's share of ``tensors``; called in all ranks, each with all that it holds."""
+        """Return this rank's share of ``tensors``; called in all ranks, each with all that it holds."""
         held = _parts(tensors)
         if any(gathered_or_alone(held != self._held, self._group)):  # at the first save, and rarely later
             self._held = held
@@ -58,11 +54,7 @@ class Shares:
 
 
 def assign_shares(held: Sequence[Mapping[Part, int]]) -> list[set[Part]]:
-    """The parts that each rank saves.
-
-    Args:
-        held: The bytes of each part that a rank holds, by rank.
-    """
+    """Divide the parts that ranks hold, with their bytes, into those that each of them saves."""
     holders: dict[Part, list[int]] = {}
     for rank, parts in enumerate(held):
         for part in parts:
@@ -81,7 +73,7 @@ def assign_shares(held: Sequence[Mapping[Part, int]]) -> list[set[Part]]:
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> dict[Part, int]:
-    """The bytes of each part in ``tensors``, in the parts that torch writes."""
+    """Return the bytes of each part in ``tensors``, in the parts that torch writes."""
     items = create_default_local_save_plan(dict(tensors), is_coordinator=False).items
     return {(item.index.fqn, tuple(item.index.offset or ())): item.tensor_storage_size() or 0 for item in items}
 
@@ -163,7 +155,7 @@ def _unpin(address: int, _: mmap.mmap) -> None:
 
 
 def _placed(tensor: Tensor, memory: mmap.mmap, start: int) -> Tensor:
-    """A tensor like ``tensor`` on the CPU, in ``memory`` from byte ``start``."""
+    """Make a tensor like ``tensor`` on the CPU, in ``memory`` from byte ``start``."""
     local = local_part(tensor)
     like = torch.empty_like(local, device="meta")  # its strides leave no gaps
     count = local.numel()
@@ -178,7 +170,7 @@ def _placed(tensor: Tensor, memory: mmap.mmap, start: int) -> Tensor:
 
 
 def _shape(tensor: Tensor) -> object:
-    """What must be equal for memory to be reused for another tensor."""
+    """Return what must be equal for memory to be reused for another tensor."""
     spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     return tensor.size(), tensor.stride(), tensor.dtype, spread
 
@@ -240,29 +232,28 @@ class Saver:
         """Save the current values of ``tensors``; called in all ranks, between two steps.
 
         Waits for the previous save. Ranks may pass different tensors; tensors of the same name must be equal, and are
-        written once, each by one of the ranks that have it: nothing else is copied.
-
-        Args:
-            step: Number of optimizer steps done.
-            tensors: By name, as :func:`ptdbench.checkpoints.state.collect` returns them.
-            model: The options of the model.
-            facts: JSON; those of rank 0 are saved. A function is called at once, on rank 0 only.
+        written once, each by one of the ranks that have it: nothing else is copied. The facts, in JSON, are those of
+        rank 0, where a function is called at once.
         """
         started = time.perf_counter()
         self.wait()
-        prepared = _tried(lambda: (self._staged(self._shares.select(tensors)), self._facts(facts)))
+
+        def prepare() -> Prepared:
+            mine = self._shares.select(tensors)
+            copies = self._staging(mine) if self._staging else lambda: mine
+            if self._rank > 0:
+                return copies, {}
+            return copies, facts() if callable(facts) else facts
+
+        prepared = _tried(prepare)
         self._begin(lambda: self._save(step, prepared, model))
         self.stall_seconds.append(time.perf_counter() - started)
 
     def judged(self, step: int, facts: Facts, is_best: bool) -> None:
-        """Add what was found out about saved weights to their checkpoint; called in all ranks, between two steps.
+        """Add facts, in JSON, about saved weights to their checkpoint; called in all ranks, between two steps.
 
-        Nothing happens where their save has failed.
-
-        Args:
-            step: That of the last save, which may go on.
-            facts: JSON; those of rank 0 replace the earlier ones of the same names.
-            is_best: Whether it replaces the best one.
+        Those of rank 0 replace the earlier ones of the same names. ``step`` is that of the last save, which may go on;
+        nothing happens where it has failed.
         """
         self._begin(lambda: self._judge(step, facts, is_best))
 
@@ -279,16 +270,8 @@ class Saver:
             self._staging.close()
         dist.destroy_process_group(self.group)
 
-    def _staged(self, tensors: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
-        return self._staging(tensors) if self._staging else lambda: tensors
-
-    def _facts(self, facts: Facts | Callable[[], Facts]) -> Facts:
-        if self._rank > 0:
-            return {}
-        return facts() if callable(facts) else facts
-
     def _begin(self, task: Callable[[], None]) -> None:
-        """Do something when what was begun before is done: aside, or at once."""
+        """Begin a task when what was begun before is done: aside, or at once."""
         if self._staging is None:
             task()
             return
@@ -325,12 +308,16 @@ class Saver:
 
     def _mark_and_prune(self, step: int) -> None:
         """Mark the best checkpoint, and prune older ones."""
-        self._tidy(step, "the best checkpoint could not be marked", self._mark_best)
-        self._tidy(
-            step,
-            "older checkpoints could not be deleted",
-            lambda: checkpoint_dir.prune(self._run_directory, self._keep, self.best),
-        )
+
+        def mark() -> None:
+            if self.best is not None:
+                checkpoint_dir.mark_best(self._run_directory, self.best)
+
+        def prune() -> None:
+            checkpoint_dir.prune(self._run_directory, self._keep, self.best)
+
+        self._tidy(step, "the best checkpoint could not be marked", mark)
+        self._tidy(step, "older checkpoints could not be deleted", prune)
 
     def _tidy(self, step: int, fault: str, task: Callable[[], object]) -> None:
         try:
@@ -338,16 +325,8 @@ class Saver:
         except Exception as error:
             self.problems.append(f"step {step}: saved, but {fault}: {error}")
 
-    def _mark_best(self) -> None:
-        if self.best is not None:
-            checkpoint_dir.mark_best(self._run_directory, self.best)
-
     def _write(self, step: int, prepared: Future[Prepared], model: Mapping[str, Any]) -> None:
-        """Write a complete checkpoint; if one rank fails all do, and nothing is left.
-
-        Raises:
-            _Failed: In all ranks.
-        """
+        """Write a complete checkpoint; if one rank fails all raise _Failed, and nothing is left."""
         tensors, facts = self._together(lambda: _copied(prepared.result()))
         partial = checkpoint_dir.partial(self._run_directory, step)
         try:
@@ -357,7 +336,12 @@ class Saver:
             for of_rank in gathered_or_alone(self._together(lambda: _stamps(partial, self._rank)), self.group):
                 files |= of_rank
             written = Manifest(step, self._world_size, model, facts, files, torch.__version__, time.time())
-            self._on_rank_0(lambda: _finish(partial, written))
+
+            def finish() -> None:
+                manifest.write(partial, written)
+                checkpoint_dir.publish(partial)
+
+            self._on_rank_0(finish)
         except _Failed:  # no rank is writing any more
             if self._rank == 0:
                 with suppress(OSError):  # the next start retries
@@ -368,14 +352,11 @@ class Saver:
         self._together(task if self._rank == 0 else lambda: None)
 
     def _together(self, task: Callable[[], T]) -> T:
-        """Run ``task`` in all ranks and return this rank's result.
-
-        Raises:
-            _Failed: It failed in one, or in several; in all ranks.
-        """
+        """Run ``task`` in all ranks and return this rank's result; if it fails in one, all raise _Failed."""
         done = _tried(task)
         error = done.exception()
-        mine = _told(self._rank, error) if error else None
+        mine = f"rank {self._rank}: {type(error).__name__}: {error}" if error else None
+        mine = str(error) if isinstance(error, _Failed) else mine  # which names the ranks
         faults = dict.fromkeys(fault for fault in gathered_or_alone(mine, self.group) if fault)
         if faults:
             raise _Failed("; ".join(faults))
@@ -387,7 +368,7 @@ class _Failed(Exception):
 
 
 def _tried(task: Callable[[], T]) -> Future[T]:
-    """The result of ``task`` or its error, as a future."""
+    """Return the result of ``task`` or its error, as a future."""
     done: Future[T] = Future()
     try:
         done.set_result(task())
@@ -396,21 +377,13 @@ def _tried(task: Callable[[], T]) -> Future[T]:
     return done
 
 
-def _told(rank: int, error: BaseException) -> str:
-    return str(error) if isinstance(error, _Failed) else f"rank {rank}: {type(error).__name__}: {error}"
-
-
 def _copied(prepared: Prepared) -> tuple[dict[str, Tensor], Facts]:
     copies, facts = prepared
     return copies(), facts
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Write this rank's file and, on rank 0, the metadata, and sync them to disk.
-
-    Raises:
-        _Failed: It failed in one of them.
-    """
+    """Write this rank's file and, on rank 0, the metadata, and sync them; raises _Failed if one of them fails."""
     # Nothing is copied ahead: the tensors are on the CPU, or the caller waits for each anyhow.
     writer = dcp.FileSystemWriter(directory, sync_files=True, single_file_per_rank=True, per_thread_copy_ahead=0)
     planner = DefaultSavePlanner(flatten_state_dict=False)
@@ -421,15 +394,10 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.Proc
 
 
 def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:
-    """Sizes and checksums of the files that ``rank`` wrote."""
+    """Stamp the files that ``rank`` wrote."""
     mine = [path for path in directory.iterdir() if path.name.startswith(f"__{rank}_")]
     mine += [directory / safe_load.METADATA] if rank == 0 else []
     return {path.name: manifest.stamp(path) for path in mine}
-
-
-def _finish(partial: Path, written: Manifest) -> None:
-    manifest.write(partial, written)
-    checkpoint_dir.publish(partial)
 
 
 def _stand_back() -> None:

@@ -110,8 +110,9 @@ def restore(
 
 
 def _trained(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, with_buffers: bool) -> dict[str, Tensor]:
-    """Weights, buffers and optimizer state, by name; detached tensors that share memory with the run."""
-    found = dict(_buffers(module)) if with_buffers else {}
+    """Return weights, buffers and optimizer state, by name; detached tensors that share memory with the run."""
+    persistent = module.state_dict().keys() if with_buffers else ()
+    found = {f"model.{name}": buffer for name, buffer in module.named_buffers() if name in persistent}
     for name, weight in _weights(module, tied):
         if f"model.{name}" in found:  # the second copy on this rank
             continue
@@ -140,11 +141,6 @@ def _copy_to_second(module: nn.Module, optimizer: torch.optim.Optimizer, tied: T
         for key, value in optimizer.state.get(one, {}).items():
             if isinstance(value, Tensor):
                 optimizer.state[other][key].copy_(value)
-
-
-def _buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    persistent = module.state_dict().keys()
-    return ((f"model.{name}", buffer) for name, buffer in module.named_buffers() if name in persistent)
 
 
 def _make_state(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, stored: Mapping[str, object]) -> None:
@@ -195,7 +191,7 @@ def _described(items: Mapping[str, tuple[torch.Size, torch.dtype]], name: str) -
 def _of_rank(
     stored: Mapping[str, tuple[torch.Size, torch.dtype]], rank: int, world_size: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Empty tensors for the states of this rank's random generators, and what else only it had, in the checkpoint."""
+    """Make empty tensors for this rank's random generators, and what else only it had, in the checkpoint."""
     if sum(name.startswith("rng.cpu.") for name in stored) != world_size:
         return {}
     kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ptdbench.data import augment
-from ptdbench.data.protocol import Data, HeldOut
+from ptdbench.data.protocol import HeldOut, Images, require_within
 from ptdbench.data.sampling import Epochs
 from ptdbench.problems import Problem, try_these
 
@@ -32,32 +32,22 @@ class Labeled(NamedTuple):
         return found.hexdigest()
 
 
-class ImageArrays(Data):
+class ImageArrays(Images):
     """A stream of images held in memory by every rank, reshuffled in every epoch, randomly shifted and mirrored.
 
     A subclass defines :meth:`read` and the attributes below.
     """
 
-    tokens_per_sample = None
-
     #: Of the red, green and blue of the training images, where white is 1.
     mean: ClassVar[Sequence[float]]
     #: Standard deviation of each, in the same unit.
     std: ClassVar[Sequence[float]]
-    #: Height and width in pixels.
-    image_size: ClassVar[int]
+
     #: How many different labels there are.
     classes: ClassVar[int]
 
     def __init__(self, *, seed: int, padding: int, flip: bool, channels_last: bool) -> None:
-        """Set options that the subclass has checked.
-
-        Args:
-            seed: Decides the order of the images and what is done to each.
-            padding: By how many pixels an image is shifted at most.
-            flip: Whether about half of the images are mirrored.
-            channels_last: The memory format of the samples: ``torch.channels_last``, or else contiguous.
-        """
+        """Set options that the subclass has checked: ``padding`` is the greatest shift of an image in pixels."""
         self.seed = seed
         self.padding = padding
         self.flip = flip
@@ -65,7 +55,7 @@ class ImageArrays(Data):
 
     @abstractmethod
     def read(self, *, held_out: bool) -> Labeled:
-        """The images to be trained on, or those that are kept from it, which may be none."""
+        """Return the images to be trained on, or those that are kept from it, which may be none."""
 
     @property
     def held_out(self) -> HeldOut | None:
@@ -73,24 +63,19 @@ class ImageArrays(Data):
         return HeldOutArrays(self, self._held_out) if len(self._held_out.labels) else None
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``."""
+        """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``."""
         chosen = self._epochs.indices(start, stop)
         images = augment.shifted(
             self._training.images[chosen], seed=self.seed, start=start, padding=self.padding, flip=self.flip
         )
         return self.normalized(images), torch.from_numpy(self._training.labels[chosen])
 
-    def example(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """One image, float32 of shape ``(1, 3, H, W)``, and its int64 label ``(1,)`` on the meta device."""
-        image = augment.empty(self.image_size, channels_last=self.channels_last)
-        return image, torch.empty(1, dtype=torch.int64, device="meta")
-
     def normalized(self, images: augment.Pixels) -> torch.Tensor:
-        """Bytes of shape ``(B, H, W, 3)`` as the model takes them: float32 of shape ``(B, 3, H, W)``."""
+        """Turn bytes of shape ``(B, H, W, 3)`` into what the model takes: float32 of shape ``(B, 3, H, W)``."""
         return augment.normalized(images, self.mean, self.std, channels_last=self.channels_last)
 
     def suiting(self, *, classes: int, image_size: int) -> list[Problem]:
-        """Problems of a model with this number of classes and image size.
+        """Return the problems of a model with this number of classes and image size.
 
         It might run without an error, but its loss would have classes that never occur, and its FLOPs would be
         counted for other images.
@@ -126,16 +111,15 @@ class HeldOutArrays(HeldOut):
         self._part = part
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(self._part.labels)
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
+        """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
 
         Raises:
             IndexError: If there are not as many.
         """
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"samples {start} to {stop} of {len(self)}")
+        require_within(start, stop, self)
         labels = torch.from_numpy(self._part.labels[start:stop].copy())
         return self._data.normalized(self._part.images[start:stop]), labels

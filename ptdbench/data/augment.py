@@ -19,20 +19,13 @@ Pixels = npt.NDArray[np.uint8]  # shape (B, H, W, 3)
 
 
 def shifted(images: Pixels, *, seed: int, start: int, padding: int, flip: bool) -> Pixels:
-    """Move each image by up to ``padding`` pixels in both directions, and mirror half of them if asked to.
+    """Move each image by up to ``padding`` pixels in both directions, and ``flip`` about half of them.
 
     This is a random crop, of the image's own size, from the image padded with black. It depends only on the seed and
-    the image's number in the stream, not on the batch.
-
-    Args:
-        images: uint8 of shape ``(B, H, W, 3)``: samples ``start`` to ``start + B - 1`` of a stream.
-        seed: Decides what happens to which sample.
-        start: Number of the first sample.
-        padding: Width of the border in pixels; 0 leaves the images where they are.
-        flip: Whether to exchange left and right in about half of the images.
+    the image's number in the stream, which begins with ``start``, not on the batch.
 
     Returns:
-        New images of the same shape.
+        New images, uint8 of shape ``(B, H, W, 3)`` as those given.
     """
     count, height, width, _ = images.shape
     chance = draws(seed, start, start + count)
@@ -49,16 +42,10 @@ def shifted(images: Pixels, *, seed: int, start: int, padding: int, flip: bool) 
 def normalized(
     images: Pixels, mean: Sequence[float], std: Sequence[float], *, channels_last: bool = True
 ) -> torch.Tensor:
-    """Turn bytes into the numbers that a model takes: ``(x / 255 - mean) / std``.
-
-    Args:
-        images: uint8 of shape ``(B, H, W, 3)``.
-        mean: Of each channel, where white is 1.
-        std: Standard deviation of each channel, in the same unit.
-        channels_last: Return ``torch.channels_last``, which is fastest for convolutions and free here; else contiguous.
+    """Turn bytes into the numbers that a model takes: ``(x / 255 - mean) / std`` by channel, where white is 1.
 
     Returns:
-        float32 of shape ``(B, 3, H, W)``.
+        float32 of shape ``(B, 3, H, W)``; ``torch.channels_last`` is fastest for convolutions and free here.
     """
     count, height, width, channels = images.shape
     mean_, std_ = torch.tensor(mean), torch.tensor(std)
@@ -67,12 +54,6 @@ def normalized(
     rows.mul_((1 / (255 * std_)).repeat(width)).sub_((mean_ / std_).repeat(width))
     result = rows.view(count, height, width, channels).permute(0, 3, 1, 2)
     return result if channels_last else result.contiguous()
-
-
-def empty(image_size: int, *, channels_last: bool) -> torch.Tensor:
-    """The result of :func:`normalized` for one square image, on the meta device."""
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    return torch.empty(1, 3, image_size, image_size, dtype=torch.float32, device="meta", memory_format=layout)
 
 
 def _crops(images: Pixels, top: npt.NDArray[np.intp], left: npt.NDArray[np.intp], padding: int) -> Pixels:

@@ -18,7 +18,8 @@ from ptdbench.problems import ConfigError, Problem, at_least, require
 class Cifar10(ImageArrays):
     """The data set of Krizhevsky, "Learning Multiple Layers of Features from Tiny Images" (2009).
 
-    Its 50,000 training images are shifted and mirrored at random; its 10,000 test images are held out. Its files are
+    Its 50,000 training images are shifted and mirrored at random; its 10,000 test images are held out. The root holds
+    ``cifar-10-batches-py``, or the archive ``cifar-10-python.tar.gz``, which is then unpacked there. Its files are
     pickles, which can run code when read: they are read only after their checksums are verified.
     """
 
@@ -41,21 +42,9 @@ class Cifar10(ImageArrays):
         classes: int = 10,
         image_size: int = 32,
     ) -> None:
-        """Check the options; nothing is read, and nothing downloaded before :meth:`prepare`.
+        """Check the options of ``conf/data/cifar10.yaml``; raises a ConfigError with every invalid one.
 
-        Args:
-            seed: Decides the order of the images and what is done to each.
-            root: The folder of ``cifar-10-batches-py``, or of the archive ``cifar-10-python.tar.gz``, which is then
-                unpacked there. ``None`` for ``cifar-10`` below ptdbench's folder in the user's cache.
-            download: Download the archive where neither is complete.
-            padding: By how many pixels an image is shifted at most.
-            flip: Whether about half of the images are mirrored.
-            channels_last: The memory format of the samples: ``torch.channels_last``, or else contiguous.
-            classes: The model's number of classes.
-            image_size: Height and width, in pixels, of the images that the model is made for.
-
-        Raises:
-            ConfigError: With every invalid option.
+        Nothing is read, and nothing downloaded before :meth:`prepare`.
         """
         require(
             *at_least(0, seed=seed, padding=padding),
@@ -67,7 +56,7 @@ class Cifar10(ImageArrays):
         self.download = download
 
     def reader(self) -> Any:
-        """The class that reads the files and knows their checksums: ``torchvision.datasets.CIFAR10``."""
+        """Return what reads the files and knows their checksums: ``torchvision.datasets.CIFAR10``."""
         from torchvision.datasets import CIFAR10
 
         return CIFAR10
@@ -106,11 +95,7 @@ class Cifar10(ImageArrays):
             raise ConfigError([Problem("root", self.root, rule, remedy)]) from error
 
     def read(self, *, held_out: bool) -> Labeled:
-        """The images to be trained on, or those that are kept from it.
-
-        Raises:
-            ConfigError: If files are missing or were changed.
-        """
+        """Return one part of the images; raises ConfigError if files are missing or were changed."""
         try:
             found = self.reader()(self.root, train=not held_out)
         except RuntimeError as error:  # before it reads a file whose checksum is another
@@ -119,7 +104,7 @@ class Cifar10(ImageArrays):
         return Labeled(np.ascontiguousarray(found.data), np.array(found.targets, np.int64))
 
     def _files(self) -> list[tuple[str, str]]:
-        """Name and MD5 of each file that is read."""
+        """Return name and MD5 of each file that is read."""
         reader = self.reader()
         return [*reader.train_list, *reader.test_list, (reader.meta["filename"], reader.meta["md5"])]
 
@@ -131,7 +116,7 @@ class Cifar10(ImageArrays):
 
 
 def _must_be_folder(root: str | None) -> Problem | None:
-    """What is wrong with a root from which nothing else is asked than to hold the data."""
+    """Return what is wrong with a root from which nothing else is asked than to hold the data."""
     remedy = "give data.root=FOLDER with cifar-10-python.tar.gz or cifar-10-batches-py in it, or data.download=true"
     if root is None:
         return Problem("root", root, "must name the folder of CIFAR-10", remedy)

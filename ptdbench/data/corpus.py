@@ -76,7 +76,7 @@ class Part:
     stop: int = _PLACES
 
     def __iter__(self) -> Iterator[Document]:
-        """The documents in the order of their files and lines."""
+        """Yield the documents in the order of their files and lines."""
         everything = self.start == 0 and self.stop == _PLACES  # then no name needs hashing
         for document in _documents(self.files):
             if everything or self.start <= document.place < self.stop:
@@ -84,35 +84,27 @@ class Part:
 
 
 def standard_library() -> list[File]:
-    """The Python sources of the standard library that runs this program; none if only bytecode is there."""
+    """List the Python sources of the standard library that runs this program; none if only bytecode is there."""
     root = Path(sysconfig.get_path("stdlib")).resolve()
     return _files(root, _walk(root, without=_NOT_THE_LIBRARY, suffix=".py"))
 
 
 def files_at(root: Path) -> list[File]:
-    """The file ``root``, or the files in and below the folder ``root`` that are neither hidden nor empty.
-
-    Raises:
-        OSError: If ``root`` or a folder below it cannot be listed.
-    """
+    """List the file ``root``, or those in and below the folder that are neither hidden nor empty; raises OSError."""
     return _files(root, _walk(root)) if root.is_dir() else _files(root.parent, [root])
 
 
 def identity(files: Iterable[File]) -> str:
-    """A digest that changes with the path, size or modification time of any file, or their order."""
+    """Return a digest that changes with the path, size or modification time of any file, or their order."""
     listing = [(str(file.path), file.size, file.modified) for file in files]
     return hashlib.sha256(json.dumps(listing).encode()).hexdigest()
 
 
 def split(files: Sequence[File], share: float) -> tuple[Part, Part]:
-    """The training part and the held-out part, about ``share`` of the documents and at least one.
+    """Divide files of at least two documents: training, and held out about ``share`` of them and at least one.
 
     The assignment depends on a document's name alone, so that it does not change when others are added or removed.
-    Only if the share amounts to no document, or to all, is one document reassigned depending on the others.
-
-    Args:
-        files: Of at least two documents.
-        share: Above 0 and below 1.
+    Only if the share, above 0 and below 1, amounts to no document, or to all, is one reassigned by what the others are.
 
     Raises:
         ConfigError: If there are fewer documents; the option is ``held_out``.
@@ -128,7 +120,7 @@ def split(files: Sequence[File], share: float) -> tuple[Part, Part]:
 
 
 def blocks(documents: Iterable[Document]) -> Iterator[Block]:
-    """The text of all documents in order; a document without text has no block.
+    """Yield the text of all documents in order; a document without text has no block.
 
     Raises:
         OSError: If a file cannot be read.
@@ -147,11 +139,7 @@ def blocks(documents: Iterable[Document]) -> Iterator[Block]:
 
 
 def byte_tokens(documents: Iterable[Document]) -> Iterator[Piece]:
-    """The bytes of all documents in order, each document ended by :data:`SEPARATOR`, in uint8 pieces.
-
-    Raises:
-        OSError, Malformed: As :func:`blocks`.
-    """
+    """Yield the bytes of all documents, each ended by :data:`SEPARATOR`, in uint8 pieces; raises as :func:`blocks`."""
     for block in blocks(documents):
         text = block.text + SEPARATOR if block.is_last else block.text
         yield Piece(np.frombuffer(text, np.uint8), len(text))
@@ -160,16 +148,13 @@ def byte_tokens(documents: Iterable[Document]) -> Iterator[Piece]:
 def _documents(files: Iterable[File]) -> Iterator[Document]:
     for file in files:
         if file.path.suffix.lower() == ".jsonl":
-            yield from _lines(file)
+            with file.path.open("rb") as stream:
+                for number, line in enumerate(stream, 1):
+                    if line.strip():
+                        text = partial(_read_line, file.path, number, line)
+                        yield Document(f"{file.name}:{number}", len(line), text)
         else:
             yield Document(file.name, file.size, partial(_read_file, file.path))
-
-
-def _lines(file: File) -> Iterator[Document]:
-    with file.path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                yield Document(f"{file.name}:{number}", len(line), partial(_read_line, file.path, number, line))
 
 
 def _read_file(path: Path) -> Iterator[bytes]:
@@ -186,7 +171,7 @@ def _read_line(path: Path, number: int, line: bytes) -> Iterator[bytes]:
 
 
 def _cut(stream: BinaryIO) -> Iterator[bytes]:
-    """What the stream holds in blocks of at most :data:`_BLOCK_BYTES`, none of them empty."""
+    """Cut what the stream holds into blocks of at most :data:`_BLOCK_BYTES`, none of them empty."""
     rest = b""
     while read := stream.read(_BLOCK_BYTES - len(rest)):
         block = rest + read
@@ -198,7 +183,7 @@ def _cut(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _good_end(block: bytes) -> int:
-    """Where to end a block: after its last line, or where it has no line's end, not within a character of UTF-8."""
+    """Return where to end a block: after its last line; where it has none, not within a character of UTF-8."""
     if after_line := block.rfind(b"\n") + 1:
         return after_line
     last = next((at for at in range(len(block) - 1, max(len(block) - 5, 0), -1) if block[at] & 0xC0 != 0x80), 0)
@@ -206,7 +191,7 @@ def _good_end(block: bytes) -> int:
 
 
 def _files(root: Path, paths: Iterable[Path]) -> list[File]:
-    """The non-empty files among ``paths``, in an order that does not depend on the file system."""
+    """List the non-empty files among ``paths``, in an order that does not depend on the file system."""
     found = []
     for path in paths:
         if path.is_file():  # no broken link, and no pipe, which would be read for ever
@@ -216,12 +201,12 @@ def _files(root: Path, paths: Iterable[Path]) -> list[File]:
 
 
 def _walk(root: Path, without: frozenset[str] = frozenset(), suffix: str = "") -> Iterator[Path]:
-    """Every file of that suffix in and below ``root``, except hidden ones and those in folders named ``without``."""
+    """Yield every file of that suffix in and below ``root``, except hidden ones and those in folders ``without``."""
     for folder, folders, names in os.walk(root, onerror=_reraise):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
         yield from (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith("."))
 
 
 def _reraise(error: OSError) -> None:
-    """For ``os.walk``, which otherwise skips folders that it cannot list."""
+    """Raise what ``os.walk`` otherwise skips: folders that it cannot list."""
     raise error

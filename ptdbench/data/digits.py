@@ -18,7 +18,8 @@ class Digits(ImageArrays):
     """The 1,797 digits of ``sklearn.datasets.load_digits``, 8x8 pixels in 17 shades of gray, each in three channels.
 
     They are the test part of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998, UCI Machine
-    Learning Repository). A share of each digit is held out, the same one whatever the run's seed is.
+    Learning Repository). A share of each digit is held out, the same one whatever the run's seed is: none, or 10 to
+    1787 images, so that every digit is in both parts. Images are shifted, but never mirrored, which makes another sign.
     """
 
     # Of all 1,797 images.
@@ -37,19 +38,7 @@ class Digits(ImageArrays):
         classes: int = 10,
         image_size: int = 8,
     ) -> None:
-        """Check the options; the images are read when they are needed.
-
-        Args:
-            seed: Decides the order of the images and how each is shifted.
-            held_out: How many images are kept from training: 0, or 10 to 1787, so that every digit is in both parts.
-            shift: By how many pixels an image is moved at most. It is never mirrored, which makes another sign.
-            channels_last: The memory format of the samples: ``torch.channels_last``, or else contiguous.
-            classes: The model's number of classes.
-            image_size: Height and width, in pixels, of the images that the model is made for.
-
-        Raises:
-            ConfigError: With every invalid option.
-        """
+        """Check the options of ``conf/data/digits.yaml``; raises a ConfigError with every invalid one."""
         require(
             *at_least(0, seed=seed, shift=shift),
             _must_leave_all_digits(held_out),
@@ -63,32 +52,22 @@ class Digits(ImageArrays):
         """A digest of all images and labels, in training and held out."""
         return hashlib.sha256("".join(part.digest() for part in self._parts).encode()).hexdigest()
 
-    def prepare(self) -> None:
-        """Nothing is needed: every process reads the images in a fraction of a second."""
-
     def read(self, *, held_out: bool) -> Labeled:
-        """The images to be trained on, or those that are kept from it."""
+        """Return the images to be trained on, or those that are kept from it."""
         return self._parts[held_out]
 
     @cached_property
     def _parts(self) -> tuple[Labeled, Labeled]:
         from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
 
         digits = load_digits()
         grey = np.rint(digits.images * (255 / _WHITE)).astype(np.uint8)
         images, labels = grey[..., np.newaxis].repeat(3, axis=-1), digits.target.astype(np.int64)
-        training, held_out = self._split(labels)
+        training, held_out = np.arange(len(labels)), np.arange(0)
+        if self._count:  # divided in the same way for every seed of a run
+            training, held_out = train_test_split(training, test_size=self._count, random_state=0, stratify=labels)
         return Labeled(images[training], labels[training]), Labeled(images[held_out], labels[held_out])
-
-    def _split(self, labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which images are trained on, and which are not: the same for every seed of a run."""
-        from sklearn.model_selection import train_test_split
-
-        every = np.arange(len(labels))
-        if self._count == 0:
-            return every, every[:0]
-        training, held_out = train_test_split(every, test_size=self._count, random_state=0, stratify=labels)
-        return training, held_out
 
 
 def _must_leave_all_digits(held_out: int) -> Problem | None:

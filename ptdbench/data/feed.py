@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import util
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,11 +51,11 @@ class Feed:
         self._batches = _Batches(data, rows)
         self._workers = data.workers
         self._device = device
-        self._ahead: _Ahead | None = None
+        self._ahead: _Workers | _Thread | None = None
         self._next = 0
 
     def __call__(self, step: int) -> Batch:
-        """Inputs and targets of a step, on the device; to be called in the order of steps."""
+        """Return inputs and targets of a step, on the device; to be called in the order of steps."""
         started = time.perf_counter()
         batch = self._next_batch(step)
         self.wait_seconds.append(time.perf_counter() - started)
@@ -66,7 +66,7 @@ class Feed:
         self.wait_seconds.clear()
 
     def peek(self, step: int) -> Batch:
-        """The batch of a step, on the device, without advancing or timing."""
+        """Return the batch of a step, on the device, without advancing or timing."""
         return self._moved(self._batches[step])
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class Feed:
 
 
 def _belong_to_the_rank(_: int) -> None:
-    """In a worker: ignore signals, which its rank handles, and die silently with the rank.
+    """Ignore signals in a worker, which its rank handles, and die silently with the rank.
 
     torchrun and SLURM signal all processes of a job, and a worker that ended would also end its rank, which may be
     about to save. Garbage of the rank is left alone: a TCPStore among it would join a thread that a fork does not have,
@@ -118,16 +118,6 @@ class _Batches(Dataset[Batch]):
 
     def __getitem__(self, step: int) -> Batch:
         return self._data.samples(*self._rows(step))
-
-
-class _Ahead(Protocol):
-    """Makes batches before they are asked for."""
-
-    def __next__(self) -> Batch:
-        """The batch of the next step."""
-
-    def close(self) -> None:
-        """Make no more."""
 
 
 class _Workers:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from ptdbench.data import augment
-from ptdbench.data.protocol import Data, HeldOut
+from ptdbench.data.protocol import HeldOut, Images, require_within
 from ptdbench.data.sampling import Epochs, draws
 from ptdbench.problems import ConfigError, Problem, at_least, require, try_these
 
@@ -51,14 +51,13 @@ class Listing(NamedTuple):
         return hashlib.sha256(b"\0".join([*self.names.tolist(), sizes.tobytes()])).hexdigest()
 
 
-class ImageFolder(Data):
+class ImageFolder(Images):
     """A stream of image files, reshuffled in every epoch, with a random resized crop of each.
 
-    The transforms are those of torchvision's ImageNet references: ``RandomResizedCrop`` and ``RandomHorizontalFlip``
-    in training, ``Resize`` and ``CenterCrop`` for held-out images.
+    They lie in a folder for each class, at any depth, in any format that torchvision's ``ImageFolder`` takes. The
+    transforms are those of torchvision's ImageNet references: ``RandomResizedCrop`` and ``RandomHorizontalFlip`` in
+    training, ``Resize`` and ``CenterCrop`` for held-out images.
     """
-
-    tokens_per_sample = None
 
     def __init__(
         self,
@@ -72,22 +71,9 @@ class ImageFolder(Data):
         workers: int | Literal["auto"] = "auto",
         channels_last: bool = True,
     ) -> None:
-        """Check the options; the folders are listed when they are needed.
+        """Check the options of ``conf/data/image_folder.yaml``; raises a ConfigError with every invalid one.
 
-        Args:
-            root: The folder that holds the others.
-            classes: The model's number of classes, one for each folder of images.
-            image_size: Height and width in pixels that all images are brought to.
-            seed: Decides the order of the images and what is done to each.
-            train: The folder in ``root`` with the images to be trained on: in a folder for each class, at any depth,
-                in any format that torchvision's ``ImageFolder`` takes.
-            val: The folder in ``root`` with those that are held out, for the same classes; it may be missing.
-            workers: Processes that read images for each rank; ``auto`` for one less than the cores that are its
-                share, at least 1 and at most 8; 0 for the rank itself.
-            channels_last: The memory format of the samples: ``torch.channels_last``, or else contiguous.
-
-        Raises:
-            ConfigError: With every invalid option.
+        The folders are listed when they are needed.
         """
         require(
             *at_least(1, classes=classes, image_size=image_size),
@@ -107,7 +93,7 @@ class ImageFolder(Data):
 
     @cached_property
     def workers(self) -> int:  # type: ignore[override] # not known before the rank is bound to its cores
-        """Processes that read images for this rank."""
+        """Processes that read images for this rank; ``auto`` is one less than its share of cores, from 1 to 8."""
         if self._wanted_workers != "auto":
             return self._wanted_workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -135,35 +121,27 @@ class ImageFolder(Data):
         _ = self._training, self._held_out
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
+        """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
 
         Raises:
             ValueError: If a file cannot be read as an image; the message names it.
         """
         chosen = self._epochs.indices(start, stop)
         chances = draws(self.seed, start, stop).tolist()
-        images = [
-            self._augmented(self._training.path(index), chance) for index, chance in zip(chosen, chances, strict=True)
-        ]
-        return self.batch(images), torch.from_numpy(self._training.labels[chosen])
-
-    def example(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """One image, float32 of shape ``(1, 3, H, W)``, and its int64 label ``(1,)`` on the meta device."""
-        image = augment.empty(self.image_size, channels_last=self.channels_last)
-        return image, torch.empty(1, dtype=torch.int64, device="meta")
-
-    def batch(self, images: list[augment.Pixels]) -> torch.Tensor:
-        """Images of shape ``(H, W, 3)`` as the model takes them: float32 of shape ``(B, 3, H, W)``."""
-        size = self.image_size
-        together = np.stack(images) if images else np.empty((0, size, size, 3), np.uint8)
-        return augment.normalized(together, MEAN, STD, channels_last=self.channels_last)
-
-    def _augmented(self, path: Path, chance: int) -> augment.Pixels:
+        images = []
         # The transforms draw from torch's generator on the CPU. Not torch.manual_seed(), which would also set those of
         # the GPUs, and fork_rng() is to leave them alone: a rank's dropout draws from them.
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(chance)
-            return read(path, self._augment)
+            for index, chance in zip(chosen, chances, strict=True):
+                torch.default_generator.manual_seed(chance)
+                images.append(read(self._training.path(index), self._augment))
+        return self.batch(images), torch.from_numpy(self._training.labels[chosen])
+
+    def batch(self, images: list[augment.Pixels]) -> torch.Tensor:
+        """Turn images of shape ``(H, W, 3)`` into what the model takes: float32 of shape ``(B, 3, H, W)``."""
+        size = self.image_size
+        together = np.stack(images) if images else np.empty((0, size, size, 3), np.uint8)
+        return augment.normalized(together, MEAN, STD, channels_last=self.channels_last)
 
     @cached_property
     def _augment(self) -> Transform:
@@ -178,7 +156,10 @@ class ImageFolder(Data):
     @cached_property
     def _training(self) -> Listing:
         found = _list(self.root, self._train)
-        require(self._must_be_the_models(found.classes))
+        if len(found.classes) != self.classes:
+            rule = f"{self.root / self._train} has {len(found.classes)} folders, one for each class"
+            remedy = try_these([f"model.classes={len(found.classes)}"])
+            raise ConfigError([Problem("classes", self.classes, rule, remedy)])
         return found
 
     @cached_property
@@ -186,27 +167,18 @@ class ImageFolder(Data):
         if not (self.root / self._val).is_dir():
             return None
         found = _list(self.root, self._val)
-        require(self._must_be_the_same(found.classes))
+        # Labels are indices of the folders, so that both parts must have the same folders.
+        if different := sorted(set(found.classes) ^ set(self._training.classes)):
+            parts = f"{self._train} and {self._val}"
+            rule = f"the folders in {parts} must be the same: {different[0]} is in one of them only"
+            remedy = try_these([f"data.val=FOLDER with those of {self._train}"])
+            raise ConfigError([Problem("root", self.root, rule, remedy)])
         return found
 
     @cached_property
     def _identity(self) -> str:
         parts = [self._training, *([self._held_out] if self._held_out else [])]
         return hashlib.sha256("".join(part.digest() for part in parts).encode()).hexdigest()
-
-    def _must_be_the_models(self, classes: tuple[str, ...]) -> Problem | None:
-        if len(classes) == self.classes:
-            return None
-        rule = f"{self.root / self._train} has {len(classes)} folders, one for each class"
-        return Problem("classes", self.classes, rule, try_these([f"model.classes={len(classes)}"]))
-
-    def _must_be_the_same(self, classes: tuple[str, ...]) -> Problem | None:
-        """Labels are indices of the folders, so that both parts must have the same folders."""
-        different = sorted(set(classes) ^ set(self._training.classes))
-        if not different:
-            return None
-        rule = f"the folders in {self._train} and {self._val} must be the same: {different[0]} is in one of them only"
-        return Problem("root", self.root, rule, try_these([f"data.val=FOLDER with those of {self._train}"]))
 
 
 class HeldOutFolder(HeldOut):
@@ -222,18 +194,17 @@ class HeldOutFolder(HeldOut):
         self._middle = v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         return len(self._listing.names)
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
+        """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
 
         Raises:
             IndexError: If there are not as many.
             ValueError: If a file cannot be read as an image; the message names it.
         """
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"samples {start} to {stop} of {len(self)}")
+        require_within(start, stop, self)
         # Nothing is drawn here, and decoding lets other threads run: no processes are needed.
         with ThreadPoolExecutor(max(self._data.workers, 1)) as threads:
             paths = map(self._listing.path, range(start, stop))
@@ -242,11 +213,7 @@ class HeldOutFolder(HeldOut):
 
 
 def read(path: Path, transform: Transform) -> augment.Pixels:
-    """An image after a transform: uint8 of shape ``(H, W, 3)``.
-
-    Raises:
-        ValueError: If the file cannot be read as an image.
-    """
+    """Read an image and transform it: uint8 of shape ``(H, W, 3)``; raises ValueError if it is none."""
     from torchvision.datasets.folder import pil_loader
 
     try:
@@ -257,11 +224,7 @@ def read(path: Path, transform: Transform) -> augment.Pixels:
 
 
 def _list(root: Path, folder: str) -> Listing:
-    """The images in a folder of the root.
-
-    Raises:
-        ConfigError: If there are none, or none of a class.
-    """
+    """List the images in a folder of the root; raises ConfigError if there are none, or none of a class."""
     from torchvision import datasets
 
     try:

@@ -14,11 +14,11 @@ class HeldOut(Protocol):
     bytes_per_token: float | None = None
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return how many there are."""
         ...
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs and targets of samples ``start`` to ``stop - 1``, on the CPU, batch first; always the same."""
+        """Return the same inputs and targets of samples ``start`` to ``stop - 1`` always, on the CPU, batch first."""
         ...
 
 
@@ -58,12 +58,51 @@ class Data(Protocol):
         Raises:
             ptdbench.problems.ConfigError: If what the options point at turns out to be unusable.
         """
-        ...
+        return
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs and targets of samples ``start`` to ``stop - 1``, on the CPU, batch first."""
+        """Return the inputs and targets of samples ``start`` to ``stop - 1``, on the CPU, batch first."""
         ...
 
     def example(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The inputs and targets of a batch of one on the meta device: shapes and dtypes without the data."""
+        """Return the inputs and targets of a batch of one on the meta device: shapes and dtypes without the data."""
         ...
+
+
+class Sequences(Data):
+    """Data whose samples are sequences of tokens, and whose targets are those one place further."""
+
+    sequence_length: int
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """The sequence length."""
+        return self.sequence_length
+
+    def example(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inputs and targets of one sample on the meta device, int64 of shape ``(1, T)``."""
+        inputs = torch.empty(1, self.sequence_length, dtype=torch.int64, device="meta")
+        return inputs, torch.empty_like(inputs)
+
+
+class Images(Data):
+    """Data whose samples are square color images, float32 of shape ``(B, 3, H, W)``, with an int64 label each."""
+
+    tokens_per_sample = None
+
+    #: Height and width in pixels.
+    image_size: int
+    #: The memory format of the samples: ``torch.channels_last``, or else contiguous.
+    channels_last: bool
+
+    def example(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one image, float32 of shape ``(1, 3, H, W)``, and its int64 label ``(1,)`` on the meta device."""
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        image = torch.empty(1, 3, self.image_size, self.image_size, device="meta", memory_format=layout)
+        return image, torch.empty(1, dtype=torch.int64, device="meta")
+
+
+def require_within(start: int, stop: int, held_out: HeldOut) -> None:
+    """Raise an IndexError unless the held-out part has samples ``start`` to ``stop - 1``."""
+    if not 0 <= start <= stop <= len(held_out):
+        raise IndexError(f"samples {start} to {stop} of {len(held_out)}")

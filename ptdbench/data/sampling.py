@@ -15,15 +15,10 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def draws(seed: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
-    """Outputs ``start`` to ``stop - 1`` of the SplitMix64 generator that is seeded with ``seed``.
+    """Return outputs ``start`` to ``stop - 1`` of the SplitMix64 generator that is seeded with ``seed``, modulo 2^64.
 
     SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) is a
     hash of a counter, so that any stretch of its stream costs the same and needs nothing before it.
-
-    Args:
-        seed: A whole number; taken modulo 2^64.
-        start: Number of the first output, counted from zero.
-        stop: Number after the last output.
 
     Returns:
         uint64 of shape ``(stop - start,)``, uniform over all 64 bits.

@@ -5,80 +5,44 @@ from __future__ import annotations
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from ptdbench.data import augment
-from ptdbench.data.protocol import Data
+from ptdbench.data.protocol import Data, Images, Sequences
 from ptdbench.data.sampling import draws
 from ptdbench.problems import at_least, require
 
 
-class SyntheticTokens(Data):
+class SyntheticTokens(Sequences):
     """Uniformly random tokens, each to be predicted from those before it.
 
     There is nothing to learn: the loss of an untrained model should be, and stay, near ``ln(vocabulary)``.
     """
 
     def __init__(self, *, sequence_length: int, vocabulary: int, seed: int) -> None:
-        """Check the options.
-
-        Args:
-            sequence_length: Tokens of a sample.
-            vocabulary: Number of different tokens.
-            seed: Decides every token.
-
-        Raises:
-            ConfigError: With every invalid option.
-        """
+        """Check the options of ``conf/data/synthetic_tokens.yaml``; raises a ConfigError with every invalid one."""
         require(*at_least(1, sequence_length=sequence_length, vocabulary=vocabulary), *at_least(0, seed=seed))
         self.sequence_length = sequence_length
         self.vocabulary = vocabulary
         self.seed = seed
 
-    @property
-    def tokens_per_sample(self) -> int:
-        """The sequence length."""
-        return self.sequence_length
-
-    def prepare(self) -> None:
-        """Nothing is needed."""
-
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples ``start`` to ``stop - 1``: inputs and next-token targets, int64 of shape ``(B, T)``."""
+        """Return samples ``start`` to ``stop - 1``: inputs and next-token targets, int64 of shape ``(B, T)``."""
         length = self.sequence_length + 1  # one more for the last target
         bits = draws(self.seed, start * length, stop * length).reshape(-1, length)
         tokens = torch.from_numpy((bits % np.uint64(self.vocabulary)).astype(np.int64))
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-    def example(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of one sample on the meta device, int64 of shape ``(1, T)``."""
-        inputs = torch.empty(1, self.sequence_length, dtype=torch.int64, device="meta")
-        return inputs, torch.empty_like(inputs)
 
-
-class SyntheticImages(Data):
+class SyntheticImages(Images):
     """Images of Gaussian noise, drawn over and over from a small pool in which each has its own label.
 
-    The pool keeps the cost of a batch at copying it. A model that trains learns the pool by heart, so its
-    loss falls; accuracy means nothing here.
+    The pool keeps the cost of a batch at copying it; it takes ``12 * image_size**2`` bytes an image in every rank, and
+    is made by the first call of :meth:`samples`. A model that trains learns it by heart, so its loss falls; accuracy
+    means nothing here. With more classes than images only the first ``pool`` labels occur.
     """
 
-    tokens_per_sample = None
-
     def __init__(self, *, image_size: int, classes: int, seed: int, pool: int = 64, channels_last: bool = True) -> None:
-        """Check the options; the pool is made by the first call of :meth:`samples`.
-
-        Args:
-            image_size: Height and width in pixels.
-            classes: Number of labels; with more classes than images only the first ``pool`` labels occur.
-            seed: Decides the images and their order.
-            pool: Number of different images, each of ``12 * image_size**2`` bytes of memory in every rank.
-            channels_last: The memory format of the samples: ``torch.channels_last``, or else contiguous.
-
-        Raises:
-            ConfigError: With every invalid option.
-        """
+        """Check the options of ``conf/data/synthetic_images.yaml``; raises a ConfigError with every invalid one."""
         require(*at_least(1, image_size=image_size, classes=classes, pool=pool), *at_least(0, seed=seed))
         self.image_size = image_size
         self.classes = classes
@@ -86,22 +50,14 @@ class SyntheticImages(Data):
         self.pool = pool
         self.channels_last = channels_last
 
-    def prepare(self) -> None:
-        """Nothing is needed: every process makes its own pool in a fraction of a second."""
-
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
+        """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
 
         Pixels have mean 0 and variance 1, as images have after the usual normalization.
         """
         chosen = draws(self.seed, start, stop) % np.uint64(self.pool)
         index = torch.from_numpy(chosen.astype(np.int64))
         return self._images[index], index % self.classes
-
-    def example(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """One image, float32 of shape ``(1, 3, H, W)``, and its int64 label ``(1,)`` on the meta device."""
-        image = augment.empty(self.image_size, channels_last=self.channels_last)
-        return image, torch.empty(1, dtype=torch.int64, device="meta")
 
     @cached_property
     def _images(self) -> torch.Tensor:
@@ -122,40 +78,25 @@ class SyntheticVectors(Data):
     tokens_per_sample = None
 
     def __init__(self, *, inputs: int, outputs: int, seed: int) -> None:
-        """Check the options.
-
-        Args:
-            inputs: Numbers in a sample's input.
-            outputs: Numbers in a sample's target.
-            seed: Decides the inputs.
-
-        Raises:
-            ConfigError: With every invalid option.
-        """
+        """Check the options of ``conf/data/synthetic_vectors.yaml``; raises a ConfigError with every invalid one."""
         require(*at_least(1, inputs=inputs, outputs=outputs), *at_least(0, seed=seed))
         self.inputs = inputs
         self.outputs = outputs
         self.seed = seed
 
-    def prepare(self) -> None:
-        """Nothing is needed."""
-
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples ``start`` to ``stop - 1``: float32 of shapes ``(B, inputs)`` and ``(B, outputs)``."""
+        """Return samples ``start`` to ``stop - 1``: float32 of shapes ``(B, inputs)`` and ``(B, outputs)``."""
         bits = draws(self.seed, start * self.inputs, stop * self.inputs)
-        x = _uniform(bits).reshape(-1, self.inputs)
+        # Uniform in [-1, 1) from 24 bits, as many as a float32 holds exactly.
+        x = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
+        x = x.reshape(-1, self.inputs)
         j = np.arange(self.outputs)
         y = x[:, j % self.inputs] * (1 + x[:, (j + 1) % self.inputs])
         return torch.from_numpy(x), torch.from_numpy(y)
 
     def example(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input and target of one sample on the meta device: float32, ``(1, inputs)``, ``(1, outputs)``."""
+        """Return input and target of one sample on the meta device: float32, ``(1, inputs)``, ``(1, outputs)``."""
         return (
             torch.empty(1, self.inputs, dtype=torch.float32, device="meta"),
             torch.empty(1, self.outputs, dtype=torch.float32, device="meta"),
         )
-
-
-def _uniform(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
-    """Uniform in [-1, 1) from 24 bits, as many as a float32 holds exactly."""
-    return (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)

@@ -17,18 +17,19 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ptdbench.cache import user_cache
 from ptdbench.data.corpus import File, Malformed, Part, byte_tokens, files_at, identity, split, standard_library
-from ptdbench.data.protocol import Data, HeldOut
+from ptdbench.data.protocol import HeldOut, Sequences, require_within
 from ptdbench.data.sampling import draws
 from ptdbench.data.tokenize import Tokenizer
 from ptdbench.data.tokens import Piece, Stored, Tokens, cached_tokens
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, at_least, nearest, require, try_these
 
 
-class Text(Data):
+class Text(Sequences):
     """Next-token prediction: a sample is a window of the text, its targets are the tokens one place further.
 
-    All documents are concatenated into one sequence of tokens, which is cached in a file and mapped into memory.
-    Sample ``k`` begins at a position drawn from ``(seed, k)``; windows may overlap and may span documents. The
+    Text files may have any encoding, and hidden ones are skipped; a file is a document, but in a ``.jsonl`` file every
+    line is one. All documents are concatenated into one sequence of tokens, which is cached in a file and mapped into
+    memory. Sample ``k`` begins at a position drawn from ``(seed, k)``; windows may overlap and may span documents. The
     held-out part is a sequence of its own.
     """
 
@@ -43,21 +44,9 @@ class Text(Data):
         held_out: float = 0.0,
         cache: str | None = None,
     ) -> None:
-        """Check the options and read the tokenizer; the text itself is read by :meth:`prepare`.
+        """Check the options of ``conf/data/text.yaml``; raises a ConfigError with every invalid one.
 
-        Args:
-            sequence_length: Tokens of a sample.
-            vocabulary: The model's vocabulary: an entry for every token, of which bytes make 256.
-            seed: Decides which windows are drawn.
-            path: A text file, or a folder of text files in any encoding (hidden ones are skipped); ``None``
-                for the sources of the Python standard library. A file is a document, but in a ``.jsonl`` file
-                every line is one: an object whose ``text`` is taken.
-            tokenizer: A Hugging Face ``tokenizer.json``; ``None`` for bytes.
-            held_out: Share of the documents that are kept from training, at least 0 and below 1.
-            cache: Folder of the token files; ``None`` for ``ptdbench`` in the user's cache folder.
-
-        Raises:
-            ConfigError: With every invalid option.
+        The tokenizer is read, the text itself by :meth:`prepare`.
         """
         found = ErrorCollector()
         found.catch(lambda: require(*at_least(1, sequence_length=sequence_length)))
@@ -65,18 +54,15 @@ class Text(Data):
         found.catch(lambda: require(*_enough_entries(vocabulary, tokenizer, self._tokenizer)))
         found.catch(lambda: require(*at_least(0, seed=seed)))
         found.catch(lambda: require(None if path is None else _must_exist(Path(path).expanduser())))
-        found.catch(lambda: require(_must_be_share(held_out)))
+        if isinstance(held_out, bool) or not isinstance(held_out, (int, float)) or not 0 <= held_out < 1:
+            rule = "must be a share of the documents, at least 0 and below 1"
+            found.problems.append(Problem("held_out", held_out, rule))
         found.close()
         self.sequence_length = sequence_length
         self.seed = seed
         self.path = None if path is None else Path(path).expanduser().resolve()
         self.cache = user_cache() if cache is None else Path(cache).expanduser()
         self._share = held_out
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """The sequence length."""
-        return self.sequence_length
 
     @property
     def held_out(self) -> HeldOut | None:
@@ -104,15 +90,10 @@ class Text(Data):
         _ = self._windows, self._held_out
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples ``start`` to ``stop - 1``: inputs and next-token targets, int64 of shape ``(B, T)``."""
+        """Return samples ``start`` to ``stop - 1``: inputs and next-token targets, int64 of shape ``(B, T)``."""
         places = draws(self.seed, start, stop) % np.uint64(len(self._windows))
         windows = self._windows[places]
         return _as_tensor(windows[:, :-1]), _as_tensor(windows[:, 1:])
-
-    def example(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of one sample on the meta device, int64 of shape ``(1, T)``."""
-        inputs = torch.empty(1, self.sequence_length, dtype=torch.int64, device="meta")
-        return inputs, torch.empty_like(inputs)
 
     @cached_property
     def _windows(self) -> Tokens:
@@ -137,37 +118,31 @@ class Text(Data):
 
     @cached_property
     def _parts(self) -> tuple[Part, Part]:
-        """What is trained on, and what is held out."""
+        """The documents that are trained on, and those that are held out."""
         return split(self._files, self._share) if self._share else (Part(self._files), Part([]))
 
     def _stored(self, held_out: bool) -> Stored:
-        """The tokens of one part, from the cache; it is made where it is not there."""
+        """Return the tokens of one part, from the cache; they are made where they are not there."""
         dtype = self._tokenizer.dtype if self._tokenizer else np.dtype(np.uint8)
-        source = self._source(held_out)
+        # All that decides the tokens of a part, but not how many there are in a sample.
+        tokenizer = self._tokenizer.digest if self._tokenizer else "bytes"
+        part = f"{'held out' if held_out else 'all but'} {float(self._share)}"
+        source = hashlib.sha256(f"{identity(self._files)} {tokenizer} {part}".encode()).hexdigest()
+        # The file's name has the text's name for people and its identity for programs.
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", self._name)[:64]
+        file = self.cache / f"{name}{'-held_out' if held_out else ''}-{source[:16]}.tokens"
         with _blaming("cache", self.cache):
-            file = self._cache_file(source, held_out)
             stored = cached_tokens(file, dtype, source, lambda: self._pieces(held_out))
         if len(stored.tokens) <= self.sequence_length:
             raise ConfigError([self._too_short(len(stored.tokens), held_out)])
         return stored
-
-    def _source(self, held_out: bool) -> str:
-        """What decides the tokens of a part, but not how many there are in a sample."""
-        tokenizer = self._tokenizer.digest if self._tokenizer else "bytes"
-        parts = f"{'held out' if held_out else 'all but'} {float(self._share)}"
-        return hashlib.sha256(f"{identity(self._files)} {tokenizer} {parts}".encode()).hexdigest()
-
-    def _cache_file(self, source: str, held_out: bool) -> Path:
-        """The cache file: its name has the text's name for users and its identity for programs."""
-        name = re.sub(r"[^A-Za-z0-9._-]", "_", self._name)[:64]
-        return self.cache / f"{name}{'-held_out' if held_out else ''}-{source[:16]}.tokens"
 
     @property
     def _name(self) -> str:
         return self.path.name if self.path else f"python-{platform.python_version()}"
 
     def _pieces(self, held_out: bool) -> Iterator[Piece]:
-        """The tokens of one part, made anew; a part without any must not be stored."""
+        """Make the tokens of one part anew; a part without any must not be stored."""
         empty = True
         with _blaming("path", self.path):
             part = self._parts[held_out]
@@ -179,7 +154,7 @@ class Text(Data):
             raise ConfigError([self._too_short(0, held_out)])
 
     def _too_short(self, count: int, held_out: bool = False) -> Problem:
-        """What is wrong with a part of so few tokens."""
+        """Describe what is wrong with a part of so few tokens."""
         needed = "and a sample takes one more than its length for the targets"
         shorter = [f"sequence_length={count - 1}"] if count > 1 else []
         if held_out:
@@ -203,17 +178,16 @@ class HeldOutText(HeldOut):
         self._length = sequence_length
 
     def __len__(self) -> int:
-        """How many windows there are."""
+        """Return how many windows there are."""
         return (len(self._tokens) - 1) // self._length  # the last one needs a token after it for its last target
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Samples ``start`` to ``stop - 1``: inputs and next-token targets, int64 of shape ``(B, T)``.
+        """Return samples ``start`` to ``stop - 1``: inputs and next-token targets, int64 of shape ``(B, T)``.
 
         Raises:
             IndexError: If there are not as many.
         """
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"samples {start} to {stop} of {len(self)}")
+        require_within(start, stop, self)
         row = self._tokens[start * self._length : stop * self._length + 1]
         return _as_tensor(row[:-1].reshape(-1, self._length)), _as_tensor(row[1:].reshape(-1, self._length))
 
@@ -223,7 +197,7 @@ def _as_tensor(tokens: Tokens) -> torch.Tensor:
 
 
 def _enough_entries(vocabulary: int, path: str | None, tokenizer: Tokenizer | None) -> list[Problem]:
-    """What is wrong with a vocabulary, as far as it can be judged without a tokenizer that cannot be read."""
+    """Find what is wrong with a vocabulary, as far as it can be judged without a tokenizer that cannot be read."""
     if tokenizer is None:
         return at_least(1 if path else 256, vocabulary=vocabulary)  # an entry for every byte
     if problems := at_least(1, vocabulary=vocabulary):
@@ -233,12 +207,6 @@ def _enough_entries(vocabulary: int, path: str | None, tokenizer: Tokenizer | No
     rule = f"the tokenizer {path} has {tokenizer.size} tokens, and each takes an entry"
     # Matrix products are fastest where their sides are multiples of 64.
     return [Problem("vocabulary", vocabulary, rule, try_these([f"model.vocabulary={-(-tokenizer.size // 64) * 64}"]))]
-
-
-def _must_be_share(held_out: float) -> Problem | None:
-    if not isinstance(held_out, bool) and isinstance(held_out, (int, float)) and 0 <= held_out < 1:
-        return None
-    return Problem("held_out", held_out, "must be a share of the documents, at least 0 and below 1")
 
 
 def _must_exist(path: Path) -> Problem | None:

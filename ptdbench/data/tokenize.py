@@ -36,11 +36,7 @@ class Tokenizer:
     """
 
     def __init__(self, path: Path) -> None:
-        """Read the file.
-
-        Raises:
-            ConfigError: If there is none, or it is not a tokenizer; the option is ``tokenizer``.
-        """
+        """Read the file; raises ConfigError for ``tokenizer`` if there is none, or it is not a tokenizer."""
         import tokenizers
 
         content = _content(path)
@@ -59,14 +55,10 @@ class Tokenizer:
         self.end = next((end for end in ends if end is not None), None)
 
     def pieces(self, documents: Part, name: str) -> Iterator[Piece]:
-        """The tokens of all documents in order; progress is reported on standard error if it takes long.
+        """Yield the tokens of all documents in order; progress is reported on standard error if it takes long.
 
         Documents are cut into blocks, most often at a line's end, and each block is tokenized on its own. What is
         no UTF-8 becomes the replacement character.
-
-        Args:
-            documents: What is tokenized.
-            name: What people call it.
 
         Raises:
             OSError, Malformed: As :func:`ptdbench.data.corpus.blocks`.
@@ -103,7 +95,7 @@ def _content(path: Path) -> bytes:
 
 
 def _batches(every: Iterable[Block]) -> Iterator[list[Block]]:
-    """The blocks in lists of about :data:`_BATCH_BYTES`."""
+    """Gather the blocks in lists of about :data:`_BATCH_BYTES`."""
     batch: list[Block] = []
     size = 0
     for block in every:
@@ -125,25 +117,20 @@ def _telling(name: str, total: int) -> Iterator[Callable[[int], object]]:
     if total < _WORTH_TELLING:
         yield lambda _: None
     elif _is_terminal():
-        with _bar(name, total) as done:
-            yield done
+        from rich import progress as rich
+        from rich.console import Console
+
+        columns = (rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn())
+        rates = (rich.TransferSpeedColumn(), rich.TimeRemainingColumn())
+        with rich.Progress(*columns, *rates, console=Console(stderr=True)) as bar:
+            task = bar.add_task(f"tokenizing {name}", total=total)
+            yield lambda done: bar.advance(task, done)
     else:
         _say(f"tokenizing {name} ({total / 1e6:,.0f} MB)")
         start = perf_counter()
         yield lambda _: None
         seconds = perf_counter() - start
         _say(f"tokenized {name} in {seconds:,.0f} s ({total / 1e6 / seconds:,.1f} MB/s)")
-
-
-@contextmanager
-def _bar(name: str, total: int) -> Iterator[Callable[[int], object]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        task = progress.add_task(f"tokenizing {name}", total=total)
-        yield lambda done: progress.advance(task, done)
 
 
 def _is_terminal() -> bool:

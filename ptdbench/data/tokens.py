@@ -53,15 +53,9 @@ class Stored(NamedTuple):
 def cached_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Callable[[], Iterable[Piece]]) -> Stored:
     """Map the tokens at ``path``; where there are none to trust, one process writes them and others wait.
 
-    Args:
-        path: The token file. Its folder is made if need be; a lock file of the same name lies beside it.
-        dtype: Unsigned integer type of the tokens in the file.
-        source: Identity of what the tokens are made from, a short text such as a digest. A file made from
-            anything else is written anew.
-        pieces: Called only by the process that writes; its pieces are the tokens in order, at least one.
-
-    Returns:
-        The tokens and what the header says of them.
+    The folder is made if need be; a lock file of the same name lies beside the file. ``source`` identifies what the
+    tokens are made from, such as a digest: a file made from anything else is written anew. ``pieces`` is called only by
+    the process that writes, for the tokens in order, at least one.
 
     Raises:
         OSError: If the folder cannot be written or locked, or the disk is full.
@@ -131,7 +125,7 @@ def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a file begins like a token file, complete or not: with its header or the space reserved for it."""
+    """Return whether a file begins like a token file, complete or not: with its header or the space reserved for it."""
     if path.is_symlink() or not path.is_file():
         return False
     with path.open("rb") as file:

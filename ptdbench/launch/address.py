@@ -30,11 +30,7 @@ _JOB_IDS = (("SLURM_JOB_ID",), ("LSB_JOBID", "LSB_JOBINDEX"), ("PBS_JOBID",))
 
 
 def listen(host: str, port: int) -> tuple[int, int]:
-    """Open a port for the ranks on the address that they will come to, and on no other.
-
-    Args:
-        host: This machine, as the ranks name it.
-        port: The port, or 0 for any that is free.
+    """Open a port for the ranks on the address that they will come to, and on no other; port 0 is any that is free.
 
     Returns:
         ``(port, descriptor)`` of a listening socket, which belongs to the caller.
@@ -55,12 +51,18 @@ def listen(host: str, port: int) -> tuple[int, int]:
 
 
 def meeting_point(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Host and port of rank 0. ``MASTER_ADDR`` and ``MASTER_PORT`` win where they are set, as torchrun sets them.
+    """Return host and port of rank 0; ``MASTER_ADDR`` and ``MASTER_PORT`` win where set, as torchrun sets them.
 
     Raises:
         ConfigError: The host of rank 0 cannot be known from here, or ``MASTER_PORT`` is no port.
     """
-    return _host(world, environ), _port(world, environ)
+    host, preset = _host(world, environ), environ.get("MASTER_PORT")
+    if not preset:
+        return host, _derived_port(launch_id(world, environ))
+    if not (preset.isdecimal() and 1 <= int(preset) <= 65535):
+        remedy = "unset it, and the port follows from the job"
+        raise ConfigError([Problem("MASTER_PORT", preset, "must be a port, from 1 to 65535", remedy)])
+    return host, int(preset)
 
 
 def launch_id(world: World, environ: Mapping[str, str]) -> str:
@@ -85,7 +87,7 @@ def _host(world: World, environ: Mapping[str, str]) -> str:
 
 
 def _slurm_host(world: World, environ: Mapping[str, str]) -> str | None:
-    """The first node of srun's step; of the job, for an mpirun, whose own step may lack the node that it runs on."""
+    """Return the first node of srun's step; for an mpirun, whose own step may lack the node it runs on, of the job."""
     name = "SLURM_STEP_NODELIST" if world.started_by.has_step else "SLURM_JOB_NODELIST"
     listed = environ.get(name, "")
     try:
@@ -95,30 +97,16 @@ def _slurm_host(world: World, environ: Mapping[str, str]) -> str | None:
         raise ConfigError([Problem(name, listed, str(error), remedy)]) from None
 
 
-def _port(world: World, environ: Mapping[str, str]) -> int:
-    preset = environ.get("MASTER_PORT")
-    if not preset:
-        return _derived_port(launch_id(world, environ))
-    if not (preset.isdecimal() and 1 <= int(preset) <= 65535):
-        remedy = "unset it, and the port follows from the job"
-        raise ConfigError([Problem("MASTER_PORT", preset, "must be a port, from 1 to 65535", remedy)])
-    return int(preset)
-
-
 def _derived_port(identity: str) -> int:
-    """A port from a hash that is the same in every process, unlike Python's own.
+    """Return a port from a hash that is the same in every process, unlike Python's own.
 
     Below the ports that the kernel gives to any connection, unless this machine gives out nearly all of them.
     """
     if not identity:
         return FALLBACK_PORT
-    end = _first_ephemeral_port()
+    try:
+        end = int(_EPHEMERAL.read_text().split()[0])
+    except (OSError, ValueError, IndexError):  # not Linux
+        end = _FIRST_EPHEMERAL
     end = end if end >= _FIRST_PORT + 1000 else _FIRST_EPHEMERAL
     return _FIRST_PORT + int.from_bytes(sha256(identity.encode()).digest()[:8], "big") % (end - _FIRST_PORT)
-
-
-def _first_ephemeral_port() -> int:
-    try:
-        return int(_EPHEMERAL.read_text().split()[0])
-    except (OSError, ValueError, IndexError):  # not Linux
-        return _FIRST_EPHEMERAL

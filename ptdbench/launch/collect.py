@@ -57,7 +57,7 @@ _circles: list[Circle] = [All()]
 
 @contextmanager
 def through(circle: Circle) -> Iterator[None]:
-    """Meanwhile the ranks reach each other so."""
+    """Let the ranks reach each other so meanwhile."""
     _circles.append(circle)
     try:
         yield
@@ -66,28 +66,24 @@ def through(circle: Circle) -> Iterator[None]:
 
 
 def gather(value: Any) -> list[Any]:
-    """Every rank's ``value``, by rank."""
+    """Return every rank's ``value``, by rank."""
     return _circles[-1].gather(value)
 
 
 def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Every rank's ``value``, by its rank in ``group``."""
+    """Return every rank's ``value``, by its rank in ``group``."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def most(*numbers: float) -> list[float]:
-    """The elementwise maximum over ranks, each of which has as many numbers."""
+    """Return the elementwise maximum over ranks, each of which has as many numbers."""
     return _circles[-1].reduce(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
 
 
 def total(numbers: Tensor) -> Tensor:
-    """The elementwise sum over ranks, in place where all are there.
-
-    Args:
-        numbers: On the CPU, and of the same shape and dtype on every rank.
-    """
+    """Return the elementwise sum over ranks of a tensor on the CPU, in place where all are there."""
     return _circles[-1].reduce(numbers, dist.ReduceOp.SUM)
 
 
@@ -105,10 +101,10 @@ T = TypeVar("T")
 
 
 def gathered_or_alone(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Every rank's ``value``, by rank; called in all ranks of ``group``. ``None``: this process alone."""
+    """Return every rank's ``value``, by rank; called in all ranks of ``group``. ``None``: this process alone."""
     return [value] if group is None else gathered(value, group)
 
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """This process's rank in ``group``, and the group's size."""
+    """Return this process's rank in ``group``, and the group's size."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

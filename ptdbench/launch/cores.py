@@ -6,20 +6,21 @@ import os
 import threading
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 Cores = frozenset[int]
 
 
 def mine() -> Cores:
-    """The cores that this process may run on."""
+    """Return the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def share(of_ranks: Sequence[Cores], local_rank: int, wanted: int | Literal["auto"]) -> tuple[int, Cores | None]:
-    """Threads of a rank, and the cores to bind it to.
+    """Return the threads of a rank, and the cores to bind it to.
 
     Args:
         of_ranks: The cores that each rank of the node may run on, by local rank. Ranks that a launcher has bound
@@ -51,7 +52,9 @@ def bind(threads: int, cores: Cores | None) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     if cores and hasattr(os, "sched_setaffinity"):
-        for thread in _threads():
+        # Every thread: one that runs already does not follow the main thread to other cores.
+        threads_now = Path("/proc/self/task")
+        for thread in [int(path.name) for path in threads_now.iterdir()] if threads_now.exists() else [0]:
             os.sched_setaffinity(thread, cores)
 
 
@@ -66,13 +69,5 @@ def unbind_thread() -> None:
 
 @cache
 def _given() -> Cores:
-    """The cores that this process could run on when it was first asked, which :func:`bind` does before it binds."""
+    """Return the cores that this process could run on when first asked, which :func:`bind` does before it binds."""
     return mine()
-
-
-def _threads() -> list[int]:
-    """Every thread of this process: one that runs already does not follow the main thread to other cores."""
-    try:
-        return [int(name) for name in os.listdir("/proc/self/task")]
-    except OSError:
-        return [0]

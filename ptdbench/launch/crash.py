@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 #: The signals in faulthandler's words.
 _SIGNALS = {
@@ -35,7 +34,13 @@ def kept(path: Path) -> Iterator[None]:
     Stacks that went to stderr before, as torchrun asks for, go there again afterwards, and in a forked child.
     Where the file cannot be created nothing changes.
     """
-    file = _created(path)
+    file = None
+    with suppress(OSError):
+        for _ in range(10):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # another rank has removed the folder, with its own file
+                file = path.open("w")
+                break
     if file is None:
         yield
         return
@@ -47,15 +52,6 @@ def kept(path: Path) -> Iterator[None]:
         _restore()
         file.close()
         discard_empty(path)
-
-
-def _created(path: Path) -> TextIO | None:
-    with suppress(OSError):
-        for _ in range(10):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with suppress(FileNotFoundError):  # another rank has removed the folder, with its own file
-                return path.open("w")
-    return None
 
 
 def _restore() -> None:
@@ -81,16 +77,12 @@ def discard_empty(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Crash:
-    """A crash of a process in native code.
+    """A crash of a process in native code."""
 
-    Attributes:
-        signal: The name of the signal.
-        stack: The stack of the thread that it hit, innermost call first; of all threads if that one was not Python's.
-        calls: File, line and function of each call of that thread, innermost first; else of the main thread.
-    """
-
-    signal: str
+    signal: str  #: The name of the signal.
+    #: The stack of the thread that it hit, innermost call first; of all threads if that one was not Python's.
     stack: str
+    #: File, line and function of each call of that thread, innermost first; else of the main thread.
     calls: list[tuple[str, int, str]]
 
 

@@ -27,34 +27,20 @@ from ptdbench.terminal import plural, rank_names
 
 @dataclass(frozen=True)
 class Sight:
-    """The GPUs that one rank sees.
+    """The GPUs that one rank sees."""
 
-    Attributes:
-        rank: The rank.
-        node: Its node.
-        local_size: Ranks of its node.
-        gpus: How many it sees.
-        uuid: Which one, where it sees only one; ranks of a node may each be given their own.
-        reason: Why torch sees none.
-    """
-
-    rank: int
-    node: str
-    local_size: int
-    gpus: int
-    uuid: str = ""
-    reason: str = ""
+    rank: int  #: The rank.
+    node: str  #: Its node.
+    local_size: int  #: Ranks of its node.
+    gpus: int  #: How many it sees.
+    uuid: str = ""  #: Which one, where it sees only one; ranks of a node may each be given their own.
+    reason: str = ""  #: Why torch sees none.
 
 
 def check(world: World, device: str, backend: str) -> None:
     """Refuse a run whose ranks cannot all have a device of the same kind; every rank raises the same error.
 
     Ranks that share one GPU are left to ``backend=gloo``: NCCL refuses two ranks on one GPU.
-
-    Args:
-        world: This rank's place.
-        device: The option: ``auto``, ``cpu`` or ``cuda``.
-        backend: The option: ``auto``, ``gloo`` or ``nccl``.
 
     Raises:
         ConfigError: The ranks that do not fit in are named.
@@ -115,7 +101,7 @@ def _mixed(seen: Sequence[Sight], device: str) -> Problem | None:
 
 
 def _finds(ranks: Sequence[Sight]) -> str:
-    """Who finds what: ``rank 3 on n2 finds no GPU (Found no NVIDIA driver)``."""
+    """Say who finds what: ``rank 3 on n2 finds no GPU (Found no NVIDIA driver)``."""
     nodes = ", ".join(dict.fromkeys(sight.node for sight in ranks))
     counts = sorted({sight.gpus for sight in ranks})
     what = " or ".join(plural(count, "GPU") for count in counts) if counts[0] else "no GPU"

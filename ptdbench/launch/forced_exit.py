@@ -23,7 +23,7 @@ _listeners: list[Callable[[str], None]] = []
 
 
 def on_forced_exit(listener: Callable[[str], None]) -> None:
-    """From now on ``listener`` is called with the reason why this process had to be ended, if it had to be."""
+    """Call ``listener`` from now on with the reason why this process had to be ended, if it had to be."""
     _listeners[:] = [listener]
 
 
@@ -35,7 +35,8 @@ def exit_soon() -> None:
     """
     error = sys.exc_info()[1]
     status = _status(error)
-    if status and _has_process_group():
+    distributed = sys.modules.get("torch.distributed")
+    if status and distributed and distributed.is_available() and distributed.is_initialized():
         if not isinstance(error, SystemExit):
             traceback.print_exc()  # as Python would
         logging.shutdown()
@@ -44,13 +45,8 @@ def exit_soon() -> None:
     threading.Thread(target=_leave, args=(status,), daemon=True, name="leaving").start()
 
 
-def _has_process_group() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and distributed.is_initialized()
-
-
 def _status(error: BaseException | None) -> int:
-    """What Python would end with."""
+    """Return what Python would end with."""
     if not isinstance(error, SystemExit):
         return int(error is not None)
     return error.code if isinstance(error.code, int) else int(error.code is not None)

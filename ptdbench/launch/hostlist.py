@@ -18,7 +18,7 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 
 
 def expand(text: str) -> list[str]:
-    """The names that ``gpu[01-03,7]-ib,login`` stands for, in the order of ``scontrol show hostnames``.
+    """Return the names that ``gpu[01-03,7]-ib,login`` stands for, in the order of ``scontrol show hostnames``.
 
     A name may also go on after its brackets, which scontrol 22.05 refuses.
 
@@ -29,11 +29,7 @@ def expand(text: str) -> list[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Parse the number of tasks of each node, in the order of the nodes: ``2(x3),1`` becomes ``[2, 2, 2, 1]``.
-
-    Raises:
-        ValueError: The text is not such a list.
-    """
+    """Parse the number of tasks of each node, ``2(x3),1`` as ``[2, 2, 2, 1]``; raises ValueError for no such list."""
     counts: list[int] = []
     for part in text.split(","):
         match = _TASKS.fullmatch(part)

@@ -86,13 +86,10 @@ class Stopped(BaseException):
 
 @dataclass(eq=False)  # not frozen: Python writes tracebacks into exceptions
 class RankDied(Exception):
-    """A local rank ended without success.
+    """A local rank ended without success."""
 
-    Attributes:
-        exit_codes: Of the ranks that had ended by themselves when that was seen, in order; ``-n`` when signal ``n``
-            killed one. The others have been ended since.
-    """
-
+    #: Of the ranks that had ended by themselves when that was seen, in order; ``-n`` when signal ``n`` killed one. The
+    #: others have been ended since.
     exit_codes: Mapping[int, int]
 
     def __str__(self) -> str:
@@ -105,11 +102,7 @@ class LaunchError(Exception):
 
 
 def check_sockets() -> None:
-    """Check that the fork server's socket can be created.
-
-    Raises:
-        ConfigError: The folder for temporary files has too long a name; Python's own error would be a traceback.
-    """
+    """Raise ConfigError if the name of the folder for temporary files is too long for the fork server's socket."""
     folder = tempfile.gettempdir()
     spare = _SOCKET_BYTES - len(os.fsencode(folder))
     if spare < _SOCKET_NAME:
@@ -118,11 +111,7 @@ def check_sockets() -> None:
 
 
 def check_address_space() -> None:
-    """Check that this process may map as much as the import of torch for CUDA does, which would abort it.
-
-    Raises:
-        ConfigError: ``ulimit -v`` leaves less.
-    """
+    """Raise ConfigError if ``ulimit -v`` leaves less than the import of torch for CUDA maps, which would abort it."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if 0 <= limit < _ADDRESS_SPACE and _is_torch_for_cuda():  # below 0: none
         rule = f"must be at least {_ADDRESS_SPACE >> 30} GiB: importing torch takes nearly as much address space"
@@ -130,7 +119,7 @@ def check_address_space() -> None:
 
 
 def _is_torch_for_cuda() -> bool:
-    """Whether the installed torch is a build for CUDA, whose libraries are larger; found without importing it."""
+    """Return whether the installed torch is a build for CUDA, whose libraries are larger, without importing it."""
     torch = importlib.util.find_spec("torch")
     return bool(torch and torch.origin and (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists())
 
@@ -201,25 +190,30 @@ def start(
         except Exception as error:
             _end(ranks, signal.SIGKILL)
             overseer.raise_if_stopped()
-            raise LaunchError(f"the ranks could not be started: {_reason(error)}") from error
+            reason = f"{type(error).__name__}: {error}"
+            if isinstance(error, EOFError | ConnectionError):  # it was to answer which process it has forked
+                reason = _SERVER_ENDED
+            elif isinstance(error, OSError):
+                reason = error.strerror or str(error)
+            raise LaunchError(f"the ranks could not be started: {reason}") from error
     overseer.raise_if_stopped()
 
 
 @contextmanager
 def handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """For a time all stop signals go to ``handler``; then to what was there before. In the main thread only."""
-    before = {name: signal.signal(getattr(signal, name), handler) for name in STOP_SIGNALS}
+    """Send all stop signals to ``handler`` for a time, then to what was there before; in the main thread only."""
+    before = {number: signal.signal(number, handler) for number in _STOP_NUMBERS}
     try:
         yield
     finally:
-        for name, previous in before.items():
+        for number, previous in before.items():
             # None is a handler that was not set from Python, which cannot be set again from here.
-            signal.signal(getattr(signal, name), signal.SIG_DFL if previous is None else previous)
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Around what must not be interrupted: a stop signal is raised as :class:`Stopped` after it."""
+    """Raise a stop signal that arrives meanwhile as :class:`Stopped` only at the end."""
     noted: list[int] = []
     with handling(lambda number, _: noted.append(number)):
         yield
@@ -228,20 +222,20 @@ def deferred() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """From now on no stop signal keeps this process from what it still has to write."""
-    for name in STOP_SIGNALS:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    """From now on let no stop signal keep this process from what it still has to write."""
+    for number in _STOP_NUMBERS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def stop_on_signals() -> None:
-    """From now on a stop signal raises :class:`Stopped` in the main thread instead of killing the process."""
-    for name in STOP_SIGNALS:
-        signal.signal(getattr(signal, name), _stop)
+    """From now on raise :class:`Stopped` in the main thread on a stop signal, instead of being killed by it."""
+    for number in _STOP_NUMBERS:
+        signal.signal(number, _stop)
 
 
 @contextmanager
 def stopping() -> Iterator[None]:
-    """Meanwhile a stop signal raises :class:`Stopped` in the main thread instead of killing the process."""
+    """Raise :class:`Stopped` in the main thread on a stop signal meanwhile, instead of being killed by it."""
     with handling(_stop):
         yield
 
@@ -294,7 +288,7 @@ class _Overseer:
         return all(rank.exitcode == 0 for rank in ranks)
 
     def _await_others(self, ranks: Sequence[BaseProcess]) -> dict[int, int]:
-        """The exit codes of the ranks that have ended; of as many as do, where a signal seems to have gone to all."""
+        """Return the exit codes of the ranks that have ended; wait for all where a signal seems to have gone to all."""
         until = time.monotonic() + _MOMENT
         while True:
             codes = {rank: process.exitcode for rank, process in enumerate(ranks)}
@@ -317,7 +311,7 @@ class _Overseer:
 
 
 def _served_store() -> TCPStore:
-    """The ranks' store, on a port that the kernel chooses, so that nobody can take it before a rank does."""
+    """Serve the ranks' store on a port that the kernel chooses, so that nobody can take it before a rank does."""
     from torch.distributed import TCPStore
 
     port, descriptor = listen(HERE, 0)
@@ -333,7 +327,7 @@ def _await_end(ranks: Sequence[BaseProcess]) -> None:
 
 
 def _begin(place: Mapping[str, str], environ: Mapping[str, str], entry: Callable[..., Any], *arguments: Any) -> None:
-    """In a rank: run ``entry``, and let the rank neither outlive the run nor what started it."""
+    """Run ``entry`` in a rank, and let the rank neither outlive the run nor what started it."""
     _die_with_server()
     faulthandler.enable(2)  # stacks on stderr where native code ends it
     os.environ.update(place)
@@ -360,7 +354,7 @@ def _die_with_server() -> None:
 
 @contextmanager
 def _ending_orphans() -> Iterator[None]:
-    """At its end no process is left that a rank has started: it would take cores, memory and ports from the next run.
+    """End, after this, what a rank has started and left: it would take cores, memory and ports from the next run.
 
     Orphans of ranks become children of the fork server, see :mod:`ptdbench.launch.preload`.
     """
@@ -369,7 +363,10 @@ def _ending_orphans() -> Iterator[None]:
     finally:
         left = psutil.wait_procs(_orphans(), ORPHAN_SECONDS)[1]
         for process in left:
-            echo(f"a rank had left a process running, which is ended: {_command(process)}", sys.stderr)
+            command = str(process.pid)
+            with suppress(psutil.Error):
+                command += f" ({' '.join(process.cmdline())[:100]})"
+            echo(f"a rank had left a process running, which is ended: {command}", sys.stderr)
         for number, seconds in ((signal.SIGTERM, ORPHAN_SECONDS), (signal.SIGKILL, KILLED_SECONDS)):
             for process in left:
                 with suppress(psutil.Error):
@@ -378,7 +375,7 @@ def _ending_orphans() -> Iterator[None]:
 
 
 def _orphans() -> list[psutil.Process]:
-    """The living processes below the fork server once its ranks have ended."""
+    """Return the living processes below the fork server once its ranks have ended."""
     with suppress(psutil.Error):
         server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
         ranks = {child.pid for child in multiprocessing.active_children()}
@@ -387,25 +384,12 @@ def _orphans() -> list[psutil.Process]:
     return []
 
 
-def _command(process: psutil.Process) -> str:
-    try:
-        return f"{process.pid} ({' '.join(process.cmdline())[:100]})"
-    except psutil.Error:
-        return str(process.pid)
-
-
 def _server_has_ended() -> bool:
-    """Whether the fork server, which was there, is no more; the next :func:`start` will start another one."""
+    """Return whether the fork server, which was there, is no more; the next :func:`start` will start another one."""
     pid = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     with suppress(ChildProcessError):
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None  # left to multiprocessing
     return True
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, EOFError | ConnectionError):  # it was to answer which process it has forked
-        return _SERVER_ENDED
-    return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _send(ranks: Sequence[BaseProcess], number: int) -> None:

@@ -18,53 +18,37 @@ from ptdbench.launch.world import World
 class Peer(Struct, frozen=True):
     """One rank, as it sees itself."""
 
-    rank: int
-    """Its global rank."""
-    local_rank: int
-    """Its local rank."""
-    local_size: int
-    """Ranks on its node."""
-    node: str
-    """The cluster's name of the node."""
-    host: str
-    """The host name."""
-    device: str
-    """``cpu``, or the GPU with its name."""
-    cores: list[int]
-    """The CPU cores that it may use, by their numbers."""
-    threads: int
-    """Number of compute threads."""
-    settings: dict[str, str]
-    """Environment variables that change results or speed."""
+    rank: int  #: Its global rank.
+    local_rank: int  #: Its local rank.
+    local_size: int  #: Ranks on its node.
+    node: str  #: The cluster's name of the node.
+    host: str  #: The host name.
+    device: str  #: ``cpu``, or the GPU with its name.
+    cores: list[int]  #: The CPU cores that it may use, by their numbers.
+    threads: int  #: Number of compute threads.
+    settings: dict[str, str]  #: Environment variables that change results or speed.
 
 
 def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
-    """Tell the others who this is, and learn who they are; binds this rank to its share of the node's cores.
-
-    Returns:
-        Every rank, in order.
-    """
+    """Tell the others who this is, bind this rank to its share of the node's cores, and return every rank, in order."""
     on_node: list[tuple[str, cores.Cores]] = gather((node(os.environ), cores.mine()))
     neighbors = [rank for rank, (name, _) in enumerate(on_node) if name == on_node[world.rank][0]]
     cores.bind(*cores.share([on_node[rank][1] for rank in neighbors], neighbors.index(world.rank), wanted))
-    return gather(_self(world, device))
+    return gather(
+        Peer(
+            rank=world.rank,
+            local_rank=world.local_rank,
+            local_size=world.local_size,
+            node=node(os.environ),
+            host=socket.gethostname(),
+            device=f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu",
+            cores=sorted(cores.mine()),
+            threads=torch.get_num_threads(),
+            settings=settings.here(),
+        )
+    )
 
 
 def node(environ: Mapping[str, str]) -> str:
     """Return the name that the cluster has for this node, else the machine's name."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def _self(world: World, device: torch.device) -> Peer:
-    name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu"
-    return Peer(
-        rank=world.rank,
-        local_rank=world.local_rank,
-        local_size=world.local_size,
-        node=node(os.environ),
-        host=socket.gethostname(),
-        device=name,
-        cores=sorted(cores.mine()),
-        threads=torch.get_num_threads(),
-        settings=settings.here(),
-    )

@@ -28,12 +28,8 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _inherit_from_ranks() -> None:
-    """Become the parent of what a rank has started and left behind, so that whoever starts ranks can find it."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # when it ends
-
-
 if sys.platform == "linux":
     _die_with_parent()
-    _inherit_from_ranks()
+    # Become the parent of what a rank has started and left behind, so that whoever starts ranks can find it.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # when it ends

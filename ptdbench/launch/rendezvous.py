@@ -58,7 +58,7 @@ _OTHER_PORT = "set MASTER_PORT to a free port for all ranks, or end what uses th
 
 @cache
 def store() -> dist.Store:
-    """The launch's key-value store. From then on the environment describes the rank as torchrun would.
+    """Return the launch's key-value store. From then on the environment describes the rank as torchrun would.
 
     Raises:
         ConfigError: The ranks do not find each other where they should meet.
@@ -100,11 +100,7 @@ def launch_name(world: World) -> str:
 
 
 def own_store(key: str) -> dist.Store:
-    """The part of the launch's store that belongs to one run.
-
-    Args:
-        key: Unique to the run among those of this launch, so that several may follow each other.
-    """
+    """Return the part of the launch's store that belongs to one run, whose key is unique in the launch."""
     return dist.PrefixStore(key, store())
 
 
@@ -117,7 +113,7 @@ def process_group(
     limited: Callable[[str], AbstractContextManager[object]] = nullcontext,
     patience: timedelta = PATIENCE,
 ) -> Iterator[dist.Store]:
-    """The default process group for the time of one run; yields a store that belongs to the run alone.
+    """Make the default process group for the time of one run; yields a store that belongs to the run alone.
 
     Args:
         world: This rank's place.
@@ -131,7 +127,11 @@ def process_group(
     meeting = own
     if world.present:
         _MEETINGS.append(Answers(world.size))
-        meeting, backend = _MEETINGS[-1], _without_peers(backend)
+        meeting = _MEETINGS[-1]
+        if "gloo" in backend:  # torch itself lets the host's messages go nowhere, and a virtual GPU its own
+            import torch.testing._internal.distributed.fake_pg  # noqa: F401 # registers it
+
+            backend = backend.replace("gloo", "fake")
     with limited(JOINED):
         dist.init_process_group(
             backend,
@@ -152,8 +152,7 @@ def process_group(
 def patience_for(step_minutes: float | None) -> timedelta:
     """Return the timeout of collectives: longer than the watchdog's, which can say who is missing.
 
-    Args:
-        step_minutes: What the watchdog lets a step take; ``None``: any time.
+    The watchdog lets a step take ``step_minutes``, or any time if that is ``None``.
     """
     return ENDLESS if step_minutes is None else FIRST_STEP * timedelta(minutes=step_minutes) + PATIENCE
 
@@ -171,14 +170,7 @@ _NAME_BYTES = 128
 
 
 class Some:
-    """The circle of the ranks that are there; see :class:`ptdbench.launch.collect.Circle`.
-
-    Args:
-        present: These ranks, in ascending order.
-        rank: This one.
-        size: Ranks of the run.
-        store: Theirs.
-    """
+    """The circle of the ranks ``present``, in ascending order; see :class:`ptdbench.launch.collect.Circle`."""
 
     def __init__(self, present: Sequence[int], rank: int, size: int, store: dist.Store) -> None:
         self._present, self._rank, self._store = present, rank, store
@@ -186,12 +178,12 @@ class Some:
         self._number = 0
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank says, or who answers for it."""
+        """Return what each rank says, or who answers for it."""
         said = self._say(value)
         return [said[rank] for rank in self._answers_for]
 
     def reduce(self, numbers: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-        """The sum or the maximum over the ranks that are there."""
+        """Return the sum or the maximum over the ranks that are there."""
         said = torch.stack(list(self._say(numbers).values()))
         return said.sum(0) if how == dist.ReduceOp.SUM else said.amax(0)
 
@@ -200,7 +192,7 @@ class Some:
         self._say(None)
 
     def _say(self, value: Any) -> dict[int, Any]:
-        """What each rank that is there says; all of them ask in the same order."""
+        """Return what each rank that is there says; all of them ask in the same order."""
         self._number += 1
         self._store.set(f"said {self._number} {self._rank}", pickle.dumps(value))  # type: ignore[arg-type] # also bytes
         return {rank: pickle.loads(self._store.get(f"said {self._number} {rank}")) for rank in self._present}
@@ -209,8 +201,7 @@ class Some:
 class Answers(dist.Store):
     """A store in which every rank has been already: nobody waits, and a value that nobody has set is zeros.
 
-    Args:
-        size: Ranks of the run: as many have added to each counter.
+    As many as the run's ``size`` have added to each counter.
     """
 
     def __init__(self, size: int) -> None:
@@ -223,7 +214,7 @@ class Answers(dist.Store):
         self._values[key] = value.encode() if isinstance(value, str) else value
 
     def get(self, key: str) -> bytes:
-        """A value."""
+        """Return a value."""
         return self._values.get(key, bytes(_NAME_BYTES))
 
     def add(self, key: str, amount: int) -> int:
@@ -237,14 +228,14 @@ class Answers(dist.Store):
         return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Nothing to wait for."""
+        """Return: there is nothing to wait for."""
 
     def check(self, keys: list[str]) -> bool:
-        """Whether there are values; NCCL's watchdog looks for one that says that a rank has failed."""
+        """Return whether there are values; NCCL's watchdog looks for one that says that a rank has failed."""
         return all(key in self._values for key in keys)
 
     def clone(self) -> Answers:
-        """The store for another thread or group: the same."""
+        """Return the store for another thread or group: the same."""
         return self
 
     def delete_key(self, key: str) -> bool:
@@ -252,24 +243,15 @@ class Answers(dist.Store):
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """How many values there are."""
+        """Return the number of values."""
         return len(self._values)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Nothing to wait for."""
-
-
-def _without_peers(backend: str) -> str:
-    """Backends that need none: torch itself lets the host's messages go nowhere, and a virtual GPU its own."""
-    if "gloo" not in backend:
-        return backend
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401 # registers it
-
-    return backend.replace("gloo", "fake")
+        """Return: there is nothing to wait for."""
 
 
 def _circle(world: World, backend: str, own: dist.Store, patience: timedelta) -> Circle:
-    """How the ranks reach each other beside their work: not through device memory."""
+    """Return how the ranks reach each other beside their work: not through device memory."""
     if world.present:
         return Some(world.present, world.rank, world.size, own)
     if "nccl" not in backend:
@@ -280,7 +262,7 @@ def _circle(world: World, backend: str, own: dist.Store, patience: timedelta) ->
 
 
 def _open(world: World, host: str, port: int) -> dist.TCPStore:
-    """The store that rank 0 serves.
+    """Open the store that rank 0 serves.
 
     In a thread that may be left behind: a stranger on that port who accepts and never answers keeps torch waiting
     without a limit, and the main thread has signals to listen to.
@@ -317,7 +299,11 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
     if isinstance(result, socket.gaierror):
         rule = f"rank {world.rank} cannot resolve this name: {result.strerror}"
         raise NotMet([Problem("MASTER_ADDR", host, rule, _RESOLVABLE)]) from None
-    raise _cannot_listen(result, host, port) if world.rank == 0 else result
+    if world.rank:
+        raise result
+    taken = isinstance(result, OSError) and result.errno == errno.EADDRINUSE
+    reason = "the port is taken" if taken else str(result)  # without torch's account of sockets
+    raise NotMet([Problem("MASTER_PORT", port, f"rank 0 cannot listen on {host}:{port}: {reason}", _OTHER_PORT)])
 
 
 def _await_all(opened: dist.TCPStore, world: World, place: str, identity: str) -> None:
@@ -337,10 +323,3 @@ def _await_all(opened: dist.TCPStore, world: World, place: str, identity: str) -
     except dist.DistStoreError:
         rule = f"{opened.add(arrived, 0)} of {world.size} ranks came within {ARRIVAL.seconds} s"
         raise NotMet([Problem(world.launcher, place, rule, _REACHABLE)]) from None
-
-
-def _cannot_listen(error: Exception, host: str, port: int) -> NotMet:
-    """Why rank 0 could not open the store, without torch's account of sockets."""
-    taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-    reason = "the port is taken" if taken else str(error)
-    return NotMet([Problem("MASTER_PORT", port, f"rank 0 cannot listen on {host}:{port}: {reason}", _OTHER_PORT)])

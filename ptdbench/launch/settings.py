@@ -33,13 +33,12 @@ _ERROR = 2
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that are set, by name; of a path only the last part, as the others are of the machine."""
+    """Return the variables that are set, by name; of a path only the last part, as the others are of the machine."""
     names = (name for name in sorted(environ) if name.startswith(PREFIXES) and not _SECRET.search(name))
-    return {name: _without_folders(environ[name]) for name in names}
-
-
-def _without_folders(value: str) -> str:
-    return f"…/{PurePosixPath(value).name}" if value.startswith(("/", "~")) else value
+    return {
+        name: f"…/{PurePosixPath(value).name}" if (value := environ[name]).startswith(("/", "~")) else value
+        for name in names
+    }
 
 
 def let_segments_grow(environ: MutableMapping[str, str]) -> None:
@@ -92,7 +91,7 @@ def log_errors_only(environ: Mapping[str, str]) -> None:
 
 
 def here() -> dict[str, str]:
-    """The variables that are set in this process."""
+    """Return the variables that are set in this process."""
     return settings(os.environ)
 
 

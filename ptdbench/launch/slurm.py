@@ -12,7 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ptdbench.launch import hostlist
@@ -35,52 +35,38 @@ _OF_RANKS = frozenset({"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCA
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_WCKEY")
 
 
+_SACCT = ("sacct", "--allocations", "--noheader", "--parsable2")
+
+
 class SlurmError(RuntimeError):
     """SLURM could not be asked, or said no."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Nodes that jobs are submitted to.
+    """Nodes that jobs are submitted to."""
 
-    Attributes:
-        name: As in ``cluster.partition``.
-        is_default: Whether it is taken where none is named.
-        nodes: How many it has, in whatever state.
-        minutes: Its time limit, or ``None`` where it has none.
-        gpus: GPUs of a node: the distinct numbers over its nodes, ascending.
-        cpus: CPUs of its largest node, as SLURM counts them.
-    """
-
-    name: str
-    is_default: bool
-    nodes: int
-    minutes: int | None
-    gpus: tuple[int, ...]
-    cpus: int
+    name: str  #: As in ``cluster.partition``.
+    is_default: bool  #: Whether it is taken where none is named.
+    nodes: int  #: How many it has, in whatever state.
+    minutes: int | None  #: Its time limit, or ``None`` where it has none.
+    gpus: tuple[int, ...]  #: GPUs of a node: the distinct numbers over its nodes, ascending.
+    cpus: int  #: CPUs of its largest node, as SLURM counts them.
 
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of a job.
+    """The state of a job."""
 
-    Attributes:
-        id: ``123``, or ``123_0`` for an element of an array.
-        state: SLURM's word, for example ``PENDING``.
-        elapsed: Seconds that it has run, or ``None`` where SLURM does not say.
-        nodes: Its host list as SLURM abbreviates it, ``gpu[01-03]``; empty before it has any.
-        reason: Why it waits or why it failed, in SLURM's word; empty where there is none.
-    """
-
-    id: str
-    state: str
-    elapsed: int | None
-    nodes: str
-    reason: str
+    id: str  #: ``123``, or ``123_0`` for an element of an array.
+    state: str  #: SLURM's word, for example ``PENDING``.
+    elapsed: int | None  #: Seconds that it has run, or ``None`` where SLURM does not say.
+    nodes: str  #: Its host list as SLURM abbreviates it, ``gpu[01-03]``; empty before it has any.
+    reason: str  #: Why it waits or why it failed, in SLURM's word; empty where there is none.
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True if it has ended, well or not."""
         return self.state in OVER
 
 
@@ -90,31 +76,28 @@ def available() -> bool:
 
 
 def partitions() -> list[Partition]:
-    """All partitions, the hidden ones too: jobs may be submitted to them; raises SlurmError."""
+    """Return all partitions, the hidden ones too: jobs may be submitted to them; raises SlurmError."""
     # --exact: one line for each kind of node, instead of one with "2+" CPUs.
     lines = _output("sinfo", "--all", "--exact", "--noconvert", "--noheader", "--format=%P|%l|%D|%c|%G").splitlines()
     found: dict[str, Partition] = {}
     for line in lines:
         name, limit, nodes, cpus, gres = line.split("|", 4)
         key = name.removesuffix("*")
-        known = found.get(key) or Partition(key, name.endswith("*"), 0, _minutes(limit), (), 0)
+        seconds = _seconds(limit)
+        known = found.get(key) or Partition(
+            key, name.endswith("*"), 0, None if seconds is None else seconds // 60, gpus=(), cpus=0
+        )
         gpus = {*known.gpus, *([gpu_count(gres)] if int(nodes) else [])}
-        found[key] = Partition(
-            name=key,
-            is_default=known.is_default,
-            nodes=known.nodes + int(nodes),
-            minutes=known.minutes,
-            gpus=tuple(sorted(gpus)),
-            cpus=max(known.cpus, int(cpus)),
+        found[key] = replace(
+            known, nodes=known.nodes + int(nodes), gpus=tuple(sorted(gpus)), cpus=max(known.cpus, int(cpus))
         )
     return list(found.values())
 
 
 def queue(job_ids: Iterable[str]) -> dict[str, JobState]:
-    """The states of jobs, by id; those that SLURM no longer knows are absent.
+    """Return the states of jobs, by id; those that SLURM no longer knows are absent.
 
-    Args:
-        job_ids: ``123_0`` asks for an element of an array, ``123`` for a job or all elements of one.
+    ``123_0`` asks for an element of an array, ``123`` for a job or all elements of one.
 
     Raises:
         SlurmError: The queue cannot be read.
@@ -122,15 +105,24 @@ def queue(job_ids: Iterable[str]) -> dict[str, JobState]:
     asked = set(job_ids)
     if not asked:
         return {}
-    found = dict(_states(_squeue(_jobs(asked)), asked))
+    # Whole jobs: then a thousand elements of one array are one id.
+    listed = ("squeue", "--all", "--array", "--states=all", "--noheader", "--format=%i|%T|%M|%N|%r")
+    found: dict[str, JobState] = {}
+    try:
+        found |= _states(_output(*listed, f"--jobs={_jobs(asked)}"), asked)
+    except SlurmError as error:
+        if "Invalid job id specified" not in str(error):  # said only where no other job was asked for
+            raise
     missing = asked - found.keys() - {_job(identity) for identity in found}
     if missing and _keeps_accounts():
-        found |= _states(_sacct(_jobs(missing)), missing)
+        fields = "--format=JobID,State,Elapsed,NodeList,Reason"
+        with suppress(SlurmError):  # the next time, perhaps
+            found |= _states(_output(*_SACCT, fields, f"--jobs={_jobs(missing)}"), missing)
     return found
 
 
 def named(names: Iterable[str]) -> dict[str, dict[int | None, JobState]]:
-    """The jobs that bear these names: name, then number in the array (``None`` for a job by itself), then state.
+    """Return the jobs that bear these names: name, then number in the array (``None`` for a job by itself), then state.
 
     A job that was submitted by a process that did not live to learn its id is found so. Raises SlurmError.
     """
@@ -141,7 +133,7 @@ def named(names: Iterable[str]) -> dict[str, dict[int | None, JobState]]:
     if _keeps_accounts():
         fields = "--format=JobName%200,JobID,State,Elapsed,NodeList,Reason"
         since = "--starttime=now-7days"
-        lines = _output("sacct", "--allocations", "--noheader", "--parsable2", since, fields, wanted) + lines
+        lines = _output(*_SACCT, since, fields, wanted) + lines
     found: dict[str, dict[int | None, JobState]] = {}
     for line in lines.splitlines():
         name, _, rest = line.partition("|")
@@ -195,7 +187,7 @@ def cancel_named(names: Iterable[str]) -> list[str]:
 
 
 def ignored_variables(environ: Mapping[str, str]) -> list[str]:
-    """A person's variables for sbatch that submissions ignore, as ``NAME=value``."""
+    """Return a person's variables for sbatch that submissions ignore, as ``NAME=value``."""
     return [f"{name}={environ[name]}" for name in sorted(environ) if name.startswith("SBATCH_") and name not in _KEPT]
 
 
@@ -223,66 +215,43 @@ def end_step(environ: Mapping[str, str], after: float) -> None:
 
 
 def options(flags: Mapping[str, str | int | bool]) -> list[str]:
-    """Flags as sbatch reads them: ``{"ntasks_per_node": 2, "exclusive": True}`` is two words."""
+    """Return flags as sbatch reads them: ``{"ntasks_per_node": 2, "exclusive": True}`` is two words."""
     spelled = {name.replace("_", "-"): value for name, value in flags.items() if value is not False}
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in spelled.items()]
 
 
 def gpu_count(gres: str) -> int:
-    """GPUs among generic resources: ``gpu:2``, ``gpu:a100:4(S:0-1)``, ``gpu:v100:2,gpu:k80:4``, ``(null)``."""
+    """Count GPUs among generic resources: ``gpu:2``, ``gpu:a100:4(S:0-1)``, ``gpu:v100:2,gpu:k80:4``, ``(null)``."""
     entries = [re.split("[:=]", entry) for entry in re.sub(r"\(.*?\)", "", gres).split(",")]
     counts = [fields[-1] for fields in entries if fields[0].strip() in ("gpu", "gres/gpu")]
     return sum(int(count) if count.isdigit() else 1 for count in counts)
 
 
-def _squeue(jobs: str) -> str:
-    try:
-        # Whole jobs: then a thousand elements of one array are one id.
-        return _output(
-            "squeue", "--all", "--array", "--states=all", "--noheader", "--format=%i|%T|%M|%N|%r", f"--jobs={jobs}"
-        )
-    except SlurmError as error:
-        if "Invalid job id specified" in str(error):  # said only where no other job was asked for
-            return ""
-        raise
-
-
-def _sacct(jobs: str) -> str:
-    fields = "--format=JobID,State,Elapsed,NodeList,Reason"
-    try:
-        return _output("sacct", "--allocations", "--noheader", "--parsable2", fields, f"--jobs={jobs}")
-    except SlurmError:  # the next time, perhaps
-        return ""
-
-
 @cache
 def _keeps_accounts() -> bool:
-    """Whether sacct can be asked here: it fails on a cluster without slurmdbd, and would fail each time."""
+    """Return whether sacct can be asked here: it fails on a cluster without slurmdbd, and would fail each time."""
     try:
-        _output("sacct", "--allocations", "--noheader", "--parsable2", "--jobs=1")
+        _output(*_SACCT, "--jobs=1")
     except SlurmError:
         return False
     return True
 
 
 def _states(lines: str, asked: set[str]) -> Iterator[tuple[str, JobState]]:
-    """The answer about the jobs that were asked for, from lines of id, state, time, nodes and reason."""
+    """Yield the answer about the jobs that were asked for, from lines of id, state, time, nodes and reason."""
     for line in lines.splitlines():
         listed, state, elapsed, nodes, reason = line.split("|", 4)
-        for identity in _elements(listed):
+        # ``7_[0-2,5%4]``, elements of an array that never began, are ``7_0``, ``7_1``, ``7_2`` and ``7_5``.
+        several = "[" in listed and "..." not in listed
+        for identity in hostlist.expand(re.sub(r"%\d+", "", listed)) if several else [listed]:
             if identity in asked or _job(identity) in asked:
                 state = state.split()[0]  # sacct says "CANCELLED by 1000"
                 nodes = "" if nodes in ("None assigned", "(null)") else nodes
                 yield identity, JobState(identity, state, _seconds(elapsed), nodes, "" if reason == "None" else reason)
 
 
-def _elements(listed: str) -> list[str]:
-    """``7_[0-2,5%4]``, elements of an array that never began, are ``7_0``, ``7_1``, ``7_2`` and ``7_5``."""
-    return hostlist.expand(re.sub(r"%\d+", "", listed)) if "[" in listed and "..." not in listed else [listed]
-
-
 def _job(identity: str) -> str:
-    """The job of an array's element: ``123_0`` belongs to ``123``."""
+    """Return the job of an array's element: ``123_0`` belongs to ``123``."""
     return identity.partition("_")[0]
 
 
@@ -291,7 +260,7 @@ def _jobs(identities: Iterable[str]) -> str:
 
 
 def _seconds(text: str) -> int | None:
-    """A time as SLURM writes it, ``5:00``, ``1:00:00`` or ``2-00:00:00``; ``None`` for ``infinite`` and the like."""
+    """Parse a time of SLURM: ``5:00``, ``1:00:00`` or ``2-00:00:00``; ``None`` for ``infinite`` and the like."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
     if not match:
         return None
@@ -299,22 +268,14 @@ def _seconds(text: str) -> int | None:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _minutes(text: str) -> int | None:
-    seconds = _seconds(text)
-    return None if seconds is None else seconds // 60
-
-
 def _output(*command: str) -> str:
     return _run(*command).stdout
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of a command, which a job inherits."""
-    foreign = {name for name in os.environ if name.startswith(_FOREIGN)} - set(_KEPT)
-    return {name: value for name, value in os.environ.items() if name not in foreign | _OF_RANKS}
-
-
 def _run(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    foreign = {name for name in os.environ if name.startswith(_FOREIGN)} - set(_KEPT)
+    # A job inherits the environment of the command.
+    environ = {name: value for name, value in os.environ.items() if name not in foreign | _OF_RANKS}
     try:
         done = subprocess.run(
             command,
@@ -324,7 +285,7 @@ def _run(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
             text=True,
             errors="replace",
             timeout=PATIENCE,
-            env=_environment(),
+            env=environ,
             # Ctrl-C is for this process, which decides what becomes of a submission under way.
             start_new_session=True,
         )
@@ -340,6 +301,6 @@ def _run(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def _words(said: str) -> str:
-    """What a command said, without its own name and the rank of the message before every line."""
+    """Return what a command said, without its own name and the rank of the message before every line."""
     lines = [re.sub(r"^(s\w+: )?((error|fatal): )?", "", line).strip() for line in said.splitlines()]
     return "\n".join(line for line in lines if line and not line.startswith('Try "'))

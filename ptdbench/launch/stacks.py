@@ -30,17 +30,11 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a thread.
+    """The place of a thread."""
 
-    Attributes:
-        function: The innermost Python function that says something.
-        line: Its file's name and line.
-        waits: Whether it is one that waits for other ranks.
-    """
-
-    function: str
-    line: str
-    waits: bool
+    function: str  #: The innermost Python function that says something.
+    line: str  #: Its file's name and line.
+    waits: bool  #: Whether it is one that waits for other ranks.
 
     def __str__(self) -> str:
         return self.function if self.waits else f"{self.function} ({self.line})"
@@ -70,11 +64,7 @@ def text() -> str:
 
 
 def write(path: Path) -> None:
-    """Leave the stacks in a file: as Python sees them, and as the interpreter does, which tells who holds its lock.
-
-    Raises:
-        OSError: The file could not be written.
-    """
+    """Write the stacks to a file: as Python sees them, and as the interpreter does, which tells who holds its lock."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         file.write(f"{text()}\n")

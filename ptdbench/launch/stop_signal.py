@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from ptdbench.launch import collect, local
@@ -21,14 +20,21 @@ from ptdbench.launch import collect, local
 
 @contextmanager
 def noting_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
-    """Meanwhile ``note`` is called in a thread with each signal that will raise :class:`ptdbench.launch.local.Stopped`.
+    """Call ``note`` in a thread with each signal that will raise :class:`ptdbench.launch.local.Stopped`, meanwhile.
 
     Signals that have another handler, such as :class:`StopSignal`, stop nothing by themselves and are not noted. To be
     entered in the main thread.
     """
     here, there = socket.socketpair()
     there.setblocking(False)
-    thread = threading.Thread(target=_listen, args=(here, note), daemon=True, name="witness of signals")
+
+    def listen() -> None:
+        while numbers := here.recv(64):
+            for number in numbers:
+                if local.stops(number):
+                    note(number)
+
+    thread = threading.Thread(target=listen, daemon=True, name="witness of signals")
     thread.start()
     before = signal.set_wakeup_fd(there.fileno(), warn_on_full_buffer=False)
     try:
@@ -40,13 +46,6 @@ def noting_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
         here.close()
 
 
-def _listen(arrivals: socket.socket, note: Callable[[int], None]) -> None:
-    while numbers := arrivals.recv(64):
-        for number in numbers:
-            if local.stops(number):
-                note(number)
-
-
 #: Approximate seconds between two checks: short against a cluster's grace period, long against a step.
 EVERY_SECONDS = 0.5
 
@@ -56,16 +55,13 @@ class StopSignal:
 
     A handler may interrupt the rank anywhere, even inside a collective, so it only records the signal. The ranks
     compare their signals between two steps, which costs an all-reduce, and therefore about every ``every_seconds``
-    only. They also agree on the number of steps until the next check: clocks differ, and ranks that decided by
-    themselves would wait for each other in different steps. What takes long between two steps is checked in the same
-    way, by a count of its own.
+    only, or after every step if that is 0. They also agree on the number of steps until the next check: clocks differ,
+    and ranks that decided by themselves would wait for each other in different steps. What takes long between two steps
+    is checked in the same way, by a count of its own.
 
     All ranks enter it, each in its main thread, while the default process group exists. Leaving it restores the
     previous handlers, or ignores stop signals if it has reported one: a person who presses Ctrl-C reaches the ranks
     twice, at once and through their launcher.
-
-    Args:
-        every_seconds: Seconds between two checks; 0 checks after every step.
     """
 
     def __init__(self, every_seconds: float = EVERY_SECONDS) -> None:
@@ -79,19 +75,15 @@ class StopSignal:
         self._steps = _Pace()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._handling.__exit__(kind, error, trace)
         if self._agreed:
             local.ignore_signals()
 
     def received(self, done: int) -> str | None:
-        """Whether to stop now; every rank calls it between two steps and gets the same answer.
+        """Return the name of a signal that some rank received, else ``None``; called on every rank between two steps.
 
-        Returns:
-            The name of a signal that some rank received, else ``None``; also if no check is due, which costs one
-            comparison of integers.
+        If no check is due, which costs one comparison of integers, it is ``None`` too. All ranks get the same answer.
         """
         return self._ask(self._steps, done)
 

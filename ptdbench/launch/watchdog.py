@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -43,46 +43,31 @@ FOLDER = "failures"
 
 @dataclass(frozen=True)
 class State:
-    """The state that a rank publishes.
+    """The state that a rank publishes."""
 
-    Attributes:
-        tick: Grows from each telling to the next; clocks of other machines would say nothing here.
-        step: How many steps it has finished, which is also the number of the one it is in; ``None`` before the first.
-            On a GPU these are those that the device has finished.
-        begun: How many steps its host is through with, which on a GPU runs ahead of the device.
-        phase: What it does that is no step: :data:`JOINED`, :data:`LEFT`, or nothing.
-        patience: Seconds until it is overdue, at most 0 if it is; ``None`` while it is busy with something that has
-            no limit, such as saving a checkpoint.
-        place: Where its main thread is.
-        waits: Whether that is a place where one waits for other ranks.
-        dumped: Whether it has given up and left its stacks.
-        left: Whether its work is done.
-    """
-
-    tick: int = 0
+    tick: int = 0  #: Grows from each telling to the next; clocks of other machines would say nothing here.
+    #: How many steps it has finished, which is also the number of the one it is in; ``None`` before the first. On a GPU
+    #: these are those that the device has finished.
     step: int | None = None
-    begun: int | None = None
-    phase: str = ""
+    begun: int | None = None  #: How many steps its host is through with, which on a GPU runs ahead of the device.
+    phase: str = ""  #: What it does that is no step: :data:`JOINED`, :data:`LEFT`, or nothing.
+    #: Seconds until it is overdue, at most 0 if it is; ``None`` while it is busy with something that has no limit, such
+    #: as saving a checkpoint.
     patience: float | None = None
-    place: str = ""
-    waits: bool = False
-    dumped: bool = False
-    left: bool = False
+    place: str = ""  #: Where its main thread is.
+    waits: bool = False  #: Whether that is a place where one waits for other ranks.
+    dumped: bool = False  #: Whether it has given up and left its stacks.
+    left: bool = False  #: Whether its work is done.
 
     @property
     def reached(self) -> tuple[bool, int, int]:
-        """How far it has come, compared with others."""
-        return self.phase != JOINED, _number(self.step), _number(self.begun)
+        """The point that it has come to, to be compared with that of others."""
+        return self.phase != JOINED, -1 if self.step is None else self.step, -1 if self.begun is None else self.begun
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """The state of another rank, as this one knows it.
-
-    Attributes:
-        state: What it posted last; ``None`` before the first time.
-        since: When that was new, by this rank's ``time.monotonic``.
-    """
+    """The state of another rank as it was posted last, if it was, and when by this rank's clock that was new."""
 
     state: State | None
     since: float
@@ -136,27 +121,20 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._over.set()
         self._thread.join(timeout=1.0)
         self._board.close(replace(self._mine, tick=self._mine.tick + 1, left=error is None))
 
     def beat(self, step: int) -> None:
-        """A step is over.
-
-        Args:
-            step: How many are.
-        """
+        """Note that so many steps are over."""
         self._step = step
 
     @contextmanager
     def following(self, device: Callable[[], int]) -> Iterator[None]:
-        """Meanwhile a step is over when the device has finished it, and not when its work is queued.
+        """Count a step meanwhile when the device has finished it, and not when its work is queued.
 
-        Args:
-            device: How many steps the device has finished; called in a thread, and must not wait.
+        ``device`` returns how many steps those are; it is called in a thread, and must not wait.
         """
         self._device = device
         try:
@@ -166,11 +144,7 @@ class Watchdog:
 
     @contextmanager
     def limited(self, phase: str) -> Iterator[None]:
-        """Around what ranks do together that is no step, which has a limit of its own, :data:`TOGETHER`.
-
-        Args:
-            phase: :data:`JOINED` or :data:`LEFT`.
-        """
+        """Give what ranks do together that is no step, :data:`JOINED` or :data:`LEFT`, the limit :data:`TOGETHER`."""
         self._phase = phase
         try:
             yield
@@ -178,12 +152,12 @@ class Watchdog:
             self._phase = ""
 
     def alive(self) -> None:
-        """Something is over that is no step of training, such as one size of a message."""
+        """Note that something is over that is no step of training, such as one size of a message."""
         self._step = (self._step or 0) + 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around work between two steps that may take its time, such as saving a checkpoint or an evaluation."""
+        """Have no limit meanwhile, for work between two steps such as saving a checkpoint or an evaluation."""
         self._pauses += 1
         try:
             yield
@@ -200,7 +174,9 @@ class Watchdog:
     def _post(self, now: float) -> None:
         """Look at the main thread, and let the others know. Who is in time asks nothing about them."""
         was_asleep = now - self._posted_at > self._quiet  # this very thread: Ctrl-Z or ``scontrol suspend``, for one
-        now_at = self._finished(), self._phase
+        # The steps that are over; the device is asked from the first one on.
+        finished = self._device() if self._step is not None and self._device else self._step
+        now_at = finished, self._phase
         if now_at != (self._seen_step, self._seen_phase) or self._pauses or was_asleep:
             (self._seen_step, self._seen_phase), self._seen_at = now_at, now
         self._posted_at = now
@@ -218,17 +194,13 @@ class Watchdog:
         )
         self._board.post(self._mine, asks=patience < self._allowed() / 2)
 
-    def _finished(self) -> int | None:
-        """The steps that are over; asks the device from the first one on."""
-        return self._device() if self._step is not None and self._device else self._step
-
     def _allowed(self) -> float:
         if self._seen_phase:
             return TOGETHER
         return self._limit * (FIRST_STEP if self._seen_step is None else 1)
 
     def _judge(self, now: float) -> tuple[int, str] | None:
-        """Whom to blame and why, or ``None`` while somebody still gets on; asked where this rank does not."""
+        """Say whom to blame and why, or ``None`` while somebody still gets on; asked where this rank does not."""
         if now - self._board.answered > self._quiet:
             return self._silent_store()
         seen = self._board.seen()
@@ -263,34 +235,26 @@ class Watchdog:
             stacks.write(self._stacks(self._world.rank))
         self._mine = replace(self._mine, dumped=True)
         until = time.monotonic() + 2 * self._period + 1
-        while time.monotonic() < until and not self._all_dumped() and not self._over.is_set():
+        while time.monotonic() < until and not self._over.is_set():
+            others = [one for one in self._board.seen().values() if time.monotonic() - one.since <= self._quiet]
+            if all(one.state.dumped or one.state.left for one in others if one.state):
+                break
             self._mine = replace(self._mine, tick=self._mine.tick + 1)
             self._board.post(self._mine, asks=True)
             self._over.wait(0.1)
         if self._over.is_set():  # the main thread goes on after all: a peer that gave up has ended and reported
             return
         try:
-            self._report(culprit, message, self._stacks_of(culprit) or own)
+            with suppress(OSError):
+                own = self._stacks(culprit).read_text() or own
+            self._report(culprit, message, own)
         except Exception:
             traceback.print_exc()
         finally:
             os._exit(1)  # the main thread cannot be woken up
 
-    def _all_dumped(self) -> bool:
-        now = time.monotonic()
-        return all(
-            state.dumped or state.left or now - since > self._quiet
-            for state, since in ((sighting.state, sighting.since) for sighting in self._board.seen().values())
-            if state
-        )
-
     def _stacks(self, rank: int) -> Path:
         return self._folder / f"stacks-rank-{rank}.txt"
-
-    def _stacks_of(self, rank: int) -> str:
-        with suppress(OSError):
-            return self._stacks(rank).read_text()
-        return ""
 
 
 class _Board:
@@ -310,7 +274,7 @@ class _Board:
         self._seen: dict[int, Sighting] = {}
 
     def start(self) -> None:
-        """From now on the other ranks see what is posted."""
+        """Show the other ranks what is posted, from now on."""
         self._thread.start()
 
     def close(self, last: State) -> None:
@@ -331,7 +295,7 @@ class _Board:
 
     @property
     def answered(self) -> float:
-        """When the store last answered, not before it was asked."""
+        """The time when the store last answered, not before it was asked."""
         return max(self._answered_at, self._asking_since or time.monotonic())
 
     def seen(self) -> dict[int, Sighting]:
@@ -352,7 +316,11 @@ class _Board:
 
     def _ask(self) -> None:
         others = [rank for rank in range(self._world.size) if rank != self._world.rank]
-        known = [rank for rank in others if self._has_posted(rank)]
+        known = [
+            rank
+            for rank in others
+            if ((seen := self._seen.get(rank)) and seen.state) or self._store.check([self._key(rank)])
+        ]
         posted = self._store.multi_get([self._key(rank) for rank in known]) if known else []
         now = time.monotonic()
         states: dict[int, State | None] = dict.fromkeys(others)
@@ -363,16 +331,12 @@ class _Board:
                 self._seen[rank] = Sighting(state, now)
         self._answered_at = now
 
-    def _has_posted(self, rank: int) -> bool:
-        known = self._seen.get(rank)
-        return bool(known and known.state) or self._store.check([self._key(rank)])
-
     def _key(self, rank: int) -> str:
         return f"{self._name}/{rank}"
 
 
 def verdict(states: Mapping[int, State | None], seconds: float) -> tuple[int, str]:
-    """The rank to blame for a run in which no rank gets on, and what to tell a person.
+    """Name the rank to blame for a run in which no rank gets on, and what to tell a person.
 
     In this order: ranks that do not answer, since nobody can run without them; ranks that do something of their own
     while others wait, and of these the ones that have come least far, as the hosts of their peers go on queueing work
@@ -404,26 +368,22 @@ def verdict(states: Mapping[int, State | None], seconds: float) -> tuple[int, st
 
 
 def _last(states: Mapping[int, State]) -> dict[int, State]:
-    """Those that have come least far."""
+    """Return those that have come least far."""
     least = min((state.reached for state in states.values()), default=None)
     return {rank: state for rank, state in states.items() if state.reached == least}
 
 
 def _undone(state: State) -> str:
-    """What it has not done: ``finished step 12``."""
+    """Say what it has not done: ``finished step 12``."""
     return state.phase or f"finished {'the first step' if state.step is None else f'step {state.step}'}"
 
 
 def _doing(peers: Mapping[int, State]) -> str:
-    """What the culprits' peers do: ``wait in all_reduce``, or ``are in step 15``; empty if it is not known."""
+    """Say what the culprits' peers do: ``wait in all_reduce``, or ``are in step 15``; empty if it is not known."""
     if places := ", ".join(dict.fromkeys(state.place for state in peers.values() if state.waits)):
         return f"wait in {places}"
-    begun = max((_number(state.begun) for state in peers.values()), default=-1)
-    return f"are in step {begun}" if begun >= 0 else ""
-
-
-def _number(step: int | None) -> int:
-    return -1 if step is None else step
+    begun = max((state.begun for state in peers.values() if state.begun is not None), default=None)
+    return "" if begun is None else f"are in step {begun}"
 
 
 def _gone(count: int) -> str:
@@ -437,7 +397,7 @@ def _where(state: State, count: int = 1) -> str:
 
 
 def _places(states: Mapping[int, State], together: str) -> str:
-    """Who is where, those in one place together; ``together`` stands for all of them where they all are in one."""
+    """Say who is where, those in one place together; ``together`` stands for all of them where they all are in one."""
     at: dict[tuple[str, bool], list[int]] = {}
     for rank, state in states.items():
         at.setdefault((state.place, state.waits), []).append(rank)

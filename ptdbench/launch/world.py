@@ -18,76 +18,57 @@ from ptdbench.problems import ConfigError, Problem
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place.
+    """One rank's place."""
 
-    Attributes:
-        rank: This process, ``0 <= rank < size``.
-        size: How many ranks there are.
-        local_rank: This process among those of its node; also the index of its GPU.
-        local_size: How many ranks this node has.
-        launcher: Who started the rank, for messages and records.
-        nodes: How many nodes the ranks are on; ``None`` where the launcher does not tell and the nodes cannot all
-            have as many ranks as this one.
-        present: The ranks that are there, if some are not, which are those of a run on virtual GPUs.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    launcher: str
+    rank: int  #: This process, ``0 <= rank < size``.
+    size: int  #: How many ranks there are.
+    local_rank: int  #: This process among those of its node; also the index of its GPU.
+    local_size: int  #: How many ranks this node has.
+    launcher: str  #: Who started the rank, for messages and records.
+    #: How many nodes the ranks are on; ``None`` where the launcher does not tell and the nodes cannot all have as many
+    #: ranks as this one.
     nodes: int | None = None
+    #: The ranks that are there, if some are not, which are those of a run on virtual GPUs.
     present: tuple[int, ...] | None = None
 
     @property
     def is_first(self) -> bool:
-        """Whether it speaks for all: it is rank 0, or the first that is there."""
+        """True if it speaks for all: it is rank 0, or the first that is there."""
         return self.rank == (self.present[0] if self.present else 0)
 
     @property
     def started_by(self) -> Launcher:
-        """What the launcher can do."""
+        """The launcher's row."""
         return KNOWN[self.launcher]
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher tells a process its place, and what else it does for the ranks.
+    """The variables in which a launcher tells a process its place, and what else it does for the ranks."""
 
-    Attributes:
-        proof: What only this launcher sets; all of them must be there.
-        rank: The variable with the rank.
-        size: That with the number of ranks.
-        local_rank: That with the rank within the node.
-        local_size: That with the number of ranks of the node.
-        nodes: That with the number of nodes, if there is one.
-        node: Where ``local_size`` lists all nodes, as ``2(x3),1`` does: that with this node's place in the list.
-        is_shell: Whether the launcher has started a shell for a person, and no rank.
-        names: Variables that name one launch: the first tuple whose first variable is set, by all of its variables.
-        has_parent: The process that a person started has started the ranks, sees how each ends, and writes it down.
-        has_store: What starts the ranks serves their store and tells them where that is.
-        has_step: The ranks are the tasks of a SLURM step, which lists their nodes and has to be ended if one fails.
-        linger_seconds: How long a rank may stay whose failure may follow from another's, so that who watches the ranks
-            sees the culprit die first, and that it learns who else was stopped. mpirun sends SIGKILL a second after
-            its SIGTERM.
-    """
-
-    proof: tuple[str, ...]
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
-    nodes: str = ""
+    proof: tuple[str, ...]  #: What only this launcher sets; all of them must be there.
+    rank: str  #: The variable with the rank.
+    size: str  #: That with the number of ranks.
+    local_rank: str  #: That with the rank within the node.
+    local_size: str  #: That with the number of ranks of the node.
+    nodes: str = ""  #: That with the number of nodes, if there is one.
+    #: Where ``local_size`` lists all nodes, as ``2(x3),1`` does: that with this node's place in the list.
     node: str = ""
+    #: Whether the launcher has started a shell for a person, and no rank.
     is_shell: Callable[[Mapping[str, str]], bool] = lambda environ: False
+    #: Variables that name one launch: the first tuple whose first variable is set, by all of its variables.
     names: tuple[tuple[str, ...], ...] = ()
+    #: The process that a person started has started the ranks, sees how each ends, and writes it down.
     has_parent: bool = False
-    has_store: bool = False
+    has_store: bool = False  #: What starts the ranks serves their store and tells them where that is.
+    #: The ranks are the tasks of a SLURM step, which lists their nodes and has to be ended if one fails.
     has_step: bool = False
+    #: How long a rank may stay whose failure may follow from another's, so that who watches the ranks sees the culprit
+    #: die first, and that it learns who else was stopped. mpirun sends SIGKILL a second after its SIGTERM.
     linger_seconds: float = 0.5
 
     def started(self, environ: Mapping[str, str]) -> bool:
-        """Whether a process with this environment is one of its ranks."""
+        """Return whether a process with this environment is one of its ranks."""
         return all(name in environ for name in self.proof) and not self.is_shell(environ)
 
     @property
@@ -103,7 +84,7 @@ _FIRST_STEP_OF_SLURM = 0xFFFFFFFA
 
 
 def _is_slurm_shell(environ: Mapping[str, str]) -> bool:
-    """Whether a SLURM step is the terminal of a person.
+    """Return whether a SLURM step is the terminal of a person.
 
     A step that is started in such a terminal inherits the variable of ``srun --pty``, so that it proves something
     only where there are no other tasks.
@@ -168,7 +149,7 @@ _NAMELESS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def discover(environ: Mapping[str, str]) -> World | None:
-    """The place that the environment describes, or ``None`` where no launcher started this process.
+    """Return the place that the environment describes, or ``None`` where no launcher started this process.
 
     Raises:
         ConfigError: A launcher's mark is there, but what it says is incomplete or contradicts itself; or the
@@ -187,7 +168,7 @@ def discover(environ: Mapping[str, str]) -> World | None:
 
 
 def torchrun_variables(world: World, host: str, port: int) -> dict[str, str]:
-    """A rank's place and that of its store, in the variables that torch and other libraries read."""
+    """Return a rank's place and that of its store, in the variables that torch and other libraries read."""
     told = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -201,17 +182,11 @@ def torchrun_variables(world: World, host: str, port: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Place:
-    """The place that local ranks take themselves to have, if not on this machine as it is.
+    """The place that local ranks take themselves to have, if not on this machine as it is."""
 
-    Attributes:
-        nodes: Nodes that the ranks are divided over, equally many on each.
-        present: The ranks that are started; ``None`` for all.
-        environ: Variables that their processes have to be started with.
-    """
-
-    nodes: int = 1
-    present: Sequence[int] | None = None
-    environ: Mapping[str, str] = field(default_factory=dict)
+    nodes: int = 1  #: Nodes that the ranks are divided over, equally many on each.
+    present: Sequence[int] | None = None  #: The ranks that are started; ``None`` for all.
+    environ: Mapping[str, str] = field(default_factory=dict)  #: Variables that their processes have to be started with.
 
     @property
     def loading(self) -> dict[str, str]:
@@ -232,12 +207,7 @@ def local_environments(
 ) -> Iterator[dict[str, str]]:
     """Yield torchrun's variables for each rank of a launch on this machine alone, whose starter serves the store.
 
-    Args:
-        size: How many ranks.
-        host: Where the store is.
-        port: Its port.
-        environ: The environment of the starter, whose settings of these variables win.
-        where: Where they take themselves to be.
+    Settings of these variables in the starter's ``environ`` win.
     """
     defaults = {"OMP_NUM_THREADS": None, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     settings = {name: value for name, default in defaults.items() if (value := environ.get(name, default))}
@@ -306,7 +276,7 @@ def _number(environ: Mapping[str, str], variable: str, name: str) -> int:
 
 
 def _refusal(environ: Mapping[str, str], option: str, value: str, rule: str) -> ConfigError:
-    """What is wrong, and all that the environment says, for somebody who has to find out what is stale."""
+    """Say what is wrong, and all that the environment says, for somebody who has to find out what is stale."""
     sources = "".join(
         f"\n  {name}: {_said(environ, launcher.variables)}"
         for name, launcher in LAUNCHERS.items()

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,17 +23,11 @@ from ptdbench.launch.peers import Peer
 SOURCE = "nccl-tests, doc/PERFORMANCE.md"
 
 
-@dataclass(frozen=True)
-class Factor:
-    """The factor from algorithm bandwidth to bus bandwidth.
+class Factor(NamedTuple):
+    """The factor from algorithm bandwidth to bus bandwidth."""
 
-    Attributes:
-        formula: As people write it, over ``n``.
-        of: The number, for so many ranks.
-    """
-
-    formula: str
-    of: Callable[[int], float]
+    formula: str  # as people write it, over n
+    of: Callable[[int], float]  # the number, for so many ranks
 
 
 _WHOLE = Factor("1", lambda ranks: 1.0)
@@ -55,52 +48,37 @@ FACTORS: dict[str, Factor] = {
 
 
 def algorithm_bandwidth(size: int, seconds: float) -> float:
-    """``algbw = S / t``, in bytes a second."""
+    """Return ``algbw = S / t``, in bytes a second."""
     return size / seconds
 
 
 def bus_bandwidth(operation: str, size: int, seconds: float, ranks: int) -> float:
-    """``busbw = algbw * factor``, in bytes/s: the rate of the slowest link, comparable across numbers of ranks.
-
-    Raises:
-        KeyError: The operation moves no data, or is unknown.
-    """
+    """Return ``busbw = algbw * factor`` in bytes/s, the rate of the slowest link; raises KeyError if no data move."""
     return algorithm_bandwidth(size, seconds) * FACTORS[operation].of(ranks)
 
 
 class Fit(Struct, frozen=True):
     """The line ``t = alpha + beta * bytes`` with its errors."""
 
-    alpha: float
-    """Seconds for an empty message."""
-    beta: float
-    """Seconds per byte."""
-    alpha_error: float
-    """Standard error of ``alpha``."""
-    beta_error: float
-    """Standard error of ``beta``."""
-    r2: float
-    """Share of the weighted variance of the times that the line explains."""
-    max_relative_error: float
-    """The largest relative error over the measured sizes."""
-    points: int
-    """Number of sizes fitted."""
+    alpha: float  #: Seconds for an empty message.
+    beta: float  #: Seconds per byte.
+    alpha_error: float  #: Standard error of ``alpha``.
+    beta_error: float  #: Standard error of ``beta``.
+    r2: float  #: Share of the weighted variance of the times that the line explains.
+    max_relative_error: float  #: The largest relative error over the measured sizes.
+    points: int  #: Number of sizes fitted.
 
     def seconds(self, size: float) -> float:
-        """The predicted time of a message of ``size`` bytes."""
+        """Predict the time of a message of ``size`` bytes."""
         return self.alpha + self.beta * size
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
-    """Fit the latency-bandwidth line that minimizes the sum of squared relative errors.
+    """Fit the latency-bandwidth line, seconds over bytes, that minimizes the sum of squared relative errors.
 
     Weighted least squares with weights ``1 / t^2``: times span orders of magnitude, and unweighted the largest
     message would dominate. The standard errors are the usual ones, from the covariance ``s^2 (A' W A)^-1`` with
     ``s^2`` the weighted residual sum of squares over ``points - 2``.
-
-    Args:
-        sizes: Bytes.
-        seconds: The time of each, greater than 0.
 
     Returns:
         The line, or ``None`` for fewer than three different sizes, which leave no residual degree of freedom.
@@ -142,22 +120,15 @@ _REDUCING = ("all_reduce", "reduce_scatter")
 
 
 def fits_key(backend: str, peers: Sequence[Peer]) -> dict[str, Any]:
-    """Everything that the lines depend on: they are of one group, which is all ranks.
-
-    Args:
-        backend: What communicates.
-        peers: The ranks in order, with their machines and devices.
-    """
+    """Return all that the lines depend on: the backend, and all ranks in order with their machines and devices."""
     return {"backend": backend, "torch": torch.__version__, "ranks": [f"{peer.host} {peer.device}" for peer in peers]}
 
 
 def keep_fits(of: Mapping[str, Any], lines: Mapping[str, Mapping[str, float]]) -> Path:
     """Store lines that times can follow; older ones are kept of other series, and of the same up to larger sizes.
 
-    Args:
-        of: The :func:`fits_key`.
-        lines: ``alpha`` in seconds, ``beta`` in seconds a byte and ``largest``, the largest size in bytes, by the name
-            of the series: operation, dtype, reduction and mode.
+    ``alpha`` is in seconds, ``beta`` in seconds a byte, ``largest`` the largest size in bytes, by the name of the
+    series: operation, dtype, reduction and mode.
 
     Raises:
         OSError: They cannot be written.
@@ -172,12 +143,7 @@ def keep_fits(of: Mapping[str, Any], lines: Mapping[str, Mapping[str, float]]) -
 def fitted_seconds(of: Mapping[str, Any], operation: str, dtype: str, calls: float, size: float) -> float | None:
     """Predict the seconds of calls one after the other, on all ranks, by a fit: ``calls * alpha + size * beta``.
 
-    Args:
-        of: The :func:`fits_key`.
-        operation: Such as ``all_reduce``.
-        dtype: Of what it reduces, such as ``fp32``.
-        calls: Their number.
-        size: Bytes of all of them.
+    ``size`` is the bytes of all of them, and ``dtype`` that of a reduction.
 
     Returns:
         ``None`` if there is no line, or the calls are larger than what it was fitted to.
@@ -191,11 +157,11 @@ def fitted_seconds(of: Mapping[str, Any], operation: str, dtype: str, calls: flo
 
 
 def _lines(of: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
-    """Those on record that are whole: a person may have changed the file."""
+    """Read the lines on record that are whole: a person may have changed the file."""
     found = cache.look_up(_KIND, of).get("lines")
     lines = found.items() if isinstance(found, dict) else ()
-    return {name: line for name, line in lines if _is_whole(line)}
-
-
-def _is_whole(line: Any) -> bool:
-    return isinstance(line, dict) and all(isinstance(line.get(name), (int, float)) for name in _FIGURES)
+    return {
+        name: line
+        for name, line in lines
+        if isinstance(line, dict) and all(isinstance(line.get(figure), (int, float)) for figure in _FIGURES)
+    }

@@ -36,16 +36,11 @@ _KIND = "ceilings"
 class Key(Struct, frozen=True):
     """Everything that a ceiling depends on."""
 
-    device: str
-    """The GPU's name as torch reports it, or the CPU's model."""
-    driver: str | None
-    """Version of its driver; null on a CPU."""
-    torch: str
-    """Version of PyTorch."""
-    dtype: str
-    """Arithmetic of the products: ``fp32``, ``tf32``, ``bf16`` or ``fp16``."""
-    threads: int | None
-    """Threads of a rank; null for a GPU, where they do not matter."""
+    device: str  #: The GPU's name as torch reports it, or the CPU's model.
+    driver: str | None  #: Version of its driver; null on a CPU.
+    torch: str  #: Version of PyTorch.
+    dtype: str  #: Arithmetic of the products: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+    threads: int | None  #: Threads of a rank; null for a GPU, where they do not matter.
 
     def __str__(self) -> str:
         parts = [self.device, self.driver and f"driver {self.driver}", f"torch {self.torch}", self.dtype]
@@ -55,14 +50,7 @@ class Key(Struct, frozen=True):
 
     @staticmethod
     def of(known: Mapping[str, Any], gpu: str | None, dtype: str, threads: int) -> Key:
-        """The key of a device.
-
-        Args:
-            known: The result of :func:`ptdbench.measure.hardware.environment`.
-            gpu: The GPU's name as torch reports it; ``None`` for the CPU.
-            dtype: Arithmetic of the products.
-            threads: Threads of a rank.
-        """
+        """Return the key of a device: ``gpu`` is the GPU's name as torch reports it, ``None`` for the CPU."""
         if gpu:
             return Key(gpu, known["driver"], known["torch"], dtype, None)
         return Key(known["cpu"], None, known["torch"], dtype, threads)
@@ -71,37 +59,25 @@ class Key(Struct, frozen=True):
 class Measured(Struct, frozen=True):
     """A measured ceiling."""
 
-    flops_per_second: float
-    """The rate."""
-    shape: str
-    """The product's shape, for readers."""
+    flops_per_second: float  #: The rate.
+    shape: str  #: The product's shape, for readers.
+    #: Whether other processes used the device meanwhile, so that it may be too low; null if unknown.
     beside_load: bool | None = None
-    """Whether other processes used the device meanwhile, so that it may be too low; null if unknown."""
 
 
 class Ceiling(Key, frozen=True):
     """The best rate of a kind of device, to which later runs are compared."""
 
-    ranks: int
-    """Ranks that measured it."""
-    shape: str
-    """The fastest product."""
-    flops_per_second: float
-    """Its median rate."""
-    share_of_peak: float | None
-    """That rate over the data sheet's dense peak."""
-    peak_reason: str | None
-    """Why there is no peak."""
-    beside_load: bool
-    """Whether other processes used these devices meanwhile, so that it may be too low."""
+    ranks: int  #: Ranks that measured it.
+    shape: str  #: The fastest product.
+    flops_per_second: float  #: Its median rate.
+    share_of_peak: float | None  #: That rate over the data sheet's dense peak.
+    peak_reason: str | None  #: Why there is no peak.
+    beside_load: bool  #: Whether other processes used these devices meanwhile, so that it may be too low.
 
 
 def store_ceiling(of: Key, found: Measured) -> Path:
-    """Store the latest measurement, atomically.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Store the latest measurement, atomically; raises OSError."""
     return cache.keep(_KIND, asdict(of), asdict(found))
 
 
@@ -132,24 +108,17 @@ def measure(
     copies: bool = True,
     alive: Callable[[], object] = lambda: None,
 ) -> Figures:
-    """Time matrix products and memory copies on all ranks at once.
+    """Time matrix products, and memory ``copies``, on all ranks at once; every rank calls this.
 
-    Args:
-        world: The place of this rank among those that measure; every rank calls this.
-        device: Its device.
-        shapes: Of the products.
-        dtypes: Arithmetic of the products.
-        seconds: Approximate duration of the repetitions of each.
-        copies: Whether copies are measured too.
-        alive: Called between measurements, all of which may take longer than a watchdog's patience.
+    Repetitions of each take about so many ``seconds``. ``alive`` is called between measurements, all of which may take
+    longer than a watchdog's patience.
+
+    Returns:
+        A :class:`ptdbench.records.workload_results.Matmul` as JSON has it, the same on every rank.
 
     Raises:
         ArithmeticError: A product is wrong.
         ConfigError: The matrices do not fit into memory.
-
-    Returns:
-        The same on every rank, rates in FLOP/s and bytes/s: ``ranks`` with the measurements of each rank,
-        ``ceilings`` with the best median of every kind of device and dtype, and ``other_load`` with that of each node.
     """
     need, shape = max((product_bytes(shape, dtype), str(shape)) for shape in shapes for dtype in dtypes)
     timing.require_memory(device, world.local_size, need, "workload.shapes", shape)
@@ -191,14 +160,9 @@ def known_ceiling(
 ) -> tuple[Measured | None, str | None]:
     """Return the ceiling of rank 0's device from an earlier run of ``workload=matmul``.
 
-    Args:
-        world: The position of this rank.
-        device: Its device.
-        dtype: The arithmetic.
-        cpus_per_rank: The option of the cluster, for the advice.
-
     Returns:
-        ``(ceiling, None)``, or ``(None, reason)`` if exactly this device has not been measured.
+        ``(ceiling, None)``, or ``(None, reason)`` if exactly this device has not been measured; the advice in it has
+        the option ``cpus_per_rank``.
     """
     of = _own_key(environment(device.type), device, dtype)
     found = look_up(of)
@@ -226,7 +190,7 @@ def _copies(device: torch.device, seconds: float) -> list[Figures]:
 
 
 def _ceilings(ranks: Sequence[Figures], load: Sequence[OtherLoad]) -> list[Ceiling]:
-    """For every kind of device and dtype: the shape whose median rate is best, as the median over the ranks."""
+    """Find for every kind of device and dtype the shape whose median rate is best, as the median over the ranks."""
     loads = {one.node: one for one in load}
     keys = dict.fromkeys(key for of in ranks for key in of["keys"].values())
     found = []
@@ -261,7 +225,7 @@ def _ceilings(ranks: Sequence[Figures], load: Sequence[OtherLoad]) -> list[Ceili
 
 
 def keep_ceilings(world: World, found: Figures, only_higher: bool = False) -> str | None:
-    """Store the ceilings on every node; returns what could not be stored and why, on rank 0.
+    """Store the ceilings on every node; return what could not be stored and why, on rank 0.
 
     One that was taken beside other load, which makes a device slower, does not replace a higher one.
     """
@@ -293,5 +257,5 @@ def _gpu(device: torch.device) -> str | None:
 
 
 def product_bytes(shape: Shape, dtype: str) -> int:
-    """Bytes of all three matrices, and of one factor in fp32, in which random values are drawn."""
+    """Return the bytes of all three matrices, and of one factor in fp32, in which random values are drawn."""
     return shape.bytes(dtype) + 4 * shape.k * max(shape.m, shape.n)

@@ -18,22 +18,25 @@ class Clock(Protocol):
         """The step is over (on a GPU: all its work has been queued)."""
 
     def over(self, step: int) -> bool:
-        """Whether the device has finished the step; never blocks."""
+        """Return whether the device has finished the step; never blocks."""
+        return step < self.finished()
 
     def follow(self, step: int) -> None:
-        """Let what comes next on the device wait for the end of the step, which is no wait if it is over."""
+        """Let what comes next on the device wait for the end of the step; nothing where the device is synchronous."""
 
     def finished(self) -> int:
-        """How many of the steps that are not forgotten the device has finished; never blocks, and in any thread."""
+        """Count the steps that are not forgotten and the device has finished; never blocks, and in any thread."""
+        ...
 
     def seconds(self) -> list[float]:
-        """Seconds of every step that is not forgotten; waits for the device."""
+        """Return the seconds of every step that is not forgotten; waits for the device."""
+        ...
 
     def forget(self) -> None:
         """Forget the steps so far: the next one is step 0."""
 
 
-class HostClock:
+class HostClock(Clock):
     """Wall-clock time of the host, for devices that work synchronously."""
 
     def __init__(self) -> None:
@@ -48,19 +51,12 @@ class HostClock:
         """The step is over."""
         self._seconds.append(time.perf_counter() - self._started)
 
-    def over(self, step: int) -> bool:
-        """Whether the step is timed, and so finished on a synchronous device."""
-        return step < len(self._seconds)
-
-    def follow(self, step: int) -> None:
-        """Nothing: a synchronous device is through with it."""
-
     def finished(self) -> int:
-        """How many steps are timed."""
+        """Count the steps that are timed."""
         return len(self._seconds)
 
     def seconds(self) -> list[float]:
-        """Seconds of every step that is not forgotten."""
+        """Return the seconds of every step that is not forgotten."""
         return list(self._seconds)
 
     def forget(self) -> None:
@@ -86,11 +82,11 @@ class DeviceCount:
         self._host.copy_(self._own, non_blocking=True)
 
     def number(self) -> int:
-        """What the device said last."""
+        """Return what the device said last."""
         return int(self._read[0])
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """Time between CUDA events in the GPU's stream, so that timing does not synchronize."""
 
     def __init__(self) -> None:
@@ -114,20 +110,16 @@ class DeviceClock:
         self._steps.append((self._begin, end))
         self._count.mark(self._forgotten + len(self._steps))
 
-    def over(self, step: int) -> bool:
-        """Whether the device has passed the end of the step."""
-        return step < self.finished()
-
     def follow(self, step: int) -> None:
         """Let the current stream wait for the end of the step."""
         torch.cuda.current_stream().wait_event(self._steps[step][1])
 
     def finished(self) -> int:
-        """How many steps the device has passed the end of, in the order of its stream."""
+        """Count the steps that the device has passed the end of, in the order of its stream."""
         return max(0, self._count.number() - self._forgotten) if self._count else 0
 
     def seconds(self) -> list[float]:
-        """Seconds of every step that is not forgotten; waits for the device."""
+        """Return the seconds of every step that is not forgotten; waits for the device."""
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) / 1e3 for begin, end in self._steps]
 
@@ -138,18 +130,15 @@ class DeviceClock:
 
 
 def for_device(device: torch.device) -> Clock:
-    """The clock that suits the device."""
+    """Return the clock that suits the device."""
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
 class Stopwatch:
-    """Seconds from one milestone to the next.
+    """Seconds from one milestone to the next, from a start in seconds since the epoch, possibly in another process.
 
     Attributes:
         laps: Seconds by milestone.
-
-    Args:
-        started: Start time in seconds since the epoch, possibly taken in another process.
     """
 
     def __init__(self, started: float) -> None:

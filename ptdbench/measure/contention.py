@@ -34,20 +34,15 @@ _COLUMNS = 8  # the later ones are parts of user and nice
 class OtherLoad(Struct, frozen=True):
     """The load of other processes on one node."""
 
-    node: str
-    """The node."""
-    cores: int
-    """The number of cores that its ranks may use."""
-    taken: float | None
-    """Cores that other processes took, on average; null if the system does not say."""
-    gpu_ranks: list[int]
-    """Ranks whose GPU other processes use."""
-    on_gpu: bool
-    """Whether the ranks measured GPUs."""
+    node: str  #: The node.
+    cores: int  #: The number of cores that its ranks may use.
+    taken: float | None  #: Cores that other processes took, on average; null if the system does not say.
+    gpu_ranks: list[int]  #: Ranks whose GPU other processes use.
+    on_gpu: bool  #: Whether the ranks measured GPUs.
 
     @property
     def is_busy(self) -> bool:
-        """Whether this may have slowed the measurement down."""
+        """True if this may have slowed the measurement down."""
         if self.on_gpu:
             return bool(self.gpu_ranks)
         return self.taken is not None and self.taken > max(LEAST_CORES, LEAST_SHARE * self.cores)
@@ -65,19 +60,12 @@ class OtherLoad(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds between two points in time, as one rank saw them.
+    """Seconds between two points in time, as one rank saw them."""
 
-    Attributes:
-        wall: Of the clock.
-        own: CPU time of this rank, all threads.
-        busy: CPU time of all processes, by core; without those whose counters stand still.
-        cores: The cores that the rank may use.
-    """
-
-    wall: float
-    own: float
-    busy: Mapping[int, float]
-    cores: Sequence[int]
+    wall: float  #: Of the clock.
+    own: float  #: CPU time of this rank, all threads.
+    busy: Mapping[int, float]  #: CPU time of all processes, by core; without those whose counters stand still.
+    cores: Sequence[int]  #: The cores that the rank may use.
 
 
 def watch(device: torch.device) -> Callable[[], list[OtherLoad]]:
@@ -89,15 +77,18 @@ def watch(device: torch.device) -> Callable[[], list[OtherLoad]]:
     began = _counters()
 
     def stop() -> list[OtherLoad]:
-        gpu, mine = _gpu(device), _spent(began, _counters())
-        told: list[tuple[str, Spent, str | None, int]] = gather((node(os.environ), mine, *gpu))
+        mine, gpu, users = _spent(began, _counters()), None, 0
+        if device.type == "cuda":  # which GPU, and how many processes NVML sees on it, if it does
+            gpu = gpu_state.identity(device)
+            users = next((one["processes"] or 0 for one in gpu_state.inspect()["gpus"] if one["uuid"] == gpu), 0)
+        told: list[tuple[str, Spent, str | None, int]] = gather((node(os.environ), mine, gpu, users))
         return [_of_node(name, told, device.type == "cuda") for name in dict.fromkeys(one[0] for one in told)]
 
     return stop
 
 
 def taken(ranks: Sequence[Spent]) -> tuple[int, float | None]:
-    """The cores of a node that its ranks may use, and how many of these other processes took."""
+    """Return the cores of a node that its ranks may use, and how many of these other processes took."""
     busy: dict[int, float] = {}
     for rank in ranks:
         for core, seconds in rank.busy.items():
@@ -108,7 +99,7 @@ def taken(ranks: Sequence[Spent]) -> tuple[int, float | None]:
 
 
 def busy_ticks(stat: str, of: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """From the text of ``/proc/stat``: for each of these cores the ticks that it was busy, and all its ticks."""
+    """Parse ``/proc/stat``: for each of these cores the ticks that it was busy, and all its ticks."""
     wanted = {f"cpu{core}": core for core in of}
     lines = (line.split() for line in stat.splitlines())
     ticks = {wanted[name]: [*map(int, values[:_COLUMNS])] for name, *values in filter(None, lines) if name in wanted}
@@ -137,14 +128,6 @@ def _spent(one: _Counters, other: _Counters) -> Spent:
     moved = [core for core in one.ticks if core in other.ticks and other.ticks[core][1] > one.ticks[core][1]]
     busy = {core: (other.ticks[core][0] - one.ticks[core][0]) / hertz for core in moved}
     return Spent(other.at - one.at, other.own - one.own, busy, other.cores)
-
-
-def _gpu(device: torch.device) -> tuple[str | None, int]:
-    """Identity of this rank's GPU and how many processes NVML sees on it; nothing on a CPU or without NVML."""
-    if device.type != "cuda":
-        return None, 0
-    own = gpu_state.identity(device)
-    return own, next((gpu["processes"] or 0 for gpu in gpu_state.inspect()["gpus"] if gpu["uuid"] == own), 0)
 
 
 def _of_node(name: str, told: Sequence[tuple[str, Spent, str | None, int]], on_gpu: bool) -> OtherLoad:

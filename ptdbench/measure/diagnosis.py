@@ -21,26 +21,17 @@ VERSIONS = ("ptdbench", "python", "torch", "numpy", "cuda", "cudnn", "nccl", "dr
 class Finding(Struct, frozen=True):
     """One thing that is wrong."""
 
-    kind: str
-    """``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``."""
-    ranks: list[int]
-    """The affected ranks."""
-    text: str
-    """The message to show."""
-    beside_load: bool = False
-    """Whether other load may be the cause."""
+    kind: str  #: ``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``.
+    ranks: list[int]  #: The affected ranks.
+    text: str  #: The message to show.
+    beside_load: bool = False  #: Whether other load may be the cause.
 
 
 def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float) -> dict[T, float]:
-    """Find the rates more than ``tolerance`` below the median of their peers.
+    """Find the rates more than ``tolerance``, a share, below the median of their peers, which are equal values.
 
     The median excludes the own rate, since of two that differ neither would be far from the median of both; of two
     middle values it takes the lower, so that a single fast peer does not make the others slow.
-
-    Args:
-        rates: The higher the better.
-        peers: Items with equal values are compared with each other.
-        tolerance: As a share of the median.
 
     Returns:
         The slow ones, with their rate as a share of that median.
@@ -54,19 +45,16 @@ def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float
 
 
 def best_of(attempts: Sequence[Mapping[T, float]]) -> dict[T, float]:
-    """The highest rate of each: interference only makes a device slower."""
+    """Return the highest rate of each: interference only makes a device slower."""
     return {one: max(rates[one] for rates in attempts if one in rates) for rates in attempts for one in rates}
 
 
 def slow_ranks(
     slow_ones: Mapping[tuple[str, int], float], attempts: int, loaded: Collection[int] = ()
 ) -> Iterator[Finding]:
-    """Findings for slow ranks, by the dtype of the products.
+    """Yield findings for slow ranks, by the dtype of the products, with their share of the peers' median.
 
-    Args:
-        slow_ones: Their rates as a share of their peers' median.
-        attempts: How often they were measured.
-        loaded: The ranks beside which other processes ran.
+    Other processes ran beside the ranks ``loaded``.
     """
     for (dtype, rank), share in slow_ones.items():
         text = f"rank {rank} reaches {_share(share)} of its peers' median in {dtype} products"
@@ -76,7 +64,7 @@ def slow_ranks(
 def slow_links(
     slow_ones: Mapping[tuple[int, int], float], attempts: int, loaded: Collection[int] = ()
 ) -> Iterator[Finding]:
-    """Findings for slow links; the arguments are those of :func:`slow_ranks`."""
+    """Yield findings for slow links; the arguments are those of :func:`slow_ranks`."""
     for (source, target), share in slow_ones.items():
         text = f"rank {source} sends to rank {target} at {_share(share)} of the median of such links"
         beside_load = not {source, target}.isdisjoint(loaded)
@@ -84,18 +72,14 @@ def slow_links(
 
 
 def verdict(findings: Sequence[Finding]) -> Verdict:
-    """``sound`` without findings, ``busy`` if other load may be the cause of all of them, else ``unsound``."""
+    """Return ``sound`` without findings, ``busy`` if other load may be the cause of all of them, else ``unsound``."""
     if not findings:
         return "sound"
     return "busy" if all(finding.beside_load for finding in findings) else "unsound"
 
 
 def different_versions(environments: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """A finding for each property that differs between ranks, with its values.
-
-    Args:
-        environments: Of the ranks, in order.
-    """
+    """Yield a finding for each property that differs between ranks, with its values."""
     for name in VERSIONS:
         having: dict[str, list[int]] = defaultdict(list)
         for rank, environment in enumerate(environments):
@@ -107,13 +91,9 @@ def different_versions(environments: Sequence[Mapping[str, Any]]) -> Iterator[Fi
 
 
 def gpu_troubles(rank: int, gpu: Mapping[str, Any], users: int, cores: Sequence[int]) -> Iterator[Finding]:
-    """Findings for one rank's GPU.
+    """Yield findings for one rank's GPU by its state, see :mod:`ptdbench.measure.gpu_state`.
 
-    Args:
-        rank: The rank.
-        gpu: Its state by NVML, see :mod:`ptdbench.measure.gpu_state`.
-        users: Number of ranks of this run that use it.
-        cores: Cores on which the rank may run.
+    ``users`` ranks of this run use it, and this one may run on ``cores``.
     """
     throttled = sorted(THROTTLES & set(gpu["clock_reasons"] or ()))
     if throttled:

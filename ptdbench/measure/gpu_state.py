@@ -36,10 +36,7 @@ _MOST_CORES = 4096
 
 
 def inspect(nvml: Any = None) -> dict[str, Any]:
-    """The GPUs of this node.
-
-    Args:
-        nvml: A replacement for the module ``pynvml``; ``None`` for that module itself.
+    """Inspect the GPUs of this node; ``nvml`` replaces the module ``pynvml``.
 
     Returns:
         ``gpus``, one mapping each, in NVML's order; ``links``, for each pair of them ``NV<links>`` for NVLink, else
@@ -59,10 +56,7 @@ def inspect(nvml: Any = None) -> dict[str, Any]:
 
 
 def connect(nvml: Any = None) -> tuple[Any, str | None]:
-    """NVML, to be shut down by whoever asks for it.
-
-    Args:
-        nvml: A replacement for the module ``pynvml``; ``None`` for that module itself.
+    """Connect to NVML, to be shut down by whoever asks for it; ``nvml`` replaces the module ``pynvml``.
 
     Returns:
         ``(module, None)``, or ``(None, reason)`` if it does not answer.
@@ -80,7 +74,7 @@ def connect(nvml: Any = None) -> tuple[Any, str | None]:
 
 
 def identity(device: torch.device) -> str:
-    """NVML's identity of this GPU; of AMD's, which NVML does not know, its place on the bus."""
+    """Return NVML's identity of this GPU; of AMD's, which NVML does not know, its place on the bus."""
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the place
     if torch.version.hip:
         return f"PCI-{properties.pci_domain_id:x}:{properties.pci_bus_id:x}:{properties.pci_device_id:x}"
@@ -88,13 +82,7 @@ def identity(device: torch.device) -> str:
 
 
 def link(seen: Mapping[str, Any], one: str, other: str) -> str | None:
-    """Return the link between two GPUs of a node.
-
-    Args:
-        seen: What :func:`inspect` returned.
-        one: A GPU's ``uuid``.
-        other: Another's.
-    """
+    """Return the link between two GPUs of a node, by their ``uuid``, as :func:`inspect` has ``seen`` it."""
     places = [gpu["uuid"] for gpu in seen["gpus"]]
     if one not in places or other not in places:
         return None
@@ -110,12 +98,12 @@ def reasons_now(nvml: Any, handle: Any) -> list[str] | None:
 
 
 def clock_reasons(bits: int) -> list[str]:
-    """NVML's bit mask in words."""
+    """Put NVML's bit mask in words."""
     return [words for bit, words in CLOCK_REASONS.items() if bits & bit]
 
 
 def cores_of(words: Sequence[int]) -> list[int]:
-    """NVML's bit mask of cores as their numbers."""
+    """Return NVML's bit mask of cores as their numbers."""
     return [
         place * _WORD_BITS + bit for place, word in enumerate(words) for bit in range(_WORD_BITS) if word >> bit & 1
     ]
@@ -168,7 +156,7 @@ def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Mapping[str, Any]])
 
 
 def _nvlink_ends(nvml: Any, handle: Any) -> list[str]:
-    """Bus address of the remote end of each NVLink that is up."""
+    """List the bus address of the remote end of each NVLink that is up."""
     ends = []
     for number in range(nvml.NVML_NVLINK_MAX_LINKS):
         if answer(lambda number=number: nvml.nvmlDeviceGetNvLinkState(handle, number)):  # type: ignore[misc]
@@ -180,7 +168,7 @@ def _nvlink_ends(nvml: Any, handle: Any) -> list[str]:
 
 
 def answer(question: Callable[[], Any]) -> Any:
-    """NVML's answer, or ``None`` if this GPU or driver does not support the query."""
+    """Return NVML's answer, or ``None`` if this GPU or driver does not support the query."""
     try:
         return question()
     except Exception:

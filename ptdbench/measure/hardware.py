@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ptdbench.launch import settings
+from ptdbench.launch import cores, settings
 
 _A100 = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
 _H100_SXM = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
@@ -100,12 +99,9 @@ DENSE_PEAKS = MappingProxyType(
 
 
 def dense_peak(device_name: str, dtype: str) -> tuple[float | None, str | None]:
-    """The data sheet's dense peak of a device; never a guess from a similar name.
+    """Return the data sheet's dense peak in FLOP/s of a device; never a guess from a similar name.
 
-    Args:
-        device_name: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
-        dtype: Arithmetic of the matrix products: ``fp32``, ``tf32`` (fp32 tensors with TF32 allowed),
-            ``bf16``, ``fp16`` or ``fp8``.
+    The name is as ``torch.cuda.get_device_name`` reports it, or ``cpu``; the dtype is that of :data:`DENSE_PEAKS`.
 
     Returns:
         ``(FLOP/s, None)``, or ``(None, reason)`` if no figure is on record.
@@ -122,36 +118,11 @@ _OF_GPUS = ("tf32", "cudnn", "nccl", "driver")
 
 
 def environment(device_type: str) -> dict[str, Any]:
-    """Properties of this machine and installation that a measurement may depend on.
+    """Return properties of this machine and installation that a measurement may depend on.
 
-    Args:
-        device_type: ``cpu`` or ``cuda``. With ``cpu`` CUDA is not initialized, as a fork needs it.
-
-    Returns:
-        JSON-serializable values; ``None`` for what does not exist here or cannot be determined.
+    With the device type ``cpu`` CUDA is not initialized, as a fork needs it. All values are JSON; ``None`` for what
+    does not exist here or cannot be determined.
     """
-    return {
-        **_versions(),
-        **(_gpus() if device_type == "cuda" else dict.fromkeys(_OF_GPUS) | {"devices": []}),
-        **_git(Path(__file__).parents[2]),
-        "cpu": _cpu_model(),
-        "cores": _usable_cores(),
-        "host": platform.node(),
-        "os": platform.platform(),
-        "settings": settings.here(),
-    }
-
-
-def this_package() -> str:
-    """The version of ptdbench that was installed, and of a checkout, whose files may be newer, the commit."""
-    git = _git(Path(__file__).parents[2])
-    found = f"ptdbench {_version('ptdbench') or '(not installed)'}"
-    if git["git_commit"]:
-        found += f", checkout at {git['git_commit'][:10]}{' with changes' * git['git_dirty']}"
-    return found
-
-
-def _versions() -> dict[str, str | None]:
     import torch
 
     return {
@@ -162,11 +133,27 @@ def _versions() -> dict[str, str | None]:
         "numpy": _version("numpy"),
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
+        **(_gpus() if device_type == "cuda" else dict.fromkeys(_OF_GPUS) | {"devices": []}),
+        **_git(Path(__file__).parents[2]),
+        "cpu": _cpu_model(),
+        "cores": len(cores.mine()),
+        "host": platform.node(),
+        "os": platform.platform(),
+        "settings": settings.here(),
     }
 
 
+def this_package() -> str:
+    """Return the version of ptdbench that was installed, and of a checkout, whose files may be newer, the commit."""
+    git = _git(Path(__file__).parents[2])
+    found = f"ptdbench {_version('ptdbench') or '(not installed)'}"
+    if git["git_commit"]:
+        found += f", checkout at {git['git_commit'][:10]}{' with changes' * git['git_dirty']}"
+    return found
+
+
 def _version(package: str) -> str | None:
-    """From the package metadata: importing a package for its version can take seconds."""
+    """Read the version from package metadata: importing a package for it can take seconds."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -178,26 +165,20 @@ def _gpus() -> dict[str, Any]:
 
     from ptdbench.measure import tf32
 
+    # Of RCCL in a ROCm build; builds without it lack the question too.
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
+
     return {
         "tf32": tf32.is_allowed(),
         "cudnn": torch.backends.cudnn.version(),
-        "nccl": _nccl(),
+        "nccl": nccl,
         "driver": _driver(),
         "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
 
 
-def _nccl() -> str | None:
-    """The version of NCCL, or of RCCL in a ROCm build; builds without it lack the question too."""
-    import torch
-
-    if not torch.distributed.is_nccl_available():
-        return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
-
-
 def _driver() -> str | None:
-    """The GPU driver's version, from the kernel module: faster than nvidia-smi."""
+    """Return the GPU driver's version, from the kernel module: faster than nvidia-smi."""
     with suppress(OSError):
         return Path("/sys/module/amdgpu/version").read_text().strip()
     with suppress(OSError):
@@ -208,7 +189,7 @@ def _driver() -> str | None:
 
 
 def _git(root: Path) -> dict[str, Any]:
-    """Commit of the checkout at ``root`` and whether files differ; ``None`` without a checkout."""
+    """Return the commit of the checkout at ``root`` and whether files differ; ``None`` without a checkout."""
     unknown = {"git_commit": None, "git_dirty": None}
     if not (root / ".git").exists():  # an installed package may be inside another checkout
         return unknown
@@ -232,8 +213,3 @@ def _cpu_model() -> str:
         if found:
             return found[1]
     return platform.processor() or platform.machine()
-
-
-def _usable_cores() -> int | None:
-    """The number of cores that this process may run on, often fewer than the host has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Peak memory of this process since :func:`reset_peak`, or since its start.
-
-    Args:
-        device: The rank's device; selects which of the two kinds is measured (see the module).
-    """
+    """Return peak memory of this process since :func:`reset_peak`, or since its start, of the kind of the device."""
     if device.type == "cuda":
         import torch
 
@@ -40,7 +36,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    """Peak of what torch's allocator took from a GPU since :func:`reset_peak`; 0 on a CPU, where there is none."""
+    """Return the peak of what torch's allocator took from a GPU since :func:`reset_peak`; 0 on a CPU."""
     if device.type == "cuda":
         import torch
 
@@ -49,7 +45,7 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def outside_and_size(device: torch.device) -> tuple[int, int]:
-    """Bytes of a GPU that are taken beside torch's allocator, by whatever process, and its memory; 0 on a CPU."""
+    """Return bytes of a GPU taken beside torch's allocator, by whatever process, and its memory; 0 on a CPU."""
     if device.type != "cuda":
         return 0, 0
     import torch
@@ -98,7 +94,7 @@ def _peak_resident_bytes() -> int:
 
 
 def in_use(device: torch.device) -> Callable[[], int]:
-    """A function that returns the memory in use now, of the same kind as :func:`peak_bytes`; it does not synchronize.
+    """Make a function that returns the memory in use now, of the kind of :func:`peak_bytes`; it does not synchronize.
 
     Call this in the process that is measured. The file stays open, as the function is called after every step, when the
     processor's caches hold the step's data: opening it then costs far more than reading it (``make overhead``).
@@ -117,7 +113,7 @@ def in_use(device: torch.device) -> Callable[[], int]:
 
 
 def oom_kills() -> int:
-    """Processes that the kernel has killed for lack of memory: of this control group, else of the machine.
+    """Count processes that the kernel has killed for lack of memory: of this control group, else of the machine.
 
     A figure to compare with an earlier one; 0 where the kernel tells nothing.
     """
@@ -132,19 +128,14 @@ def oom_kills() -> int:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory of this host, or of the container or job that this process is in.
+    """Memory of this host, or of the container or job that this process is in."""
 
-    Attributes:
-        total: Bytes.
-        available: Bytes that can be allocated now without swapping.
-    """
-
-    total: int
-    available: int
+    total: int  #: Bytes.
+    available: int  #: Bytes that can be allocated now without swapping.
 
 
 def host_memory(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> HostMemory:
-    """The memory that the kernel reports, cut to the limits of this process's control groups (cgroups(7), v1 and v2).
+    """Return the memory that the kernel reports, cut to the limits of this process's control groups (cgroups(7)).
 
     A container and a SLURM job may have less memory than their host, and a process that exceeds that is killed.
     """
@@ -156,7 +147,7 @@ def host_memory(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path(
 
 
 def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use, in bytes, of each control group with a limit that contains this process, without page cache."""
+    """Yield limit and use, in bytes, of each limited control group of this process, v1 or v2, without page cache."""
     try:
         lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
     except OSError:  # not Linux

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,90 +19,64 @@ from ptdbench.measure.patterns import Dtype, Reduction, contributed, reduced, se
 
 @dataclass(frozen=True)
 class Place:
-    """One rank of a group.
+    """One rank of a group."""
 
-    Attributes:
-        group: The process group; ``None`` for all ranks of the run.
-        ranks: Global ranks of the group; the first one is the root of rooted operations.
-        index: This rank's index in the group.
-        device: This rank's device.
-        dtype: Dtype of the message.
-        reduction: The reduction, if the operation reduces.
-    """
-
-    group: dist.ProcessGroup | None
-    ranks: Sequence[int]
-    index: int
-    device: torch.device
-    dtype: Dtype
-    reduction: Reduction
+    group: dist.ProcessGroup | None  #: The process group; ``None`` for all ranks of the run.
+    ranks: Sequence[int]  #: Global ranks of the group; the first one is the root of rooted operations.
+    index: int  #: This rank's index in the group.
+    device: torch.device  #: This rank's device.
+    dtype: Dtype  #: Dtype of the message.
+    reduction: Reduction  #: The reduction, if the operation reduces.
 
     @property
     def root(self) -> int:
         """The global rank of the root."""
         return self.ranks[0]
 
-    @property
-    def is_root(self) -> bool:
-        """Whether this rank is the root."""
-        return self.index == 0
-
     def empty(self, count: int) -> Tensor:
-        """An empty tensor of ``count`` elements."""
+        """Make a tensor of ``count`` zeros."""
         return torch.zeros(count, dtype=self.dtype.torch, device=self.device)
 
     def sent(self, source: int, count: int) -> Tensor:
-        """The pattern that ``source`` sends (:func:`ptdbench.measure.patterns.sent`)."""
+        """Return the pattern that ``source`` sends (:func:`ptdbench.measure.patterns.sent`)."""
         return sent(source, count, self.dtype, self.device)
 
     def contributed(self, count: int) -> Tensor:
-        """This rank's input of a reduction."""
+        """Return this rank's input of a reduction."""
         return contributed(self.index, len(self.ranks), count, self.dtype, self.reduction, self.device)
 
     def reduced(self, count: int) -> Tensor:
-        """The expected result of the reduction."""
+        """Return the expected result of the reduction."""
         return reduced(len(self.ranks), count, self.dtype, self.reduction, self.device)
 
 
 @dataclass(frozen=True)
 class Message:
-    """One operation at one size, on one rank.
+    """One operation at one size, on one rank."""
 
-    Attributes:
-        call: Runs the operation; with ``True`` it is asynchronous and returns the work to wait for.
-        given: This rank's input; ``None`` if it has none.
-        result: This rank's result, possibly ``given`` itself; ``None`` if it gets none.
-        fill: Content of ``given`` before a call whose result is checked.
-        expected: Content of ``result`` after it.
-    """
-
+    #: Runs the operation; with ``True`` it is asynchronous and returns the work to wait for.
     call: Callable[[bool], dist.Work | None]
-    given: Tensor | None = None
-    result: Tensor | None = None
-    fill: Callable[[], Tensor] | None = None
-    expected: Callable[[], Tensor] | None = None
+    given: Tensor | None = None  #: This rank's input; ``None`` if it has none.
+    result: Tensor | None = None  #: This rank's result, possibly ``given`` itself; ``None`` if it gets none.
+    fill: Callable[[], Tensor] | None = None  #: Content of ``given`` before a call whose result is checked.
+    expected: Callable[[], Tensor] | None = None  #: Content of ``result`` after it.
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective operation.
+    """A collective operation."""
 
-    Attributes:
-        prepare: Makes the message for a rank and a number of elements: of a share if there are shares, else in all.
-        has_shares: Whether each rank holds its share of the whole.
-        reduces: Whether it takes a reduction.
-    """
-
+    #: Makes the message for a rank and a number of elements: of a share if there are shares, else in all.
     prepare: Callable[[Place, int], Message]
-    has_shares: bool = False
-    reduces: bool = False
+    has_shares: bool = False  #: Whether each rank holds its share of the whole.
+    reduces: bool = False  #: Whether it takes a reduction.
 
     def count(self, size: int, ranks: int, item_bytes: int) -> int:
-        """Elements of a message of about ``size`` bytes, at least one: per share if there are shares."""
+        """Return the elements of a message of about ``size`` bytes, at least one: per share if there are shares."""
         return max(1, size // (item_bytes * (ranks if self.has_shares else 1)))
 
     def bytes(self, count: int, ranks: int, item_bytes: int) -> int:
-        """Size in bytes of the whole message with the ``count`` of :meth:`count`."""
+        """Return the bytes of the whole message with the ``count`` of :meth:`count`."""
         return count * item_bytes * (ranks if self.has_shares else 1)
 
 
@@ -111,28 +86,18 @@ def _broadcast(at: Place, count: int) -> Message:
         lambda asynchronous: dist.broadcast(data, at.root, group=at.group, async_op=asynchronous),
         given=data,
         result=data,
-        fill=lambda: at.sent(0, count) if at.is_root else at.empty(count),
+        fill=lambda: at.sent(0, count) if at.index == 0 else at.empty(count),
         expected=lambda: at.sent(0, count),
     )
 
 
-def _reduce(at: Place, count: int) -> Message:
+def _reduce(at: Place, count: int, to_all: bool = False) -> Message:
     data = at.empty(count)
+    reduce = dist.all_reduce if to_all else partial(dist.reduce, dst=at.root)
     return Message(
-        lambda asynchronous: dist.reduce(data, at.root, at.reduction.op, group=at.group, async_op=asynchronous),
+        lambda asynchronous: reduce(data, op=at.reduction.op, group=at.group, async_op=asynchronous),
         given=data,
-        result=data if at.is_root else None,
-        fill=lambda: at.contributed(count),
-        expected=lambda: at.reduced(count),
-    )
-
-
-def _all_reduce(at: Place, count: int) -> Message:
-    data = at.empty(count)
-    return Message(
-        lambda asynchronous: dist.all_reduce(data, at.reduction.op, group=at.group, async_op=asynchronous),
-        given=data,
-        result=data,
+        result=data if to_all or at.index == 0 else None,
         fill=lambda: at.contributed(count),
         expected=lambda: at.reduced(count),
     )
@@ -141,7 +106,7 @@ def _all_reduce(at: Place, count: int) -> Message:
 def _scatter(at: Place, count: int) -> Message:
     ranks = len(at.ranks)
     share = at.empty(count)
-    whole = at.empty(count * ranks) if at.is_root else None
+    whole = at.empty(count * ranks) if at.index == 0 else None
     shares = None if whole is None else list(whole.chunk(ranks))
     return Message(
         lambda asynchronous: dist.scatter(share, shares, at.root, group=at.group, async_op=asynchronous),
@@ -152,25 +117,19 @@ def _scatter(at: Place, count: int) -> Message:
     )
 
 
-def _gather(at: Place, count: int) -> Message:
+def _gather(at: Place, count: int, to_all: bool = False) -> Message:
     ranks = len(at.ranks)
     share = at.empty(count)
-    whole = at.empty(count * ranks) if at.is_root else None
-    shares = None if whole is None else list(whole.chunk(ranks))
-    return Message(
-        lambda asynchronous: dist.gather(share, shares, at.root, group=at.group, async_op=asynchronous),
-        given=share,
-        result=whole,
-        fill=lambda: at.sent(at.index, count),
-        expected=lambda: torch.cat([at.sent(index, count) for index in range(ranks)]),
-    )
+    whole = at.empty(count * ranks) if to_all or at.index == 0 else None
 
+    def gather(asynchronous: bool) -> dist.Work | None:
+        if to_all:
+            return dist.all_gather_into_tensor(whole, share, group=at.group, async_op=asynchronous)
+        shares = None if whole is None else list(whole.chunk(ranks))
+        return dist.gather(share, shares, at.root, group=at.group, async_op=asynchronous)
 
-def _all_gather(at: Place, count: int) -> Message:
-    ranks = len(at.ranks)
-    share, whole = at.empty(count), at.empty(count * ranks)
     return Message(
-        lambda asynchronous: dist.all_gather_into_tensor(whole, share, group=at.group, async_op=asynchronous),
+        gather,
         given=share,
         result=whole,
         fill=lambda: at.sent(at.index, count),
@@ -193,7 +152,7 @@ def _reduce_scatter(at: Place, count: int) -> Message:
 
 
 def _all_to_all(at: Place, count: int) -> Message:
-    """The share that ``a`` sends to ``b`` has the pattern of source ``a * ranks + b``."""
+    """Send from ``a`` to ``b`` the pattern of source ``a * ranks + b``."""
     ranks = len(at.ranks)
     given, result = at.empty(count * ranks), at.empty(count * ranks)
     return Message(
@@ -205,25 +164,21 @@ def _all_to_all(at: Place, count: int) -> Message:
     )
 
 
-def _barrier(at: Place, count: int) -> Message:
-    return Message(lambda asynchronous: dist.barrier(group=at.group, async_op=asynchronous))
-
-
 OPERATIONS: dict[str, Operation] = {
     "broadcast": Operation(_broadcast),
     "reduce": Operation(_reduce, reduces=True),
-    "all_reduce": Operation(_all_reduce, reduces=True),
+    "all_reduce": Operation(partial(_reduce, to_all=True), reduces=True),
     "scatter": Operation(_scatter, has_shares=True),
     "gather": Operation(_gather, has_shares=True),
-    "all_gather": Operation(_all_gather, has_shares=True),
+    "all_gather": Operation(partial(_gather, to_all=True), has_shares=True),
     "reduce_scatter": Operation(_reduce_scatter, has_shares=True, reduces=True),
     "all_to_all": Operation(_all_to_all, has_shares=True),
-    "barrier": Operation(_barrier),
+    "barrier": Operation(lambda at, _: Message(partial(dist.barrier, at.group))),
 }
 
 
 def lacking(backend: str, device_type: str) -> list[str]:
-    """The operations that a backend does not have for tensors of a device.
+    """List the operations that a backend does not have for tensors of a device.
 
     According to the table of backends in the documentation of ``torch.distributed``: gloo works on host memory, and
     supports only two operations on GPU tensors. A barrier has no tensor.
@@ -234,17 +189,7 @@ def lacking(backend: str, device_type: str) -> list[str]:
 
 
 def verify(message: Message, name: str, place: Place, asynchronous: bool) -> None:
-    """Run the operation once on a test pattern and check the result.
-
-    Args:
-        message: The operation at one size.
-        name: Its name and size, for the error message.
-        place: This rank.
-        asynchronous: Whether to start it and wait, instead of a blocking call.
-
-    Raises:
-        ArithmeticError: The result is wrong on this rank.
-    """
+    """Run the operation of that name and size once on a test pattern; raises ArithmeticError if the result is wrong."""
     if message.result is not None:
         message.result.zero_()
     if message.given is not None and message.fill:
@@ -259,11 +204,7 @@ def verify(message: Message, name: str, place: Place, asynchronous: bool) -> Non
 
 
 def compare(result: Tensor, expected: Tensor, name: str, rank: int) -> None:
-    """Raise if the two differ.
-
-    Raises:
-        ArithmeticError: They differ; names the first wrong element, its value and the expected one.
-    """
+    """Raise ArithmeticError if the two differ, with the first wrong element, its value and the expected one."""
     if torch.equal(result, expected):
         return
     wrong = (result != expected).nonzero().flatten()

@@ -19,17 +19,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Dtype:
-    """A number format.
+    """A number format."""
 
-    Attributes:
-        torch: The torch dtype.
-        exact: The largest ``n`` such that it represents all integers from 0 to ``n`` exactly.
-        doublings: How often 1 can be doubled exactly.
-    """
-
-    torch: torch.dtype
-    exact: int
-    doublings: int
+    torch: torch.dtype  #: The torch dtype.
+    exact: int  #: The largest ``n`` such that it represents all integers from 0 to ``n`` exactly.
+    doublings: int  #: How often 1 can be doubled exactly.
 
 
 def _whole(dtype: torch.dtype) -> Dtype:
@@ -60,25 +54,18 @@ _LABELS = 113
 
 @dataclass(frozen=True)
 class Reduction:
-    """A reduction, and the test values that show whether it is correct.
+    """A reduction, and the test values that show whether it is correct."""
 
-    Attributes:
-        op: The torch operation.
-        combine: The same between two tensors.
-        labels: Number of different values, from 1 on, that this many ranks contribute.
-        capacity: How many ranks may contribute to one element in a dtype; ``None``: any number.
-        idle: The value that the other ranks contribute.
-    """
-
-    op: dist.ReduceOp.RedOpType
-    combine: Callable[[Tensor, Tensor], Tensor]
-    labels: Callable[[int], int]
+    op: dist.ReduceOp.RedOpType  #: The torch operation.
+    combine: Callable[[Tensor, Tensor], Tensor]  #: The same between two tensors.
+    labels: Callable[[int], int]  #: Number of different values, from 1 on, that this many ranks contribute.
+    #: How many ranks may contribute to one element in a dtype; ``None``: any number.
     capacity: Callable[[Dtype], int] | None = None
-    idle: int = 0
+    idle: int = 0  #: The value that the other ranks contribute.
 
 
 def _as_many_as_ranks(ranks: int) -> int:
-    """One label per rank, so that each rank in turn holds the smallest and the largest."""
+    """Give each rank a label, so that each in turn holds the smallest and the largest."""
     return min(max(ranks, 2), _LABELS)
 
 
@@ -91,7 +78,7 @@ REDUCTIONS: dict[str, Reduction] = {
 
 
 def sent(source: int, count: int, dtype: Dtype, device: torch.device) -> Tensor:
-    """The data that ``source`` sends in operations that do not reduce: ``count`` numbers from 1 to 113.
+    """Return the data that ``source`` sends in operations that do not reduce: ``count`` numbers from 1 to 113.
 
     Two of the first 113 sources differ at every position; others at most positions, though not always at the first.
     """
@@ -101,18 +88,18 @@ def sent(source: int, count: int, dtype: Dtype, device: torch.device) -> Tensor:
 def contributed(
     source: int, ranks: int, count: int, dtype: Dtype, reduction: Reduction, device: torch.device
 ) -> Tensor:
-    """The input of rank ``source`` of ``ranks`` to a reduction of ``count`` elements."""
+    """Return the input of rank ``source`` of ``ranks`` to a reduction of ``count`` elements."""
     return _stretched(_contribution(source, ranks, dtype, reduction), count, dtype, device)
 
 
 def reduced(ranks: int, count: int, dtype: Dtype, reduction: Reduction, device: torch.device) -> Tensor:
-    """The expected result of reducing the inputs of all ranks."""
+    """Return the expected result of reducing the inputs of all ranks."""
     return _stretched(_reduced(ranks, dtype, reduction), count, dtype, device)
 
 
 @cache
 def _reduced(ranks: int, dtype: Dtype, reduction: Reduction) -> Tensor:
-    """One period of the result; cached, because it is slow to compute for many ranks."""
+    """Compute one period of the result; cached, because it is slow to compute for many ranks."""
     result = _contribution(0, ranks, dtype, reduction)
     for source in range(1, ranks):
         result = reduction.combine(result, _contribution(source, ranks, dtype, reduction))
@@ -120,7 +107,7 @@ def _reduced(ranks: int, dtype: Dtype, reduction: Reduction) -> Tensor:
 
 
 def _contribution(source: int, ranks: int, dtype: Dtype, reduction: Reduction) -> Tensor:
-    """One period of a rank's numbers.
+    """Compute one period of a rank's numbers.
 
     If all ranks together would exceed the dtype, only every n-th rank contributes to an element, and the
     contributors rotate after each cycle of labels: a short message then detects errors of some ranks only.
@@ -138,7 +125,7 @@ def _contribution(source: int, ranks: int, dtype: Dtype, reduction: Reduction) -
 
 
 def _labels(source: int, labels: int, length: int) -> Tensor:
-    """Numbers from 0 to ``labels - 1``, so that neighbors differ and no two sources have the same sequence.
+    """Compute numbers from 0 to ``labels - 1``, so that neighbors differ and no two sources have the same sequence.
 
     The digits of the source in base ``labels`` are the coefficients of the position, its quotient by ``labels``, by
     ``labels**2``, and so on.
@@ -153,6 +140,6 @@ def _labels(source: int, labels: int, length: int) -> Tensor:
 
 
 def _stretched(period: Tensor, count: int, dtype: Dtype, device: torch.device) -> Tensor:
-    """``count`` elements of a sequence that repeats."""
+    """Take ``count`` elements of a sequence that repeats."""
     short = period[:count].to(device, dtype.torch)
     return short.repeat(-(-count // len(short)))[:count]

@@ -43,11 +43,7 @@ class Shape:
 
     @classmethod
     def of(cls, text: object) -> Shape:
-        """``4096`` for a square one, else ``MxNxK``, such as ``4096x1024x512``.
-
-        Raises:
-            ValueError: It is neither.
-        """
+        """Parse ``4096`` for a square one, else ``MxNxK``, such as ``4096x1024x512``; raises ValueError."""
         if not re.fullmatch(r"\d+(x\d+x\d+)?", str(text)) or "0" in str(text).split("x"):
             raise ValueError(f"{text} is not a shape")
         sides = [int(side) for side in str(text).split("x")]
@@ -59,7 +55,7 @@ class Shape:
         return 2 * self.m * self.n * self.k
 
     def bytes(self, dtype: str) -> int:
-        """Memory of the three matrices."""
+        """Return the memory of the three matrices."""
         return DTYPES[dtype].itemsize * (self.m * self.k + self.k * self.n + self.m * self.n)
 
     def __str__(self) -> str:
@@ -78,15 +74,10 @@ class Flush:
 
 
 def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: float) -> list[float]:
-    """Seconds of each timed product of one pair of random matrices; the cache is flushed before each.
+    """Return the seconds of each timed product of one pair of random matrices; the cache is flushed before each.
 
-    Random, because for zeros a GPU draws less power and clocks higher than in real use.
-
-    Args:
-        shape: Of the matrices.
-        dtype: One of :data:`DTYPES`.
-        device: The device.
-        seconds: Approximate duration of all repetitions, including the flushes between them.
+    Random, because for zeros a GPU draws less power and clocks higher than in real use. ``seconds`` is the approximate
+    duration of all repetitions, including the flushes between them.
 
     Raises:
         ArithmeticError: The product is wrong.
@@ -104,7 +95,7 @@ def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: flo
 
 
 def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, list[float]]]:
-    """Seconds of each timed copy of memory, with the bytes that it moves, by kind.
+    """Return the seconds of each timed copy of memory, with the bytes that it moves, by kind.
 
     A copy within one memory reads and writes each byte, and both count, as in STREAM. A copy between host
     and GPU crosses the link once and counts once.
@@ -131,13 +122,10 @@ def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, l
 def repeat(
     work: Callable[[], object], between: Callable[[], object], device: torch.device, seconds: float
 ) -> list[float]:
-    """Seconds of each timed repetition of ``work``; ``between`` runs untimed before each of them.
+    """Return the seconds of each timed repetition of ``work``; ``between`` runs untimed before each of them.
 
-    Args:
-        work: The timed work; on a GPU it is queued on the current stream.
-        between: The untimed work.
-        device: Selects the clock.
-        seconds: Approximate total duration; always between :data:`LEAST` and :data:`MOST` repetitions.
+    On a GPU the work is queued on the current stream. All take about ``seconds``; there are always between
+    :data:`LEAST` and :data:`MOST` repetitions.
     """
 
     def times(count: int) -> list[float]:
@@ -158,7 +146,7 @@ def repeat(
 
 
 def rates(amount: float, seconds: Sequence[float]) -> dict[str, Any]:
-    """Rates per second of repetitions that each do ``amount``: total over total, median and best."""
+    """Return rates per second of repetitions that each do ``amount``: total over total, median and best."""
     return {
         "repetitions": len(seconds),
         "mean": amount * len(seconds) / sum(seconds),
@@ -168,7 +156,7 @@ def rates(amount: float, seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The size of the last-level cache."""
+    """Return the size of the last-level cache."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [_bytes(path.read_text()) for path in _CACHES.glob("index*/size")]
@@ -176,7 +164,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def _bytes(text: str) -> int:
-    """``32768K`` as the kernel writes it."""
+    """Parse ``32768K`` as the kernel writes it."""
     units = {"K": 2**10, "M": 2**20}
     text = text.strip()
     return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)

@@ -40,7 +40,7 @@ def warmup_end(step_seconds: Sequence[float], minimum: int = 0) -> int:
 
 
 def summary(step_seconds: Sequence[float]) -> dict[str, Any]:
-    """Location and spread of step times.
+    """Summarize location and spread of step times.
 
     Returns:
         ``median``, ``mean``, ``p5`` and ``p95`` in seconds (quantiles interpolate linearly; all ``None``
@@ -51,13 +51,7 @@ def summary(step_seconds: Sequence[float]) -> dict[str, Any]:
         return dict.fromkeys(("median", "mean", "p5", "p95", "ci95"))
     times = np.asarray(step_seconds, dtype=np.float64)
     p5, median, p95 = np.quantile(times, (0.05, 0.5, 0.95)).tolist()
-    return {
-        "median": median,
-        "mean": float(times.mean()),
-        "p5": p5,
-        "p95": p95,
-        "ci95": median_interval(step_seconds),
-    }
+    return {"median": median, "mean": float(times.mean()), "p5": p5, "p95": p95, "ci95": median_interval(step_seconds)}
 
 
 def median_interval(values: Sequence[float]) -> list[float] | None:

@@ -42,7 +42,7 @@ class Effort:
     max_seconds: float = 1.0
 
     def repetitions(self, once: float) -> int:
-        """The number of timed repetitions of something that takes ``once`` seconds."""
+        """Return the number of timed repetitions of something that takes ``once`` seconds."""
         return max(self.min_repetitions, min(self.max_repetitions, int(self.seconds / max(once, _TICK))))
 
     def affords(self, once: float) -> bool:
@@ -51,7 +51,7 @@ class Effort:
 
 
 def problems(options: Mapping[str, Any]) -> list[Problem]:
-    """Problems of the sizes and the effort among a workload's options."""
+    """Find the problems of the sizes and the effort among a workload's options."""
     counts = ("warmup", "min_bytes", "max_bytes", "min_repetitions", "max_repetitions")
     found = at_least(1, **{name: options[name] for name in counts})
     found += at_least(2, factor=options["factor"])
@@ -65,7 +65,7 @@ def problems(options: Mapping[str, Any]) -> list[Problem]:
 
 
 def sizes(min_bytes: int, max_bytes: int, factor: int) -> list[int]:
-    """``min_bytes``, multiplied by ``factor`` each time, up to ``max_bytes``, which is always the last."""
+    """List ``min_bytes``, multiplied by ``factor`` each time, up to ``max_bytes``, which is always the last."""
     found = []
     size = min_bytes
     while size < max_bytes:
@@ -75,14 +75,9 @@ def sizes(min_bytes: int, max_bytes: int, factor: int) -> list[int]:
 
 
 def require_memory(device: torch.device, local_size: int, need: int, option: str, value: object) -> None:
-    """Refuse what does not fit into memory, on all ranks at once, so that none waits for a failed one.
+    """Refuse what takes ``need`` bytes a rank and does not fit, on all ranks at once, so that none waits for another.
 
-    Args:
-        device: This rank's device; every rank calls this.
-        local_size: Number of ranks on its node.
-        need: Bytes needed on each rank.
-        option: The option responsible, as typed.
-        value: Its value.
+    Every rank calls this, with the ranks of its node and the option responsible.
 
     Raises:
         ConfigError: On every rank, naming the one with the least free memory.
@@ -100,15 +95,10 @@ def require_memory(device: torch.device, local_size: int, need: int, option: str
 
 
 def repeat(step: Callable[[], object] | None, device: torch.device, effort: Effort) -> list[float]:
-    """Seconds of every timed repetition on its slowest rank; every rank calls this and gets the same result.
+    """Return the seconds of every timed repetition on its slowest rank; every rank calls this and gets the same.
 
-    Args:
-        step: One repetition; ``None`` on ranks that do not take part and only wait.
-        device: This rank's device.
-        effort: The number of repetitions.
-
-    Returns:
-        An empty list if ``min_repetitions`` would take too long.
+    ``step`` is ``None`` on ranks that do not take part and only wait. The list is empty if ``min_repetitions`` would
+    take too long.
     """
     return repeat_in_turns([step], device, effort)[0]
 
@@ -116,18 +106,18 @@ def repeat(step: Callable[[], object] | None, device: torch.device, effort: Effo
 def repeat_in_turns(
     steps: Sequence[Callable[[], object] | None], device: torch.device, effort: Effort
 ) -> list[list[float]]:
-    """:func:`repeat` for several steps that are compared, interleaved so that interference affects all of them."""
+    """Do as :func:`repeat` for several steps that are compared, interleaved so that interference affects all."""
     dist.barrier()
-    warmup = [slowest(seconds) for seconds in timed(steps, effort.warmup, device)]
+    warmup = [most(*seconds) for seconds in timed(steps, effort.warmup, device)]
     once = max(min(seconds) for seconds in warmup)
     if not effort.affords(once):
         return [[] for _ in steps]
     dist.barrier()
-    return [slowest(seconds) for seconds in timed(steps, effort.repetitions(once), device)]
+    return [most(*seconds) for seconds in timed(steps, effort.repetitions(once), device)]
 
 
 def timed(steps: Sequence[Callable[[], object] | None], count: int, device: torch.device) -> list[list[float]]:
-    """Seconds of each of ``count`` repetitions of each step on this rank; zeros where it does not take part."""
+    """Return the seconds of ``count`` repetitions of each step on this rank; zeros where it does not take part."""
     turns = [(step, clock.for_device(device)) for step in steps if step]
     for _ in range(count):
         for step, watch in turns:
@@ -136,8 +126,3 @@ def timed(steps: Sequence[Callable[[], object] | None], count: int, device: torc
             watch.stop()
     seconds = iter([watch.seconds() for _, watch in turns])
     return [next(seconds) if step else [0.0] * count for step in steps]
-
-
-def slowest(seconds: Sequence[float]) -> list[float]:
-    """The elementwise maximum over ranks; every rank has equally many values and gets the same result."""
-    return most(*seconds)

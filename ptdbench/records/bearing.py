@@ -47,12 +47,12 @@ def bears(option: str, *on: str) -> bool:
 
 
 def bearing(on: str) -> tuple[str, ...]:
-    """The options of the table that bear on this."""
+    """Return the options of the table that bear on this."""
     return tuple(option for option, words in _OPTIONS.items() if on in words)
 
 
 def leaves(config: Mapping[Any, Any] | None, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The options of a configuration with their dotted names; an empty group is one of them."""
+    """Yield the options of a configuration with their dotted names; an empty group is one of them."""
     for key, value in (config or {}).items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{key}.")

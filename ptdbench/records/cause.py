@@ -11,13 +11,7 @@ from ptdbench.records.failure import Failure
 _STOPPED = {*STOP_SIGNALS, "Stopped", "SignalException", "KeyboardInterrupt"}
 
 _COMMUNICATION_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
-_TIMEOUT_TEXTS = (
-    "timed out waiting",
-    "timed out after",
-    "wait timeout",
-    "operation timeout",
-    "application timeout",
-)
+_TIMEOUT_TEXTS = ("timed out waiting", "timed out after", "wait timeout", "operation timeout", "application timeout")
 _COMMUNICATION_TEXTS = (  # gloo, TCPStore and NCCL, in lower case
     "connection closed by peer",
     "connection reset",
@@ -34,7 +28,7 @@ _OUT_OF_MEMORY_TEXTS = ("out of memory", "defaultcpuallocator: can't allocate me
 
 
 def root_cause(failures: Sequence[Failure], world_size: int) -> Failure:
-    """The failure that caused the others.
+    """Return the failure that caused the others, of at least one: of the ranks, and of their parent.
 
     In order of precedence:
 
@@ -44,14 +38,12 @@ def root_cause(failures: Sequence[Failure], world_size: int) -> Failure:
     4. a rank that was stopped by a signal while others still worked, as their later reports show;
     5. the earliest of all: a signal stopped all ranks, and none is the cause.
 
-    Args:
-        failures: Reports of the ranks and of their parent, at least one.
-        world_size: Ranks of the run.
-
-    Returns:
-        One of ``failures``, possibly with details added, or a new one that names the silent rank and quotes its peer.
+    It is one of ``failures``, possibly with details added, or a new one that names the silent rank and quotes its peer.
     """
-    reports = sorted(_first_of_each_rank(failures), key=lambda failure: failure.time)
+    first: dict[int, Failure] = {}  # each rank's own report, else its parent's; the earliest of several
+    for failure in sorted(failures, key=lambda failure: (failure.exit_code is not None, failure.time)):
+        first.setdefault(failure.rank, failure)
+    reports = sorted(first.values(), key=lambda failure: failure.time)
     reported = {failure.rank for failure in reports}
     silent = sorted(set(range(world_size)) - reported)
     for failure in reports:
@@ -72,7 +64,7 @@ def root_cause(failures: Sequence[Failure], world_size: int) -> Failure:
 
 
 def status_of(failure: Failure) -> str:
-    """The ``status`` of a run with this failure: ``oom``, ``diverged``, ``timeout``, ``preempted`` or ``failed``.
+    """Return the ``status`` of a run with this failure.
 
     A rank killed by SIGKILL is ``failed``: the kernel's out-of-memory killer is only one of its senders. So is a rank
     stopped by a signal of its own: preemption stops all ranks.
@@ -91,14 +83,6 @@ def status_of(failure: Failure) -> str:
 def is_stop(failure: Failure) -> bool:
     """Return whether a signal asked the rank to end, which is not a failure of its own."""
     return failure.type in _STOPPED
-
-
-def _first_of_each_rank(failures: Iterable[Failure]) -> list[Failure]:
-    """Each rank's own report, else its parent's; the earliest of several."""
-    first: dict[int, Failure] = {}
-    for failure in sorted(failures, key=lambda f: (f.exit_code is not None, f.time)):
-        first.setdefault(failure.rank, failure)
-    return list(first.values())
 
 
 def _is_communication(failure: Failure) -> bool:

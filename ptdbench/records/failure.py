@@ -8,7 +8,6 @@ rest. Every rank therefore writes its own report, and the run's error is selecte
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import sysconfig
@@ -24,6 +23,7 @@ from ptdbench.files import replace_bytes, write_json
 from ptdbench.launch import crash
 from ptdbench.launch.local import STOP_SIGNALS
 from ptdbench.problems import said
+from ptdbench.records.schema import Error
 
 _PACKAGE = Path(__file__).parents[1]
 _START = _PACKAGE / "run.py"
@@ -33,7 +33,7 @@ _LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdl
 
 
 def user_frame(exception: BaseException) -> str:
-    """The last frame of the traceback that is a user's: ``mymodels.py:13 in forward``; empty if there is none.
+    """Return the last frame of the traceback that is a user's: ``mymodels.py:13 in forward``; empty if there is none.
 
     That is code outside of this package, Python's library and the installed packages; else, as with a model from a
     package, the last frame in an installed package other than torch.
@@ -43,13 +43,12 @@ def user_frame(exception: BaseException) -> str:
 
 
 def last_frame(calls: Sequence[tuple[str, int, str]]) -> str:
-    """The innermost of these calls that is a user's, as for an exception; else one of this package.
+    """Return the innermost of these calls that is a user's, as for an exception; else one of this package.
 
-    Args:
-        calls: File, line and function of each, innermost first, up to those that have started the run.
+    They are file, line and function of each, innermost first, up to those that have started the run.
     """
     started = next((place for place, (file, *_) in enumerate(calls) if Path(file) == _START), len(calls))
-    return _first(calls[: started + 1], (_is_own, _is_of_package, lambda path: _is_below(path, _PACKAGE)))
+    return _first(calls[: started + 1], (_is_own, _is_of_package, lambda path: _PACKAGE in path.parents))
 
 
 def _first(calls: Sequence[tuple[str, int, str]], wanted: Sequence[Callable[[Path], bool]]) -> str:
@@ -57,28 +56,20 @@ def _first(calls: Sequence[tuple[str, int, str]], wanted: Sequence[Callable[[Pat
         for file, line, function in calls:
             path = Path(file)
             if path.is_absolute() and is_wanted(path):
-                return f"{_shown(path)}:{line} in {function}"
+                here = Path.cwd()
+                shown = path.relative_to(here) if here in path.parents else path.name
+                return f"{shown}:{line} in {function}"
     return ""
 
 
 def _is_own(path: Path) -> bool:
-    return _is_below(path, _EXAMPLES) or not any(_is_below(path, one) for one in (_PACKAGE, *_INSTALLED, *_LIBRARY))
+    return _EXAMPLES in path.parents or not {_PACKAGE, *_INSTALLED, *_LIBRARY}.intersection(path.parents)
 
 
 def _is_of_package(path: Path) -> bool:
-    if _is_below(path, _PACKAGE):
+    if _PACKAGE in path.parents:
         return False
-    return any(_is_below(path, one) and path.relative_to(one).parts[0] != "torch" for one in _INSTALLED)
-
-
-def _is_below(path: Path, folder: Path) -> bool:
-    return folder in path.parents
-
-
-def _shown(path: Path) -> str:
-    """Relative to the working directory if it is below, else the name alone."""
-    here = Path(os.getcwd())
-    return str(path.relative_to(here)) if _is_below(path, here) else path.name
+    return any(one in path.parents and path.relative_to(one).parts[0] != "torch" for one in _INSTALLED)
 
 
 #: Characters of a message and of a traceback that are kept; a stranger's may have millions.
@@ -93,45 +84,30 @@ _CRASH = "crash-rank-{}.txt"
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one rank that failed.
+    """The end of one rank that failed."""
 
-    Attributes:
-        rank: The rank; -1 for the process that starts the ranks.
-        type: The exception's class, or the signal's name.
-        message: The error message to show.
-        traceback: The traceback as text; empty if the process could not write one.
-        time: Seconds since the epoch, by the clock of ``host``.
-        host: The machine it ran on; empty where that is not known.
-        exit_code: Exit status seen by the parent, ``-n`` after signal ``n``; ``None`` in the rank's own report.
-        unheard: For a rank stopped by a signal: the ranks not known to be stopped. If one of them reports something
-            later, it was alive, and the signal was not sent to all.
-        where: The last frame in the user's code, as in ``mymodels.py:13 in forward``, of a crash else in this package;
-            or empty.
-    """
-
-    rank: int
-    type: str
-    message: str
-    traceback: str
-    time: float
-    host: str
+    rank: int  #: The rank; -1 for the process that starts the ranks.
+    type: str  #: The exception's class, or the signal's name.
+    message: str  #: The error message to show.
+    traceback: str  #: The traceback as text; empty if the process could not write one.
+    time: float  #: Seconds since the epoch, by the clock of ``host``.
+    host: str  #: The machine it ran on; empty where that is not known.
+    #: Exit status seen by the parent, ``-n`` after signal ``n``; ``None`` in the rank's own report.
     exit_code: int | None = None
+    #: For a rank stopped by a signal: the ranks not known to be stopped. If one of them reports something later, it was
+    #: alive, and the signal was not sent to all.
     unheard: list[int] = field(default_factory=list)
+    #: The last frame in the user's code, as in ``mymodels.py:13 in forward``, of a crash else in this package; or
+    #: empty.
     where: str = ""
 
     def as_error(self) -> dict[str, Any]:
-        """The ``error`` of a record."""
-        return {
-            "rank": self.rank,
-            "type": self.type,
-            "message": self.message,
-            "traceback": self.traceback,
-            "where": self.where,
-        }
+        """Return the ``error`` of a record."""
+        return {name: getattr(self, name) for name in Error.__struct_fields__}
 
 
 def describe(exception: BaseException, rank: int) -> Failure:
-    """The failure report of the failing process itself.
+    """Report the failure of this process itself.
 
     Pipeline stages wrap an exception of the model in a bare ``RuntimeError``, which says less than its cause; then
     the cause is reported, and the traceback shows both.
@@ -151,39 +127,41 @@ def describe(exception: BaseException, rank: int) -> Failure:
 
 
 def _shortened(text: str, most: int) -> str:
-    """The text, without its middle if it is longer: it begins with the cause, and ends with the remedy."""
+    """Return the text, without its middle if it is longer: it begins with the cause, and ends with the remedy."""
     left_out = len(text) - most
     half = most // 2
     return text if left_out <= 0 else f"{text[:half]} ... ({left_out:,} characters left out) ... {text[-half:]}"
 
 
 def describe_exit(rank: int, exit_code: int) -> Failure:
-    """The failure report of the parent for a rank that ended with this status (``-n``: signal ``n``)."""
+    """Report, as its parent, a rank that ended with this status (``-n``: signal ``n``)."""
     if exit_code < 0:
-        name = _signal_name(-exit_code)
-        kind, message = name, _signal_message(name)
+        kind = next((one.name for one in signal.Signals if one == -exit_code), f"signal {-exit_code}")
+        message = _signal_message(kind)
     else:
         kind, message = "ExitStatus", f"ended with exit status {exit_code} and without a report"
     return Failure(rank, kind, message, "", time.time(), socket.gethostname(), exit_code)
 
 
 def of_launcher(kind: str, message: str) -> Failure:
-    """A failure of the launcher, with its own message."""
+    """Report a failure of the launcher, with its own message."""
     return Failure(-1, kind, message, "", time.time(), socket.gethostname())
 
 
 def describe_exits(exit_codes: Mapping[int, int], world_size: int, oom_kills: int = 0) -> list[Failure]:
-    """The failure reports of a parent that has not yet signaled any rank.
+    """Report, as their parent, the ranks that have ended, before any is signaled.
+
+    One that ended early with status 0 is not reported: its peers report a lost connection.
 
     Args:
-        exit_codes: Of the ranks that have ended. A rank that ended early with status 0 is not reported here: its
-            peers report a lost connection.
+        exit_codes: By rank, of those that have ended.
         world_size: Ranks of the run.
         oom_kills: Processes that the kernel has killed for lack of memory since the ranks were started.
     """
     found = []
     for rank, code in exit_codes.items():
-        if code and (failure := describe_exit(rank, code)):
+        if code:
+            failure = describe_exit(rank, code)
             others = [other for other in range(world_size) if exit_codes.get(other) != code]
             if failure.type == "SIGKILL" and oom_kills:
                 failure = replace(failure, message="killed by SIGKILL: the kernel ran out of memory meanwhile")
@@ -192,13 +170,13 @@ def describe_exits(exit_codes: Mapping[int, int], world_size: int, oom_kills: in
 
 
 def without_result() -> Failure:
-    """The failure of a run whose ranks all ended with status 0 without closing the record."""
+    """Report that all ranks ended with status 0 without closing the record."""
     message = "every rank ended with exit status 0 and without a result"
     return replace(of_launcher("ExitStatus", message), exit_code=0)
 
 
 def stuck(rank: int, message: str, stacks: str) -> Failure:
-    """The failure of a rank that hangs and so cannot report it itself."""
+    """Report a rank that hangs and so cannot do it itself."""
     return Failure(rank, "TimeoutError", message, stacks, time.time(), socket.gethostname())
 
 
@@ -235,19 +213,19 @@ def amend_failure(folder: Path, failure: Failure) -> None:
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """The reports in a folder, by time; for a rank without one what it left when native code ended it."""
+    """Return the reports in a folder, by time; for a rank without one what it left when native code ended it."""
     reports = {failure.rank: failure for failure in map(_read, folder.glob("rank-*.json"))}
     return sorted((_crashes(folder) | reports).values(), key=lambda failure: failure.time)
 
 
 def reporters(folder: Path) -> set[int]:
-    """The ranks that have a report in a folder, or have left their stacks there."""
+    """Return the ranks that have a report in a folder, or have left their stacks there."""
     paths = [*folder.glob("rank-*.json"), *filter(_has_content, folder.glob(_CRASH.format("*")))]
     return set(map(_rank, paths))
 
 
 def _crashes(folder: Path) -> dict[int, Failure]:
-    """The ranks that native code has ended."""
+    """Return the ranks that native code has ended."""
     found = {}
     for path in folder.glob(_CRASH.format("*")):
         with suppress(OSError):  # removed by a rank that has just ended well
@@ -275,13 +253,6 @@ def _read(path: Path) -> Failure:
 
 def _report(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.json"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _signal_message(name: str) -> str:

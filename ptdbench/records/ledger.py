@@ -20,52 +20,34 @@ LEDGER = "sweep.json"
 
 
 class Job(Struct, frozen=True):
-    """One run that was submitted, or was about to be; several of them may share a job of the queue.
+    """One run that was submitted, or was about to be; several of them may share a job of the queue."""
 
-    Attributes:
-        number: The run's number in the sweep.
-        name: The unique name of its array in the queue.
-        element: Its index in the array; ``None`` for a single job.
-        id: SLURM's job id, ``123`` or ``123_0``; ``None`` before it is known.
-        label: A short label of the run.
-        shape: Nodes and ranks, as text.
-        overrides: The overrides typed for this run.
-        directory: The run's directory, below the sweep's.
-        log: Folder of the ranks' output, with ``%j`` for an id that is not known.
-        step: The run's place among those of its job; ``None`` where it is the only one.
-    """
-
-    number: int
-    name: str
-    element: int | None
-    id: str | None
-    label: str
-    shape: str
-    overrides: list[str]
-    directory: str
-    log: str
-    step: int | None = None
+    number: int  #: The run's number in the sweep.
+    name: str  #: The unique name of its array in the queue.
+    element: int | None  #: Its index in the array; ``None`` for a single job.
+    id: str | None  #: SLURM's job id, ``123`` or ``123_0``; ``None`` before it is known.
+    label: str  #: A short label of the run.
+    shape: str  #: Nodes and ranks, as text.
+    overrides: list[str]  #: The overrides typed for this run.
+    directory: str  #: The run's directory, below the sweep's.
+    log: str  #: Folder of the ranks' output, with ``%j`` for an id that is not known.
+    step: int | None = None  #: The run's place among those of its job; ``None`` where it is the only one.
 
 
 class Ledger(Struct, frozen=True):
-    """The request of a sweep, and its jobs.
-
-    Attributes:
-        overrides: The overrides typed for the sweep, without Hydra's own options.
-        jobs: In the order of their numbers; the last one of each run.
-    """
+    """The request of a sweep: its overrides, without Hydra's own options, and the last job of each run, by number."""
 
     overrides: list[str]
     jobs: list[Job]
 
 
 def with_id(job: Job, identity: str) -> Job:
-    """The same job with its SLURM id."""
+    """Return the same job with its SLURM id."""
     return replace(job, id=identity, log=job.log.replace("%j", identity))
 
 
 def sweep_of(directory: Path) -> Path | None:
-    """The sweep that a run's directory lies in, if it does."""
+    """Return the sweep that a run's directory lies in, if it does."""
     return next((parent for parent in directory.absolute().parents if (parent / LEDGER).exists()), None)
 
 
@@ -87,11 +69,7 @@ def write(sweep_directory: Path, ledger: Ledger) -> None:
 
 
 def read(sweep_directory: Path) -> Ledger:
-    """Read the file; empty if there is none.
-
-    Raises:
-        Damaged: The file is damaged.
-    """
+    """Read the file; empty if there is none. Raises Damaged."""
     path = sweep_directory / LEDGER
     try:
         return schema.read(read_bytes(path), Ledger)

@@ -116,11 +116,9 @@ class Runs(list[Run]):
 
 
 def load_telling(path: Path, tell: Callable[[str], object]) -> Run | Runs:
-    """:func:`load`, with damaged records told of instead of warned of, and each ``directory`` where the run is now.
+    """Read as :func:`load` does, but ``tell`` of damaged records; each ``directory`` is where the run is now.
 
-    Args:
-        path: As for :func:`load`.
-        tell: Called with a message for each damaged record, also if nothing can be read.
+    Messages are told also if nothing can be read.
     """
     with warnings.catch_warnings(record=True) as damage:
         warnings.simplefilter("always")
@@ -170,7 +168,7 @@ def _of_results(path: Path) -> Runs:
 
 
 def _of_folder(folder: Path) -> Runs:
-    """The runs by their own records, or by a sweep's results where only these were kept."""
+    """Read the runs by their own records, or by a sweep's results where only these were kept."""
     found = {}
     for path in (one for one in folder.rglob(store.RECORD) if store.TRIES not in one.relative_to(folder).parts):
         try:
@@ -185,6 +183,6 @@ def _of_folder(folder: Path) -> Runs:
 
 
 def _in_order(path: Path) -> list[tuple[int, str]]:
-    """Sorts ``2_toy`` before ``10_toy``."""
+    """Sort ``2_toy`` before ``10_toy``."""
     parts = re.split(r"0*(\d+)", str(path))
     return [(len(part), part) if part.isdecimal() else (-1, part) for part in parts]

@@ -17,12 +17,10 @@ DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
 
 
 def value(record: Written, objective: Objective) -> float | None:
-    """The figure by which a run is judged; ``None`` for a run that is not ok, or has no such figure.
+    """Return the figure by which a run is judged; ``None`` for a run that is not ok, or has no such figure.
 
-    Args:
-        record: The run's record.
-        objective: ``throughput``: tokens per second, or samples per second where samples are not tokens.
-            ``held_out_loss``, ``held_out_accuracy``: of the best evaluation.
+    ``throughput``: tokens per second, or samples per second where samples are not tokens. The others are those of the
+    best evaluation.
     """
     if record["status"] != "ok":
         return None

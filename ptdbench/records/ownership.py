@@ -35,17 +35,12 @@ _PATIENCE = 2.0
 
 
 def this_process(launch: str, environ: Mapping[str, str]) -> Owner:
-    """This process as an owner.
-
-    Args:
-        launch: The name of this start.
-        environ: Its environment.
-    """
+    """Return this process, with its environment, as the owner of the start ``launch``."""
     return Owner(launch, socket.gethostname(), os.getpid(), psutil.Process().create_time(), slurm_job(environ))
 
 
 def slurm_job(environ: Mapping[str, str]) -> str | None:
-    """The SLURM job of an environment, in the form of squeue."""
+    """Return the SLURM job of an environment, in the form of squeue."""
     if array := environ.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"
     return environ.get("SLURM_JOB_ID") or None
@@ -53,21 +48,16 @@ def slurm_job(environ: Mapping[str, str]) -> str | None:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of a run, and its files in the run's directory.
+    """One start of a run, and its files in the run's directory."""
 
-    Attributes:
-        directory: The run's directory.
-        launch: The name of the start, the same in all its processes; valid as a file name.
-        draft: The record as this start opened it, if known: used if the file is missing or damaged.
-    """
-
-    directory: Path
-    launch: str
+    directory: Path  #: The run's directory.
+    launch: str  #: The name of the start, the same in all its processes; valid as a file name.
+    #: The record as this start opened it, if known: used if the file is missing or damaged.
     draft: Written | None = None
 
     @property
     def failures(self) -> Path:
-        """Folder of the failure reports and stacks of this start; those of an earlier start are kept beside it."""
+        """The folder of the failure reports and stacks of this start; those of an earlier start are kept beside it."""
         return self.directory / "failures" / self.launch
 
     def owns(self, record: Written) -> bool:
@@ -78,10 +68,8 @@ class Attempt:
     def amend(self, change: Callable[[dict[str, Any]], Written | None], durable: bool = True) -> Written | None:
         """Update the run's record, unless it now belongs to another start, which is reported on stderr.
 
-        Args:
-            change: Returns the new record for the one on disk, or ``None`` to leave it unchanged. Calls of several
-                ranks are serialized.
-            durable: Whether the new record must survive a crash of the machine.
+        ``change`` returns the new record for the one on disk, or ``None`` to leave it unchanged; calls of several ranks
+        are serialized. If ``durable``, the new record survives a crash of the machine.
 
         Returns:
             The record written, or ``None``.
@@ -90,18 +78,16 @@ class Attempt:
             OSError: There is no record, or it cannot be written.
         """
         with locked(self.directory):
-            written = self._written()
+            if self.draft is None:
+                written = store.load_record(self.directory)
+            else:
+                written = store.earlier_record(self.directory) or dict(self.draft)
             if not self.owns(written):
                 echo(f"{self.directory}: the run was started again; its record is left unchanged", sys.stderr)
                 return None
             if (changed := change(written)) is not None:
                 store.write_record(self.directory, changed, durable)
             return changed
-
-    def _written(self) -> dict[str, Any]:
-        if self.draft is None:
-            return store.load_record(self.directory)
-        return store.earlier_record(self.directory) or dict(self.draft)
 
 
 @contextmanager
@@ -121,7 +107,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Whether the lock was taken, or cannot be."""
+    """Return whether the lock was taken, or cannot be."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -132,14 +118,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def open_record(directory: Path, draft: Written) -> Written:
-    """Write the first record of a start of a run; results of an earlier start are kept in it.
-
-    Args:
-        directory: The run's directory, which exists.
-        draft: The result of :func:`ptdbench.records.record.begin`.
-
-    Returns:
-        The record written.
+    """Write the first record of a start of a run, and return it; results of an earlier start are kept in the draft.
 
     Raises:
         ConfigError: An earlier start is still running.
@@ -167,7 +146,7 @@ def _require_ended(directory: Path, earlier: Written, mine: Mapping[str, Any] | 
 
 
 def _goes_on(owner: Mapping[str, Any]) -> bool | None:
-    """Whether the owner of an open record is alive; ``None`` if that cannot be determined from here."""
+    """Return whether the owner of an open record is alive; ``None`` if that cannot be determined from here."""
     if owner["job"]:
         if owner["job"] == slurm_job(os.environ):  # an earlier start of this same job, which was restarted
             return False

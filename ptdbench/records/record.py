@@ -23,6 +23,8 @@ from ptdbench.terminal import command, under
 #: The type of error of a record that was opened and not yet closed.
 UNFINISHED = "Unfinished"
 
+_OPEN = "the run is still running, or was killed before it could record how it ended"
+
 #: Fields of every record, in the order in which they are written.
 FIELDS = schema.Record.__struct_fields__
 
@@ -37,7 +39,7 @@ def begin(
     overrides: Sequence[str] | None = None,
     owner: Owner | None = None,
 ) -> dict[str, Any]:
-    """The record of a run before its start: its status is ``failed``, in case nothing can be written later.
+    """Return the record of a run before its start: its status is ``failed``, in case nothing can be written later.
 
     It is written before the ranks start, so that every run directory has a record, even if all processes are killed
     at once.
@@ -46,7 +48,7 @@ def begin(
         config: The resolved configuration.
         directory: The run's directory.
         environment: Versions and hardware.
-        overrides: The overrides typed for the run, for :mod:`ptdbench.setup.resume`; ``None`` if unknown.
+        overrides: Those typed for the run, for :mod:`ptdbench.setup.resume`; ``None`` if unknown.
         owner: The process that starts the run; ``None`` if it waits to be started.
     """
     record: dict[str, Any] = dict.fromkeys(FIELDS) | {"config": strict(config, str)}
@@ -65,24 +67,14 @@ def begin(
         "owner": msgspec.to_builtins(owner),
         "remarks": {},
         "environment": dict(environment),
-        "error": {
-            "rank": -1,
-            "type": UNFINISHED,
-            "message": "the run is still running, or was killed before it could record how it ended",
-            "traceback": "",
-        },
+        "error": schema.NO_ERROR | {"type": UNFINISHED, "message": _OPEN},
     }
 
 
 def option(record: Written, name: str, kind: Any) -> Any:
-    """An option of the configuration on record; ``None`` unless it is there and of this type.
+    """Return an option of the configuration on record by its dotted name; ``None`` unless it is there and of this type.
 
     What was refused is on record as it was typed, and a record may come from anybody.
-
-    Args:
-        record: The record, of which only ``config`` is looked at.
-        name: Its dotted name.
-        kind: Its type.
     """
     found: Any = record.get("config")
     for key in name.split("."):
@@ -95,12 +87,12 @@ def option(record: Written, name: str, kind: Any) -> Any:
 
 
 def failed(record: Written, failure: Failure) -> dict[str, Any]:
-    """The record of a run with this failure."""
+    """Return the record of a run with this failure."""
     return {**record, "status": status_of(failure), "error": failure.as_error()}
 
 
 def going_on(draft: Written, earlier: Written) -> dict[str, Any]:
-    """The draft of a resumed run, with the results of its earlier starts."""
+    """Return the draft of a resumed run, with the results of its earlier starts."""
     kept = {name: earlier[name] for name in _FOUND if earlier.get(name) is not None}
     overrides = draft.get("overrides") if draft.get("overrides") is not None else earlier.get("overrides")
     goes_on = same_work(earlier.get("config"), draft["config"])
@@ -108,11 +100,10 @@ def going_on(draft: Written, earlier: Written) -> dict[str, Any]:
 
 
 def stopped(record: Written, why: str, saved: bool = True) -> dict[str, Any]:
-    """The record of a run that was asked to stop, and has saved a checkpoint to resume from if ``saved``."""
+    """Return the record of a run that was asked to stop, and has saved a checkpoint to resume from if ``saved``."""
     how = "it has saved" if saved else "no checkpoint (see checkpoint.every_steps), so this begins anew"
     message = f"stopped by {why}; {how}: {how_started(record)} resume={record['directory']}"
-    error = {"rank": -1, "type": "Stopped", "message": message, "traceback": ""}
-    return {**record, "status": "preempted", "error": error}
+    return {**record, "status": "preempted", "error": schema.NO_ERROR | {"type": "Stopped", "message": message}}
 
 
 def how_started(record: Written) -> str:
@@ -131,10 +122,9 @@ def retyped(record: Written) -> str | None:
 
 
 def requeued(record: Written, number: int, limit: int) -> dict[str, Any]:
-    """The record of a run whose job was requeued: it stays open."""
+    """Return the record of a run whose job was requeued: it stays open."""
     message = f"saved and requeued ({number} of {limit}); it resumes in the same directory"
-    error = {"rank": -1, "type": UNFINISHED, "message": message, "traceback": ""}
-    return {**record, "status": "preempted", "error": error}
+    return {**record, "status": "preempted", "error": schema.NO_ERROR | {"type": UNFINISHED, "message": message}}
 
 
 def is_open(record: Written) -> bool:
@@ -161,13 +151,10 @@ def same_work(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) ->
 
 
 def work(config: Mapping[str, Any] | None, ignored: Collection[str] = ()) -> str:
-    """Sixteen hex digits, equal for two resolved configurations if and only if they describe the same run.
+    """Return sixteen hex digits, equal for two resolved configurations if and only if they describe the same run.
 
-    An emptied group is not told from none, nor a shape that is not given.
-
-    Args:
-        config: The configuration; ``None`` where none is on record.
-        ignored: Dotted names of options that make no difference, besides those that never do.
+    An emptied group is not told from none, nor a shape that is not given. Options of the dotted names ``ignored``
+    make no difference, besides those that never do.
     """
     asked = {name: value for name, value in leaves(config) if not bears(name, "nothing", "queue") and value != {}}
     unset = {name for name in bearing("shape") if asked.get(name) is None}
@@ -177,9 +164,7 @@ def work(config: Mapping[str, Any] | None, ignored: Collection[str] = ()) -> str
 def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Describe what was trained, if it is another model than now: ``gpt_tiny``, or ``toy with width=64 (here 32)``.
 
-    Args:
-        was: The options of the earlier model, as in ``config.model``.
-        now: Those of today's; a name is for people and makes no other model.
+    Both are options as in ``config.model``; a name is for people and makes no other model.
     """
     if was.get("_target_") != now.get("_target_"):
         return str(was.get("name"))
@@ -198,7 +183,7 @@ def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:
-    """Sixteen hex digits, equal for two runs if and only if their resolved configurations are equal.
+    """Return sixteen hex digits, equal for two runs if and only if their resolved configurations are equal.
 
     Options that are no part of the work are ignored, see :mod:`ptdbench.records.bearing`.
     """

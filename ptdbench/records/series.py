@@ -26,7 +26,7 @@ NUMBERS = ("loss", "learning_rate", "gradient_norm", "wait_seconds", "memory_byt
 
 
 def unknown(steps: int, ranks: int = 1) -> np.ndarray:
-    """``[steps]`` rows of NaN, to be filled in.
+    """Return ``[steps]`` rows of NaN, to be filled in.
 
     The columns are those of :data:`NUMBERS` and ``step_seconds``, ``[ranks]`` in each row; all of them float64.
     """
@@ -34,11 +34,7 @@ def unknown(steps: int, ranks: int = 1) -> np.ndarray:
 
 
 def append(path: Path, rows: np.ndarray) -> None:
-    """Append a block to a file that ends with a complete one or does not exist yet, and sync it to disk.
-
-    Raises:
-        OSError: It could not be written; the file is as it was before.
-    """
+    """Append a block to a file of complete ones, and sync it; on OSError the file is as it was before."""
     with path.open("ab") as file:
         end = file.tell()
         try:
@@ -51,7 +47,7 @@ def append(path: Path, rows: np.ndarray) -> None:
 
 
 def keep(path: Path, steps: int) -> int:
-    """Truncate a file to its first ``steps`` steps; returns how many of them it holds."""
+    """Truncate a file to its first ``steps`` steps; return how many of them it holds."""
     kept = 0
     with path.open("a+b") as file:
         file.seek(0)
@@ -69,7 +65,7 @@ def keep(path: Path, steps: int) -> int:
 
 
 def copy(source: Path, target: Path, steps: int) -> int:
-    """Write the first ``steps`` steps of one file into another; returns how many of them there are."""
+    """Write the first ``steps`` steps of one file into another; return how many of them there are."""
     write(target, blocks(source))
     return keep(target, steps)
 
@@ -82,7 +78,7 @@ def write(path: Path, content: Iterable[np.ndarray]) -> None:
 
 
 def blocks(path: Path) -> Iterator[np.ndarray]:
-    """The blocks of a file, one in memory at a time; none if it is missing."""
+    """Yield the blocks of a file, one in memory at a time; none if it is missing."""
     if not path.is_file():
         return
     with opened(path) as file:
@@ -91,7 +87,7 @@ def blocks(path: Path) -> Iterator[np.ndarray]:
 
 
 def column(content: Iterable[np.ndarray], name: str) -> np.ndarray:
-    """A column of all blocks: ``[steps]``, or ``[steps, ranks]`` of ``step_seconds``.
+    """Return a column of all blocks: ``[steps]``, or ``[steps, ranks]`` of ``step_seconds``.
 
     ``slowest_seconds`` are those of each step's slowest rank. Ranks that did not take part in a step are NaN.
     """
@@ -104,7 +100,7 @@ def column(content: Iterable[np.ndarray], name: str) -> np.ndarray:
 
 
 def slowest(rows: np.ndarray) -> np.ndarray:
-    """``[steps]``: seconds of each step on its slowest rank."""
+    """Return the seconds of each step on its slowest rank, ``[steps]``."""
     return np.fmax.reduce(rows["step_seconds"], axis=1)
 
 
@@ -119,7 +115,7 @@ def _block(rows: np.ndarray) -> bytes:
 
 
 def _read(file: BinaryIO) -> np.ndarray | None:
-    """The block that begins here; ``None`` if it is not complete."""
+    """Return the block that begins here; ``None`` if it is not complete."""
     try:
         if npy.read_magic(file) != (1, 0):
             return None

@@ -46,23 +46,14 @@ class Damaged(ValueError):
 
 
 def write_record(directory: Path, record: Written, durable: bool = True) -> Path:
-    """Write a run's record, atomically and if ``durable`` synced to disk; an older one is replaced.
-
-    Returns:
-        The path of the record.
-    """
+    """Write a run's record, atomically and if ``durable`` synced to disk, over an older one; return its path."""
     path = directory / RECORD
     write_json(path, record, durable)
     return path
 
 
 def load_record(directory: Path) -> dict[str, Any]:
-    """The record of the run in ``directory``.
-
-    Raises:
-        FileNotFoundError: There is none.
-        Damaged: It is damaged.
-    """
+    """Return the record of the run in ``directory``; raises FileNotFoundError if there is none, and Damaged."""
     path = directory / RECORD
     try:
         return schema.record(read_bytes(path))
@@ -75,7 +66,7 @@ def load_record(directory: Path) -> dict[str, Any]:
 
 
 def earlier_record(directory: Path) -> dict[str, Any] | None:
-    """The record of an earlier start of the run, read before it is replaced.
+    """Return the record of an earlier start of the run, read before it is replaced.
 
     A damaged one is ignored, and kept as ``record.json.damaged``.
     """
@@ -118,7 +109,7 @@ def append_result(sweep_directory: Path, record: Written) -> None:
 
 @contextmanager
 def _locked_results(path: Path) -> Iterator[int]:
-    """The file, open and locked; created if missing."""
+    """Open and lock the file; create it if it is missing."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
@@ -140,7 +131,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _is_of(line: bytes, sweep_directory: Path, name: str) -> bool:
-    """Whether a line of results is of the run in the directory ``name`` below the sweep's."""
+    """Return whether a line of results is of the run in the directory ``name`` below the sweep's."""
     if _last_part(name) not in line:  # saves parsing the lines of all other runs
         return False
     try:
@@ -150,19 +141,16 @@ def _is_of(line: bytes, sweep_directory: Path, name: str) -> bool:
 
 
 def _last_part(name: str) -> bytes:
-    """The last part of a run's directory, as it stands in a line of results."""
+    """Return the last part of a run's directory, as it stands in a line of results."""
     return json.dumps(Path(name).name)[1:-1].encode()
 
 
 def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _: None) -> list[dict[str, Any]]:
-    """The records of a sweep in the order in which its runs ended.
+    """Return the records of a sweep in the order in which its runs ended.
 
-    If a run has several, as earlier versions left after a resume, the last one counts.
-
-    Args:
-        sweep_directory: The sweep's directory.
-        tell: Called with a message for each damaged line, which is skipped, and for a file that cannot be read. A
-            partial last line, left by a killed writer, is ignored: its run has its own record.
+    If a run has several, as earlier versions left after a resume, the last one counts. ``tell`` gets a message for each
+    damaged line, which is skipped, and for a file that cannot be read. A partial last line, left by a killed writer, is
+    ignored: its run has its own record.
     """
     path = sweep_directory / RESULTS
     try:
@@ -187,7 +175,7 @@ def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _
 
 
 def below(sweep_directory: Path, path: str) -> str:
-    """A run's directory relative to its sweep's, which may have been moved since.
+    """Return a run's directory relative to its sweep's, which may have been moved since.
 
     ``outputs/<sweep>/toy/ddp`` becomes ``toy/ddp``.
     """
@@ -197,22 +185,11 @@ def below(sweep_directory: Path, path: str) -> str:
     return str(Path(*parts[len(parts) - depth :]))
 
 
-def _require_unused(directory: Path, option: str) -> None:
-    """Raise a ConfigError if a directory that ``option`` names holds results: they are never overwritten."""
-    of_sweep = any((directory / name).exists() for name in OF_SWEEPS) or any(directory.glob(f"*/{RECORD}"))
-    if of_sweep or (directory / RECORD).exists():
-        remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to continue it, or another directory"
-        raise ConfigError([Problem(option, directory, "it already holds results", remedy)])
-
-
 def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], again: bool) -> None:
-    """Lock a directory until this process ends, and write its first files.
+    """Lock a directory, which may hold other things, until this process ends, and write its first files.
 
-    Args:
-        directory: It may exist already, and hold other things.
-        option: The option that it came from, for the message.
-        fill: As for :func:`claim_directory`.
-        again: Whether existing results are continued; else they are refused.
+    ``option`` is where it came from, for the message; ``fill`` is as for :func:`claim_directory`. Existing results are
+    refused unless they are continued ``again``.
 
     Raises:
         ConfigError: Another process is writing there, it is not writable, or it holds results.
@@ -231,8 +208,10 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
     except OSError:  # some cluster file systems have no locks
         os.close(descriptor)
     if not is_new:
-        if not again:
-            _require_unused(directory, option)
+        of_sweep = any((directory / name).exists() for name in OF_SWEEPS) or any(directory.glob(f"*/{RECORD}"))
+        if not again and (of_sweep or (directory / RECORD).exists()):
+            remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to continue it, or another directory"
+            raise ConfigError([Problem(option, directory, "it already holds results", remedy)])
         try:
             fill(directory, directory)
         except OSError as error:
@@ -261,7 +240,7 @@ def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, 
 
 
 def file_name(text: object) -> str:
-    """The name of a directory made of any text: what needs quoting in a shell or an override becomes ``-``."""
+    """Return the name of a directory made of any text: what needs quoting in a shell or an override becomes ``-``."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", str(text))[:200]
 
 
@@ -288,7 +267,7 @@ def _unwritable(directory: Path, option: str, error: OSError) -> ConfigError:
 
 
 def _cut_torn_line(descriptor: int) -> int:
-    """Truncate after the last line end; returns the remaining length."""
+    """Truncate after the last line end; return the remaining length."""
     size = os.fstat(descriptor).st_size
     if size == 0 or os.pread(descriptor, 1, size - 1) == b"\n":
         return size

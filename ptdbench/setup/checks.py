@@ -31,12 +31,7 @@ _OTHERS = {"tf32": ("fp32", "fp16"), "bf16": ("fp16",), "fp8": ("fp16", "bf16")}
 
 
 def check_precision(precision: object, device_type: str) -> None:
-    """Raise ConfigError for a precision that this kind of device lacks, or that the environment overrides.
-
-    Args:
-        precision: The option, which may still be invalid.
-        device_type: ``cpu`` or ``cuda``.
-    """
+    """Raise ConfigError for a precision that this kind of device lacks, or that the environment overrides."""
     override = os.environ.get(TF32_OVERRIDE)
     if precision == "fp8" and device_type == "cpu":
         require(Problem("precision", precision, "FP8 is a format of GPUs", "try fp32, bf16"))
@@ -84,30 +79,19 @@ _MOST_COPIES = 8
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that training state may take.
+    """Memory that training state may take."""
 
-    Attributes:
-        size: Bytes.
-        ranks: Ranks that share it.
-        owner: Where it is, for people: ``this machine``.
-        more: Several of them, for people: ``machines``.
-        origin: Where the size comes from, for people.
-    """
-
-    size: int
-    ranks: int
-    owner: str
-    more: str
-    origin: str
+    size: int  #: Bytes.
+    ranks: int  #: Ranks that share it.
+    owner: str  #: Where it is, for people: ``this machine``.
+    more: str  #: Several of them, for people: ``machines``.
+    origin: str  #: Where the size comes from, for people.
 
 
 def on_host(ranks: int, reserve: float, running: bool) -> Room:
-    """The memory of this host.
+    """Return the memory of this host for its ranks, without the fraction to leave free.
 
-    Args:
-        ranks: Ranks on it.
-        reserve: The fraction of it to leave free.
-        running: The ranks run already, so that they have taken a part of what was available.
+    Ranks that run already have taken a part of what was available.
     """
     memory = host_memory()
     size = memory.total if running else memory.available
@@ -118,12 +102,9 @@ def on_host(ranks: int, reserve: float, running: bool) -> Room:
 
 
 def on_gpu(device: torch.device, reserve: float, communicators: int) -> Room:
-    """The memory of a rank's GPU; initializes CUDA, whose context is what is not free then.
+    """Return the memory of a rank's GPU, without the part to leave; initializes CUDA, whose context is not free then.
 
-    Args:
-        device: The GPU.
-        reserve: The part of its memory that is left.
-        communicators: NCCL's, see :attr:`ptdbench.parallel.dims.Dims.communicators`.
+    For ``communicators`` see :attr:`ptdbench.parallel.dims.Dims.communicators`.
     """
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)  # by the run before, which makes room for this one
@@ -131,7 +112,7 @@ def on_gpu(device: torch.device, reserve: float, communicators: int) -> Room:
 
 
 def on_virtual(gpu: Device, reserve: float, communicators: int) -> Room:
-    """The memory of a rank's GPU that is not there."""
+    """Return the memory of a rank's GPU that is not there."""
     return _on_gpu(gpu.memory - gpu.context, gpu.memory, reserve, communicators, f"virtual {gpu.name}")
 
 
@@ -144,7 +125,7 @@ def _on_gpu(free: int, total: int, reserve: float, communicators: int, name: str
 
 
 def in_job(cluster: Slurm, ranks: int) -> Room | None:
-    """The memory that is asked for each node of a job, if it is."""
+    """Return the memory that is asked for each node of a job, if it is."""
     if cluster.mem_gb is None:
         return None
     size = int(cluster.mem_gb * 2**30)
@@ -179,14 +160,14 @@ def check_memory(training: TrainingSpec, room: Room) -> str | None:
 
 
 def _state(by_stage: list[int], room: Room, need: int) -> str:
-    """How much the training state takes, in words."""
+    """Say how much the training state takes."""
     up_to = "up to " if len(set(by_stage)) > 1 else ""
     each = f"weights, gradients and optimizer state take {up_to}{gib_text(max(by_stage))} a rank"
     return each if room.ranks == 1 else f"{each}, {gib_text(need)} on {room.ranks} ranks"
 
 
 def remedy(training: TrainingSpec, room: Room) -> str:
-    """The least number of such places over which the sharded training state fits."""
+    """Name the least number of such places over which the sharded training state fits."""
     if not room.size:
         return "end other programs"
     average = training.config.train.ema is not None

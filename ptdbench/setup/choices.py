@@ -24,20 +24,20 @@ logging.getLogger("torch.utils._pytree").addFilter(lambda told: "register_consta
 
 
 def build(config: Config, group: str) -> Any:
-    """The object that a group's choice describes."""
+    """Build the object that a group's choice describes."""
     call = config.call(group)
     check(call, group)
     return guarded(lambda: instantiate(_description(call)), group)
 
 
 def virtual(config: Config) -> Machine | None:
-    """The machine whose GPUs are not there, if the run has such; a configuration of an earlier version has none."""
+    """Return the machine whose GPUs are not there, if the run has such; one of an earlier version has none."""
     found: Machine | None = build(config, "virtual") if "virtual" in config.resolved else None
     return found
 
 
 def bound(config: Config, group: str, *given: str) -> Callable[..., Any]:
-    """The function that a group's choice describes, with its options bound."""
+    """Return the function that a group's choice describes, with its options bound."""
     call = config.call(group)
     check(call, group, *given)
     bound: Callable[..., Any] = guarded(lambda: instantiate(_description(call, partial=True)), group)
@@ -57,12 +57,12 @@ def check(call: Call, group: str, *given: str) -> Callable[..., Any]:
 
 
 def _description(call: Call, partial: bool = False) -> dict[str, Any]:
-    """A choice as Hydra takes it."""
+    """Describe a choice as Hydra takes it."""
     return {"_target_": call.target, "_convert_": "all", "_partial_": partial, **call.options}
 
 
 def _not_found(option: str, target: str, error: Exception) -> Problem:
-    """Why a target is not to be had: it raises when it is imported, is not callable, or is on Hydra's list."""
+    """Say why a target is not to be had: it raises when imported, is not callable, or is on Hydra's list."""
     if isinstance(error, InstantiationException) and error.__cause__ is None:
         refused = str(error).startswith("Expected a callable")
         rule = "must be a class or a function" if refused else f"Hydra refuses it: {' '.join(str(error).split())}"

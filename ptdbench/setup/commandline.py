@@ -25,7 +25,7 @@ SWEEPER = "hydra/sweeper"
 
 
 def option(override: str) -> str:
-    """The option that an override is about: ``++cluster.extra.nice=100`` is about ``cluster.extra.nice``.
+    """Return the option that an override is about: ``++cluster.extra.nice=100`` is about ``cluster.extra.nice``.
 
     ``cluster@other=x`` is about ``cluster``.
     """
@@ -41,7 +41,7 @@ def search_in(folder: Path) -> None:
 
 
 def quoted(text: str) -> str:
-    """A value in quotes as Hydra reads it: there a backslash escapes a quote, and itself only ahead of one."""
+    """Quote a value as Hydra reads it: there a backslash escapes a quote, and itself only ahead of one."""
     escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
     return f"'{escaped}'"
 
@@ -53,7 +53,7 @@ def is_cluster(override: str) -> bool:
 
 
 def parse() -> argparse.Namespace:
-    """The command line as Hydra reads it."""
+    """Parse the command line as Hydra does."""
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
@@ -82,7 +82,7 @@ _LENGTHS = ("train.steps", "experiment", "resume", "sweep.resume")
 
 
 def in_full(overrides: Iterable[str]) -> list[str]:
-    """Overrides with their full names for what is typed in short."""
+    """Return overrides with their full names for what is typed in short."""
     words = (_PROFILE.get(override.lower(), override) for override in overrides)
     return [f"{_RUNS}={word.removeprefix(_REPEAT)}" if word.startswith(_REPEAT) else word for word in words]
 
@@ -94,7 +94,7 @@ def short_runs(overrides: Iterable[str]) -> list[str]:
 
 
 def imply(arguments: argparse.Namespace) -> list[str]:
-    """The overrides in full where the command line has them in short, with what a launcher means by itself.
+    """Return the overrides in full where the command line has them in short, with what a launcher means by itself.
 
     ``submitit_slurm`` is ``cluster=slurm``, and both launchers of submitit sweep: without ``-m`` Hydra would ignore
     them and run in this process, silently. ``repeat=5`` is a sweep, too, and ``repeat=auto`` one of short runs; other

@@ -40,7 +40,7 @@ _PARAMS = "hydra.sweeper.params"
 
 
 def conf_folder() -> Path:
-    """The folder ``conf``: at the top of a checkout, in the package where a wheel was installed."""
+    """Return the folder ``conf``: at the top of a checkout, in the package where a wheel was installed."""
     package = Path(__file__).parents[1]
     shipped = package / "conf"
     return shipped if shipped.is_dir() else package.with_name("conf")
@@ -48,25 +48,15 @@ def conf_folder() -> Path:
 
 @dataclass(frozen=True)
 class Source:
-    """The source of configurations.
+    """The source of configurations."""
 
-    Attributes:
-        conf: The folder of the configuration.
-        name: The primary configuration in it.
-        extra: One more folder of configurations, Hydra's ``--config-dir``.
-    """
-
-    conf: Path
-    name: str = "config"
-    extra: str | None = None
+    conf: Path  #: The folder of the configuration.
+    name: str = "config"  #: The primary configuration in it.
+    extra: str | None = None  #: One more folder of configurations, Hydra's ``--config-dir``.
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Let Hydra read them meanwhile.
-
-        Raises:
-            ConfigError: There is no such folder.
-        """
+        """Let Hydra read them meanwhile; raises ConfigError if there is no such folder."""
         with initialize_config_dir(version_base="1.3", config_dir=str(self.conf.resolve()), job_name="train"):
             if self.extra is not None:
                 folder = Path(self.extra).resolve()
@@ -79,43 +69,29 @@ class Source:
 
 @dataclass(frozen=True)
 class Composed:
-    """The configurations of a command line.
+    """The configurations of a command line."""
 
-    Attributes:
-        first: The first job's configuration with Hydra's own node, which says where the output goes.
-        jobs: Every run's configuration, in order; of a search two that it may run.
-        overrides: What was typed for each of them, Hydra's own options left out.
-        is_sweep: Whether they are a sweep.
-        typed: What was typed for all of them, Hydra's own options left out except those of its sweeper.
-        hydras: What was typed of Hydra's own options.
-        source: Where they come from.
-        searches: Whether Hydra's sweeper chooses the runs as it goes, by the results of the earlier ones.
-        whole: Every run's configuration with Hydra's own node, pickled, which takes a tenth of the memory; empty for a
-            search.
-    """
-
-    first: DictConfig
-    jobs: list[DictConfig]
-    overrides: list[list[str]]
-    is_sweep: bool
-    typed: list[str]
-    hydras: list[str]
-    source: Source
-    searches: bool = False
+    first: DictConfig  #: The first job's configuration with Hydra's own node, which says where the output goes.
+    jobs: list[DictConfig]  #: Every run's configuration, in order; of a search two that it may run.
+    overrides: list[list[str]]  #: What was typed for each of them, Hydra's own options left out.
+    is_sweep: bool  #: Whether they are a sweep.
+    typed: list[str]  #: What was typed for all of them, Hydra's own options left out except those of its sweeper.
+    hydras: list[str]  #: What was typed of Hydra's own options.
+    source: Source  #: Where they come from.
+    searches: bool = False  #: Whether Hydra's sweeper chooses the runs as it goes, by the results of the earlier ones.
+    #: Every run's configuration with Hydra's own node, pickled, which takes a tenth of the memory; empty for a search.
     whole: Sequence[bytes] = ()
 
     @property
     def launcher(self) -> str:
-        """What carries the runs out: ``basic``, ``submitit_local`` or ``submitit_slurm``."""
+        """The launcher that carries the runs out: ``basic``, ``submitit_local`` or ``submitit_slurm``."""
         return str(self.first.hydra.runtime.choices.get(LAUNCHER))
 
     def sweep(self, instead: Sequence[str] = ()) -> DictConfig:
-        """The configuration of the sweep as Hydra has it: its runs' lists are among the overrides it names.
+        """Return the configuration of the sweep as Hydra has it: its runs' lists are among the overrides it names.
 
-        Only where :meth:`Source.open` is open.
-
-        Args:
-            instead: Options of Hydra in the place of those of its launcher, which may have others.
+        Only where :meth:`Source.open` is open. ``instead`` are options of Hydra in the place of those of its launcher,
+        which may have others.
         """
         loader = GlobalHydra.instance().config_loader()
         ours = [word for word in self.typed if not word.startswith(("hydra.", "hydra/"))]
@@ -124,12 +100,7 @@ class Composed:
 
 
 def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source | None = None) -> Composed:
-    """Compose every job of a command line.
-
-    Args:
-        overrides: The command line without its flags.
-        multirun: Whether ``-m`` was among those.
-        source: Where configurations come from, if not from ``conf`` alone.
+    """Compose every job of a command line without its flags, of which ``-m`` is ``multirun``; from ``conf``, as a rule.
 
     Raises:
         ConfigError: With every override that cannot stand, or what is wrong with the files.
@@ -137,7 +108,7 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
     source = source or Source(conf_folder())
     with source.open():
         parsed = _parse(in_full(overrides))
-        require(*_bracketed(parsed), *_several_clusters(parsed), *_replaced(parsed))
+        require(*_unfit(parsed))
         try:
             hydras = [_line(override) for override in parsed if _is_hydras(override)]
             if multirun and not any(override.key_or_group == "hydra.mode" for override in parsed):
@@ -155,7 +126,7 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
             if searches:
                 jobs = [_corner(ours, 0), _corner(ours, -1)]
             else:
-                require(*_continuous(ours), *([] if is_sweep else _lists(ours)))
+                require(*_swept(ours, is_sweep))
                 jobs = _jobs(ours)
             composed, whole = [without_hydra(first)], [pickle.dumps(first)]
             for job in jobs[1:]:
@@ -166,16 +137,13 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(_explain(source.name, parsed, error)) from None
-        typed = [_line(override) for override in parsed if not _is_hydras(override) or _is_sweepers(override)]
+        of_sweeper = (SWEEPER, "hydra.sweeper.")
+        typed = [_line(it) for it in parsed if not _is_hydras(it) or it.key_or_group.startswith(of_sweeper)]
         return Composed(first, composed, jobs, is_sweep, typed, hydras, source, searches, [] if searches else whole)
 
 
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """One configuration with Hydra's own node.
-
-    Raises:
-        HydraException: Also for what Hydra lets through: errors of YAML, and failures of its own.
-    """
+    """Compose one configuration with Hydra's own node; raises HydraException also for what Hydra lets through."""
     try:
         return compose(config_name, list(overrides), return_hydra_config=True)
     except UnicodeDecodeError as error:
@@ -200,7 +168,7 @@ def without_hydra(config: DictConfig) -> DictConfig:
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
-    """The overrides as Hydra reads them; raises ConfigError with those that it cannot read."""
+    """Parse the overrides as Hydra does; raises ConfigError with those that it cannot read."""
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     parsed: list[Override] = []
     found = []
@@ -217,11 +185,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def _jobs(overrides: list[Override]) -> list[list[str]]:
-    """The overrides of each job: every combination of the lists, in the order of Hydra's own sweeper.
-
-    Raises:
-        HydraException: A sweep that is no list of values, such as ``interval(1, 2)``.
-    """
+    """List the overrides of each job as Hydra's own sweeper does; raises HydraException for no list of values."""
     choices = {}  # of an option that was given twice the last counts
     for override in overrides:
         name = override.get_key_element()
@@ -235,7 +199,7 @@ def _jobs(overrides: list[Override]) -> list[list[str]]:
 
 
 def _corner(overrides: Sequence[Override], place: int) -> list[str]:
-    """The overrides of one run: of each list its first value (``place`` 0) or its last one (-1)."""
+    """List the overrides of one run: of each list its first value (``place`` 0) or its last one (-1)."""
     found = {}
     for override in overrides:
         name, value = override.get_key_element(), override.value()
@@ -252,81 +216,54 @@ def _is_hydras(override: Override) -> bool:
     return override.key_or_group.startswith(("hydra.", "hydra/"))
 
 
-def _is_sweepers(override: Override) -> bool:
-    return override.key_or_group.startswith((f"{SWEEPER}", "hydra.sweeper."))
-
-
 def _line(override: Override) -> str:
     return override.input_line or f"{override.get_key_element()}={override.get_value_element_as_str()}"
 
 
 def _typed_value(override: Override) -> str:
-    """The value as it was typed."""
+    """Return the value as it was typed."""
     return (override.input_line or "").partition("=")[2]
 
 
-def _bracketed(overrides: Sequence[Override]) -> list[Problem]:
-    """Hydra would lay several choices of a group over each other, and hardly anybody wants that."""
-    return [
-        Problem(
-            override.key_or_group,
-            _typed_value(override),
-            "is more than one choice in one run",
-            f"try -m {override.key_or_group}={','.join(map(str, value))}",
-        )
-        for override in overrides
-        if isinstance(value := override.value(), list) and override.key_or_group in _groups()
-    ]
+def _unfit(overrides: Sequence[Override]) -> Iterator[Problem]:
+    """Yield what Hydra would take, and nobody can want."""
+    groups = _groups()
+    for override in overrides:
+        name, value = override.key_or_group, override.value()
+        if isinstance(value, list) and name in groups:  # Hydra would lay the choices over each other
+            remedy = f"try -m {name}={','.join(map(str, value))}"
+            yield Problem(name, _typed_value(override), "is more than one choice in one run", remedy)
+        if name in ("cluster", LAUNCHER) and override.is_sweep_override():  # a cluster brings its launcher along
+            yield Problem(name, _typed_value(override), "one sweep runs on one cluster", "start one sweep for each")
+        for group in (LAUNCHER, SWEEPER):
+            # Hydra would use the value in the place of a plugin's options, and fail.
+            if name == group.replace("/", ".") and not isinstance(value, dict):
+                yield Problem(name, _typed_value(override), "is a group of options", f"try {group}=...")
 
 
-def _several_clusters(overrides: Sequence[Override]) -> list[Problem]:
-    """A cluster brings its launcher along, and one sweep has one."""
-    rule = "one sweep runs on one cluster"
-    return [
-        Problem(override.key_or_group, _typed_value(override), rule, "start one sweep for each")
-        for override in overrides
-        if override.key_or_group in ("cluster", "hydra/launcher") and override.is_sweep_override()
-    ]
-
-
-def _replaced(overrides: Sequence[Override]) -> list[Problem]:
-    """Hydra would use a value in the place of a plugin's options, and fail."""
-    return [
-        Problem(override.key_or_group, _typed_value(override), "is a group of options", f"try {group}=...")
-        for override in overrides
-        for group in (LAUNCHER, SWEEPER)
-        if override.key_or_group == group.replace("/", ".") and not isinstance(override.value(), dict)
-    ]
-
-
-def _continuous(overrides: Sequence[Override]) -> list[Problem]:
-    rule = "is a range of numbers, of which a sweeper that searches chooses"
-    remedy = f"add -m {SWEEPER}=optuna, or give a list of values"
-    return [
-        Problem(override.key_or_group, _typed_value(override), rule, remedy)
-        for override in overrides
-        if isinstance(override.value(), IntervalSweep)
-    ]
-
-
-def _lists(overrides: Sequence[Override]) -> list[Problem]:
-    rule = "is a list of values, each a run of its own"
-    return [
-        Problem(override.key_or_group, _typed_value(override), rule, "add -m to sweep")
-        for override in overrides
-        if override.is_sweep_override()
-    ]
+def _swept(overrides: Sequence[Override], is_sweep: bool) -> Iterator[Problem]:
+    """Yield the lists of a single run, and ranges, which the basic sweeper has no values of."""
+    for override in overrides:
+        if isinstance(override.value(), IntervalSweep):
+            rule = "is a range of numbers, of which a sweeper that searches chooses"
+            remedy = f"add -m {SWEEPER}=optuna, or give a list of values"
+            yield Problem(override.key_or_group, _typed_value(override), rule, remedy)
+        if override.is_sweep_override() and not is_sweep:
+            rule = "is a list of values, each a run of its own"
+            yield Problem(override.key_or_group, _typed_value(override), rule, "add -m to sweep")
 
 
 def _explain(config_name: str, overrides: Sequence[Override], error: Exception) -> list[Problem]:
-    """Which overrides Hydra could not use, and what their author may have meant."""
+    """Say which overrides Hydra could not use, and what their author may have meant."""
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     unclear = Problem("command line", " ".join(_line(override) for override in overrides), reason)
     groups = _groups()
     found, sound = [], []
     for override in overrides:
         if override.key_or_group == SWEEPER:
-            found += [replace(problem, remedy=_plugin(problem)) for problem in _unknown_choices(override)]
+            for problem in _unknown_choices(override):
+                plugin = f"install its plugin, perhaps pip install hydra-{problem.value}-sweeper"
+                found.append(replace(problem, remedy=plugin))
         if override.key_or_group in groups:
             found += (problems := _unknown_choices(override))
             if not problems and not override.is_sweep_override():
@@ -351,19 +288,14 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
     return found or [unclear]
 
 
-def _plugin(problem: Problem) -> str:
-    """How a sweeper comes to be there."""
-    return f"install its plugin, perhaps pip install hydra-{problem.value}-sweeper"
-
-
 def _takes_any(config: DictConfig, option: str) -> bool:
-    """Whether the option would lie in a mapping that is left to the user, as ``cluster.extra``."""
+    """Return whether the option would lie in a mapping that is left to the user, as ``cluster.extra``."""
     parent = option.rpartition(".")[0]
     return bool(parent) and OmegaConf.select(config, parent) == {}
 
 
 def _owners(config_name: str, option: str) -> str:
-    """Which choices of its group have an option that the chosen one has not, as pdp has ``parallel.schedule``."""
+    """Name the choices of its group that have an option the chosen one has not, as pdp has ``parallel.schedule``."""
     group = option.partition(".")[0]
     if group not in _groups():
         return ""
@@ -373,7 +305,7 @@ def _owners(config_name: str, option: str) -> str:
 
 
 def _has(config_name: str, choice: str, option: str) -> bool:
-    """Whether a group's choice has an option; one whose file cannot be read has none."""
+    """Return whether a group's choice has an option; one whose file cannot be read has none."""
     try:
         return option in _options(without_hydra(_compose(config_name, [choice])))
     except _REFUSALS:
@@ -381,7 +313,7 @@ def _has(config_name: str, choice: str, option: str) -> bool:
 
 
 def _unknown_choices(override: Override) -> list[Problem]:
-    """A problem for every value of a group's override that is not a choice of the group."""
+    """Find every value of a group's override that is not a choice of the group."""
     choices = GlobalHydra.instance().config_loader().get_group_options(override.key_or_group, ObjectType.CONFIG)
     if override.is_sweep_override():
         values = [str(value) for value in override.sweep_string_iterator()] or [_typed_value(override)]
@@ -395,20 +327,20 @@ def _unknown_choices(override: Override) -> list[Problem]:
 
 
 def _groups(parent: str = "") -> list[str]:
-    """Names of all config groups, Hydra's own left out."""
+    """List the names of all config groups, Hydra's own left out."""
     names = GlobalHydra.instance().config_loader().get_group_options(parent, ObjectType.GROUP)
     return [name for name in names if name != "hydra"]
 
 
 def _options(config: DictConfig) -> list[str]:
-    """Dotted names of the options in a configuration, without those that make a group's choice what it is."""
+    """List the dotted names of the options in a configuration, without those that make a group's choice what it is."""
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
     return [name for name, value in leaves(written) if value != {} and name.rpartition(".")[2] not in OF_CHOICE]
 
 
 def _similar(name: str, options: Sequence[str]) -> list[str]:
-    """Options spelled like this one as a whole or in their last part, or with a word in common.
+    """List options spelled like this one as a whole or in their last part, or with a word in common.
 
     ``lr`` may have meant ``optimizer.lr``, ``batch_size`` ``train.global_batch``.
     """

@@ -28,25 +28,10 @@ GROUPS = ("cluster", "train", "eval", "checkpoint", "profile", "sweep", "repeat"
 
 #: The smallest whole number that an option may be; with its group where that matters.
 LEAST = {
-    "global_batch": 1,
-    "micro_batch": 1,
-    "steps": 1,
-    "warmup_steps": 0,
-    "nodes": 1,
-    "ranks_per_node": 1,
-    "cpus_per_rank": 1,
-    "gpus_per_node": 0,
-    "time_minutes": 1,
-    "max_requeues": 0,
-    "every_steps": 1,
-    "keep": 1,
-    "seed": 0,
-    "every": 1,
-    "profile.steps": 0,
-    "runs": 1,
-    "max": 3,
-    "block": 0,
-}
+    "global_batch": 1, "micro_batch": 1, "steps": 1, "warmup_steps": 0, "nodes": 1, "ranks_per_node": 1,
+    "cpus_per_rank": 1, "gpus_per_node": 0, "time_minutes": 1, "max_requeues": 0, "every_steps": 1, "keep": 1,
+    "seed": 0, "every": 1, "profile.steps": 0, "runs": 1, "max": 3, "block": 0,
+}  # fmt: skip
 
 #: Ranks on a node without GPUs: the fewest that have something to say to each other.
 RANKS_WITHOUT_GPU = 2
@@ -61,7 +46,7 @@ OmegaConf.register_new_resolver("file_name", store.file_name, replace=True)
 
 @dataclass(frozen=True)
 class Train:
-    """How much is trained; see ``conf/config.yaml`` for what each option means."""
+    """Options of training; ``conf/config.yaml`` describes those of each group."""
 
     global_batch: int
     micro_batch: int | Literal["auto", "max", "best"]
@@ -75,7 +60,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Eval:
-    """When what is trained is judged by samples that it is not trained on."""
+    """Options of the evaluation on samples that are not trained on."""
 
     every: int | None
     micro_batch: int
@@ -83,7 +68,7 @@ class Eval:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is kept of a run while it goes on."""
+    """Options of what is kept of a run while it goes on."""
 
     every_steps: int | None
     keep: int
@@ -92,7 +77,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Profile:
-    """What is looked at after the timed steps."""
+    """Options of the profiling pass after the timed steps."""
 
     steps: int
     trace: bool
@@ -100,7 +85,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Options of a sweep as a whole; see ``conf/config.yaml`` for what each option means."""
+    """Options of a sweep as a whole."""
 
     resume: str | None
     same_nodes: bool
@@ -108,7 +93,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class Repeat:
-    """How often each run of a sweep is carried out; see ``conf/config.yaml`` for what each option means."""
+    """Options of repeating each run of a sweep."""
 
     runs: int | Literal["auto"]
     max: int
@@ -120,7 +105,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the ranks are; ``auto`` is what is found there."""
+    """The place of the ranks; ``auto`` is what is found there."""
 
     name: str
     nodes: int | Literal["auto"]
@@ -130,7 +115,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Container:
-    """What the ranks of a job run in; see ``conf/cluster/slurm.yaml`` for what each option means."""
+    """The container that the ranks of a job run in; see ``conf/cluster/slurm.yaml``."""
 
     image: str | None
     kind: Literal["pyxis", "apptainer", "oci"]
@@ -142,7 +127,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Slurm(Cluster):
-    """Ranks that a SLURM job will start; see ``conf/cluster/slurm.yaml`` for what each option means."""
+    """Ranks that a SLURM job will start; see ``conf/cluster/slurm.yaml``."""
 
     submit: Literal["wait", "detach", "test"]
     log: str | None
@@ -170,7 +155,7 @@ class Slurm(Cluster):
 
 @dataclass(frozen=True)
 class General:
-    """What stands at the root of the configuration."""
+    """The options at the root of the configuration."""
 
     precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
     compile: Literal[False, "layers", "whole", "autotune"]
@@ -188,7 +173,7 @@ class General:
 
 @dataclass(frozen=True)
 class Call:
-    """One choice of a group: what is called, and with what."""
+    """One choice of a group: a callable and its options."""
 
     name: str
     target: str
@@ -196,8 +181,13 @@ class Call:
 
     @property
     def is_custom(self) -> bool:
-        """Whether it is named after what it calls, which somebody gave on the command line."""
+        """True if it is named after what it calls, which somebody gave on the command line."""
         return self.name == self.target.rpartition(".")[2]
+
+
+def _part(schema: Callable[..., T], group: str) -> cached_property[T]:
+    """A group of a :class:`Config`, typed when it is asked for."""
+    return cached_property(lambda config: _typed(schema, group, config._group(group)))
 
 
 @dataclass(frozen=True)
@@ -206,15 +196,12 @@ class Config:
 
     Each part is typed when it is asked for, and raises a ConfigError with all that is wrong in it, so that the
     other parts can be judged all the same.
-
-    Attributes:
-        resolved: The configuration as plain containers, for the record.
     """
 
-    resolved: Mapping[str, Any]
+    resolved: Mapping[str, Any]  #: The configuration as plain containers, for the record.
 
     def changed(self, options: Mapping[str, Any]) -> Config:
-        """The same with other values; ``options`` has them by dotted names, of options that are there."""
+        """Return the same with other values, by the dotted names of options that are there."""
         resolved = dict(self.resolved)
         for name, value in options.items():
             *groups, last = name.split(".")
@@ -231,35 +218,12 @@ class Config:
         options = {name: value for name, value in self.resolved.items() if name not in GROUPS}
         return _typed(General, "", options)
 
-    @cached_property
-    def train(self) -> Train:
-        """How much is trained."""
-        return _typed(Train, "train", self._group("train"))
-
-    @cached_property
-    def eval(self) -> Eval:
-        """When what is trained is judged."""
-        return _typed(Eval, "eval", self._group("eval"))
-
-    @cached_property
-    def checkpoint(self) -> Checkpoint:
-        """What is kept of a run while it goes on."""
-        return _typed(Checkpoint, "checkpoint", self._group("checkpoint"))
-
-    @cached_property
-    def profile(self) -> Profile:
-        """What is looked at after the timed steps."""
-        return _typed(Profile, "profile", self._group("profile"))
-
-    @cached_property
-    def sweep(self) -> Sweep:
-        """Options of a sweep as a whole."""
-        return _typed(Sweep, "sweep", self._group("sweep"))
-
-    @cached_property
-    def repeat(self) -> Repeat:
-        """How often each run of a sweep is carried out."""
-        return _typed(Repeat, "repeat", self._group("repeat"))
+    train = _part(Train, "train")
+    eval = _part(Eval, "eval")
+    checkpoint = _part(Checkpoint, "checkpoint")
+    profile = _part(Profile, "profile")
+    sweep = _part(Sweep, "sweep")
+    repeat = _part(Repeat, "repeat")
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -274,9 +238,11 @@ class Config:
     def call(self, group: str) -> Call:
         """The choice of a group."""
         options = dict(self._group(group))
-        if "name" in options:
-            require(_unlike_a_name(f"{group}.name", options["name"]))
+        named = "name" in options
         name, target = options.pop("name", None), options.pop("_target_", None)
+        if named and not (isinstance(name, str) and name.strip() and name != MISSING):
+            remedy = f"""try "{group}.name='{as_typed(name)}'\"""" if isinstance(name, int | float) else ""
+            raise ConfigError([Problem(f"{group}.name", name, "must be a name", remedy)])
         for own in OF_CHOICE:
             options.pop(own, None)
         if not isinstance(target, str) or target == MISSING:
@@ -294,7 +260,7 @@ class Config:
 
 
 def read(composed: DictConfig) -> Config:
-    """A composed configuration, ready to be typed; without the group ``virtual`` where there is nothing virtual."""
+    """Wrap a composed configuration, to be typed; without the group ``virtual`` where there is nothing virtual."""
     resolved = resolve(composed)
     virtual = resolved.get("virtual")
     if isinstance(virtual, Mapping) and virtual.get("name") == "none":
@@ -307,7 +273,7 @@ _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def of_record(record: Written) -> Config:
-    """The configuration that a record holds."""
+    """Return the configuration that a record holds."""
 
     def value_of(written: Any) -> Any:
         if isinstance(written, dict):
@@ -320,7 +286,7 @@ def of_record(record: Written) -> Config:
 
 
 def resolve(composed: DictConfig) -> dict[str, Any]:
-    """A composed configuration as plain containers, with interpolations replaced by their values.
+    """Return a composed configuration as plain containers, with interpolations replaced by their values.
 
     What leads nowhere stays as it is written, ``${model.sequence_length}``: a record must hold it too.
     """
@@ -339,15 +305,8 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
     return {str(key): value_of(key) for key in written}
 
 
-def _unlike_a_name(option: str, value: object) -> Problem | None:
-    if isinstance(value, str) and value.strip() and value != MISSING:
-        return None
-    remedy = f"""try "{option}='{as_typed(value)}'\"""" if isinstance(value, int | float) else ""
-    return Problem(option, value, "must be a name", remedy)
-
-
 def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
-    """A problem for every option of a group that has no value: required, or to be taken from where there is none."""
+    """Yield a problem for every option without a value: required, or to be taken from where there is none."""
     for option, value in options.items():
         if value == MISSING:
             yield Problem(f"{group}.{option}", value, "must be given")
@@ -357,7 +316,7 @@ def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> T:
-    """The options as an object of ``schema``; raises ConfigError where names, types or ranges are wrong."""
+    """Return the options as an object of ``schema``; raises ConfigError where names, types or ranges are wrong."""
     found = signature.problems(schema, options) or _out_of_range(group, options)
     if found:
         raise ConfigError(found).under(group) if group else ConfigError(found)
@@ -365,7 +324,7 @@ def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> 
 
 
 def _out_of_range(group: str, options: Mapping[str, Any]) -> list[Problem]:
-    """Numbers that cannot be right, whatever the rest says."""
+    """Find numbers that cannot be right, whatever the rest says."""
     least = {option: LEAST.get(f"{group}.{option}", LEAST.get(option)) for option in options}
     found = [
         Problem(option, value, f"must be at least {lowest}")

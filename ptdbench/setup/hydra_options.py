@@ -58,7 +58,7 @@ def check(composed: Composed, cluster: Cluster, world: World | None, goes_on: Pa
 
 
 def _without_effect(hydra: DictConfig) -> Iterator[Problem]:
-    """What Hydra would do in a program that it runs, and cannot here."""
+    """Yield what Hydra would do in a program that it runs, and cannot here."""
     if hydra.callbacks:
         rule, remedy = "nothing of Hydra's runs a job, and would call them", "omit them"
         yield Problem("hydra.callbacks", "{...}", rule, remedy)
@@ -112,7 +112,7 @@ def _given_twice(composed: Composed) -> Iterator[Problem]:
 def _unfit_for_search(
     composed: Composed, cluster: Cluster, world: World | None, goes_on: Path | None
 ) -> Iterator[Problem]:
-    """What would make a search lose its way.
+    """Yield what would make a search lose its way.
 
     The basic sweeper's runs are known when the command line is read. Those of a search are not: two of them stand for
     all, with the first and with the last value of everything that is searched, and are checked before anything starts.
@@ -131,7 +131,9 @@ def _unfit_for_search(
     if first.sweep.same_nodes:
         rule = f"{SWEEPER}={name} chooses runs by the results of others, and those of one job are chosen at once"
         yield Problem("sweep.same_nodes", as_typed(True), rule, "omit it")
-    if goes_on and not _seeds(composed.first.hydra.sweeper):
+    sweeper: Any = OmegaConf.to_container(composed.first.hydra.sweeper, resolve=False)
+    is_seeded = any(option.rpartition(".")[2] == "seed" and value is not None for option, value in leaves(sweeper))
+    if goes_on and not is_seeded:
         rule = f"its values were drawn without a seed, and {name} would draw others now"
         remedy = "start another sweep; one that can go on has hydra.sweeper.sampler.seed"
         yield Problem("sweep.resume", goes_on, rule, remedy)
@@ -148,9 +150,3 @@ def search_overrides(composed: Composed) -> list[str]:
         for name, value in wanted.items()
         if composed.searches and name in sweeper and f"hydra.sweeper.{name}" not in typed
     ]
-
-
-def _seeds(node: Any) -> list[Any]:
-    """The seeds that are given anywhere among a sweeper's options."""
-    plain: Any = OmegaConf.to_container(node, resolve=False) if isinstance(node, DictConfig) else node
-    return [value for name, value in leaves(plain) if name.rpartition(".")[2] == "seed" and value is not None]

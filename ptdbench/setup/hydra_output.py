@@ -22,18 +22,19 @@ from ptdbench.terminal import command, echo
 
 
 def config_of_run(whole: bytes, sweep: Path | None, number: int | None, block: int | None = None) -> DictConfig:
-    """A run's configuration with Hydra's own node, as Hydra has it when it starts the run.
+    """Return a run's configuration with Hydra's own node, as Hydra has it when it starts the run.
 
-    Args:
-        whole: One of :attr:`ptdbench.setup.compose.Composed.whole`.
-        sweep: The directory of its sweep; ``None`` for a single run.
-        number: Its number in the sweep; ``None`` for a single run.
-        block: Its block of repeats; ``None`` without.
+    ``whole`` is one of :attr:`ptdbench.setup.compose.Composed.whole`. A single run has no directory of a sweep, no
+    number in it and no block of repeats.
     """
     job: DictConfig = pickle.loads(whole)
     with read_write(job), open_dict(job):
-        if block is not None:
-            _put_in_block(job, block)
+        if block is not None:  # as with one more override
+            job.repeat.block = block
+            job.hydra.overrides.task.append(f"repeat.block={block}")
+            named = job.hydra.job.config.override_dirname
+            told = sorted(word for word in job.hydra.overrides.task if option(word) not in named.exclude_keys)
+            job.hydra.job.override_dirname = named.item_sep.join(told).replace("=", named.kv_sep)
         if sweep is not None:
             job.hydra.sweep.dir = str(sweep)
         if number is not None:
@@ -41,32 +42,19 @@ def config_of_run(whole: bytes, sweep: Path | None, number: int | None, block: i
     return job
 
 
-def _put_in_block(job: DictConfig, block: int) -> None:
-    """What it would be with one more override."""
-    job.repeat.block = block
-    job.hydra.overrides.task.append(f"repeat.block={block}")
-    named = job.hydra.job.config.override_dirname
-    told = sorted(override for override in job.hydra.overrides.task if option(override) not in named.exclude_keys)
-    job.hydra.job.override_dirname = named.item_sep.join(told).replace("=", named.kv_sep)
-
-
 def environment(job: DictConfig) -> dict[str, str]:
-    """The variables that ``hydra.job.env_set`` gives a run, ``hydra.job.env_copy`` among them."""
+    """Return the variables that ``hydra.job.env_set`` gives a run, ``hydra.job.env_copy`` among them."""
     return {str(name): str(value) for name, value in job.hydra.job.env_set.items()}
 
 
 def recorded_environment(directory: Path) -> dict[str, str]:
-    """The same of a run that was begun before; nothing where Hydra was told to write no files."""
+    """Return the same of a run that was begun before; nothing where Hydra was told to write no files."""
     path = directory / ".hydra" / "hydra.yaml"
     return environment(DictConfig(OmegaConf.load(path))) if path.exists() else {}
 
 
 def write_files(job: DictConfig, directory: Path) -> None:
-    """Write ``config.yaml``, ``hydra.yaml`` and ``overrides.yaml`` of a run, unless ``hydra.output_subdir=null``.
-
-    Raises:
-        OSError: They cannot be written.
-    """
+    """Write Hydra's three files of a run, unless ``hydra.output_subdir=null``; raises OSError."""
     if job.hydra.output_subdir is None:
         return
     with read_write(job), open_dict(job):
@@ -91,15 +79,11 @@ def write_multirun(sweep: DictConfig, directory: Path) -> None:
 
 
 def shown_by_hydra(arguments: argparse.Namespace, conf: Path) -> int:
-    """Let Hydra read the command line and show what was asked for; 0, the exit status.
-
-    Raises:
-        ConfigError: Hydra cannot: it says in a line why.
-    """
+    """Let Hydra show what was asked for, and return the exit status 0; raises ConfigError with its reason."""
     if arguments.config_path and not Path(arguments.config_path).is_absolute():
         rule = "must be absolute where Hydra shows something of it"
         require(Problem("--config-path", arguments.config_path, rule, f"try {conf}"))
-    task = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(_nothing)
+    task = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(lambda _: None)
     shown = io.StringIO()
     try:
         with redirect_stdout(shown):
@@ -113,16 +97,12 @@ def shown_by_hydra(arguments: argparse.Namespace, conf: Path) -> int:
     return 0
 
 
-def _nothing(_: Any) -> None:
-    """What Hydra is asked to show, it does not run."""
-
-
 def _line(reason: str) -> Problem:
     return Problem("command line", " ".join(sys.argv[1:]), reason)
 
 
 def _as_typed(text: str) -> str:
-    """The help of ``python train.py`` with the program that was started; the installed package has no ``train.py``."""
+    """Put the program that was started into the help of ``python train.py``, which an installed package lacks."""
     typed = command()
     if typed == "python train.py":
         return text
@@ -131,11 +111,7 @@ def _as_typed(text: str) -> str:
 
 
 def show_configs(arguments: argparse.Namespace, composed: Composed) -> int:
-    """Print the configuration of every run, as Hydra does that of one; 0, the exit status.
-
-    Raises:
-        ConfigError: There is no such package in it, or it cannot be resolved.
-    """
+    """Print the configuration of every run as Hydra does, and return 0; raises ConfigError for no such package."""
     several = composed.is_sweep and len(composed.jobs) > 1
     wholes = composed.whole or [pickle.dumps(composed.first)]
     for number, (whole, overrides) in enumerate(zip(wholes, composed.overrides, strict=False)):
@@ -146,7 +122,7 @@ def show_configs(arguments: argparse.Namespace, composed: Composed) -> int:
 
 
 def _shown(job: Any, arguments: argparse.Namespace) -> str:
-    """The part of a configuration that was asked for, as YAML."""
+    """Return the part of a configuration that was asked for, as YAML."""
     with read_write(job), open_dict(job):
         if arguments.cfg == "job":
             del job["hydra"]

@@ -21,11 +21,7 @@ _DEGREES = (*Dims.order(), *(name for name in Dims.rows() if name not in Dims.or
 
 
 def change(checkpoint: Manifest, world_size: int, layout: Mapping[str, Any]) -> str | None:
-    """Describe what has changed since a checkpoint: ``2 ranks (shard=2) instead of 4 ranks (replicate=2 shard=2)``.
-
-    Returns:
-        ``None`` if neither the number of ranks nor a degree has changed.
-    """
+    """Describe what has changed: ``2 ranks (shard=2) instead of 4 ranks (replicate=2 shard=2)``; ``None``: nothing."""
     segments = checkpoint.facts.get("segments") or [{}]
     was: Mapping[str, Any] = segments[-1].get("layout") or {}
     if checkpoint.world_size == world_size and all(was.get(name, layout[name]) == layout[name] for name in _DEGREES):
@@ -34,11 +30,7 @@ def change(checkpoint: Manifest, world_size: int, layout: Mapping[str, Any]) -> 
 
 
 def require_same(directory: Path, summary: Summary, allowed: bool) -> None:
-    """Refuse to go on in the place of a run with other ranks, or in another layout, unless that is ``allowed``.
-
-    Raises:
-        ConfigError: With both shapes, and what to type.
-    """
+    """Raise ConfigError for a run that would go on in its place in another shape, unless that is ``allowed``."""
     if allowed or not summary.trains or (found := checkpoint_dir.latest_manifest(directory)) is None:
         return
     if changed := change(found, summary.world_size, summary.fields["layout"]):

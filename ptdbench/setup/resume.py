@@ -28,17 +28,11 @@ RESHAPE = "reshape"
 
 @dataclass(frozen=True)
 class Line:
-    """A command line with what it takes over from an earlier one.
+    """A command line with what it takes over from an earlier one."""
 
-    Attributes:
-        overrides: All overrides.
-        goes_on: The directory of the run or sweep that goes on in its place; ``None`` for a new one.
-        only: The directory of the one run of that sweep that goes on; ``None`` for all of them.
-    """
-
-    overrides: list[str]
-    goes_on: Path | None
-    only: str | None = None
+    overrides: list[str]  #: All overrides.
+    goes_on: Path | None  #: The directory of the run or sweep that goes on in its place; ``None`` for a new one.
+    only: str | None = None  #: The directory of the one run of that sweep that goes on; ``None`` for all of them.
 
 
 def command(directory: Path) -> str:
@@ -50,13 +44,8 @@ def command(directory: Path) -> str:
 def read(typed: Sequence[str], multirun: bool, world: World | None) -> Line:
     """Expand a command line that goes on with an earlier one.
 
-    Args:
-        typed: Its overrides.
-        multirun: Whether it is a sweep.
-        world: The ranks that a launcher has started, which this process is one of.
-
     Raises:
-        ConfigError: There is nothing to go on with, or not from here.
+        ConfigError: There is nothing to go on with, or not from here: this process may be one of a launcher's ranks.
     """
     given = {option(override): override.partition("=")[2] for override in typed}
     others = [override for override in typed if option(override) not in (RUN, SWEEP)]
@@ -91,7 +80,7 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
 
 
 def _sweep(directory: Path, others: list[str], asked: str, only: str | None = None) -> Line:
-    """The same sweep in the same directory: runs that are ok will be skipped.
+    """Go on with the same sweep in the same directory: runs that are ok will be skipped.
 
     How its jobs are queued may change, since one that has reached its time limit must be able to get more.
     """
@@ -106,14 +95,14 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
 
 
 def _may_change(name: str, swept: set[str]) -> bool:
-    """More blocks of repeats: the order of those that it has stays as it is."""
+    """Return whether a sweep may go on with this option: with more blocks the order of those it has stays."""
     if name.startswith("hydra.") or name == RESHAPE or bears(name, "blocks"):
         return True
     return name.startswith("cluster.") and bears(name, "queue") and name not in swept
 
 
 def _asked_of_sweep(directory: Path) -> list[str]:
-    """The overrides of a sweep, as they were typed."""
+    """Return the overrides of a sweep, as they were typed."""
     if noted := _ledger(directory).overrides:
         return list(noted)
     path = directory / "multirun.yaml"
@@ -124,7 +113,7 @@ def _asked_of_sweep(directory: Path) -> list[str]:
 
 
 def _ledger(directory: Path) -> ledger.Ledger:
-    """What is noted down of a sweep, or a refusal: without it nobody knows which of its jobs are in the queue."""
+    """Read what is noted down of a sweep; without it nobody knows which of its jobs are in the queue."""
     try:
         return ledger.read(directory)
     except store.Damaged as damage:
@@ -133,7 +122,7 @@ def _ledger(directory: Path) -> ledger.Ledger:
 
 
 def _earlier(directory: Path, written: Written) -> list[str]:
-    """The overrides of the run in a directory, as they were typed; it is one of those that its sweep repeats."""
+    """Return the overrides of a run, as they were typed; it is one of those that its sweep repeats."""
     return [override for override in _typed(directory, written) if not bears(option(override), "blocks")]
 
 
@@ -148,7 +137,7 @@ def _typed(directory: Path, written: Written) -> list[str]:
 
 
 def _words(path: Path, option: str, directory: Path, find: Callable[[Any], Any]) -> list[str]:
-    """The overrides that ``find`` picks out of a file of Hydra's, as they were typed."""
+    """Return the overrides that ``find`` picks out of a file of Hydra's, as they were typed."""
     found, reason = None, "there are no overrides in it"
     try:
         saved = OmegaConf.to_container(OmegaConf.load(path))
@@ -167,19 +156,19 @@ def _is_place(override: str) -> bool:
 
 
 def _without_place(overrides: Iterable[str], *others: str) -> list[str]:
-    """The overrides that say what a run is, without where, what it began with, and these other options."""
+    """Return the overrides that say what a run is, without where, what it began with, and these other options."""
     left = (RUN, *others)
     return [override for override in overrides if not _is_place(override) and option(override) not in left]
 
 
 def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
-    """The overrides whose options the others do not give."""
+    """Return the overrides whose options the others do not give."""
     given = {option(override) for override in others}
     return [override for override in overrides if option(override) not in given]
 
 
 def _shape(directory: Path, written: Written, others: Iterable[str], world: World | None) -> list[str]:
-    """What made the shape of a run, wherever it was said; another cluster has shapes of its own.
+    """Return what made the shape of a run, wherever it was said; another cluster has shapes of its own.
 
     Of ranks and nodes that a launcher has started only what holds: it is them that the run goes on with.
     """
@@ -197,14 +186,14 @@ def _shape(directory: Path, written: Written, others: Iterable[str], world: Worl
 
 
 def _moves(override: str, written: Written) -> bool:
-    """Whether an override takes a run to another cluster than it was on."""
+    """Return whether an override takes a run to another cluster than it was on."""
     name, value = option(override), override.partition("=")[2]
     was = record.option(written, "cluster.name", str)
     return (name == "cluster" and value != was) or (name == "hydra/launcher" and value.startswith("submitit"))
 
 
 def _submitted_by(directory: Path) -> Path | None:
-    """The sweep whose job on SLURM the run in a directory is, if it is one."""
+    """Return the sweep whose job on SLURM the run in a directory is, if it is one."""
     place = directory.resolve()
     sweep = ledger.sweep_of(place)
     if sweep and str(place.relative_to(sweep)) in {job.directory for job in _ledger(sweep).jobs}:
@@ -213,11 +202,7 @@ def _submitted_by(directory: Path) -> Path | None:
 
 
 def startable(directory: Path, world: World | None) -> Config:
-    """The configuration of the run of a directory, unless it is complete or belongs elsewhere.
-
-    Raises:
-        ConfigError: With what to do instead.
-    """
+    """Return the configuration of the run of a directory; raises ConfigError if it is complete or belongs elsewhere."""
     try:
         written = store.load_record(directory)
     except FileNotFoundError:
@@ -259,7 +244,7 @@ def _refuse_complete(directory: Path, written: Written, asked: str = RUN) -> Non
 
 
 def _path(value: str | None) -> Path | None:
-    """The path that was typed, in quotes or not."""
+    """Return the path that was typed, in quotes or not."""
     if value in (None, "", "null"):
         return None
     assert value is not None

@@ -10,6 +10,7 @@ import gc
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,55 +28,39 @@ from ptdbench.virtual.machine import Machine
 
 @dataclass(frozen=True)
 class Summary:
-    """A summary of a specified run, which costs nothing to keep.
+    """A summary of a specified run, which costs nothing to keep."""
 
-    Attributes:
-        world_size: How many ranks there are.
-        trains: Whether it trains, and its data have to be prepared.
-        fields: What its record gains.
-        warning: A remark on its memory, if there is one.
-    """
-
-    world_size: int
-    trains: bool
-    fields: Mapping[str, Any]
-    warning: str | None = None
+    world_size: int  #: How many ranks there are.
+    trains: bool  #: Whether it trains, and its data have to be prepared.
+    fields: Mapping[str, Any]  #: What its record gains.
+    warning: str | None = None  #: A remark on its memory, if there is one.
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run.
+    """One run."""
 
-    Attributes:
-        config: Where it all comes from.
-        device_type: ``cpu`` or ``cuda``.
-        backend: ``gloo`` or ``nccl``.
-        world_size: How many ranks there are.
-        training: What the workload is given to train with; ``None`` for one that does not train.
-        virtual: The machine whose GPUs are not there; ``None`` for devices that are.
-    """
-
-    config: Config
-    device_type: str
-    backend: str
-    world_size: int
-    training: TrainingSpec | None
-    virtual: Machine | None = None
+    config: Config  #: Where it all comes from.
+    device_type: str  #: ``cpu`` or ``cuda``.
+    backend: str  #: ``gloo`` or ``nccl``.
+    world_size: int  #: How many ranks there are.
+    training: TrainingSpec | None  #: What the workload is given to train with; ``None`` for one that does not train.
+    virtual: Machine | None = None  #: The machine whose GPUs are not there; ``None`` for devices that are.
 
     @property
     def backends(self) -> str:
-        """What the ranks communicate with: NCCL has no way to the norm of gradients that are in host memory."""
+        """The backend by kind of device: NCCL has no way to the norm of gradients that are in host memory."""
         offloads = self.config.general.offload != "none"
         return "cpu:gloo,cuda:nccl" if self.backend == "nccl" and offloads else self.backend
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the training state is in the memory of hosts."""
+        """True if the training state is in the memory of hosts."""
         return self.device_type == "cpu" or self.config.general.offload != "none"
 
     @property
     def summary(self) -> Summary:
-        """What who carries out none of the ranks keeps."""
+        """The part that a process keeps which carries out none of the ranks."""
         fields: dict[str, Any] = {"world_size": self.world_size, **({"kind": "virtual"} if self.virtual else {})}
         if self.training is None:
             fields |= dict.fromkeys(("model", "parallel", "global_batch", "precision"))
@@ -88,7 +73,7 @@ class RunSpec:
         return Summary(self.world_size, trains=self.training is not None, fields=fields)
 
     def device(self, local_rank: int) -> torch.device:
-        """The device of a rank: the GPU of its number, or the only one that its launcher lets it see."""
+        """Return the device of a rank: the GPU of its number, or the only one that its launcher lets it see."""
         if self.device_type == "cpu":
             return torch.device("cpu")
         return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
@@ -110,7 +95,8 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     virtual = found.catch(lambda: choices.virtual(config))
     if virtual:
         found.catch(lambda: _check_virtual(config, world))
-        gpus = found.catch(lambda: _virtual_gpus(config)) or RANKS_WITHOUT_GPU
+        ranks = found.catch(lambda: config.cluster.ranks_per_node)  # of a node that has as many GPUs
+        gpus = ranks if isinstance(ranks, int) else RANKS_WITHOUT_GPU
     gpus = torch.cuda.device_count() if gpus is None else gpus
     device_type = _device_type(config, gpus)
 
@@ -118,11 +104,8 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         nodes = config.cluster.nodes if virtual and not world else None
         return _world_size(config, world, rule, gpus if device_type == "cuda" else RANKS_WITHOUT_GPU, nodes)
 
-    found.catch(lambda: config.general)
-    found.catch(lambda: config.cluster)
-    found.catch(lambda: config.checkpoint)
-    found.catch(lambda: config.profile)
-    found.catch(lambda: config.sweep)
+    for part in ("general", "cluster", "checkpoint", "profile", "sweep"):
+        found.catch(partial(getattr, config, part))
     found.catch(lambda: _check_devices(config, world, gpus))
     found.catch(lambda: checks.check_precision(config.resolved.get("precision"), device_type))
     if virtual:
@@ -149,22 +132,11 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         found.catch(lambda: workload.check(size, device_type, backend))
     found.close()
     assert workload and size  # noqa: PT018 - one fact
-    return RunSpec(
-        config=config,
-        device_type=device_type,
-        backend=backend,
-        world_size=size,
-        training=trained,
-        virtual=virtual,
-    )
+    return RunSpec(config, device_type, backend, size, training=trained, virtual=virtual)
 
 
 def place(config: Config, size: int) -> Place:
-    """Return where the local ranks of a run take themselves to be.
-
-    Raises:
-        ConfigError: Virtual GPUs cannot be built here.
-    """
+    """Return where the local ranks take themselves to be; raises ConfigError if virtual GPUs cannot be built here."""
     machine = choices.virtual(config)
     if machine is None:
         return THIS_MACHINE
@@ -190,12 +162,8 @@ def summarize(config: Config, world: World | None, gpus: int | None = None) -> S
 def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False) -> str | None:
     """Compare a run's training state with the memory at hand; see :func:`checks.check_memory`.
 
-    A GPU is asked only in a rank: asking initializes CUDA.
-
-    Args:
-        spec: The run.
-        world: This process's place among the run's ranks; ``None`` in the process that will start them here.
-        is_elsewhere: Whether a job of a cluster will carry the run out.
+    A GPU is asked only in a rank, by its ``world``: asking initializes CUDA. ``is_elsewhere``: a job of a cluster will
+    carry the run out.
     """
     reserve, cluster = spec.config.general.memory_reserve, spec.config.cluster
     if spec.training is None or reserve is None:
@@ -211,14 +179,9 @@ def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False)
 
 
 def memory(spec: RunSpec, reserve: float, ranks: int, local_rank: int, *, running: bool) -> checks.Room:
-    """The memory for the training state of a run: of this machine, or of a GPU, which initializes CUDA.
+    """Return the memory for the training state of a run: of this machine, or of a GPU, which initializes CUDA.
 
-    Args:
-        spec: The run, which trains.
-        reserve: The part of it that is left free.
-        ranks: Its ranks on this machine.
-        local_rank: One of them.
-        running: Whether they run already.
+    Without the part ``reserve``. So many ``ranks`` are on this machine, and may be ``running`` already.
     """
     assert spec.training
     if spec.is_on_host:
@@ -227,12 +190,6 @@ def memory(spec: RunSpec, reserve: float, ranks: int, local_rank: int, *, runnin
     if spec.virtual:
         return checks.on_virtual(spec.virtual.gpu, reserve, communicators)
     return checks.on_gpu(spec.device(local_rank), reserve, communicators)
-
-
-def _virtual_gpus(config: Config) -> int:
-    """GPUs of a node that has as many as the run asks for."""
-    ranks = config.cluster.ranks_per_node
-    return RANKS_WITHOUT_GPU if ranks == "auto" else ranks
 
 
 def _check_virtual(config: Config, world: World | None) -> None:
@@ -251,7 +208,7 @@ def _check_virtual(config: Config, world: World | None) -> None:
 
 
 def _of_all_ranks(config: Config, ranks: object) -> Iterator[Problem]:
-    """Problems with what some ranks of a run cannot do without the others."""
+    """Yield what some ranks of a run cannot do without the others."""
     general = config.general
     if config.checkpoint.every_steps or general.resume:
         remedy = "try null, or omit checkpoint.every_steps and resume"
@@ -360,7 +317,7 @@ def _world_size(
     available: int,
     virtual_nodes: int | Literal["auto"] | None,
 ) -> int:
-    """How many ranks there are or will be.
+    """Return how many ranks there are or will be.
 
     Args:
         config: Says how many are asked for.

@@ -22,10 +22,7 @@ KINDS: dict[Any, Any] = {float: (int, float), int: int, bool: bool, str: str, ty
 def problems(target: Callable[..., Any], options: Mapping[str, Any], given: Sequence[str] = ()) -> list[Problem]:
     """Return what is wrong with calling ``target(**options)``, seen from outside.
 
-    Args:
-        target: A class or a function.
-        options: The keyword arguments that the configuration holds.
-        given: Parameters that the program passes itself, for example a model's parameters to an optimizer.
+    ``given`` are parameters that the program passes itself, for example a model's parameters to an optimizer.
     """
     try:
         parameters = inspect.signature(target).parameters
@@ -33,7 +30,10 @@ def problems(target: Callable[..., Any], options: Mapping[str, Any], given: Sequ
         return []
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     named = {name: p for name, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    hints = _hints(target)
+    try:
+        hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    except Exception:  # they are evaluated, and may be a stranger's
+        hints = {}
     found = []
     for option, value in options.items():
         if option not in named and not takes_any:
@@ -47,16 +47,8 @@ def problems(target: Callable[..., Any], options: Mapping[str, Any], given: Sequ
     return found
 
 
-def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """The parameters' annotations, or none where they cannot be read."""
-    try:
-        return get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    except Exception:  # they are evaluated, and may be a stranger's
-        return {}
-
-
 def _alternatives(hint: Any) -> list[Any]:
-    """The members of a union; beside a number only what a configuration can hold, ``float`` of ``float | Tensor``."""
+    """List the members of a union; beside numbers what a configuration can hold: ``float`` of ``float | Tensor``."""
     members = list(_members(hint))
     if not any(member in (int, float) for member in members):
         return members

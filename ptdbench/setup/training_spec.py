@@ -34,50 +34,35 @@ _ANY_MODEL = nn.Sequential(nn.Linear(1, 1, device="meta"), nn.Linear(1, 1, devic
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """The objects of a training run, and how they fall onto the ranks.
+    """The objects of a training run, and how they fall onto the ranks."""
 
-    Attributes:
-        config: Where it all comes from.
-        layout: How the global batch falls onto the ranks.
-        strategy: Lays the model out.
-        activations: What becomes of a layer's activations until the backward pass.
-        model: On the meta device, or whole in host memory where it can only be built so.
-        data: Where the samples come from.
-        optimizer: Makes an optimizer of named parameters.
-        schedule: How its learning rate changes.
-        tied: Pairs of full parameter names that are one weight.
-        parameters: How many numbers the model has.
-        flops_per_sample: FLOPs of forward and backward for one sample, or ``None`` for the reason beside it.
-        masked_flops_per_sample: Of these, those for what causal attention masks; ``None`` if unknown.
-        flops_reason: Why they are not known.
-    """
-
-    config: Config
-    layout: BatchPlan
-    strategy: Strategy
-    activations: Activations
-    model: Model
-    data: Data
-    optimizer: MakeOptimizer
-    schedule: Schedule
-    tied: Sequence[tuple[str, str]]
-    parameters: int
+    config: Config  #: Where it all comes from.
+    layout: BatchPlan  #: How the global batch falls onto the ranks.
+    strategy: Strategy  #: Lays the model out.
+    activations: Activations  #: What becomes of a layer's activations until the backward pass.
+    model: Model  #: On the meta device, or whole in host memory where it can only be built so.
+    data: Data  #: Where the samples come from.
+    optimizer: MakeOptimizer  #: Makes an optimizer of named parameters.
+    schedule: Schedule  #: How its learning rate changes.
+    tied: Sequence[tuple[str, str]]  #: Pairs of full parameter names that are one weight.
+    parameters: int  #: How many numbers the model has.
+    #: FLOPs of forward and backward for one sample, or ``None`` for the reason beside it.
     flops_per_sample: float | None
-    masked_flops_per_sample: float | None
-    flops_reason: str | None
+    masked_flops_per_sample: float | None  #: Of these, those for what causal attention masks; ``None`` if unknown.
+    flops_reason: str | None  #: Why they are not known.
 
     @property
     def label(self) -> str:
-        """What is trained in two words, for people."""
+        """The model and the layout, for people."""
         return f"{self.config.call('model').name} {self.config.call('parallel').name}"
 
     def footprints(self) -> list[Footprint]:
-        """The training state of a rank of each pipeline stage."""
+        """Return the training state of a rank of each pipeline stage."""
         average = self.config.train.ema is not None
         return self.strategy.footprints(self.model, self.layout, self.optimizer, average=average)
 
     def volume(self) -> dict[str, float | None]:
-        """Bytes of communication in a step by formula, by operation; only before :meth:`engine`."""
+        """Return bytes of communication in a step by formula, by operation; only before :meth:`engine`."""
         recomputes, precision = not isinstance(self.activations, Keep), self.config.general.precision
         gathers = getattr(self.optimizer(_of_one_number(module_of(self.model))), "gathers", 0)
         return self.strategy.volume(
@@ -85,7 +70,7 @@ class TrainingSpec:
         )
 
     def parts_of_stages(self) -> list[list[str]] | None:
-        """Of each stage the parts that are no repeated layers; only before :meth:`engine`. ``None``: no pipeline."""
+        """Return the parts of each stage that are no repeated layers, before :meth:`engine`; ``None``: no pipeline."""
         return self.strategy.parts_of_stages(self.model, self.layout) if self.layout.dims.pipeline > 1 else None
 
     def prepare_data(self) -> None:
@@ -93,7 +78,7 @@ class TrainingSpec:
         _prepare(self.data)
 
     def engine(self, mesh: Mesh, device: torch.device) -> Engine:
-        """The model, laid out over the mesh; called in every rank."""
+        """Lay the model out over the mesh; called in every rank."""
         general, image = self.config.general, self.data.example()[0]
         setting = Setting(
             mesh=mesh,
@@ -113,9 +98,7 @@ class TrainingSpec:
 def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -> TrainingSpec:
     """Specify what is trained.
 
-    Args:
-        config: The run's configuration.
-        world_size: Says how many ranks there are, given the strategy's own rule of how many it takes.
+    ``world_size`` says how many ranks there are, given the strategy's own rule of how many it takes.
 
     Raises:
         ConfigError: With everything that is wrong, as far as one thing can be judged while another is wrong.
@@ -162,7 +145,11 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
     assert strategy and activations and data and model and where  # noqa: PT018 - one fact
     assert optimizer and schedule  # noqa: PT018
 
-    flops, reason = _flops(model)
+    flops, reason = None, None
+    try:
+        flops = sum(model.train_flops().values())
+    except FlopsUnknown as error:
+        reason = str(error)
     return TrainingSpec(
         config=config,
         layout=where,
@@ -193,7 +180,7 @@ def _prepare(data: Data) -> None:
 
 
 def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
-    """The optimizer, tried on weights of one number: torch checks the values of its options when it makes one."""
+    """Make the optimizer, tried on weights of one number: torch checks the values of its options when it makes one."""
     bound = choices.bound(config, "optimizer", "params")  # first: it is judged whatever else is wrong
     not_decayed = [rule for rule, decays in DECAYED.items() if not decays and config.train.decay == "matrices"]
     make = in_groups(bound, model, not_decayed)
@@ -205,7 +192,7 @@ def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
 
 
 def _of_one_number(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Weights with the names of a model's, and with as many dimensions."""
+    """Return weights with the names of a model's, and with as many dimensions."""
     return [
         (name, nn.Parameter(torch.zeros([1] * weight.dim()), weight.requires_grad))
         for name, weight in model.named_parameters()
@@ -256,10 +243,3 @@ def _meant_for_another(call: Call, error: ConfigError) -> ConfigError:
     rule = f"does not go with the options of model={call.name}"
     remedy = f"try model=custom model._target_={call.target}, which has no options but those you add"
     return ConfigError([*error.problems, Problem("model._target_", call.target, rule, remedy)])
-
-
-def _flops(model: Model) -> tuple[float | None, str | None]:
-    try:
-        return sum(model.train_flops().values()), None
-    except FlopsUnknown as error:
-        return None, str(error)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import to_builtins
@@ -33,6 +34,9 @@ from ptdbench.workloads.point_to_point import PointToPoint
 T = TypeVar("T", bound=Hashable)
 Figures = dict[str, Any]
 
+#: The rate of each that is measured, and what it is compared by.
+Rates = tuple[dict[T, float], dict[T, Hashable]]
+
 #: A file for programs, beside the record.
 FILE = "check.json"
 
@@ -43,6 +47,11 @@ _SECONDS = 0.5
 _MESSAGE_BYTES = 2**24
 #: From this many ranks on, each sends to the next one only: the number of pairs grows quadratically.
 _MOST_RANKS_IN_PAIRS = 8
+
+
+_FEW_COLLECTIVES = Collectives(
+    ops=["all_reduce", "all_gather", "broadcast"], min_bytes=2**10, max_bytes=2**20, factor=2**10, modes=["blocking"]
+)
 
 
 class Unsound(Exception):
@@ -83,7 +92,7 @@ class Check:
             PointToPoint().check(world_size, device_type, backend)
 
     def __call__(self, job: Job) -> Outcome:
-        """One rank's part."""
+        """Do one rank's part."""
         found = self.examine(job)
         errors = {"sound": None, "busy": Busy(_texts(found)), "unsound": Unsound(_texts(found))}
         return Outcome({"check": found}, error=errors[found["verdict"]])
@@ -97,11 +106,13 @@ class Check:
         hello = Hello()(job).fields["hello"]
         facts: list[Figures] = gather(_facts(job))
         load_so_far = contention.watch(job.device)
-        products, slow_ranks, product_attempts = self._until_sound(lambda: self.products(job), _product_rates(job))
+        products, slow_ranks, product_attempts = self._until_sound(
+            lambda: self.products(job), partial(_product_rates, job)
+        )
         product_load, load_so_far = load_so_far(), contention.watch(job.device)
-        links, slow_links, link_attempts = self._until_sound(lambda: self.messages(job), _link_rates(job, facts))
+        links, slow_links, link_attempts = self._until_sound(lambda: self.messages(job), partial(_link_rates, facts))
         link_load = load_so_far()
-        together = collectives.measure(job, _short_collectives()) if job.world.size > 1 else None
+        together = collectives.measure(job, _FEW_COLLECTIVES) if job.world.size > 1 else None
         warm: list[Figures] = gather(_facts(job))  # after heat and load
         findings = [
             *diagnosis.different_versions([of["environment"] for of in facts]),
@@ -110,7 +121,10 @@ class Check:
             *diagnosis.slow_links(slow_links, link_attempts, _loaded(facts, link_load)),
         ]
         verdict = diagnosis.verdict(findings)
-        load = _heaviest(product_load, link_load)
+        load = [  # the heavier one of each node
+            max(of_node, key=lambda one: (len(one.gpu_ranks), one.taken or 0))
+            for of_node in zip(product_load, link_load, strict=True)
+        ]
         found = {
             "sound": verdict == "sound",
             "verdict": verdict,
@@ -133,12 +147,12 @@ class Check:
         return found
 
     def products(self, job: Job) -> Figures:
-        """A short measurement of the devices."""
+        """Measure the devices briefly."""
         shapes, alive = [_SHAPES[job.device.type]], job.watchdog.alive
         return ceiling.measure(job.world, job.device, shapes, _DTYPES, _SECONDS, copies=False, alive=alive)
 
     def messages(self, job: Job) -> Figures | None:
-        """A short measurement of the links; ``None`` for a single rank."""
+        """Measure the links briefly; ``None`` for a single rank."""
         if job.world.size == 1:
             return None
         pairs = "all" if job.world.size <= _MOST_RANKS_IN_PAIRS else "ring"
@@ -146,13 +160,9 @@ class Check:
         return point_to_point.measure(job, short)
 
     def _until_sound(
-        self, measure: Callable[[], Figures | None], read: Callable[[Figures], tuple[dict[T, float], dict[T, Hashable]]]
+        self, measure: Callable[[], Figures | None], read: Callable[[Figures], Rates[T]]
     ) -> tuple[Figures | None, dict[T, float], int]:
-        """Measure until nothing looks slow or the attempts are exhausted; all ranks decide on the same figures.
-
-        Returns:
-            ``(the first figures, what is slow even at its best, attempts)``.
-        """
+        """Measure until nothing looks slow, or often enough; return the first figures, what is slow, and attempts."""
         first, seen = measure(), []
         found, attempt = first, 1
         while found:
@@ -166,11 +176,7 @@ class Check:
 
 
 def preliminary(job: Job) -> Figures | None:
-    """Run the check that ``check=true`` puts before a training run; rank 0 prints what is unsound.
-
-    Returns:
-        The result of :meth:`Check.examine`; ``None`` without ``check=true``.
-    """
+    """Run the check before a training run, or nothing without ``check=true``; rank 0 prints what is unsound."""
     if not job.spec.config.general.check:
         return None
     found = Check().examine(job)
@@ -192,7 +198,7 @@ def with_check(outcome: Outcome, found: Figures | None) -> Outcome:
 
 
 def summary(found: Mapping[str, Any]) -> str:
-    """The verdict and the findings in one line."""
+    """Return the verdict and the findings in one line."""
     return f"{found['verdict']}: {_texts(found)}"
 
 
@@ -201,7 +207,7 @@ def _texts(found: Mapping[str, Any]) -> str:
 
 
 def _facts(job: Job) -> Figures:
-    """This rank's properties that need no measurement."""
+    """Return this rank's properties that need no measurement."""
     on_gpu = job.device.type == "cuda"
     seen = gpu_state.inspect() if on_gpu else {"gpus": [], "links": [], "reason": None}
     own = gpu_state.identity(job.device) if on_gpu else ""
@@ -215,25 +221,16 @@ def _facts(job: Job) -> Figures:
     }
 
 
-def _product_rates(job: Job) -> Callable[[Figures], tuple[dict[tuple[str, int], float], dict[Any, Hashable]]]:
-    """Rates by dtype and rank; peers have the same device and number of threads."""
-
-    def read(found: Figures) -> tuple[dict[tuple[str, int], float], dict[Any, Hashable]]:
-        rates: dict[tuple[str, int], float] = {
-            (one["dtype"], of["rank"]): one["median"] for of in found["ranks"] for one in of["products"]
-        }
-        peers: dict[Any, Hashable] = {
-            (dtype, rank): (dtype, found["ranks"][rank]["device"], job.peers[rank].threads) for dtype, rank in rates
-        }
-        return rates, peers
-
-    return read
+def _product_rates(job: Job, found: Figures) -> Rates[tuple[str, int]]:
+    """Return rates by dtype and rank; peers have the same device and number of threads."""
+    rates = {(one["dtype"], of["rank"]): one["median"] for of in found["ranks"] for one in of["products"]}
+    return rates, {
+        (dtype, rank): (dtype, found["ranks"][rank]["device"], job.peers[rank].threads) for dtype, rank in rates
+    }
 
 
-def _link_rates(
-    job: Job, facts: Sequence[Figures]
-) -> Callable[[Figures], tuple[dict[tuple[int, int], float], dict[Any, Hashable]]]:
-    """Bytes/s by source and target, including the time until an answer; a link's peers are of the same kind.
+def _link_rates(facts: Sequence[Figures], found: Figures) -> Rates[tuple[int, int]]:
+    """Return bytes/s by source and target, including the time until an answer; a link's peers are of the same kind.
 
     Not the bandwidth without latency, which has the errors of both; and not the latency: a few microseconds depend
     on which cores two ranks happen to run on.
@@ -247,24 +244,16 @@ def _link_rates(
             return "within a node"
         return gpu_state.link(one["seen"], one["gpu"]["uuid"], other["gpu"]["uuid"])
 
-    def read(found: Figures) -> tuple[dict[tuple[int, int], float], dict[Any, Hashable]]:
-        rates = {
-            (pair["source"], pair["target"]): pair["sizes"][-1]["bytes"] / pair["sizes"][-1]["seconds"]["median"]
-            for pair in found["pairs"]
-            if pair["sizes"]
-        }
-        return rates, {pair: kind(*pair) for pair in rates}
-
-    return read
-
-
-def _short_collectives() -> Collectives:
-    ops = ["all_reduce", "all_gather", "broadcast"]
-    return Collectives(ops=ops, min_bytes=2**10, max_bytes=2**20, factor=2**10, modes=["blocking"])
+    rates = {
+        (pair["source"], pair["target"]): pair["sizes"][-1]["bytes"] / pair["sizes"][-1]["seconds"]["median"]
+        for pair in found["pairs"]
+        if pair["sizes"]
+    }
+    return rates, {pair: kind(*pair) for pair in rates}
 
 
 def _gpu_findings(job: Job, before: Sequence[Figures], after: Sequence[Figures]) -> list[Finding]:
-    """Findings of the GPUs when idle and after load, each once."""
+    """Find troubles of the GPUs when idle and after load, each once."""
     found: dict[tuple[str, int], Finding] = {}
     for facts in (before, after):
         for rank, of in enumerate(facts):
@@ -276,25 +265,19 @@ def _gpu_findings(job: Job, before: Sequence[Figures], after: Sequence[Figures])
 
 
 def _loaded(facts: Sequence[Figures], load: Sequence[OtherLoad]) -> set[int]:
-    """The ranks beside which other processes ran."""
+    """Return the ranks beside which other processes ran."""
     of = {one.node: one for one in load}
     return {rank for rank, fact in enumerate(facts) if of[fact["node"]].slows(rank)}
 
 
-def _heaviest(*measurements: Sequence[OtherLoad]) -> list[OtherLoad]:
-    """For each node the heavier load of several measurements."""
-    pairs = zip(*measurements, strict=True)
-    return [max(of_node, key=lambda one: (len(one.gpu_ranks), one.taken or 0)) for of_node in pairs]
-
-
 def _why_busy(load: Sequence[OtherLoad]) -> str:
-    """What other processes took of each busy node."""
+    """Say what other processes took of each busy node."""
     texts = [f"{one} of node {one.node}" if len(load) > 1 else str(one) for one in load if one.is_busy]
     return "; ".join([*texts, "measure again on a quiet machine"])
 
 
 def _remarks(job: Job, facts: Sequence[Figures], load: Sequence[OtherLoad]) -> list[str]:
-    """Remarks that do not make the cluster unsound."""
+    """Make remarks that do not make the cluster unsound."""
     found = [f"node {of['node']}: no information about its GPUs: {of['reason']}" for of in facts if of["reason"]]
     found += [f"node {one.node}: {one}, which slows it down" for one in load if one.is_busy]
     if job.world.size == 1:

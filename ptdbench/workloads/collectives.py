@@ -11,6 +11,7 @@ import torch.distributed as dist
 from msgspec import to_builtins
 
 from ptdbench.job import Job, Outcome
+from ptdbench.launch.collect import most
 from ptdbench.launch.world import World
 from ptdbench.measure import bandwidth, timing
 from ptdbench.measure.operations import OPERATIONS, Message, Place, lacking, verify
@@ -28,19 +29,12 @@ _COPIES = 4
 
 @dataclass(frozen=True)
 class Series:
-    """A series of measurements over sizes.
+    """A series of measurements over sizes."""
 
-    Attributes:
-        op: The operation.
-        dtype: Dtype of the message; ``None`` if there is none.
-        reduction: The reduction; ``None`` if the operation does not reduce.
-        mode: ``blocking``, or ``async``: started, then waited for at once.
-    """
-
-    op: str
-    dtype: str | None
-    reduction: str | None
-    mode: str
+    op: str  #: The operation.
+    dtype: str | None  #: Dtype of the message; ``None`` if there is none.
+    reduction: str | None  #: The reduction; ``None`` if the operation does not reduce.
+    mode: str  #: ``blocking``, or ``async``: started, then waited for at once.
 
     @property
     def name(self) -> str:
@@ -86,21 +80,12 @@ class Collectives(Effort):
         )
 
     def __call__(self, job: Job) -> Outcome:
-        """One rank's part; the lines fitted to an operation over all ranks are stored for later runs.
-
-        Raises:
-            ArithmeticError: An operation gave a wrong result on this rank.
-            ConfigError: The messages do not fit into memory.
-        """
+        """Do one rank's part; the lines fitted to an operation over all ranks are stored for later runs."""
         found = measure(job, self)
         return Outcome({"collectives": {**found, "kept": _keep(job, found)}})
 
     def series(self, without: Sequence[str] = ()) -> Iterator[Series]:
-        """All series to measure.
-
-        Args:
-            without: Operations to omit.
-        """
+        """Yield all series to measure, but those of the operations ``without``."""
         for op in _listed(self.ops, OPERATIONS):
             operation = OPERATIONS[op]
             for dtype in _listed(self.dtypes, DTYPES) if op in bandwidth.FACTORS else [None]:
@@ -111,17 +96,12 @@ class Collectives(Effort):
 
 
 def measure(job: Job, options: Collectives) -> dict[str, Any]:
-    """Run the measurements that the options ask for; every rank calls this and gets the same result.
+    """Run the measurements that the options ask for; every rank calls this.
+
+    All groups work at the same time, and the slowest rank of all counts.
 
     Returns:
-        ``groups``: the ranks of each group; all groups work at the same time, and the slowest rank of all counts.
-        ``results``: for each operation and size ``op``, ``dtype``, ``reduction``, ``mode``, ``bytes``, ``ranks``
-        (of a group), ``repetitions``, ``seconds`` (:func:`ptdbench.measure.statistics.summary` of the slowest rank),
-        ``post_seconds`` (median time for the host to start it, in ``async``), ``algbw`` and ``busbw`` in bytes/s
-        by the median time. ``fits``: alpha and beta of each operation with their errors
-        (:class:`ptdbench.measure.bandwidth.Fit`). ``cut``: sizes that took too long. ``left_out``: operations that
-        the backend lacks.
-        ``definitions``: how ``algbw`` and ``busbw`` are computed.
+        A :class:`ptdbench.records.workload_results.Collectives` as JSON has it, the same on every rank.
 
     Raises:
         ArithmeticError: An operation gave a wrong result on this rank.
@@ -138,7 +118,8 @@ def measure(job: Job, options: Collectives) -> dict[str, Any]:
     for series in options.series(left_out):
         rows, too_long = _measure_series(job, options, series, own, len(groups[0]))
         results += rows
-        fits += _fitted(series, rows)
+        line = bandwidth.fit([row["bytes"] for row in rows], [row["seconds"]["median"] for row in rows])
+        fits += [{**asdict(series), **to_builtins(line)}] if line else []
         cut += too_long
     if own and own.handle:
         dist.destroy_process_group(own.handle)
@@ -163,7 +144,7 @@ def definitions() -> dict[str, Any]:
 
 
 def groups_of(group: str | Sequence[int], world_size: int, pipeline_size: int | Literal["auto"]) -> list[list[int]]:
-    """The ranks of each group.
+    """Return the ranks of each group.
 
     ``data`` and ``pipeline`` are the dimensions of the mesh that ``parallel=pdp`` makes of so many ranks
     (:class:`ptdbench.parallel.mesh.Mesh`): neighbors are the stages of one replica, and the ranks that hold the same
@@ -188,7 +169,7 @@ class Group:
 
 
 def _join(groups: Sequence[Sequence[int]], world: World) -> Group | None:
-    """This rank's group, or ``None`` if it is in none; creating the groups is collective over all ranks."""
+    """Return this rank's group, or ``None`` if it is in none; creating the groups is collective over all ranks."""
     own = None
     for ranks in groups:
         everybody = list(ranks) == list(range(world.size))
@@ -203,7 +184,7 @@ _GROUPS = "try all, data, pipeline, or ranks as in [0,2]"
 
 
 def _stages(pipeline_size: int | Literal["auto"], world_size: int) -> int:
-    """As for ``parallel=pdp``, ``auto`` is the smallest divisor above 1."""
+    """Return how many stages there are: ``auto`` is the smallest divisor above 1, as for ``parallel=pdp``."""
     if pipeline_size != "auto":
         return pipeline_size
     return next((size for size in range(2, world_size + 1) if world_size % size == 0), 1)
@@ -212,7 +193,7 @@ def _stages(pipeline_size: int | Literal["auto"], world_size: int) -> int:
 def _group_problems(
     group: str | Sequence[int], pipeline_size: int | Literal["auto"], world_size: int
 ) -> Iterator[Problem]:
-    """Problems of a group in a world of this size."""
+    """Yield problems of a group in a world of this size."""
     if isinstance(group, str):
         stages = _stages(pipeline_size, world_size)
         if group != "all" and (stages < 1 or world_size % stages):
@@ -232,13 +213,9 @@ def _group_problems(
 
 
 def _measure_series(
-    job: Job,
-    options: Collectives,
-    series: Series,
-    own: Group | None,
-    ranks: int,
+    job: Job, options: Collectives, series: Series, own: Group | None, ranks: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The figures of one operation by size, and the size from which it took too long."""
+    """Measure one operation by size; the second list has the size from which it took too long."""
     operation, dtype = OPERATIONS[series.op], DTYPES[series.dtype or "fp32"]
     reduction = REDUCTIONS[series.reduction or "sum"]
     place = None
@@ -264,14 +241,13 @@ def _measure_series(
 def _time(
     job: Job, message: Message | None, place: Place | None, name: str, asynchronous: bool, effort: Effort
 ) -> tuple[list[float], list[float]]:
-    """Seconds of each repetition and of starting it; the result is checked before and after.
+    """Return the seconds of each repetition and of starting it; the result is checked before and after.
 
-    Returns:
-        Empty lists if it would take too long. The second one is also empty for blocking calls.
+    Both lists are empty if it would take too long. The second one is also empty for blocking calls.
     """
     if message is None or place is None:
         seconds = timing.repeat(None, job.device, effort)
-        return seconds, timing.slowest([0.0] * len(seconds)) if asynchronous else []
+        return seconds, most(*[0.0] * len(seconds)) if asynchronous else []
     posts: list[float] = []
 
     def begin_and_wait() -> None:
@@ -284,13 +260,13 @@ def _time(
     verify(message, name, place, asynchronous)
     step = begin_and_wait if asynchronous else lambda: message.call(False)
     seconds = timing.repeat(step, job.device, effort)
-    posted = timing.slowest(posts[len(posts) - len(seconds) :]) if asynchronous else []
+    posted = most(*posts[len(posts) - len(seconds) :]) if asynchronous else []
     verify(message, name, place, asynchronous)
     return seconds, posted
 
 
 def _figures(op: str, size: int, ranks: int, seconds: Sequence[float], posted: Sequence[float]) -> dict[str, Any]:
-    """The record's entry for one size."""
+    """Make the record's entry for one size."""
     told = summary(seconds)
     moves = op in bandwidth.FACTORS
     return {
@@ -304,14 +280,8 @@ def _figures(op: str, size: int, ranks: int, seconds: Sequence[float], posted: S
     }
 
 
-def _fitted(series: Series, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The line through the median times, if there are enough sizes."""
-    line = bandwidth.fit([row["bytes"] for row in rows], [row["seconds"]["median"] for row in rows])
-    return [{**asdict(series), **to_builtins(line)}] if line else []
-
-
 def _keep(job: Job, found: Mapping[str, Any]) -> str | None:
-    """Store the lines; returns why they could not be, on rank 0, whose phases ask for them."""
+    """Store the lines; return why they could not be, on rank 0, whose phases ask for them."""
     if not job.world.is_first or len(found["groups"][0]) < job.world.size:
         return None
     if job.spec.virtual:
@@ -331,14 +301,14 @@ def _keep(job: Job, found: Mapping[str, Any]) -> str | None:
 
 
 def _listed(asked: str | Sequence[str], known: Iterable[str]) -> list[str]:
-    """``all``, one name or several, as names."""
+    """List ``all``, one name or several."""
     if asked == "all":
         return list(known)
     return [asked] if isinstance(asked, str) else list(asked)
 
 
 def _unknown(option: str, asked: str | Sequence[str], known: Iterable[str]) -> list[Problem]:
-    """A problem for each unknown name, and one for an empty list."""
+    """Find each unknown name, or an empty list."""
     names = _listed(asked, known)
     if not names:
         return [Problem(option, asked, "must name at least one", try_these(["all", *known]))]

@@ -25,11 +25,7 @@ class Hello:
         """Accept any ranks."""
 
     def __call__(self, job: Job) -> Outcome:
-        """One rank's part.
-
-        Raises:
-            ArithmeticError: The ranks' sum is wrong, so that no result of these machines can be trusted.
-        """
+        """Do one rank's part; raises ArithmeticError if the sum is wrong, so that no result here can be trusted."""
         total = torch.tensor(float(job.world.rank + 1), device=job.device)
         dist.all_reduce(total)
         expected = job.world.size * (job.world.size + 1) / 2

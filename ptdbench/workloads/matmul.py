@@ -34,7 +34,21 @@ class Matmul:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that no device supports."""
-        require(*self._wrong_shapes(), *self._wrong_dtypes(), *_not_positive(seconds=self.seconds))
+        found = []
+        if self.shapes != "auto":
+            try:
+                valid = bool([Shape.of(shape) for shape in self.shapes])
+            except ValueError:
+                valid = False
+            if not valid:
+                rule = "must be numbers such as 4096, or MxNxK such as 4096x1024x512, and at least one"
+                found.append(Problem("shapes", self._typed(self.shapes), rule))
+        if self.dtypes != "auto" and (not self.dtypes or set(map(str, self.dtypes)) - set(DTYPES)):
+            rule = "must be dtypes of matrix products"
+            found.append(Problem("dtypes", self._typed(self.dtypes), rule, try_these(DTYPES)))
+        if self.seconds <= 0:
+            found.append(Problem("seconds", self.seconds, "must be greater than 0"))
+        require(*found)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
         """Raise ConfigError for a dtype that the device lacks, and for matrices that do not fit its memory."""
@@ -48,11 +62,7 @@ class Matmul:
         require(*found)
 
     def __call__(self, job: Job) -> Outcome:
-        """One rank's part; the measured ceilings are stored for later runs.
-
-        Raises:
-            ArithmeticError: A product is wrong, so that no result of this device can be trusted.
-        """
+        """Do one rank's part; the measured ceilings are stored for later runs."""
         shapes, dtypes = self._chosen(job.device.type)
         found = ceiling.measure(job.world, job.device, shapes, dtypes, self.seconds, alive=job.watchdog.alive)
         return Outcome({"matmul": {**found, "kept": ceiling.keep_ceilings(job.world, found)}})
@@ -62,28 +72,14 @@ class Matmul:
         dtypes = ceiling.AUTO_DTYPES[device_type] if self.dtypes == "auto" else self.dtypes
         return [Shape.of(shape) for shape in shapes], list(dtypes)
 
-    def _wrong_shapes(self) -> list[Problem]:
-        if self.shapes == "auto":
-            return []
-        rule = "must be numbers such as 4096, or MxNxK such as 4096x1024x512, and at least one"
-        try:
-            return [] if [Shape.of(shape) for shape in self.shapes] else [Problem("shapes", self.shapes, rule)]
-        except ValueError:
-            return [Problem("shapes", self._typed(self.shapes), rule)]
-
-    def _wrong_dtypes(self) -> list[Problem]:
-        if self.dtypes != "auto" and (not self.dtypes or set(map(str, self.dtypes)) - set(DTYPES)):
-            return [Problem("dtypes", self._typed(self.dtypes), "must be dtypes of matrix products", try_these(DTYPES))]
-        return []
-
     @staticmethod
     def _typed(values: Sequence[object]) -> str:
-        """A list as typed on the command line."""
+        """Write a list as typed on the command line."""
         return f"[{','.join(map(str, values))}]"
 
 
 def _too_large(shapes: Sequence[Shape], dtypes: Sequence[str], memory: int) -> list[Problem]:
-    """Problems for products whose matrices do not fit into memory even for one rank."""
+    """Find products whose matrices do not fit into memory even for one rank."""
     found = []
     for shape in shapes:
         needed = max(ceiling.product_bytes(shape, dtype) for dtype in dtypes)
@@ -91,7 +87,3 @@ def _too_large(shapes: Sequence[Shape], dtypes: Sequence[str], memory: int) -> l
             rule = f"needs {needed / 2**30:,.0f} GiB for its matrices, and this machine has {memory / 2**30:,.0f} GiB"
             found.append(Problem("workload.shapes", shape, rule, "give a smaller one"))
     return found
-
-
-def _not_positive(**options: float) -> list[Problem]:
-    return [Problem(name, value, "must be greater than 0") for name, value in options.items() if value <= 0]

@@ -75,28 +75,15 @@ class PointToPoint(Effort):
         require(*found)
 
     def __call__(self, job: Job) -> Outcome:
-        """One rank's part.
-
-        Raises:
-            ArithmeticError: A message arrived wrong on this rank.
-            ConfigError: The messages do not fit into memory.
-        """
+        """Do one rank's part."""
         return Outcome({"p2p": measure(job, self)})
 
 
 def measure(job: Job, options: PointToPoint) -> dict[str, Any]:
-    """Run the measurements that the options ask for; every rank calls this and gets the same result.
+    """Run the measurements that the options ask for; every rank calls this.
 
     Returns:
-        ``pairs``: for each ordered pair ``source``, ``target``, ``latency`` in seconds, ``bandwidth`` in bytes a
-        second at the largest size, ``fit`` (:class:`ptdbench.measure.bandwidth.Fit` or ``None``), and ``sizes``, each
-        with ``bytes``, ``repetitions``, ``seconds`` of the round trip
-        (:func:`ptdbench.measure.statistics.summary`), ``one_way`` and ``bandwidth``.
-        ``both``: for each pair ``ranks``, and its ``sizes`` with ``bytes`` (of one message), ``repetitions``,
-        ``seconds`` of the exchange and ``bandwidth`` of both directions together.
-        ``overlap``: for each pair and size ``ranks``, ``bytes``, seconds (medians) of ``communication`` and
-        ``computation`` alone and ``together``, and ``hidden``, the share of the shorter one that was overlapped.
-        ``cut``: sizes that took too long.
+        A :class:`ptdbench.records.workload_results.P2P` as JSON has it, the same on every rank.
 
     Raises:
         ArithmeticError: A message arrived wrong on this rank.
@@ -120,12 +107,12 @@ def measure(job: Job, options: PointToPoint) -> dict[str, Any]:
 
 
 def ordered_pairs(ranks: int, ring: bool) -> Iterator[tuple[int, int]]:
-    """``(source, target)`` of each link; in a ring each rank sends to the next one only."""
+    """Return ``(source, target)`` of each link; in a ring each rank sends to the next one only."""
     return ((rank, (rank + 1) % ranks) for rank in range(ranks)) if ring else permutations(range(ranks), 2)
 
 
 def unordered_pairs(ranks: int, ring: bool) -> list[tuple[int, int]]:
-    """Each pair of ranks once."""
+    """Return each pair of ranks once."""
     if not ring:
         return list(combinations(range(ranks), 2))
     return sorted({(min(pair), max(pair)) for pair in ordered_pairs(ranks, ring)})
@@ -196,7 +183,7 @@ def _overlap(
 
 
 def hidden(communication: float, computation: float, together: float) -> float:
-    """The share of the shorter one that was overlapped by the longer one.
+    """Return the share of the shorter one that was overlapped by the longer one.
 
     1: together they take as long as the longer one; 0: as long as both in sequence; below 0: longer than that.
     """
@@ -212,7 +199,7 @@ def _too_long(options: PointToPoint) -> str:
 
 
 def _round_trips(job: Job, options: PointToPoint, source: int, target: int, size: int) -> list[float]:
-    """Seconds of each round trip of a message and its answer, by the clock of ``source``."""
+    """Return the seconds of each round trip of a message and its answer, by the clock of ``source``."""
     rank, device = job.world.rank, job.device
     if rank not in (source, target):
         return timing.repeat(None, device, options)
@@ -254,7 +241,7 @@ class _Exchange:
 
     @classmethod
     def of(cls, job: Job, pair: tuple[int, int], size: int) -> _Exchange | None:
-        """This rank's side, verified once; ``None`` if it is not one of the two."""
+        """Make this rank's side, verified once; ``None`` if it is not one of the two."""
         if job.world.rank not in pair:
             return None
         given, taken = (torch.zeros(size, dtype=torch.uint8, device=job.device) for _ in range(2))
@@ -284,7 +271,7 @@ class _Exchange:
 
 
 def _computation(job: Job, options: PointToPoint, takes_part: bool, seconds: float) -> Callable[[], None] | None:
-    """Matrix products that keep the device busy for about ``seconds``; the same number on all ranks."""
+    """Make matrix products that keep the device busy for about ``seconds``; the same number on all ranks."""
     side = _SIDE[job.device.type]
     left, right, product = (torch.ones(side, side, device=job.device) for _ in range(3))
 

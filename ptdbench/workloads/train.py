@@ -34,11 +34,6 @@ from ptdbench.workloads.check import preliminary, with_check
 def agreed_outcome(job: Job, recorder: Recorder, remarks: Mapping[str, Any]) -> Outcome:
     """Compute the record's fields and whether the run diverged; called in all ranks after the last step.
 
-    Args:
-        job: The run.
-        recorder: Holds the steps of the run.
-        remarks: Remarks for the record.
-
     Returns:
         The error on every rank; all fields on rank 0, and only the remarks on other ranks.
     """
@@ -66,7 +61,7 @@ class Train:
         """Accept any ranks: the strategy checks its own requirements."""
 
     def __call__(self, job: Job) -> Outcome:
-        """One rank's part."""
+        """Do one rank's part."""
         with job.watchdog.paused(), job.display.during("checking"):
             checked = preliminary(job)
         job.display.phase("building")
@@ -95,7 +90,7 @@ def _train(
     checkpointing: Checkpointing,
     meter: EnergyMeter,
 ) -> str | None:
-    """Take all steps, with what is done between them; returns the name of the signal that asked the run to stop."""
+    """Take all steps, with what is done between them; return the name of the signal that asked the run to stop."""
     stopped = None
     advancing = steps(job, loop, at_end=meter.stop)
     with recorder, StopSignal() as stop_signal, closing(advancing) as advance:
@@ -134,7 +129,7 @@ def _outcome(
     recorder: Recorder,
     stopped: str | None,
 ) -> Outcome:
-    """The outcome, with remarks on why there are fewer steps than asked for."""
+    """Return the outcome, with remarks on why there are fewer steps than asked for."""
     asked = job.spec.config.train
     remarks: dict[str, Any] = {}
     if loop.done < asked.steps and not stopped:
@@ -159,7 +154,7 @@ def _outcome(
 
 
 def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expected) -> Outcome:
-    """The outcome with the phases of a step and what its memory is for.
+    """Add the phases of a step, and what its memory is for, to the outcome.
 
     The run is over before: whatever happens in the pass, a signal to stop included, its record says that it was ok.
     """
@@ -190,7 +185,9 @@ def assemble(job: Job) -> StepLoop:
             training.prepare_data()
         barrier()
         training.prepare_data()  # finds it done, and lists the data before worker processes are forked
-    require(_nothing_held_out(job))
+    if (every := job.spec.config.eval.every) is not None and training.data.held_out is None:
+        rule = f"data={job.spec.config.call('data').name} has no held-out part"
+        require(Problem("eval.every", every, rule, "try null, or data with a held-out part"))
     mesh = Mesh(training.layout.dims, job.spec.device_type)
     engine = training.engine(mesh, job.device)
     engine.module.train()
@@ -208,23 +205,11 @@ def assemble(job: Job) -> StepLoop:
     return StepLoop(engine, update, feed, job.device, mesh)
 
 
-def _nothing_held_out(job: Job) -> Problem | None:
-    every = job.spec.config.eval.every
-    if every is None or job.training.data.held_out is not None:
-        return None
-    rule = f"data={job.spec.config.call('data').name} has no held-out part"
-    return Problem("eval.every", every, rule, "try null, or data with a held-out part")
-
-
 def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -> Generator[int, None, None]:
     """Run the steps with the watchdog and progress updates between them; yields the number of steps done.
 
-    The garbage collector is off until the iterator ends or is closed.
-
-    Args:
-        job: The run.
-        loop: The step loop.
-        at_end: Called after the last step, before the feed is closed; not if the iterator is closed before.
+    The garbage collector is off until the iterator ends or is closed. ``at_end`` is called after the last step, before
+    the feed is closed; not if the iterator is closed before.
     """
     wanted = job.spec.config.train.steps
     reporter = ProgressReporter(job, loop, wanted)
@@ -236,7 +221,8 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
             while loop.done < wanted:
                 loop.step()
                 if loop.taken == 1:
-                    _wait_for(job.device)
+                    if job.device.type == "cuda":
+                        torch.cuda.synchronize(job.device)
                     job.watch.lap("first_step")
                 if loop.taken == PROBE_STEPS:
                     wanted = _affordable(job, loop)
@@ -252,15 +238,10 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
 
 
 def _affordable(job: Job, loop: StepLoop) -> int:
-    """The steps that fit into ``train.max_minutes`` by the fastest undrained one, the same on every rank."""
+    """Return the steps that fit into ``train.max_minutes`` by the fastest undrained one, the same on every rank."""
     asked = job.spec.config.train
     if asked.max_minutes is None:
         return asked.steps
     (seconds,) = most(min(loop.clock.seconds()))
     affordable = loop.first_step + int(asked.max_minutes * 60 / seconds)
     return min(asked.steps, max(affordable, loop.done))
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -229,15 +229,6 @@ def test_what_is_a_persons_costs_no_more_than_what_it_is_in_the_way_of(keeper, w
         assert path.read_text() == "mine"
 
 
-def test_a_directory_that_cannot_be_written_is_noted(keeper, weight, tmp_path):
-    (tmp_path / "checkpoints").write_text("a file stands here")
-    keeper.save(1, weight, {}, {})
-    keeper.wait()
-    (problem,) = keeper.problems
-    assert problem.startswith("step 1: not saved: rank 0: ")
-    assert "checkpoints" in problem
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of two mebibytes."""

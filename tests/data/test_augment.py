@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from ptdbench.data.augment import empty, normalized, shifted
+from ptdbench.data.augment import normalized, shifted
 
 MEAN = (0.1, 0.5, 0.7)
 STD = (0.2, 0.25, 0.5)
@@ -59,16 +59,6 @@ def test_what_happens_to_an_image_depends_on_its_number_alone():
     assert (np.concatenate(parts) == whole).all()
 
 
-def test_another_number_or_another_seed_is_another_chance():
-    images = np.repeat(pictures(1), 50, axis=0)
-    one, later, seeded = (
-        shifted(images, seed=seed, start=start, padding=2, flip=True) for seed, start in ((0, 0), (0, 50), (1, 0))
-    )
-    assert len(np.unique(one, axis=0)) > 20
-    assert not (one == later).all()
-    assert not (one == seeded).all()
-
-
 def test_the_images_that_are_given_are_not_written_to():
     images = pictures(20)
     images.setflags(write=False)
@@ -87,11 +77,3 @@ def test_bytes_become_what_torchvision_makes_of_them(channels_last):
     assert found.dtype == torch.float32
     layout = torch.channels_last if channels_last else torch.contiguous_format
     assert found.is_contiguous(memory_format=layout)
-
-
-@pytest.mark.parametrize("channels_last", [True, False])
-def test_the_empty_image_has_the_form_of_a_real_one(channels_last):
-    real = normalized(pictures(1, 8, 8), MEAN, STD, channels_last=channels_last)
-    example = empty(8, channels_last=channels_last)
-    assert example.is_meta
-    assert (example.shape, example.dtype, example.stride()) == (real.shape, real.dtype, real.stride())

@@ -5,7 +5,6 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from ptdbench.data import arrays
 from ptdbench.data.digits import Digits
 from tests.data.made import problem_of, problems_of
 
@@ -98,8 +97,3 @@ def test_the_images_are_read_once(monkeypatch):
             data.samples(start, start + 8)
         _ = data.held_out, data.identity
         assert read.call_count == 1
-
-
-def test_the_base_class_has_no_images():
-    with pytest.raises(TypeError, match="read"):
-        arrays.ImageArrays(seed=0, padding=0, flip=False, channels_last=True)

@@ -20,12 +20,6 @@ def test_matches_the_published_outputs_of_splitmix64():
     assert draws(1234567, 0, 5).tolist() == published
 
 
-def test_a_stretch_is_the_same_wherever_it_is_cut():
-    whole = draws(7, 0, 1000)
-    np.testing.assert_array_equal(np.concatenate([draws(7, 0, 13), draws(7, 13, 1000)]), whole)
-    assert draws(7, 5, 5).shape == (0,)
-
-
 @pytest.mark.filterwarnings("error")
 def test_large_numbers_wrap_without_a_warning():
     assert draws(2**64 - 1, 2**62, 2**62 + 3).shape == (3,)

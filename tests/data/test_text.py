@@ -9,7 +9,6 @@ import tokenizers
 import torch
 
 from ptdbench.data.text import Text
-from ptdbench.data.tokenize import Tokenizer
 from tests.data import tiny_tokenizer
 from tests.data.made import problem_of, problems_of
 
@@ -186,13 +185,6 @@ class TestTokenizer:
             "sys.exit('tokenizers' in sys.modules or 'rich' in sys.modules)"
         )
         subprocess.run([sys.executable, "-c", program, str(file)], timeout=240, check=True)
-
-    def test_a_second_object_maps_the_file_of_the_first(self, counting, numbers, monkeypatch):
-        first = text(counting, tokenizer=numbers, sequence_length=3).samples(0, 4)
-        monkeypatch.setattr(Tokenizer, "pieces", lambda *_: pytest.fail("tokenized again"))
-        second = text(counting, tokenizer=numbers, sequence_length=2, vocabulary=1024, seed=0)
-        second.prepare()
-        assert torch.equal(text(counting, tokenizer=numbers, sequence_length=3).samples(0, 4)[0], first[0])
 
     def test_another_tokenizer_has_a_cache_of_its_own(self, counting, numbers, tmp_path, cache):
         other = tiny_tokenizer.words(tmp_path / "other.json", {"one": 70_000, "two": 65_535, "three": 3})

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -68,9 +67,3 @@ class TestUnder:
     def test_srun(self, slurm):
         launcher = ["srun", "-N2", "--ntasks-per-node=2", sys.executable]
         assert said([*launcher, *program("hello")], slurm) == expected("hello", 4, 2)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_it_is_short(name):
-    path: Path = ROOT / "ptdbench" / "examples" / f"{name}.py"
-    assert len(path.read_text().splitlines()) < 40

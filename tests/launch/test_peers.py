@@ -52,8 +52,3 @@ class TestMeeting:
         (seen, *_) = met(["n1", "n2", "n1"], 1, tmp_path)
         assert [peer["cores"] for peer in seen] == [[first], [first], [second]]
         assert [peer["threads"] for peer in seen] == [1, 1, 1]
-
-
-def test_a_node_bears_the_name_that_the_cluster_gave_it():
-    assert peers.node({"SLURMD_NODENAME": "n7"}) == "n7"
-    assert peers.node({}) == socket.gethostname()

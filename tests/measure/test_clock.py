@@ -50,11 +50,6 @@ def test_a_step_is_over_when_it_was_stopped_and_what_was_read_does_not_change_la
     assert (len(seconds), len(host.seconds())) == (1, 2)
 
 
-def test_a_device_has_the_clock_that_suits_it():
-    assert isinstance(clock.for_device(torch.device("cpu")), clock.HostClock)
-    assert isinstance(clock.for_device(torch.device("cuda", 0)), clock.DeviceClock)
-
-
 class Event:
     """Stands for an event of a GPU: the device comes to it when the test says so."""
 

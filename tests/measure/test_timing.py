@@ -63,15 +63,6 @@ def test_nothing_is_timed_where_it_would_take_too_long(alone):
     assert len(calls) == 2
 
 
-def test_the_slowest_rank_counts_for_each_repetition(monkeypatch):
-    def all_reduce(values, op, group):
-        assert op is dist.ReduceOp.MAX
-        values.copy_(torch.maximum(values, torch.tensor([2.0, 2.0, 2.0], dtype=torch.float64)))
-
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    assert timing.slowest([1.0, 3.0, 2.5]) == [2.0, 3.0, 2.5]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -63,12 +63,6 @@ def test_what_is_typed_has_no_repeats_and_is_quoted():
     typed = record.retyped(run(overrides=["model=a b", *of_start, "+x='1'"]))
     assert typed.endswith(" 'model=a b' '+x='\"'\"'1'\"'\"''")
     assert record.retyped(run(overrides=[])) == record.retyped(run(overrides=["repeat.runs=5"]))
-
-
-def test_under_a_launcher_it_begins_with_that():
     assert record.retyped(run(overrides=["a=1"], launcher="torchrun")).startswith("torchrun ... ")
-
-
-def test_what_was_typed_may_be_unknown():
     assert record.retyped(run(overrides=None)) is None
     assert record.retyped(run()) is None

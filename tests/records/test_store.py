@@ -2,6 +2,7 @@ import errno
 import json
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +29,6 @@ def result(number: int) -> dict:
     return {"schema": 2, "status": "ok", "workload": "train", "fingerprint": "f" * 16, "directory": directory}
 
 
-def test_a_record_comes_back(tmp_path):
-    record = result(0) | {"losses": [2.5, 1 / 3], "error": None, "layout": {"data": 2}}
-    path = write_record(tmp_path, record)
-    assert path == tmp_path / "record.json"
-    assert load_record(tmp_path) == record
-    assert [entry.name for entry in tmp_path.iterdir()] == ["record.json"]
-
-
 def test_a_record_is_strict_json_whatever_it_holds(tmp_path):
     record = {
         "losses": [1.0, float("nan"), float("inf"), -float("inf")],
@@ -56,13 +49,17 @@ def test_a_record_is_strict_json_whatever_it_holds(tmp_path):
     assert found["7"] is True
 
 
-def test_a_write_that_fails_leaves_the_old_record_and_nothing_else(tmp_path, monkeypatch):
-    write_record(tmp_path, result(0))
-
+@pytest.fixture
+def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    return lambda: monkeypatch.setattr(os, "fsync", full)
+
+
+def test_a_write_that_fails_leaves_the_old_record_and_nothing_else(tmp_path, fill_the_disk):
+    assert write_record(tmp_path, result(0)) == tmp_path / "record.json"
+    fill_the_disk()
     with pytest.raises(OSError, match="No space left"):
         write_record(tmp_path, {"status": "failed"})
     assert load_record(tmp_path) == result(0)
@@ -92,6 +89,8 @@ def test_results_of_writers_at_the_same_time_are_all_whole(tmp_path):
 
 
 def test_a_torn_last_line_is_passed_over_and_repaired(tmp_path):
+    assert read_results(tmp_path) == []
+    (tmp_path / "results.jsonl").write_text('{"ru')
     append_result(tmp_path, result(1))
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write('{"run": 2, "losses": [1.0, 2')
@@ -125,21 +124,11 @@ def test_of_two_lines_of_a_run_by_an_earlier_version_the_last_counts(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_full_disk_leaves_the_older_line_of_a_run(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_older_line_of_a_run(tmp_path, fill_the_disk):
     append_result(tmp_path, result(1))
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    fill_the_disk()
     with pytest.raises(OSError, match="No space left"):
         append_result(tmp_path, result(1) | {"status": "failed"})
-    assert read_results(tmp_path) == [result(1)]
-
-
-def test_a_torn_first_line_is_repaired_too(tmp_path):
-    (tmp_path / "results.jsonl").write_text('{"ru')
-    append_result(tmp_path, result(1))
     assert read_results(tmp_path) == [result(1)]
 
 
@@ -160,10 +149,6 @@ def test_results_survive_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(store.fcntl, "flock", unsupported)
     append_result(tmp_path, result(1))
     assert read_results(tmp_path) == [result(1)]
-
-
-def test_a_sweep_without_results_has_none(tmp_path):
-    assert read_results(tmp_path) == []
 
 
 def first_file(folder: Path, directory: Path) -> None:
@@ -214,13 +199,6 @@ def test_a_parent_that_cannot_be_written_is_one_clear_problem(tmp_path):
         assert problem.option == "hydra.sweep.dir"
         assert problem.value == parent
         assert "nothing can be written there" in problem.rule
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_parent_is_one_clear_problem(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*Permission denied"):
-        claim(tmp_path, "run")
 
 
 class TestLatest:

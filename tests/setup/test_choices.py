@@ -7,7 +7,6 @@ from hydra.utils import instantiate
 
 from ptdbench.problems import ConfigError
 from ptdbench.setup import choices, config
-from tests.conftest import composed
 
 try:
     instantiate({"_target_": "os.system", "_partial_": True})
@@ -35,14 +34,6 @@ def test_what_an_optimizer_is_given_is_held_to_the_same():
     read = config.Config({"optimizer": {"name": "mine", "_target_": "builtins.dict", "more": [nested]}})
     with pytest.raises(ConfigError, match=r"optimizer=.* cannot be built: Target 'os.system' is blocklisted"):
         choices.bound(read, "optimizer", "params")
-
-
-def test_an_optimizer_waits_for_its_parameters():
-    import torch
-
-    made = choices.bound(config.read(composed("optimizer.lr=0.5")), "optimizer", "params")
-    optimizer = made([torch.nn.Parameter(torch.zeros(1))])
-    assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.AdamW, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -70,14 +70,8 @@ class TestInPlace:
             "own"
         )
 
-    def test_it_may_be_asked_for(self, begun):
+    def test_it_may_be_asked_for_or_have_the_same_shape_or_nothing_to_go_on_with_or_no_layout(self, begun, tmp_path):
         reshaping.require_same(begun, summary(replicate=2), allowed=True)
-
-    def test_the_same_shape_goes_on(self, begun):
         reshaping.require_same(begun, summary(replicate=2, shard=2), allowed=False)
-
-    def test_without_a_checkpoint_it_begins_anew(self, tmp_path):
-        reshaping.require_same(tmp_path, summary(replicate=2), allowed=False)
-
-    def test_what_does_not_train_has_no_layout(self, begun):
+        reshaping.require_same(tmp_path / "elsewhere", summary(replicate=2), allowed=False)
         reshaping.require_same(begun, Summary(2, False, {"world_size": 2}), allowed=False)

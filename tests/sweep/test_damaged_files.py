@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from docs.record_tables import parts
 from ptdbench.launch import slurm
 from ptdbench.records import ledger, record, schema, store
-from ptdbench.records.describe import parts
 from ptdbench.report import table
 from ptdbench.report.progress import PROGRESS
 from ptdbench.sweep import status, watch

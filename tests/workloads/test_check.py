@@ -107,13 +107,6 @@ def test_a_training_run_goes_on_after_its_check(shared_run):
     assert record["metrics"]["startup_seconds"]["check"] > 0
 
 
-@pytest.mark.ranks
-def test_without_being_asked_nothing_is_checked(shared_run):
-    record = shared_run("model=toy", "train.steps=3", "device=cpu")
-    assert "check" not in record
-    assert "check" not in record["metrics"]["startup_seconds"]
-
-
 @pytest.mark.parametrize(
     ("option", "values", "rule"),
     [
@@ -166,7 +159,7 @@ def test_ranks_beside_other_load():
     assert check._loaded(facts, [quiet, loaded]) == {2}
     # On GPUs those whose GPUs are shared.
     assert check._loaded(facts, [replace(quiet, on_gpu=True, gpu_ranks=[1]), replace(loaded, on_gpu=True)]) == {1}
-    assert check._heaviest([quiet], [replace(quiet, taken=0.5)]) == [replace(quiet, taken=0.5)]
+
     text, again = "other processes took 1.1 of 2 cores", "measure again on a quiet machine"
     assert check._why_busy([loaded]) == f"{text}; {again}"
     assert check._why_busy([quiet, loaded]) == f"{text} of node n2; {again}"

@@ -165,8 +165,3 @@ def test_what_the_backend_lacks_is_refused_where_it_is_asked_for():
     for backend, device in (("gloo", "cpu"), ("nccl", "cuda")):
         Collectives(ops="gather").check(2, device, backend)
     Collectives().check(2, "cuda", "gloo")  # all that it has
-
-
-def test_one_rank_may_talk_to_itself():
-    job = composed("workload=collectives", "device=cpu", "cluster.ranks_per_node=1")
-    assert run_spec.specify(config.read(job), None).world_size == 1

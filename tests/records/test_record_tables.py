@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 import ptdbench
-from ptdbench.records import describe, record, schema, workload_results
+from docs import record_tables
+from ptdbench.records import record, schema, workload_results
 from tests.conftest import ROOT
 from tests.daily import cases
 from tests.training.test_evaluation import TASK
@@ -24,7 +25,7 @@ def undocumented(value: Any, kind: Any, name: str = "record") -> Iterator[str]:
         for item in value or []:
             yield from undocumented(item, get_args(kind)[0], f"{name}[]")
     elif is_part(kind) and isinstance(value, Mapping):
-        described, types = describe.fields(kind), get_type_hints(kind)
+        described, types = record_tables.fields(kind), get_type_hints(kind)
         for field in value:
             if field not in described:
                 yield f"{name}.{field}"
@@ -47,9 +48,9 @@ def test_the_page_has_a_place_for_the_tables():
 
 
 def test_every_field_has_a_text_and_a_row():
-    page = describe.markdown()
+    page = record_tables.markdown()
     for name in record.FIELDS:
-        assert describe.fields(schema.Record)[name].text
+        assert record_tables.fields(schema.Record)[name].text
         assert f"\n| `{name}` |" in page
 
 

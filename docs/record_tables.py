@@ -1,7 +1,7 @@
-"""Generates the documentation of a record, which Sphinx puts into ``docs/record.md``.
+"""The tables of ``docs/record.md``, which ``conf.py`` puts there.
 
 The source is the types in :mod:`ptdbench.records.schema` and :mod:`ptdbench.records.workload_results`, each of whose
-fields is described by the string below it.
+fields is described by the comment beside or above it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import cache
+from itertools import takewhile
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -24,13 +25,7 @@ from ptdbench.records.workload_results import Findings
 
 
 class Field(NamedTuple):
-    """A field of a record or of a nested type.
-
-    Attributes:
-        name: The name.
-        kind: The declared type.
-        text: The description.
-    """
+    """A field of a record or of a nested type, with its declared type and its description."""
 
     name: str
     kind: str
@@ -55,12 +50,15 @@ def fields(kind: type[Struct]) -> dict[str, Field]:
     (body,) = (
         one.body for one in _source(kind.__module__).body if isinstance(one, ast.ClassDef) and one.name == kind.__name__
     )
-    for statement, text in zip(body, [*body[1:], None], strict=True):
+    lines = [line.strip() for line in inspect.getsource(sys.modules[kind.__module__]).splitlines()]
+    for statement in body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             name = statement.target.id
-            if not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)):
-                raise TypeError(f"{kind.__name__}.{name} has no description below it")
-            found[name] = Field(name, ast.unparse(statement.annotation), inspect.cleandoc(str(text.value.value)))
+            above = takewhile(lambda line: line.startswith("#: "), reversed(lines[: statement.lineno - 1]))
+            text = lines[statement.lineno - 1].partition("  #: ")[2] or " ".join(line[3:] for line in [*above][::-1])
+            if not text:
+                raise TypeError(f"{kind.__name__}.{name} has no description beside or above it")
+            found[name] = Field(name, ast.unparse(statement.annotation), text)
     return found
 
 
