@@ -189,7 +189,7 @@ def _times(heading: str, unit: str, rows: Mapping[str, Sequence[float]], width: 
 
 
 def _profiled(records: Iterable[Written], width: int) -> Iterator[str]:
-    """How many steps were profiled, and how much slower these were."""
+    """Yield how many steps were profiled, and how much slower these were."""
     found = [part(record, Phases) for record in records]
     slower = [
         one.profiled_step_seconds / one.step_seconds for one in found if one.profiled_step_seconds and one.step_seconds
@@ -223,7 +223,7 @@ _BESIDE = {
 
 
 def _operations(records: Mapping[str, Written], width: int) -> Iterator[str]:
-    """What each run sends in a step."""
+    """Yield the table of what each run sends in a step."""
     rows = [
         (called, why.spoken(name), {heading: figure(sent) for heading, figure in _FIGURES.items()})
         for called, record in records.items()

@@ -154,7 +154,7 @@ def _joules(row: Row) -> float | None:
 
 
 def _last_evaluation(row: Row) -> tuple[str, float | None]:
-    """What the last one said of the model: its accuracy, its bits per byte of text, or its loss."""
+    """Return accuracy, bits per byte of text or loss of the last evaluation, and which of them it is."""
     last: Mapping[str, Any] = next(reversed(row.run.get("evaluations") or [{}]))
     found = ((name, last.get(name)) for name in ("top1", "bits_per_byte", "loss"))
     return next(((name, figure) for name, figure in found if figure is not None), ("loss", None))
@@ -289,7 +289,7 @@ def _block(alternatives: Sequence[Alternative]) -> Block:
 
 
 def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
-    """Why runs are not ok, by their names, each reason once."""
+    """Give the reasons of the runs that are not ok, by their names, each reason once."""
     alike: dict[str, list[str]] = {}
     for label, place in places:
         failed = [run for run in place.alternative.runs if not throughput(run) and not _came_to_its_end(run)]
@@ -346,13 +346,13 @@ def _clock_remarks(records: Sequence[_Named]) -> Iterator[str]:
 
 
 def _check_remarks(records: Iterable[Written]) -> list[str]:
-    """What the checks before the runs found unsound."""
+    """Return what the checks before the runs found unsound."""
     found = dict.fromkeys(part(record, Remarks).check for record in records)
     return [remark for remark in found if remark]
 
 
 def _why(found: Ranking, named: Sequence[str]) -> list[str]:
-    """Why the runs that come next are slower than the first one, where that order is known.
+    """Explain why the runs that come next are slower than the first one, where that order is known.
 
     ``ptdbench explain`` tells of all of them.
     """

@@ -152,7 +152,7 @@ def _schedule(record: Written) -> str:
 
 
 def _nodes(record: Written) -> str:
-    """How many there were, or else should have been; nothing where neither is known."""
+    """Count the nodes that there were, or else should have been; nothing where neither is known."""
     nodes = len(record.get("nodes") or []) or option(record, "cluster.nodes", int)
     return plural(nodes, "node") if nodes else ""
 

@@ -53,7 +53,7 @@ class Curves:
     def advance(
         self, record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]
     ) -> list[Scalar]:
-        """What is new.
+        """Return the new points.
 
         Args:
             record: The run's record so far.
@@ -182,6 +182,6 @@ def last_step(record: Written) -> int:
 
 
 def _throughput_unit(record: Written) -> tuple[str, float]:
-    """What throughput counts, and how many of it a step makes."""
+    """Return the unit of throughput, and how many of it a step makes."""
     batch, tokens = record.get("global_batch") or 0, record.get("tokens_per_sample")
     return ("tokens", batch * tokens) if tokens else ("samples", batch)

@@ -101,7 +101,7 @@ def of_workload(record: Written, width: int, typed: Collection[str] = ()) -> str
 
 
 def _shown_by_workload(record: Written, width: int, typed: Collection[str]) -> Iterator[str]:
-    """What the workload's class makes of what it left in the record's field of its name."""
+    """Let the workload's class show what it left in the record's field of its name."""
     if found := record.get(str(record.get("workload"))):
         target = option(record, "workload._target_", str) or ""
         shows = get_object(target) if target in typed else _own_workload(target)

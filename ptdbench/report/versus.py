@@ -161,7 +161,7 @@ def _alone(
     after: Collection[Hashable],
     common: Collection[Hashable],
 ) -> list[str]:
-    """What is on one side alone: ``before: ddp, fsdp``."""
+    """List the configurations of one side alone: ``before: ddp, fsdp``."""
     sides = {"before": before, "after": after}
     listed = {word: [called[key] for key in keys if key not in common] for word, keys in sides.items()}
     return [f"{word}: {', '.join(found)}" for word, found in listed.items() if found]
@@ -187,12 +187,12 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
 
 
 def _took_turns(run: Written) -> bool:
-    """Whether it is one of both sides of a comparison, and not of a sweep that looked at its own runs only."""
+    """Tell a run of two sides that took turns from one of a sweep that looked at its own runs only."""
     return bool(record.option(run, "repeat.series", str))
 
 
 def _failing(before: Alternative, after: Alternative, level: float) -> Verdict | None:
-    """What the failures say, if anything: one is enough where there was none, else it takes more than chance makes."""
+    """Judge failures: one is enough where there was none before, else it takes more than chance makes."""
     (was, of), (now, on) = ((len(_failed(side)), len(side.runs) - len(_interrupted(side))) for side in (before, after))
     if before.sample and now and not after.sample:
         return "fails"
@@ -218,7 +218,7 @@ def _interrupted(one: Alternative) -> list[str]:
 
 
 def _interruption(run: Written) -> str | None:
-    """How a run was ended from outside, or that it goes on, which says nothing of the program; ``None`` if it ended."""
+    """Name what ended a run from outside, or that it goes on: neither says anything of the program."""
     if record.is_open(run):
         return "unfinished"
     if schema.error(run).type == "CANCELLED":  # by scancel
@@ -250,7 +250,7 @@ def _is_slower(pair: Pair, threshold: float) -> bool:
 
 
 def _is_open(pair: Pair, threshold: float | None) -> bool:
-    """Whether a configuration may be slower all the same."""
+    """Tell whether a configuration may be slower all the same."""
     if pair.known is None:
         return pair.verdict == "not enough data"
     return threshold is not None and pair.known.low <= 1 - threshold
@@ -326,7 +326,7 @@ def _ratio(pair: Pair) -> str:
 
 
 def _seen(pairs: Sequence[Pair]) -> list[str]:
-    """What was not seen, and what it would have taken."""
+    """Say what would have been seen where nothing was, and what it would have taken."""
     lines = []
     for pair in pairs:
         if pair.verdict == "no difference seen" and pair.known:
@@ -341,7 +341,7 @@ def _seen(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _failures(pairs: Sequence[Pair]) -> list[str]:
-    """Why runs are not ok."""
+    """Give the reasons of the runs that are not ok."""
     return [
         f"{pair.label} {word}: {said}"
         for pair in pairs

@@ -23,12 +23,12 @@ def is_ok(record: Written) -> bool:
 
 
 def has_figures(record: Written) -> bool:
-    """Whether a run was carried out on virtual GPUs to its end, for itself or for a plan."""
+    """Tell whether a run was carried out on virtual GPUs to its end, for itself or for a plan."""
     return is_ok(record) or (record.get("kind") == "planned" and bool(record.get("virtual")))
 
 
 def remarks(records: Iterable[Written]) -> Iterator[str]:
-    """What to know of the virtual runs and the plans of a table."""
+    """Yield what to know of the virtual runs and the plans of a table."""
     records = list(records)
     if any(record.get("kind") == "planned" for record in records):
         yield "planned: what a run will need, and no run; memory is that of the rank that needs most"
