@@ -12,7 +12,6 @@ from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.ranking import Place
 from ptdbench.measure.parts import PHASES
 from ptdbench.report.why import against_first, compare, in_order, remarks, shares
-from ptdbench.units import bytes_text
 from tests.report.made import DDP, FSDP, PDP, operation, phased
 
 
@@ -242,10 +241,3 @@ class TestSweep:
     def test_runs_without_phases_are_left_out(self):
         (line,) = against_first(in_order({"ddp": placed(DDP | {"phases": None}, 1, 1), "fsdp": placed(FSDP, 2, 2)}))
         assert line.startswith("fsdp: forward 20%")
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(12, "12.0 B"), (3.4e3, "3.40 kB"), (49e6, "49.0 MB"), (1.6e9, "1.60 GB"), (5e13, "50,000 GB")]
-)
-def test_sizes_are_decimal(size, text):
-    assert bytes_text(size) == text
