@@ -92,7 +92,8 @@ def match(before: Sequence[Written], after: Sequence[Written]) -> Versus:
     one = alternatives.by_identity(before, ignored, after)
     other = alternatives.by_identity(after, ignored, before)
     common = [key for key in one if key in other]
-    called, is_same = _called({**other, **one}), bool(common)
+    found, is_same = {**other, **one}, bool(common)
+    called = dict(zip(found, names([alternative.median_run for alternative in found.values()]), strict=True))
     if common:
         pairs = [(called[key], one[key], other[key]) for key in common]
     elif difference := _other_work([*one.values()], [*other.values()]):
@@ -143,18 +144,6 @@ def _other_work(before: Sequence[Alternative], after: Sequence[Alternative]) -> 
     return found[0] if found and all(found) else None
 
 
-def _called(found: Mapping[Hashable, Alternative]) -> dict[Hashable, str]:
-    """Layout of each, and whatever else tells it from others of its model."""
-    models: dict[Any, list[Hashable]] = {}
-    for key, one in found.items():
-        models.setdefault(one.median_run.get("model"), []).append(key)
-    called: dict[Hashable, str] = {}
-    for model, keys in models.items():
-        prefix = f"{model} " if len(models) > 1 else ""
-        called |= zip(keys, [f"{prefix}{name}" for name in names([found[key].median_run for key in keys])], strict=True)
-    return called
-
-
 def _alone(
     called: Mapping[Hashable, str],
     before: Collection[Hashable],
@@ -168,14 +157,14 @@ def _alone(
 
 
 def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool) -> list[Pair]:
-    """The verdicts, whose level holds for all pairs together, and where both sides took turns for all looks at them.
+    """Judge pairs, at a level that holds for all of them, and where both sides took turns for all looks at them.
 
-    Args:
-        pairs: What each is called, and its runs before and after.
-        is_same: Whether these are of the same configuration, so that their losses should be the same.
+    Of the same configuration (``is_same``) the losses should be the same, too.
     """
     differences = noise.differences([(after, before) for _, before, after in pairs])
-    level = level_of(run for _, *sides in pairs for side in sides for run in side.runs if _took_turns(run))
+    # Of two sides that took turns: a sweep by itself looked at its own runs only.
+    runs = [run for _, *sides in pairs for side in sides for run in side.runs]
+    level = level_of(run for run in runs if record.option(run, "repeat.series", str))
     signs = significance.differing(differences, level)
     found = []
     for (label, before, after), apart, sign in zip(pairs, differences, signs, strict=True):
@@ -184,11 +173,6 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
         other = losses.apart(before.runs, after.runs) if is_same else None
         found.append(Pair(label, before, after, known, verdict, other))
     return found
-
-
-def _took_turns(run: Written) -> bool:
-    """Tell a run of two sides that took turns from one of a sweep that looked at its own runs only."""
-    return bool(record.option(run, "repeat.series", str))
 
 
 def _failing(before: Alternative, after: Alternative, level: float) -> Verdict | None:
@@ -311,11 +295,9 @@ def _unit(found: Versus) -> str:
 
 def _rate(one: Alternative) -> str:
     rate = variation.geometric_mean(one.sample)
-    return (
-        "-"
-        if rate is None
-        else f"{three_digits(rate)}{margin_text(significance.margin(noise.pool([one]), one.sample))}"
-    )
+    if rate is None:
+        return "-"
+    return f"{three_digits(rate)}{margin_text(significance.margin(noise.pool([one]), one.sample))}"
 
 
 def _ratio(pair: Pair) -> str:
@@ -353,25 +335,20 @@ def _failures(pairs: Sequence[Pair]) -> list[str]:
 def _left_out(pairs: Sequence[Pair]) -> list[str]:
     """Runs that were interrupted: ``ddp after: 2 of 5 runs left out: 1 preempted, 1 unfinished``."""
     return [
-        f"{pair.label} {word}: {len(found)} of {plural(len(side.runs), 'run')} left out: {_counted(found)}"
+        f"{pair.label} {word}: {len(found)} of {plural(len(side.runs), 'run')} left out: "
+        + ", ".join(f"{count} {how}" for how, count in Counter(found).items())
         for pair in pairs
         for word, side in pair.sides
         if (found := _interrupted(side))
     ]
 
 
-def _counted(words: Sequence[str]) -> str:
-    return ", ".join(f"{count} {word}" for word, count in Counter(words).items())
-
-
 def _environments(pairs: Sequence[Pair]) -> list[str]:
     """In what the two sides ran differently, besides their configurations."""
-    sides = [[run for pair in pairs for run in pair.sides[place][1].runs] for place in (0, 1)]
+    sides = [[part(run, Environment) for pair in pairs for run in pair.sides[place][1].runs] for place in (0, 1)]
     found = []
     for name in _ENVIRONMENT:
-        values = [
-            ", ".join(dict.fromkeys(str(getattr(part(run, Environment), name)) for run in side)) for side in sides
-        ]
+        values = [", ".join(dict.fromkeys(str(getattr(one, name)) for one in side)) for side in sides]
         if values[0] != values[1]:
             found.append(f"{name} {values[0]} → {values[1]}")
     return [f"environment: {'; '.join(found)}"] if found else []
